@@ -1,0 +1,216 @@
+"""The command line: converts options, calls one function, turns its outcome into an exit status.
+
+0 all done, 1 something failed, 2 wrong use or configuration, 3 validation found problems.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import sharmill
+from sharmill.errors import ConfigError, SharmillError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sharmill.config import Config
+
+OK, FAILED, WRONG_USE, FINDINGS = 0, 1, 2, 3
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(sharmill.__version__)
+def cli() -> None:
+    """Turn speech manifests into training-ready Lhotse Shar datasets.
+
+    Every command may be ended at any time; the same command goes on where it stopped.
+    """
+
+
+@cli.command(context_settings={"ignore_unknown_options": False})
+@click.argument("arguments", nargs=-1, required=True, metavar="CONFIG... [STAGE...] [KEY=VALUE...]")
+@click.option("--restart", is_flag=True, help="Begin the stages anew: forget their plans and remove their output.")
+def run(arguments: tuple[str, ...], restart: bool) -> int:
+    """Run all stages, or those that are named, for one or several datasets.
+
+    CONFIG is a YAML file. STAGE is prepare, match (stage1), write (stage2), encode (stage3) or validate.
+    KEY=VALUE overrides the configuration, as in match.min_similarity=0.7.
+    """
+    from sharmill.config import STAGES, load_config, resolve_stage
+
+    paths, overrides, names = split_arguments(arguments)
+    stages = [resolve_stage(name) for name in names] or list(STAGES)
+    configs = [load_config(path, overrides) for path in paths]
+    return run_configs(configs, stages, restart=restart)
+
+
+@cli.command()
+@click.argument("dataset", type=click.Path(path_type=str))
+@click.option("--deep", is_flag=True, help="Decode every audio item as well.")
+@click.option("--json", "json_file", type=click.Path(path_type=str), help="Write all findings to this file.")
+@click.option("--workers", default="auto", show_default=True, help="Worker processes: a number, or auto.")
+def validate(dataset: str, deep: bool, json_file: str | None, workers: str) -> int:
+    """Check a finished dataset."""
+    import tempfile
+    from pathlib import Path
+
+    import msgspec
+
+    from sharmill.console import ProgressListener, print_findings
+    from sharmill.pipeline import validate_dataset
+    from sharmill.store import write_atomic
+
+    console = make_console()
+    with (
+        tempfile.TemporaryDirectory(prefix="sharmill-validate-") as scratch,
+        ProgressListener(console) as listener,
+    ):
+        count = parse_workers(workers)
+        findings = validate_dataset(Path(dataset), Path(scratch), listener, workers=count, deep=deep)
+    print_findings(console, findings)
+    if json_file:
+        write_atomic(Path(json_file), msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
+    return FINDINGS if findings else OK
+
+
+@cli.command()
+@click.argument("directory", default="demo", type=click.Path(path_type=str))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE...]")
+def demo(directory: str, overrides: tuple[str, ...]) -> int:
+    """Make a synthetic corpus in DIRECTORY and run all stages over it."""
+    from pathlib import Path
+
+    from sharmill.config import STAGES
+    from sharmill.demo.run import make_demo
+
+    console = make_console()
+    config = make_demo(Path(directory), overrides, tell=lambda line: console.print(line, markup=False))
+    return run_configs([config], list(STAGES), restart=False)
+
+
+@cli.command()
+@click.argument("run_dir", type=click.Path(path_type=str))
+@click.option("--watch", is_flag=True, help="Go on showing it, every two seconds, until Ctrl-C.")
+def status(run_dir: str, watch: bool) -> int:
+    """Show the progress of every stage and rank, from the files of a run directory."""
+    import time
+    from pathlib import Path
+
+    from sharmill.status import print_status
+
+    console = make_console()
+    print_status(console, Path(run_dir))
+    while watch:
+        time.sleep(2)
+        console.clear()
+        print_status(console, Path(run_dir))
+    return OK
+
+
+@cli.command()
+@click.argument("arguments", nargs=-1, required=True, metavar="CONFIG... [KEY=VALUE...]")
+@click.option("--ranks", type=click.IntRange(1), help="Show the balance over this many ranks (default: the cores).")
+def plan(arguments: tuple[str, ...], ranks: int | None) -> int:
+    """Show what would run: units, hours, cost per rank, balance, disk needed. Runs nothing."""
+    from sharmill.config import load_config
+    from sharmill.preview import print_plan
+
+    paths, overrides, names = split_arguments(arguments)
+    if names:
+        raise ConfigError(f"'plan' takes no stage names: {', '.join(names)}")
+    console = make_console()
+    for path in paths:
+        print_plan(console, load_config(path, overrides), ranks)
+    return OK
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Configuration files, ``key=value`` overrides and other names, in this order.
+
+    Raises:
+        ConfigError: there is no configuration file among them.
+    """
+    paths = [argument for argument in arguments if argument.endswith((".yaml", ".yml")) and "=" not in argument]
+    overrides = [argument for argument in arguments if "=" in argument]
+    names = [argument for argument in arguments if argument not in paths and argument not in overrides]
+    if not paths:
+        raise ConfigError(f"no configuration among {' '.join(arguments)}: name a .yaml file")
+    return paths, overrides, names
+
+
+def run_configs(configs: Sequence[Config], stages: Sequence[str], *, restart: bool) -> int:
+    """Runs the datasets one after the other and returns the worst exit status."""
+    worst = OK
+    for config in configs:
+        try:
+            status = _run_one(config, stages, restart=restart)
+        except SharmillError as error:
+            if len(configs) == 1:
+                raise
+            click.echo(f"Error: {config.name}: {error}", err=True)
+            status = exit_status(error)
+        worst = worst if worst in (FAILED, status) else status
+    return worst
+
+
+def _run_one(config: Config, stages: Sequence[str], *, restart: bool) -> int:
+    from sharmill.console import ProgressListener, print_findings, print_result
+    from sharmill.pipeline import run_dataset
+
+    console = make_console()
+    with ProgressListener(console) as listener:
+        result = run_dataset(config, listener, stages=stages, restart=restart)
+    print_result(console, result)
+    if not result.ok:
+        return FAILED
+    if "validate" in stages:
+        print_findings(console, result.findings)
+    return FINDINGS if result.findings else OK
+
+
+def parse_workers(text: str) -> int | str:
+    """``auto`` or a positive number."""
+    if text != "auto" and not (text.isdigit() and int(text) > 0):
+        raise ConfigError(f"--workers is {text!r}; use 'auto' or a number from 1")
+    return text if text == "auto" else int(text)
+
+
+def make_console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def exit_status(error: SharmillError) -> int:
+    return WRONG_USE if isinstance(error, ConfigError) else FAILED
+
+
+def main(arguments: Sequence[str] | None = None) -> Any:
+    """Entry point: one line for each error that is meant for the user."""
+    # The run directory has the full logs; the terminal gets what must be seen.
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.ERROR)
+    logging.basicConfig(handlers=[handler], format="%(levelname)s %(name)s: %(message)s")
+    # A cluster ends jobs with SIGTERM: the same clean end as Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sys.exit(cli.main(args=list(arguments) if arguments is not None else None, standalone_mode=False) or OK)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(WRONG_USE)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("Interrupted. What is done is kept; run the same command again to go on.", err=True)
+        sys.exit(FAILED)
+    except SharmillError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(exit_status(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The demo corpus: speech of a dozen synthetic speakers with a NeMo manifest and some bad records.
+
+It is what ``sharmill demo`` and the end-to-end tests run on, and shows what real corpora have: FLAC and WAV,
+whole files and segments of long ones, optional keys. Voices are in ``voices``, texts in ``sentences``, bad
+records in ``defects``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from sharmill.demo.defects import duplicate, spoil
+from sharmill.demo.espeak import Espeak
+from sharmill.demo.records import Record, Utterance, write_audio
+from sharmill.demo.sentences import sentences
+from sharmill.demo.voices import Speaker, make_solo, make_speakers
+from sharmill.errors import ConfigError
+
+# Raised whenever the same arguments would give other files, so that an old corpus is not taken for a new one.
+_VERSION: Final = 1
+_MANIFEST: Final = "manifest.json"
+_AUDIO_ROOT: Final = "audio"
+_MARKER: Final = "corpus.json"
+
+_UTTERANCES_PER_SESSION: Final = 5
+_PAUSE_SECONDS: Final = 0.4
+
+
+@dataclass(frozen=True)
+class CorpusSummary:
+    """What ``make_corpus`` made.
+
+    Args:
+        manifest: the manifest, JSON lines.
+        audio_root: what the paths of the manifest are relative to.
+        num_records: lines of the manifest, the bad ones included.
+        num_bad_records: lines that no pipeline should let through.
+        audio_seconds: total duration of the good records.
+    """
+
+    manifest: Path
+    audio_root: Path
+    num_records: int
+    num_bad_records: int
+    audio_seconds: float
+
+
+def make_corpus(
+    directory: Path, *, num_voices: int = 12, utterances_per_voice: int = 20, seed: int = 42
+) -> CorpusSummary:
+    """Makes the corpus in ``directory``, or finds there the one made with the same arguments before.
+
+    The files are the same, byte for byte, for the same arguments; the directory appears only when complete.
+
+    Raises:
+        ConfigError: an argument is out of range, espeak-ng is missing, or ``directory`` holds something else.
+    """
+    arguments = {
+        "version": _VERSION,
+        "num_voices": num_voices,
+        "utterances_per_voice": utterances_per_voice,
+        "seed": seed,
+    }
+    if utterances_per_voice < 2:
+        raise ConfigError(f"utterances_per_voice is {utterances_per_voice}; a context needs 2 or more")
+    if (finished := _find_finished(directory, arguments)) is not None:
+        return finished
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    building = directory.parent / f".{directory.name}.{uuid.uuid4().hex}.tmp"
+    try:
+        totals = _build(building, num_voices=num_voices, utterances_per_voice=utterances_per_voice, seed=seed)
+        marker = json.dumps({"arguments": arguments, "totals": totals}, indent=2)
+        (building / _MARKER).write_text(marker + "\n")
+        _publish(building, directory)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    finished = _find_finished(directory, arguments)
+    assert finished is not None, f"{directory} was published without its marker"
+    return finished
+
+
+def _publish(building: Path, directory: Path) -> None:
+    try:
+        building.rename(directory)
+    except OSError:
+        # Another process was faster; the caller looks at what it left.
+        if not (directory / _MARKER).exists():
+            raise
+
+
+def _find_finished(directory: Path, arguments: dict[str, int]) -> CorpusSummary | None:
+    """The corpus in ``directory`` if it was made with these arguments; None if nothing is there."""
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return None
+    marker = directory / _MARKER
+    if not marker.is_file():
+        raise ConfigError(f"{directory} is not empty and holds no demo corpus; choose another directory")
+    content = json.loads(marker.read_text())
+    if content["arguments"] != arguments:
+        raise ConfigError(
+            f"{directory} holds a demo corpus made with {content['arguments']}, not {arguments}; "
+            "remove it or choose another directory"
+        )
+    return CorpusSummary(directory / _MANIFEST, directory / _AUDIO_ROOT, **content["totals"])
+
+
+def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed: int) -> dict[str, Any]:
+    """Writes everything but the marker; returns the totals of the summary."""
+    espeak = Espeak()
+    speakers = make_speakers(espeak, num_voices=num_voices, seed=seed)
+    speak = _Reader(directory / _AUDIO_ROOT, sentences(seed=seed)).read
+    rng = random.Random(seed)
+
+    good: list[Record] = []
+    for index, speaker in enumerate(speakers):
+        # Every sixth speaker was recorded in sessions, the others utterance by utterance.
+        write = _write_sessions if index % 6 == 1 else _write_utterances
+        own = [speak(speaker) for _ in range(utterances_per_voice)]
+        good.extend(write(own, suffix=".wav" if index % 3 == 2 else ".flac"))
+    good = [_add_optional_keys(record, index, rng) for index, record in enumerate(good)]
+
+    utterances = (speak(speaker) for speaker in itertools.cycle(speakers))
+    bad = [*spoil(utterances, speak(make_solo(espeak, seed=seed))), duplicate(good[0])]
+    _write_manifest(directory / _MANIFEST, good, bad, rng)
+    return {
+        "num_records": len(good) + len(bad),
+        "num_bad_records": len(bad),
+        "audio_seconds": round(sum(record["duration"] for record in good), 3),
+    }
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Hands out the sentences, each to one speaker."""
+
+    audio_root: Path
+    texts: Iterator[str]
+
+    def read(self, speaker: Speaker) -> Utterance:
+        for text in self.texts:
+            if (samples := speaker.say(text)) is not None:
+                return Utterance(self.audio_root, speaker, text, samples)
+        raise AssertionError("the sentences have no end")
+
+
+def _write_utterances(utterances: list[Utterance], *, suffix: str) -> list[Record]:
+    return [utterance.write_as(f"{index:04d}", suffix=suffix) for index, utterance in enumerate(utterances)]
+
+
+def _write_sessions(utterances: list[Utterance], *, suffix: str) -> list[Record]:
+    """Several utterances in one long file, with pauses, and records that cut them out again."""
+    records = []
+    for first in range(0, len(utterances), _UTTERANCES_PER_SESSION):
+        session = utterances[first : first + _UTTERANCES_PER_SESSION]
+        speaker = session[0].speaker
+        path = f"{speaker.name}/{speaker.name}_session_{first // _UTTERANCES_PER_SESSION:02d}{suffix}"
+        pieces = [speaker.silence(_PAUSE_SECONDS)]
+        for utterance in session:
+            offset = sum(map(len, pieces)) / speaker.sampling_rate
+            records.append(utterance.record(path) | {"offset": round(offset, 6)})
+            pieces += [utterance.samples, speaker.silence(_PAUSE_SECONDS)]
+        write_audio(utterances[0].audio_root / path, np.concatenate(pieces), speaker.sampling_rate)
+    return records
+
+
+def _add_optional_keys(record: Record, index: int, rng: random.Random) -> Record:
+    """Keys that some corpora have on some of their records: so have these."""
+    if index % 10 != 9:
+        record = record | {"cer": round(rng.uniform(0.0, 0.025), 4)}
+    if index % 3 == 0:
+        record = record | {"normalized_text": re.sub(r"[^\w' ]", "", record["text"]).lower()}
+    return record
+
+
+def _write_manifest(path: Path, good: list[Record], bad: list[Record | str], rng: random.Random) -> None:
+    """Writes the bad records scattered among the good; one that is a text is a line as it stands."""
+    lines = [json.dumps(record) for record in good]
+    for record in bad:
+        line = record if isinstance(record, str) else json.dumps(record)
+        # Never the first line, so that the duplicate of the first record comes after it.
+        lines.insert(rng.randrange(1, len(lines) + 1), line)
+    path.write_text("\n".join(lines) + "\n")

@@ -1,0 +1,155 @@
+"""Speech synthesis for the demo corpus: the few calls of libespeak-ng that it needs, through ctypes.
+
+The library and its data come from the wheel ``espeakng-loader``, which is imported only when an ``Espeak`` is
+made. Which voices there are in the corpus is decided in ``voices``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharmill.errors import ConfigError
+
+# Constants of espeak-ng's speak_lib.h.
+_AUDIO_OUTPUT_SYNCHRONOUS: Final = 2
+_INITIALIZE_DONT_EXIT: Final = 0x8000
+_CHARS_UTF8: Final = 1
+_POSITION_CHARACTER: Final = 1
+_PARAMETER_IDS: Final[dict[str, int]] = {"rate": 1, "volume": 2, "pitch": 3, "pitch_range": 4}
+
+_SAMPLING_RATE: Final = 22050
+_RANDOM_SEED: Final = 1
+
+_SynthCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VoiceSettings:
+    """How espeak speaks, in espeak's own units.
+
+    Args:
+        name: language and variant, such as ``en-us+f5``; the variants are files in ``voices/!v`` of the data.
+        rate: words per minute, 80 to 450.
+        pitch: base pitch, 0 to 99.
+        pitch_range: 0 (monotone) to 99.
+        volume: 0 to 100, where 100 is espeak's normal volume.
+    """
+
+    name: str
+    rate: int = 175
+    pitch: int = 50
+    pitch_range: int = 50
+    volume: int = 100
+
+    def __post_init__(self) -> None:
+        if not 80 <= self.rate <= 450:
+            raise ValueError(f"rate is {self.rate} words per minute; espeak speaks 80 to 450")
+        for field, limit in (("pitch", 99), ("pitch_range", 99), ("volume", 100)):
+            if not 0 <= getattr(self, field) <= limit:
+                raise ValueError(f"{field} is {getattr(self, field)}; it must lie between 0 and {limit}")
+
+
+class Espeak:
+    """A speech synthesiser, for use from one thread.
+
+    The samples depend on the text and the settings only: not on the process, nor on what was said before.
+    (The variants that use espeak's Klatt synthesiser, such as Reed, differ from run to run all the same.)
+
+    Raises:
+        ConfigError: ``espeakng-loader`` is not installed.
+
+    >>> espeak = Espeak()
+    >>> samples = espeak.synthesize("Good morning.", VoiceSettings(name="en-us+f5"))
+    >>> samples.dtype, samples.ndim, espeak.sampling_rate
+    (dtype('int16'), 1, 22050)
+    """
+
+    sampling_rate: Final = _SAMPLING_RATE
+
+    def __init__(self) -> None:
+        loader = _import_loader()
+        self._library_path = str(loader.get_library_path())
+        self._data_path = str(loader.get_data_path())
+
+    def synthesize(self, text: str, voice: VoiceSettings) -> NDArray[np.int16]:
+        """Speech for ``text``: mono samples, shape (time,), at ``sampling_rate``.
+
+        Raises:
+            ConfigError: there is no such voice, or espeak-ng cannot read its data.
+        """
+        chunks: list[NDArray[np.int16]] = []
+
+        def collect(samples: Any, num_samples: int, _events: int | None) -> int:
+            if samples and num_samples > 0:
+                chunks.append(np.ctypeslib.as_array(samples, shape=(num_samples,)).copy())
+            return 0
+
+        # The library keeps only the address of the callback: this name keeps the object itself alive.
+        callback = _SynthCallback(collect)
+        with _fresh_library(self._library_path) as library:
+            self._initialize(library, callback)
+            _set_voice(library, voice)
+            _speak(library, text)
+        return np.concatenate(chunks) if chunks else np.zeros(0, np.int16)
+
+    def _initialize(self, library: ctypes.CDLL, callback: Any) -> None:
+        rate = library.espeak_Initialize(_AUDIO_OUTPUT_SYNCHRONOUS, 0, self._data_path.encode(), _INITIALIZE_DONT_EXIT)
+        if rate != _SAMPLING_RATE:
+            raise ConfigError(f"espeak-ng cannot use its data in {self._data_path!r} (it answered {rate})")
+        # Breath noise comes from a generator that would otherwise be seeded with the time.
+        library.espeak_ng_SetRandSeed(ctypes.c_long(_RANDOM_SEED))
+        library.espeak_SetSynthCallback(callback)
+
+
+@contextlib.contextmanager
+def _fresh_library(path: str) -> Iterator[ctypes.CDLL]:
+    """Loads the library and unloads it again.
+
+    Flutter and wave phase live in static variables that neither espeak_Initialize nor espeak_SetVoiceByName
+    resets, so that every utterance would depend on those before it. Loading takes about 5 ms.
+    """
+    library = ctypes.CDLL(path)
+    close = ctypes.CDLL(None).dlclose
+    close.argtypes = [ctypes.c_void_p]
+    try:
+        yield library
+    finally:
+        library.espeak_Terminate()
+        close(library._handle)
+
+
+def _set_voice(library: ctypes.CDLL, voice: VoiceSettings) -> None:
+    if library.espeak_SetVoiceByName(voice.name.encode()) != 0:
+        raise ConfigError(f"espeak-ng has no voice {voice.name!r}")
+    for field, parameter in _PARAMETER_IDS.items():
+        library.espeak_SetParameter(parameter, getattr(voice, field), 0)
+
+
+def _speak(library: ctypes.CDLL, text: str) -> None:
+    encoded = text.encode() + b"\0"
+    synth = library.espeak_Synth
+    synth.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        *(ctypes.c_uint, ctypes.c_int, ctypes.c_uint, ctypes.c_uint),
+        *(ctypes.c_void_p, ctypes.c_void_p),
+    ]
+    if synth(encoded, len(encoded), 0, _POSITION_CHARACTER, 0, _CHARS_UTF8, None, None) != 0:
+        raise RuntimeError(f"espeak-ng failed on {text!r}")
+
+
+def _import_loader() -> Any:
+    try:
+        return importlib.import_module("espeakng_loader")
+    except ImportError as error:
+        raise ConfigError(
+            "the demo corpus is spoken by espeak-ng; install it with: pip install 'sharmill[demo]'"
+        ) from error

@@ -1,0 +1,217 @@
+"""Stage ``encode`` (stage 3): the codes of one codec for the targets and contexts of a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from sharmill import audio
+from sharmill.batches import map_ahead, pad, padded_batches
+from sharmill.config import CodecConfig, Config
+from sharmill.engine.rundir import RunDir
+from sharmill.engine.stage import Stage, add_up
+from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.engine.versions import versions
+from sharmill.errors import ConfigError, RejectRecord, UnitFailed
+from sharmill.models import describe_codec, load_codec
+from sharmill.models.protocols import Codec
+from sharmill.models.ranks import settle_torch
+from sharmill.shar.fields import FieldWriter, Item, array_to_bytes, read_field
+from sharmill.shar.index import (
+    CodecRecord,
+    FieldFile,
+    ShardRecord,
+    audio_checksum,
+    read_dataset,
+    read_shards,
+    write_dataset,
+    write_shards,
+)
+from sharmill.shar.layout import (
+    CONTEXT_AUDIO,
+    CONTEXT_CODES,
+    TARGET_AUDIO,
+    TARGET_CODES,
+    codec_folder,
+    codes_field,
+    shard_file,
+)
+from sharmill.shar.manifests import make_array, make_temporal_array
+from sharmill.store import Staging, remove_tree
+
+
+class EncodeStage(Stage):
+    """Reads the audio of a dataset and adds the fields of one codec to it. One unit is one shard."""
+
+    uses_gpu: ClassVar[bool] = True
+
+    def __init__(self, config: Config, codec: CodecConfig) -> None:
+        self.name = f"encode/{codec.name}"
+        self.run_dir = RunDir(Path(config.run_dir))
+        self.root = Path(config.dataset_dir)
+        self.codec_config = codec
+        self.batch_seconds = config.encode.batch_seconds
+        self.fields = (codes_field(codec.name, TARGET_CODES), codes_field(codec.name, CONTEXT_CODES))
+        self._codec: Codec | None = None
+        self._threads = 1
+
+    def identity(self) -> dict[str, Any]:
+        read_dataset(self.root)
+        return {
+            "codec": describe_codec(self.codec_config.model),
+            "batch_seconds": self.batch_seconds,
+            "dataset_dir": str(self.root.absolute()),
+            "input": audio_checksum(list(read_shards(self.root))),
+            "versions": versions("torch", "torchaudio", "nemo_toolkit", "transformers"),
+        }
+
+    def plan(self, folder: Path) -> Iterator[Unit]:
+        name = self.codec_config.name
+        if (self.root / codec_folder(name)).exists():
+            raise ConfigError(
+                f"{self.root} already has codes called {name!r} that were not made from {self.run_dir.path}; "
+                "give this codec another name"
+            )
+        for shard in read_shards(self.root):
+            cost = round(shard.target_seconds + shard.context_seconds, 3)
+            yield make_unit(shard.index, cost=cost, size=shard.count, params={"shard": shard.index})
+
+    def setup(self, device: str) -> None:
+        self._threads = settle_torch(device)
+        self._codec = load_codec(self.codec_config.model, device)
+
+    def process(self, unit: Unit, staging: Staging) -> Output:
+        assert self._codec is not None
+        shard = unit.params["shard"]
+        targets = list(read_field(self.root / shard_file(TARGET_AUDIO, shard)))
+        contexts = list(read_field(self.root / shard_file(CONTEXT_AUDIO, shard)))
+        if [item.cut_id for item in targets] != [item.cut_id for item in contexts]:
+            raise UnitFailed(f"shard {shard}: target_audio and context_audio do not have the same ids")
+        # The same audio is encoded once, be it target or context, and however often.
+        unique = {item.data: item for item in [*targets, *contexts]}
+        codes = dict(zip(unique, self._encode(list(unique.values())), strict=True))
+        frame_shift = self._codec.samples_per_frame / self._codec.sampling_rate
+        files = [shard_file(field, shard) for field in self.fields]
+        with FieldWriter(staging.path(files[0])) as writer:
+            for item in targets:
+                array = codes[item.data]
+                writer.add(_codes_item(item.cut_id, array, make_temporal_array(array.shape, frame_shift)))
+        with FieldWriter(staging.path(files[1])) as writer:
+            for item in contexts:
+                array = codes[item.data]
+                writer.add(_codes_item(item.cut_id, array, make_array(array.shape)))
+        return Output(
+            files=files,
+            num_out=len(targets),
+            stats={"seconds": sum(item.metadata["duration"] for item in targets if item.metadata),
+                   "codec": msgspec.to_builtins(self._record())},
+        )  # fmt: skip
+
+    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
+        commits = list(commits)
+        shards = list(read_shards(self.root))
+        dataset = read_dataset(self.root)
+        records = {msgspec.json.encode(commit.stats["codec"]): commit.stats["codec"] for commit in commits}
+        if len(records) > 1:
+            raise UnitFailed(f"{self.name}: ranks used different models under the same name; run with --restart")
+        codecs = [codec for codec in dataset.codecs if codec.name != self.codec_config.name]
+        codecs += [msgspec.convert(record, CodecRecord) for record in records.values()]
+        fields = [
+            *(field for field in dataset.fields if field not in self.fields),
+            *(self.fields if records else ()),
+        ]
+        write_shards(self.root, [self._extend(shard, commit) for shard, commit in zip(shards, commits, strict=True)])
+        codecs.sort(key=lambda codec: codec.name)
+        write_dataset(self.root, msgspec.structs.replace(dataset, codecs=codecs, fields=sorted_fields(fields)))
+        return add_up(commits)
+
+    def discard(self) -> None:
+        if not (self.root / codec_folder(self.codec_config.name)).exists():
+            return
+        dataset = read_dataset(self.root)
+        codecs = [codec for codec in dataset.codecs if codec.name != self.codec_config.name]
+        fields = [field for field in dataset.fields if field not in self.fields]
+        write_dataset(self.root, msgspec.structs.replace(dataset, codecs=codecs, fields=fields))
+        write_shards(self.root, [self._without(shard) for shard in list(read_shards(self.root))])
+        remove_tree(self.root / codec_folder(self.codec_config.name))
+
+    def _encode(self, items: Sequence[Item]) -> list[np.ndarray]:
+        """Codes (codebooks, frames) of each item, in the order of the items."""
+        codec = self._codec
+        assert codec is not None
+        frames = [num_frames(item, codec) for item in items]
+        padded_frames = self.batch_seconds * codec.sampling_rate / codec.samples_per_frame
+        batches = padded_batches(frames, padded_frames, equal_only=codec.equal_lengths_only)
+        in_order = [items[index] for batch in batches for index in batch]
+        ahead = 2 * max((len(batch) for batch in batches), default=1)
+        loaded = map_ahead(lambda item: _load(item, codec.sampling_rate), in_order, threads=self._threads, ahead=ahead)
+        dtype = codes_dtype(codec.codebook_size)
+        results: list[np.ndarray] = [np.empty(0)] * len(items)
+        for batch in batches:
+            codes = codec.encode(*pad([next(loaded) for _ in batch])).numpy()
+            for index, row in zip(batch, codes, strict=True):
+                results[index] = np.ascontiguousarray(row[:, : frames[index]].astype(dtype))
+        return results
+
+    def _record(self) -> CodecRecord:
+        codec = self._codec
+        assert codec is not None
+        return CodecRecord(
+            name=self.codec_config.name,
+            model=self.codec_config.model,
+            checksum=codec.checksum,
+            trained=codec.trained,
+            sampling_rate=codec.sampling_rate,
+            samples_per_frame=codec.samples_per_frame,
+            num_codebooks=codec.num_codebooks,
+            codebook_size=codec.codebook_size,
+        )
+
+    def _extend(self, shard: ShardRecord, commit: Commit) -> ShardRecord:
+        added = {
+            field: FieldFile(file.name, file.size, file.xxh3)
+            for field, file in zip(self.fields, commit.files, strict=True)
+        }
+        return msgspec.structs.replace(shard, fields={**shard.fields, **added})
+
+    def _without(self, shard: ShardRecord) -> ShardRecord:
+        kept = {field: file for field, file in shard.fields.items() if field not in self.fields}
+        return msgspec.structs.replace(shard, fields=kept)
+
+
+def num_frames(item: Item, codec: Codec) -> int:
+    """ceil(samples at the codec's rate / samples per frame) of a stored audio item."""
+    assert item.metadata is not None
+    metadata = item.metadata
+    samples = audio.resampled_length(metadata["num_samples"], metadata["sampling_rate"], codec.sampling_rate)
+    return -(-samples // codec.samples_per_frame)
+
+
+def codes_dtype(codebook_size: int) -> np.dtype:
+    """The smallest of int16, int32 and int64 that holds every code."""
+    for dtype in (np.int16, np.int32, np.int64):
+        if codebook_size - 1 <= np.iinfo(dtype).max:
+            return np.dtype(dtype)
+    raise ConfigError(f"a codebook of {codebook_size} entries is too large")
+
+
+def sorted_fields(fields: Iterable[str]) -> list[str]:
+    """Base fields in their order, then codes by name."""
+    return sorted(fields, key=lambda field: ("/" in field, field if "/" in field else ""))
+
+
+def _load(item: Item, sampling_rate: int) -> np.ndarray:
+    assert item.data is not None
+    try:
+        samples, rate = audio.decode(item.data)
+    except RejectRecord as error:
+        raise UnitFailed(f"the stored audio of {item.cut_id} cannot be decoded: {error}") from error
+    return audio.resample(samples, rate, sampling_rate)
+
+
+def _codes_item(cut_id: str, array: np.ndarray, metadata: dict[str, Any]) -> Item:
+    return Item(cut_id, "npy", array_to_bytes(array), metadata)

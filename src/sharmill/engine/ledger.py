@@ -1,0 +1,73 @@
+"""The ledger of a stage: what is in it is done, what is not is not.
+
+Every process appends to a file of its own, one JSON line a commit, synced to disk; so a process that is killed can
+only leave one incomplete last line, which is not a record.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+
+from sharmill.engine.unit import Commit, Unit
+from sharmill.store import fsync_directory, stopping_errors
+
+_decoder = msgspec.json.Decoder(Commit)
+
+
+class LedgerWriter:
+    """Appends commit records; for one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path: Path | None = None
+
+    def append(self, commit: Commit) -> None:
+        """Returns when the record is on disk.
+
+        Raises:
+            FatalError: it cannot be written; the unit does not count as done.
+        """
+        path, self._path = self._path or self._new_file(), None
+        with stopping_errors(path), path.open("ab") as stream:
+            stream.write(msgspec.json.encode(commit) + b"\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        # Kept only after a success: after a failed write the file may end in half a line, and gets no more.
+        self._path = path
+
+    def _new_file(self) -> Path:
+        path = self.folder / f"{uuid4().hex}.jsonl"
+        with stopping_errors(path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            fsync_directory(self.folder)
+        return path
+
+
+def read_ledger(folder: Path, units: Iterable[Unit]) -> dict[int, Commit]:
+    """The commit of every unit that is done, by unit index. Records of another plan's units do not count."""
+    ids = {unit.index: unit.id for unit in units}
+    commits: dict[int, Commit] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open("rb") as stream:
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    continue
+                commit = _decoder.decode(line)
+                if ids.get(commit.index) == commit.id:
+                    commits[commit.index] = commit
+    return commits
+
+
+def outputs_in_place(commit: Commit, root: Path) -> bool:
+    """Whether the files of a commit are still there with the recorded sizes."""
+    for file in commit.files:
+        path = root / file.name
+        if not path.is_file() or path.stat().st_size != file.size:
+            return False
+    return True

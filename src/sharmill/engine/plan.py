@@ -1,0 +1,89 @@
+"""The frozen plan of a stage: made once, bound to the identity of what made it."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Unit
+from sharmill.errors import ConfigError
+from sharmill.store import publish_directory, remove_tree, stopping_errors
+
+_unit_decoder = msgspec.json.Decoder(Unit)
+
+
+def load_or_freeze(stage: Stage, *, restart: bool) -> list[Unit]:
+    """The units of the stage's plan; the plan is made if there is none.
+
+    Raises:
+        ConfigError: there is a plan, but of another configuration, input or version.
+    """
+    identity = stage.identity()
+    if restart:
+        forget(stage)
+    if stage.dir.identity.exists():
+        differences = describe_differences(msgspec.json.decode(stage.dir.identity.read_bytes()), identity)
+        if not differences:
+            return load(stage)
+        if not stage.replan_when_changed:
+            raise ConfigError(
+                f"{stage.name}: {stage.run_dir.path} was made with another {'; '.join(differences[:4])}. "
+                "Restore that, choose another run_dir, or begin this stage anew with --restart"
+            )
+        forget(stage)
+    return _freeze(stage, identity)
+
+
+def load(stage: Stage) -> list[Unit]:
+    """The units of a plan that is known to exist."""
+    with stage.dir.units.open("rb") as stream:
+        return [_unit_decoder.decode(line) for line in stream]
+
+
+def forget(stage: Stage) -> None:
+    """Removes the stage's plan, ledger and output. The plan goes first: without it nothing else counts."""
+    with stopping_errors(stage.dir.path):
+        remove_tree(stage.dir.done)
+        remove_tree(stage.dir.plan)
+        stage.discard()
+        remove_tree(stage.dir.path)
+
+
+def _freeze(stage: Stage, identity: dict[str, Any]) -> list[Unit]:
+    # A process that died while planning leaves its folder aside; whatever else is there belongs to no plan.
+    remove_tree(stage.dir.path)
+    aside = stage.dir.path / f".plan-{uuid4().hex}"
+    with stopping_errors(aside):
+        aside.mkdir(parents=True)
+        try:
+            units = list(stage.plan(aside))
+            with (aside / stage.dir.units.name).open("wb") as stream:
+                for unit in units:
+                    stream.write(msgspec.json.encode(unit) + b"\n")
+            (aside / stage.dir.identity.name).write_bytes(msgspec.json.encode(identity, order="sorted"))
+            publish_directory(aside, stage.dir.plan)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return units
+
+
+def describe_differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """Where two identities differ, one phrase each: ``match.min_similarity (0.6, now 0.7)``."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            difference
+            for key in sorted(old.keys() | new.keys())
+            for difference in describe_differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+        ]
+    if msgspec.json.encode(old) == msgspec.json.encode(new):
+        return []
+    return [f"{path} ({_short(old)}, now {_short(new)})"]
+
+
+def _short(value: Any) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,81 @@
+"""Progress records: each rank writes what it is doing to the run directory about every ten seconds."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+INTERVAL_SECONDS = 10.0
+
+
+class RankProgress(msgspec.Struct, kw_only=True):
+    """One rank's last sign of life. Times are Unix seconds; ``audio_seconds`` is the cost of the units done."""
+
+    rank: int
+    pid: int
+    host: str
+    started: float
+    updated: float = 0.0
+    unit: int | None = None
+    units_done: int = 0
+    audio_seconds: float = 0.0
+    peak_memory_mb: float = 0.0
+    ended: bool = False
+
+
+class ProgressWriter:
+    """Keeps ``path`` up to date from a thread of its own, so that a long unit does not look like a dead rank."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        now = time.time()
+        self.path = path
+        self.record = RankProgress(rank=rank, pid=os.getpid(), host=socket.gethostname(), started=now)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
+
+    def __enter__(self) -> ProgressWriter:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.record.unit = None
+        self.record.ended = True
+        self._write()
+
+    def begin(self, unit: int) -> None:
+        self.record.unit = unit
+
+    def end(self, audio_seconds: float) -> None:
+        self.record.unit = None
+        self.record.units_done += 1
+        self.record.audio_seconds += audio_seconds
+
+    def _keep_writing(self) -> None:
+        while not self._stop.wait(INTERVAL_SECONDS):
+            self._write()
+
+    def _write(self) -> None:
+        self.record.updated = time.time()
+        self.record.peak_memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        aside = self.path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            aside.write_bytes(msgspec.json.encode(self.record))
+            aside.replace(self.path)
+        except OSError:
+            # Progress is for people to look at: a full disk is reported by the unit that meets it.
+            aside.unlink(missing_ok=True)
+
+
+def read_progress(folder: Path) -> list[RankProgress]:
+    """The progress records of all ranks, in the order of the ranks."""
+    return [msgspec.json.decode(path.read_bytes(), type=RankProgress) for path in sorted(folder.glob("rank-*.json"))]

@@ -1,0 +1,196 @@
+"""Runs one stage: plan, do what is missing, check the accounts, finalize. Knows neither stages nor executors."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from sharmill.engine.ledger import outputs_in_place, read_ledger
+from sharmill.engine.plan import load_or_freeze
+from sharmill.engine.rundir import RunDir
+from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Commit, Totals, Unit
+from sharmill.engine.worker import UnitError
+from sharmill.errors import REASONS, ConfigError, FatalError
+from sharmill.store import open_atomic, remove_staging, remove_tree, require_writable, write_atomic
+
+log = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Hears what happens, for progress bars and the closing lines."""
+
+    def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None: ...
+
+    def unit_done(self, unit: Unit, commit: Commit) -> None: ...
+
+    def unit_failed(self, unit: Unit, error: UnitError, attempts: int) -> None: ...
+
+    def stage_ended(self, stage: Stage, result: StageResult) -> None: ...
+
+
+class Executor(Protocol):
+    """Runs the worker loop on ranks."""
+
+    def run(self, stage: Stage, units: Sequence[Unit], listener: Listener) -> dict[int, UnitError]:
+        """Does the units and returns those that failed for good. Calls ``listener.unit_done`` for each commit.
+
+        Raises:
+            ConfigError, FatalError: the stage cannot go on.
+        """
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """How a stage ended: its totals, or the units that failed."""
+
+    totals: Totals | None
+    failures: dict[int, UnitError] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return self.totals is not None
+
+
+class RejectGuard:
+    """Listens in and stops the stage when more records are rejected than the configuration allows."""
+
+    def __init__(self, listener: Listener, stage: Stage, limit: float, expected_in: int) -> None:
+        self._listener = listener
+        self._stage = stage
+        self._limit = limit
+        self._expected_in = expected_in
+        self._reasons: Counter[str] = Counter()
+
+    def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
+        self._listener.stage_started(stage, units, done)
+        for commit in done:
+            self._reasons.update(commit.rejects)
+        self.check(self._reasons)
+
+    def unit_done(self, unit: Unit, commit: Commit) -> None:
+        self._listener.unit_done(unit, commit)
+        self._reasons.update(commit.rejects)
+        self.check(self._reasons)
+
+    def unit_failed(self, unit: Unit, error: UnitError, attempts: int) -> None:
+        self._listener.unit_failed(unit, error, attempts)
+
+    def stage_ended(self, stage: Stage, result: StageResult) -> None:
+        self._listener.stage_ended(stage, result)
+
+    def check(self, reasons: Counter[str] | dict[str, int]) -> None:
+        """Raises FatalError with the three commonest reasons if the limit is exceeded."""
+        rejected = sum(reasons.values())
+        if rejected <= self._limit * self._expected_in:
+            return
+        commonest = ", ".join(
+            f"{reason} {count} ({REASONS[reason]})" for reason, count in Counter(reasons).most_common(3)
+        )
+        raise FatalError(
+            f"{self._stage.name} stopped: {rejected} of {self._expected_in} records are rejected, more than "
+            f"max_reject_fraction={self._limit:g} allows. Commonest reasons: {commonest}. "
+            f"See {self._stage.dir.path}/rejects; mend the input or raise max_reject_fraction"
+        )
+
+
+@contextmanager
+def locked(run_dir: RunDir) -> Iterator[None]:
+    """Holds the run directory for this process: two runs that direct one dataset would tread on each other."""
+    require_writable(run_dir.path)
+    lock = FileLock(run_dir.lock, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise ConfigError(
+            f"another sharmill process is at work in {run_dir.path}; wait for it or end it first"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def run_stage(
+    stage: Stage, executor: Executor, listener: Listener, *, max_reject_fraction: float, restart: bool = False
+) -> StageResult:
+    """Brings a stage to its end, doing only what is missing. The caller holds the run directory's lock.
+
+    Raises:
+        ConfigError: before any work.
+        FatalError: the stage stopped: too many rejects, a full disk, accounts that do not add up.
+    """
+    require_writable(stage.run_dir.path)
+    units = load_or_freeze(stage, restart=restart)
+    remove_staging(stage.root)
+    commits, missing = _outstanding(stage, units)
+    if missing:
+        remove_tree(stage.dir.done)
+    expected_in = sum(unit.size for unit in units)
+    guard = RejectGuard(listener, stage, max_reject_fraction, expected_in)
+    guard.stage_started(stage, units, list(commits.values()))
+    if missing:
+        require_writable(stage.root)
+        failures = executor.run(stage, missing, guard)
+        commits, missing = _outstanding(stage, units)
+        if missing:
+            return _report_failures(stage, missing, failures, listener)
+    totals = read_totals(stage) or _finalize(stage, units, commits, guard, expected_in)
+    remove_tree(stage.dir.failures)
+    result = StageResult(totals)
+    listener.stage_ended(stage, result)
+    return result
+
+
+def read_totals(stage: Stage) -> Totals | None:
+    """The totals of a finished stage, or None."""
+    if not stage.dir.done.exists():
+        return None
+    return msgspec.json.decode(stage.dir.done.read_bytes(), type=Totals)
+
+
+def _outstanding(stage: Stage, units: Sequence[Unit]) -> tuple[dict[int, Commit], list[Unit]]:
+    """The commits whose files are in place, and the units without one."""
+    commits = {
+        index: commit
+        for index, commit in read_ledger(stage.dir.ledger, units).items()
+        if outputs_in_place(commit, stage.root)
+    }
+    return commits, [unit for unit in units if unit.index not in commits]
+
+
+def _finalize(
+    stage: Stage, units: list[Unit], commits: dict[int, Commit], guard: RejectGuard, expected_in: int
+) -> Totals:
+    in_order = [commits[unit.index] for unit in units]
+    _merge_rejects(stage, in_order)
+    totals = stage.finalize(units, in_order)
+    totals.check(stage.name, expected_in)
+    guard.check(totals.rejects)
+    remove_staging(stage.root)
+    write_atomic(stage.dir.done, msgspec.json.encode(totals))
+    return totals
+
+
+def _merge_rejects(stage: Stage, commits: Sequence[Commit]) -> None:
+    with open_atomic(stage.dir.rejects) as merged:
+        for commit in commits:
+            if commit.num_rejected:
+                merged.write(stage.dir.unit_rejects(commit.index).read_bytes())
+
+
+def _report_failures(
+    stage: Stage, missing: Sequence[Unit], failures: dict[int, UnitError], listener: Listener
+) -> StageResult:
+    lines = [msgspec.json.encode(failures[unit.index]) for unit in missing if unit.index in failures]
+    write_atomic(stage.dir.failures, b"".join(line + b"\n" for line in lines))
+    result = StageResult(None, failures)
+    listener.stage_ended(stage, result)
+    return result

@@ -1,0 +1,89 @@
+"""One class names every path of a run directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class StageDir:
+    """The folder of one stage in a run directory: plan, ledger, logs, progress, rejects, parts."""
+
+    path: Path
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan"
+
+    @property
+    def identity(self) -> Path:
+        return self.plan / "identity.json"
+
+    @property
+    def units(self) -> Path:
+        return self.plan / "units.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def progress(self) -> Path:
+        return self.path / "progress"
+
+    @property
+    def failures(self) -> Path:
+        return self.path / "failures.jsonl"
+
+    @property
+    def rejects(self) -> Path:
+        return self.path / "rejects.jsonl"
+
+    @property
+    def done(self) -> Path:
+        """Written last of all: the stage is finished, with these totals."""
+        return self.path / "done.json"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank:03d}.log"
+
+    def rank_progress(self, rank: int) -> Path:
+        return self.progress / f"rank-{rank:03d}.json"
+
+    def unit_rejects(self, index: int) -> Path:
+        return self.path / "rejects" / f"{index:06d}.jsonl"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Plans, ledgers, logs, progress, rejects and intermediate manifests of one dataset."""
+
+    path: Path
+
+    @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def rejects(self) -> Path:
+        return self.path / "rejects.jsonl"
+
+    @property
+    def stats(self) -> Path:
+        return self.path / "stats.json"
+
+    @property
+    def manifests(self) -> Path:
+        return self.path / "manifests"
+
+    def stage(self, name: str) -> StageDir:
+        return StageDir(self.path / name)

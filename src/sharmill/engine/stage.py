@@ -1,0 +1,78 @@
+"""What a stage has to provide. The engine does the rest: skip what is done, log, retry, publish, record."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sharmill.engine.rundir import RunDir, StageDir
+from sharmill.engine.unit import Commit, Output, Totals, Unit
+from sharmill.store import Staging
+
+
+class Stage(ABC):
+    """One step of the pipeline over one dataset.
+
+    An instance is cheap to make and to pickle until ``setup`` has run in a rank: it holds configuration only.
+
+    Attributes:
+        name: the folder of the stage in the run directory, and its name in messages.
+        run_dir: the run directory of the dataset.
+        root: published files are named relative to this directory.
+        uses_gpu: one rank per visible GPU where there are any.
+        replan_when_changed: a check, which loses nothing by starting anew when its input has changed.
+    """
+
+    name: str
+    run_dir: RunDir
+    root: Path
+    uses_gpu: ClassVar[bool] = False
+    replan_when_changed: ClassVar[bool] = False
+
+    @property
+    def dir(self) -> StageDir:
+        return self.run_dir.stage(self.name)
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """All that the output bytes depend on: configuration, inputs (size and checksum), versions.
+
+        Raises:
+            ConfigError: the configuration or an input cannot be used; nothing has been done yet.
+        """
+
+    @abstractmethod
+    def plan(self, folder: Path) -> Iterator[Unit]:
+        """The units, in order. Files that ``process`` needs beside them may be written to ``folder``, which will be
+        ``self.dir.plan``."""
+
+    def setup(self, device: str) -> None:  # noqa: B027 - most stages have nothing to set up
+        """Loads the model, once per rank. ``device`` is ``cpu`` or ``cuda``."""
+
+    @abstractmethod
+    def process(self, unit: Unit, staging: Staging) -> Output:
+        """Does one unit: writes its files into ``staging`` and returns their names, the rejects and the counts."""
+
+    @abstractmethod
+    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
+        """Merges the parts and returns the totals. ``commits`` are in the order of the plan, one for every unit.
+        Called again if it was interrupted."""
+
+    def discard(self) -> None:  # noqa: B027 - most stages publish below their own folder only
+        """Removes what the stage has published outside its folder in the run directory (for ``--restart``)."""
+
+
+def add_up(commits: Iterable[Commit]) -> Totals:
+    """Totals of the commits' counts; ``hours`` from ``stats['seconds']``, the audio that went on."""
+    num_in = num_out = 0
+    seconds = 0.0
+    rejects: dict[str, int] = {}
+    for commit in commits:
+        num_in += commit.num_in
+        num_out += commit.num_out
+        seconds += commit.stats.get("seconds", 0.0)
+        for reason, count in commit.rejects.items():
+            rejects[reason] = rejects.get(reason, 0) + count
+    return Totals(num_in=num_in, num_out=num_out, rejects=rejects, hours=seconds / 3600)

@@ -1,0 +1,106 @@
+"""The values that pass between a stage and the engine: units, outputs, commit records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from sharmill.errors import FatalError
+from sharmill.manifest import Reject
+from sharmill.store import PublishedFile, checksum_bytes
+
+
+class Unit(msgspec.Struct, frozen=True, kw_only=True):
+    """The smallest piece of work, committed as a whole.
+
+    Attributes:
+        index: position in the plan.
+        id: derived from the content, so that a commit record proves which work it is the record of.
+        cost: predicted work, in seconds of audio.
+        size: number of input records.
+        params: the few values that the stage needs to find its records.
+    """
+
+    index: int
+    id: str
+    cost: float
+    size: int
+    params: dict[str, Any]
+
+
+def make_unit(index: int, *, cost: float, size: int, params: dict[str, Any]) -> Unit:
+    """A unit whose id is derived from its position and parameters."""
+    content = msgspec.json.encode([index, size, params], order="sorted")
+    return Unit(index=index, id=checksum_bytes(content), cost=cost, size=size, params=params)
+
+
+@dataclass(kw_only=True)
+class Output:
+    """What a stage made of one unit.
+
+    Attributes:
+        files: names, relative to the stage's root, of the files written in the staging folder, in the order in which
+            they are to be published.
+        num_out: records that go on to the next stage.
+        rejects: records that do not.
+        stats: numbers that ``finalize`` needs, small and JSON-encodable.
+    """
+
+    files: list[str]
+    num_out: int
+    rejects: list[Reject] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    def check_accounts(self, unit: Unit) -> None:
+        """Every record of the unit must have ended exactly once.
+
+        Raises:
+            FatalError: the numbers do not add up, which is an error in the stage.
+        """
+        if self.num_out + len(self.rejects) != unit.size:
+            raise FatalError(
+                f"unit {unit.index}: {unit.size} records in, but {self.num_out} out and {len(self.rejects)} rejected"
+            )
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of a finished unit: written last, and its existence means that all else is in place."""
+
+    index: int
+    id: str
+    files: list[PublishedFile]
+    num_in: int
+    num_out: int
+    rejects: dict[str, int]
+    stats: dict[str, Any]
+    seconds: float
+    rank: int
+
+    @property
+    def num_rejected(self) -> int:
+        return sum(self.rejects.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """The accounts of a whole stage. ``rejects`` counts by reason code; ``hours`` is audio that went on."""
+
+    num_in: int
+    num_out: int
+    rejects: dict[str, int]
+    hours: float
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_rejected(self) -> int:
+        return sum(self.rejects.values())
+
+    def check(self, stage: str, expected_in: int) -> None:
+        """Raises FatalError unless every input record ended exactly once."""
+        if self.num_in != expected_in or self.num_out + self.num_rejected != self.num_in:
+            raise FatalError(
+                f"{stage}: accounts do not add up: {expected_in} records planned, {self.num_in} read, "
+                f"{self.num_out} went on, {self.num_rejected} rejected"
+            )

@@ -1,0 +1,110 @@
+"""The worker loop: the same in a local process, in a task of a SLURM array and in a Ray actor."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from types import TracebackType
+
+from sharmill.engine.ledger import LedgerWriter
+from sharmill.engine.progress import ProgressWriter
+from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Commit, Output, Unit
+from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.store import Staging, write_atomic
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class UnitError:
+    """Why an attempt at a unit failed: one line, and the traceback or the signal."""
+
+    index: int
+    message: str
+    traceback: str
+
+
+class Worker:
+    """One rank: loads the stage once and commits units one after the other."""
+
+    def __init__(self, stage: Stage, rank: int, device: str) -> None:
+        self.stage = stage
+        self.rank = rank
+        self.device = device
+        self._ledger = LedgerWriter(stage.dir.ledger)
+        self._progress = ProgressWriter(stage.dir.rank_progress(rank), rank)
+
+    def __enter__(self) -> Worker:
+        self._progress.__enter__()
+        started = time.monotonic()
+        try:
+            self.stage.setup(self.device)
+        except SharmillError:
+            self._progress.__exit__()
+            raise
+        log.info("rank %d is ready for %s on %s after %.1f s", self.rank, self.stage.name, self.device,
+                 time.monotonic() - started)  # fmt: skip
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.__exit__()
+
+    def run(self, unit: Unit) -> Commit | UnitError:
+        """One attempt at a unit: its commit record, or why it failed.
+
+        Raises:
+            ConfigError, FatalError: going on with other units makes no sense.
+        """
+        log.info("unit %d begins: %d records, %.1f s of audio", unit.index, unit.size, unit.cost)
+        self._progress.begin(unit.index)
+        try:
+            commit = self._attempt(unit)
+        except (ConfigError, FatalError, ImportError, MemoryError):
+            raise
+        except Exception as error:
+            log.exception("unit %d failed", unit.index)
+            return UnitError(unit.index, f"{type(error).__name__}: {error}", _format(error))
+        self._progress.end(unit.cost)
+        log.info("unit %d is done in %.1f s: %d out, rejects %s", unit.index, commit.seconds, commit.num_out,
+                 commit.rejects)  # fmt: skip
+        return commit
+
+    def _attempt(self, unit: Unit) -> Commit:
+        started = time.monotonic()
+        with Staging(self.stage.root, unit.index) as staging:
+            output = self.stage.process(unit, staging)
+            output.check_accounts(unit)
+            files = staging.publish(output.files)
+        if output.rejects:
+            lines = b"".join(reject.to_json() + b"\n" for reject in output.rejects)
+            write_atomic(self.stage.dir.unit_rejects(unit.index), lines)
+        commit = Commit(
+            index=unit.index,
+            id=unit.id,
+            files=files,
+            num_in=unit.size,
+            num_out=output.num_out,
+            rejects=_count_reasons(output),
+            stats=output.stats,
+            seconds=round(time.monotonic() - started, 3),
+            rank=self.rank,
+        )
+        self._ledger.append(commit)
+        return commit
+
+
+def _count_reasons(output: Output) -> dict[str, int]:
+    return dict(sorted(Counter(reject.reason for reject in output.rejects).items()))
+
+
+def _format(error: BaseException) -> str:
+    import traceback
+
+    return "".join(traceback.format_exception(error))

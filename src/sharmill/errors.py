@@ -1,0 +1,68 @@
+"""What can go wrong, by what it ends: one record, one unit, or the run.
+
+The reason codes of rejects are listed here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+REASONS: Final[dict[str, str]] = {
+    "skipped": "the record is marked with _skipme",
+    "malformed": "the record is not a JSON object of the expected types",
+    "missing_field": "a required field is absent",
+    "bad_speaker": "the speaker tag cannot be parsed, or no group key can be made from the record",
+    "empty_text": "neither text nor normalized_text has any text",
+    "filtered": "a filter of the configuration does not hold",
+    "too_short": "the utterance is shorter than min_duration",
+    "too_long": "the utterance is longer than max_duration",
+    "missing_audio": "the audio file does not exist",
+    "unreadable_audio": "the audio file cannot be decoded",
+    "empty_audio": "the audio has no samples",
+    "non_finite_audio": "the audio has NaN or infinite samples",
+    "duration_mismatch": "the manifest and the audio disagree about the duration",
+    "unsupported_channels": "the audio is not mono",
+    "outside_root": "the audio path leaves the audio root or names a command",
+    "duplicate_id": "the same segment occurs more than once in the input",
+    "single_utterance_speaker": "no other utterance has the same group key",
+    "no_similar_context": "no candidate of the group is similar enough",
+    "no_long_context": "no other utterance of the group satisfies the limits on a context",
+}
+
+
+class SharmillError(Exception):
+    """Base of all errors that sharmill raises on purpose; the message is one line for the user."""
+
+
+class ConfigError(SharmillError):
+    """The configuration or the command line is wrong: nothing runs (exit status 2)."""
+
+
+class RejectRecord(SharmillError):
+    """This record cannot be used; the others go on.
+
+    Args:
+        reason: a key of ``REASONS``.
+        detail: one sentence that says what was found in this record.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        assert reason in REASONS, f"unknown reason code {reason!r}"
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+class UnitFailed(SharmillError):
+    """This unit cannot be completed; it is retried, then reported, and the others go on."""
+
+
+class FatalError(SharmillError):
+    """The stage cannot go on (disk full, read-only folder, accounts that do not add up): exit status 1."""
+
+
+class DamagedShard(SharmillError):
+    """A file of a dataset is not what it should be; the message names the file and the place."""

@@ -1,0 +1,53 @@
+"""Speaker embeddings of a unit's segments, on the fly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sharmill.audio import resample
+from sharmill.batches import map_ahead, pad, padded_batches
+from sharmill.errors import RejectRecord
+from sharmill.manifest import Segment
+from sharmill.models.protocols import SpeakerEncoder
+from sharmill.segments import SegmentReader
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """Decodes ahead in ``threads`` threads, resamples to the encoder's rate, embeds in batches of padded seconds."""
+
+    encoder: SpeakerEncoder
+    reader: SegmentReader
+    batch_seconds: float
+    threads: int
+
+    def __call__(self, segments: Sequence[Segment]) -> tuple[np.ndarray, dict[int, RejectRecord]]:
+        """Embeddings (N, D) float32, and why there is none for some; those rows are zero."""
+        embeddings = np.zeros((len(segments), self.encoder.embedding_size), dtype=np.float32)
+        rejects: dict[int, RejectRecord] = {}
+        batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
+        in_order = [index for batch in batches for index in batch]
+        ahead = 2 * max((len(batch) for batch in batches), default=1)
+        loaded = map_ahead(lambda index: self._load(segments[index]), in_order, threads=self.threads, ahead=ahead)
+        for batch in batches:
+            usable: list[tuple[int, np.ndarray]] = []
+            for index in batch:
+                samples = next(loaded)
+                if isinstance(samples, RejectRecord):
+                    rejects[index] = samples
+                else:
+                    usable.append((index, samples))
+            if usable:
+                indices, arrays = zip(*usable, strict=True)
+                embeddings[list(indices)] = self.encoder.embed(*pad(arrays)).numpy()
+        return embeddings, rejects
+
+    def _load(self, segment: Segment) -> np.ndarray | RejectRecord:
+        try:
+            samples, rate = self.reader.read(segment)
+        except RejectRecord as reject:
+            return reject
+        return resample(samples, rate, self.encoder.sampling_rate)

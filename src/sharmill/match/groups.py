@@ -1,0 +1,110 @@
+"""Speaker groups over a whole manifest, and their division into units."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+
+from sharmill.manifest import parse_speaker_tag
+
+GroupKey = Callable[[str, str], str]
+
+
+class _Head(msgspec.Struct):
+    audio_filepath: str
+    speaker: str
+    duration: float
+
+
+@dataclass(frozen=True)
+class ManifestIndex:
+    """What is kept of N lines while planning, about 30 bytes each.
+
+    Attributes:
+        offsets: (N,) int64, where each line begins.
+        seconds: (N,) float32, durations.
+        groups: (N,) int64, the number of each line's group, groups being numbered as they first appear.
+    """
+
+    offsets: np.ndarray
+    seconds: np.ndarray
+    groups: np.ndarray
+
+
+def index_manifest(path: Path, group_key: GroupKey) -> ManifestIndex:
+    """Reads a prepared manifest once. Groups are told apart by 128-bit hashes of their keys."""
+    offsets, seconds = array("q"), array("f")
+    high, low = array("Q"), array("Q")
+    decoder = msgspec.json.Decoder(_Head)
+    position = 0
+    with path.open("rb") as stream:
+        for line in stream:
+            head = decoder.decode(line)
+            key = group_key(head.audio_filepath, parse_speaker_tag(head.speaker).speaker)
+            digest = xxhash.xxh3_128_intdigest(key.encode())
+            offsets.append(position)
+            seconds.append(head.duration)
+            high.append(digest >> 64)
+            low.append(digest & 0xFFFFFFFFFFFFFFFF)
+            position += len(line)
+    keys = np.empty(len(offsets), dtype=[("high", "u8"), ("low", "u8")])
+    keys["high"], keys["low"] = high, low
+    return ManifestIndex(np.array(offsets, dtype=np.int64), np.array(seconds, dtype=np.float32), _number(keys))
+
+
+def _number(keys: np.ndarray) -> np.ndarray:
+    """The number of each entry's key, keys being numbered as they first appear."""
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[inverse]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A unit's place in the order of lines by group: lines ``start`` to ``stop``, ``seconds`` of audio."""
+
+    start: int
+    stop: int
+    seconds: float
+
+
+def divide(index: ManifestIndex, order: np.ndarray, *, unit_seconds: float, max_group: int | None) -> Iterator[Span]:
+    """Spans of whole groups of about ``unit_seconds`` together, and parts of groups larger than ``max_group``.
+
+    ``order`` (N,) has the lines sorted by group. A group is never divided unless ``max_group`` says so, since contexts
+    are sought within a span.
+    """
+    cumulative = np.concatenate([[0.0], np.cumsum(index.seconds[order], dtype=np.float64)])
+    sizes = np.bincount(index.groups) if len(order) else np.empty(0, dtype=np.int64)
+    begin = position = 0
+    for size in sizes.tolist():
+        end = position + size
+        too_large = max_group is not None and size > max_group
+        if begin < position and (too_large or cumulative[end] - cumulative[begin] > unit_seconds):
+            yield _span(begin, position, cumulative)
+            begin = position
+        if too_large:
+            yield from (_span(start, stop, cumulative) for start, stop in _parts(position, end, max_group or size))
+            begin = end
+        position = end
+    if begin < position:
+        yield _span(begin, position, cumulative)
+
+
+def _parts(start: int, stop: int, largest: int) -> Iterator[tuple[int, int]]:
+    """Parts of nearly equal size, none larger than ``largest``."""
+    count = -(-(stop - start) // largest)
+    bounds = [start + (stop - start) * part // count for part in range(count + 1)]
+    return pairwise(bounds)
+
+
+def _span(start: int, stop: int, cumulative: np.ndarray) -> Span:
+    return Span(start, stop, round(float(cumulative[stop] - cumulative[start]), 3))

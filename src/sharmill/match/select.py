@@ -1,0 +1,315 @@
+"""Which utterance of a speaker group is the context of which: numbers in, indices out.
+
+Knows nothing of audio, manifests or encoders. The rule is the one of NeMo's
+``extend_nemo_manifest_with_context_audio.py`` (normalise, sort every row of the similarity matrix, walk down
+until a candidate survives), with more limits, and computed as a masked argmax over blocks of rows of the
+matrix product, so that the N x N matrix never exists.
+
+Similarities are compared as whole multiples of 2**-24, the spacing of float32 just below 1, after a product
+in float64. The noise of the product (about 1e-16) depends on where a row lies in a block, on the library and
+on the device, and without the rounding it would decide between equal candidates. A fixed step rather than
+float32 itself, because float32 keeps that noise where a similarity is near 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+Embeddings = TypeVar("Embeddings", "NDArray[Any]", "torch.Tensor")
+IndexArray = NDArray[np.int64]
+
+_STEPS: Final = 2.0**24  # similarity steps per unit: every multiple of 2**-24 in [-1, 1] is exact in float32
+_BLOCK_ELEMENTS: Final = 2**21  # 16 MiB of float64: stays in the cache, yet enough for a fast product
+_MICROSECONDS: Final = 1e6
+
+
+def select_context(
+    embeddings: Embeddings,
+    durations: ArrayLike,
+    *,
+    min_similarity: float,
+    min_duration: float,
+    max_duration: float | None = None,
+    recordings: ArrayLike | None = None,
+    offsets: ArrayLike | None = None,
+    texts: ArrayLike | None = None,
+    choice: Literal["best", "sample"] = "best",
+    sample_size: int = 5,
+    seed: int = 0,
+    block_size: int | None = None,
+) -> tuple[Embeddings, Embeddings]:
+    """Picks for every utterance the most similar other utterance that may be its context.
+
+    A candidate lasts from ``min_duration`` to ``max_duration`` seconds, is not the utterance itself, does not
+    overlap it in the same recording, and has another text (where ``texts`` are given). Of equally similar
+    ones the first wins.
+
+    Args:
+        embeddings: (N, D), of any scale; a row of zeros has similarity 0 with everything. A numpy array,
+            or a torch tensor on any device, where the product is then computed.
+        durations: (N,) seconds.
+        min_similarity: the least cosine similarity; a similarity that equals it is enough.
+        recordings: (N,) integer ids; without them no two utterances share a recording.
+        offsets: (N,) seconds from the start of the recording, 0 by default. Segments that touch do not
+            overlap; times are rounded to microseconds, so that 0.1 + 0.2 touches 0.3.
+        texts: (N,) integer ids; -1 stands for no text, which equals no other.
+        choice: "best", or "sample" for a seeded draw among the ``sample_size`` best that satisfy all limits.
+        block_size: rows per block; changes memory and speed, never the result.
+
+    Returns:
+        index: (N,) int64, the context of each utterance, -1 for none.
+        similarity: (N,) float32, that of the context. Where there is none: that of the best candidate, which
+            is below ``min_similarity``, or -inf if no utterance satisfies the other limits.
+        Both of the kind of ``embeddings``; tensors are on the CPU.
+
+    Raises:
+        ValueError: shapes that do not agree, embeddings or times that are not finite, an option out of range.
+
+    Example:
+        >>> voices = np.array([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]])
+        >>> index, similarity = select_context(voices, [4.0, 5.0, 6.0], min_similarity=0.6, min_duration=3.0)
+        >>> index.tolist(), similarity.tolist()
+        ([1, 0, -1], [1.0, 1.0, 0.0])
+    """
+    units = _unit_rows(embeddings)
+    num_rows = len(units)
+    num_best = _check_options(choice, sample_size, min_similarity, min_duration, max_duration, block_size)
+    seconds = _times("durations", durations, num_rows, least=0.0)
+    longest = math.inf if max_duration is None else max_duration
+    columns = np.flatnonzero((seconds >= min_duration) & (seconds <= longest))
+    exclusions = _exclusions(seconds, columns, recordings, offsets, texts)
+    best, steps = _best_candidates(embeddings, units, columns, exclusions, num_best, block_size)
+
+    least = max(np.rint(min_similarity * _STEPS), -_STEPS)  # -inf stands for none, and is never enough
+    num_enough = (steps >= least).sum(axis=1)
+    # One draw per utterance, made here for all of them: it cannot depend on the blocks.
+    draws = np.random.default_rng(seed).random(num_rows) if choice == "sample" else np.zeros(num_rows)
+    pick = (draws * num_enough).astype(np.int64)
+    rows = np.arange(num_rows)
+    index = np.where(num_enough > 0, best[rows, pick], -1)
+    similarity = (steps[rows, pick] / _STEPS).astype(np.float32)
+    return _like(embeddings, index), _like(embeddings, similarity)
+
+
+def _check_options(
+    choice: str,
+    sample_size: int,
+    min_similarity: float,
+    min_duration: float,
+    max_duration: float | None,
+    block_size: int | None,
+) -> int:
+    """Refuses options out of range; returns how many of the best candidates the choice needs."""
+    if choice not in ("best", "sample"):
+        raise ValueError(f'choice must be "best" or "sample", got {choice!r}')
+    if sample_size < 1:
+        raise ValueError(f"sample_size must be at least 1, got {sample_size}")
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    limits = {"min_similarity": min_similarity, "min_duration": min_duration, "max_duration": max_duration}
+    for name, limit in limits.items():
+        if limit is not None and math.isnan(limit):
+            raise ValueError(f"{name} is NaN")
+    return sample_size if choice == "sample" else 1
+
+
+def _is_tensor(values: Any) -> bool:
+    """Whether ``values`` is a torch tensor; asking so needs no import of torch."""
+    return hasattr(values, "detach")
+
+
+def _like(embeddings: Any, result: NDArray[Any]) -> Any:
+    """The result as what the embeddings are: a numpy array, or a tensor (on the CPU)."""
+    if not _is_tensor(embeddings):
+        return result
+    from torch import from_numpy
+
+    return from_numpy(result)
+
+
+def _to_numpy(values: Any, dtype: Any = None) -> NDArray[Any]:
+    """A numpy array of a sequence, an array or a tensor on any device."""
+    if _is_tensor(values):
+        values = values.detach().cpu()
+        # numpy has no bfloat16.
+        values = (values.double() if values.is_floating_point() else values).numpy()
+    return np.asarray(values, dtype=dtype)
+
+
+def _times(name: str, values: ArrayLike, num_rows: int, least: float) -> NDArray[np.float64]:
+    """``values`` as (num_rows,) float64 seconds; ValueError if they are not finite or below ``least``."""
+    seconds = _to_numpy(values, np.float64)
+    if seconds.shape != (num_rows,):
+        raise ValueError(f"{name} must have shape ({num_rows},) like the embeddings, got {seconds.shape}")
+    if not np.isfinite(seconds).all() or (seconds < least).any():
+        raise ValueError(f"{name} must be finite and at least {least} s")
+    return seconds
+
+
+def _ids(name: str, values: ArrayLike, num_rows: int) -> IndexArray:
+    """``values`` as (num_rows,) integers; ValueError if they are anything else."""
+    ids = _to_numpy(values)
+    if ids.shape != (num_rows,):
+        raise ValueError(f"{name} must have shape ({num_rows},) like the embeddings, got {ids.shape}")
+    if num_rows and ids.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers, got {ids.dtype}")
+    return ids.astype(np.int64)
+
+
+def _unit_rows(embeddings: Any) -> NDArray[np.float64]:
+    """Rows of unit length, (N, D) float64; rows of zeros stay zeros.
+
+    Always on the CPU, even for the embeddings of another device: it costs little, and the same numbers then
+    go into the product everywhere.
+    """
+    rows = _to_numpy(embeddings, np.float64)
+    if rows.ndim != 2:
+        raise ValueError(f"embeddings must have shape (N, D), got {rows.shape}")
+    num_broken = int((~np.isfinite(rows)).any(axis=1).sum())
+    if num_broken:
+        raise ValueError(f"embeddings must be finite; those of {num_broken} utterances are not")
+    if rows.size == 0:
+        return rows
+    # Dividing by the largest value first keeps the squares of huge and of tiny values in range.
+    for scale in (lambda x: np.abs(x).max(axis=1), lambda x: np.sqrt(np.einsum("nd,nd->n", x, x))):
+        length = scale(rows)
+        rows = rows / np.where(length > 0, length, 1.0)[:, None]
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ranges:
+    """Which candidates each utterance must not get: a range, in an order that makes them neighbours.
+
+    Attributes:
+        order: (M,) candidates, as positions in the list of all candidates.
+        first, stop: (N,) the range ``order[first:stop]`` of each utterance; empty where ``stop <= first``.
+        starts, ends: (N,) and (M,), or None: of the range, only candidates whose end lies after the start of
+            the utterance are meant.
+    """
+
+    order: IndexArray
+    first: IndexArray
+    stop: IndexArray
+    starts: IndexArray | None = None
+    ends: IndexArray | None = None
+
+    def pairs(self, block: slice) -> tuple[IndexArray, IndexArray]:
+        """The excluded pairs of a block: row in the block, position among the candidates."""
+        first = self.first[block]
+        counts = np.maximum(self.stop[block] - first, 0)
+        row = np.repeat(np.arange(len(counts)), counts)
+        within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        candidate = self.order[first[row] + within]
+        if self.starts is None or self.ends is None:
+            return row, candidate
+        meant = self.ends[candidate] > self.starts[block][row]
+        return row[meant], candidate[meant]
+
+
+def _exclusions(
+    seconds: NDArray[np.float64],
+    columns: IndexArray,
+    recordings: ArrayLike | None,
+    offsets: ArrayLike | None,
+    texts: ArrayLike | None,
+) -> list[_Ranges]:
+    """What must not be picked though long enough: the utterance itself, what overlaps it, the same text."""
+    num_rows = len(seconds)
+    itself = np.searchsorted(columns, np.arange(num_rows))
+    stop = np.searchsorted(columns, np.arange(num_rows), side="right")
+    exclusions = [_Ranges(order=np.arange(len(columns)), first=itself, stop=stop)]
+    if recordings is not None:
+        at = np.zeros(num_rows) if offsets is None else _times("offsets", offsets, num_rows, least=-math.inf)
+        exclusions.append(_overlaps(_ids("recordings", recordings, num_rows), at, seconds, columns))
+    elif offsets is not None:
+        raise ValueError("offsets mean nothing without recordings: pass both or neither")
+    if texts is not None:
+        exclusions.append(_same_texts(_ids("texts", texts, num_rows), columns))
+    return exclusions
+
+
+def _overlaps(
+    recordings: IndexArray, offsets: NDArray[np.float64], seconds: NDArray[np.float64], columns: IndexArray
+) -> _Ranges:
+    """Candidates of the same recording that overlap each utterance in time."""
+    num_rows = len(recordings)
+    times = np.rint(np.concatenate([offsets, offsets + seconds]) * _MICROSECONDS)
+    # Recording and rank of the time in one integer: order by recording, then by time, without overflow.
+    rank = np.unique(times, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    recording = np.unique(recordings, return_inverse=True)[1].reshape(-1).astype(np.int64) * (2 * num_rows)
+    starts, ends = recording + rank[:num_rows], recording + rank[num_rows:]
+    order = np.argsort(starts[columns], kind="stable")
+    # In order of start: from `stop` on all begin too late, before `first` all have ended; between them, some.
+    latest_end = np.maximum.accumulate(ends[columns][order])
+    first = np.searchsorted(latest_end, starts, side="right")
+    stop = np.searchsorted(starts[columns][order], ends, side="left")
+    return _Ranges(order=order, first=first, stop=stop, starts=starts, ends=ends[columns])
+
+
+def _same_texts(texts: IndexArray, columns: IndexArray) -> _Ranges:
+    """Candidates with the text of each utterance; none for an utterance without a text."""
+    order = np.argsort(texts[columns], kind="stable")
+    in_order = texts[columns][order]
+    first = np.searchsorted(in_order, texts, side="left")
+    stop = np.searchsorted(in_order, texts, side="right")
+    return _Ranges(order=order, first=first, stop=np.where(texts == -1, first, stop))
+
+
+def _best_candidates(
+    embeddings: Any,
+    units: NDArray[np.float64],
+    columns: IndexArray,
+    exclusions: list[_Ranges],
+    num_best: int,
+    block_size: int | None,
+) -> tuple[IndexArray, NDArray[np.float64]]:
+    """The ``num_best`` most similar candidates of every utterance, best first.
+
+    Returns:
+        best: (N, K) int64 utterances, K = 1 or at most ``num_best``.
+        steps: (N, K) float64 similarities in whole steps of 2**-24; -inf where there are no more candidates.
+    """
+    num_rows, num_columns = len(units), len(columns)
+    num_best = max(1, min(num_best, num_columns))
+    best = np.full((num_rows, num_best), -1, dtype=np.int64)
+    steps = np.full((num_rows, num_best), -np.inf)
+    if num_columns == 0:
+        return best, steps
+    move = _mover(embeddings)
+    # A power of two: scales the product exactly.
+    rows, candidates = move(units), move(np.ascontiguousarray((units[columns] * _STEPS).T))
+    block_size = block_size or max(1, _BLOCK_ELEMENTS // num_columns)
+    for start in range(0, num_rows, block_size):
+        block = slice(start, min(start + block_size, num_rows))
+        scores = (rows[block] @ candidates).round()
+        for exclusion in exclusions:
+            row, candidate = exclusion.pairs(block)
+            scores[move(row), move(candidate)] = -math.inf
+        each_row = move(np.arange(len(scores)))
+        for place in range(num_best):
+            at = scores.argmax(1)  # numpy and torch both promise the first of equal ones
+            best[block, place] = columns[_to_numpy(at)]
+            steps[block, place] = _to_numpy(scores[each_row, at])
+            scores[each_row, at] = -math.inf
+    return best, steps + 0.0  # no -0.0
+
+
+def _mover(embeddings: Any) -> Callable[[NDArray[Any]], Any]:
+    """Takes numpy arrays to where the embeddings are: nowhere, or to a torch device."""
+    if not _is_tensor(embeddings):
+        return lambda array: array
+    from torch import from_numpy
+
+    # Apple's GPUs have no float64.
+    device = "cpu" if embeddings.device.type == "mps" else embeddings.device
+    return lambda array: from_numpy(array).to(device)

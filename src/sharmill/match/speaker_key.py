@@ -1,0 +1,148 @@
+"""The key of the speaker group of a record: among whose utterances may its context be picked?
+
+A key is made of the path of the audio file or of the name in the speaker tag; parsing the tag is left to
+``sharmill.manifest``. The presets give the keys of NeMo's ``extend_nemo_manifest_with_context_audio.py``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from sharmill.errors import ConfigError, RejectRecord
+
+_NO_GROUPS: Final = "speaker_key: the pattern {!r} has no named groups; write each part of the key as (?P<name>...)"
+
+SpeakerKey = Callable[[str, str], str]
+"""(relative path of the audio, speaker name of the tag) -> key in lower case; may raise RejectRecord."""
+
+
+@dataclass(frozen=True)
+class PathPattern:
+    """Makes a key of the named groups of a regular expression, in order of appearance.
+
+    Args:
+        pattern: searched in the relative path.
+        layout: the paths that it is made for, for the message to the user.
+        separator: what stands between the values in the key.
+    """
+
+    pattern: re.Pattern[str]
+    layout: str
+    separator: str
+
+    def __call__(self, audio_filepath: str, speaker: str) -> str:
+        match = self.pattern.search(audio_filepath)
+        if match is None:
+            raise RejectRecord("bad_speaker", f"the path {audio_filepath!r} is not like {self.layout}")
+        values = match.groupdict()  # in order of appearance
+        for name, value in values.items():
+            if value is None:
+                raise RejectRecord(
+                    "bad_speaker", f"the group {name!r} of {self.layout} takes no part in {audio_filepath!r}"
+                )
+        if not any(values.values()):
+            raise RejectRecord("bad_speaker", f"{self.layout} finds only empty values in {audio_filepath!r}")
+        return self.separator.join(values.values()).lower()
+
+
+def speaker_of_tag(audio_filepath: str, speaker: str) -> str:
+    """The speaker, wherever the audio lies."""
+    if not speaker.strip():
+        raise RejectRecord("bad_speaker", f"the speaker tag of {audio_filepath!r} names no speaker")
+    return speaker.lower()
+
+
+def whole_corpus(audio_filepath: str, speaker: str) -> str:
+    """One group for everything."""
+    return "all"
+
+
+def _layout(layout: str, pattern: str) -> PathPattern:
+    """A preset for paths of a published layout, whose keys are joined by "_" as in the published script."""
+    return PathPattern(re.compile(pattern), layout, "_")
+
+
+PRESETS: Final[dict[str, SpeakerKey]] = {
+    "speaker": speaker_of_tag,
+    "all": whole_corpus,
+    "librispeech": _layout(
+        "<speaker>-<chapter>-<utterance>.<extension>",
+        r"(?:^|/)(?P<speaker>[^/-]+)-(?P<chapter>[^/-]+)-[^/-]+$",
+    ),
+    "libritts": _layout(
+        "<subset>/<speaker>/<chapter>/<file>",
+        r"^(?P<subset>[^/]+)/(?P<speaker>[^/]+)/(?P<chapter>[^/]+)/[^/]",
+    ),
+    "hifitts": _layout(
+        "<speaker>_<quality>/<book>/<chapter>_<segment>.<extension>",
+        r"^(?P<speaker>[^/]+_[^/]+)/(?P<book>[^/]+)/(?:.*/)?(?P<chapter>[^/]+)_[^/_]+$",
+    ),
+    "hifitts2": _layout(
+        "<speaker>_<book>_<chapter>_<segment>.<extension>",
+        r"(?:^|/)(?P<chapter>[^/]+)_[^/_]+$",
+    ),
+    "nvyt2505": speaker_of_tag,
+    "rivaLindyRodney": _layout(
+        "<speaker>/<rate>/<emotion>/<file>",
+        r"^(?P<speaker>[^/]+)/[^/]+/(?P<emotion>[^/]+)/[^/]",
+    ),
+    "rivaEmmaMeganSeanTom": _layout(
+        "<speaker>/<rate>/<speaker>_<emotion>_<utterance>.<extension>",
+        r"^[^/]+/[^/]+/(?P<emotion>[^/]+)_[^/_]+(?:/|$)",
+    ),
+    "jhsdGtc20Amp20Keynote": _layout(
+        "<event>_<microphone>_<utterance>.<extension>",
+        r"(?:^|/)(?P<event>[^/]+)_[^/_]+_[^/_]+$",
+    ),
+}
+
+
+def make_speaker_key(spec: str) -> SpeakerKey:
+    """The function that makes the group keys.
+
+    Args:
+        spec: the name of a preset, in any case, or a regular expression with named groups, which is searched
+            in the relative path; the values of the groups, joined by "/", are the key.
+
+    Returns:
+        A function of (relative path, speaker name of the tag) that can be pickled; it raises
+        ``RejectRecord("bad_speaker")`` for a path of another form.
+
+    Raises:
+        ConfigError: an unknown preset, or a regular expression that is invalid or has no named groups.
+
+    Example:
+        >>> make_speaker_key("librispeech")("train/84/121123/84-121123-0001.flac", "84")
+        '84_121123'
+        >>> make_speaker_key(r"^(?P<house>[^/]+)/(?P<voice>[^/]+)/")("North/Anna/1.wav", "anna")
+        'north/anna'
+    """
+    if "(?P<" in spec:
+        return _own_pattern(spec)
+    names = {name.lower(): name for name in PRESETS}
+    if spec.lower() in names:
+        return PRESETS[names[spec.lower()]]
+    if re.search(r"[][()^$*+?|\\/]", spec):
+        raise ConfigError(_NO_GROUPS.format(spec))
+    near = difflib.get_close_matches(spec.lower(), names, n=1)
+    hint = f"did you mean {names[near[0]]}?" if near else f"use one of {', '.join(PRESETS)},"
+    raise ConfigError(
+        f"speaker_key: there is no preset {spec!r}; {hint} or write a regular expression with named groups"
+    )
+
+
+def _own_pattern(spec: str) -> PathPattern:
+    """The pattern of a user; ConfigError if it cannot be used."""
+    try:
+        pattern = re.compile(spec)
+    except re.error as error:
+        raise ConfigError(
+            f"speaker_key: {spec!r} is not a valid regular expression ({error}); correct it, or use a preset"
+        ) from error
+    if not pattern.groupindex:
+        raise ConfigError(_NO_GROUPS.format(spec))
+    return PathPattern(pattern, f"the pattern {spec!r}", "/")

@@ -1,0 +1,228 @@
+"""Stage ``match`` (stage 1): a context for every utterance, from its speaker group."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import xxhash
+
+from sharmill.config import Config
+from sharmill.engine.rundir import RunDir
+from sharmill.engine.stage import Stage, add_up
+from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.engine.versions import versions
+from sharmill.errors import ConfigError, RejectRecord
+from sharmill.manifest import Reject, Utterance, parse_speaker_tag, read_lines_at, write_lines
+from sharmill.match.embed import Embedder
+from sharmill.match.groups import divide, index_manifest
+from sharmill.match.select import select_context
+from sharmill.match.speaker_key import make_speaker_key
+from sharmill.models import describe_speaker_encoder, load_speaker_encoder
+from sharmill.models.ranks import settle_torch
+from sharmill.prepare.stage import manifest_stem, prepared_manifest
+from sharmill.segments import SegmentReader
+from sharmill.store import Staging, checksum, open_atomic
+
+# Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies.
+_UNITS_WANTED = 64
+_UNIT_SECONDS = (60.0, 3600.0)
+
+
+class MatchStage(Stage):
+    """Reads the prepared manifest and writes ``manifests/<stem>_withContextAudio....json``."""
+
+    uses_gpu: ClassVar[bool] = True
+
+    def __init__(self, config: Config) -> None:
+        self.name = "match"
+        self.config = config
+        self.run_dir = RunDir(Path(config.run_dir))
+        self.root = self.dir.path
+        self._group_key = make_speaker_key(config.speaker_key)
+        self._embed: Embedder | None = None
+
+    def identity(self) -> dict[str, Any]:
+        prepared = prepared_manifest(self.config)
+        if not prepared.exists():
+            raise ConfigError(f"{prepared} is not there: run the stage prepare first")
+        return {
+            "match": dataclasses.asdict(self.config.match),
+            "speaker_key": self.config.speaker_key,
+            "encoder": describe_speaker_encoder(self.config.match.encoder),
+            "audio_roots": [source.audio_root for source in self.config.sources],
+            "input": [prepared.stat().st_size, checksum(prepared)],
+            "versions": versions("torch", "numpy"),
+        }
+
+    def plan(self, folder: Path) -> Iterator[Unit]:
+        match = self.config.match
+        index = index_manifest(prepared_manifest(self.config), self._group_key)
+        order = np.argsort(index.groups, kind="stable")
+        np.save(folder / "offsets.npy", index.offsets, allow_pickle=False)
+        np.save(folder / "order.npy", order, allow_pickle=False)
+        total = float(index.seconds.sum(dtype=np.float64))
+        unit_seconds = match.unit_seconds or float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS))
+        spans = divide(index, order, unit_seconds=unit_seconds, max_group=match.max_group)
+        for number, span in enumerate(spans):
+            params = {"start": span.start, "stop": span.stop}
+            yield make_unit(number, cost=span.seconds, size=span.stop - span.start, params=params)
+
+    def setup(self, device: str) -> None:
+        threads = settle_torch(device)
+        self._embed = Embedder(
+            encoder=load_speaker_encoder(self.config.match.encoder, device),
+            reader=SegmentReader(tuple(Path(source.audio_root) for source in self.config.sources)),
+            batch_seconds=self.config.match.batch_seconds,
+            threads=threads,
+        )
+
+    def process(self, unit: Unit, staging: Staging) -> Output:
+        groups = [list(group) for _, group in groupby(self._read(unit), key=self._key)]
+        candidates = [group for group in groups if self._may_match(group)]
+        embeddings, unusable = self._embed_groups(candidates)
+        matched: list[Utterance] = []
+        rejects: list[Reject] = []
+        for group in groups:
+            rejects += [self._reject(u, unusable[u.index]) for u in group if u.index in unusable]
+            group = [utterance for utterance in group if utterance.index not in unusable]
+            for utterance, outcome in zip(group, self._match_group(group, embeddings), strict=True):
+                if isinstance(outcome, RejectRecord):
+                    rejects.append(self._reject(utterance, outcome))
+                else:
+                    matched.append(outcome)
+        name = f"parts/{unit.index:06d}.jsonl"
+        write_lines(staging.path(name), (utterance.to_json() for utterance in matched))
+        seconds = sum(utterance.duration for utterance in matched)
+        return Output(files=[name], num_out=len(matched), rejects=rejects, stats={"seconds": seconds})
+
+    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
+        commits = list(commits)
+        with open_atomic(matched_manifest(self.config)) as merged:
+            for commit in commits:
+                with (self.root / commit.files[0].name).open("rb") as part:
+                    shutil.copyfileobj(part, merged)
+        return add_up(commits)
+
+    def discard(self) -> None:
+        matched_manifest(self.config).unlink(missing_ok=True)
+
+    def _read(self, unit: Unit) -> list[Utterance]:
+        start, stop = unit.params["start"], unit.params["stop"]
+        lines = np.load(self.dir.plan / "order.npy", mmap_mode="r")[start:stop]
+        offsets = np.load(self.dir.plan / "offsets.npy", mmap_mode="r")[lines]
+        utterances = [Utterance.from_json(line) for line in read_lines_at(prepared_manifest(self.config), offsets)]
+        for utterance, number in zip(utterances, lines, strict=True):
+            utterance.index = int(number)
+        return utterances
+
+    def _key(self, utterance: Utterance) -> str:
+        return self._group_key(utterance.audio_filepath, parse_speaker_tag(utterance.speaker).speaker)
+
+    def _may_match(self, group: list[Utterance]) -> bool:
+        """Whether the durations allow any context at all; if not, there is no need to embed the group."""
+        return len(group) > 1 and any(self._long_enough(utterance) for utterance in group)
+
+    def _long_enough(self, utterance: Utterance) -> bool:
+        match = self.config.match
+        return utterance.duration >= match.min_duration and (
+            match.max_duration is None or utterance.duration <= match.max_duration
+        )
+
+    def _embed_groups(self, groups: list[list[Utterance]]) -> tuple[dict[int, np.ndarray], dict[int, RejectRecord]]:
+        """Embeddings, and why there is none, by utterance index; the groups' batches are made together."""
+        assert self._embed is not None
+        utterances = [utterance for group in groups for utterance in group]
+        rows, failed = self._embed([utterance.segment for utterance in utterances])
+        unusable = {utterances[position].index: reject for position, reject in failed.items()}
+        embeddings = {
+            utterance.index: row
+            for utterance, row in zip(utterances, rows, strict=True)
+            if utterance.index not in unusable
+        }
+        return embeddings, unusable
+
+    def _match_group(self, group: list[Utterance], embeddings: dict[int, np.ndarray]) -> list[Utterance | RejectRecord]:
+        """For each utterance of a group, itself with its context or why it has none."""
+        if len(group) < 2:
+            return [RejectRecord("single_utterance_speaker", self._describe_group(utterance)) for utterance in group]
+        if not self._may_match(group):
+            detail = f"no utterance of its group has {self._limits()}"
+            return [RejectRecord("no_long_context", detail) for _ in group]
+        match = self.config.match
+        index, similarity = select_context(
+            np.stack([embeddings[utterance.index] for utterance in group]),
+            np.array([utterance.duration for utterance in group]),
+            min_similarity=match.min_similarity,
+            min_duration=match.min_duration,
+            max_duration=match.max_duration,
+            recordings=_number_recordings(group),
+            offsets=np.array([utterance.offset for utterance in group]),
+            texts=_number_texts(group) if match.exclude_same_text else None,
+            choice=match.choice,
+            sample_size=match.sample_size,
+            seed=xxhash.xxh3_64_intdigest(f"{match.seed}\n{group[0].cut_id}".encode()),
+        )
+        return [
+            _with_context(utterance, group[best], float(value)) if best >= 0 else self._no_context(float(value))
+            for utterance, best, value in zip(group, index.tolist(), similarity, strict=True)
+        ]
+
+    def _no_context(self, best_similarity: float) -> RejectRecord:
+        if best_similarity == -np.inf:
+            return RejectRecord("no_long_context", f"no other utterance of its group has {self._limits()}")
+        limit = self.config.match.min_similarity
+        return RejectRecord(
+            "no_similar_context",
+            f"the best candidate has a similarity of {best_similarity:.4f}, below {limit:g}",
+        )
+
+    def _limits(self) -> str:
+        match = self.config.match
+        longest = "" if match.max_duration is None else f" and at most {match.max_duration:g} s"
+        return f"at least {match.min_duration:g} s{longest} and satisfies the other limits"
+
+    def _describe_group(self, utterance: Utterance) -> str:
+        return f"the group {self._key(utterance)!r} has no other usable utterance"
+
+    def _reject(self, utterance: Utterance, why: RejectRecord) -> Reject:
+        return Reject(self.name, why.reason, why.detail, utterance.public_record())
+
+
+def matched_manifest(config: Config) -> Path:
+    """Where stage 1 leaves its manifest."""
+    limits = f"MinDur{config.match.min_duration}MinSSIM{config.match.min_similarity}"
+    return RunDir(Path(config.run_dir)).manifests / f"{manifest_stem(config)}_withContextAudio{limits}.json"
+
+
+def _number_recordings(group: list[Utterance]) -> np.ndarray:
+    numbers: dict[tuple[int, str], int] = {}
+    return np.array([numbers.setdefault((u.source, u.audio_filepath), len(numbers)) for u in group])
+
+
+def _number_texts(group: list[Utterance]) -> np.ndarray:
+    """Equal texts get equal numbers, case and spacing aside; an utterance without text is equal to none."""
+    numbers: dict[str, int] = {"": -1}
+    return np.array([numbers.setdefault(" ".join(u.text.lower().split()), len(numbers)) for u in group])
+
+
+def _with_context(utterance: Utterance, context: Utterance, similarity: float) -> Utterance:
+    custom = {key: value for key, value in utterance.custom.items() if key != "context_audio_normalized_text"}
+    custom |= {
+        "context_audio_filepath": context.audio_filepath,
+        "context_audio_offset": context.offset,
+        "context_audio_duration": context.duration,
+        "context_audio_text": context.text,
+        "context_speaker_similarity": round(similarity, 6),
+        "context_recording_id": context.recording_id,
+    }
+    if "normalized_text" in context.custom:
+        custom["context_audio_normalized_text"] = context.custom["normalized_text"]
+    return dataclasses.replace(
+        utterance, custom=custom, context_source=context.source, context_whole_file=context.whole_file
+    )

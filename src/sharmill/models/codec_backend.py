@@ -1,0 +1,131 @@
+"""The part of a codec that all backends share: padding to whole frames, safe batches, checks on what comes out.
+
+A backend sets the attributes of ``Codec`` and implements ``_encode_frames`` for a batch of whole frames.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from sharmill.errors import ConfigError, FatalError
+from sharmill.models.padding import check_batch, fit_length
+
+# On a CPU the activations of a large batch leave the cache, and more items at once take longer than one by one.
+_CPU_BATCH_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecSpec:
+    """What a codec is; the fields are those of the ``Codec`` protocol.
+
+    Args:
+        name: the model name, for messages.
+        min_frames_in_batch: an item with fewer frames than this is encoded only beside items of its own number of
+            frames, because padding changes its codes; 0 if it never does.
+    """
+
+    name: str
+    sampling_rate: int
+    samples_per_frame: int
+    num_codebooks: int
+    codebook_size: int
+    checksum: str
+    trained: bool = True
+    equal_lengths_only: bool = False
+    min_frames_in_batch: int = 0
+
+
+class CodecBackend(ABC):
+    """Base of the codec backends; implements ``Codec``."""
+
+    def __init__(self, spec: CodecSpec, device: str) -> None:
+        self.spec = spec
+        self.sampling_rate = spec.sampling_rate
+        self.samples_per_frame = spec.samples_per_frame
+        self.num_codebooks = spec.num_codebooks
+        self.codebook_size = spec.codebook_size
+        self.checksum = spec.checksum
+        self.trained = spec.trained
+        self.equal_lengths_only = spec.equal_lengths_only
+        self.device = torch.device(device)
+
+    @abstractmethod
+    def _encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
+        """Encodes whole frames.
+
+        Args:
+            audio: (batch, max_frames * samples_per_frame) float32 on the model's device, zero beyond each item.
+            num_frames: (batch,) int64 on the model's device.
+
+        Returns:
+            (batch, num_codebooks, max_frames) integers; what lies beyond an item's frames is ignored.
+        """
+
+    def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        """See ``Codec.encode``."""
+        check_batch(audio, num_samples)
+        num_samples = num_samples.to("cpu", torch.int64)
+        num_frames = (num_samples + self.samples_per_frame - 1) // self.samples_per_frame
+        max_frames = int(num_frames.max()) if len(num_frames) else 0
+        codes = torch.zeros(len(audio), self.num_codebooks, max_frames, dtype=torch.int64)
+        for rows in self._batches(num_frames):
+            width = int(num_frames[rows].max())
+            whole = fit_length(audio[rows], num_samples[rows].to(audio.device), width * self.samples_per_frame)
+            codes[rows, :, :width] = self._checked(whole, num_frames[rows])
+        return codes
+
+    def check_frame_count(self) -> None:
+        """Raises ConfigError unless 1, 2 and 5 frames of audio give as many frames of valid codes."""
+        for num_frames in (1, 2, 5):
+            try:
+                samples = num_frames * self.samples_per_frame
+                self.encode(torch.zeros(1, samples), torch.tensor([samples]))
+            except FatalError as error:
+                raise ConfigError(f"{error}; use another codec") from error
+
+    def _batches(self, num_frames: Tensor) -> Iterator[Tensor]:
+        """Row numbers of the items that are encoded together, shortest first; items without a frame are left out."""
+        order = torch.argsort(num_frames, stable=True).tolist()
+        rows = [row for row in order if num_frames[row] > 0]
+        for _, group in groupby(rows, key=lambda row: self._group(int(num_frames[row]))):
+            batch: list[int] = []
+            for row in group:
+                if batch and not self._fits(len(batch) + 1, int(num_frames[row])):
+                    yield torch.tensor(batch)
+                    batch = []
+                batch.append(row)
+            yield torch.tensor(batch)
+
+    def _group(self, num_frames: int) -> int:
+        """Items of one group may share a batch."""
+        alike_only = self.equal_lengths_only or num_frames < self.spec.min_frames_in_batch
+        return num_frames if alike_only else -1
+
+    def _fits(self, items: int, num_frames: int) -> bool:
+        seconds = items * num_frames * self.samples_per_frame / self.sampling_rate
+        return self.device.type != "cpu" or seconds <= _CPU_BATCH_SECONDS
+
+    def _checked(self, audio: Tensor, num_frames: Tensor) -> Tensor:
+        """Codes (batch, codebooks, frames) of whole frames, 0 beyond each item's end."""
+        width = int(num_frames.max())
+        with torch.inference_mode():
+            codes = self._encode_frames(audio.to(self.device), num_frames.to(self.device)).cpu().long()
+        expected = (len(audio), self.num_codebooks, width)
+        if tuple(codes.shape) != expected:
+            raise FatalError(
+                f"codec {self.spec.name} gave codes of shape {tuple(codes.shape)} where (items, codebooks, frames) "
+                f"are {expected}: {width} frames of {self.samples_per_frame} samples went in"
+            )
+        codes = codes.masked_fill(torch.arange(width)[None, None, :] >= num_frames[:, None, None], 0)
+        low, high = int(codes.min()), int(codes.max())
+        if low < 0 or high >= self.codebook_size:
+            raise FatalError(
+                f"codec {self.spec.name} gave the indices {low} to {high}, outside its codebook of {self.codebook_size}"
+            )
+        return codes

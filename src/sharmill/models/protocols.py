@@ -1,0 +1,86 @@
+"""What stages 1 and 3 ask of a model: two protocols, met by every backend of this package.
+
+Decoding, resampling and the batching over a unit are the callers'; a backend gets float32 audio at its own
+sampling rate, and its results do not depend on what else is in the batch (beyond the noise of float arithmetic).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@runtime_checkable
+class SpeakerEncoder(Protocol):
+    """Turns utterances into vectors whose cosine similarity says how alike the voices are.
+
+    Attributes:
+        sampling_rate: rate of the audio that ``embed`` expects, in Hz.
+        embedding_size: number of values in an embedding.
+        checksum: xxh3 (hex) over the model's parameters and saved buffers, in the order of their names.
+    """
+
+    sampling_rate: int
+    embedding_size: int
+    checksum: str
+
+    def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        """Embeds a batch of utterances.
+
+        Args:
+            audio: (batch, samples) float32; what lies beyond an item's ``num_samples`` is ignored.
+            num_samples: (batch,) int64, the length of each item in samples.
+
+        Returns:
+            (batch, embedding_size) float32 on the CPU. Every row has length 1, except that digital silence (all
+            samples zero) has no voice and gives the zero vector: its similarity to everything, itself included, is 0.
+
+        Raises:
+            ValueError: for shapes that do not fit together.
+        """
+        ...
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Turns audio into discrete codes.
+
+    Attributes:
+        sampling_rate: rate of the audio that ``encode`` expects, in Hz.
+        samples_per_frame: samples of audio in one frame of codes.
+        num_codebooks: number of codes per frame.
+        codebook_size: every code is in ``range(codebook_size)``.
+        checksum: xxh3 (hex) over the parameters and saved buffers, in the order of their names.
+        trained: False for a model whose codes mean nothing (the built-in one).
+        equal_lengths_only: True if padding on the right changes an item's codes. The backend then encodes only items
+            with the same number of frames together, so that a caller who batches them by it loses no speed.
+    """
+
+    sampling_rate: int
+    samples_per_frame: int
+    num_codebooks: int
+    codebook_size: int
+    checksum: str
+    trained: bool
+    equal_lengths_only: bool
+
+    def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        """Encodes a batch of segments.
+
+        An item of n samples has exactly ``ceil(n / samples_per_frame)`` frames: its last frame is filled up with
+        zeros before the model sees it.
+
+        Args:
+            audio: (batch, samples) float32; what lies beyond an item's ``num_samples`` is ignored.
+            num_samples: (batch,) int64, the length of each item in samples.
+
+        Returns:
+            (batch, num_codebooks, max_frames) int64 on the CPU, 0 beyond an item's last frame.
+
+        Raises:
+            ValueError: for shapes that do not fit together.
+            FatalError: if the model gives another number of frames or an index outside its codebook.
+        """
+        ...

@@ -1,0 +1,134 @@
+"""The speaker encoder of the resemblyzer package, with batches.
+
+Its ``VoiceEncoder.embed_utterance`` takes one utterance at a time; here the partial utterances of a whole batch go
+through the network together. The weights are read from the package, whose code is not imported: that would bring in
+webrtcvad and with it pkg_resources, for a voice detector which is not used here.
+
+The method (partial utterances of 1.6 s, a mel spectrogram, a three-layer LSTM, the mean of the normalised partial
+embeddings) is that of Wan et al., Generalized End-to-End Loss for Speaker Verification, https://arxiv.org/abs/1710.10467.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sharmill.errors import ConfigError
+from sharmill.models.checksum import weights_checksum
+from sharmill.models.embeddings import unit_embeddings
+from sharmill.models.padding import check_batch, fit_length
+
+# resemblyzer.hparams, and the defaults of embed_utterance.
+_SAMPLING_RATE: Final = 16000
+_WINDOW: Final = 400
+_HOP: Final = 160
+_NUM_MELS: Final = 40
+_HIDDEN_SIZE: Final = 256
+_NUM_LAYERS: Final = 3
+_PARTIAL_FRAMES: Final = 160
+_PARTIALS_PER_SECOND: Final = 1.3
+_MIN_COVERAGE: Final = 0.75
+
+# Partial utterances per pass of the network. On a CPU the fastest of 1 to 1024; a GPU wants them all at once.
+_CPU_PARTIALS: Final = 32
+_GPU_PARTIALS: Final = 1024
+
+
+class _Network(nn.Module):
+    """The layers of resemblyzer's VoiceEncoder, by the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(_NUM_MELS, _HIDDEN_SIZE, _NUM_LAYERS, batch_first=True)
+        self.linear = nn.Linear(_HIDDEN_SIZE, _HIDDEN_SIZE)
+
+    def forward(self, mels: Tensor) -> Tensor:
+        """(partials, frames, mels) to (partials, embedding_size), each of length 1 (or 0)."""
+        _, (hidden, _) = self.lstm(mels)
+        return functional.normalize(torch.relu(self.linear(hidden[-1])), dim=1)
+
+
+class ResemblyzerEncoder:
+    """Implements ``SpeakerEncoder``; equals ``VoiceEncoder.embed_utterance`` but for silence (see the protocol)."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.sampling_rate = _SAMPLING_RATE
+        self.embedding_size = _HIDDEN_SIZE
+        self.device = torch.device(device)
+        with torch.random.fork_rng(devices=[]):
+            network = _Network()
+        network.load_state_dict(_read_weights())
+        self.checksum = weights_checksum(network.state_dict())
+        self._network = network.eval().to(self.device)
+        self._window = torch.hann_window(_WINDOW, device=self.device)
+        self._filters = _mel_filters().to(self.device)
+
+    def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        """See ``SpeakerEncoder.embed``."""
+        check_batch(audio, num_samples)
+        if not len(audio):
+            return torch.zeros(0, self.embedding_size)
+        starts = [partial_starts(n) for n in num_samples.tolist()]
+        length = (max(s[-1] for s in starts) + _PARTIAL_FRAMES) * _HOP
+        audio = fit_length(audio, num_samples.to(audio.device), max(length, audio.shape[1]))
+        with torch.inference_mode():
+            partials = self._partials(self._mels(audio.to(self.device)), starts)
+            size = _CPU_PARTIALS if self.device.type == "cpu" else _GPU_PARTIALS
+            embedded = torch.cat([self._network(part) for part in partials.split(size)])
+            means = [part.mean(dim=0) for part in embedded.split([len(s) for s in starts])]
+            embeddings = unit_embeddings(torch.stack(means), audio)
+        return embeddings.clone()
+
+    def _mels(self, audio: Tensor) -> Tensor:
+        """(batch, samples) to (batch, frames, mels), as librosa.feature.melspectrogram computes them."""
+        spectra = torch.stft(
+            audio, _WINDOW, _HOP, window=self._window, center=True, pad_mode="constant", return_complex=True
+        )
+        power = spectra.real.square() + spectra.imag.square()
+        return (self._filters @ power).transpose(1, 2)
+
+    def _partials(self, mels: Tensor, starts: list[list[int]]) -> Tensor:
+        """The partial utterances of all items, (partials, _PARTIAL_FRAMES, mels)."""
+        items = torch.tensor([item for item, own in enumerate(starts) for _ in own], device=mels.device)
+        first = torch.tensor([start for own in starts for start in own], device=mels.device)
+        frames = first[:, None] + torch.arange(_PARTIAL_FRAMES, device=mels.device)
+        return mels[items[:, None], frames]
+
+
+def partial_starts(num_samples: int) -> list[int]:
+    """First mel frames of the partial utterances of an utterance; resemblyzer's ``compute_partial_slices``.
+
+    The last one is kept only if speech covers at least ``_MIN_COVERAGE`` of it; there is always one.
+    """
+    num_frames = math.ceil((num_samples + 1) / _HOP)
+    step = round(_SAMPLING_RATE / _PARTIALS_PER_SECOND / _HOP)
+    starts = list(range(0, max(1, num_frames - _PARTIAL_FRAMES + step + 1), step))
+    coverage = (num_samples - starts[-1] * _HOP) / (_PARTIAL_FRAMES * _HOP)
+    if coverage < _MIN_COVERAGE and len(starts) > 1:
+        starts.pop()
+    return starts
+
+
+def _mel_filters() -> Tensor:
+    """librosa's mel filters, (mels, frequencies)."""
+    from librosa.filters import mel
+
+    return torch.from_numpy(mel(sr=_SAMPLING_RATE, n_fft=_WINDOW, n_mels=_NUM_MELS))
+
+
+def _read_weights() -> dict[str, Tensor]:
+    spec = importlib.util.find_spec("resemblyzer")
+    if spec is None or spec.origin is None:
+        raise ConfigError("the package resemblyzer is not installed: run pip install resemblyzer")
+    path = Path(spec.origin).parent / "pretrained.pt"
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing: run pip install --force-reinstall resemblyzer")
+    state = torch.load(path, map_location="cpu", weights_only=True)["model_state"]
+    # The checkpoint also has the two scalars of its training loss.
+    return {name: tensor for name, tensor in state.items() if name.startswith(("lstm.", "linear."))}

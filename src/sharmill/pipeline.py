@@ -1,0 +1,156 @@
+"""From a configuration to stages, and through them: what command line, pipelines and jobs share."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sharmill.config import STAGES, Config, to_yaml
+from sharmill.encode.stage import EncodeStage
+from sharmill.engine.run import Executor, Listener, StageResult, locked, read_totals, run_stage
+from sharmill.engine.rundir import RunDir
+from sharmill.engine.stage import Stage
+from sharmill.errors import ConfigError, FatalError
+from sharmill.executors.local import LocalExecutor
+from sharmill.match.speaker_key import make_speaker_key
+from sharmill.match.stage import MatchStage
+from sharmill.models import describe_codec, describe_speaker_encoder
+from sharmill.prepare.filters import parse_filters
+from sharmill.prepare.paths import AudioRoot
+from sharmill.prepare.stage import PrepareStage
+from sharmill.store import open_atomic, require_writable, write_atomic
+from sharmill.validate.findings import Finding
+from sharmill.validate.stage import ValidateStage
+from sharmill.write.stage import WriteStage
+
+
+@dataclass(frozen=True)
+class DatasetResult:
+    """How a run over one dataset ended."""
+
+    config: Config
+    stages: list[tuple[Stage, StageResult]]
+
+    @property
+    def ok(self) -> bool:
+        return all(result.ok for _, result in self.stages)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the checker found, if it ran."""
+        return [
+            finding
+            for stage, result in self.stages
+            if isinstance(stage, ValidateStage) and result.ok
+            for finding in stage.findings()
+        ]
+
+
+def make_stages(config: Config, names: Sequence[str] = STAGES) -> list[Stage]:
+    """The stages in the order in which they run; ``encode`` is one stage per codec."""
+    dataset_dir, run_dir = Path(config.dataset_dir), RunDir(Path(config.run_dir))
+    stages: dict[str, list[Stage]] = {
+        "prepare": [PrepareStage(config)],
+        "match": [MatchStage(config)],
+        "write": [WriteStage(config)],
+        "encode": [EncodeStage(config, codec) for codec in config.encode.codecs],
+        "validate": [ValidateStage(dataset_dir, run_dir)],
+    }
+    return [stage for name in STAGES if name in names for stage in stages[name]]
+
+
+def make_executor(config: Config) -> Executor:
+    """The executor that the configuration asks for."""
+    return LocalExecutor(workers=config.executor.workers)
+
+
+def check_config(config: Config) -> None:
+    """Proves, before any work, what can be proven: models, patterns, filters, folders.
+
+    Raises:
+        ConfigError: with what to change.
+    """
+    parse_filters(config.prepare.filters)
+    make_speaker_key(config.speaker_key)
+    describe_speaker_encoder(config.match.encoder)
+    for codec in config.encode.codecs:
+        describe_codec(codec.model)
+    for source in config.sources:
+        AudioRoot(source.audio_root)
+    run_dir, dataset_dir = Path(config.run_dir).resolve(), Path(config.dataset_dir).resolve()
+    if dataset_dir.is_relative_to(run_dir) or run_dir.is_relative_to(dataset_dir):
+        raise ConfigError("run_dir and dataset_dir must not lie within each other: a dataset holds nothing else")
+    require_writable(run_dir)
+
+
+def run_dataset(
+    config: Config, listener: Listener, *, stages: Sequence[str] = STAGES, restart: bool = False
+) -> DatasetResult:
+    """Runs stages over one dataset, in order, until one has units that failed.
+
+    Raises:
+        ConfigError: before any work.
+        FatalError: a stage stopped.
+    """
+    check_config(config)
+    run_dir = RunDir(Path(config.run_dir))
+    executor = make_executor(config)
+    results: list[tuple[Stage, StageResult]] = []
+    with locked(run_dir):
+        write_atomic(run_dir.config, to_yaml(config))
+        for stage in make_stages(config, stages):
+            try:
+                result = run_stage(
+                    stage, executor, listener, max_reject_fraction=config.max_reject_fraction, restart=restart
+                )
+            finally:
+                _merge_rejects(config)
+            results.append((stage, result))
+            if not result.ok:
+                break
+        _check_chain(config)
+    return DatasetResult(config, results)
+
+
+def _merge_rejects(config: Config) -> None:
+    """All rejects of the dataset, in the order of the stages; stages that have not run have none."""
+    run_dir = RunDir(Path(config.run_dir))
+    with open_atomic(run_dir.rejects) as merged:
+        for stage in make_stages(config):
+            if stage.dir.rejects.exists():
+                with stage.dir.rejects.open("rb") as rejects:
+                    shutil.copyfileobj(rejects, merged)
+
+
+def _check_chain(config: Config) -> None:
+    """What went on from one stage must be what came into the next."""
+    previous: tuple[str, int] | None = None
+    for stage in make_stages(config):
+        totals = read_totals(stage)
+        if totals is None:
+            return
+        if previous is not None and totals.num_in != previous[1]:
+            raise FatalError(
+                f"accounts do not add up: {previous[1]} records went on from {previous[0]}, but {totals.num_in} "
+                f"came into {stage.name}; run {stage.name} with --restart"
+            )
+        previous = (stage.name, totals.num_out)
+
+
+def validate_dataset(
+    dataset_dir: Path, scratch: Path, listener: Listener, *, workers: int | str = "auto", deep: bool = False
+) -> list[Finding]:
+    """Checks a dataset that need not have a run directory; ``scratch`` is a folder for the time being.
+
+    Raises:
+        ConfigError: there is no dataset.
+        FatalError: a unit of the check failed.
+    """
+    stage = ValidateStage(dataset_dir, RunDir(scratch), deep=deep)
+    result = run_stage(stage, LocalExecutor(workers), listener, max_reject_fraction=0.0)
+    if not result.ok:
+        reasons = "; ".join(error.message for error in result.failures.values())
+        raise FatalError(f"the check itself failed: {reasons}")
+    return stage.findings()

@@ -1,0 +1,143 @@
+"""The checks of one record: fields, types, speaker, text, filters, file, header, duration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sharmill.audio import AudioInfo, probe
+from sharmill.config import PrepareConfig
+from sharmill.errors import RejectRecord
+from sharmill.manifest import OWN_KEYS, TYPED_KEYS, Utterance, parse_speaker_tag, recording_id, segment_id
+from sharmill.prepare.filters import Filter
+from sharmill.prepare.paths import AudioRoot
+
+_NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, "_skipme"}
+_REQUIRED = ("audio_filepath", "duration", "speaker")
+_TYPES: dict[str, tuple[type, ...]] = {
+    "audio_filepath": (str,),
+    "duration": (int, float),
+    "offset": (int, float),
+    "speaker": (str,),
+    "text": (str,),
+    "normalized_text": (str,),
+}
+
+
+@dataclass(frozen=True)
+class RecordCheck:
+    """Turns a raw record of source number ``source`` into an Utterance, or rejects it."""
+
+    config: PrepareConfig
+    filters: list[Filter]
+    roots: list[AudioRoot]
+    group_key: Callable[[str, str], str]
+
+    def __call__(self, record: dict[str, Any], source: int) -> Utterance:
+        """Raises RejectRecord with the first reason found; the cheap checks come before those that open the file."""
+        _check_fields(record)
+        if record.get("_skipme"):
+            raise RejectRecord("skipped", "the record is marked with _skipme")
+        path = self.roots[source].relative(record["audio_filepath"])
+        tag = parse_speaker_tag(record["speaker"])
+        self.group_key(path, tag.speaker)
+        text = self._text(record)
+        for condition in self.filters:
+            condition.check(record)
+        duration = float(record["duration"])
+        self._check_duration(duration)
+        info = probe(self.roots[source].root / path)
+        _check_channels(info)
+        self._check_header(record, info)
+        return self._utterance(record, path, text, source)
+
+    def _text(self, record: dict[str, Any]) -> str:
+        for key in ("text", "normalized_text"):
+            if (record.get(key) or "").strip():
+                return record[key]
+        if self.config.require_text:
+            if record.get("text") is None:
+                raise RejectRecord("missing_field", "the record has neither text nor normalized_text")
+            raise RejectRecord("empty_text", "text is empty, and there is no normalized_text to use instead")
+        return ""
+
+    def _check_duration(self, duration: float) -> None:
+        if duration < self.config.min_duration:
+            raise RejectRecord("too_short", f"{duration:g} s is less than min_duration={self.config.min_duration:g}")
+        if self.config.max_duration is not None and duration > self.config.max_duration:
+            raise RejectRecord("too_long", f"{duration:g} s is more than max_duration={self.config.max_duration:g}")
+
+    def _check_header(self, record: dict[str, Any], info: AudioInfo) -> None:
+        """A record without offset is the whole file, and so must have its duration; a segment must lie inside."""
+        seconds = info.num_samples / info.sampling_rate
+        duration = float(record["duration"])
+        tolerance = self.config.duration_tolerance
+        if record.get("offset") is None:
+            if abs(duration - seconds) > tolerance:
+                raise RejectRecord(
+                    "duration_mismatch", f"the manifest says {duration:g} s, the audio has {seconds:g} s"
+                )
+        elif float(record["offset"]) + duration > seconds + tolerance:
+            raise RejectRecord(
+                "duration_mismatch",
+                f"the segment ends at {float(record['offset']) + duration:g} s, the audio at {seconds:g} s",
+            )
+        elif float(record["offset"]) >= seconds:
+            raise RejectRecord("duration_mismatch", f"the segment begins after the end of the audio, {seconds:g} s")
+
+    def _utterance(self, record: dict[str, Any], path: str, text: str, source: int) -> Utterance:
+        custom = {key: value for key, value in record.items() if key not in _NOT_CUSTOM}
+        recording = recording_id(path)
+        offset, duration = float(record.get("offset") or 0.0), float(record["duration"])
+        return Utterance(
+            audio_filepath=path,
+            offset=offset,
+            duration=duration,
+            text=text,
+            speaker=record["speaker"],
+            custom=custom,
+            source=source,
+            whole_file=record.get("offset") is None,
+            recording_id=recording,
+            cut_id=segment_id(recording, offset, duration),
+        )
+
+
+def parse_record(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Raises:
+        RejectRecord: ``malformed``.
+    """
+    try:
+        record = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RejectRecord("malformed", f"the line is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise RejectRecord("malformed", "the line is not a JSON object")
+    return record
+
+
+def _check_fields(record: dict[str, Any]) -> None:
+    for key in _REQUIRED:
+        if record.get(key) is None:
+            raise RejectRecord("missing_field", f"the record has no {key}")
+    for key, types in _TYPES.items():
+        value = record.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, types)):
+            raise RejectRecord("malformed", f"{key} is {str(value)[:40]!r}, which has the wrong type")
+    if not record["audio_filepath"].strip():
+        raise RejectRecord("missing_field", "audio_filepath is empty")
+    for key in ("duration", "offset"):
+        number = float(record.get(key) or 0.0)
+        if not math.isfinite(number) or number < 0:
+            raise RejectRecord("malformed", f"{key} is {number!r}, which is not a time in seconds")
+
+
+def _check_channels(info: AudioInfo) -> None:
+    if info.channels != 1:
+        raise RejectRecord("unsupported_channels", f"the audio has {info.channels} channels; only mono is supported")

@@ -1,0 +1,101 @@
+"""Duplicates and ambiguous ids over a whole input, found from 64-bit hashes: 32 bytes a record, whatever its length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from sharmill.manifest import Utterance, segment_id
+
+HASH_FIELDS = np.dtype([("segment", "u8"), ("file", "u8"), ("recording", "u8"), ("cut", "u8")])
+
+
+def hash_utterance(utterance: Utterance) -> tuple[int, int, int, int]:
+    """What ``find_suspects`` compares: the exact segment, its file, and the two ids."""
+    file = f"{utterance.source}/{utterance.audio_filepath}"
+    return (
+        _hash(f"{file}\n{utterance.offset!r}\n{utterance.duration!r}"),
+        _hash(file),
+        _hash(utterance.recording_id),
+        _hash(f"{file}\n{utterance.cut_id}"),
+    )
+
+
+def find_suspects(hashes: np.ndarray) -> np.ndarray:
+    """Which of N records may be a duplicate or share an id with another; ``hashes`` is (N,) of ``HASH_FIELDS``.
+
+    All others are known to be unique and need not be looked at again.
+    """
+    ambiguous = _has_several(hashes["recording"], hashes["file"])
+    return _repeats(hashes["segment"]) | ambiguous | _repeats(hashes["cut"])
+
+
+def ambiguous_recordings(hashes: np.ndarray) -> frozenset[int]:
+    """The hashes of recording ids that stand for more than one file."""
+    return _distinct(hashes["recording"][_has_several(hashes["recording"], hashes["file"])])
+
+
+def ambiguous_cuts(hashes: np.ndarray) -> frozenset[int]:
+    """The hashes of cut ids that stand for more than one segment of a file."""
+    return _distinct(hashes["cut"][_has_several(hashes["cut"], hashes["segment"])])
+
+
+@dataclass
+class IdKeeper:
+    """Goes through the suspects in the order of the input: tells duplicates, and makes ids unique.
+
+    An ambiguous id gets a suffix made from what it stands for, so that it does not depend on the order of the input.
+    """
+
+    recordings: frozenset[int]
+    cuts: frozenset[int]
+    _seen: set[tuple[Any, ...]] = field(default_factory=set)
+
+    def is_duplicate(self, utterance: Utterance) -> bool:
+        """Whether exactly this segment was here before."""
+        key = (utterance.source, utterance.audio_filepath, utterance.offset, utterance.duration)
+        if key in self._seen:
+            return True
+        self._seen.add(key)
+        return False
+
+    def settle(self, utterance: Utterance) -> None:
+        """Gives the utterance ids that no other one has."""
+        segment, file, recording, cut = hash_utterance(utterance)
+        if recording in self.recordings:
+            utterance.recording_id += f"-{file:016x}"
+            utterance.cut_id = segment_id(utterance.recording_id, utterance.offset, utterance.duration)
+        if cut in self.cuts:
+            utterance.cut_id += f"-{segment:016x}"
+
+
+def _distinct(values: np.ndarray) -> frozenset[int]:
+    return frozenset(np.unique(values).tolist())
+
+
+def _repeats(values: np.ndarray) -> np.ndarray:
+    """Which values occur more than once."""
+    order = np.argsort(values, kind="stable")
+    same = values[order[1:]] == values[order[:-1]]
+    repeated = np.zeros(len(values), dtype=bool)
+    repeated[order[1:][same]] = True
+    repeated[order[:-1][same]] = True
+    return repeated
+
+
+def _has_several(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Which entries have a key that occurs with more than one value."""
+    order = np.lexsort((values, keys))
+    keys, values = keys[order], values[order]
+    differs = (keys[1:] == keys[:-1]) & (values[1:] != values[:-1])
+    several = np.isin(keys, np.unique(keys[1:][differs]))
+    result = np.zeros(len(keys), dtype=bool)
+    result[order] = several
+    return result
+
+
+def _hash(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))

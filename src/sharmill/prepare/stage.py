@@ -1,0 +1,181 @@
+"""Stage ``prepare``: one clean manifest and the rejects, from manifests as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sharmill.config import Config
+from sharmill.engine.rundir import RunDir
+from sharmill.engine.stage import Stage, add_up
+from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.engine.versions import versions
+from sharmill.errors import RejectRecord
+from sharmill.manifest import Reject, Utterance, write_lines
+from sharmill.match.speaker_key import make_speaker_key
+from sharmill.prepare.check import RecordCheck, parse_record
+from sharmill.prepare.filters import parse_filters
+from sharmill.prepare.ids import (
+    HASH_FIELDS,
+    IdKeeper,
+    ambiguous_cuts,
+    ambiguous_recordings,
+    find_suspects,
+    hash_utterance,
+)
+from sharmill.prepare.paths import AudioRoot
+from sharmill.prepare.stats import HoursTable
+from sharmill.sources import open_source
+from sharmill.store import Staging, open_atomic, write_atomic
+
+
+class PrepareStage(Stage):
+    """Reads the sources, checks every record, and writes ``manifests/<stem>_prepared.json`` and ``stats.json``."""
+
+    def __init__(self, config: Config) -> None:
+        self.name = "prepare"
+        self.config = config
+        self.run_dir = RunDir(Path(config.run_dir))
+        self.root = self.dir.path
+        self._sources = [open_source(source) for source in config.sources]
+        self._check: RecordCheck | None = None
+
+    def identity(self) -> dict[str, Any]:
+        self._make_check()
+        return {
+            "prepare": dataclasses.asdict(self.config.prepare),
+            "speaker_key": self.config.speaker_key,
+            "sources": [dataclasses.asdict(source) for source in self.config.sources],
+            "input": [source.identity() for source in self._sources],
+            "versions": versions(),
+        }
+
+    def plan(self, folder: Path) -> Iterator[Unit]:
+        index = 0
+        for number, source in enumerate(self._sources):
+            for piece in source.pieces(self.config.prepare.unit_records):
+                params = {"source": number, "piece": piece.params}
+                yield make_unit(index, cost=float(piece.num_records), size=piece.num_records, params=params)
+                index += 1
+
+    def setup(self, device: str) -> None:
+        self._check = self._make_check()
+
+    def process(self, unit: Unit, staging: Staging) -> Output:
+        assert self._check is not None
+        number = unit.params["source"]
+        kept: list[Utterance] = []
+        rejects: list[Reject] = []
+        hours = HoursTable()
+        for line in self._sources[number].read(unit.params["piece"]):
+            record: Any = line.decode("utf-8", "replace")
+            try:
+                record = parse_record(line)
+                utterance = self._check(record, number)
+            except RejectRecord as reject:
+                rejects.append(Reject(self.name, reject.reason, reject.detail, record))
+                hours.count_rejected(record)
+            else:
+                kept.append(utterance)
+                hours.count_kept(utterance)
+        part = f"parts/{unit.index:06d}"
+        write_lines(staging.path(f"{part}.jsonl"), (utterance.to_json() for utterance in kept))
+        hashes = np.array([hash_utterance(utterance) for utterance in kept], dtype=HASH_FIELDS)
+        np.save(staging.path(f"{part}.npy"), hashes, allow_pickle=False)
+        staging.path(f"{part}.stats.json").write_bytes(hours.to_json())
+        return Output(
+            files=[f"{part}.jsonl", f"{part}.npy", f"{part}.stats.json"],
+            num_out=len(kept),
+            rejects=rejects,
+            stats={"seconds": sum(utterance.duration for utterance in kept)},
+        )
+
+    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
+        commits = list(commits)
+        totals = add_up(commits)
+        hours = HoursTable()
+        for commit in commits:
+            hours.add(HoursTable.from_json((self.root / commit.files[2].name).read_bytes()))
+        duplicates = self._merge(commits)
+        for duplicate in duplicates:
+            hours.move_to_rejected(duplicate)
+        self._append_rejects(duplicates)
+        rejects = dict(totals.rejects)
+        if duplicates:
+            rejects["duplicate_id"] = len(duplicates)
+        result = Totals(
+            num_in=totals.num_in,
+            num_out=totals.num_out - len(duplicates),
+            rejects=rejects,
+            hours=totals.hours - sum(duplicate.duration for duplicate in duplicates) / 3600,
+        )
+        write_atomic(self.run_dir.stats, msgspec.json.format(msgspec.json.encode(hours.report(result)), indent=2) + b"\n")
+        return result
+
+    def discard(self) -> None:
+        prepared_manifest(self.config).unlink(missing_ok=True)
+        self.run_dir.stats.unlink(missing_ok=True)
+
+    def _make_check(self) -> RecordCheck:
+        return RecordCheck(
+            config=self.config.prepare,
+            filters=parse_filters(self.config.prepare.filters),
+            roots=[AudioRoot(source.audio_root) for source in self.config.sources],
+            group_key=make_speaker_key(self.config.speaker_key),
+        )
+
+    def _merge(self, commits: list[Commit]) -> list[Utterance]:
+        """Writes the prepared manifest and returns the duplicates, which are not in it."""
+        parts = [self.root / commit.files[0].name for commit in commits]
+        loaded = [np.load(self.root / commit.files[1].name, allow_pickle=False) for commit in commits]
+        hashes = np.concatenate(loaded) if loaded else np.empty(0, dtype=HASH_FIELDS)
+        keeper = IdKeeper(ambiguous_recordings(hashes), ambiguous_cuts(hashes))
+        suspects = find_suspects(hashes)
+        duplicates = []
+        position = 0
+        with open_atomic(prepared_manifest(self.config)) as merged:
+            for part in parts:
+                with part.open("rb") as lines:
+                    for line in lines:
+                        if suspects[position]:
+                            utterance = Utterance.from_json(line)
+                            if keeper.is_duplicate(utterance):
+                                duplicates.append(utterance)
+                                line = b""
+                            else:
+                                keeper.settle(utterance)
+                                line = utterance.to_json() + b"\n"
+                        merged.write(line)
+                        position += 1
+        return duplicates
+
+    def _append_rejects(self, duplicates: list[Utterance]) -> None:
+        if not duplicates:
+            return
+        aside = self.dir.path / "rejects_of_units.jsonl"
+        shutil.copyfile(self.dir.rejects, aside)
+        with open_atomic(self.dir.rejects) as merged, aside.open("rb") as earlier:
+            shutil.copyfileobj(earlier, merged)
+            for utterance in duplicates:
+                detail = f"{utterance.cut_id} is the same segment as an earlier record"
+                reject = Reject(self.name, "duplicate_id", detail, utterance.public_record())
+                merged.write(reject.to_json() + b"\n")
+        aside.unlink()
+
+
+def manifest_stem(config: Config) -> str:
+    """What the manifests of a dataset are called: after its only manifest, or after the dataset."""
+    if len(config.sources) == 1 and not any(mark in config.sources[0].manifest for mark in ("{", "_OP_")):
+        return Path(config.sources[0].manifest).stem
+    return config.name
+
+
+def prepared_manifest(config: Config) -> Path:
+    """Where ``prepare`` leaves its manifest."""
+    return RunDir(Path(config.run_dir)).manifests / f"{manifest_stem(config)}_prepared.json"

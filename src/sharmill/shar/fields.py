@@ -1,0 +1,125 @@
+"""The files of one shard: cuts as compressed JSON lines, other fields as tar archives of data and metadata pairs."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sharmill.errors import DamagedShard
+from sharmill.shar.tar import TarWriter, read_tar
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder()
+
+_NO_DATA = "nodata"
+_NO_METADATA = "nometa"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What a field has for one cut: ``data`` in the format that ``extension`` names, and its lhotse manifest.
+
+    Both are None for a placeholder, which says that the cut has nothing in this field.
+    """
+
+    cut_id: str
+    extension: str
+    data: bytes | None
+    metadata: dict[str, Any] | None
+
+
+def write_cuts(path: Path, cuts: Iterable[dict[str, Any]]) -> None:
+    """Writes cuts as ``.jsonl.gz``, without time or name in the gzip header."""
+    with path.open("wb") as stream, gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as lines:
+        for cut in cuts:
+            lines.write(_encoder.encode(cut) + b"\n")
+
+
+def read_cuts(path: Path) -> Iterator[dict[str, Any]]:
+    """The cuts of a ``.jsonl.gz`` or ``.jsonl`` file.
+
+    Raises:
+        DamagedShard: it is cut off, or not JSON lines.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            for line in lines:
+                yield _decoder.decode(line)
+    except (EOFError, zlib.error, gzip.BadGzipFile, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedShard(f"{path}: {error}") from error
+
+
+class FieldWriter:
+    """Writes one tar field of one shard; ``finish`` makes it complete."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("wb")
+        self._tar = TarWriter(self._stream)
+
+    def __enter__(self) -> FieldWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            if kind is None:
+                self._tar.finish()
+        finally:
+            self._stream.close()
+
+    def add(self, item: Item) -> None:
+        """Appends the pair of members of one cut: data first, its metadata next, as lhotse reads them."""
+        if item.data is None:
+            self._tar.add(f"{item.cut_id}.{_NO_DATA}", b"")
+            self._tar.add(f"{item.cut_id}.{_NO_METADATA}", b"")
+        else:
+            self._tar.add(f"{item.cut_id}.{item.extension}", item.data)
+            self._tar.add(f"{item.cut_id}.json", _encoder.encode(item.metadata) + b"\n")
+
+
+def read_field(path: Path) -> Iterator[Item]:
+    """The items of a tar field, in order.
+
+    Raises:
+        DamagedShard: the archive is damaged, or its members do not come in pairs.
+    """
+    members = read_tar(path)
+    for first in members:
+        second = next(members, None)
+        cut_id, _, extension = first.name.rpartition(".")
+        if second is None or second.name.rpartition(".")[0] != cut_id:
+            raise DamagedShard(f"{path}: member {first.name!r} has no metadata beside it")
+        if extension == _NO_DATA:
+            yield Item(cut_id, extension, None, None)
+            continue
+        try:
+            metadata = _decoder.decode(second.data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DamagedShard(f"{path}: the metadata of {first.name!r} is not JSON: {error}") from error
+        yield Item(cut_id, extension, first.data, metadata)
+
+
+def array_to_bytes(array: np.ndarray) -> bytes:
+    """An array as an ``.npy`` file."""
+    stream = io.BytesIO()
+    np.save(stream, array, allow_pickle=False)
+    return stream.getvalue()
+
+
+def array_from_bytes(data: bytes, where: str) -> np.ndarray:
+    """The array of an ``.npy`` file; pickled objects are refused.
+
+    Raises:
+        DamagedShard: it is not one; ``where`` says what in the message.
+    """
+    try:
+        return np.load(io.BytesIO(data), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise DamagedShard(f"{where}: {error}") from error

@@ -1,0 +1,110 @@
+"""``shards.jsonl`` and ``dataset.json``: what a dataset directory says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sharmill.errors import ConfigError, DamagedShard
+from sharmill.shar.layout import BASE_FIELDS, DATASET_FILE, FORMAT_VERSION, SHARDS_FILE
+from sharmill.store import checksum_bytes, open_atomic, write_atomic
+
+
+class FieldFile(msgspec.Struct, frozen=True):
+    """A field's file of one shard, relative to the dataset directory."""
+
+    file: str
+    size: int
+    xxh3: str
+
+
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of ``shards.jsonl``: number of cuts, seconds of target and context audio, and the fields' files."""
+
+    index: int
+    count: int
+    target_seconds: float
+    context_seconds: float
+    fields: dict[str, FieldFile]
+
+
+class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader must know of a codec. ``codebook_size`` is the number of values of one code."""
+
+    name: str
+    model: str
+    checksum: str
+    trained: bool
+    sampling_rate: int
+    samples_per_frame: int
+    num_codebooks: int
+    codebook_size: int
+
+
+class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """``dataset.json``. ``limits`` are those that every context satisfies."""
+
+    format_version: int
+    name: str
+    fields: list[str]
+    num_shards: int
+    num_cuts: int
+    target_seconds: float
+    context_seconds: float
+    audio_format: str
+    sampling_rate: int | None
+    limits: dict[str, Any]
+    codecs: list[CodecRecord]
+
+
+_shard_decoder = msgspec.json.Decoder(ShardRecord)
+
+
+def read_dataset(directory: Path) -> DatasetRecord:
+    """Raises ConfigError where there is no finished dataset, or one of another format version."""
+    path = directory / DATASET_FILE
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=DatasetRecord)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{directory} is not a finished dataset: there is no {DATASET_FILE}") from error
+    except NotADirectoryError as error:
+        raise ConfigError(f"{directory} is not a folder") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedShard(f"{path}: {error}") from error
+    if record.format_version != FORMAT_VERSION:
+        raise ConfigError(f"{path} has format version {record.format_version}; this sharmill reads {FORMAT_VERSION}")
+    return record
+
+
+def read_shards(directory: Path) -> Iterator[ShardRecord]:
+    """The lines of ``shards.jsonl``, in the order of the shards."""
+    path = directory / SHARDS_FILE
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                yield _shard_decoder.decode(line)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{directory} is not a finished dataset: there is no {SHARDS_FILE}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedShard(f"{path}: {error}") from error
+
+
+def write_shards(directory: Path, shards: Iterable[ShardRecord]) -> None:
+    """Publishes ``shards.jsonl``."""
+    with open_atomic(directory / SHARDS_FILE) as stream:
+        for shard in shards:
+            stream.write(msgspec.json.encode(shard, order="sorted") + b"\n")
+
+
+def write_dataset(directory: Path, record: DatasetRecord) -> None:
+    """Publishes ``dataset.json``; the last file of a dataset to be written."""
+    write_atomic(directory / DATASET_FILE, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+
+
+def audio_checksum(shards: Sequence[ShardRecord]) -> str:
+    """Identifies cuts and audio of a dataset, whatever codes it has."""
+    base = [[shard.index, shard.count, [shard.fields[field].xxh3 for field in BASE_FIELDS]] for shard in shards]
+    return checksum_bytes(msgspec.json.encode(base))

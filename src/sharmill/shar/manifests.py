@@ -1,0 +1,70 @@
+"""The lhotse manifests in a dataset, as plain mappings: cut, supervision, recording, arrays.
+
+Made without lhotse's classes, which cost more than the rest of writing a cut; tests read them back with lhotse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sharmill.manifest import TYPED_KEYS, Utterance, parse_speaker_tag
+
+
+def make_cut(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> dict[str, Any]:
+    """The MonoCut of an utterance whose stored audio has ``num_samples`` samples at ``sampling_rate``.
+
+    ``recording`` tells where the audio came from and is nothing to load; the audio itself is in ``target_audio``.
+    """
+    duration = num_samples / sampling_rate
+    recording = make_recording(utterance.recording_id, sampling_rate, num_samples)
+    recording["sources"] = [{"type": "file", "channels": [0], "source": utterance.audio_filepath}]
+    return {
+        "id": utterance.cut_id,
+        "start": 0.0,
+        "duration": duration,
+        "channel": 0,
+        "supervisions": [make_supervision(utterance, duration)],
+        "recording": recording,
+        # Makes lhotse load the whole context: it lives on another time line than the cut.
+        "custom": {"context_audio_unaligned": True},
+        "type": "MonoCut",
+    }
+
+
+def make_supervision(utterance: Utterance, duration: float) -> dict[str, Any]:
+    """The one supervision of a cut. All manifest keys are under ``custom``, where NeMo looks for some of them."""
+    language = parse_speaker_tag(utterance.speaker).language
+    typed = {key: getattr(utterance, key) for key in TYPED_KEYS}
+    return {
+        "id": f"sup-{utterance.cut_id}",
+        "recording_id": utterance.recording_id,
+        "start": 0.0,
+        "duration": duration,
+        "channel": 0,
+        "text": utterance.text,
+        "language": language,
+        "speaker": utterance.speaker,
+        "custom": {**typed, "language": language, **utterance.custom},
+    }
+
+
+def make_recording(recording_id: str, sampling_rate: int, num_samples: int) -> dict[str, Any]:
+    """A Recording whose data lies beside it in the archive."""
+    return {
+        "id": recording_id,
+        "sources": [{"type": "shar", "channels": [0], "source": ""}],
+        "sampling_rate": sampling_rate,
+        "num_samples": num_samples,
+        "duration": num_samples / sampling_rate,
+        "channel_ids": [0],
+    }
+
+
+def make_array(shape: tuple[int, ...]) -> dict[str, Any]:
+    """An Array whose data lies beside it in the archive."""
+    return {"storage_type": "shar", "storage_path": "", "storage_key": "", "shape": list(shape)}
+
+
+def make_temporal_array(shape: tuple[int, ...], frame_shift: float) -> dict[str, Any]:
+    """A TemporalArray whose last dimension is time, in frames of ``frame_shift`` seconds."""
+    return {"array": make_array(shape), "temporal_dim": -1, "frame_shift": frame_shift, "start": 0}

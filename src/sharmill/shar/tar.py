@@ -1,0 +1,160 @@
+"""Tar archives as Shar uses them: a deterministic writer, and a strict reader that maps the file into memory.
+
+Formats read: ustar, GNU long names, PAX paths and sizes (POSIX.1-2001). Headers written carry no time and no owner.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from sharmill.errors import DamagedShard
+
+_BLOCK = 512
+_END = bytes(2 * _BLOCK)
+_GNU_LONG_NAME = b"L"
+_PAX_HEADER = b"x"
+_REGULAR = (b"0", b"\0")
+# Names and PAX records are short; a larger one is damage, or an attempt to fill the memory.
+_MAX_EXTENSION_BYTES = 1 << 20
+
+
+class TarWriter:
+    """Writes members one after the other. Same members, same bytes."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def add(self, name: str, data: bytes) -> None:
+        header = tarfile.TarInfo(name)
+        header.size = len(data)
+        self._stream.write(header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
+        self._stream.write(data)
+        self._stream.write(bytes(-len(data) % _BLOCK))
+
+    def finish(self) -> None:
+        """Writes the end marker; without it the archive counts as cut off."""
+        self._stream.write(_END)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member's name and bytes."""
+
+    name: str
+    data: bytes
+
+
+def read_tar(path: Path) -> Iterator[Member]:
+    """The members of an archive, in order.
+
+    Raises:
+        DamagedShard: anything is not as it should be: a checksum, a size, a missing end marker, data after it.
+    """
+    with path.open("rb") as stream:
+        size = stream.seek(0, 2)
+        if size < len(_END):
+            raise DamagedShard(f"{path}: {size} bytes are too few for a tar archive")
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield from _Parser(path, data).members()
+
+
+class _Parser:
+    """Walks the blocks of one archive."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self._position = 0
+
+    def members(self) -> Iterator[Member]:
+        name, size = None, None
+        while (header := self._take(_BLOCK, "a header")) != bytes(_BLOCK):
+            self._check(header)
+            kind = header[156:157]
+            length = _octal(header[124:136])
+            if length is None:
+                raise self._damage("a size field is not a number")
+            if kind in (_GNU_LONG_NAME, _PAX_HEADER):
+                if length > _MAX_EXTENSION_BYTES:
+                    raise self._damage(f"a header extension of {length} bytes is too large")
+                extension = self._take_padded(length)
+                if kind == _GNU_LONG_NAME:
+                    name = extension.rstrip(b"\0")
+                else:
+                    name, size = self._pax(extension, name, size)
+                continue
+            if kind not in _REGULAR:
+                raise self._damage(f"a member of type {kind!r} does not belong in a shard")
+            yield Member(
+                (name or _plain_name(header)).decode("utf-8", "surrogateescape"),
+                self._take_padded(length if size is None else size),
+            )
+            name, size = None, None
+        self._check_end()
+
+    def _take(self, length: int, what: str) -> bytes:
+        block = self._data[self._position : self._position + length]
+        if len(block) < length:
+            raise self._damage(f"the file ends within {what}; it is cut off")
+        self._position += length
+        return block
+
+    def _take_padded(self, length: int) -> bytes:
+        data = self._take(length, "a member")
+        if self._take(-length % _BLOCK, "a member").strip(b"\0"):
+            raise self._damage("the padding of a member is not empty")
+        return data
+
+    def _check(self, header: bytes) -> None:
+        expected = sum(header[:148]) + 8 * ord(" ") + sum(header[156:])
+        if _octal(header[148:156]) != expected:
+            raise self._damage("the checksum of a header is wrong")
+
+    def _check_end(self) -> None:
+        rest = self._data[self._position :]
+        if len(rest) < _BLOCK:
+            raise self._damage("the end marker is incomplete; the file is cut off")
+        if rest.strip(b"\0"):
+            raise self._damage("there is data after the end marker")
+
+    def _pax(self, records: bytes, name: bytes | None, size: int | None) -> tuple[bytes | None, int | None]:
+        """The path and size of a PAX header; other keywords do not matter here."""
+        while records:
+            length, _, _ = records.partition(b" ")
+            if not length.isdigit() or not 0 < int(length) <= len(records):
+                raise self._damage("a PAX header cannot be parsed")
+            keyword, separator, value = records[len(length) + 1 : int(length) - 1].partition(b"=")
+            if not separator:
+                raise self._damage("a PAX header cannot be parsed")
+            if keyword == b"path":
+                name = value
+            elif keyword == b"size":
+                if not value.isdigit():
+                    raise self._damage("the size in a PAX header is not a number")
+                size = int(value)
+            records = records[int(length) :]
+        return name, size
+
+    def _damage(self, what: str) -> DamagedShard:
+        return DamagedShard(f"{self._path} at byte {self._position}: {what}")
+
+
+def _octal(field: bytes) -> int | None:
+    if field[0] == 0x80:  # GNU's binary sizes, from 8 GiB
+        return int.from_bytes(field[1:], "big")
+    digits = field.strip(b" \0")
+    try:
+        return int(digits, 8) if digits else None
+    except ValueError:
+        return None
+
+
+def _plain_name(header: bytes) -> bytes:
+    name = header[:100].rstrip(b"\0")
+    prefix = header[345:500].rstrip(b"\0") if header[257:263] == b"ustar\0" else b""
+    return prefix + b"/" + name if prefix else name

@@ -1,0 +1,120 @@
+"""NeMo manifests: JSON lines, in one file or in numbered shards."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sharmill.errors import ConfigError
+from sharmill.sources.pieces import Piece
+from sharmill.store import checksum
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_BOMS = {
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+    codecs.BOM_UTF8: "UTF-8 with a byte order mark",
+}
+
+
+class NemoSource:
+    """The records of ``manifest``: a path, or a pattern such as ``m__OP_0..63_CL_.json`` or ``m_{0..63}.json``."""
+
+    def __init__(self, manifest: str) -> None:
+        self.manifest = manifest
+        self.files = [Path(name) for name in expand_shards(manifest)]
+
+    def identity(self) -> dict[str, Any]:
+        """The size and checksum of every file, by its name; also proves that each can be read as a manifest."""
+        for file in self.files:
+            check_manifest(file)
+        return {str(file): [file.stat().st_size, checksum(file)] for file in self.files}
+
+    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
+        """Runs of lines, each found again by its byte range."""
+        for file in self.files:
+            begin = end = count = 0
+            with file.open("rb") as stream:
+                for line in stream:
+                    end += len(line)
+                    count += bool(line.strip())
+                    if count == records_per_piece:
+                        yield _piece(file, begin, end, count)
+                        begin, count = end, 0
+            if count:
+                yield _piece(file, begin, end, count)
+
+    def read(self, piece: dict[str, Any]) -> Iterator[bytes]:
+        """The lines of a piece that are not blank."""
+        with Path(piece["file"]).open("rb") as stream:
+            stream.seek(piece["begin"])
+            left = piece["end"] - piece["begin"]
+            while left > 0:
+                line = stream.readline(left)
+                if not line:
+                    return
+                left -= len(line)
+                if stripped := line.strip():
+                    yield stripped
+
+
+def _piece(file: Path, begin: int, end: int, count: int) -> Piece:
+    return Piece(count, {"file": str(file), "begin": begin, "end": end})
+
+
+def expand_shards(pattern: str) -> list[str]:
+    """The names that a pattern stands for: ``_OP_`` and ``_CL_`` are braces, as in NeMo, and ``{a..b}`` counts.
+
+    >>> expand_shards("m__OP_8..10_CL_.json")
+    ['m_8.json', 'm_9.json', 'm_10.json']
+    """
+    match = _RANGE.search(pattern.replace("_OP_", "{").replace("_CL_", "}"))
+    if match is None:
+        return [pattern]
+    first, last = int(match[1]), int(match[2])
+    if last < first:
+        raise ConfigError(f"the range in {pattern} runs backwards")
+    names = [f"{match.string[: match.start()]}{n:0{len(match[1])}d}{match.string[match.end() :]}"
+             for n in range(first, last + 1)]  # fmt: skip
+    return [name for expanded in names for name in expand_shards(expanded)]
+
+
+def check_manifest(path: Path) -> None:
+    """Proves that a file can be read as JSON lines at all.
+
+    Raises:
+        ConfigError: it is missing, empty, binary, in another encoding, one JSON array, or cut off in its last line.
+    """
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(1 << 16)
+            stream.seek(max(0, path.stat().st_size - (1 << 20)))
+            tail = stream.read()
+    except OSError as error:
+        raise ConfigError(f"cannot read the manifest {path}: {error.strerror}") from error
+    if not head.strip():
+        raise ConfigError(f"the manifest {path} is empty")
+    for mark, encoding in _BOMS.items():
+        if head.startswith(mark):
+            raise ConfigError(f"the manifest {path} is {encoding}; save it as plain UTF-8")
+    if b"\0" in head:
+        raise ConfigError(f"the manifest {path} is binary or UTF-16, not lines of JSON in UTF-8")
+    if head.lstrip().startswith(b"["):
+        raise ConfigError(f"the manifest {path} is one JSON array; write one JSON object per line instead")
+    if not tail.endswith(b"\n"):
+        _check_last_line(path, tail.rsplit(b"\n", 1)[-1])
+
+
+def _check_last_line(path: Path, line: bytes) -> None:
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the manifest {path} seems to be cut off: its last line is not complete JSON; "
+            "copy it again, or remove that line"
+        ) from error

@@ -1,0 +1,186 @@
+"""Every write of files: aside first, fsync, then rename, so that no reader sees a partial file.
+
+Local paths only; nothing outside this module renames or removes what others may read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+import xxhash
+
+from sharmill.errors import ConfigError, FatalError
+
+STAGING_NAME = ".sharmill-staging"
+
+# Errors that the next unit would meet as well: going on would only fail every unit in turn.
+_STOPPING_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+
+
+@contextmanager
+def stopping_errors(path: Path) -> Iterator[None]:
+    """Turns a full disk, a read-only folder and the like into a FatalError that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _STOPPING_ERRNOS:
+            raise FatalError(
+                f"cannot write {path}: {os.strerror(error.errno)}; "
+                "make room or permit writing there, then run the same command again"
+            ) from error
+        raise
+
+
+def checksum(path: Path) -> str:
+    """xxh3-64 of a file's bytes, in hexadecimal."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def checksum_bytes(data: bytes) -> str:
+    """xxh3-64 of ``data``, in hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes the renames inside a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_file(path: Path) -> None:
+    """Makes the contents of a closed file durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def open_atomic(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file beside ``path`` for writing and publishes it under that name if no error is raised."""
+    with stopping_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+        try:
+            with aside.open("wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+        fsync_directory(path.parent)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Publishes ``data`` as ``path``."""
+    with open_atomic(path) as stream:
+        stream.write(data)
+
+
+def publish_directory(aside: Path, final: Path) -> None:
+    """Publishes a complete directory: syncs the files in it, then renames it as a whole."""
+    with stopping_errors(final):
+        for file in sorted(aside.rglob("*")):
+            if file.is_file():
+                fsync_file(file)
+        fsync_directory(aside)
+        aside.rename(final)
+        fsync_directory(final.parent)
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """A file of a committed unit; ``name`` is relative to the root that it was published below."""
+
+    name: str
+    size: int
+    xxh3: str
+
+
+class Staging:
+    """Where one attempt at one unit writes its files before they are published below ``root``.
+
+    It lies on the file system of ``root``, so that publishing is a rename. Each attempt has its own folder: two
+    attempts at one unit do not meet before the rename, and then both bring the same bytes.
+    """
+
+    def __init__(self, root: Path, unit_index: int) -> None:
+        self.root = root
+        self.folder = root / STAGING_NAME / f"{unit_index:06d}-{uuid4().hex}"
+
+    def __enter__(self) -> Staging:
+        with stopping_errors(self.folder):
+            self.folder.mkdir(parents=True)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def path(self, name: str) -> Path:
+        """The path at which to write the file that will be published as ``root / name``."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def publish(self, names: list[str]) -> list[PublishedFile]:
+        """Publishes the files in the order given; a reader may rely on the last one to mean that all are there."""
+        with stopping_errors(self.root):
+            published = [self._seal(name) for name in names]
+            for name in names:
+                final = self.root / name
+                final.parent.mkdir(parents=True, exist_ok=True)
+                self.path(name).replace(final)
+                fsync_directory(final.parent)
+        return published
+
+    def _seal(self, name: str) -> PublishedFile:
+        path = self.path(name)
+        fsync_file(path)
+        return PublishedFile(name=name, size=path.stat().st_size, xxh3=checksum(path))
+
+
+def remove_staging(root: Path) -> None:
+    """Removes what killed attempts left aside. Only for the one process that directs a run."""
+    shutil.rmtree(root / STAGING_NAME, ignore_errors=True)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a file or a directory with all that is in it, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def require_writable(directory: Path) -> None:
+    """Creates ``directory`` if needed and proves that files can be written there.
+
+    Raises:
+        ConfigError: it cannot be created or written to.
+    """
+    probe = directory / f".{uuid4().hex}.tmp"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {directory}: {error.strerror}; choose a folder that you may write to"
+        ) from error

@@ -1,0 +1,169 @@
+"""The checks of one shard: its files, and whether cuts, audio and codes belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sharmill import audio
+from sharmill.encode.stage import codes_dtype
+from sharmill.errors import DamagedShard, RejectRecord
+from sharmill.shar.fields import Item, array_from_bytes, read_cuts, read_field
+from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord
+from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, CUTS, TARGET_AUDIO, TARGET_CODES, codes_field
+from sharmill.store import checksum
+from sharmill.validate.findings import Finding
+
+
+@dataclass(frozen=True)
+class ShardCheck:
+    """Checks shards of one dataset. ``deep`` decodes every audio item as well."""
+
+    directory: Path
+    dataset: DatasetRecord
+    deep: bool = False
+
+    def __call__(self, shard: ShardRecord) -> tuple[list[Finding], list[str]]:
+        """The findings, and the ids of the cuts for the check over the whole dataset."""
+        findings = list(self._check_files(shard))
+        contents: dict[str, list[Any]] = {}
+        for field, file in shard.fields.items():
+            read = read_cuts if field == CUTS else read_field
+            try:
+                contents[field] = list(read(self.directory / file.file))
+            except DamagedShard as error:
+                findings.append(_finding("damaged", shard, file.file, str(error)))
+            except FileNotFoundError:
+                pass  # reported by _check_files
+        cuts = contents.pop(CUTS, [])
+        if CUTS in shard.fields and len(cuts) != shard.count:
+            findings.append(_finding("wrong_count", shard, CUTS, f"{len(cuts)} cuts, but {shard.count} in the index"))
+        ids = [str(cut.get("id")) for cut in cuts]
+        for field, items in contents.items():
+            findings += _check_pairing(shard, field, ids, items)
+        findings += self._check_cuts(shard, cuts, contents)
+        for codec in self.dataset.codecs:
+            findings += _check_codec(shard, codec, contents)
+        return findings, ids
+
+    def _check_files(self, shard: ShardRecord) -> Iterator[Finding]:
+        for field in self.dataset.fields:
+            if field not in shard.fields:
+                yield _finding("missing_field", shard, field, f"the shard has no {field}")
+        for file in shard.fields.values():
+            path = self.directory / file.file
+            if not path.is_file():
+                yield _finding("missing_file", shard, file.file, "the file is not there")
+            elif path.stat().st_size != file.size:
+                sentence = f"{path.stat().st_size} bytes instead of {file.size}"
+                yield _finding("wrong_size", shard, file.file, sentence)
+            elif checksum(path) != file.xxh3:
+                yield _finding("wrong_checksum", shard, file.file, "the bytes have changed since they were written")
+
+    def _check_cuts(
+        self, shard: ShardRecord, cuts: list[dict[str, Any]], contents: dict[str, list[Item]]
+    ) -> Iterator[Finding]:
+        for cut, target in zip(cuts, contents.get(TARGET_AUDIO, []), strict=False):
+            problem = cut_problem(cut, target.metadata or {}, self.dataset)
+            if problem:
+                yield _finding("bad_cut", shard, str(cut.get("id")), problem)
+        for field in (TARGET_AUDIO, CONTEXT_AUDIO):
+            for item in contents.get(field, []):
+                problem = audio_problem(item, deep=self.deep)
+                if problem:
+                    yield _finding("bad_audio", shard, f"{field}: {item.cut_id}", problem)
+
+
+def cut_problem(cut: dict[str, Any], target: dict[str, Any], dataset: DatasetRecord) -> str | None:
+    """What is wrong with a cut beside the metadata of its target audio, in a sentence, or None."""
+    try:
+        (supervision,) = cut["supervisions"]
+        custom = supervision["custom"]
+        if cut["start"] != 0 or supervision["start"] != 0:
+            return "cut or supervision does not start at 0"
+        if cut["duration"] != target["num_samples"] / target["sampling_rate"]:
+            return f"the cut lasts {cut['duration']} s, its audio {target['num_samples'] / target['sampling_rate']} s"
+        if supervision["duration"] != cut["duration"]:
+            return "cut and supervision last differently long"
+        if target["id"] != cut["id"]:
+            return f"the target audio has the id {target['id']!r}"
+        if cut["custom"].get("context_audio_unaligned") is not True:
+            return "context_audio_unaligned is not set, so that lhotse would cut the context"
+        if custom["context_speaker_similarity"] < dataset.limits["min_similarity"] - 1e-6:
+            return f"the similarity of the context is {custom['context_speaker_similarity']}"
+        return None
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        return f"a key is absent or of the wrong type: {error!r}"
+
+
+def audio_problem(item: Item, *, deep: bool) -> str | None:
+    """What is wrong with an audio item, in a sentence, or None."""
+    metadata = item.metadata
+    if item.data is None or metadata is None:
+        return "there is no audio"
+    try:
+        if deep:
+            samples, rate = audio.decode(item.data)
+            found = (len(samples), rate)
+        else:
+            info = audio.probe_bytes(item.data)
+            found = (info.num_samples, info.sampling_rate)
+    except RejectRecord as error:
+        return str(error)
+    promised = (metadata.get("num_samples"), metadata.get("sampling_rate"))
+    if found != promised:
+        return f"samples and rate are {found}, the metadata says {promised}"
+    return None
+
+
+def _check_pairing(shard: ShardRecord, field: str, ids: list[str], items: list[Item]) -> Iterator[Finding]:
+    if len(items) != len(ids):
+        yield _finding("wrong_count", shard, field, f"{len(items)} items for {len(ids)} cuts")
+    for position, (cut_id, item) in enumerate(zip(ids, items, strict=False)):
+        if item.cut_id != cut_id:
+            sentence = f"item {position} is {item.cut_id!r}, the cut there is {cut_id!r}"
+            yield _finding("wrong_id", shard, field, sentence)
+            return
+
+
+def _check_codec(shard: ShardRecord, codec: CodecRecord, contents: dict[str, list[Item]]) -> Iterator[Finding]:
+    for codes, audio_field in ((TARGET_CODES, TARGET_AUDIO), (CONTEXT_CODES, CONTEXT_AUDIO)):
+        field = codes_field(codec.name, codes)
+        for item, source in zip(contents.get(field, []), contents.get(audio_field, []), strict=False):
+            problem = codes_problem(item, source, codec, temporal=codes == TARGET_CODES)
+            if problem:
+                yield _finding("bad_codes", shard, f"{field}: {item.cut_id}", problem)
+
+
+def codes_problem(item: Item, source: Item, codec: CodecRecord, *, temporal: bool) -> str | None:
+    """What is wrong with the codes of an audio item, in a sentence, or None."""
+    if item.data is None or item.metadata is None or source.metadata is None:
+        return "there are no codes"
+    try:
+        codes = array_from_bytes(item.data, item.cut_id)
+        samples = audio.resampled_length(
+            source.metadata["num_samples"], source.metadata["sampling_rate"], codec.sampling_rate
+        )
+        shape = (codec.num_codebooks, -(-samples // codec.samples_per_frame))
+        described = item.metadata["array"] if temporal else item.metadata
+        if codes.shape != shape or tuple(described["shape"]) != shape:
+            return f"the shape is {codes.shape}, described as {described['shape']}, and should be {shape}"
+        if codes.dtype != codes_dtype(codec.codebook_size):
+            return f"the type is {codes.dtype}, and should be {codes_dtype(codec.codebook_size)}"
+        if codes.size and not (np.min(codes) >= 0 and np.max(codes) < codec.codebook_size):
+            return f"codes run from {np.min(codes)} to {np.max(codes)} in a codebook of {codec.codebook_size}"
+        if temporal and item.metadata["frame_shift"] != codec.samples_per_frame / codec.sampling_rate:
+            return f"frame_shift is {item.metadata['frame_shift']}"
+        return None
+    except DamagedShard as error:
+        return str(error)
+    except (KeyError, TypeError) as error:
+        return f"a key is absent or of the wrong type: {error!r}"
+
+
+def _finding(code: str, shard: ShardRecord, where: str, sentence: str) -> Finding:
+    return Finding(code=code, shard=shard.index, where=where, sentence=sentence)

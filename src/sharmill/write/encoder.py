@@ -1,0 +1,89 @@
+"""Audio of segments as it is stored: copied where the file already is what is wanted, else decoded and encoded once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sharmill import audio
+from sharmill.config import WriteConfig
+from sharmill.errors import RejectRecord
+from sharmill.manifest import Segment
+from sharmill.segments import Location, SegmentReader
+
+_ORIGINAL = "original"
+_FALLBACK_FORMAT = "flac"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAudio:
+    """An audio file in memory: its bytes, the extension for its format, and what a decoder gives for it."""
+
+    data: bytes
+    extension: str
+    sampling_rate: int
+    num_samples: int
+
+    @property
+    def seconds(self) -> float:
+        return self.num_samples / self.sampling_rate
+
+
+class SegmentEncoder:
+    """Makes the stored audio of segments; each unique one once, and kept only as long as it will be asked for again."""
+
+    def __init__(self, config: WriteConfig, reader: SegmentReader, uses: Iterable[Segment]) -> None:
+        self._config = config
+        self._reader = reader
+        self._uses_left = Counter(uses)
+        self._kept: dict[Segment, StoredAudio | RejectRecord] = {}
+
+    def __call__(self, segment: Segment) -> StoredAudio:
+        """Raises RejectRecord where the audio cannot be used."""
+        outcome = self._kept.pop(segment, None) or self._attempt(segment)
+        self._uses_left[segment] -= 1
+        if self._uses_left[segment] > 0:
+            self._kept[segment] = outcome
+        if isinstance(outcome, RejectRecord):
+            raise outcome
+        return outcome
+
+    def _attempt(self, segment: Segment) -> StoredAudio | RejectRecord:
+        try:
+            location = self._reader.locate(segment)
+            if self._may_copy(location):
+                return _copy(location)
+            return self._encode(segment, location)
+        except RejectRecord as reject:
+            return reject
+
+    def _may_copy(self, location: Location) -> bool:
+        """A whole file that is mono and already has the wanted format and rate."""
+        info, config = location.info, self._config
+        return (
+            location.is_whole_file
+            and info.channels == 1
+            and config.audio_format in (_ORIGINAL, info.format)
+            and config.sampling_rate in (None, info.sampling_rate)
+        )
+
+    def _encode(self, segment: Segment, location: Location) -> StoredAudio:
+        samples, rate = self._reader.read(segment)
+        if self._config.sampling_rate is not None:
+            samples = audio.resample(samples, rate, self._config.sampling_rate)
+            rate = self._config.sampling_rate
+        extension: str = self._config.audio_format
+        if extension == _ORIGINAL:
+            extension = location.info.format if location.info.format in audio.ENCODERS else _FALLBACK_FORMAT
+        data = audio.encode(samples, rate, extension)
+        stored = audio.probe_bytes(data)
+        return StoredAudio(data, extension, stored.sampling_rate, stored.num_samples)
+
+
+def _copy(location: Location) -> StoredAudio:
+    try:
+        data = location.path.read_bytes()
+    except OSError as error:
+        raise RejectRecord("unreadable_audio", f"the audio file cannot be read: {error.strerror}") from error
+    return StoredAudio(data, location.info.format, location.info.sampling_rate, location.info.num_samples)

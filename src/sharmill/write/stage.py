@@ -1,0 +1,204 @@
+"""Stage ``write`` (stage 2): cuts, target audio and context audio as shards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sharmill.config import Config
+from sharmill.engine.rundir import RunDir
+from sharmill.engine.stage import Stage, add_up
+from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.engine.versions import versions
+from sharmill.errors import ConfigError, RejectRecord
+from sharmill.manifest import Reject, Utterance, read_lines_at
+from sharmill.match.stage import matched_manifest
+from sharmill.segments import SegmentReader
+from sharmill.shar.fields import FieldWriter, Item, write_cuts
+from sharmill.shar.index import (
+    DatasetRecord,
+    FieldFile,
+    ShardRecord,
+    audio_checksum,
+    read_shards,
+    write_dataset,
+    write_shards,
+)
+from sharmill.shar.layout import (
+    BASE_FIELDS,
+    CONTEXT_AUDIO,
+    CUTS,
+    DATASET_FILE,
+    FORMAT_VERSION,
+    SHARDS_FILE,
+    TARGET_AUDIO,
+    context_id,
+    shard_file,
+)
+from sharmill.shar.manifests import make_cut, make_recording
+from sharmill.store import STAGING_NAME, Staging, checksum, remove_tree
+from sharmill.write.encoder import SegmentEncoder, StoredAudio
+from sharmill.write.order import index_matched, order_lines
+
+
+class WriteStage(Stage):
+    """Reads the matched manifest and writes the dataset directory. One unit is one shard."""
+
+    def __init__(self, config: Config) -> None:
+        self.name = "write"
+        self.config = config
+        self.run_dir = RunDir(Path(config.run_dir))
+        self.root = Path(config.dataset_dir)
+
+    def identity(self) -> dict[str, Any]:
+        matched = matched_manifest(self.config)
+        if not matched.exists():
+            raise ConfigError(f"{matched} is not there: run the stage match first")
+        return {
+            "write": dataclasses.asdict(self.config.write),
+            "name": self.config.name,
+            "dataset_dir": str(self.root.absolute()),
+            "audio_roots": [source.audio_root for source in self.config.sources],
+            "limits": self._limits(),
+            "input": [matched.stat().st_size, checksum(matched)],
+            "versions": versions("soundfile", "torchaudio"),
+        }
+
+    def plan(self, folder: Path) -> Iterator[Unit]:
+        self._refuse_foreign_files()
+        index = index_matched(matched_manifest(self.config))
+        write = self.config.write
+        order = order_lines(index, write.order, write.seed)
+        np.save(folder / "offsets.npy", index.offsets[order], allow_pickle=False)
+        for number, start in enumerate(range(0, len(order), write.shard_size)):
+            lines = order[start : start + write.shard_size]
+            params = {"start": start, "stop": start + len(lines)}
+            yield make_unit(number, cost=round(float(index.seconds[lines].sum()), 3), size=len(lines), params=params)
+
+    def process(self, unit: Unit, staging: Staging) -> Output:
+        utterances = self._read(unit)
+        reader = SegmentReader(tuple(Path(source.audio_root) for source in self.config.sources))
+        uses = [segment for u in utterances for segment in (u.segment, u.context_segment)]
+        encode = SegmentEncoder(self.config.write, reader, uses)
+        files = {field: shard_file(field, unit.index) for field in BASE_FIELDS}
+        rejects: list[Reject] = []
+        cuts: list[dict[str, Any]] = []
+        seconds = context_seconds = 0.0
+        with ExitStack() as stack:
+            targets = stack.enter_context(FieldWriter(staging.path(files[TARGET_AUDIO])))
+            contexts = stack.enter_context(FieldWriter(staging.path(files[CONTEXT_AUDIO])))
+            for utterance in utterances:
+                target, context, why = _encode_pair(encode, utterance)
+                if target is None or context is None:
+                    assert why is not None
+                    rejects.append(Reject(self.name, why.reason, why.detail, utterance.public_record()))
+                    continue
+                targets.add(_item(utterance.cut_id, utterance.cut_id, target))
+                contexts.add(_item(utterance.cut_id, _context_id(utterance), context))
+                cuts.append(make_cut(utterance, sampling_rate=target.sampling_rate, num_samples=target.num_samples))
+                seconds += target.seconds
+                context_seconds += context.seconds
+        write_cuts(staging.path(files[CUTS]), cuts)
+        return Output(
+            files=[files[TARGET_AUDIO], files[CONTEXT_AUDIO], files[CUTS]],
+            num_out=len(cuts),
+            rejects=rejects,
+            stats={"seconds": seconds, "context_seconds": context_seconds},
+        )
+
+    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
+        commits = list(commits)
+        shards = [_shard_record(commit) for commit in commits]
+        if not self._index_stands(shards):
+            write_shards(self.root, shards)
+            write_dataset(self.root, self._dataset_record(shards))
+        return add_up(commits)
+
+    def discard(self) -> None:
+        for name in (DATASET_FILE, SHARDS_FILE, *BASE_FIELDS, STAGING_NAME):
+            remove_tree(self.root / name)
+        for codes in self.root.glob("codes_*"):
+            remove_tree(codes)
+
+    def _read(self, unit: Unit) -> list[Utterance]:
+        offsets = np.load(self.dir.plan / "offsets.npy", mmap_mode="r")[unit.params["start"] : unit.params["stop"]]
+        return [Utterance.from_json(line) for line in read_lines_at(matched_manifest(self.config), offsets)]
+
+    def _refuse_foreign_files(self) -> None:
+        if self.root.exists() and not self.root.is_dir():
+            raise ConfigError(f"dataset_dir {self.root} is not a folder")
+        if self.root.is_dir() and any(entry.name != STAGING_NAME for entry in self.root.iterdir()):
+            raise ConfigError(
+                f"dataset_dir {self.root} is not empty and was not written from {self.run_dir.path}; "
+                "choose another dataset_dir, or empty it yourself"
+            )
+
+    def _index_stands(self, shards: list[ShardRecord]) -> bool:
+        """Whether the index is there and of these very shards: then it may list codes too, and stays."""
+        if not (self.root / DATASET_FILE).exists() or not (self.root / SHARDS_FILE).exists():
+            return False
+        return audio_checksum(list(read_shards(self.root))) == audio_checksum(shards)
+
+    def _limits(self) -> dict[str, Any]:
+        match = self.config.match
+        return {
+            "min_similarity": match.min_similarity,
+            "min_duration": match.min_duration,
+            "max_duration": match.max_duration,
+        }
+
+    def _dataset_record(self, shards: list[ShardRecord]) -> DatasetRecord:
+        return DatasetRecord(
+            format_version=FORMAT_VERSION,
+            name=self.config.name,
+            fields=list(BASE_FIELDS),
+            num_shards=len(shards),
+            num_cuts=sum(shard.count for shard in shards),
+            target_seconds=round(sum(shard.target_seconds for shard in shards), 3),
+            context_seconds=round(sum(shard.context_seconds for shard in shards), 3),
+            audio_format=self.config.write.audio_format,
+            sampling_rate=self.config.write.sampling_rate,
+            limits=self._limits(),
+            codecs=[],
+        )
+
+
+def _encode_pair(
+    encode: SegmentEncoder, utterance: Utterance
+) -> tuple[StoredAudio | None, StoredAudio | None, RejectRecord | None]:
+    """Target and context, or why the record has to go. Both are always asked for, so that the encoder's counts hold."""
+    outcomes: list[StoredAudio | None] = []
+    why: RejectRecord | None = None
+    for segment, role in ((utterance.segment, "target"), (utterance.context_segment, "context")):
+        try:
+            outcomes.append(encode(segment))
+        except RejectRecord as reject:
+            outcomes.append(None)
+            why = why or RejectRecord(reject.reason, f"{role}: {reject.detail}")
+    return outcomes[0], outcomes[1], why
+
+
+def _item(cut_id: str, recording_id: str, stored: StoredAudio) -> Item:
+    recording = make_recording(recording_id, stored.sampling_rate, stored.num_samples)
+    return Item(cut_id, stored.extension, stored.data, recording)
+
+
+def _context_id(utterance: Utterance) -> str:
+    custom = utterance.custom
+    return context_id(custom["context_recording_id"], custom["context_audio_offset"], custom["context_audio_duration"])
+
+
+def _shard_record(commit: Commit) -> ShardRecord:
+    by_name = {file.name: FieldFile(file.name, file.size, file.xxh3) for file in commit.files}
+    return ShardRecord(
+        index=commit.index,
+        count=commit.num_out,
+        target_seconds=round(commit.stats["seconds"], 3),
+        context_seconds=round(commit.stats["context_seconds"], 3),
+        fields={field: by_name[shard_file(field, commit.index)] for field in BASE_FIELDS},
+    )

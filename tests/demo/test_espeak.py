@@ -1,0 +1,66 @@
+import hashlib
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sharmill.demo.espeak import Espeak, VoiceSettings
+from sharmill.demo.sentences import sentences
+from sharmill.demo.voices import VOICES
+from sharmill.errors import ConfigError
+
+TEXTS = ("Good morning to you.", "The seven ships left the harbour before the storm.")
+
+
+def digests(*, reverse: bool) -> dict[str, str]:
+    """One hash for each text and voice, spoken in one order or the other."""
+    espeak = Espeak()
+    jobs = list(itertools.product(TEXTS, VOICES))
+    return {
+        f"{text} {voice.speaker}": hashlib.sha256(espeak.synthesize(text, voice.settings).tobytes()).hexdigest()
+        for text, voice in (reversed(jobs) if reverse else jobs)
+    }
+
+
+def test_samples_do_not_depend_on_the_order_or_the_process():
+    script = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    script += "import json, test_espeak; print(json.dumps(test_espeak.digests(reverse=True)))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout) == digests(reverse=False)
+
+
+def test_speech_is_mono_and_audible():
+    samples = Espeak().synthesize(TEXTS[0], VOICES[0].settings)
+    assert samples.dtype == np.int16
+    assert samples.ndim == 1
+    assert 0.5 < len(samples) / Espeak.sampling_rate < 3.0
+    assert np.abs(samples).max() > 3000
+
+
+def test_unknown_voice_is_a_configuration_error():
+    with pytest.raises(ConfigError, match="no voice 'en-us-nowhere'"):
+        Espeak().synthesize("Hello.", VoiceSettings(name="en-us-nowhere"))
+
+
+def test_missing_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "espeakng_loader", None)
+    with pytest.raises(ConfigError, match=r"pip install 'sharmill\[demo\]'"):
+        Espeak()
+
+
+def test_importing_the_corpus_does_not_import_the_loader():
+    script = "import sys, sharmill.demo.corpus; print('espeakng_loader' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+def test_sentences_are_distinct_and_of_3_to_30_words():
+    first = list(itertools.islice(sentences(seed=42), 500))
+    assert len(set(first)) == 500
+    assert {3 <= len(text.split()) <= 30 for text in first} == {True}
+    assert not any(character.isdigit() or character in "{}" for text in first for character in text)
+    assert first == list(itertools.islice(sentences(seed=42), 500))

@@ -1,0 +1,153 @@
+"""Group keys: the published presets, patterns of one's own, and what is said of those that do not fit."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from sharmill.errors import ConfigError, RejectRecord
+from sharmill.match.speaker_key import PRESETS, make_speaker_key
+
+PUBLISHED = [
+    ("speaker", "a/b/c.wav", "9136_Other", "9136_other"),
+    ("speaker", "x.wav", "Anna", "anna"),
+    ("all", "a/b/c.wav", "Anna", "all"),
+    ("all", "d.wav", "Tom", "all"),
+    ("librispeech", "train-clean-100/103/1240/103-1240-0000.flac", "103", "103_1240"),
+    ("librispeech", "84-121123-0001.flac", "84", "84_121123"),
+    ("libritts", "train-clean-100/89/218/89_218_000014_000003.wav", "89", "train-clean-100_89_218"),
+    ("libritts", "Dev-Clean/84/121123/sub/84_121123_000007_000001.wav", "84", "dev-clean_84_121123"),
+    (
+        "hifitts",
+        "11614_other/12352/prideofjennico_01_castle_0000.flac",
+        "11614",
+        "11614_other_12352_prideofjennico_01_castle",
+    ),
+    ("hifitts", "92_clean/8796/Emma_02_0017.flac", "92", "92_clean_8796_emma_02"),
+    (
+        "hifitts2",
+        "100/2315/100_2315_sea_fairies_0812_librivox-01_baum_sea_fairies_0.flac",
+        "100",
+        "100_2315_sea_fairies_0812_librivox-01_baum_sea_fairies",
+    ),
+    ("hifitts2", "7/8/7_8_Walden_12.flac", "7", "7_8_walden"),
+    ("nvyt2505", "NVYT_40K_audios_wav/Thg50o7gmsk.wav", "Thg50o7gmsk_SPEAKER_00", "thg50o7gmsk_speaker_00"),
+    ("nvyt2505", "NVYT_40K_audios_wav/Thg50o7gmsk.wav", "Thg50o7gmsk_SPEAKER_01", "thg50o7gmsk_speaker_01"),
+    ("rivaLindyRodney", "Lindy/44khz/WIZWIKI/LINDY_WIZWIKI_004161.wav", "Lindy", "lindy_wizwiki"),
+    ("rivaLindyRodney", "Rodney/44khz/CMU_HAPPY/RODNEY_CMU_HAPPY_000001.wav", "Rodney", "rodney_cmu_happy"),
+    (
+        "rivaEmmaMeganSeanTom",
+        "Emma/22_kHz/Emma_Sad_Intense_Correlated_00147.wav",
+        "Emma",
+        "emma_sad_intense_correlated",
+    ),
+    ("rivaEmmaMeganSeanTom", "Tom/22_kHz/Tom_Neutral_00001.wav", "Tom", "tom_neutral"),
+    ("jhsdGtc20Amp20Keynote", "AMP20_KEYNOTE-VOOnly-44khz-16bit-mono_12.wav", "JHSD", "amp20"),
+    ("jhsdGtc20Amp20Keynote", "wav/GTC_20_KEYNOTE-VOOnly-44khz-16bit-mono_7.wav", "JHSD", "gtc_20"),
+]
+
+
+@pytest.mark.parametrize(("preset", "path", "speaker", "key"), PUBLISHED)
+def test_a_preset_gives_the_published_key(preset, path, speaker, key):
+    assert make_speaker_key(preset)(path, speaker) == key
+
+
+def test_every_preset_is_tested_with_two_values():
+    assert {name: sum(row[0] == name for row in PUBLISHED) for name in PRESETS} == dict.fromkeys(PRESETS, 2)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_case_of_a_preset_name_does_not_matter(name):
+    assert make_speaker_key(name.upper()) is make_speaker_key(name.lower()) is PRESETS[name]
+
+
+@pytest.mark.parametrize(("preset", "path", "speaker", "key"), PUBLISHED)
+def test_a_preset_can_be_sent_to_a_worker(preset, path, speaker, key):
+    assert pickle.loads(pickle.dumps(make_speaker_key(preset)))(path, speaker) == key
+
+
+def test_a_pattern_can_be_sent_to_a_worker():
+    assert pickle.loads(pickle.dumps(make_speaker_key(r"^(?P<voice>\w+)/")))("Anna/1.wav", "") == "anna"
+
+
+@pytest.mark.parametrize(
+    ("preset", "path", "expected"),
+    [
+        ("librispeech", "train/84/121123/84_121123_0001.flac", "<speaker>-<chapter>-<utterance>"),
+        ("librispeech", "84-121123-0001/audio.flac", "<speaker>-<chapter>-<utterance>"),
+        ("libritts", "84/121123/84_121123_000007_000001.wav", "<subset>/<speaker>/<chapter>/<file>"),
+        (
+            "hifitts",
+            "audio/11614_other/12352/castle_0000.flac",
+            "<speaker>_<quality>/<book>/<chapter>_<segment>",
+        ),
+        ("hifitts", "11614_other/12352/castle.flac", "<speaker>_<quality>/<book>/<chapter>_<segment>"),
+        ("hifitts2", "100/2315/castle.flac", "<speaker>_<book>_<chapter>_<segment>"),
+        ("rivaLindyRodney", "Lindy/44khz/LINDY_WIZWIKI_004161.wav", "<speaker>/<rate>/<emotion>/<file>"),
+        ("rivaEmmaMeganSeanTom", "22_kHz/Emma_Sad_00147.wav", "<speaker>/<rate>/<speaker>_<emotion>"),
+        ("jhsdGtc20Amp20Keynote", "AMP20_12.wav", "<event>_<microphone>_<utterance>"),
+    ],
+)
+def test_a_path_of_another_form_is_rejected_with_the_form_that_was_expected(preset, path, expected):
+    with pytest.raises(RejectRecord) as caught:
+        make_speaker_key(preset)(path, "anna")
+    assert caught.value.reason == "bad_speaker"
+    assert repr(path) in caught.value.detail
+    assert expected in caught.value.detail
+
+
+def test_a_tag_without_a_name_is_rejected():
+    with pytest.raises(RejectRecord, match=r"bad_speaker: the speaker tag of 'a.wav' names no speaker"):
+        make_speaker_key("speaker")("a.wav", " ")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "key"),
+    [
+        (r"^(?P<house>[^/]+)/(?P<voice>[^/]+)/", "North/Anna/1.wav", "north/anna"),
+        (r"(?P<voice>[a-z]+)_(\d+)_(?P<room>[A-Z]+)\.wav$", "x/tom_12_HALL.wav", "tom/hall"),
+        (r"(?P<outer>a(?P<inner>b))(?P<empty>x*)", "abc.wav", "ab/b/"),
+    ],
+)
+def test_the_values_of_named_groups_in_order_are_the_key(pattern, path, key):
+    assert make_speaker_key(pattern)(path, "ignored") == key
+
+
+def test_a_path_that_a_pattern_does_not_find_is_rejected():
+    pattern = r"^(?P<voice>\d+)/"
+    with pytest.raises(RejectRecord) as caught:
+        make_speaker_key(pattern)("anna/1.wav", "anna")
+    assert caught.value.reason == "bad_speaker"
+    assert caught.value.detail == f"the path 'anna/1.wav' is not like the pattern {pattern!r}"
+
+
+def test_a_group_that_takes_no_part_is_rejected():
+    with pytest.raises(RejectRecord, match=r"bad_speaker: the group 'room' .* takes no part in 'anna/1.wav'"):
+        make_speaker_key(r"^(?P<voice>\w+)/(?P<room>hall)?")("anna/1.wav", "anna")
+
+
+def test_a_key_of_nothing_is_rejected():
+    with pytest.raises(RejectRecord, match=r"bad_speaker: .* finds only empty values"):
+        make_speaker_key(r"^(?P<voice>\d*)")("anna/1.wav", "anna")
+
+
+@pytest.mark.parametrize(
+    ("spec", "advice"),
+    [
+        ("librispech", r"no preset 'librispech'; did you mean librispeech\?"),
+        ("RivaLindy", r"did you mean rivaLindyRodney\?"),
+        ("zzzzzz", "use one of speaker, all, librispeech"),
+        ("", "use one of speaker"),
+        (r"^([^/]+)/", r"has no named groups; write each part of the key as \(\?P<name>"),
+        (r"^(?<voice>[^/]+)/", "has no named groups"),
+        (r"\(?P<voice>", "has no named groups"),
+        (r"^(?P<voice>[^/]+/", "is not a valid regular expression"),
+        (r"(?P<1>a)", "is not a valid regular expression"),
+    ],
+)
+def test_a_wrong_specification_is_a_configuration_error_that_says_what_to_change(spec, advice):
+    with pytest.raises(ConfigError, match=advice) as caught:
+        make_speaker_key(spec)
+    assert str(caught.value).startswith("speaker_key: ")
+    assert "\n" not in str(caught.value)

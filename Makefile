@@ -1,0 +1,43 @@
+# make demo   the whole pipeline on a synthetic corpus, in ./demo
+# make test   the test suite
+# Both make .venv first if it is missing or older than what it is made from.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.made-from
+# Changes when the interpreter or the list of packages does.
+WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml constraints.txt Makefile | cksum)
+
+.PHONY: demo test lint bench venv clean
+
+demo: venv
+	$(BIN)/sharmill demo demo
+
+test: venv
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: venv
+	$(BIN)/python tests/bench_select.py
+	$(BIN)/python tests/bench_pipeline.py
+
+venv:
+	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(WANTED)" ]; then $(MAKE) --no-print-directory install; fi
+
+# One dependency (webrtcvad, of resemblyzer) comes as C source, so a compiler and Python's headers are needed once.
+.PHONY: install
+install:
+	@PYTHON="$(PYTHON)" sh .ci/system-packages
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint]'
+	@echo "$(WANTED)" > $(STAMP)
+
+clean:
+	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,109 @@
+"""Loading of NeMo models, quietly, with the errors a user can act on. NeMo is imported inside the functions."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import tarfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from sharmill.errors import ConfigError
+from sharmill.models.describe import check_nemo_archive, first_line, require_package
+
+if TYPE_CHECKING:
+    from nemo.core import ModelPT
+    from torch import nn
+
+    from sharmill.models.names import ModelName
+
+    ModelT = TypeVar("ModelT", bound="ModelPT")
+
+# What a damaged checkpoint or a failed download raises; anything else is a fault of ours and is shown as it is.
+_LOADING_ERRORS = (
+    AttributeError,
+    EOFError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    tarfile.TarError,
+)
+
+
+@contextmanager
+def quiet_nemo() -> Iterator[None]:
+    """Lets only errors of NeMo through; also around its first import, which is as talkative.
+
+    Raises:
+        ConfigError: if NeMo is not installed.
+    """
+    require_package("nemo")
+    telemetry = logging.getLogger("nv_one_logger")
+    level = telemetry.level
+    telemetry.setLevel(logging.ERROR)
+    try:
+        from nemo.utils import logging as nemo_logging
+
+        with nemo_logging.temp_verbosity(logging.ERROR):
+            yield
+    finally:
+        telemetry.setLevel(level)
+
+
+def restore_model(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...]) -> ModelT:
+    """Loads a NeMo model on the CPU, frozen and in evaluation mode.
+
+    Args:
+        model_class: the class it must be of.
+        name: a .nemo file or the name of a pretrained model.
+        parts: the submodules that are used; all their weights must be in the checkpoint. (NeMo's codec lets weights
+            be absent, and would go on with random ones.)
+
+    Raises:
+        ConfigError: if the file is no checkpoint of this class or the pretrained model cannot be fetched.
+    """
+    if name.path is not None:
+        check_nemo_archive(name.path)
+    try:
+        with quiet_nemo():
+            model = _restore(model_class, name, parts)
+    except torch.OutOfMemoryError:
+        raise
+    except _LOADING_ERRORS as error:
+        raise ConfigError(f"cannot load {name.name}: {first_line(error)}{_advice(name)}") from error
+    if not isinstance(model, model_class):
+        raise ConfigError(f"{name.name} is a {type(model).__name__}, not a {model_class.__name__}: use another model")
+    model.freeze()
+    return model.eval()
+
+
+def _restore(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...]) -> ModelT:
+    from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
+
+    class StrictConnector(SaveRestoreConnector):
+        def load_instance_with_state_dict(
+            self, instance: nn.Module, state_dict: Mapping[str, Any], strict: bool
+        ) -> None:
+            wanted = {key for key in instance.state_dict() if key.startswith(parts)}
+            if missing := sorted(wanted - state_dict.keys()):
+                raise ConfigError(
+                    f"{name.name} lacks {len(missing)} weights, the first is {missing[0]}: it is not whole"
+                )
+            super().load_instance_with_state_dict(instance, state_dict, strict)
+
+    options = {"map_location": torch.device("cpu"), "save_restore_connector": StrictConnector()}
+    if name.path is not None:
+        return model_class.restore_from(str(name.path), **options)
+    return model_class.from_pretrained(name.target, **options)
+
+
+def _advice(name: ModelName) -> str:
+    if name.path is not None:
+        return ""
+    return "; without a network, download the .nemo file and give nemo:/path/model.nemo"

@@ -1,0 +1,74 @@
+"""Codes of NeMo's AudioCodecModel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sharmill.errors import ConfigError
+from sharmill.models.checksum import weights_checksum
+from sharmill.models.codec_backend import CodecBackend, CodecSpec
+from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
+from sharmill.models.padding import right_padding_matters
+
+if TYPE_CHECKING:
+    from nemo.collections.tts.models import AudioCodecModel
+    from torch import Tensor
+
+    from sharmill.models.names import ModelName
+
+ENCODING_PARTS = ("audio_encoder.", "vector_quantizer.")
+
+
+class NemoCodec(CodecBackend):
+    """Implements ``Codec`` with an AudioCodecModel, of which only the encoder and the quantizer are used.
+
+    The model's own ``encode`` pads again what is whole already and may resample; so its two parts are called as they
+    are. Causal encoders do not see the padding of a batch, the others do: this is found out when the model is loaded.
+    """
+
+    def __init__(self, model: AudioCodecModel, name: str, device: str = "cpu", *, trained: bool = True) -> None:
+        if model.vector_quantizer is None:
+            raise ConfigError(f"{name} has no quantizer, so it has no codes: use another codec")
+        if model.semantic_codec is not None:
+            raise ConfigError(f"{name} adds a second, semantic codec, which is not supported: use another codec")
+        self._encoder = model.audio_encoder.eval().to(device)
+        self._quantize = model.quantize
+        model.vector_quantizer.eval().to(device)
+        self.device = torch.device(device)
+        frame = int(model.samples_per_frame)
+        weights = {key: value for key, value in model.state_dict().items() if key.startswith(ENCODING_PARTS)}
+        spec = CodecSpec(
+            name=name,
+            sampling_rate=int(model.sample_rate),
+            samples_per_frame=frame,
+            num_codebooks=int(model.num_codebooks),
+            codebook_size=int(model.codebook_size),
+            checksum=weights_checksum(weights),
+            trained=trained,
+            equal_lengths_only=right_padding_matters(self._encoded, 4 * frame, 12 * frame),
+        )
+        super().__init__(spec, device)
+        self.check_frame_count()
+
+    def _encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
+        encoded, encoded_len = self._encoder(audio=audio, audio_len=num_frames * self.samples_per_frame)
+        return self._quantize(encoded=encoded, encoded_len=encoded_len)
+
+    @torch.no_grad()
+    def _encoded(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        encoded, _ = self._encoder(audio=audio.to(self.device), audio_len=num_samples.to(self.device))
+        return encoded.float().cpu()
+
+
+def load_nemo_codec(name: ModelName, device: str) -> NemoCodec:
+    """Loads a NeMo codec by pretrained name or from a .nemo file.
+
+    Raises:
+        ConfigError: if NeMo is not installed, this is not such a model, or it does not give one frame for every
+            ``samples_per_frame`` samples.
+    """
+    with quiet_nemo():
+        from nemo.collections.tts.models import AudioCodecModel
+    return NemoCodec(restore_model(AudioCodecModel, name, ENCODING_PARTS), name.name, device)

@@ -1,0 +1,77 @@
+"""Speaker embeddings of NeMo's EncDecSpeakerLabelModel: TitaNet, SpeakerNet, ECAPA and their kin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from sharmill.models.checksum import weights_checksum
+from sharmill.models.embeddings import unit_embeddings
+from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
+from sharmill.models.padding import check_batch, fit_length, right_padding_matters
+
+if TYPE_CHECKING:
+    from nemo.collections.asr.models import EncDecSpeakerLabelModel
+    from torch import Tensor
+
+    from sharmill.models.names import ModelName
+
+# The features are normalised by their standard deviation over time, which needs some frames: what is shorter is
+# filled up with zeros.
+_MIN_SECONDS: Final = 0.1
+
+
+class NemoSpeakerEncoder:
+    """Implements ``SpeakerEncoder`` with a NeMo speaker model.
+
+    Models with masked convolutions (TitaNet) do not see the padding of a batch. Others (ECAPA) do: this is found out
+    when the model is loaded, and then only utterances of equal length share a batch, which is slower.
+    """
+
+    def __init__(self, model: EncDecSpeakerLabelModel, device: str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.sampling_rate = int(model.cfg.preprocessor.sample_rate)
+        self.checksum = weights_checksum(model.state_dict())
+        self._model = model.eval().to(self.device)
+        self._min_samples = int(_MIN_SECONDS * self.sampling_rate)
+        second = self.sampling_rate
+        self._equal_lengths_only = right_padding_matters(self._forward, second, 3 * second)
+        self.embedding_size = self._forward(torch.zeros(1, second), torch.tensor([second])).shape[1]
+
+    def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        """See ``SpeakerEncoder.embed``."""
+        check_batch(audio, num_samples)
+        embeddings = torch.zeros(len(audio), self.embedding_size)
+        num_samples = num_samples.to(audio.device, torch.int64)
+        audio = fit_length(audio, num_samples, max(audio.shape[1], self._min_samples))
+        lengths = num_samples.clamp(min=self._min_samples)
+        for rows in self._batches(lengths):
+            part = audio[rows, : int(lengths[rows].max())]
+            embeddings[rows] = unit_embeddings(self._forward(part, lengths[rows]), part)
+        return embeddings
+
+    def _batches(self, lengths: Tensor) -> list[Tensor]:
+        """Row numbers of the items that may go through the network together."""
+        if not len(lengths):
+            return []
+        if not self._equal_lengths_only:
+            return [torch.arange(len(lengths))]
+        return [(lengths == length).nonzero()[:, 0].cpu() for length in lengths.unique()]
+
+    @torch.no_grad()
+    def _forward(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        _, embeddings = self._model(input_signal=audio.to(self.device), input_signal_length=num_samples.to(self.device))
+        return embeddings.float().cpu()
+
+
+def load_nemo_speaker_encoder(name: ModelName, device: str) -> NemoSpeakerEncoder:
+    """Loads a NeMo speaker model by pretrained name or from a .nemo file.
+
+    Raises:
+        ConfigError: if NeMo is not installed or this is not such a model.
+    """
+    with quiet_nemo():
+        from nemo.collections.asr.models import EncDecSpeakerLabelModel
+    model = restore_model(EncDecSpeakerLabelModel, name, ("preprocessor.", "encoder.", "decoder."))
+    return NemoSpeakerEncoder(model, device)

@@ -1,0 +1,185 @@
+"""Codes of the codecs in Hugging Face transformers: EnCodec, DAC and Mimi.
+
+The model is the largest it can be: EnCodec is run at its highest bandwidth, DAC and Mimi with all their quantizers.
+Whoever wants fewer codebooks takes the first rows, since all three are residual.
+
+The audio is filled up with zeros to whole frames. EnCodec itself would mirror the end of the audio instead, which
+changes the last frame or two, and only where the audio is not a whole number of frames.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sharmill.errors import ConfigError
+from sharmill.models.checksum import weights_checksum
+from sharmill.models.codec_backend import CodecBackend, CodecSpec
+from sharmill.models.describe import TRANSFORMERS_CODECS, check_transformers_config, first_line, require_package
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from sharmill.models.names import ModelName
+
+
+class EncodecCodec(CodecBackend):
+    """EnCodec for one channel and without chunks: the 24 kHz model, and the 32 kHz one of MusicGen."""
+
+    def __init__(self, model: PreTrainedModel, name: str, device: str) -> None:
+        config = model.config
+        _require_mono(config, name)
+        if config.chunk_length_s is not None:
+            raise ConfigError(
+                f"{name} works on overlapping chunks of {config.chunk_length_s} s, so that n samples do not give "
+                "ceil(n / samples_per_frame) frames: use a model without chunks, such as facebook/encodec_24khz"
+            )
+        sees_all = not config.use_causal_conv or config.norm_type == "time_group_norm" or config.normalize
+        self._bandwidth = max(config.target_bandwidths)
+        quantizer = model.quantizer
+        num_codebooks = min(len(quantizer.layers), quantizer.get_num_quantizers_for_bandwidth(self._bandwidth))
+        samples_per_frame = math.prod(config.upsampling_ratios)
+        spec = _spec(model, name, samples_per_frame, num_codebooks, sees_all, _encodec_min_frames(config))
+        self._model = model.to(device)
+        super().__init__(spec, device)
+        self.check_frame_count()
+
+    def _encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
+        return self._model.encode(audio[:, None, :], bandwidth=self._bandwidth).audio_codes[0]
+
+
+class MimiCodec(CodecBackend):
+    """Mimi, with its convolutions and its attention causal: padding on the right changes nothing."""
+
+    def __init__(self, model: PreTrainedModel, name: str, device: str) -> None:
+        config = model.config
+        _require_mono(config, name)
+        samples_per_frame = round(config.sampling_rate / config.frame_rate)
+        sees_all = not config.use_causal_conv
+        spec = _spec(model, name, samples_per_frame, config.num_quantizers, sees_all)
+        self._model = model.to(device)
+        super().__init__(spec, device)
+        self.check_frame_count()
+
+    def _encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
+        return self._model.encode(audio[:, None, :], num_quantizers=self.num_codebooks).audio_codes
+
+
+class DacCodec(CodecBackend):
+    """DAC, whose convolutions look both ways: only items with the same number of frames share a batch."""
+
+    def __init__(self, model: PreTrainedModel, name: str, device: str) -> None:
+        samples_per_frame = math.prod(model.config.downsampling_ratios)
+        spec = _spec(model, name, samples_per_frame, model.config.n_codebooks, True)
+        self._model = model.to(device)
+        super().__init__(spec, device)
+        self.check_frame_count()
+
+    def _encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
+        return self._model.encode(audio[:, None, :]).audio_codes
+
+
+_CODECS: dict[str, type[EncodecCodec | MimiCodec | DacCodec]] = {
+    "encodec": EncodecCodec,
+    "mimi": MimiCodec,
+    "dac": DacCodec,
+}
+
+
+def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
+    """Loads EnCodec, DAC or Mimi from a directory or from the hub, whichever the configuration says it is.
+
+    Raises:
+        ConfigError: if transformers is not installed, the model is none of these or not whole, or it does not give
+            one frame for every ``samples_per_frame`` samples.
+    """
+    require_package("transformers")
+    if name.path is not None:
+        check_transformers_config(name.path)
+    source = str(name.path) if name.path is not None else name.target
+    try:
+        with _quiet_transformers():
+            model = _from_pretrained(source, name.name)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot load {name.name}: {first_line(error)}{_advice(name)}") from error
+    # Half-precision weights become float32, so that codes differ less between machines.
+    return _CODECS[model.config.model_type](model.float().eval().requires_grad_(False), name.name, device)
+
+
+def _from_pretrained(source: str, name: str) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.from_pretrained(source)
+    if config.model_type not in _CODECS:
+        raise ConfigError(
+            f"{name} is a model of type {config.model_type!r}: supported are {', '.join(TRANSFORMERS_CODECS)}"
+        )
+    model, report = AutoModel.from_pretrained(source, config=config, output_loading_info=True)
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(f"{name} lacks {len(missing)} weights, the first is {missing[0]}: it is not whole")
+    return model
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def _advice(name: ModelName) -> str:
+    if name.path is not None:
+        return ""
+    return "; without a network, download the model and give transformers:/path/of/directory"
+
+
+def _require_mono(config: Any, name: str) -> None:
+    if config.audio_channels != 1:
+        raise ConfigError(
+            f"{name} encodes {config.audio_channels} channels, and all audio here is mono: use another codec"
+        )
+
+
+def _spec(
+    model: PreTrainedModel, name: str, samples_per_frame: int, num_codebooks: int, sees_all: bool, min_frames: int = 0
+) -> CodecSpec:
+    return CodecSpec(
+        name=name,
+        sampling_rate=int(model.config.sampling_rate),
+        samples_per_frame=samples_per_frame,
+        num_codebooks=int(num_codebooks),
+        codebook_size=int(model.config.codebook_size),
+        checksum=weights_checksum(model.state_dict()),
+        equal_lengths_only=sees_all,
+        min_frames_in_batch=min_frames,
+    )
+
+
+def _encodec_min_frames(config: Any) -> int:
+    """Frames from which on a causal EnCodec does not see the padding.
+
+    It pads on the left with a mirror image of what comes first, and so looks ahead by the length of that padding: an
+    item shorter than it shows its right padding to the model.
+    """
+    if config.pad_mode != "reflect":
+        return 0
+    dilation = config.dilation_growth_rate ** (config.num_residual_layers - 1)
+    deepest_ratio = config.upsampling_ratios[0]
+    residual = ((config.residual_kernel_size - 1) * dilation + 1) / deepest_ratio
+    strided = (deepest_ratio + 1) / deepest_ratio
+    return max(config.last_kernel_size, math.ceil(residual), math.ceil(strided))

@@ -22,16 +22,18 @@ from sharmill.errors import ConfigError, FatalError
 STAGING_NAME = ".sharmill-staging"
 
 # Errors that the next unit would meet as well: going on would only fail every unit in turn.
-_STOPPING_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+_STOPPING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
+# Those that only writing can meet: where a stage reads and writes, the others may concern one input file.
+WRITE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 @contextmanager
-def stopping_errors(path: Path) -> Iterator[None]:
+def stopping_errors(path: Path, errnos: frozenset[int] = _STOPPING_ERRNOS) -> Iterator[None]:
     """Turns a full disk, a read-only folder and the like into a FatalError that names ``path``."""
     try:
         yield
     except OSError as error:
-        if error.errno in _STOPPING_ERRNOS:
+        if error.errno in errnos:
             raise FatalError(
                 f"cannot write {path}: {os.strerror(error.errno)}; "
                 "make room or permit writing there, then run the same command again"

@@ -43,7 +43,7 @@ def save_nemo_speaker(path: Path, *, masked: bool = True) -> Path:
             "activation": "relu",
             "conv_mask": masked,
             "jasper": [
-                layer | {"filters": 32, "kernel": [3], "se": True, "se_context_size": -1},
+                layer | {"filters": 32, "kernel": [3], "se": masked, "se_context_size": -1},
                 layer | {"filters": 48, "kernel": [7]},
             ],
         },
@@ -58,6 +58,10 @@ def save_nemo_speaker(path: Path, *, masked: bool = True) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = EncDecSpeakerLabelModel(cfg=OmegaConf.create(config))
+        # Fresh biases of 0 would turn padding into 0, so that no layer could see it.
+        for name, parameter in model.encoder.named_parameters():
+            if name.endswith("bias"):
+                parameter.data.normal_(std=0.5)
     model.save_to(str(path))
     return path
 

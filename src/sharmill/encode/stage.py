@@ -18,6 +18,7 @@ from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, RejectRecord, UnitFailed
 from sharmill.models import describe_codec, load_codec
+from sharmill.models.names import parse_codec_name
 from sharmill.models.protocols import Codec
 from sharmill.models.ranks import settle_torch
 from sharmill.shar.fields import FieldWriter, Item, array_to_bytes, read_field
@@ -162,7 +163,7 @@ class EncodeStage(Stage):
         assert codec is not None
         return CodecRecord(
             name=self.codec_config.name,
-            model=self.codec_config.model,
+            model=parse_codec_name(self.codec_config.model).portable,
             checksum=codec.checksum,
             trained=codec.trained,
             sampling_rate=codec.sampling_rate,

@@ -79,7 +79,10 @@ def describe_differences(old: Any, new: Any, path: str = "") -> list[str]:
             for key in sorted(old.keys() | new.keys())
             for difference in describe_differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
         ]
-    if msgspec.json.encode(old) == msgspec.json.encode(new):
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = enumerate(zip(old, new, strict=True))
+        return [found for number, (a, b) in pairs for found in describe_differences(a, b, f"{path}[{number}]")]
+    if msgspec.json.encode(old, order="sorted") == msgspec.json.encode(new, order="sorted"):
         return []
     return [f"{path} ({_short(old)}, now {_short(new)})"]
 

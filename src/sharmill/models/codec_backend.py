@@ -28,6 +28,8 @@ class CodecSpec:
         name: the model name, for messages.
         min_frames_in_batch: an item with fewer frames than this is encoded only beside items of its own number of
             frames, because padding changes its codes; 0 if it never does.
+        min_frames: the fewest frames that the model can take; a shorter item is filled up with silence to that, and
+            the codes of its own frames are kept.
     """
 
     name: str
@@ -39,6 +41,7 @@ class CodecSpec:
     trained: bool = True
     equal_lengths_only: bool = False
     min_frames_in_batch: int = 0
+    min_frames: int = 1
 
 
 class CodecBackend(ABC):
@@ -76,8 +79,9 @@ class CodecBackend(ABC):
         codes = torch.zeros(len(audio), self.num_codebooks, max_frames, dtype=torch.int64)
         for rows in self._batches(num_frames):
             width = int(num_frames[rows].max())
-            whole = fit_length(audio[rows], num_samples[rows].to(audio.device), width * self.samples_per_frame)
-            codes[rows, :, :width] = self._checked(whole, num_frames[rows])
+            length = max(width, self.spec.min_frames) * self.samples_per_frame
+            whole = fit_length(audio[rows], num_samples[rows].to(audio.device), length)
+            codes[rows, :, :width] = self._checked(whole, num_frames[rows])[:, :, :width]
         return codes
 
     def check_frame_count(self) -> None:
@@ -113,7 +117,7 @@ class CodecBackend(ABC):
 
     def _checked(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         """Codes (batch, codebooks, frames) of whole frames, 0 beyond each item's end."""
-        width = int(num_frames.max())
+        width = audio.shape[1] // self.samples_per_frame
         with torch.inference_mode():
             codes = self._encode_frames(audio.to(self.device), num_frames.to(self.device)).cpu().long()
         expected = (len(audio), self.num_codebooks, width)

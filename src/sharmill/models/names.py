@@ -40,6 +40,11 @@ class ModelName:
     target: str = ""
     path: Path | None = None
 
+    @property
+    def portable(self) -> str:
+        """The name without the folders of this machine, for what is published; a checksum tells which model it was."""
+        return self.name if self.path is None else f"{self.backend}:{self.path.name}"
+
 
 def parse_speaker_encoder_name(name: str) -> ModelName:
     """Parses the name of a speaker encoder; raises ConfigError if it cannot name one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import logging
 import pickle
 import tarfile
@@ -34,6 +36,15 @@ _LOADING_ERRORS = (
     pickle.UnpicklingError,
     tarfile.TarError,
 )
+
+
+def _loading_errors() -> tuple[type[Exception], ...]:
+    if importlib.util.find_spec("httpx") is None:
+        return _LOADING_ERRORS
+    # The hub's client lets the errors of its HTTP library through.
+    import httpx
+
+    return (*_LOADING_ERRORS, httpx.HTTPError)
 
 
 @contextmanager
@@ -75,7 +86,7 @@ def restore_model(model_class: type[ModelT], name: ModelName, parts: tuple[str, 
             model = _restore(model_class, name, parts)
     except torch.OutOfMemoryError:
         raise
-    except _LOADING_ERRORS as error:
+    except _loading_errors() as error:
         raise ConfigError(f"cannot load {name.name}: {first_line(error)}{_advice(name)}") from error
     if not isinstance(model, model_class):
         raise ConfigError(f"{name.name} is a {type(model).__name__}, not a {model_class.__name__}: use another model")
@@ -100,7 +111,18 @@ def _restore(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...])
     options = {"map_location": torch.device("cpu"), "save_restore_connector": StrictConnector()}
     if name.path is not None:
         return model_class.restore_from(str(name.path), **options)
+    _check_pretrained_name(model_class, name)
     return model_class.from_pretrained(name.target, **options)
+
+
+def _check_pretrained_name(model_class: type[ModelT], name: ModelName) -> None:
+    """Raises ConfigError unless NeMo knows the name; a name with a slash is the hub's."""
+    known = [info.pretrained_model_name for info in model_class.list_available_models() or ()]
+    if "/" in name.target or name.target in known:
+        return
+    near = difflib.get_close_matches(name.target, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+    raise ConfigError(f"NeMo has no pretrained {model_class.__name__} {name.target!r}: {hint}")
 
 
 def _advice(name: ModelName) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from sharmill.errors import ConfigError
 from sharmill.models.checksum import weights_checksum
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
+from sharmill.models.describe import first_line
 from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
 from sharmill.models.padding import right_padding_matters
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
     from sharmill.models.names import ModelName
 
-ENCODING_PARTS = ("audio_encoder.", "vector_quantizer.")
+ENCODING_PARTS: Final = ("audio_encoder.", "vector_quantizer.")
+_TRIED_FRAMES: Final = (1, 2, 4, 8, 16, 32)
 
 
 class NemoCodec(CodecBackend):
@@ -38,6 +40,8 @@ class NemoCodec(CodecBackend):
         model.vector_quantizer.eval().to(device)
         self.device = torch.device(device)
         frame = int(model.samples_per_frame)
+        min_frames = self._find_min_frames(frame, name)
+        short = max(4, min_frames) * frame
         weights = {key: value for key, value in model.state_dict().items() if key.startswith(ENCODING_PARTS)}
         spec = CodecSpec(
             name=name,
@@ -47,10 +51,23 @@ class NemoCodec(CodecBackend):
             codebook_size=int(model.codebook_size),
             checksum=weights_checksum(weights),
             trained=trained,
-            equal_lengths_only=right_padding_matters(self._encoded, 4 * frame, 12 * frame),
+            equal_lengths_only=right_padding_matters(self._encoded, short, 3 * short),
+            min_frames=min_frames,
         )
         super().__init__(spec, device)
         self.check_frame_count()
+
+    def _find_min_frames(self, samples_per_frame: int, name: str) -> int:
+        """The fewest frames, a power of two, that the encoder takes: mirror padding refuses what is shorter than it."""
+        for num_frames in _TRIED_FRAMES:
+            samples = num_frames * samples_per_frame
+            try:
+                self._encoded(torch.zeros(1, samples), torch.tensor([samples]))
+            except RuntimeError as error:
+                refusal = error
+            else:
+                return num_frames
+        raise ConfigError(f"{name} cannot encode {samples} samples: {first_line(refusal)}; use another codec")
 
     def _encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         encoded, encoded_len = self._encoder(audio=audio, audio_len=num_frames * self.samples_per_frame)

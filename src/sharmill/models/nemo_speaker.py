@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 # filled up with zeros.
 _MIN_SECONDS: Final = 0.1
 
+# NeMo fills up the features of a batch to a multiple of 16 frames, which hides the batch's padding from most layers.
+# This is 160 frames, so that there is nothing to fill up.
+_TRIED_SECONDS: Final = 1.6
+
 
 class NemoSpeakerEncoder:
     """Implements ``SpeakerEncoder`` with a NeMo speaker model.
@@ -35,9 +39,9 @@ class NemoSpeakerEncoder:
         self.checksum = weights_checksum(model.state_dict())
         self._model = model.eval().to(self.device)
         self._min_samples = int(_MIN_SECONDS * self.sampling_rate)
-        second = self.sampling_rate
-        self._equal_lengths_only = right_padding_matters(self._forward, second, 3 * second)
-        self.embedding_size = self._forward(torch.zeros(1, second), torch.tensor([second])).shape[1]
+        tried = int(_TRIED_SECONDS * self.sampling_rate)
+        self._equal_lengths_only = right_padding_matters(self._forward, tried, 2 * tried)
+        self.embedding_size = self._forward(torch.zeros(1, tried), torch.tensor([tried])).shape[1]
 
     def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """See ``SpeakerEncoder.embed``."""

@@ -46,7 +46,8 @@ def fit_length(audio: Tensor, num_samples: Tensor, length: int) -> Tensor:
 def right_padding_matters(encode: Callable[[Tensor, Tensor], Tensor], short: int, long: int) -> bool:
     """Finds out by trial whether an item's encoding depends on the padding to its right.
 
-    An architecture does not tell: it takes one unmasked layer. So seeded noise is encoded alone and beside a longer item.
+    An architecture does not tell: one unmasked layer is enough. So seeded noise is encoded alone and beside a longer
+    item.
 
     Args:
         encode: (audio (batch, samples), num_samples (batch,)) -> (batch, values) or (batch, channels, frames).

@@ -23,7 +23,6 @@ from sharmill.models.describe import TRANSFORMERS_CODECS, check_transformers_con
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
 
     from sharmill.models.names import ModelName
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 class EncodecCodec(CodecBackend):
     """EnCodec for one channel and without chunks: the 24 kHz model, and the 32 kHz one of MusicGen."""
 
-    def __init__(self, model: PreTrainedModel, name: str, device: str) -> None:
+    def __init__(self, model: Any, name: str, device: str) -> None:
         config = model.config
         _require_mono(config, name)
         if config.chunk_length_s is not None:
@@ -56,7 +55,7 @@ class EncodecCodec(CodecBackend):
 class MimiCodec(CodecBackend):
     """Mimi, with its convolutions and its attention causal: padding on the right changes nothing."""
 
-    def __init__(self, model: PreTrainedModel, name: str, device: str) -> None:
+    def __init__(self, model: Any, name: str, device: str) -> None:
         config = model.config
         _require_mono(config, name)
         samples_per_frame = round(config.sampling_rate / config.frame_rate)
@@ -73,7 +72,7 @@ class MimiCodec(CodecBackend):
 class DacCodec(CodecBackend):
     """DAC, whose convolutions look both ways: only items with the same number of frames share a batch."""
 
-    def __init__(self, model: PreTrainedModel, name: str, device: str) -> None:
+    def __init__(self, model: Any, name: str, device: str) -> None:
         samples_per_frame = math.prod(model.config.downsampling_ratios)
         spec = _spec(model, name, samples_per_frame, model.config.n_codebooks, True)
         self._model = model.to(device)
@@ -113,7 +112,7 @@ def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
     return _CODECS[model.config.model_type](model.float().eval().requires_grad_(False), name.name, device)
 
 
-def _from_pretrained(source: str, name: str) -> PreTrainedModel:
+def _from_pretrained(source: str, name: str) -> Any:
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(source)
@@ -156,7 +155,7 @@ def _require_mono(config: Any, name: str) -> None:
 
 
 def _spec(
-    model: PreTrainedModel, name: str, samples_per_frame: int, num_codebooks: int, sees_all: bool, min_frames: int = 0
+    model: Any, name: str, samples_per_frame: int, num_codebooks: int, sees_all: bool, min_frames: int = 0
 ) -> CodecSpec:
     return CodecSpec(
         name=name,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sharmill.audio import check_encoder
 from sharmill.config import STAGES, Config, to_yaml
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.run import Executor, Listener, StageResult, locked, read_totals, run_stage
@@ -66,8 +67,8 @@ def make_executor(config: Config) -> Executor:
     return LocalExecutor(workers=config.executor.workers)
 
 
-def check_config(config: Config) -> None:
-    """Proves, before any work, what can be proven: models, patterns, filters, folders.
+def check_config(config: Config, stages: Sequence[str] = STAGES) -> None:
+    """Proves, before any work, what can be proven: models, patterns, filters, formats, folders.
 
     Raises:
         ConfigError: with what to change.
@@ -82,7 +83,11 @@ def check_config(config: Config) -> None:
     run_dir, dataset_dir = Path(config.run_dir).resolve(), Path(config.dataset_dir).resolve()
     if dataset_dir.is_relative_to(run_dir) or run_dir.is_relative_to(dataset_dir):
         raise ConfigError("run_dir and dataset_dir must not lie within each other: a dataset holds nothing else")
+    if config.write.sampling_rate is not None and config.write.audio_format != "original":
+        check_encoder(config.write.audio_format, config.write.sampling_rate)
     require_writable(run_dir)
+    if "write" in stages:
+        WriteStage(config).check_output()
 
 
 def run_dataset(
@@ -94,7 +99,7 @@ def run_dataset(
         ConfigError: before any work.
         FatalError: a stage stopped.
     """
-    check_config(config)
+    check_config(config, stages)
     run_dir = RunDir(Path(config.run_dir))
     executor = make_executor(config)
     results: list[tuple[Stage, StageResult]] = []

@@ -6,15 +6,20 @@ only leave one incomplete last line, which is not a record.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from stat import S_ISREG
 from uuid import uuid4
 
 import msgspec
 
+from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.store import fsync_directory, stopping_errors
+
+log = logging.getLogger(__name__)
 
 _decoder = msgspec.json.Decoder(Commit)
 
@@ -56,18 +61,30 @@ def read_ledger(folder: Path, units: Iterable[Unit]) -> dict[int, Commit]:
     for path in sorted(folder.glob("*.jsonl")):
         with path.open("rb") as stream:
             for line in stream:
-                if not line.endswith(b"\n"):
-                    continue
-                commit = _decoder.decode(line)
-                if ids.get(commit.index) == commit.id:
+                commit = _decode(path, line)
+                if commit is not None and ids.get(commit.index) == commit.id:
                     commits[commit.index] = commit
     return commits
 
 
-def outputs_in_place(commit: Commit, root: Path) -> bool:
-    """Whether the files of a commit are still there with the recorded sizes."""
-    for file in commit.files:
-        path = root / file.name
-        if not path.is_file() or path.stat().st_size != file.size:
-            return False
-    return True
+def _decode(path: Path, line: bytes) -> Commit | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return _decoder.decode(line)
+    except msgspec.DecodeError as error:
+        # A file system that lost its power may leave such lines; the unit is done again.
+        log.warning("a line of %s is no record: %s", path, error)
+        return None
+
+
+def outputs_in_place(commit: Commit, stage: Stage) -> bool:
+    """Whether the files of a commit are still there with the recorded sizes, and its rejects if it has any."""
+    try:
+        for file in commit.files:
+            status = (stage.root / file.name).stat()
+            if status.st_size != file.size or not S_ISREG(status.st_mode):
+                return False
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return not commit.num_rejected or stage.dir.unit_rejects(commit.index).is_file()

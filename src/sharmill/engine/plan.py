@@ -22,7 +22,7 @@ def load_or_freeze(stage: Stage, *, restart: bool) -> list[Unit]:
     Raises:
         ConfigError: there is a plan, but of another configuration, input or version.
     """
-    identity = stage.identity()
+    identity = _as_stored(stage.identity())
     if restart:
         forget(stage)
     if stage.dir.identity.exists():
@@ -45,11 +45,17 @@ def load(stage: Stage) -> list[Unit]:
 
 
 def forget(stage: Stage) -> None:
-    """Removes the stage's plan, ledger and output. The plan goes first: without it nothing else counts."""
+    """Removes the stage's plan, ledger and output.
+
+    The output goes before the plan, so that a process that dies in between leaves no output that belongs to nothing:
+    by the ledger its units are to be done again. The identity goes before the rest of the plan, which is no plan then.
+    """
     with stopping_errors(stage.dir.path):
         remove_tree(stage.dir.done)
-        remove_tree(stage.dir.plan)
-        stage.discard()
+        # Without a plan, what lies where the stage publishes is not this run's to remove.
+        if stage.dir.identity.exists():
+            stage.discard()
+        remove_tree(stage.dir.identity)
         remove_tree(stage.dir.path)
 
 
@@ -64,11 +70,16 @@ def _freeze(stage: Stage, identity: dict[str, Any]) -> list[Unit]:
             with (aside / stage.dir.units.name).open("wb") as stream:
                 for unit in units:
                     stream.write(msgspec.json.encode(unit) + b"\n")
-            (aside / stage.dir.identity.name).write_bytes(msgspec.json.encode(identity, order="sorted"))
+            (aside / stage.dir.identity.name).write_bytes(msgspec.json.encode(identity))
             publish_directory(aside, stage.dir.plan)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     return units
+
+
+def _as_stored(identity: dict[str, Any]) -> dict[str, Any]:
+    """What is read back is compared: JSON has no tuples, and the keys are stored in order."""
+    return msgspec.json.decode(msgspec.json.encode(identity, order="sorted"))
 
 
 def describe_differences(old: Any, new: Any, path: str = "") -> list[str]:

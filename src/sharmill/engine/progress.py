@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from sharmill.store import stopping_errors
+
 INTERVAL_SECONDS = 10.0
 
 
@@ -29,6 +31,9 @@ class RankProgress(msgspec.Struct, kw_only=True):
     ended: bool = False
 
 
+_decoder = msgspec.json.Decoder(RankProgress)
+
+
 class ProgressWriter:
     """Keeps ``path`` up to date from a thread of its own, so that a long unit does not look like a dead rank."""
 
@@ -40,7 +45,8 @@ class ProgressWriter:
         self._thread = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
 
     def __enter__(self) -> ProgressWriter:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with stopping_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         self._write()
         self._thread.start()
         return self
@@ -55,6 +61,9 @@ class ProgressWriter:
     def begin(self, unit: int) -> None:
         self.record.unit = unit
 
+    def give_up(self) -> None:
+        self.record.unit = None
+
     def end(self, audio_seconds: float) -> None:
         self.record.unit = None
         self.record.units_done += 1
@@ -67,15 +76,33 @@ class ProgressWriter:
     def _write(self) -> None:
         self.record.updated = time.time()
         self.record.peak_memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        aside = self.path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            aside.write_bytes(msgspec.json.encode(self.record))
-            aside.replace(self.path)
-        except OSError:
-            # Progress is for people to look at: a full disk is reported by the unit that meets it.
-            aside.unlink(missing_ok=True)
+        _write_aside(self.path, self.record)
+
+
+def _write_aside(path: Path, record: RankProgress) -> None:
+    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        aside.write_bytes(msgspec.json.encode(record))
+        aside.replace(path)
+    except OSError:
+        # Progress is for people to look at: a full disk is reported by the unit that meets it.
+        aside.unlink(missing_ok=True)
+
+
+def mark_ended(folder: Path) -> None:
+    """Corrects the records of ranks that had no chance to say that they end; to be called when none is left."""
+    for path in _records(folder):
+        record = _decoder.decode(path.read_bytes())
+        if not record.ended:
+            record.ended = True
+            record.unit = None
+            _write_aside(path, record)
 
 
 def read_progress(folder: Path) -> list[RankProgress]:
     """The progress records of all ranks, in the order of the ranks."""
-    return [msgspec.json.decode(path.read_bytes(), type=RankProgress) for path in sorted(folder.glob("rank-*.json"))]
+    return [_decoder.decode(path.read_bytes()) for path in _records(folder)]
+
+
+def _records(folder: Path) -> list[Path]:
+    return sorted(folder.glob("rank-*.json"))

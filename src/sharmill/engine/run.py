@@ -89,7 +89,8 @@ class RejectGuard:
     def check(self, reasons: Counter[str] | dict[str, int]) -> None:
         """Raises FatalError with the three commonest reasons if the limit is exceeded."""
         rejected = sum(reasons.values())
-        if rejected <= self._limit * self._expected_in:
+        # A quotient, since 0.29 * 100 is less than 29.
+        if rejected == 0 or rejected / self._expected_in <= self._limit:
             return
         commonest = ", ".join(
             f"{reason} {count} ({REASONS[reason]})" for reason, count in Counter(reasons).most_common(3)
@@ -130,7 +131,7 @@ def run_stage(
     require_writable(stage.run_dir.path)
     units = load_or_freeze(stage, restart=restart)
     remove_staging(stage.root)
-    commits, missing = _outstanding(stage, units)
+    commits, missing = _outstanding(stage, units, check=units)
     if missing:
         remove_tree(stage.dir.done)
     expected_in = sum(unit.size for unit in units)
@@ -138,8 +139,9 @@ def run_stage(
     guard.stage_started(stage, units, list(commits.values()))
     if missing:
         require_writable(stage.root)
+        remove_tree(stage.dir.progress)
         failures = executor.run(stage, missing, guard)
-        commits, missing = _outstanding(stage, units)
+        commits, missing = _outstanding(stage, units, check=missing)
         if missing:
             return _report_failures(stage, missing, failures, listener)
     totals = read_totals(stage) or _finalize(stage, units, commits, guard, expected_in)
@@ -156,13 +158,12 @@ def read_totals(stage: Stage) -> Totals | None:
     return msgspec.json.decode(stage.dir.done.read_bytes(), type=Totals)
 
 
-def _outstanding(stage: Stage, units: Sequence[Unit]) -> tuple[dict[int, Commit], list[Unit]]:
-    """The commits whose files are in place, and the units without one."""
-    commits = {
-        index: commit
-        for index, commit in read_ledger(stage.dir.ledger, units).items()
-        if outputs_in_place(commit, stage.root)
-    }
+def _outstanding(stage: Stage, units: Sequence[Unit], *, check: Sequence[Unit]) -> tuple[dict[int, Commit], list[Unit]]:
+    """The commits whose files are in place, and the units without one; the files of ``check`` are looked at."""
+    commits = read_ledger(stage.dir.ledger, units)
+    for unit in check:
+        if unit.index in commits and not outputs_in_place(commits[unit.index], stage):
+            del commits[unit.index]
     return commits, [unit for unit in units if unit.index not in commits]
 
 
@@ -189,8 +190,9 @@ def _merge_rejects(stage: Stage, commits: Sequence[Commit]) -> None:
 def _report_failures(
     stage: Stage, missing: Sequence[Unit], failures: dict[int, UnitError], listener: Listener
 ) -> StageResult:
-    lines = [msgspec.json.encode(failures[unit.index]) for unit in missing if unit.index in failures]
-    write_atomic(stage.dir.failures, b"".join(line + b"\n" for line in lines))
-    result = StageResult(None, failures)
+    gone = "its output has vanished since it was committed"
+    errors = {unit.index: failures.get(unit.index) or UnitError(unit.index, gone, gone) for unit in missing}
+    write_atomic(stage.dir.failures, b"".join(msgspec.json.encode(error) + b"\n" for error in errors.values()))
+    result = StageResult(None, errors)
     listener.stage_ended(stage, result)
     return result

@@ -49,6 +49,10 @@ class StageDir:
         """Written last of all: the stage is finished, with these totals."""
         return self.path / "done.json"
 
+    @property
+    def driver_log(self) -> Path:
+        return self.logs / "driver.log"
+
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:03d}.log"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -12,8 +14,8 @@ from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.progress import ProgressWriter
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Output, Unit
-from sharmill.errors import ConfigError, FatalError, SharmillError
-from sharmill.store import Staging, write_atomic
+from sharmill.errors import ConfigError, FatalError
+from sharmill.store import WRITE_ERRNOS, Staging, stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +40,19 @@ class Worker:
         self.device = device
         self._ledger = LedgerWriter(stage.dir.ledger)
         self._progress = ProgressWriter(stage.dir.rank_progress(rank), rank)
+        self._closing = ExitStack()
 
     def __enter__(self) -> Worker:
-        self._progress.__enter__()
+        """Loads the model.
+
+        Raises:
+            ConfigError, FatalError: it cannot be loaded; other ranks would fare no better.
+        """
         started = time.monotonic()
-        try:
-            self.stage.setup(self.device)
-        except SharmillError:
-            self._progress.__exit__()
-            raise
+        with ExitStack() as stack:
+            stack.enter_context(self._progress)
+            self._set_up()
+            self._closing = stack.pop_all()
         log.info("rank %d is ready for %s on %s after %.1f s", self.rank, self.stage.name, self.device,
                  time.monotonic() - started)  # fmt: skip
         return self
@@ -54,7 +60,19 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._progress.__exit__()
+        self._closing.close()
+
+    def _set_up(self) -> None:
+        try:
+            self.stage.setup(self.device)
+        except (ConfigError, FatalError):
+            raise
+        except (Exception, SystemExit) as error:
+            log.exception("rank %d cannot be set up", self.rank)
+            raise FatalError(
+                f"{self.stage.name}: a rank cannot be set up on {self.device}: {_one_line(error)}; "
+                f"see {self.stage.dir.rank_log(self.rank)}"
+            ) from error
 
     def run(self, unit: Unit) -> Commit | UnitError:
         """One attempt at a unit: its commit record, or why it failed.
@@ -66,11 +84,16 @@ class Worker:
         self._progress.begin(unit.index)
         try:
             commit = self._attempt(unit)
-        except (ConfigError, FatalError, ImportError, MemoryError):
+        except (ConfigError, FatalError):
             raise
-        except Exception as error:
+        except ImportError as error:
+            raise FatalError(
+                f"{self.stage.name}: what every unit needs is not installed: {_one_line(error)}"
+            ) from error
+        except (Exception, SystemExit) as error:
             log.exception("unit %d failed", unit.index)
-            return UnitError(unit.index, f"{type(error).__name__}: {error}", _format(error))
+            self._progress.give_up()
+            return UnitError(unit.index, _one_line(error), _format(error))
         self._progress.end(unit.cost)
         log.info("unit %d is done in %.1f s: %d out, rejects %s", unit.index, commit.seconds, commit.num_out,
                  commit.rejects)  # fmt: skip
@@ -79,7 +102,8 @@ class Worker:
     def _attempt(self, unit: Unit) -> Commit:
         started = time.monotonic()
         with Staging(self.stage.root, unit.index) as staging:
-            output = self.stage.process(unit, staging)
+            with stopping_errors(staging.folder, WRITE_ERRNOS):
+                output = self.stage.process(unit, staging)
             output.check_accounts(unit)
             files = staging.publish(output.files)
         if output.rejects:
@@ -104,7 +128,9 @@ def _count_reasons(output: Output) -> dict[str, int]:
     return dict(sorted(Counter(reject.reason for reject in output.rejects).items()))
 
 
-def _format(error: BaseException) -> str:
-    import traceback
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
+
+def _format(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))

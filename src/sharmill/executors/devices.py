@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 from sharmill.errors import ConfigError
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -16,30 +21,48 @@ class Device:
     visible: str | None = None
 
     def restrict_environment(self) -> None:
-        """Hides the other GPUs from this process; to be called before anything imports torch."""
+        """Hides the other GPUs from this process; to be called before anything uses CUDA."""
         if self.visible is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = self.visible
+            os.environ[_VISIBLE] = self.visible
+
+    @contextmanager
+    def only_visible(self) -> Iterator[None]:
+        """Hides the other GPUs for as long as the context lasts: the next stage of this process may use them all."""
+        before = os.environ.get(_VISIBLE)
+        self.restrict_environment()
+        try:
+            yield
+        finally:
+            if before is not None:
+                os.environ[_VISIBLE] = before
+            elif self.visible is not None:
+                os.environ.pop(_VISIBLE, None)
 
 
-def visible_gpus() -> list[str]:
-    """The identifiers of the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` would name them."""
+@cache
+def visible_gpus() -> tuple[str, ...]:
+    """The identifiers of the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` would name them.
+
+    Asked once: after a rank has run inline, torch counts only the GPU that was its.
+    """
     import torch
 
     count = torch.cuda.device_count()
-    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return named[:count] if named else [str(number) for number in range(count)]
+    named = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
+    return tuple(named[:count] if named else [str(number) for number in range(count)])
 
 
-def plan_devices(workers: int | str, *, uses_gpu: bool, gpus: list[str], cores: int) -> list[Device]:
+def plan_devices(workers: int | str, *, uses_gpu: bool, gpus: Sequence[str], cores: int) -> list[Device]:
     """The device of every rank.
 
     ``workers`` is a number or ``auto``: one per GPU for a stage that uses them where there are any, else one per core.
     With more ranks than GPUs, ranks share them in turn.
+
+    Raises:
+        ConfigError: ``workers`` is neither.
     """
-    if uses_gpu and gpus:
-        count = len(gpus) if workers == "auto" else int(workers)
-        return [Device("cuda", gpus[rank % len(gpus)]) for rank in range(count)]
-    count = cores if workers == "auto" else int(workers)
-    if count < 1:
+    if workers != "auto" and (not str(workers).isdecimal() or int(workers) < 1):
         raise ConfigError(f"executor.workers is {workers}; use 'auto' or a number from 1")
-    return [Device() for _ in range(count)]
+    places = [Device("cuda", gpu) for gpu in gpus] if uses_gpu and gpus else [Device()] * cores
+    count = len(places) if workers == "auto" else int(workers)
+    return [places[rank % len(places)] for rank in range(count)]

@@ -1,7 +1,7 @@
 """The local executor: ranks are processes on this machine, and one rank runs inline.
 
-Units are handed out largest first to whichever rank is free, which is greedy bin packing done as the work goes. A rank
-that dies costs only the unit that it had: a fresh rank takes its place.
+Units are handed out to whichever rank is free. A rank that dies costs only the attempt at the unit that it had: a fresh
+rank takes its place.
 """
 
 from __future__ import annotations
@@ -9,29 +9,39 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
-import sys
-import threading
-import traceback
-from collections import deque
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from sharmill.engine.progress import mark_ended
 from sharmill.engine.run import Listener
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import MAX_ATTEMPTS, UnitError, Worker
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import FatalError, SharmillError
 from sharmill.executors.devices import Device, plan_devices, visible_gpus
-from sharmill.executors.logs import logging_to, redirect_output
+from sharmill.executors.logs import logging_to
+from sharmill.executors.queue import UnitQueue
+from sharmill.executors.rank import READY, RankStart, rank_main
+from sharmill.executors.signals import deferred_interrupts
+from sharmill.store import remove_staging
 
 log = logging.getLogger(__name__)
 
-_READY = "ready"
+# A rank whose units fail one after the other may itself be what is broken, as after an error on its GPU.
+_FAILURES_IN_A_ROW = 2
+_SECONDS_TO_LEAVE = 10.0
 _SECONDS_TO_END = 2.0
+# The end of a rank shows in its pipe at once, unless a process that it started holds the pipe open.
+_SECONDS_BETWEEN_LOOKS = 2.0
 
 
 @dataclass(frozen=True)
@@ -45,42 +55,22 @@ class LocalExecutor:
         gpus = visible_gpus() if stage.uses_gpu else []
         cores = len(os.sched_getaffinity(0))
         devices = plan_devices(self.workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=cores)[: len(units)]
-        queue = _Queue(units, listener)
-        if len(devices) == 1:
-            _run_inline(stage, devices[0], queue)
-        else:
-            _Pool(stage, devices, queue).run()
+        queue = UnitQueue(units, listener)
+        try:
+            if len(devices) == 1:
+                _run_inline(stage, devices[0], queue)
+            else:
+                with logging_to(stage.dir.driver_log):
+                    _Pool(stage, devices, queue).run()
+        finally:
+            # No rank is left that could do it for itself.
+            remove_staging(stage.root)
+            mark_ended(stage.dir.progress)
         return queue.failures
 
 
-class _Queue:
-    """The units still to do, largest first, and how often each was tried."""
-
-    def __init__(self, units: Sequence[Unit], listener: Listener) -> None:
-        self._waiting = deque(sorted(units, key=lambda unit: (-unit.cost, unit.index)))
-        self._attempts: dict[int, int] = {}
-        self._listener = listener
-        self.failures: dict[int, UnitError] = {}
-
-    def take(self) -> Unit | None:
-        return self._waiting.popleft() if self._waiting else None
-
-    def done(self, unit: Unit, commit: Commit) -> None:
-        self._listener.unit_done(unit, commit)
-
-    def failed(self, unit: Unit, error: UnitError) -> None:
-        attempts = self._attempts[unit.index] = self._attempts.get(unit.index, 0) + 1
-        if attempts < MAX_ATTEMPTS:
-            log.warning("unit %d failed (%s); it is tried again", unit.index, error.message)
-            self._waiting.appendleft(unit)
-            return
-        self.failures[unit.index] = error
-        self._listener.unit_failed(unit, error, attempts)
-
-
-def _run_inline(stage: Stage, device: Device, queue: _Queue) -> None:
-    device.restrict_environment()
-    with logging_to(stage.dir.rank_log(0)), Worker(stage, 0, device.kind) as worker:
+def _run_inline(stage: Stage, device: Device, queue: UnitQueue) -> None:
+    with device.only_visible(), logging_to(stage.dir.rank_log(0)), Worker(stage, 0, device.kind) as worker:
         while unit := queue.take():
             outcome = worker.run(unit)
             if isinstance(outcome, Commit):
@@ -98,6 +88,7 @@ class _Rank:
     connection: Connection
     ready: bool = False
     unit: Unit | None = None
+    failures_in_a_row: int = 0
 
 
 @dataclass
@@ -106,139 +97,154 @@ class _Pool:
 
     stage: Stage
     devices: list[Device]
-    queue: _Queue
+    queue: UnitQueue
     ranks: dict[int, _Rank] = field(default_factory=dict)
-    failed_starts: int = 0
+    failed_starts: Counter[int] = field(default_factory=Counter)
+    last_failed_start: str = ""
 
     def run(self) -> None:
+        resource_tracker.ensure_running()  # which unblocks signals, so not in the middle of the first start
         try:
-            for number in range(len(self.devices)):
-                self._start(number)
-            while self.ranks:
+            while self.queue or any(rank.unit for rank in self.ranks.values()):
+                self._start_missing()
+                self._hand_out()
                 self._listen()
+            self._dismiss_all()
         finally:
-            self._end_all()
+            self._end(self.ranks.values())
+
+    def _start_missing(self) -> None:
+        """Starts ranks while there are units for them; a rank that cannot start is given up, the others go on."""
+        for number in range(len(self.devices)):
+            free = sum(rank.unit is None for rank in self.ranks.values())
+            if number not in self.ranks and free < len(self.queue) and self.failed_starts[number] < MAX_ATTEMPTS:
+                try:
+                    self._start(number)
+                except OSError as error:
+                    self._count_failed_start(number, f"could not be started: {error}")
+        if not self.ranks and all(self.failed_starts[number] >= MAX_ATTEMPTS for number in range(len(self.devices))):
+            raise FatalError(
+                f"{self.stage.name}: worker processes cannot start: the last one {self.last_failed_start}; "
+                f"see {self.stage.dir.logs}"
+            )
 
     def _start(self, number: int) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_rank_main,
-            args=(self.stage, number, self.devices[number], theirs),
-            name=f"sharmill-rank-{number}",
-        )
-        process.start()
+        log_path = self.stage.dir.rank_log(number)
+        start = RankStart(pickle.dumps(self.stage), number, self.devices[number], log_path)
+        process = context.Process(target=rank_main, args=(start, theirs), name=f"sharmill-rank-{number}")
+        # An interrupt in here would leave a process that nobody knows of.
+        with deferred_interrupts():
+            process.start()
+            self.ranks[number] = _Rank(number, process, ours)
         theirs.close()
-        self.ranks[number] = _Rank(number, process, ours)
+
+    def _hand_out(self) -> None:
+        for rank in self.ranks.values():
+            if not rank.ready or rank.unit or not rank.process.is_alive():
+                continue
+            rank.unit = self.queue.take()
+            if rank.unit is None:
+                return
+            # A rank that has died since is buried as one that had a unit. The attempt counts, so that a rank that
+            # always dies there does not go on for ever.
+            with suppress(OSError):
+                rank.connection.send(rank.unit)
 
     def _listen(self) -> None:
-        by_handle: dict[Any, _Rank] = {}
+        handles: list[Any] = []
         for rank in self.ranks.values():
-            by_handle[rank.connection] = rank
-            by_handle[rank.process.sentinel] = rank
-        # A rank's last message is taken before its death: it may have committed the unit.
-        heard = {id(by_handle[handle]): by_handle[handle] for handle in wait(list(by_handle))}
-        for rank in heard.values():
-            try:
-                message = rank.connection.recv() if rank.connection.poll() else None
-            except (EOFError, OSError):
-                message = None
-            if message is not None:
-                self._hear(rank, message)
-            elif not rank.process.is_alive() or rank.connection.closed:
+            handles += [rank.connection, rank.process.sentinel]
+        wait(handles, timeout=_SECONDS_BETWEEN_LOOKS)
+        for rank in list(self.ranks.values()):
+            self._attend(rank)
+
+    def _attend(self, rank: _Rank) -> None:
+        # Asked first: what a dead rank has said is then all there, and its last word may be a commit.
+        alive = rank.process.is_alive()
+        try:
+            if rank.connection.poll():
+                self._hear(rank, rank.connection.recv())
+            elif not alive:
                 self._bury(rank)
-            else:
-                rank.process.join(_SECONDS_TO_END)
+        except (EOFError, OSError):
+            self._bury(rank)
 
     def _hear(self, rank: _Rank, message: Any) -> None:
-        if isinstance(message, (ConfigError, FatalError)):
+        if isinstance(message, SharmillError):
             raise message
-        if isinstance(message, Commit):
-            assert rank.unit is not None
-            self.queue.done(rank.unit, message)
-        elif isinstance(message, UnitError):
-            assert rank.unit is not None
-            self.queue.failed(rank.unit, message)
-        else:
-            assert message == _READY
+        if message == READY:
             rank.ready = True
-            self.failed_starts = 0
-        rank.unit = self.queue.take()
-        if rank.unit is None:
-            self._dismiss(rank)
-        else:
-            rank.connection.send(rank.unit)
-
-    def _dismiss(self, rank: _Rank) -> None:
-        rank.connection.send(None)
-        rank.process.join()
-        del self.ranks[rank.number]
+            del self.failed_starts[rank.number]
+            return
+        unit, rank.unit = rank.unit, None
+        assert unit is not None
+        if isinstance(message, Commit):
+            rank.failures_in_a_row = 0
+            self.queue.done(unit, message)
+            return
+        rank.failures_in_a_row += 1
+        self.queue.failed(unit, message)
+        if rank.failures_in_a_row >= _FAILURES_IN_A_ROW:
+            log.warning("rank %d makes way for a fresh one after %d failures", rank.number, rank.failures_in_a_row)
+            self._end([rank])
+            del self.ranks[rank.number]
 
     def _bury(self, rank: _Rank) -> None:
-        rank.process.join()
+        # Its pipe is closed before its status is known; if it does not end by itself, it is made to.
+        rank.process.join(_SECONDS_TO_END)
+        self._end([rank])
+        del self.ranks[rank.number]
         how = _describe_exit(rank.process.exitcode)
         log.warning("rank %d %s", rank.number, how)
-        del self.ranks[rank.number]
         if not rank.ready:
-            self._count_failed_start(how)
+            self._count_failed_start(rank.number, how)
         if rank.unit is not None:
             message = f"the worker process {how}; its log is {self.stage.dir.rank_log(rank.number)}"
             self.queue.failed(rank.unit, UnitError(rank.unit.index, message, message))
-        self._start(rank.number)
 
-    def _count_failed_start(self, how: str) -> None:
-        self.failed_starts += 1
-        if self.failed_starts >= MAX_ATTEMPTS:
-            raise FatalError(
-                f"{self.stage.name}: worker processes cannot start: the last one {how}; see {self.stage.dir.logs}"
-            )
+    def _count_failed_start(self, number: int, how: str) -> None:
+        self.failed_starts[number] += 1
+        self.last_failed_start = how
+        if self.failed_starts[number] >= MAX_ATTEMPTS:
+            log.error("rank %d cannot start and is given up: it %s", number, how)
 
-    def _end_all(self) -> None:
-        for rank in self.ranks.values():
-            rank.process.terminate()
-        for rank in self.ranks.values():
-            rank.process.join(_SECONDS_TO_END)
-            if rank.process.is_alive():
+    def _dismiss_all(self) -> None:
+        """All is done: ranks that wait for units leave by themselves; those still loading are not waited for."""
+        leaving = [rank for rank in self.ranks.values() if rank.ready]
+        for rank in leaving:
+            with suppress(OSError):
+                rank.connection.send(None)
+        _join_all(leaving, _SECONDS_TO_LEAVE)
+
+    def _end(self, ranks: Iterable[_Rank]) -> None:
+        """Ends processes by force; returns when there are none."""
+        ranks = list(ranks)
+        with deferred_interrupts():
+            for rank in ranks:
+                rank.process.terminate()
+            _join_all(ranks, _SECONDS_TO_END)
+            for rank in ranks:
                 rank.process.kill()
-                rank.process.join()
-        self.ranks.clear()
+            _join_all(ranks, _SECONDS_TO_END)
+            for rank in ranks:
+                rank.connection.close()
+
+
+def _join_all(ranks: Iterable[_Rank], seconds: float) -> None:
+    """Waits for the ends of processes, ``seconds`` in all."""
+    deadline = time.monotonic() + seconds
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _describe_exit(exitcode: int | None) -> str:
-    if exitcode is not None and exitcode < 0:
-        return f"was ended by signal {signal.Signals(-exitcode).name}"
-    return f"ended with exit status {exitcode}"
-
-
-def _rank_main(stage: Stage, number: int, device: Device, connection: Connection) -> None:
-    """A rank's process. The driver decides when it ends, so Ctrl-C, which reaches the whole group, is left to it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    device.restrict_environment()
-    redirect_output(stage.dir.rank_log(number))
-    _die_with_driver()
-    with logging_to(stage.dir.rank_log(number)):
-        try:
-            with Worker(stage, number, device.kind) as worker:
-                connection.send(_READY)
-                while (unit := connection.recv()) is not None:
-                    connection.send(worker.run(unit))
-        except (ConfigError, FatalError) as error:
-            log.exception("rank %d stops", number)
-            connection.send(error)
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            raise
-
-
-def _die_with_driver() -> None:
-    """Ends this process when the driver is gone: nobody would hear of its work, and a relaunch has its own ranks."""
-    driver = multiprocessing.parent_process()
-    assert driver is not None
-
-    def watch() -> None:
-        driver.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="watch-driver", daemon=True).start()
+    if exitcode is None or exitcode >= 0:
+        return f"ended with exit status {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:  # a real-time signal
+        name = str(-exitcode)
+    hint = " (as the kernel does when memory runs out)" if -exitcode == signal.SIGKILL else ""
+    return f"was ended by signal {name}{hint}"

@@ -7,8 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from sharmill.store import stopping_errors
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -16,8 +18,9 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
     """Sends this process's log records to ``path`` as well, for as long as the context lasts."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    with stopping_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(_FORMAT))
     root = logging.getLogger()
     sharmill = logging.getLogger("sharmill")
@@ -29,7 +32,17 @@ def logging_to(path: Path) -> Iterator[None]:
     finally:
         root.removeHandler(handler)
         sharmill.setLevel(level)
-        handler.close()
+        # What could not be written is still in the buffer, and closing tries once more.
+        with suppress(OSError):
+            handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log that a full disk ends quietly: the unit that meets it says so in one line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 def redirect_output(path: Path) -> None:
@@ -41,4 +54,6 @@ def redirect_output(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    # A process that is killed does not flush: what it printed last is what one looks for.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()

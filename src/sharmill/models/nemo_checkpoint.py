@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import logging
 import pickle
 import tarfile
@@ -39,12 +38,10 @@ _LOADING_ERRORS = (
 
 
 def _loading_errors() -> tuple[type[Exception], ...]:
-    if importlib.util.find_spec("httpx") is None:
-        return _LOADING_ERRORS
-    # The hub's client lets the errors of its HTTP library through.
-    import httpx
+    from huggingface_hub.errors import HfHubHTTPError
 
-    return (*_LOADING_ERRORS, httpx.HTTPError)
+    # The hub's client lets the errors of its HTTP library through, and that library changes with its version.
+    return (*_LOADING_ERRORS, *HfHubHTTPError.__bases__)
 
 
 @contextmanager

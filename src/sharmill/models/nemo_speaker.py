@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _MIN_SECONDS: Final = 0.1
 
 # NeMo fills up the features of a batch to a multiple of 16 frames, which hides the batch's padding from most layers.
-# This is 160 frames, so that there is nothing to fill up.
-_TRIED_SECONDS: Final = 1.6
+# This length gives 1 + 159 frames of 10 ms, so that there is nothing to fill up.
+_TRIED_SECONDS: Final = 1.59
 
 
 class NemoSpeakerEncoder:

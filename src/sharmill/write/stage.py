@@ -70,7 +70,7 @@ class WriteStage(Stage):
         }
 
     def plan(self, folder: Path) -> Iterator[Unit]:
-        self._refuse_foreign_files()
+        self.check_output()
         index = index_matched(matched_manifest(self.config))
         write = self.config.write
         order = order_lines(index, write.order, write.seed)
@@ -129,7 +129,10 @@ class WriteStage(Stage):
         offsets = np.load(self.dir.plan / "offsets.npy", mmap_mode="r")[unit.params["start"] : unit.params["stop"]]
         return [Utterance.from_json(line) for line in read_lines_at(matched_manifest(self.config), offsets)]
 
-    def _refuse_foreign_files(self) -> None:
+    def check_output(self) -> None:
+        """Raises ConfigError where the dataset directory holds what this run has not written."""
+        if self.dir.identity.exists():
+            return
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError(f"dataset_dir {self.root} is not a folder")
         if self.root.is_dir() and any(entry.name != STAGING_NAME for entry in self.root.iterdir()):

@@ -1,0 +1,154 @@
+"""What goes wrong around a run: one clear line, the right exit status, nothing half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+
+def error_lines(outcome):
+    assert "Traceback" not in outcome.stderr
+    return [line for line in outcome.stderr.splitlines() if line.startswith("Error")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"sources": [{"manifest": "nowhere.json", "audio_root": "/tmp"}]}, "nowhere.json"),
+        ({"sources": [{"manifest": "m.json", "audio_root": "/no/such/root"}]}, "/no/such/root"),
+        ({"encode": {"codecs": [{"name": "c", "model": "nemo:pyproject.toml.nemo"}]}}, "pyproject.toml.nemo"),
+        ({"match": {"encoder": "resemblizer"}}, "resemblyzer"),
+        ({"speaker_key": "librispech"}, "librispeech"),
+        ({"match": {"min_similarty": 0.5}}, "min_similarity"),
+        ({"prepare": {"filters": {"cer": "small"}}}, "prepare.filters.cer"),
+    ],
+)
+def test_wrong_configuration_ends_the_run_before_any_work(changes, expected, make_config, sharmill, tmp_path):
+    outcome = sharmill("run", make_config(tmp_path, **changes))
+    assert outcome.returncode == 2
+    (line,) = error_lines(outcome)
+    assert expected in line
+    assert not (tmp_path / "dataset").exists()
+
+
+def test_a_codec_file_that_is_none(make_config, sharmill, tmp_path):
+    model = tmp_path / "model.nemo"
+    model.write_bytes(b"not a model")
+    config = make_config(tmp_path, encode={"codecs": [{"name": "c", "model": f"nemo:{model}"}]})
+    outcome = sharmill("run", config)
+    assert outcome.returncode == 2
+    (line,) = error_lines(outcome)
+    assert "is not a NeMo checkpoint" in line
+    assert not (tmp_path / "dataset").exists()
+
+
+def test_an_output_folder_with_another_dataset_is_left_alone(make_config, sharmill, tmp_path, dataset_digest):
+    other = tmp_path / "dataset"
+    (other / "cuts").mkdir(parents=True)
+    (other / "cuts/cuts.000000.jsonl.gz").write_bytes(b"somebody's")
+    before = dataset_digest(other)
+    for options in ([], ["--restart"]):
+        outcome = sharmill("run", make_config(tmp_path), *options)
+        assert outcome.returncode == 2
+        (line,) = error_lines(outcome)
+        assert "is not empty" in line
+        assert dataset_digest(other) == before
+
+
+def test_another_configuration_is_refused_until_restart(make_config, sharmill, tmp_path):
+    config = make_config(tmp_path, encode={"codecs": []})
+    assert sharmill("run", config, "prepare", "match", "write").returncode == 0
+    changed = sharmill("run", config, "prepare", "match", "write", "write.shard_size=5")
+    assert changed.returncode == 2
+    (line,) = error_lines(changed)
+    assert "write.shard_size (8, now 5)" in line
+    assert "--restart" in line
+    restarted = sharmill("run", config, "write", "write.shard_size=5", "--restart")
+    assert restarted.returncode == 0, restarted.stderr
+    shards = (tmp_path / "dataset/shards.jsonl").read_text().splitlines()
+    assert [json.loads(shard)["count"] for shard in shards] == [5] * 8
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Returns a function that mounts a small tmpfs; skips where that is not permitted."""
+    mounted = []
+
+    def make(name, size):
+        folder = tmp_path / name
+        folder.mkdir()
+        attempt = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, check=False
+        )
+        if attempt.returncode != 0:
+            pytest.skip(f"mounting a tmpfs is not permitted here: {attempt.stderr.decode().strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_stops_the_run_and_a_relaunch_completes_it(make_config, sharmill, mount, tmp_path, dataset_digest):
+    full = mount("small", "3m")
+    config = make_config(tmp_path, dataset_dir=str(full / "dataset"), encode={"codecs": []})
+    outcome = sharmill("run", config, "prepare", "match", "write")
+    assert outcome.returncode == 1
+    (line,) = error_lines(outcome)
+    assert "No space left on device" in line
+    published = sorted(path.name for path in (full / "dataset").rglob("*") if path.is_file())
+    assert "dataset.json" not in published
+    assert not [name for name in published if "tmp" in name]
+    subprocess.run(["mount", "-o", "remount,size=100m", full], check=True)
+    assert sharmill("run", config, "prepare", "match", "write").returncode == 0
+    unhurried = make_config(tmp_path / "unhurried", encode={"codecs": []})
+    assert sharmill("run", unhurried, "prepare", "match", "write").returncode == 0
+    assert dataset_digest(full / "dataset") == dataset_digest(tmp_path / "unhurried/dataset")
+
+
+@pytest.mark.parametrize("which", ["run_dir", "dataset_dir"])
+def test_a_read_only_output_folder(which, make_config, sharmill, mount, tmp_path):
+    folder = mount("readonly", "10m")
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+    outcome = sharmill(
+        "run", make_config(tmp_path, **{which: str(folder / "out")}, encode={"codecs": []}), "prepare", "match", "write"
+    )
+    assert outcome.returncode == 2
+    (line,) = error_lines(outcome)
+    assert "cannot write to" in line
+
+
+def wait_for(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_ends_within_five_seconds_and_a_relaunch_goes_on(
+    workers, make_config, start_sharmill, sharmill, tmp_path
+):
+    config = make_config(tmp_path, executor={"workers": workers})
+    process = start_sharmill("run", config, "prepare", "match")
+    wait_for(lambda: any((tmp_path / "run/match/ledger").glob("*")), 120)
+    pressed = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - pressed < 5
+    if process.returncode != 0:
+        assert process.returncode == 1
+        assert "run the same command again" in errors
+        assert "Traceback" not in errors
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "run/match/ledger").iterdir()}
+    assert sharmill("run", config, "prepare", "match").returncode == 0
+    for name, content in kept.items():
+        assert (tmp_path / "run/match/ledger" / name).read_bytes() == content

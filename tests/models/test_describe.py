@@ -1,0 +1,166 @@
+"""Names, identities and early checks, all without the heavy packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+import tarfile
+
+import pytest
+import xxhash
+
+from sharmill.errors import ConfigError
+from sharmill.models import describe_codec, describe_speaker_encoder, load_codec, load_speaker_encoder
+
+
+@pytest.fixture
+def nemo_file(tmp_path):
+    """An archive with the member names of a NeMo checkpoint, and nothing in them."""
+    path = tmp_path / "model.nemo"
+    with tarfile.open(path, "w") as archive:
+        for name in ("./model_config.yaml", "./model_weights.ckpt"):
+            archive.addfile(tarfile.TarInfo(name), io.BytesIO())
+    return path
+
+
+@pytest.fixture
+def encodec_directory(tmp_path):
+    path = tmp_path / "encodec"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "encodec"}))
+    (path / "model.safetensors").write_bytes(b"weights")
+    return path
+
+
+def test_importing_and_describing_imports_nothing_heavy(nemo_file):
+    code = f"""
+import sys
+from sharmill.models import describe_codec, describe_speaker_encoder
+describe_codec("builtin"); describe_codec("nemo:{nemo_file}"); describe_codec("transformers:a/b")
+describe_speaker_encoder("resemblyzer"); describe_speaker_encoder("nemo:titanet_large")
+print(sorted({{"torch", "nemo", "transformers", "librosa", "resemblyzer"}} & sys.modules.keys()))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_resemblyzer_is_identified_by_its_version():
+    version = importlib.metadata.version("resemblyzer")
+    expected = {"backend": "resemblyzer", "name": "resemblyzer", "version": version}
+    assert describe_speaker_encoder("resemblyzer") == expected
+
+
+@pytest.mark.parametrize("name", ["nemo:titanet_large", "nemo:nvidia/speakerverification_en_titanet_large"])
+def test_a_pretrained_name_is_its_own_identity(name):
+    assert describe_speaker_encoder(name) == {"backend": "nemo", "name": name}
+
+
+def test_a_nemo_file_is_identified_by_its_bytes(nemo_file):
+    expected = {
+        "backend": "nemo",
+        "name": f"nemo:{nemo_file}",
+        "checksum": xxhash.xxh3_64_hexdigest(nemo_file.read_bytes()),
+    }
+    assert describe_codec(f"nemo:{nemo_file}") == expected
+    assert describe_speaker_encoder(f"nemo:{nemo_file}") == expected
+
+
+def test_a_directory_is_identified_by_its_visible_files(encodec_directory):
+    name = f"transformers:{encodec_directory}"
+    before = describe_codec(name)
+    (encodec_directory / ".cache").mkdir()
+    (encodec_directory / ".cache" / "downloaded").write_text("yesterday")
+    assert describe_codec(name) == before
+    (encodec_directory / "model.safetensors").write_bytes(b"weighty")
+    assert describe_codec(name)["checksum"] != before["checksum"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resemblizer", "did you mean 'resemblyzer'"),
+        ("nmo:titanet_large", "did you mean 'nemo'"),
+        ("builtin", "valid are resemblyzer, nemo:<"),
+        ("nemo", "write nemo:<"),
+        ("resemblyzer:large", "write resemblyzer"),
+        ("nemo:/nowhere/model.nemo", "there is no file /nowhere/model.nemo"),
+        ("nemo:./model.ckpt", "is not a .nemo file"),
+    ],
+)
+def test_a_wrong_speaker_encoder_name_says_what_to_write(name, message):
+    for function in (describe_speaker_encoder, load_speaker_encoder):
+        with pytest.raises(ConfigError, match=message) as raised:
+            function(name)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("transformer:facebook/encodec_24khz", "did you mean 'transformers'"),
+        ("built-in", "did you mean 'builtin'"),
+        ("encodec", "valid are builtin, nemo:<.*>, transformers:<"),
+        ("transformers:/nowhere/encodec", "is not a directory"),
+    ],
+)
+def test_a_wrong_codec_name_says_what_to_write(name, message):
+    for function in (describe_codec, load_codec):
+        with pytest.raises(ConfigError, match=message) as raised:
+            function(name)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"not an archive\n" * 100, b"\x1f\x8b\x08\x00 broken gzip"])
+def test_a_file_that_is_no_archive_is_no_nemo_checkpoint(tmp_path, content):
+    path = tmp_path / "model.nemo"
+    path.write_bytes(content)
+    for function in (describe_codec, load_codec, describe_speaker_encoder, load_speaker_encoder):
+        with pytest.raises(ConfigError, match="is not a NeMo checkpoint"):
+            function(f"nemo:{path}")
+
+
+def test_an_archive_without_weights_is_no_nemo_checkpoint(tmp_path):
+    path = tmp_path / "model.nemo"
+    with tarfile.open(path, "w:gz") as archive:
+        archive.addfile(tarfile.TarInfo("model_config.yaml"), io.BytesIO())
+    with pytest.raises(ConfigError, match="the archive lacks model_weights.ckpt"):
+        describe_codec(f"nemo:{path}")
+
+
+def test_a_directory_without_config_is_no_transformers_model(tmp_path):
+    for function in (describe_codec, load_codec):
+        with pytest.raises(ConfigError, match="has no config.json"):
+            function(f"transformers:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "cannot be read"), ('{"model_type": "bert"}', "type 'bert': supported are dac"), ("[]", "type None")],
+)
+def test_a_directory_of_another_model_is_refused(encodec_directory, text, message):
+    (encodec_directory / "config.json").write_text(text)
+    for function in (describe_codec, load_codec):
+        with pytest.raises(ConfigError, match=message):
+            function(f"transformers:{encodec_directory}")
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "package"),
+    [
+        (describe_codec, "builtin", "nemo"),
+        (load_codec, "builtin", "nemo"),
+        (load_speaker_encoder, "nemo:titanet_large", "nemo"),
+        (load_codec, "transformers:facebook/encodec_24khz", "transformers"),
+    ],
+)
+def test_a_missing_package_names_its_extra(monkeypatch, function, name, package):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda wanted, *rest: None if wanted == package else find_spec(wanted, *rest)
+    )
+    with pytest.raises(ConfigError, match=rf"pip install 'sharmill\[{package}\]'"):
+        function(name)

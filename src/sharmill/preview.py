@@ -47,7 +47,7 @@ def _row(stage: Stage, ranks: int) -> tuple[str, ...]:
     loads = [sum(left[item] for item in items) for items in pack(left, ranks)]
     largest, mean = max(loads), sum(loads) / ranks
     balance = f"{mean / largest:.0%}" if largest else ""
-    disk = f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB at most" if isinstance(stage, WriteStage) else ""
+    disk = f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and isinstance(stage, WriteStage) else ""
     return (
         stage.name,
         str(len(units)),

@@ -49,9 +49,10 @@ def _stage_row(stage: Stage, ranks: list[tuple[Stage, RankProgress]]) -> tuple[s
     commits = read_ledger(stage.dir.ledger, units)
     done = sum(unit.cost for unit in units if unit.index in commits)
     total = sum(unit.cost for unit in units)
-    rejects = sum(commit.num_rejected for commit in commits.values())
+    totals = read_totals(stage)
+    rejects = totals.num_rejected if totals else sum(commit.num_rejected for commit in commits.values())
     alive = [rank for rank in read_progress(stage.dir.progress) if not rank.ended]
-    finished = read_totals(stage) is not None
+    finished = totals is not None
     if not finished:
         ranks += [(stage, rank) for rank in alive]
     rate = sum(rank.audio_seconds / max(rank.updated - rank.started, 1.0) for rank in alive)

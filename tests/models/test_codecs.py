@@ -109,7 +109,7 @@ def test_the_guard_against_padding_is_needed(codecs, kind, unguarded, make_audio
     loose.__dict__.update(codec.__dict__ | unguarded, spec=dataclasses.replace(codec.spec, **unguarded))
     frame = codec.samples_per_frame
     audio, num_samples = make_audio([frame, 2 * frame, 3 * frame, 5 * frame, 9 * frame])
-    assert agreement(loose, audio, num_samples) < 0.9
+    assert agreement(loose, audio, num_samples) < 0.95
 
 
 def test_codes_beyond_an_item_are_zero_and_audio_beyond_it_is_ignored(codec, make_audio):
@@ -168,6 +168,14 @@ def test_the_checksum_is_of_the_weights(codecs, checkpoints, model_dummies, tmp_
     assert load_codec(f"nemo:{path}").checksum != again.checksum
 
 
+def test_loading_leaves_the_random_state_alone(checkpoints):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    for kind, backend in KINDS.items():
+        load_codec(f"{backend}:{checkpoints[kind]}")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_indices_outside_the_codebook_are_fatal(checkpoints, make_audio):
     codec = load_codec(f"nemo:{checkpoints['nemo_codec']}")
     codec.codebook_size = 5
@@ -216,7 +224,7 @@ def test_a_damaged_nemo_checkpoint_is_one_line(checkpoints, tmp_path):
     (unpacked / "model_weights.ckpt").write_bytes(b"damaged")
     with tarfile.open(path, "w") as archive:
         archive.add(unpacked, ".")
-    with pytest.raises(ConfigError, match="cannot load nemo:") as raised:
+    with pytest.raises(ConfigError, match="its weights are damaged") as raised:
         load_codec(f"nemo:{path}")
     assert "\n" not in str(raised.value)
 

@@ -127,13 +127,13 @@ def test_an_archive_without_weights_is_no_nemo_checkpoint(tmp_path):
     path = tmp_path / "model.nemo"
     with tarfile.open(path, "w:gz") as archive:
         archive.addfile(tarfile.TarInfo("model_config.yaml"), io.BytesIO())
-    with pytest.raises(ConfigError, match="the archive lacks model_weights.ckpt"):
+    with pytest.raises(ConfigError, match=r"the archive lacks model_weights\.ckpt"):
         describe_codec(f"nemo:{path}")
 
 
 def test_a_directory_without_config_is_no_transformers_model(tmp_path):
     for function in (describe_codec, load_codec):
-        with pytest.raises(ConfigError, match="has no config.json"):
+        with pytest.raises(ConfigError, match=r"has no config\.json"):
             function(f"transformers:{tmp_path}")
 
 

@@ -69,4 +69,4 @@ def test_codes_follow_the_audio_and_not_the_batch(builtin, make_audio):
     for item, length in enumerate(num_samples):
         alone = builtin.encode(audio[item : item + 1, :length], num_samples[item : item + 1])[0]
         assert (alone == together[item, :, : alone.shape[1]]).float().mean() >= 0.998
-    assert min(row.unique().numel() for row in together[3]) > 50
+    assert min(row.unique().numel() for row in together[3]) > 30

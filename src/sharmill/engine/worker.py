@@ -68,7 +68,7 @@ class Worker:
         except (ConfigError, FatalError):
             raise
         except (Exception, SystemExit) as error:
-            log.exception("rank %d cannot be set up", self.rank)
+            log.warning("rank %d cannot be set up", self.rank, exc_info=True)
             raise FatalError(
                 f"{self.stage.name}: a rank cannot be set up on {self.device}: {_one_line(error)}; "
                 f"see {self.stage.dir.rank_log(self.rank)}"
@@ -91,7 +91,7 @@ class Worker:
                 f"{self.stage.name}: what every unit needs is not installed: {_one_line(error)}"
             ) from error
         except (Exception, SystemExit) as error:
-            log.exception("unit %d failed", unit.index)
+            log.warning("unit %d failed", unit.index, exc_info=True)
             self._progress.give_up()
             return UnitError(unit.index, _one_line(error), _format(error))
         self._progress.end(unit.cost)

@@ -50,6 +50,6 @@ class UnitQueue:
             # rather than a few units all of theirs.
             self._waiting.append(unit)
             return
-        log.error("unit %d failed %d times: %s", unit.index, attempts, error.message)
+        log.warning("unit %d failed %d times: %s", unit.index, attempts, error.message)
         self.failures[unit.index] = error
         self._listener.unit_failed(unit, error, attempts)

@@ -58,7 +58,7 @@ def rank_main(start: RankStart, connection: Connection) -> None:
                 while (unit := connection.recv()) is not None:
                     connection.send(worker.run(unit))
         except (ConfigError, FatalError) as error:
-            log.exception("rank %d stops", start.number)
+            log.warning("rank %d stops", start.number, exc_info=True)
             # Made anew, for what a library hung on to the error may not go through a pipe.
             kind = ConfigError if isinstance(error, ConfigError) else FatalError
             connection.send(kind(str(error)))

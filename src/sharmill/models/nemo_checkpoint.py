@@ -32,7 +32,6 @@ _LOADING_ERRORS = (
     RuntimeError,
     TypeError,
     ValueError,
-    pickle.UnpicklingError,
     tarfile.TarError,
 )
 
@@ -46,7 +45,7 @@ def _loading_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def quiet_nemo() -> Iterator[None]:
-    """Lets only errors of NeMo through; also around its first import, which is as talkative.
+    """Silences NeMo, whose errors are raised as well as logged; also around its first import.
 
     Raises:
         ConfigError: if NeMo is not installed.
@@ -58,7 +57,7 @@ def quiet_nemo() -> Iterator[None]:
     try:
         from nemo.utils import logging as nemo_logging
 
-        with nemo_logging.temp_verbosity(logging.ERROR):
+        with nemo_logging.temp_verbosity(logging.CRITICAL):
             yield
     finally:
         telemetry.setLevel(level)
@@ -79,10 +78,13 @@ def restore_model(model_class: type[ModelT], name: ModelName, parts: tuple[str, 
     if name.path is not None:
         check_nemo_archive(name.path)
     try:
-        with quiet_nemo():
+        # A model draws its first weights before it gets those of the checkpoint.
+        with quiet_nemo(), torch.random.fork_rng(devices=[]):
             model = _restore(model_class, name, parts)
     except torch.OutOfMemoryError:
         raise
+    except pickle.UnpicklingError as error:
+        raise ConfigError(f"cannot load {name.name}: its weights are damaged, or more than tensors") from error
     except _loading_errors() as error:
         raise ConfigError(f"cannot load {name.name}: {first_line(error)}{_advice(name)}") from error
     if not isinstance(model, model_class):

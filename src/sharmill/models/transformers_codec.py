@@ -102,7 +102,7 @@ def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
         check_transformers_config(name.path)
     source = str(name.path) if name.path is not None else name.target
     try:
-        with _quiet_transformers():
+        with _quiet_transformers(), torch.random.fork_rng(devices=[]):
             model = _from_pretrained(source, name.name)
     except torch.OutOfMemoryError:
         raise

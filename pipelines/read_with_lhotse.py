@@ -1,0 +1,29 @@
+"""Reads a dataset with plain Lhotse, without sharmill, and loads every audio and every code array.
+
+    python pipelines/read_with_lhotse.py DATASET
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from lhotse import CutSet
+
+
+def main(dataset: Path) -> None:
+    fields = json.loads((dataset / "dataset.json").read_text())["fields"]
+    # One codec at a time: the codes of all of them fill the same attributes of a cut.
+    codec = next((field.split("/")[0] for field in fields if "/" in field), None)
+    chosen = [field for field in fields if "/" not in field or field.startswith(f"{codec}/")]
+    files = {Path(field).name: [str(path) for path in sorted((dataset / field).iterdir())] for field in chosen}
+    cuts = samples = frames = 0
+    for cut in CutSet.from_shar(fields=files):
+        cuts += 1
+        samples += cut.load_target_audio().size + cut.load_context_audio().size
+        if codec is not None:
+            frames += cut.target_codes.load().shape[1] + cut.context_codes.load().shape[1]
+    print(f"{cuts} cuts, {samples} samples of audio, {frames} frames of codes")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -35,24 +35,34 @@ def padded_batches(lengths: Sequence[float], max_padded: float, *, equal_only: b
 
 
 def map_ahead(
-    function: Callable[[Item], Result], items: Iterable[Item], *, threads: int, ahead: int
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    *,
+    threads: int,
+    ahead: float,
+    weigh: Callable[[Item], float] = lambda item: 1.0,
 ) -> Iterator[Result]:
-    """The results in the order of the items, up to ``ahead`` of them made before they are asked for.
+    """The results in the order of the items, some of them made before they are asked for.
 
+    Those that wait, or are being made, together weigh at most ``ahead``, unless they are no more than ``threads``.
     Threads serve, since decoding and resampling release the interpreter's lock. An error is raised where its result
     would have come.
     """
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="ahead") as pool:
-        pending: deque[Future[Result]] = deque()
+        pending: deque[tuple[Future[Result], float]] = deque()
+        weight = 0.0
         try:
             for item in items:
-                pending.append(pool.submit(function, item))
-                if len(pending) > ahead:
-                    yield pending.popleft().result()
+                pending.append((pool.submit(function, item), weigh(item)))
+                weight += pending[-1][1]
+                while len(pending) > threads and weight > ahead:
+                    future, own = pending.popleft()
+                    weight -= own
+                    yield future.result()
             while pending:
-                yield pending.popleft().result()
+                yield pending.popleft()[0].result()
         finally:
-            for future in pending:
+            for future, _ in pending:
                 future.cancel()
 
 

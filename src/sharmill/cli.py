@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from sharmill.config import Config
 
 OK, FAILED, WRONG_USE, FINDINGS = 0, 1, 2, 3
+# Of several datasets the worst counts: something that did not run outweighs findings in what did.
+_BY_SEVERITY = (OK, FINDINGS, WRONG_USE, FAILED)
+# A path such as data/lang=en/config.yaml has a "=" as well, but no key before it.
+_OVERRIDE = re.compile(r"[\w.\[\]-]*=")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -64,8 +69,10 @@ def validate(dataset: str, deep: bool, json_file: str | None, workers: str) -> i
 
     from sharmill.console import ProgressListener, print_findings
     from sharmill.pipeline import validate_dataset
-    from sharmill.store import write_atomic
+    from sharmill.store import require_writable, write_atomic
 
+    if json_file:
+        require_writable(Path(json_file).parent)
     console = make_console()
     with (
         tempfile.TemporaryDirectory(prefix="sharmill-validate-") as scratch,
@@ -88,7 +95,9 @@ def demo(directory: str, overrides: tuple[str, ...]) -> int:
 
     from sharmill.config import STAGES
     from sharmill.demo.run import make_demo
+    from sharmill.store import require_writable
 
+    require_writable(Path(directory))
     console = make_console()
     config = make_demo(Path(directory), overrides, tell=lambda line: console.print(line, markup=False))
     return run_configs([config], list(STAGES), restart=False)
@@ -136,9 +145,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], lis
     Raises:
         ConfigError: there is no configuration file among them.
     """
-    paths = [argument for argument in arguments if argument.endswith((".yaml", ".yml")) and "=" not in argument]
-    overrides = [argument for argument in arguments if "=" in argument]
-    names = [argument for argument in arguments if argument not in paths and argument not in overrides]
+    overrides = [argument for argument in arguments if _OVERRIDE.match(argument)]
+    others = [argument for argument in arguments if not _OVERRIDE.match(argument)]
+    paths = [argument for argument in others if argument.endswith((".yaml", ".yml"))]
+    names = [argument for argument in others if argument not in paths]
     if not paths:
         raise ConfigError(f"no configuration among {' '.join(arguments)}: name a .yaml file")
     return paths, overrides, names
@@ -155,7 +165,7 @@ def run_configs(configs: Sequence[Config], stages: Sequence[str], *, restart: bo
                 raise
             click.echo(f"Error: {config.name}: {error}", err=True)
             status = exit_status(error)
-        worst = worst if worst in (FAILED, status) else status
+        worst = max(worst, status, key=_BY_SEVERITY.index)
     return worst
 
 
@@ -184,7 +194,8 @@ def parse_workers(text: str) -> int | str:
 def make_console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False)
+    # A log file has no width of its own, and rich would assume 80 columns.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def exit_status(error: SharmillError) -> int:

@@ -37,6 +37,10 @@ class SourceConfig:
     manifest: str
     audio_root: str
 
+    def __post_init__(self) -> None:
+        _require(bool(self.manifest.strip()), "manifest must not be empty")
+        _require(bool(self.audio_root.strip()), "audio_root must not be empty")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
@@ -105,6 +109,7 @@ class WriteConfig:
     def __post_init__(self) -> None:
         _require(self.shard_size > 0, "shard_size must be positive")
         _require(self.sampling_rate is None or self.sampling_rate > 0, "sampling_rate must be positive")
+        _require(self.seed >= 0, "seed must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +168,9 @@ class Config:
 
     def __post_init__(self) -> None:
         _require(bool(_NAME.fullmatch(self.name)), f"name {self.name!r} must be letters, digits, '_', '-', '.'")
+        # An empty path would be the current folder.
+        _require(bool(self.run_dir.strip()), "run_dir must not be empty")
+        _require(bool(self.dataset_dir.strip()), "dataset_dir must not be empty")
         _require(bool(self.sources), "sources must name at least one manifest")
         _require(0 <= self.max_reject_fraction <= 1, "max_reject_fraction must be between 0 and 1")
 
@@ -180,7 +188,7 @@ def to_config(values: dict[str, Any], origin: str) -> Config:
     """The typed configuration of plain values that came from ``origin``."""
     _check_keys(Config, values, origin, "")
     try:
-        # Not strict: an override such as name=123 means the text "123".
+        # Not strict: a number may be quoted, and YAML takes 1e3 for text.
         return msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{origin}: {_readable(str(error))}") from error
@@ -214,7 +222,7 @@ def _read_merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         config = OmegaConf.load(path)
         for override in overrides:
             key, _, value = override.partition("=")
-            OmegaConf.update(config, key, yaml.safe_load(value))
+            OmegaConf.update(config, key, _override_value(value, _type_at(key)))
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except FileNotFoundError as error:
         raise ConfigError(f"there is no configuration file {path}") from error
@@ -227,6 +235,35 @@ def _read_merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values")
     return typing.cast("dict[str, Any]", values)
+
+
+def _override_value(text: str, expected: Any) -> Any:
+    """What the right side of an override means: YAML, or the text itself where text is asked for.
+
+    ``name=0123`` is a name, and what is no YAML is text as well: ``prepare.filters.cer=>= 3``, ``speaker_key=[^/]+``.
+    """
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return text if expected is str and value is not None and not isinstance(value, str) else value
+
+
+def _type_at(key: str) -> Any:
+    """The type declared for a key such as ``sources[0].manifest`` or ``sources.0.manifest``; None if there is none."""
+    owner: Any = Config
+    for part in re.findall(r"[^.\[\]]+", key):
+        if typing.get_origin(owner) is list:
+            owner = typing.get_args(owner)[0]
+            if part.isdigit():
+                continue
+        if dataclasses.is_dataclass(owner):
+            owner = typing.get_type_hints(owner).get(part)
+        else:
+            owner = typing.get_args(owner)[1] if typing.get_origin(owner) is dict else None
+    return owner
 
 
 def _check_keys(owner: Any, values: Any, origin: str, prefix: str) -> None:
@@ -249,8 +286,23 @@ def _nearest(name: str, valid: list[str]) -> str:
 
 
 def _readable(message: str) -> str:
-    """msgspec's ``... - at `$.match.min_similarity``` with the key first."""
-    text, separator, where = message.partition(" - at `$.")
-    if not separator:
-        return text
-    return f"{where.rstrip('`').replace('[...]', '')}: {text[0].lower()}{text[1:]}"
+    """msgspec's ``... - at `$.match.min_similarity``` with the key first, in the words of YAML."""
+    text, _, where = message.partition(" - at `$")
+    where = where.strip("`.").replace("[...]", "")
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
+        text = f"the key '{missing[1]}' is missing"
+    elif invalid := re.fullmatch(r"Invalid enum value (.*)", text):
+        text = f"{invalid[1]} is not one of {', '.join(_choices(_type_at(where)))}"
+    else:
+        text = text.replace("`object`", "`mapping`").replace("`array`", "`list`")
+        text = text[0].lower() + text[1:]
+    return f"{where}: {text}" if where else text
+
+
+def _choices(expected: Any) -> list[str]:
+    """The values that a ``Literal`` allows, also as part of a union."""
+    if typing.get_origin(expected) is Literal:
+        return [str(value) for value in typing.get_args(expected)]
+    if expected is int:
+        return ["a whole number"]
+    return [choice for part in typing.get_args(expected) for choice in _choices(part)]

@@ -167,3 +167,12 @@ def test_a_codec_is_added_to_a_finished_dataset_with_one_command(
     assert [codec["name"] for codec in described["codecs"]] == ["second", "tiny"]
     for first, again in zip(lhotse_cuts(copy, "tiny"), lhotse_cuts(copy, "second"), strict=True):
         assert (first.target_codes.load() == again.target_codes.load()).all()
+
+
+def test_a_lost_manifest_or_index_is_made_again(dataset, sharmill, dataset_digest):
+    before = dataset_digest(dataset["folder"] / "dataset")
+    (dataset["folder"] / "run/manifests/manifest_prepared.json").unlink()
+    (dataset["folder"] / "dataset/shards.jsonl").unlink()
+    outcome = sharmill("run", dataset["config"])
+    assert outcome.returncode == 0, outcome.stderr
+    assert dataset_digest(dataset["folder"] / "dataset") == before

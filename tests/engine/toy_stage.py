@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sharmill.engine import worker
-from sharmill.engine.rundir import RunDir
+from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.run import StageResult, locked, run_stage
+from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.worker import UnitError
@@ -86,7 +87,8 @@ class ToyStage(Stage):
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
-        (self.root / "merged.txt").write_text("".join((self.root / c.files[1].name).read_text() for c in commits))
+        parts = [self.root / file.name for commit in commits for file in commit.files[1:]]
+        (self.root / "merged.txt").write_text("".join(part.read_text() for part in parts))
         totals = add_up(commits)
         return Totals(
             num_in=totals.num_in,
@@ -204,8 +206,6 @@ def _do_hold_gil(stage: ToyStage, unit: Unit | None, argument: str) -> None:
 
 
 def _do_hang_at_exit(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    import threading
-
     threading.Thread(target=time.sleep, args=(600,)).start()
 
 
@@ -216,14 +216,93 @@ def _do_environment(stage: ToyStage, unit: Unit | None, argument: str) -> None:
 def _do_die_after_commit(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     """The process dies when the record is on disk and before anybody hears of it."""
 
-    class Dying(worker.LedgerWriter):
-        def append(self, commit: Commit) -> None:
-            super().append(commit)
-            if commit.index == int(argument) and not stage.marked("died-after-commit"):
-                stage.mark("died-after-commit")
-                os.kill(os.getpid(), signal.SIGKILL)
+    append = LedgerWriter.append
 
-    worker.LedgerWriter = Dying  # type: ignore[misc]
+    def append_and_die(writer: LedgerWriter, commit: Commit) -> None:
+        append(writer, commit)
+        if commit.index == int(argument) and not stage.marked("died-after-commit"):
+            stage.mark("died-after-commit")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    LedgerWriter.append = append_and_die  # type: ignore[method-assign]
+
+
+def _do_one_is_slow(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    """The second rank to get here loads for ever."""
+    if len(stage.pids()) == 2:
+        time.sleep(600)
+
+
+def _do_meet(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    """Waits until ``argument`` ranks are there."""
+    wait_until(lambda: len(stage.pids()) >= int(argument))
+
+
+def _do_deaf(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    """Closes the pipe to the driver, whichever it is, and goes on."""
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        if int(entry.name) > 2 and entry.exists() and str(entry.readlink()).startswith("socket:"):
+            os.close(int(entry.name))
+    time.sleep(600)
+
+
+def _do_fork_and_die(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    stage.mark("children", str(child))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class GpuStage(ToyStage):
+    uses_gpu = True
+
+
+class HalfBroken(GpuStage):
+    """Dies on the second GPU, at once and always; the first works once it has died three times."""
+
+    def setup(self, device: str) -> None:
+        super().setup(device)
+        if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
+            self.mark("died-on-1")
+            if len(self.marked("died-on-1")) == 3:
+                self.mark("given-up")
+            os._exit(1)
+
+
+class Unloadable(ToyStage):
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise ValueError("these are not the bytes")
+
+
+class DiesIdle(ToyStage):
+    """The rank that did unit 0 dies when it has nothing more to do; unit 1 waits for that."""
+
+    def process(self, unit: Unit, staging: Staging) -> Output:
+        if unit.index == 0:
+            pid = os.getpid()
+            self.mark("idle", str(pid))
+            threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        else:
+            wait_until(lambda: self.marked("idle") and not is_running(int(self.marked("idle")[0])))
+        return super().process(unit, staging)
+
+
+class DiesBesideAnIdleRank(ToyStage):
+    """The rank of unit 1 dies when the other has done unit 0 and waits."""
+
+    def process(self, unit: Unit, staging: Staging) -> Output:
+        if unit.index == 1 and not self.attempts()[1]:
+            self.mark("attempts", f"1 {os.getpid()}")
+            wait_until(lambda: any("unit 0 is done" in path.read_text() for path in self.dir.logs.glob("rank*")))
+            time.sleep(0.3)  # what the driver has heard shows nowhere
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().process(unit, staging)
 
 
 @dataclass

@@ -42,7 +42,8 @@ from sharmill.shar.layout import (
     shard_file,
 )
 from sharmill.shar.manifests import make_array, make_temporal_array
-from sharmill.store import Staging, remove_tree
+from sharmill.shar.ownership import was_planned_for
+from sharmill.store import Staging, checksum, remove_tree
 
 
 class EncodeStage(Stage):
@@ -62,6 +63,7 @@ class EncodeStage(Stage):
 
     def identity(self) -> dict[str, Any]:
         read_dataset(self.root)
+        self._check_output()
         return {
             "codec": describe_codec(self.codec_config.model),
             "batch_seconds": self.batch_seconds,
@@ -71,15 +73,12 @@ class EncodeStage(Stage):
         }
 
     def plan(self, folder: Path) -> Iterator[Unit]:
-        name = self.codec_config.name
-        if (self.root / codec_folder(name)).exists():
-            raise ConfigError(
-                f"{self.root} already has codes called {name!r} that were not made from {self.run_dir.path}; "
-                "give this codec another name"
-            )
+        self._check_output()
         for shard in read_shards(self.root):
             cost = round(shard.target_seconds + shard.context_seconds, 3)
-            yield make_unit(shard.index, cost=cost, size=shard.count, params={"shard": shard.index})
+            checksums = {field: shard.fields[field].xxh3 for field in (TARGET_AUDIO, CONTEXT_AUDIO)}
+            params = {"shard": shard.index, "checksums": checksums}
+            yield make_unit(shard.index, cost=cost, size=shard.count, params=params)
 
     def setup(self, device: str) -> None:
         self._threads = settle_torch(device)
@@ -88,8 +87,7 @@ class EncodeStage(Stage):
     def process(self, unit: Unit, staging: Staging) -> Output:
         assert self._codec is not None
         shard = unit.params["shard"]
-        targets = list(read_field(self.root / shard_file(TARGET_AUDIO, shard)))
-        contexts = list(read_field(self.root / shard_file(CONTEXT_AUDIO, shard)))
+        targets, contexts = (self._read(unit, field) for field in (TARGET_AUDIO, CONTEXT_AUDIO))
         if [item.cut_id for item in targets] != [item.cut_id for item in contexts]:
             raise UnitFailed(f"shard {shard}: target_audio and context_audio do not have the same ids")
         # The same audio is encoded once, be it target or context, and however often.
@@ -131,7 +129,9 @@ class EncodeStage(Stage):
         return add_up(commits)
 
     def discard(self) -> None:
-        if not (self.root / codec_folder(self.codec_config.name)).exists():
+        # A restart of the stage write has taken all codes with it.
+        owned = was_planned_for(self.dir.identity, self.root)
+        if not owned or not (self.root / codec_folder(self.codec_config.name)).exists():
             return
         dataset = read_dataset(self.root)
         codecs = [codec for codec in dataset.codecs if codec.name != self.codec_config.name]
@@ -139,6 +139,25 @@ class EncodeStage(Stage):
         write_dataset(self.root, msgspec.structs.replace(dataset, codecs=codecs, fields=fields))
         write_shards(self.root, [self._without(shard) for shard in list(read_shards(self.root))])
         remove_tree(self.root / codec_folder(self.codec_config.name))
+
+    def _check_output(self) -> None:
+        """Raises ConfigError where the dataset has codes of this name that this run has not made."""
+        name = self.codec_config.name
+        if (self.root / codec_folder(name)).exists() and not was_planned_for(self.dir.identity, self.root):
+            raise ConfigError(
+                f"{self.root} already has codes called {name!r} that were not made from {self.run_dir.path}; "
+                "give this codec another name"
+            )
+
+    def _read(self, unit: Unit, field: str) -> list[Item]:
+        """The items of an audio field, if it still is as it was written: damaged audio would give codes as well."""
+        path = self.root / shard_file(field, unit.params["shard"])
+        if checksum(path) != unit.params["checksums"][field]:
+            raise UnitFailed(f"{path} has changed since it was written: remove it and run the stage write again")
+        items = list(read_field(path))
+        if len(items) != unit.size:
+            raise UnitFailed(f"{path} has {len(items)} items instead of {unit.size}")
+        return items
 
     def _encode(self, items: Sequence[Item]) -> list[np.ndarray]:
         """Codes (codebooks, frames) of each item, in the order of the items."""
@@ -148,8 +167,13 @@ class EncodeStage(Stage):
         padded_frames = self.batch_seconds * codec.sampling_rate / codec.samples_per_frame
         batches = padded_batches(frames, padded_frames, equal_only=codec.equal_lengths_only)
         in_order = [items[index] for batch in batches for index in batch]
-        ahead = 2 * max((len(batch) for batch in batches), default=1)
-        loaded = map_ahead(lambda item: _load(item, codec.sampling_rate), in_order, threads=self._threads, ahead=ahead)
+        loaded = map_ahead(
+            lambda item: _load(item, codec.sampling_rate),
+            in_order,
+            threads=self._threads,
+            ahead=2 * padded_frames,
+            weigh=lambda item: num_frames(item, codec),
+        )
         dtype = codes_dtype(codec.codebook_size)
         results: list[np.ndarray] = [np.empty(0)] * len(items)
         for batch in batches:
@@ -207,10 +231,14 @@ def sorted_fields(fields: Iterable[str]) -> list[str]:
 
 def _load(item: Item, sampling_rate: int) -> np.ndarray:
     assert item.data is not None
+    assert item.metadata is not None
     try:
         samples, rate = audio.decode(item.data)
     except RejectRecord as error:
         raise UnitFailed(f"the stored audio of {item.cut_id} cannot be decoded: {error}") from error
+    promised = (item.metadata["num_samples"], item.metadata["sampling_rate"])
+    if (len(samples), rate) != promised:
+        raise UnitFailed(f"the stored audio of {item.cut_id} has {len(samples)} samples at {rate} Hz, not {promised}")
     return audio.resample(samples, rate, sampling_rate)
 
 

@@ -7,6 +7,8 @@ import resource
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -91,8 +93,7 @@ def _write_aside(path: Path, record: RankProgress) -> None:
 
 def mark_ended(folder: Path) -> None:
     """Corrects the records of ranks that had no chance to say that they end; to be called when none is left."""
-    for path in _records(folder):
-        record = _decoder.decode(path.read_bytes())
+    for path, record in _records(folder):
         if not record.ended:
             record.ended = True
             record.unit = None
@@ -101,8 +102,11 @@ def mark_ended(folder: Path) -> None:
 
 def read_progress(folder: Path) -> list[RankProgress]:
     """The progress records of all ranks, in the order of the ranks."""
-    return [_decoder.decode(path.read_bytes()) for path in _records(folder)]
+    return [record for _, record in _records(folder)]
 
 
-def _records(folder: Path) -> list[Path]:
-    return sorted(folder.glob("rank-*.json"))
+def _records(folder: Path) -> Iterator[tuple[Path, RankProgress]]:
+    for path in sorted(folder.glob("rank-*.json")):
+        # They are not synced to disk: one may be empty after a power cut, or gone because a relaunch has begun.
+        with suppress(msgspec.DecodeError, FileNotFoundError):
+            yield path, _decoder.decode(path.read_bytes())

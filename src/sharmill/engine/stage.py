@@ -60,6 +60,10 @@ class Stage(ABC):
         """Merges the parts and returns the totals. ``commits`` are in the order of the plan, one for every unit.
         Called again if it was interrupted."""
 
+    def products(self) -> list[Path]:
+        """The files that ``finalize`` leaves for others; where one is gone, it is run again."""
+        return []
+
     def discard(self) -> None:  # noqa: B027 - most stages publish below their own folder only
         """Removes what the stage has published outside its folder in the run directory (for ``--restart``)."""
 

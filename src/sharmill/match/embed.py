@@ -30,8 +30,13 @@ class Embedder:
         rejects: dict[int, RejectRecord] = {}
         batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
         in_order = [index for batch in batches for index in batch]
-        ahead = 2 * max((len(batch) for batch in batches), default=1)
-        loaded = map_ahead(lambda index: self._load(segments[index]), in_order, threads=self.threads, ahead=ahead)
+        loaded = map_ahead(
+            lambda index: self._load(segments[index]),
+            in_order,
+            threads=self.threads,
+            ahead=2 * self.batch_seconds,
+            weigh=lambda index: segments[index].duration,
+        )
         for batch in batches:
             usable: list[tuple[int, np.ndarray]] = []
             for index in batch:

@@ -25,7 +25,7 @@ class _Head(msgspec.Struct):
 
 @dataclass(frozen=True)
 class ManifestIndex:
-    """What is kept of N lines while planning, about 30 bytes each.
+    """What is kept of N lines while planning, 20 bytes each; making it needs about 100.
 
     Attributes:
         offsets: (N,) int64, where each line begins.
@@ -54,17 +54,23 @@ def index_manifest(path: Path, group_key: GroupKey) -> ManifestIndex:
             high.append(digest >> 64)
             low.append(digest & 0xFFFFFFFFFFFFFFFF)
             position += len(line)
-    keys = np.empty(len(offsets), dtype=[("high", "u8"), ("low", "u8")])
-    keys["high"], keys["low"] = high, low
-    return ManifestIndex(np.array(offsets, dtype=np.int64), np.array(seconds, dtype=np.float32), _number(keys))
+    groups = _number(np.array(high, dtype=np.uint64), np.array(low, dtype=np.uint64))
+    return ManifestIndex(np.array(offsets, dtype=np.int64), np.array(seconds, dtype=np.float32), groups)
 
 
-def _number(keys: np.ndarray) -> np.ndarray:
-    """The number of each entry's key, keys being numbered as they first appear."""
-    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+def _number(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """The number of each entry's key (N,), keys being numbered as they first appear."""
+    order = np.lexsort((low, high))
+    high, low = high[order], low[order]
+    begins = np.ones(len(order), dtype=bool)
+    begins[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
+    # The sort is stable, so the first of each run of equal keys is its first appearance.
+    first = order[begins]
     rank = np.empty(len(first), dtype=np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
-    return rank[inverse]
+    numbers = np.empty(len(order), dtype=np.int64)
+    numbers[order] = rank[np.cumsum(begins) - 1]
+    return numbers
 
 
 @dataclass(frozen=True)

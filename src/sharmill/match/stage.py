@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import shutil
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -32,6 +33,7 @@ from sharmill.store import Staging, checksum, open_atomic
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies.
 _UNITS_WANTED = 64
 _UNIT_SECONDS = (60.0, 3600.0)
+_MATCHED = "_withContextAudio"
 
 
 class MatchStage(Stage):
@@ -109,8 +111,14 @@ class MatchStage(Stage):
                     shutil.copyfileobj(part, merged)
         return add_up(commits)
 
+    def products(self) -> list[Path]:
+        return [matched_manifest(self.config)]
+
     def discard(self) -> None:
-        matched_manifest(self.config).unlink(missing_ok=True)
+        # Those of other limits too: of one plan at a time, and taken for its output by the stage write.
+        own = matched_manifest(self.config)
+        for path in own.parent.glob(f"{glob.escape(manifest_stem(self.config))}{_MATCHED}*.json"):
+            path.unlink()
 
     def _read(self, unit: Unit) -> list[Utterance]:
         start, stop = unit.params["start"], unit.params["stop"]
@@ -197,7 +205,7 @@ class MatchStage(Stage):
 def matched_manifest(config: Config) -> Path:
     """Where stage 1 leaves its manifest."""
     limits = f"MinDur{config.match.min_duration}MinSSIM{config.match.min_similarity}"
-    return RunDir(Path(config.run_dir)).manifests / f"{manifest_stem(config)}_withContextAudio{limits}.json"
+    return RunDir(Path(config.run_dir)).manifests / f"{manifest_stem(config)}{_MATCHED}{limits}.json"
 
 
 def _number_recordings(group: list[Utterance]) -> np.ndarray:

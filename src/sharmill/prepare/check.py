@@ -15,9 +15,12 @@ from sharmill.errors import RejectRecord
 from sharmill.manifest import OWN_KEYS, TYPED_KEYS, Utterance, parse_speaker_tag, recording_id, segment_id
 from sharmill.prepare.filters import Filter
 from sharmill.prepare.paths import AudioRoot
+from sharmill.prepare.stats import MAX_SECONDS
 
 _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, "_skipme"}
 _REQUIRED = ("audio_filepath", "duration", "speaker")
+# Where the interpreter's own limit lies depends on the caller, so it would not be the same in every executor.
+_MAX_DEPTH = 100
 _TYPES: dict[str, tuple[type, ...]] = {
     "audio_filepath": (str,),
     "duration": (int, float),
@@ -39,17 +42,16 @@ class RecordCheck:
 
     def __call__(self, record: dict[str, Any], source: int) -> Utterance:
         """Raises RejectRecord with the first reason found; the cheap checks come before those that open the file."""
-        _check_fields(record)
         if record.get("_skipme"):
             raise RejectRecord("skipped", "the record is marked with _skipme")
+        _check_fields(record)
         path = self.roots[source].relative(record["audio_filepath"])
         tag = parse_speaker_tag(record["speaker"])
         self.group_key(path, tag.speaker)
         text = self._text(record)
         for condition in self.filters:
             condition.check(record)
-        duration = float(record["duration"])
-        self._check_duration(duration)
+        self._check_duration(_seconds(record, "duration"))
         info = probe(self.roots[source].root / path)
         _check_channels(info)
         self._check_header(record, info)
@@ -74,25 +76,29 @@ class RecordCheck:
     def _check_header(self, record: dict[str, Any], info: AudioInfo) -> None:
         """A record without offset is the whole file, and so must have its duration; a segment must lie inside."""
         seconds = info.num_samples / info.sampling_rate
-        duration = float(record["duration"])
+        offset, duration = _seconds(record, "offset"), _seconds(record, "duration")
         tolerance = self.config.duration_tolerance
         if record.get("offset") is None:
             if abs(duration - seconds) > tolerance:
                 raise RejectRecord(
                     "duration_mismatch", f"the manifest says {duration:g} s, the audio has {seconds:g} s"
                 )
-        elif float(record["offset"]) + duration > seconds + tolerance:
+        elif offset + duration > seconds + tolerance:
             raise RejectRecord(
                 "duration_mismatch",
-                f"the segment ends at {float(record['offset']) + duration:g} s, the audio at {seconds:g} s",
+                f"the segment ends at {offset + duration:g} s, the audio at {seconds:g} s",
             )
-        elif float(record["offset"]) >= seconds:
+        elif offset >= seconds:
             raise RejectRecord("duration_mismatch", f"the segment begins after the end of the audio, {seconds:g} s")
+
+    def _canonical(self, source: int) -> int:
+        """The first source with the same audio root, so that one file is one file in whichever manifest it is."""
+        return next(number for number, root in enumerate(self.roots) if root.real == self.roots[source].real)
 
     def _utterance(self, record: dict[str, Any], path: str, text: str, source: int) -> Utterance:
         custom = {key: value for key, value in record.items() if key not in _NOT_CUSTOM}
         recording = recording_id(path)
-        offset, duration = float(record.get("offset") or 0.0), float(record["duration"])
+        offset, duration = _seconds(record, "offset"), _seconds(record, "duration")
         return Utterance(
             audio_filepath=path,
             offset=offset,
@@ -100,7 +106,7 @@ class RecordCheck:
             text=text,
             speaker=record["speaker"],
             custom=custom,
-            source=source,
+            source=self._canonical(source),
             whole_file=record.get("offset") is None,
             recording_id=recording,
             cut_id=segment_id(recording, offset, duration),
@@ -119,7 +125,21 @@ def parse_record(line: bytes) -> dict[str, Any]:
         raise RejectRecord("malformed", f"the line is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise RejectRecord("malformed", "the line is not a JSON object")
+    if line.count(b"[") + line.count(b"{") > _MAX_DEPTH and _is_deeper(record, _MAX_DEPTH):
+        raise RejectRecord("malformed", f"the JSON is nested more than {_MAX_DEPTH} levels deep")
     return record
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for value in level
+            if isinstance(value, (dict, list))
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+    return bool(level)
 
 
 def _check_fields(record: dict[str, Any]) -> None:
@@ -133,9 +153,16 @@ def _check_fields(record: dict[str, Any]) -> None:
     if not record["audio_filepath"].strip():
         raise RejectRecord("missing_field", "audio_filepath is empty")
     for key in ("duration", "offset"):
-        number = float(record.get(key) or 0.0)
-        if not math.isfinite(number) or number < 0:
-            raise RejectRecord("malformed", f"{key} is {number!r}, which is not a time in seconds")
+        if not 0 <= _seconds(record, key) <= MAX_SECONDS:
+            raise RejectRecord("malformed", f"{key} is {str(record[key])[:40]}, which is not a time in seconds")
+
+
+def _seconds(record: dict[str, Any], key: str) -> float:
+    """A number of the record, 0 where it is absent; infinite where it is too large for a float."""
+    try:
+        return float(record.get(key) or 0.0)
+    except OverflowError:
+        return math.inf
 
 
 def _check_channels(info: AudioInfo) -> None:

@@ -37,7 +37,7 @@ class Filter:
             raise RejectRecord("filtered", f"{self.key} is {str(value)[:40]!r}, not a number")
         if not _OPERATORS[self.symbol](value, self.limit):
             raise RejectRecord(
-                "filtered", f"{self.key} is {value:g}, and the filter asks for {self.symbol} {self.limit:g}"
+                "filtered", f"{self.key} is {str(value)[:40]}, and the filter asks for {self.symbol} {self.limit:g}"
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -15,9 +14,9 @@ HASH_FIELDS = np.dtype([("segment", "u8"), ("file", "u8"), ("recording", "u8"), 
 
 def hash_utterance(utterance: Utterance) -> tuple[int, int, int, int]:
     """What ``find_suspects`` compares: the exact segment, its file, and the two ids."""
-    file = f"{utterance.source}/{utterance.audio_filepath}"
+    file = _file_text(utterance)
     return (
-        _hash(f"{file}\n{utterance.offset!r}\n{utterance.duration!r}"),
+        _hash(_segment_text(utterance)),
         _hash(file),
         _hash(utterance.recording_id),
         _hash(f"{file}\n{utterance.cut_id}"),
@@ -30,7 +29,12 @@ def find_suspects(hashes: np.ndarray) -> np.ndarray:
     All others are known to be unique and need not be looked at again.
     """
     ambiguous = _has_several(hashes["recording"], hashes["file"])
-    return _repeats(hashes["segment"]) | ambiguous | _repeats(hashes["cut"])
+    return repeated_segments(hashes) | ambiguous | _repeats(hashes["cut"])
+
+
+def repeated_segments(hashes: np.ndarray) -> np.ndarray:
+    """Which of N records may be a duplicate, or have one."""
+    return _repeats(hashes["segment"])
 
 
 def ambiguous_recordings(hashes: np.ndarray) -> frozenset[int]:
@@ -52,11 +56,11 @@ class IdKeeper:
 
     recordings: frozenset[int]
     cuts: frozenset[int]
-    _seen: set[tuple[Any, ...]] = field(default_factory=set)
+    _seen: set[bytes] = field(default_factory=set)
 
     def is_duplicate(self, utterance: Utterance) -> bool:
-        """Whether exactly this segment was here before."""
-        key = (utterance.source, utterance.audio_filepath, utterance.offset, utterance.duration)
+        """Whether this segment was here before: told from 128 bits, which do not meet by chance."""
+        key = xxhash.xxh3_128_digest(_segment_text(utterance).encode())
         if key in self._seen:
             return True
         self._seen.add(key)
@@ -70,6 +74,14 @@ class IdKeeper:
             utterance.cut_id = segment_id(utterance.recording_id, utterance.offset, utterance.duration)
         if cut in self.cuts:
             utterance.cut_id += f"-{segment:016x}"
+
+
+def _file_text(utterance: Utterance) -> str:
+    return f"{utterance.source}/{utterance.audio_filepath}"
+
+
+def _segment_text(utterance: Utterance) -> str:
+    return f"{_file_text(utterance)}\n{utterance.offset!r}\n{utterance.duration!r}"
 
 
 def _distinct(values: np.ndarray) -> frozenset[int]:
@@ -98,4 +110,4 @@ def _has_several(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _hash(text: str) -> int:
-    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
+    return xxhash.xxh3_64_intdigest(text.encode())

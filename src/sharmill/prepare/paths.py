@@ -8,13 +8,13 @@ from sharmill.errors import ConfigError, RejectRecord
 
 
 class AudioRoot:
-    """Resolves the audio paths of one source. ``root`` is the folder that no path may leave."""
+    """Resolves the audio paths of one source. ``root`` is the folder that no path may leave, ``real`` where it lies."""
 
     def __init__(self, root: str) -> None:
         self.root = Path(root)
         if not self.root.is_dir():
             raise ConfigError(f"the audio root {root} is not a folder; correct audio_root in sources")
-        self._real = self.root.resolve()
+        self.real = self.root.resolve()
 
     def relative(self, audio_filepath: str) -> str:
         """The normalised path relative to the root, links left as they are.
@@ -38,15 +38,15 @@ class AudioRoot:
                 raise RejectRecord("outside_root", "the audio path leaves the audio root by '..'")
         relative = "/".join(parts)
         try:
-            real = (self._real / relative).resolve()
+            real = (self.real / relative).resolve()
         except (OSError, RuntimeError) as error:
             raise RejectRecord("missing_audio", f"the audio path cannot be resolved: {error}") from error
-        if not real.is_relative_to(self._real):
+        if not real.is_relative_to(self.real):
             raise RejectRecord("outside_root", "the audio path leaves the audio root by a symbolic link")
         return relative
 
     def _below_root(self, path: PurePosixPath) -> PurePosixPath:
-        for root in (self.root.absolute(), self._real):
+        for root in (self.root.absolute(), self.real):
             if path.is_relative_to(root):
                 return path.relative_to(root)
         raise RejectRecord("outside_root", "the audio path is absolute and not below the audio root")

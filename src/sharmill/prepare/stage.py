@@ -28,6 +28,7 @@ from sharmill.prepare.ids import (
     ambiguous_recordings,
     find_suspects,
     hash_utterance,
+    repeated_segments,
 )
 from sharmill.prepare.paths import AudioRoot
 from sharmill.prepare.stats import HoursTable
@@ -102,25 +103,28 @@ class PrepareStage(Stage):
         hours = HoursTable()
         for commit in commits:
             hours.add(HoursTable.from_json((self.root / commit.files[2].name).read_bytes()))
-        duplicates = self._merge(commits)
-        for duplicate in duplicates:
-            hours.move_to_rejected(duplicate)
-        self._append_rejects(duplicates)
+        duplicates, seconds = self._merge(commits, hours)
         rejects = dict(totals.rejects)
         if duplicates:
-            rejects["duplicate_id"] = len(duplicates)
+            self._append_rejects()
+            rejects["duplicate_id"] = duplicates
         result = Totals(
             num_in=totals.num_in,
-            num_out=totals.num_out - len(duplicates),
+            num_out=totals.num_out - duplicates,
             rejects=rejects,
-            hours=totals.hours - sum(duplicate.duration for duplicate in duplicates) / 3600,
+            hours=totals.hours - seconds / 3600,
         )
-        write_atomic(self.run_dir.stats, msgspec.json.format(msgspec.json.encode(hours.report(result)), indent=2) + b"\n")
+        write_atomic(
+            self.run_dir.stats, msgspec.json.format(msgspec.json.encode(hours.report(result)), indent=2) + b"\n"
+        )
         return result
 
+    def products(self) -> list[Path]:
+        return [prepared_manifest(self.config), self.run_dir.stats]
+
     def discard(self) -> None:
-        prepared_manifest(self.config).unlink(missing_ok=True)
-        self.run_dir.stats.unlink(missing_ok=True)
+        for product in self.products():
+            product.unlink(missing_ok=True)
 
     def _make_check(self) -> RecordCheck:
         return RecordCheck(
@@ -130,43 +134,46 @@ class PrepareStage(Stage):
             group_key=make_speaker_key(self.config.speaker_key),
         )
 
-    def _merge(self, commits: list[Commit]) -> list[Utterance]:
-        """Writes the prepared manifest and returns the duplicates, which are not in it."""
-        parts = [self.root / commit.files[0].name for commit in commits]
+    def _merge(self, commits: list[Commit], hours: HoursTable) -> tuple[int, float]:
+        """Writes the prepared manifest and, aside, the rejects of duplicates; returns their number and seconds."""
         loaded = [np.load(self.root / commit.files[1].name, allow_pickle=False) for commit in commits]
         hashes = np.concatenate(loaded) if loaded else np.empty(0, dtype=HASH_FIELDS)
         keeper = IdKeeper(ambiguous_recordings(hashes), ambiguous_cuts(hashes))
-        suspects = find_suspects(hashes)
-        duplicates = []
-        position = 0
-        with open_atomic(prepared_manifest(self.config)) as merged:
-            for part in parts:
-                with part.open("rb") as lines:
-                    for line in lines:
-                        if suspects[position]:
-                            utterance = Utterance.from_json(line)
-                            if keeper.is_duplicate(utterance):
-                                duplicates.append(utterance)
-                                line = b""
-                            else:
-                                keeper.settle(utterance)
-                                line = utterance.to_json() + b"\n"
-                        merged.write(line)
-                        position += 1
-        return duplicates
+        suspects, repeated = find_suspects(hashes), repeated_segments(hashes)
+        count, seconds = 0, 0.0
+        with open_atomic(prepared_manifest(self.config)) as merged, open_atomic(self._duplicates) as rejected:
+            for position, line in enumerate(self._lines(commits)):
+                if suspects[position]:
+                    utterance = Utterance.from_json(line)
+                    if repeated[position] and keeper.is_duplicate(utterance):
+                        rejected.write(_duplicate(utterance).to_json() + b"\n")
+                        hours.move_to_rejected(utterance)
+                        count, seconds = count + 1, seconds + utterance.duration
+                        continue
+                    keeper.settle(utterance)
+                    line = utterance.to_json() + b"\n"
+                merged.write(line)
+        return count, seconds
 
-    def _append_rejects(self, duplicates: list[Utterance]) -> None:
-        if not duplicates:
-            return
-        aside = self.dir.path / "rejects_of_units.jsonl"
-        shutil.copyfile(self.dir.rejects, aside)
-        with open_atomic(self.dir.rejects) as merged, aside.open("rb") as earlier:
-            shutil.copyfileobj(earlier, merged)
-            for utterance in duplicates:
-                detail = f"{utterance.cut_id} is the same segment as an earlier record"
-                reject = Reject(self.name, "duplicate_id", detail, utterance.public_record())
-                merged.write(reject.to_json() + b"\n")
-        aside.unlink()
+    def _lines(self, commits: list[Commit]) -> Iterator[bytes]:
+        for commit in commits:
+            with (self.root / commit.files[0].name).open("rb") as part:
+                yield from part
+
+    @property
+    def _duplicates(self) -> Path:
+        return self.dir.path / "duplicates.jsonl"
+
+    def _append_rejects(self) -> None:
+        with open_atomic(self.dir.rejects) as merged:
+            for path in (self.dir.rejects, self._duplicates):
+                with path.open("rb") as part:
+                    shutil.copyfileobj(part, merged)
+
+
+def _duplicate(utterance: Utterance) -> Reject:
+    detail = f"{utterance.cut_id} is the same segment as an earlier record"
+    return Reject("prepare", "duplicate_id", detail, utterance.public_record())
 
 
 def manifest_stem(config: Config) -> str:

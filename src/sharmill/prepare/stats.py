@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -13,6 +12,8 @@ from sharmill.manifest import Utterance, parse_speaker_tag
 
 _DIMENSIONS = ("dataset", "language", "speaker")
 _UNKNOWN = "(unknown)"
+# 31 years: what claims to be longer is no duration, and must not swamp the sums.
+MAX_SECONDS = 1e9
 
 
 class _Cell(msgspec.Struct):
@@ -53,7 +54,7 @@ class HoursTable:
         seconds, tag = 0.0, ""
         if isinstance(record, dict):
             duration, speaker = record.get("duration"), record.get("speaker")
-            if isinstance(duration, (int, float)) and math.isfinite(duration) and duration > 0:
+            if isinstance(duration, (int, float)) and not isinstance(duration, bool) and 0 < duration <= MAX_SECONDS:
                 seconds = float(duration)
             tag = speaker if isinstance(speaker, str) else ""
         self._count(tag, _Cell(records_in=1, seconds_in=seconds))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
+import tokenize
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,10 +16,15 @@ import msgspec
 import numpy as np
 
 from sharmill.errors import DamagedShard
-from sharmill.shar.tar import TarWriter, read_tar
+from sharmill.shar.tar import TarWriter, open_field, read_tar
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder()
+# What both kinds of line are: a JSON object.
+_decoder = msgspec.json.Decoder(dict[str, Any])
+# msgspec raises RecursionError for JSON that is nested too deeply.
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 _NO_DATA = "nodata"
 _NO_METADATA = "nometa"
@@ -47,14 +54,19 @@ def read_cuts(path: Path) -> Iterator[dict[str, Any]]:
     """The cuts of a ``.jsonl.gz`` or ``.jsonl`` file.
 
     Raises:
-        DamagedShard: it is cut off, or not JSON lines.
+        DamagedShard: it is not there, cut off, or not JSON lines.
     """
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            for line in lines:
+    with open_field(path) as stream:
+        compressed = path.suffix == ".gz"
+        if compressed and not stream.read(1):
+            # gzip takes no bytes at all for an empty file.
+            raise DamagedShard(f"{path}: the file has no bytes")
+        stream.seek(0)
+        try:
+            for line in gzip.GzipFile(fileobj=stream) if compressed else stream:
                 yield _decoder.decode(line)
-    except (EOFError, zlib.error, gzip.BadGzipFile, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DamagedShard(f"{path}: {error}") from error
+        except (EOFError, zlib.error, gzip.BadGzipFile, *_NOT_JSON) as error:
+            raise DamagedShard(f"{path}: {error}") from error
 
 
 class FieldWriter:
@@ -88,20 +100,21 @@ def read_field(path: Path) -> Iterator[Item]:
     """The items of a tar field, in order.
 
     Raises:
-        DamagedShard: the archive is damaged, or its members do not come in pairs.
+        DamagedShard: the archive is not there or damaged, or its members do not come in pairs.
     """
     members = read_tar(path)
     for first in members:
         second = next(members, None)
         cut_id, _, extension = first.name.rpartition(".")
-        if second is None or second.name.rpartition(".")[0] != cut_id:
-            raise DamagedShard(f"{path}: member {first.name!r} has no metadata beside it")
+        expected = f"{cut_id}.{_NO_METADATA if extension == _NO_DATA else 'json'}"
+        if second is None or second.name != expected:
+            raise DamagedShard(f"{path}: member {first.name!r} has no {expected!r} beside it")
         if extension == _NO_DATA:
             yield Item(cut_id, extension, None, None)
             continue
         try:
             metadata = _decoder.decode(second.data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _NOT_JSON as error:
             raise DamagedShard(f"{path}: the metadata of {first.name!r} is not JSON: {error}") from error
         yield Item(cut_id, extension, first.data, metadata)
 
@@ -116,10 +129,24 @@ def array_to_bytes(array: np.ndarray) -> bytes:
 def array_from_bytes(data: bytes, where: str) -> np.ndarray:
     """The array of an ``.npy`` file; pickled objects are refused.
 
+    Not by ``np.load``, which also takes archives of arrays, ignores what follows the array, and reserves whatever
+    memory a header asks for.
+
     Raises:
         DamagedShard: it is not one; ``where`` says what in the message.
     """
+    stream = io.BytesIO(data)
     try:
-        return np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        version = np.lib.format.read_magic(stream)
+        if version not in _READ_HEADER:
+            raise ValueError(f"arrays of version {version} are not read")
+        shape, column_major, dtype = _READ_HEADER[version](stream)
+        if dtype.hasobject:
+            raise ValueError("the array has pickled objects")
+        size = len(data) - stream.tell()
+        if size != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{size} bytes are not an array of shape {shape} and type {dtype}")
+        array = np.frombuffer(data, dtype, offset=stream.tell())
+        return array.reshape(shape, order="F" if column_major else "C")
+    except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # numpy parses a header as Python
         raise DamagedShard(f"{where}: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -19,6 +19,11 @@ class FieldFile(msgspec.Struct, frozen=True):
     file: str
     size: int
     xxh3: str
+
+    def __post_init__(self) -> None:
+        path = PurePosixPath(self.file)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{self.file!r} lies outside the dataset")
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +65,10 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
     codecs: list[CodecRecord]
 
 
+class _Version(msgspec.Struct):
+    format_version: int
+
+
 _shard_decoder = msgspec.json.Decoder(ShardRecord)
 
 
@@ -67,16 +76,18 @@ def read_dataset(directory: Path) -> DatasetRecord:
     """Raises ConfigError where there is no finished dataset, or one of another format version."""
     path = directory / DATASET_FILE
     try:
-        record = msgspec.json.decode(path.read_bytes(), type=DatasetRecord)
-    except FileNotFoundError as error:
+        data = path.read_bytes()
+        # First of all, since a dataset of another version may have other keys.
+        version = msgspec.json.decode(data, type=_Version).format_version
+        if version != FORMAT_VERSION:
+            raise ConfigError(f"{path} has format version {version}; this sharmill reads {FORMAT_VERSION}")
+        return msgspec.json.decode(data, type=DatasetRecord)
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise ConfigError(f"{directory} is not a finished dataset: there is no {DATASET_FILE}") from error
     except NotADirectoryError as error:
         raise ConfigError(f"{directory} is not a folder") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DamagedShard(f"{path}: {error}") from error
-    if record.format_version != FORMAT_VERSION:
-        raise ConfigError(f"{path} has format version {record.format_version}; this sharmill reads {FORMAT_VERSION}")
-    return record
 
 
 def read_shards(directory: Path) -> Iterator[ShardRecord]:

@@ -29,11 +29,6 @@ def codes_field(codec: str, field: str) -> str:
     return f"{codec_folder(codec)}/{field}"
 
 
-def lhotse_field(field: str) -> str:
-    """The attribute of a cut that a field fills: ``codes_x/target_codes`` fills ``target_codes``."""
-    return field.rpartition("/")[2]
-
-
 def shard_file(field: str, index: int) -> str:
     """The path of a field's file of one shard, relative to the dataset directory.
 

@@ -29,7 +29,8 @@ def open_shar(dataset: str | Path, fields: Sequence[str] | None = None, *, codec
 
     Returns:
         A lazy CutSet. With ``target_audio``, that audio is attached as ``recording`` too, so that ``load_audio()``
-        works; without, ``recording`` only tells where the audio came from.
+        works; without, ``recording`` only tells where the audio came from. ``load_target_codes()`` of a truncated cut
+        has its frames only; ``load_context_audio()`` and ``load_context_codes()`` always have the whole context.
 
     Raises:
         ConfigError: there is no finished dataset, or not this field or codec in it.
@@ -53,29 +54,57 @@ class _LazyShar:
         self._fields = fields
 
     def __iter__(self) -> Iterator[MonoCut]:
+        expected = read_dataset(self._directory).num_shards
+        found = 0
         for shard in read_shards(self._directory):
             yield from self._read_shard(shard)
+            found += 1
+        if found != expected:
+            raise DamagedShard(f"{self._directory}: the index lists {found} shards instead of {expected}")
 
     def __len__(self) -> int:
         return read_dataset(self._directory).num_cuts
 
     def _read_shard(self, shard: ShardRecord) -> Iterator[MonoCut]:
-        from lhotse import MonoCut
-
-        streams = {
-            name: read_field(self._directory / shard.fields[field].file) for name, field in self._fields.items()
-        }
-        for values in read_cuts(self._directory / shard.fields[CUTS].file):
-            values.pop("type", None)
-            cut = MonoCut.from_dict(values)
+        streams = {name: read_field(self._path(shard, field)) for name, field in self._fields.items()}
+        count = 0
+        for values in read_cuts(self._path(shard, CUTS)):
+            cut = _make_cut(values, shard)
             for name, stream in streams.items():
                 item = next(stream, None)
                 if item is None or item.cut_id != cut.id:
                     found = "nothing" if item is None else repr(item.cut_id)
-                    raise DamagedShard(f"{self._directory}, shard {shard.index}: {name} has {found} for {cut.id!r}")
+                    raise _damage(shard, f"{name} has {found} for {cut.id!r}")
                 if item.metadata is not None:
                     _attach(cut, name, item)
             yield cut
+            count += 1
+        if count != shard.count:
+            raise _damage(shard, f"there are {count} cuts instead of {shard.count}")
+        for name, stream in streams.items():
+            # Only the end of the archive tells that it is whole.
+            if (item := next(stream, None)) is not None:
+                raise _damage(shard, f"{name} has {item.cut_id!r} after the last cut")
+
+    def _path(self, shard: ShardRecord, field: str) -> Path:
+        if field not in shard.fields:
+            raise _damage(shard, f"there is no {field}")
+        return self._directory / shard.fields[field].file
+
+
+def _damage(shard: ShardRecord, what: str) -> DamagedShard:
+    return DamagedShard(f"shard {shard.index}: {what}")
+
+
+def _make_cut(values: dict[str, Any], shard: ShardRecord) -> MonoCut:
+    from lhotse import MonoCut
+
+    if values.pop("type", "MonoCut") != "MonoCut":
+        raise _damage(shard, f"{values.get('id')!r} is not a MonoCut")
+    try:
+        return MonoCut.from_dict(values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damage(shard, f"{values.get('id')!r} is not a cut: {error!r}") from error
 
 
 def _choose_fields(
@@ -99,8 +128,10 @@ def _choose_fields(
 
 def _attach(cut: MonoCut, name: str, item: Item) -> None:
     from lhotse import Recording
-    from lhotse.array import deserialize_array
+    from lhotse.array import TemporalArray, deserialize_array
     from lhotse.utils import fastcopy
+
+    from sharmill.shar.arrays import TimeLastArray
 
     metadata: dict[str, Any] = dict(item.metadata or {})
     if item.extension not in _MEMORY_ARRAYS:
@@ -115,4 +146,7 @@ def _attach(cut: MonoCut, name: str, item: Item) -> None:
         metadata["array"] = metadata["array"] | stored
     else:
         metadata |= stored
-    setattr(cut, name, deserialize_array(metadata))
+    array = deserialize_array(metadata)
+    if isinstance(array, TemporalArray) and array.temporal_dim in (-1, len(array.shape) - 1):
+        array = TimeLastArray(**vars(array))
+    setattr(cut, name, array)

@@ -6,6 +6,7 @@ Formats read: ustar, GNU long names, PAX paths and sizes (POSIX.1-2001). Headers
 from __future__ import annotations
 
 import mmap
+import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ _BLOCK = 512
 _END = bytes(2 * _BLOCK)
 _GNU_LONG_NAME = b"L"
 _PAX_HEADER = b"x"
+_PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
+_DECIMAL = re.compile(rb"[0-9]{1,19}")
+_OCTAL = re.compile(rb"[0-7]+")
 _REGULAR = (b"0", b"\0")
 # Names and PAX records are short; a larger one is damage, or an attempt to fill the memory.
 _MAX_EXTENSION_BYTES = 1 << 20
@@ -53,9 +57,10 @@ def read_tar(path: Path) -> Iterator[Member]:
     """The members of an archive, in order.
 
     Raises:
-        DamagedShard: anything is not as it should be: a checksum, a size, a missing end marker, data after it.
+        DamagedShard: there is no such file, or anything is not as it should be: a checksum, a size, a missing end
+            marker, data after it. The bytes of a member have no checksum in a tar archive and are not looked at.
     """
-    with path.open("rb") as stream:
+    with open_field(path) as stream:
         size = stream.seek(0, 2)
         if size < len(_END):
             raise DamagedShard(f"{path}: {size} bytes are too few for a tar archive")
@@ -72,7 +77,9 @@ class _Parser:
         self._position = 0
 
     def members(self) -> Iterator[Member]:
-        name, size = None, None
+        name: bytes | None = None
+        size: int | None = None
+        extended = False
         while (header := self._take(_BLOCK, "a header")) != bytes(_BLOCK):
             self._check(header)
             kind = header[156:157]
@@ -87,6 +94,7 @@ class _Parser:
                     name = extension.rstrip(b"\0")
                 else:
                     name, size = self._pax(extension, name, size)
+                extended = True
                 continue
             if kind not in _REGULAR:
                 raise self._damage(f"a member of type {kind!r} does not belong in a shard")
@@ -94,7 +102,9 @@ class _Parser:
                 (name or _plain_name(header)).decode("utf-8", "surrogateescape"),
                 self._take_padded(length if size is None else size),
             )
-            name, size = None, None
+            name, size, extended = None, None, False
+        if extended:
+            raise self._damage("a header extension has no member")
         self._check_end()
 
     def _take(self, length: int, what: str) -> bytes:
@@ -125,33 +135,46 @@ class _Parser:
     def _pax(self, records: bytes, name: bytes | None, size: int | None) -> tuple[bytes | None, int | None]:
         """The path and size of a PAX header; other keywords do not matter here."""
         while records:
-            length, _, _ = records.partition(b" ")
-            if not length.isdigit() or not 0 < int(length) <= len(records):
+            match = _PAX_LENGTH.match(records)
+            end = int(match[1]) if match else 0
+            if match is None or not match.end() < end <= len(records) or records[end - 1 : end] != b"\n":
                 raise self._damage("a PAX header cannot be parsed")
-            keyword, separator, value = records[len(length) + 1 : int(length) - 1].partition(b"=")
+            keyword, separator, value = records[match.end() : end - 1].partition(b"=")
             if not separator:
                 raise self._damage("a PAX header cannot be parsed")
             if keyword == b"path":
                 name = value
             elif keyword == b"size":
-                if not value.isdigit():
+                if not _DECIMAL.fullmatch(value):
                     raise self._damage("the size in a PAX header is not a number")
                 size = int(value)
-            records = records[int(length) :]
+            elif keyword.startswith(b"GNU.sparse."):
+                raise self._damage("a sparse member does not belong in a shard")
+            records = records[end:]
         return name, size
 
     def _damage(self, what: str) -> DamagedShard:
         return DamagedShard(f"{self._path} at byte {self._position}: {what}")
 
 
+def open_field(path: Path) -> BinaryIO:
+    """A shard's file, opened for reading.
+
+    Raises:
+        DamagedShard: it is not there.
+    """
+    try:
+        return path.open("rb")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise DamagedShard(f"{path}: {error.strerror}") from error
+
+
 def _octal(field: bytes) -> int | None:
     if field[0] == 0x80:  # GNU's binary sizes, from 8 GiB
         return int.from_bytes(field[1:], "big")
+    # Not left to int(), which takes a sign as well: a negative size would lead backwards.
     digits = field.strip(b" \0")
-    try:
-        return int(digits, 8) if digits else None
-    except ValueError:
-        return None
+    return int(digits, 8) if _OCTAL.fullmatch(digits) else None
 
 
 def _plain_name(header: bytes) -> bytes:

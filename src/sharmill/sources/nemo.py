@@ -15,6 +15,7 @@ from sharmill.sources.pieces import Piece
 from sharmill.store import checksum
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MAX_SHARDS = 1_000_000
 _BOMS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
@@ -79,6 +80,8 @@ def expand_shards(pattern: str) -> list[str]:
     first, last = int(match[1]), int(match[2])
     if last < first:
         raise ConfigError(f"the range in {pattern} runs backwards")
+    if last - first >= _MAX_SHARDS:
+        raise ConfigError(f"the range in {pattern} names more than {_MAX_SHARDS:,} files")
     names = [f"{match.string[: match.start()]}{n:0{len(match[1])}d}{match.string[match.end() :]}"
              for n in range(first, last + 1)]  # fmt: skip
     return [name for expanded in names for name in expand_shards(expanded)]
@@ -91,12 +94,15 @@ def check_manifest(path: Path) -> None:
         ConfigError: it is missing, empty, binary, in another encoding, one JSON array, or cut off in its last line.
     """
     try:
+        # Before opening: a FIFO would wait for its writer.
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"the manifest {path} is not a regular file")
         with path.open("rb") as stream:
             head = stream.read(1 << 16)
             stream.seek(max(0, path.stat().st_size - (1 << 20)))
             tail = stream.read()
     except OSError as error:
-        raise ConfigError(f"cannot read the manifest {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the manifest {path}: {error.strerror}; correct manifest in sources") from error
     if not head.strip():
         raise ConfigError(f"the manifest {path} is empty")
     for mark, encoding in _BOMS.items():

@@ -15,6 +15,7 @@ CODES: Final[dict[str, str]] = {
     "wrong_size": "a file does not have the recorded size",
     "wrong_checksum": "a file does not have the recorded checksum",
     "stray_file": "a file does not belong to the dataset",
+    "wrong_name": "a file is not called as its field and shard ask for",
     "index_gap": "the shard indices do not run from 0 without gaps",
     "missing_field": "a shard lacks a field that dataset.json names",
     "damaged": "a file cannot be read to its end",
@@ -24,7 +25,7 @@ CODES: Final[dict[str, str]] = {
     "bad_cut": "a cut is not as the contract says",
     "bad_audio": "audio and its metadata disagree, or it cannot be decoded",
     "bad_codes": "codes have another shape, type or range than the codec and the audio ask for",
-    "wrong_totals": "dataset.json and shards.jsonl disagree",
+    "wrong_totals": "dataset.json, shards.jsonl and the files disagree about fields, numbers or seconds",
 }
 
 

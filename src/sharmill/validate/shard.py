@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,27 @@ import numpy as np
 from sharmill import audio
 from sharmill.encode.stage import codes_dtype
 from sharmill.errors import DamagedShard, RejectRecord
+from sharmill.manifest import parse_speaker_tag
 from sharmill.shar.fields import Item, array_from_bytes, read_cuts, read_field
 from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord
-from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, CUTS, TARGET_AUDIO, TARGET_CODES, codes_field
+from sharmill.shar.layout import (
+    CONTEXT_AUDIO,
+    CONTEXT_CODES,
+    CUTS,
+    DATASET_FILE,
+    TARGET_AUDIO,
+    TARGET_CODES,
+    codes_field,
+    context_id,
+    shard_file,
+)
 from sharmill.store import checksum
 from sharmill.validate.findings import Finding
+
+# What looking at a manifest raises that is not as it should be.
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+# The index has seconds with three decimals.
+_SECONDS_TOLERANCE = 2e-3
 
 
 @dataclass(frozen=True)
@@ -32,19 +49,20 @@ class ShardCheck:
         findings = list(self._check_files(shard))
         contents: dict[str, list[Any]] = {}
         for field, file in shard.fields.items():
-            read = read_cuts if field == CUTS else read_field
+            path = self.directory / file.file
+            if not path.is_file():
+                continue  # reported by _check_files
             try:
-                contents[field] = list(read(self.directory / file.file))
+                contents[field] = list(read_cuts(path) if field == CUTS else read_field(path))
             except DamagedShard as error:
                 findings.append(_finding("damaged", shard, file.file, str(error)))
-            except FileNotFoundError:
-                pass  # reported by _check_files
         cuts = contents.pop(CUTS, [])
         if CUTS in shard.fields and len(cuts) != shard.count:
             findings.append(_finding("wrong_count", shard, CUTS, f"{len(cuts)} cuts, but {shard.count} in the index"))
         ids = [str(cut.get("id")) for cut in cuts]
         for field, items in contents.items():
             findings += _check_pairing(shard, field, ids, items)
+        findings += _check_seconds(shard, contents)
         findings += self._check_cuts(shard, cuts, contents)
         for codec in self.dataset.codecs:
             findings += _check_codec(shard, codec, contents)
@@ -54,8 +72,13 @@ class ShardCheck:
         for field in self.dataset.fields:
             if field not in shard.fields:
                 yield _finding("missing_field", shard, field, f"the shard has no {field}")
-        for file in shard.fields.values():
+        for field, file in shard.fields.items():
             path = self.directory / file.file
+            if field not in self.dataset.fields:
+                yield _finding("wrong_totals", shard, field, f"{DATASET_FILE} does not name the field")
+            if file.file != shard_file(field, shard.index):
+                sentence = f"shards.jsonl has {file.file} where {shard_file(field, shard.index)} belongs"
+                yield _finding("wrong_name", shard, field, sentence)
             if not path.is_file():
                 yield _finding("missing_file", shard, file.file, "the file is not there")
             elif path.stat().st_size != file.size:
@@ -68,7 +91,11 @@ class ShardCheck:
         self, shard: ShardRecord, cuts: list[dict[str, Any]], contents: dict[str, list[Item]]
     ) -> Iterator[Finding]:
         for cut, target in zip(cuts, contents.get(TARGET_AUDIO, []), strict=False):
-            problem = cut_problem(cut, target.metadata or {}, self.dataset)
+            problem = cut_problem(cut, target.metadata or {})
+            if problem:
+                yield _finding("bad_cut", shard, str(cut.get("id")), problem)
+        for cut, context in zip(cuts, contents.get(CONTEXT_AUDIO, []), strict=False):
+            problem = context_problem(cut, context.metadata or {}, self.dataset.limits)
             if problem:
                 yield _finding("bad_cut", shard, str(cut.get("id")), problem)
         for field in (TARGET_AUDIO, CONTEXT_AUDIO):
@@ -78,25 +105,51 @@ class ShardCheck:
                     yield _finding("bad_audio", shard, f"{field}: {item.cut_id}", problem)
 
 
-def cut_problem(cut: dict[str, Any], target: dict[str, Any], dataset: DatasetRecord) -> str | None:
+def cut_problem(cut: dict[str, Any], target: dict[str, Any]) -> str | None:
     """What is wrong with a cut beside the metadata of its target audio, in a sentence, or None."""
     try:
         (supervision,) = cut["supervisions"]
-        custom = supervision["custom"]
+        recording = cut["recording"]
+        seconds = target["num_samples"] / target["sampling_rate"]
         if cut["start"] != 0 or supervision["start"] != 0:
             return "cut or supervision does not start at 0"
-        if cut["duration"] != target["num_samples"] / target["sampling_rate"]:
-            return f"the cut lasts {cut['duration']} s, its audio {target['num_samples'] / target['sampling_rate']} s"
+        if cut["duration"] != seconds:
+            return f"the cut lasts {cut['duration']} s, its audio {seconds} s"
         if supervision["duration"] != cut["duration"]:
             return "cut and supervision last differently long"
         if target["id"] != cut["id"]:
             return f"the target audio has the id {target['id']!r}"
-        if cut["custom"].get("context_audio_unaligned") is not True:
+        if any(recording[key] != target[key] for key in ("num_samples", "sampling_rate")):
+            return "recording and target audio differ in samples or rate"
+        if supervision["recording_id"] != recording["id"]:
+            return f"the supervision is of {supervision['recording_id']!r}, the recording is {recording['id']!r}"
+        if cut["custom"]["context_audio_unaligned"] is not True:
             return "context_audio_unaligned is not set, so that lhotse would cut the context"
-        if custom["context_speaker_similarity"] < dataset.limits["min_similarity"] - 1e-6:
-            return f"the similarity of the context is {custom['context_speaker_similarity']}"
+        parse_speaker_tag(supervision["speaker"])
         return None
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except RejectRecord as error:
+        return str(error)
+    except _MALFORMED as error:
+        return f"a key is absent or of the wrong type: {error!r}"
+
+
+def context_problem(cut: dict[str, Any], context: dict[str, Any], limits: dict[str, Any]) -> str | None:
+    """What is wrong with a cut beside the metadata of its context audio, in a sentence, or None."""
+    try:
+        custom = cut["supervisions"][0]["custom"]
+        duration, similarity = custom["context_audio_duration"], custom["context_speaker_similarity"]
+        segment = (custom["context_recording_id"], custom["context_audio_offset"], duration)
+        if context["id"] != context_id(*segment):
+            return f"the context audio has the id {context['id']!r} instead of {context_id(*segment)!r}"
+        if segment == (cut["recording"]["id"], custom["offset"], custom["duration"]):
+            return "the context is the target itself"
+        # Stored with six decimals.
+        if similarity < limits["min_similarity"] - 1e-6:
+            return f"the similarity of the context is {similarity}"
+        if duration < limits["min_duration"] or duration > (limits["max_duration"] or math.inf):
+            return f"the context lasts {duration} s"
+        return None
+    except _MALFORMED as error:
         return f"a key is absent or of the wrong type: {error!r}"
 
 
@@ -117,7 +170,25 @@ def audio_problem(item: Item, *, deep: bool) -> str | None:
     promised = (metadata.get("num_samples"), metadata.get("sampling_rate"))
     if found != promised:
         return f"samples and rate are {found}, the metadata says {promised}"
+    if metadata.get("duration") != found[0] / found[1]:
+        return f"it lasts {found[0] / found[1]} s, the metadata says {metadata.get('duration')}"
     return None
+
+
+def _check_seconds(shard: ShardRecord, contents: dict[str, list[Item]]) -> Iterator[Finding]:
+    for field, recorded in ((TARGET_AUDIO, shard.target_seconds), (CONTEXT_AUDIO, shard.context_seconds)):
+        if field in contents:
+            found = sum(_seconds(item) for item in contents[field])
+            if abs(found - recorded) > _SECONDS_TOLERANCE:
+                yield _finding("wrong_totals", shard, field, f"{found:.3f} s of audio, but {recorded} s in the index")
+
+
+def _seconds(item: Item) -> float:
+    """By the metadata; 0 where that is malformed, which is another finding."""
+    try:
+        return float((item.metadata or {})["duration"])
+    except _MALFORMED:
+        return 0.0
 
 
 def _check_pairing(shard: ShardRecord, field: str, ids: list[str], items: list[Item]) -> Iterator[Finding]:
@@ -156,12 +227,16 @@ def codes_problem(item: Item, source: Item, codec: CodecRecord, *, temporal: boo
             return f"the type is {codes.dtype}, and should be {codes_dtype(codec.codebook_size)}"
         if codes.size and not (np.min(codes) >= 0 and np.max(codes) < codec.codebook_size):
             return f"codes run from {np.min(codes)} to {np.max(codes)} in a codebook of {codec.codebook_size}"
-        if temporal and item.metadata["frame_shift"] != codec.samples_per_frame / codec.sampling_rate:
+        if not temporal:
+            return None
+        if item.metadata["frame_shift"] != codec.samples_per_frame / codec.sampling_rate:
             return f"frame_shift is {item.metadata['frame_shift']}"
+        if item.metadata["temporal_dim"] != -1 or item.metadata["start"] != 0:
+            return f"temporal_dim is {item.metadata['temporal_dim']}, start is {item.metadata['start']}"
         return None
     except DamagedShard as error:
         return str(error)
-    except (KeyError, TypeError) as error:
+    except _MALFORMED as error:
         return f"a key is absent or of the wrong type: {error!r}"
 
 

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import xxhash
 
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.manifest import iterate_lines
+from sharmill.manifest import iterate_lines, write_lines
 from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, read_shards
-from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE, lhotse_field
+from sharmill.shar.layout import (
+    BASE_FIELDS,
+    CONTEXT_CODES,
+    DATASET_FILE,
+    SHARDS_FILE,
+    TARGET_CODES,
+    codes_field,
+)
 from sharmill.store import Staging, checksum, open_atomic
 from sharmill.validate.findings import Finding, findings_to_lines, read_findings
 from sharmill.validate.shard import ShardCheck
+
+# A sum of seconds with three decimals each.
+_SECONDS_TOLERANCE = 2e-3
 
 
 class ValidateStage(Stage):
@@ -40,8 +54,9 @@ class ValidateStage(Stage):
 
     def identity(self) -> dict[str, Any]:
         try:
-            dataset = read_dataset(self.dataset_dir)
-            count = sum(1 for _ in read_shards(self.dataset_dir))
+            read_dataset(self.dataset_dir)
+            for _ in read_shards(self.dataset_dir):
+                pass
         except DamagedShard as error:
             raise ConfigError(
                 f"the index of the dataset is damaged, so that nothing can be checked: {error}"
@@ -50,7 +65,7 @@ class ValidateStage(Stage):
             "dataset_dir": str(self.dataset_dir.absolute()),
             "input": [checksum(self.dataset_dir / name) for name in (DATASET_FILE, SHARDS_FILE)],
             # Damage does not change the index: what was checked before may have changed since.
-            "files": [dataset.num_shards, count, *_file_times(self.dataset_dir)],
+            "files": _fingerprint(self.dataset_dir),
             "deep": self.deep,
             "versions": versions(),
         }
@@ -70,9 +85,9 @@ class ValidateStage(Stage):
         findings, ids = self._check(shard)
         part = f"parts/{unit.index:06d}"
         staging.path(f"{part}.findings.jsonl").write_bytes(findings_to_lines(findings))
-        staging.path(f"{part}.ids.txt").write_bytes("".join(f"{cut_id}\n" for cut_id in ids).encode())
+        write_lines(staging.path(f"{part}.ids.jsonl"), map(msgspec.json.encode, ids))
         return Output(
-            files=[f"{part}.findings.jsonl", f"{part}.ids.txt"],
+            files=[f"{part}.findings.jsonl", f"{part}.ids.jsonl"],
             num_out=unit.size,
             stats={"seconds": shard.target_seconds},
         )
@@ -83,7 +98,7 @@ class ValidateStage(Stage):
         whole = [
             *_check_totals(dataset, shards),
             *_check_strays(self.dataset_dir, shards),
-            *_check_duplicates(self.root / commit.files[1].name for commit in commits),
+            *_check_duplicates([self.root / commit.files[1].name for commit in commits]),
         ]
         with open_atomic(self.findings_file) as merged:
             merged.write(findings_to_lines(whole))
@@ -91,15 +106,22 @@ class ValidateStage(Stage):
                 merged.write((self.root / commit.files[0].name).read_bytes())
         return add_up(commits)
 
+    def products(self) -> list[Path]:
+        return [self.findings_file]
+
     def findings(self) -> list[Finding]:
         """What the finished validation found."""
         return read_findings(self.findings_file)
 
 
-def _file_times(directory: Path) -> list[int]:
-    """The newest change in the dataset and the number of its files."""
-    times = [path.stat().st_mtime_ns for path in directory.rglob("*")]
-    return [max(times, default=0), len(times)]
+def _fingerprint(directory: Path) -> str:
+    """Of the names, sizes and times of all files: the time of change too, for copying may keep that of the content."""
+    digest = xxhash.xxh3_64()
+    for path in sorted(directory.rglob("*")):
+        status = path.lstat()
+        found = [path.relative_to(directory).as_posix(), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        digest.update(repr(found).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 def _check_totals(dataset: DatasetRecord, shards: list[ShardRecord]) -> Iterator[Finding]:
@@ -110,26 +132,42 @@ def _check_totals(dataset: DatasetRecord, shards: list[ShardRecord]) -> Iterator
     if counted != recorded:
         sentence = f"shards and cuts are {counted} in {SHARDS_FILE}, {recorded} in {DATASET_FILE}"
         yield _dataset_finding("wrong_totals", DATASET_FILE, sentence)
-    known = {field for codec in dataset.codecs for field in dataset.fields if field.startswith(f"codes_{codec.name}/")}
-    unknown = [field for field in dataset.fields if "/" in field and field not in known]
-    if unknown:
-        sentence = f"there is no codec for the fields {', '.join(map(lhotse_field, unknown))}"
-        yield _dataset_finding("wrong_totals", DATASET_FILE, sentence)
+    for name in ("target_seconds", "context_seconds"):
+        total = sum(getattr(shard, name) for shard in shards)
+        if abs(total - getattr(dataset, name)) > _SECONDS_TOLERANCE:
+            sentence = f"{name} is {total:.3f} in {SHARDS_FILE}, {getattr(dataset, name)} in {DATASET_FILE}"
+            yield _dataset_finding("wrong_totals", DATASET_FILE, sentence)
+    codes = {codes_field(codec.name, field) for codec in dataset.codecs for field in (TARGET_CODES, CONTEXT_CODES)}
+    for field in sorted({*BASE_FIELDS, *codes} ^ set(dataset.fields)):
+        wrong = "is not of its codecs" if field in dataset.fields else "is missing"
+        yield _dataset_finding("wrong_totals", DATASET_FILE, f"the field {field} {wrong}")
 
 
 def _check_strays(directory: Path, shards: list[ShardRecord]) -> Iterator[Finding]:
     expected = {DATASET_FILE, SHARDS_FILE} | {file.file for shard in shards for file in shard.fields.values()}
+    folders = {parent.as_posix() for file in expected for parent in PurePosixPath(file).parents}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        if not path.is_dir() and name not in expected:
+        is_folder = path.is_dir() and (name in folders or not path.is_symlink())
+        if not is_folder and name not in expected:
             yield _dataset_finding("stray_file", name, "the file does not belong to the dataset")
 
 
-def _check_duplicates(id_files: Iterable[Path]) -> Iterator[Finding]:
-    counts = Counter(line for path in id_files for line in iterate_lines(path))
+def _check_duplicates(id_files: Sequence[Path]) -> Iterator[Finding]:
+    """In two passes, so that only a hash of each id is in memory, and the ids whose hashes repeat."""
+    hashes = np.fromiter((xxhash.xxh3_64_intdigest(line) for line in _lines(id_files)), dtype=np.uint64)
+    hashes.sort()
+    repeated = frozenset(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
+    if not repeated:
+        return
+    counts = Counter(line for line in _lines(id_files) if xxhash.xxh3_64_intdigest(line) in repeated)
     for cut_id, count in counts.items():
         if count > 1:
-            yield _dataset_finding("duplicate_id", cut_id.decode(), f"{count} cuts have this id")
+            yield _dataset_finding("duplicate_id", msgspec.json.decode(cut_id), f"{count} cuts have this id")
+
+
+def _lines(paths: Iterable[Path]) -> Iterator[bytes]:
+    return (line for path in paths for line in iterate_lines(path))
 
 
 def _dataset_finding(code: str, where: str, sentence: str) -> Finding:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sharmill import audio
 from sharmill.config import WriteConfig
-from sharmill.errors import RejectRecord
+from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Segment
 from sharmill.segments import Location, SegmentReader
 
@@ -75,15 +75,25 @@ class SegmentEncoder:
             rate = self._config.sampling_rate
         extension: str = self._config.audio_format
         if extension == _ORIGINAL:
-            extension = location.info.format if location.info.format in audio.ENCODERS else _FALLBACK_FORMAT
+            extension = location.info.format if _can_encode(location.info.format, rate) else _FALLBACK_FORMAT
         data = audio.encode(samples, rate, extension)
         stored = audio.probe_bytes(data)
         return StoredAudio(data, extension, stored.sampling_rate, stored.num_samples)
 
 
 def _copy(location: Location) -> StoredAudio:
+    """The file itself, which is decoded once: one that breaks later would take its whole shard with it."""
     try:
         data = location.path.read_bytes()
-    except OSError as error:
-        raise RejectRecord("unreadable_audio", f"the audio file cannot be read: {error.strerror}") from error
-    return StoredAudio(data, location.info.format, location.info.sampling_rate, location.info.num_samples)
+    except FileNotFoundError as error:  # between the look at its header and now
+        raise RejectRecord("missing_audio", f"{location.path}: {error.strerror}") from error
+    samples, rate = audio.decode(data)
+    return StoredAudio(data, location.info.format, rate, len(samples))
+
+
+def _can_encode(format: str, sampling_rate: int) -> bool:
+    try:
+        audio.check_encoder(format, sampling_rate)
+    except ConfigError:
+        return False
+    return True

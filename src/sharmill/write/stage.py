@@ -41,6 +41,7 @@ from sharmill.shar.layout import (
     shard_file,
 )
 from sharmill.shar.manifests import make_cut, make_recording
+from sharmill.shar.ownership import was_planned_for
 from sharmill.store import STAGING_NAME, Staging, checksum, remove_tree
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
 from sharmill.write.order import index_matched, order_lines
@@ -56,6 +57,7 @@ class WriteStage(Stage):
         self.root = Path(config.dataset_dir)
 
     def identity(self) -> dict[str, Any]:
+        self.check_output()
         matched = matched_manifest(self.config)
         if not matched.exists():
             raise ConfigError(f"{matched} is not there: run the stage match first")
@@ -119,7 +121,12 @@ class WriteStage(Stage):
             write_dataset(self.root, self._dataset_record(shards))
         return add_up(commits)
 
+    def products(self) -> list[Path]:
+        return [self.root / DATASET_FILE, self.root / SHARDS_FILE]
+
     def discard(self) -> None:
+        if not was_planned_for(self.dir.identity, self.root):
+            return
         for name in (DATASET_FILE, SHARDS_FILE, *BASE_FIELDS, STAGING_NAME):
             remove_tree(self.root / name)
         for codes in self.root.glob("codes_*"):
@@ -131,7 +138,7 @@ class WriteStage(Stage):
 
     def check_output(self) -> None:
         """Raises ConfigError where the dataset directory holds what this run has not written."""
-        if self.dir.identity.exists():
+        if was_planned_for(self.dir.identity, self.root):
             return
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError(f"dataset_dir {self.root} is not a folder")

@@ -1,0 +1,201 @@
+"""Manufactured test data: audio files, manifest records, and whole runs of ``prepare``.
+
+Builders are fixtures, since tests are imported without packages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile as sf
+
+from sharmill.config import Config, to_config
+from sharmill.engine.run import StageResult, run_stage
+from sharmill.executors.local import LocalExecutor
+from sharmill.manifest import Utterance
+from sharmill.prepare.stage import PrepareStage, prepared_manifest
+
+REPOSITORY = Path(__file__).parents[1]
+TAG = "| Language:en Dataset:Tests Speaker:{} |"
+
+
+class SilentListener:
+    """Hears what happens and keeps nothing of it."""
+
+    def stage_started(self, stage, units, done):
+        pass
+
+    def unit_done(self, unit, commit):
+        pass
+
+    def unit_failed(self, unit, error, attempts):
+        pass
+
+    def stage_ended(self, stage, result):
+        pass
+
+
+def make_record(**changes: Any) -> dict[str, Any]:
+    """A good record of ``a.wav`` of the audio root; a change to ``...`` removes the key."""
+    record = {"audio_filepath": "a.wav", "duration": 2.0, "speaker": TAG.format("anna"), "text": "Good day."} | changes
+    return {key: value for key, value in record.items() if value is not ...}
+
+
+def write_tone(path: Path, seconds: float = 2.0, *, rate: int = 16000, channels: int = 1) -> Path:
+    """A quiet tone; the format is that of the suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tone = 0.1 * np.sin(2 * np.pi * 220 * np.arange(round(seconds * rate)) / rate)
+    sf.write(path, np.repeat(tone[:, None], channels, axis=1), rate)
+    return path
+
+
+def write_manifest(path: Path, records: list[Any]) -> Path:
+    """Records as JSON lines; ``bytes`` are lines as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [record if isinstance(record, bytes) else json.dumps(record).encode() for record in records]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run of ``prepare`` left."""
+
+    config: Config
+    stage: PrepareStage
+    result: StageResult
+
+    @property
+    def kept(self) -> list[Utterance]:
+        return [Utterance.from_json(line) for line in prepared_manifest(self.config).read_bytes().splitlines()]
+
+    @property
+    def rejects(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.stage.dir.rejects.read_bytes().splitlines()]
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        return json.loads(self.stage.run_dir.stats.read_bytes())
+
+
+def config_for(folder: Path, sources: list[tuple[Path | str, Path | str]], **changes: Any) -> Config:
+    """A configuration with its directories below ``folder``, of (manifest, audio root) pairs."""
+    values = {
+        "name": "small",
+        "run_dir": str(folder / "run"),
+        "dataset_dir": str(folder / "dataset"),
+        "sources": [{"manifest": str(manifest), "audio_root": str(root)} for manifest, root in sources],
+    }
+    return to_config(values | changes, "test")
+
+
+def run_prepare_stage(config: Config) -> Prepared:
+    """Runs the stage to its end, in this process."""
+    stage = PrepareStage(config)
+    return Prepared(config, stage, run_stage(stage, LocalExecutor(1), SilentListener(), max_reject_fraction=1.0))
+
+
+@pytest.fixture(scope="session")
+def record():
+    """The function ``make_record``."""
+    return make_record
+
+
+@pytest.fixture(scope="session")
+def tag():
+    """Returns a function: speaker -> speaker tag."""
+    return TAG.format
+
+
+@pytest.fixture(scope="session")
+def tone():
+    """The function ``write_tone``."""
+    return write_tone
+
+
+@pytest.fixture(scope="session")
+def manifest():
+    """The function ``write_manifest``."""
+    return write_manifest
+
+
+@pytest.fixture(scope="session")
+def configure():
+    """The function ``config_for``."""
+    return config_for
+
+
+@pytest.fixture(scope="session")
+def run_prepare():
+    """The function ``run_prepare_stage``."""
+    return run_prepare_stage
+
+
+@pytest.fixture(scope="session")
+def prepare_records(audio_root):
+    """Returns a function: folder, records, options of ``prepare`` -> Prepared, over the shared audio root."""
+
+    def prepare(folder: Path, records: list[Any], *, root: Path = audio_root, **options: Any) -> Prepared:
+        path = write_manifest(folder / "m.json", records)
+        return run_prepare_stage(config_for(folder, [(path, root)], prepare=options))
+
+    return prepare
+
+
+@pytest.fixture(scope="session")
+def audio_root(tmp_path_factory):
+    """Good files of 2 s (a.wav, b.wav, deep/c.flac) and one of every bad kind; not to be changed by tests."""
+    folder = tmp_path_factory.mktemp("audio")
+    root = folder / "root"
+    for name in ("a.wav", "b.wav", "deep/c.flac", "../outside.wav"):
+        write_tone(root / name)
+    write_tone(root / "stereo.wav", channels=2)
+    write_tone(root / "no_samples.wav", 0.0)
+    (root / "no_bytes.wav").touch()
+    (root / "text.wav").write_text("this is no audio\n" * 100)
+    (root / "folder.wav").mkdir()
+    os.mkfifo(root / "fifo.wav")
+    (root / "link_out.wav").symlink_to(folder / "outside.wav")
+    (root / "link_in.wav").symlink_to(root / "a.wav")
+    (root / "link_loop.wav").symlink_to(root / "link_loop.wav")
+    (root / "folder_out").symlink_to(folder)
+    return root
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Returns a function: size -> a folder that is a file system of its own; skips where that is not permitted."""
+    mounted = []
+
+    def mount(size: str) -> Path:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]
+        attempt = subprocess.run(command, capture_output=True, text=True, check=False)
+        if attempt.returncode != 0:
+            pytest.skip(f"mounting a tmpfs is not permitted here: {attempt.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture
+def command_line():
+    """Returns a function that runs ``sharmill`` in a process of its own: a CompletedProcess with text output."""
+
+    def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "sharmill", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+
+    return run

@@ -1,0 +1,64 @@
+"""The demo as `make demo` runs it, and what status and plan say of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo") / "demo"
+    outcome = subprocess.run(
+        [sys.executable, "-m", "sharmill", "demo", folder], capture_output=True, text=True, check=False, cwd=REPOSITORY
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    return folder, outcome.stdout
+
+
+def test_says_that_its_codec_is_untrained(demo):
+    assert "UNTRAINED" in demo[1]
+    described = json.loads((demo[0] / "dataset/dataset.json").read_text())
+    assert [(codec["name"], codec["trained"]) for codec in described["codecs"]] == [("builtin", False)]
+
+
+def test_makes_a_dataset_of_all_good_records(demo):
+    folder, output = demo
+    described = json.loads((folder / "dataset/dataset.json").read_text())
+    assert described["num_cuts"] == 240
+    assert len((folder / "run/rejects.jsonl").read_text().splitlines()) == 14
+    assert "validation: no findings" in output
+
+
+def test_plain_lhotse_loads_everything(demo, lhotse_cuts):
+    count = 0
+    for cut in lhotse_cuts(demo[0] / "dataset", "builtin"):
+        count += 1
+        assert np.abs(cut.load_target_audio()).max() > 0.01
+        assert np.abs(cut.load_context_audio()).max() > 0.01
+        assert len(np.unique(cut.target_codes.load())) > 10
+        assert len(np.unique(cut.context_codes.load())) > 10
+    assert count == 240
+
+
+def test_status_shows_every_stage_as_done(demo, sharmill):
+    output = sharmill("status", demo[0] / "run").stdout
+    for stage in ("prepare", "match", "write", "encode/builtin", "validate"):
+        (row,) = [line for line in output.splitlines() if f" {stage} " in line]
+        assert " done " in row
+
+
+def test_plan_of_a_finished_run_has_nothing_left(demo, sharmill):
+    outcome = sharmill("plan", demo[0] / "demo.yaml")
+    assert outcome.returncode == 0, outcome.stderr
+    (row,) = [line for line in outcome.stdout.splitlines() if " write " in line]
+    assert [cell.strip() for cell in row.split("│")[2:5]] == ["5", "5", "0.00 h"]

@@ -1,0 +1,190 @@
+"""The ledger: what is in it is done, what is not is not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+
+import pytest
+from toy_stage import ToyStage, output_bytes, run
+
+from sharmill.engine.ledger import LedgerWriter, read_ledger
+from sharmill.engine.plan import load
+from sharmill.engine.unit import Commit, make_unit
+from sharmill.errors import FatalError
+
+
+def unit(index, **params):
+    return make_unit(index, cost=1.0, size=1, params=params)
+
+
+def commit_of(unit, rank=0):
+    return Commit(
+        index=unit.index, id=unit.id, files=[], num_in=1, num_out=1, rejects={}, stats={}, seconds=0.5, rank=rank
+    )
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A file system of 64 KiB."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+class TestReading:
+    def test_a_torn_last_line_is_no_record(self, tmp_path):
+        units = [unit(0), unit(1)]
+        writer = LedgerWriter(tmp_path)
+        for each in units:
+            writer.append(commit_of(each))
+        (file,) = tmp_path.glob("*.jsonl")
+        whole = file.read_bytes()
+        first = whole.index(b"\n") + 1
+        for length in range(first, len(whole)):
+            file.write_bytes(whole[:length])
+            assert list(read_ledger(tmp_path, units)) == [0]
+
+    def test_a_damaged_line_is_no_record_and_hides_none(self, tmp_path):
+        units = [unit(0), unit(1)]
+        writer = LedgerWriter(tmp_path)
+        writer.append(commit_of(units[0]))
+        (file,) = tmp_path.glob("*.jsonl")
+        file.write_bytes(file.read_bytes() + b"\0\0\0\n" + b'{"index": 1}\n' + b"[]\n")
+        writer.append(commit_of(units[1]))
+        assert sorted(read_ledger(tmp_path, units)) == [0, 1]
+
+    def test_records_of_another_plan_do_not_count(self, tmp_path):
+        writer = LedgerWriter(tmp_path)
+        writer.append(commit_of(unit(0, of="another")))
+        writer.append(commit_of(unit(7)))
+        assert read_ledger(tmp_path, [unit(0)]) == {}
+
+    def test_a_unit_recorded_twice_counts_once(self, tmp_path):
+        for rank in range(2):
+            LedgerWriter(tmp_path).append(commit_of(unit(0), rank))
+        assert list(read_ledger(tmp_path, [unit(0)])) == [0]
+
+    def test_no_ledger_is_an_empty_one(self, tmp_path):
+        assert read_ledger(tmp_path / "absent", [unit(0)]) == {}
+
+
+class TestFailedAppend:
+    def test_error_of_the_disk_is_fatal_and_later_records_are_whole(self, tmp_path, monkeypatch):
+        writer = LedgerWriter(tmp_path)
+        writer.append(commit_of(unit(0)))
+        fsync = os.fsync
+
+        def half_a_line(descriptor):
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - 20)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", half_a_line)
+        with pytest.raises(FatalError, match="No space left"):
+            writer.append(commit_of(unit(1)))
+        monkeypatch.setattr(os, "fsync", fsync)
+        writer.append(commit_of(unit(2)))
+        assert sorted(read_ledger(tmp_path, [unit(0), unit(1), unit(2)])) == [0, 2]
+
+    def test_full_disk_is_fatal_and_room_lets_it_go_on(self, tiny_disk):
+        ballast = tiny_disk / "ballast"
+        writer = LedgerWriter(tiny_disk / "ledger")
+        writer.append(commit_of(unit(0)))
+        _fill(ballast)
+        done = [0]
+
+        def append_many():
+            for index in range(1, 1000):
+                writer.append(commit_of(unit(index)))
+                done.append(index)
+
+        with pytest.raises(FatalError, match="No space left"):
+            append_many()
+        ballast.unlink()
+        writer.append(commit_of(unit(1000)))
+        assert sorted(read_ledger(tiny_disk / "ledger", map(unit, range(1001)))) == [*done, 1000]
+
+
+class TestFullDisk:
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_run_stops_with_one_line_and_goes_on_when_there_is_room(self, tiny_disk, workers, capfd):
+        stage = ToyStage(tiny_disk, units=8)
+        with pytest.raises(FatalError, match=r"cannot write .*No space left on device; make room"):
+            run(stage, workers)
+        assert "Traceback" not in capfd.readouterr().err
+        subprocess.run(["mount", "-o", "remount,size=16m", tiny_disk], check=True)
+        result, heard = run(stage, workers)
+        assert result.ok
+        assert sorted(heard.already + heard.done) == list(range(8))
+        assert len(output_bytes(stage)) == 2 * 8 + 1
+
+
+class TestOutputsInPlace:
+    def test_a_committed_unit_whose_file_is_missing_is_done_again(self, tmp_path):
+        stage = ToyStage(tmp_path)
+        run(stage)
+        before = output_bytes(stage)
+        (stage.root / "last" / "000002.txt").unlink()
+        result, heard = run(stage)
+        assert result.ok
+        assert heard.done == [2]
+        assert output_bytes(stage) == before
+
+    def test_a_committed_unit_whose_file_has_another_size_is_done_again(self, tmp_path):
+        stage = ToyStage(tmp_path)
+        run(stage)
+        before = output_bytes(stage)
+        with (stage.root / "first" / "000004.txt").open("ab") as stream:
+            stream.write(b"more")
+        _, heard = run(stage)
+        assert heard.done == [4]
+        assert output_bytes(stage) == before
+
+    def test_a_committed_unit_whose_rejects_are_missing_is_done_again(self, tmp_path):
+        stage = ToyStage(tmp_path, behaviour={1: "reject:too_short"})
+        run(stage)
+        stage.dir.unit_rejects(1).unlink()
+        _, heard = run(stage)
+        assert heard.done == [1]
+        assert len(stage.dir.rejects.read_bytes().splitlines()) == 1
+
+    def test_an_old_record_does_not_stand_in_for_a_failed_repeat(self, tmp_path):
+        run(ToyStage(tmp_path))
+        (tmp_path / "out" / "last" / "000002.txt").unlink()
+        stage = ToyStage(tmp_path, behaviour={2: "raise"})
+        result, _ = run(stage)
+        assert not result.ok
+        assert list(result.failures) == [2]
+
+    def test_output_that_vanishes_meanwhile_is_reported(self, tmp_path, monkeypatch):
+        stage = ToyStage(tmp_path)
+        process = ToyStage.process
+
+        def process_and_remove(self, unit, staging):
+            (self.root / "last" / "000003.txt").unlink(missing_ok=True)
+            return process(self, unit, staging)
+
+        monkeypatch.setattr(ToyStage, "process", process_and_remove)
+        result, _ = run(stage)
+        assert {index: error.message for index, error in result.failures.items()} == {
+            3: "its output has vanished since it was committed"
+        }
+
+    def test_a_relaunch_reads_the_same_plan(self, tmp_path):
+        stage = ToyStage(tmp_path)
+        run(stage)
+        assert sorted(read_ledger(stage.dir.ledger, load(stage))) == list(range(6))
+
+
+def _fill(path):
+    with path.open("wb", buffering=0) as stream:
+        try:
+            while True:
+                stream.write(b"\0" * 1024)
+        except OSError:
+            pass

@@ -1,0 +1,132 @@
+"""The frozen plan: made once, bound to what made it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+
+import pytest
+from toy_stage import ToyStage, output_bytes, run
+
+from sharmill.engine.plan import describe_differences, load, load_or_freeze
+from sharmill.errors import ConfigError
+
+
+class ReplanningStage(ToyStage):
+    replan_when_changed = True
+
+
+class TestFreeze:
+    def test_second_run_makes_no_second_plan(self, tmp_path):
+        for _ in range(2):
+            run(ToyStage(tmp_path))
+        assert len(ToyStage(tmp_path).marked("plan")) == 1
+
+    def test_what_is_loaded_is_what_was_planned(self, tmp_path):
+        stage = ToyStage(tmp_path)
+        assert load_or_freeze(stage, restart=False) == load(stage) == load_or_freeze(stage, restart=False)
+
+    def test_planner_killed_half_way_leaves_nothing_that_counts(self, tmp_path):
+        stage = ToyStage(tmp_path)
+        stage.mark("die_in_plan")
+        process = multiprocessing.get_context("spawn").Process(
+            target=load_or_freeze, args=(stage,), kwargs={"restart": False}
+        )
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert not stage.dir.plan.exists()
+        (stage.marks / "die_in_plan").unlink()
+        assert run(stage)[0].ok
+        assert sorted(path.name for path in stage.dir.path.iterdir() if path.name.startswith(".")) == []
+
+    def test_planner_that_raises_leaves_nothing(self, tmp_path, monkeypatch):
+        stage = ToyStage(tmp_path)
+        monkeypatch.setattr(stage, "plan", lambda folder: iter([1 / 0 for _ in range(1)]))
+        with pytest.raises(ZeroDivisionError):
+            load_or_freeze(stage, restart=False)
+        assert list(stage.dir.path.iterdir()) == []
+
+
+class TestIdentity:
+    def test_other_configuration_is_refused_by_name_and_values(self, tmp_path):
+        run(ToyStage(tmp_path, option=0.6))
+        before = output_bytes(ToyStage(tmp_path))
+        with pytest.raises(ConfigError, match=r"option \(0\.6, now 0\.7\).*--restart"):
+            run(ToyStage(tmp_path, option=0.7))
+        assert output_bytes(ToyStage(tmp_path)) == before
+
+    def test_tuples_and_the_order_of_keys_make_no_difference(self, tmp_path):
+        run(ToyStage(tmp_path, option=[{"b": (1, 2), "a": 3}]))
+        assert run(ToyStage(tmp_path, option=({"a": 3, "b": [1, 2]},)))[0].ok
+
+    def test_keys_that_came_or_went_are_named(self):
+        assert describe_differences({"a": {"x": 1}}, {"a": {"y": 2}}) == ["a.x (1, now null)", "a.y (null, now 2)"]
+
+    def test_a_check_plans_anew_when_its_input_has_changed(self, tmp_path):
+        run(ReplanningStage(tmp_path, option=1))
+        _, heard = run(ReplanningStage(tmp_path, option=2))
+        assert sorted(heard.done) == list(range(6))
+
+
+class TestRestart:
+    def test_removes_output_and_ledger_and_does_all_again(self, tmp_path):
+        run(ToyStage(tmp_path, units=8))
+        stage = ToyStage(tmp_path, units=3, option=2)
+        result, heard = run(stage, restart=True)
+        assert result.ok
+        assert heard.already == []
+        assert sorted(heard.done) == [0, 1, 2]
+        assert sorted(output_bytes(stage)) == [
+            *(f"first/{index:06d}.txt" for index in range(3)),
+            *(f"last/{index:06d}.txt" for index in range(3)),
+            "merged.txt",
+        ]
+
+    @pytest.mark.parametrize("step", ["discard", "remove_tree"])
+    def test_killed_at_any_step_the_next_run_is_whole(self, tmp_path, monkeypatch, step):
+        """Neither a plan without units nor output that no plan knows may be left."""
+
+        class Killed(BaseException):
+            pass
+
+        run(ToyStage(tmp_path, units=8))
+        stage = ToyStage(tmp_path, units=8)
+        if step == "discard":
+            monkeypatch.setattr(stage, "discard", lambda: (_ for _ in ()).throw(Killed))
+            with pytest.raises(Killed):
+                run(stage, restart=True)
+        else:
+            for allowed in range(3):
+                _die_at_removal(stage, allowed, Killed)
+        for path in (stage.root / "first").glob("00000[0-3].txt"):
+            path.unlink()
+        fresh = ToyStage(tmp_path, units=8)
+        assert run(fresh)[0].ok
+        assert output_bytes(fresh) == _fresh_output(tmp_path / "fresh")
+
+
+def _die_at_removal(stage, allowed, error):
+    import sharmill.engine.plan as plan
+
+    removals = []
+    original = plan.remove_tree
+
+    def remove(path):
+        removals.append(path)
+        if len(removals) > allowed:
+            raise error
+        original(path)
+
+    plan.remove_tree = remove
+    try:
+        with pytest.raises(error):
+            plan.forget(stage)
+    finally:
+        plan.remove_tree = original
+
+
+def _fresh_output(folder):
+    stage = ToyStage(folder, units=8)
+    run(stage)
+    return output_bytes(stage)

@@ -1,0 +1,259 @@
+"""One stage from plan to totals: accounts, rejects, failures, locks, progress."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+
+import msgspec
+import pytest
+from toy_stage import RECORDS_PER_UNIT, ToyStage, output_bytes, run, wait_until
+
+from sharmill.engine.progress import ProgressWriter, read_progress
+from sharmill.engine.run import locked, read_totals
+from sharmill.errors import ConfigError, FatalError
+
+
+class TestAccounts:
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_unit_that_loses_a_record_ends_the_stage(self, tmp_path, workers):
+        stage = ToyStage(tmp_path, behaviour={3: "miscount"})
+        with pytest.raises(FatalError, match="unit 3: 3 records in, but 2 out and 0 rejected"):
+            run(stage, workers)
+        assert read_totals(stage) is None
+
+    def test_finalize_that_loses_a_record_ends_the_stage(self, tmp_path):
+        stage = ToyStage(tmp_path, lost_in_finalize=1)
+        with pytest.raises(FatalError, match="accounts do not add up: 18 records planned, 18 read, 17 went on, 0"):
+            run(stage)
+        assert read_totals(stage) is None
+
+    def test_totals_are_kept_and_given_again(self, tmp_path):
+        stage = ToyStage(tmp_path, behaviour={0: "reject:too_short,too_long"})
+        first, _ = run(stage)
+        assert (first.totals.num_in, first.totals.num_out) == (6 * RECORDS_PER_UNIT, 6 * RECORDS_PER_UNIT - 2)
+        assert first.totals.rejects == {"too_long": 1, "too_short": 1}
+        assert first.totals.hours == 5.0
+        again, heard = run(stage)
+        assert again.totals == first.totals
+        assert heard.done == []
+        assert len(stage.attempts()) == 6
+
+
+class TestRejects:
+    ALL = "empty_text,empty_text,empty_text"
+
+    def test_are_merged_in_the_order_of_the_units(self, tmp_path):
+        stage = ToyStage(tmp_path, behaviour={4: "reject:too_long", 1: "reject:too_short,empty_text"})
+        run(stage, 2)
+        lines = [json.loads(line) for line in stage.dir.rejects.read_bytes().splitlines()]
+        assert [(line["record"]["unit"], line["reason"]) for line in lines] == [
+            (1, "too_short"),
+            (1, "empty_text"),
+            (4, "too_long"),
+        ]
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_too_many_stop_early_with_the_three_commonest_reasons(self, tmp_path, workers):
+        common = "too_short,too_short,too_long"
+        stage = ToyStage(tmp_path, units=40, everywhere=f"reject:{common}", behaviour={3: f"reject:{self.ALL}"})
+        with pytest.raises(FatalError, match=r"max_reject_fraction=0\.2 allows") as caught:
+            run(stage, workers, max_reject_fraction=0.2)
+        message = str(caught.value)
+        assert message.index("too_short ") < message.index("too_long ") < message.index("empty_text 3 (neither text")
+        assert 8 < len(stage.attempts()) <= 9 + workers
+
+    def test_exactly_the_limit_is_allowed(self, tmp_path):
+        stage = ToyStage(tmp_path, units=100, behaviour=dict.fromkeys(range(29), f"reject:{self.ALL}"))
+        result, _ = run(stage, max_reject_fraction=0.29)
+        assert result.totals.num_rejected == 87
+
+    def test_raised_limit_goes_on_from_the_ledger(self, tmp_path):
+        stage = ToyStage(tmp_path, units=10, everywhere=f"reject:{self.ALL}")
+        with pytest.raises(FatalError):
+            run(stage, max_reject_fraction=0.5)
+        with pytest.raises(FatalError):  # of what is in the ledger alone
+            run(stage, max_reject_fraction=0.5)
+        assert len(stage.attempts()) == 6
+        result, heard = run(stage, max_reject_fraction=1.0)
+        assert len(heard.already) == 6
+        assert len(heard.done) == 4
+        assert result.totals.rejects == {"empty_text": 30}
+
+
+class TestFailures:
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_are_tried_three_times_and_named_while_the_others_finish(self, tmp_path, workers):
+        stage = ToyStage(tmp_path, behaviour={2: "raise"})
+        result, heard = run(stage, workers)
+        assert not result.ok
+        assert sorted(heard.done) == [0, 1, 3, 4, 5]
+        assert stage.attempts() == {0: 1, 1: 1, 2: 3, 3: 1, 4: 1, 5: 1}
+        error, attempts = heard.failed[2]
+        assert (error.message, attempts) == ("ValueError: a bad day with two lines", 3)
+        (record,) = map(msgspec.json.decode, stage.dir.failures.read_bytes().splitlines())
+        assert record["index"] == 2
+        assert "in _do_raise" in record["traceback"]
+        assert heard.ended == [result]
+
+    def test_a_relaunch_retries_only_those(self, tmp_path):
+        run(ToyStage(tmp_path, behaviour={2: "raise"}))
+        stage = ToyStage(tmp_path)
+        result, heard = run(stage)
+        assert result.ok
+        assert heard.done == [2]
+        assert not stage.dir.failures.exists()
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_a_unit_that_succeeds_at_the_second_attempt_is_no_failure(self, tmp_path, workers):
+        stage = ToyStage(tmp_path, behaviour={2: "raise_once"})
+        result, heard = run(stage, workers)
+        assert result.ok
+        assert heard.failed == {}
+        assert stage.attempts()[2] == 2
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    @pytest.mark.parametrize(
+        ("does", "message"),
+        [("memory", "MemoryError: 93 TiB are not to be had"), ("sysexit:3", "SystemExit: 3")],
+    )
+    def test_what_is_no_plain_exception_is_a_failed_unit_too(self, tmp_path, workers, does, message):
+        stage = ToyStage(tmp_path, behaviour={2: does})
+        result, heard = run(stage, workers)
+        assert {index: error.message for index, error in result.failures.items()} == {2: message}
+        assert sorted(heard.done) == [0, 1, 3, 4, 5]
+
+    def test_nothing_is_left_in_the_staging_folder(self, tmp_path):
+        stage = ToyStage(tmp_path, behaviour={2: "kill", 3: "raise"})
+        run(stage, 2)
+        assert sorted(path.name for path in stage.root.iterdir()) == ["first", "last"]
+
+
+class TestErrorsThatEndTheStage:
+    @pytest.mark.parametrize("workers", [1, 2])
+    @pytest.mark.parametrize("place", ["setup", "process"])
+    @pytest.mark.parametrize(
+        ("does", "kind", "message"),
+        [
+            ("config", ConfigError, "^model 'x' is unknown; use 'y'$"),
+            ("fatal", FatalError, "^the disk is full and that is that$"),
+            ("import", FatalError, "No module named 'no_such_module_at_all'"),
+        ],
+    )
+    def test_are_raised_in_the_driver(self, tmp_path, workers, place, does, kind, message):
+        where = {"setup_does": does} if place == "setup" else {"behaviour": {2: does}}
+        stage = ToyStage(tmp_path, **where)
+        with pytest.raises(kind, match=message):
+            run(stage, workers)
+        assert max(stage.attempts().values(), default=0) <= 1
+        assert len(stage.pids()) <= workers
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    @pytest.mark.parametrize("does", ["raise:no such device", "memory", "sysexit:0"])
+    def test_any_error_in_setup_is_one_clear_line(self, tmp_path, workers, does):
+        stage = ToyStage(tmp_path, setup_does=does)
+        with pytest.raises(FatalError, match=r"^toy: a rank cannot be set up on cpu: (Value|Memory|System).*rank-00"):
+            run(stage, workers)
+        assert all(rank.ended for rank in read_progress(stage.dir.progress))
+        assert "in _misbehave" in "".join(path.read_text() for path in stage.dir.logs.glob("rank-*.log"))
+
+    def test_no_progress_thread_is_left_behind(self, tmp_path):
+        before = threading.active_count()
+        with pytest.raises(FatalError):
+            run(ToyStage(tmp_path, setup_does="raise"))
+        assert threading.active_count() == before
+
+
+class TestLock:
+    def test_second_driver_is_refused(self, tmp_path):
+        stage = ToyStage(tmp_path)
+        with locked(stage.run_dir), pytest.raises(ConfigError, match="another sharmill process is at work in"):
+            run(stage)
+        assert run(stage)[0].ok
+
+
+class TestProgress:
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_one_record_per_rank_adds_up(self, tmp_path, workers):
+        stage = ToyStage(tmp_path, units=10, setup_does=f"meet:{workers}")
+        run(stage, workers)
+        ranks = read_progress(stage.dir.progress)
+        assert [rank.rank for rank in ranks] == list(range(workers))
+        assert sum(rank.units_done for rank in ranks) == 10
+        assert sum(rank.audio_seconds for rank in ranks) == sum(index % 4 + 1 for index in range(10))
+        assert {rank.pid for rank in ranks} == stage.pids()
+        assert all(rank.ended and rank.unit is None and rank.peak_memory_mb > 1 for rank in ranks)
+
+    def test_killed_ranks_are_not_shown_as_alive(self, tmp_path):
+        stage = ToyStage(tmp_path, units=3, behaviour={0: "kill"})
+        run(stage, 3)
+        assert all(rank.ended and rank.unit is None for rank in read_progress(stage.dir.progress))
+
+    def test_a_relaunch_with_fewer_ranks_shows_only_those(self, tmp_path):
+        run(ToyStage(tmp_path, behaviour={5: "raise"}), 3)
+        stage = ToyStage(tmp_path)
+        run(stage)
+        assert [rank.rank for rank in read_progress(stage.dir.progress)] == [0]
+
+    def test_a_long_unit_gives_signs_of_life(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("sharmill.engine.progress.INTERVAL_SECONDS", 0.01)
+        with ProgressWriter(tmp_path / "rank-000.json", 0) as writer:
+            writer.begin(7)
+            (first,) = read_progress(tmp_path)
+            wait_until(lambda: read_progress(tmp_path)[0].unit == 7)
+            wait_until(lambda: read_progress(tmp_path)[0].updated > first.updated)
+        (last,) = read_progress(tmp_path)
+        assert last.ended
+
+    def test_an_empty_record_is_passed_over(self, tmp_path):
+        with ProgressWriter(tmp_path / "rank-001.json", 1):
+            (tmp_path / "rank-000.json").touch()
+            assert [rank.rank for rank in read_progress(tmp_path)] == [1]
+
+    def test_level_and_handlers_of_the_log_are_put_back(self, tmp_path):
+        before = logging.getLogger().handlers[:], logging.getLogger("sharmill").level
+        run(ToyStage(tmp_path))
+        assert (logging.getLogger().handlers, logging.getLogger("sharmill").level) == before
+
+
+class TestAtomic:
+    def test_no_reader_sees_a_partial_file_or_a_last_without_its_first(self, tmp_path):
+        stage = ToyStage(tmp_path, units=60)
+        expected = {"first": lambda i: f"unit {i}\n" * 2000, "last": lambda i: f"end of unit {i}\n" * 2000}
+        wrong, seen, stop = [], set(), threading.Event()
+
+        def poll():
+            while not stop.is_set():
+                for path in stage.root.glob("*/*.txt"):
+                    index, folder = int(path.stem), path.parent.name
+                    seen.add((folder, index))
+                    if path.read_text() != expected[folder](index):
+                        wrong.append(path)
+                    if folder == "last" and not (stage.root / "first" / path.name).exists():
+                        wrong.append(path)
+
+        reader = threading.Thread(target=poll)
+        reader.start()
+        try:
+            run(stage, 2)
+        finally:
+            stop.set()
+            reader.join()
+        assert wrong == []
+        assert len(seen) > 10
+
+    def test_a_unit_that_dies_half_way_publishes_nothing(self, tmp_path):
+        stage = ToyStage(tmp_path, behaviour={2: "kill"})
+        run(stage, 2)
+        assert [name for name in output_bytes(stage) if "000002" in name] == []
+
+
+def test_engine_imports_no_stage_no_audio_and_no_torch():
+    code = "import sys, sharmill.engine.run, sharmill.executors.local\nprint(*sorted(name for name in sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"torch", "soundfile", "lhotse", "librosa", "nemo", "ray", "sharmill.audio"}.isdisjoint(loaded)
+    stages = ("prepare", "match", "write", "encode", "validate", "shar", "models", "sources")
+    assert [name for name in loaded if name.startswith(tuple(f"sharmill.{stage}" for stage in stages))] == []

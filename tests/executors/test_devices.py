@@ -1,0 +1,89 @@
+"""Which device a rank gets, and that it sees no other."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from toy_stage import GpuStage, run
+
+from sharmill.errors import ConfigError
+from sharmill.executors.devices import Device, plan_devices, visible_gpus
+
+GPUS = ("0", "3", "GPU-5f")
+
+
+class TestPlan:
+    def test_auto_is_one_rank_per_gpu(self):
+        devices = plan_devices("auto", uses_gpu=True, gpus=GPUS, cores=16)
+        assert devices == [Device("cuda", "0"), Device("cuda", "3"), Device("cuda", "GPU-5f")]
+
+    def test_auto_without_gpus_is_one_rank_per_core(self):
+        assert plan_devices("auto", uses_gpu=True, gpus=(), cores=3) == [Device()] * 3
+
+    def test_a_stage_without_models_leaves_the_gpus_alone(self):
+        assert plan_devices("auto", uses_gpu=False, gpus=GPUS, cores=5) == [Device()] * 5
+
+    @pytest.mark.parametrize("workers", [4, "4"])
+    def test_more_ranks_than_gpus_share_them_in_turn(self, workers):
+        devices = plan_devices(workers, uses_gpu=True, gpus=GPUS, cores=2)
+        assert [device.visible for device in devices] == ["0", "3", "GPU-5f", "0"]
+
+    def test_fewer_ranks_than_gpus(self):
+        assert plan_devices(1, uses_gpu=True, gpus=GPUS, cores=2) == [Device("cuda", "0")]
+
+    def test_more_ranks_than_cores_may_be_asked_for(self):
+        assert plan_devices(7, uses_gpu=False, gpus=(), cores=2) == [Device()] * 7
+
+    @pytest.mark.parametrize("gpus", [(), GPUS])
+    @pytest.mark.parametrize("workers", [0, -1, "many", "1.5", ""])
+    def test_anything_else_is_a_wrong_configuration(self, workers, gpus):
+        with pytest.raises(ConfigError, match=r"executor\.workers"):
+            plan_devices(workers, uses_gpu=True, gpus=gpus, cores=2)
+
+
+class TestVisibleGpus:
+    @pytest.fixture(autouse=True)
+    def _ask_again(self):
+        visible_gpus.cache_clear()
+        yield
+        visible_gpus.cache_clear()
+
+    @pytest.mark.parametrize(
+        ("variable", "count", "expected"),
+        [(None, 2, ("0", "1")), ("3, 5", 2, ("3", "5")), ("3,9", 1, ("3",)), ("", 0, ()), ("-1", 0, ())],
+    )
+    def test_are_named_as_the_variable_names_them(self, monkeypatch, variable, count, expected):
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        if variable is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        assert visible_gpus() == expected
+
+
+class TestRestriction:
+    @pytest.fixture
+    def stage(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("sharmill.executors.local.visible_gpus", lambda: GPUS)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(GPUS))
+        return GpuStage(tmp_path, units=9, everywhere="environment:CUDA_VISIBLE_DEVICES")
+
+    def test_each_rank_sees_only_its_own(self, stage):
+        stage.setup_does = "meet:3"
+        run(stage, 3)
+        log = {rank: stage.dir.rank_log(rank).read_text() for rank in range(3)}
+        assert all("is ready for toy on cuda" in text for text in log.values())
+        seen = {line.split()[0]: line.split()[1] for line in stage.marked("environment")}
+        assert sorted(seen.values()) == sorted(GPUS)
+
+    def test_the_inline_rank_sees_only_its_own_and_the_driver_all_again(self, stage):
+        run(stage, 1)
+        assert {line.split()[1] for line in stage.marked("environment")} == {"0"}
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,3,GPU-5f"
+
+    def test_a_variable_that_was_not_set_is_not_set_afterwards(self, stage, monkeypatch):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        run(stage, 1)
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ

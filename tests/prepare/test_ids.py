@@ -1,0 +1,152 @@
+"""Ids are unique, and do not depend on the order of the input."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sharmill.manifest import Utterance, recording_id, segment_id
+from sharmill.prepare.ids import (
+    HASH_FIELDS,
+    IdKeeper,
+    ambiguous_cuts,
+    ambiguous_recordings,
+    find_suspects,
+    hash_utterance,
+    repeated_segments,
+)
+
+
+@pytest.fixture
+def ids(record, tone, prepare_records, tmp_path):
+    """Returns a function: (path, offset, duration) of some records -> their (recording id, cut id) by this triple."""
+
+    def prepare(segments, folder="run0"):
+        root = tmp_path / "audio"
+        for path, _, _ in segments:
+            if not (root / path).exists():
+                tone(root / path)
+        records = [record(audio_filepath=path, offset=offset, duration=seconds) for path, offset, seconds in segments]
+        prepared = prepare_records(tmp_path / folder, records, root=root, unit_records=2)
+        assert prepared.rejects == []
+        return {(u.audio_filepath, u.offset, u.duration): (u.recording_id, u.cut_id) for u in prepared.kept}
+
+    return prepare
+
+
+def test_ordinary_ids_have_no_suffix(ids):
+    assert ids([("x/a.wav", 0.0, 1.0), ("x/b.wav", 0.25, 1.5)]) == {
+        ("x/a.wav", 0.0, 1.0): ("rec-x-a", "cut-rec-x-a-0.00-1.00"),
+        ("x/b.wav", 0.25, 1.5): ("rec-x-b", "cut-rec-x-b-0.25-1.50"),
+    }
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [("a.wav", 0.0, 1.0), ("a.flac", 0.0, 1.0), ("c.wav", 0.0, 1.0)],
+        [("a/b.wav", 0.0, 1.0), ("a-b.wav", 0.0, 1.0), ("c.wav", 0.0, 1.0)],
+        [("a.wav", 0.001, 1.0), ("a.wav", 0.004, 1.0), ("c.wav", 0.0, 1.0)],
+        [("a.wav", 0.5, 1.001), ("a.wav", 0.5, 1.004), ("c.wav", 0.0, 1.0)],
+        [("a.wav", 0.001, 1.0), ("a.wav", 0.004, 1.0), ("a.flac", 0.004, 1.0), ("c.wav", 0.0, 1.0)],
+    ],
+    ids=["extension", "slash", "rounded offset", "rounded duration", "both"],
+)
+def test_ambiguous_ids_are_made_unique_in_any_order(segments, ids):
+    forwards, backwards = ids(segments), ids(segments[::-1], "run1")
+    assert forwards == backwards
+    assert len({cut for _, cut in forwards.values()}) == len(segments)
+    assert len({recording for recording, _ in forwards.values()}) == len({path for path, _, _ in segments})
+    assert forwards["c.wav", 0.0, 1.0] == ("rec-c", "cut-rec-c-0.00-1.00")
+
+
+def test_ambiguous_ids_begin_as_they_would_without_a_suffix(ids):
+    for recording, cut in ids([("a.wav", 0.0, 1.0), ("a.flac", 0.0, 1.0)]).values():
+        assert recording.startswith("rec-a-")
+        assert len(recording) == len("rec-a-") + 16
+        assert cut == f"cut-{recording}-0.00-1.00"
+
+
+def test_segments_of_an_ambiguous_recording_share_its_id(ids):
+    found = ids([("a.wav", 0.0, 1.0), ("a.flac", 0.0, 1.0), ("a.wav", 0.5, 1.0)])
+    assert found["a.wav", 0.0, 1.0][0] == found["a.wav", 0.5, 1.0][0]
+
+
+def test_long_ids(ids):
+    path = "/".join(["folder" * 10] * 3) + ".wav"
+    ((recording, cut),) = ids([(path, 0.0, 1.0)]).values()
+    assert recording == "rec-" + "-".join(["folder" * 10] * 3)
+    assert len(cut) > 180
+
+
+def test_the_same_path_below_two_roots_is_two_recordings(record, manifest, configure, run_prepare, tone, tmp_path):
+    sources = []
+    for name in ("first", "second"):
+        tone(tmp_path / name / "a.wav")
+        sources.append((manifest(tmp_path / f"{name}.json", [record()]), tmp_path / name))
+    prepared = run_prepare(configure(tmp_path, sources))
+    assert prepared.rejects == []
+    assert len({utterance.cut_id for utterance in prepared.kept}) == 2
+    assert [utterance.source for utterance in prepared.kept] == [0, 1]
+
+
+SEGMENTS = st.tuples(
+    st.integers(0, 1),
+    st.sampled_from(["a.wav", "a.flac", "x/a.wav", "x-a.wav", "b.wav"]),
+    st.sampled_from([0.0, 0.001, 0.004, 1.0]),
+    st.sampled_from([1.0, 1.001, 2.0]),
+)
+
+
+def settle(segments):
+    """What the stage does with the segments of a whole input: the (segment, recording id, cut id) that remain."""
+    utterances = []
+    for source, path, offset, seconds in segments:
+        cut = segment_id(recording_id(path), offset, seconds)
+        utterances.append(
+            Utterance(path, offset, seconds, "", "", source=source, recording_id=recording_id(path), cut_id=cut)
+        )
+    hashes = np.array([hash_utterance(utterance) for utterance in utterances], dtype=HASH_FIELDS)
+    keeper = IdKeeper(ambiguous_recordings(hashes), ambiguous_cuts(hashes))
+    kept = []
+    for utterance, segment, suspect, repeated in zip(
+        utterances, segments, find_suspects(hashes), repeated_segments(hashes), strict=True
+    ):
+        if suspect:
+            if repeated and keeper.is_duplicate(utterance):
+                continue
+            keeper.settle(utterance)
+        kept.append((segment, utterance.recording_id, utterance.cut_id))
+    return kept
+
+
+@given(segments=st.lists(SEGMENTS, max_size=30))
+def test_each_segment_remains_once(segments):
+    assert Counter(segment for segment, _, _ in settle(segments)) == Counter(set(segments))
+
+
+@given(segments=st.lists(SEGMENTS, max_size=30))
+def test_cut_ids_are_unique_and_recording_ids_are_those_of_files(segments):
+    kept = settle(segments)
+    assert len({cut for _, _, cut in kept}) == len(kept)
+    files = {(segment[0], segment[1]) for segment, _, _ in kept}
+    assert len({recording for _, recording, _ in kept}) == len(files)
+
+
+@given(segments=st.lists(SEGMENTS, max_size=15), data=st.data())
+def test_ids_do_not_depend_on_the_order(segments, data):
+    shuffled = data.draw(st.permutations(segments))
+    assert sorted(settle(segments)) == sorted(settle(shuffled))
+
+
+def test_duplicate_of_a_segment_with_an_ambiguous_id(record, tone, prepare_records, tmp_path):
+    for name in ("a.wav", "a.flac"):
+        tone(tmp_path / "audio" / name)
+    records = [record(audio_filepath=name) for name in ("a.wav", "a.flac", "a.wav")]
+    prepared = prepare_records(tmp_path, records, root=tmp_path / "audio")
+    assert [utterance.audio_filepath for utterance in prepared.kept] == ["a.wav", "a.flac"]
+    assert [reject["record"]["audio_filepath"] for reject in prepared.rejects] == ["a.wav"]

@@ -1,0 +1,147 @@
+"""Every reason for which ``prepare`` rejects a record, end to end, with the record and the file that cause it."""
+
+from __future__ import annotations
+
+import pytest
+
+from sharmill.errors import REASONS
+
+# Of what the other stages find out: they have tests of their own.
+LATER = {"non_finite_audio", "single_utterance_speaker", "no_similar_context", "no_long_context"}
+MISSING = ...
+
+CASES = [
+    # reason, changes to a good record, options of prepare, part of the detail
+    ("skipped", {"_skipme": True}, {}, "_skipme"),
+    ("skipped", {"_skipme": 1, "duration": MISSING, "audio_filepath": "../x"}, {}, "_skipme"),
+    ("malformed", {"duration": "2.0"}, {}, "duration is '2.0', which has the wrong type"),
+    ("malformed", {"duration": True}, {}, "duration is 'True', which has the wrong type"),
+    ("malformed", {"duration": [2.0]}, {}, "duration is '[2.0]', which has the wrong type"),
+    ("malformed", {"offset": "0"}, {}, "offset is '0', which has the wrong type"),
+    ("malformed", {"audio_filepath": 3}, {}, "audio_filepath is '3', which has the wrong type"),
+    ("malformed", {"speaker": {"id": 3}}, {}, "speaker is \"{'id': 3}\", which has the wrong type"),
+    ("malformed", {"text": ["a"]}, {}, "text is \"['a']\", which has the wrong type"),
+    ("malformed", {"normalized_text": 3}, {}, "normalized_text is '3', which has the wrong type"),
+    ("malformed", {"duration": -2.0}, {}, "duration is -2.0, which is not a time in seconds"),
+    ("malformed", {"offset": -0.5}, {}, "offset is -0.5, which is not a time in seconds"),
+    ("malformed", {"duration": 10**400}, {}, "which is not a time in seconds"),
+    ("malformed", {"offset": 1e300}, {}, "offset is 1e+300, which is not a time in seconds"),
+    ("missing_field", {"audio_filepath": MISSING}, {}, "the record has no audio_filepath"),
+    ("missing_field", {"audio_filepath": ""}, {}, "audio_filepath is empty"),
+    ("missing_field", {"duration": MISSING}, {}, "the record has no duration"),
+    ("missing_field", {"duration": None}, {}, "the record has no duration"),
+    ("missing_field", {"speaker": MISSING}, {}, "the record has no speaker"),
+    ("missing_field", {"text": MISSING}, {}, "the record has neither text nor normalized_text"),
+    ("bad_speaker", {"speaker": "anna"}, {}, "the speaker tag 'anna' is not of the form"),
+    ("bad_speaker", {"speaker": ""}, {}, "the speaker tag '' is not of the form"),
+    ("empty_text", {"text": " \t"}, {}, "text is empty"),
+    ("empty_text", {"text": "", "normalized_text": " "}, {}, "text is empty"),
+    ("filtered", {"cer": 0.031}, {"filters": {"cer": "<= 0.03"}}, "cer is 0.031, and the filter asks for <= 0.03"),
+    ("filtered", {}, {"filters": {"cer": "<= 0.03"}}, "cer is 'None', not a number"),
+    ("filtered", {"cer": 10**400}, {"filters": {"cer": "<= 0.03"}}, "and the filter asks for <= 0.03"),
+    ("too_short", {"duration": 0.05}, {}, "0.05 s is less than min_duration=0.1"),
+    ("too_short", {"duration": 0}, {}, "0 s is less than min_duration=0.1"),
+    ("too_long", {}, {"max_duration": 1.9}, "2 s is more than max_duration=1.9"),
+    ("missing_audio", {"audio_filepath": "none.wav"}, {}, "No such file or directory"),
+    ("missing_audio", {"audio_filepath": "a.wav/b.wav"}, {}, "Not a directory"),
+    ("missing_audio", {"audio_filepath": "link_loop.wav"}, {}, ""),
+    ("missing_audio", {"audio_filepath": "x" * 300 + ".wav"}, {}, "File name too long"),
+    ("missing_audio", {"audio_filepath": "http://host/a.wav"}, {}, "No such file or directory"),
+    ("unreadable_audio", {"audio_filepath": "text.wav"}, {}, "Format not recognised"),
+    ("unreadable_audio", {"audio_filepath": "folder.wav"}, {}, "is not a regular file"),
+    ("unreadable_audio", {"audio_filepath": "."}, {}, "is not a regular file"),
+    ("unreadable_audio", {"audio_filepath": "fifo.wav"}, {}, "is not a regular file"),
+    ("empty_audio", {"audio_filepath": "no_bytes.wav"}, {}, "has no bytes"),
+    ("empty_audio", {"audio_filepath": "no_samples.wav"}, {}, "has no samples"),
+    ("duration_mismatch", {"duration": 2.11}, {}, "the manifest says 2.11 s, the audio has 2 s"),
+    ("duration_mismatch", {"duration": 1.8}, {}, "the manifest says 1.8 s, the audio has 2 s"),
+    ("duration_mismatch", {"duration": 1.8, "offset": None}, {}, "the manifest says 1.8 s, the audio has 2 s"),
+    ("duration_mismatch", {"offset": 1.0, "duration": 1.2}, {}, "the segment ends at 2.2 s, the audio at 2 s"),
+    ("duration_mismatch", {"offset": 2.0, "duration": 0.1}, {}, "the segment begins after the end of the audio, 2 s"),
+    ("unsupported_channels", {"audio_filepath": "stereo.wav"}, {}, "the audio has 2 channels; only mono is supported"),
+    ("outside_root", {"audio_filepath": "../outside.wav"}, {}, "leaves the audio root by '..'"),
+    ("outside_root", {"audio_filepath": "deep/../../outside.wav"}, {}, "leaves the audio root by '..'"),
+    ("outside_root", {"audio_filepath": "/etc/passwd"}, {}, "is absolute and not below the audio root"),
+    ("outside_root", {"audio_filepath": "link_out.wav"}, {}, "leaves the audio root by a symbolic link"),
+    ("outside_root", {"audio_filepath": "folder_out/outside.wav"}, {}, "leaves the audio root by a symbolic link"),
+    ("outside_root", {"audio_filepath": "pipe:touch marker"}, {}, "names a command, not a file"),
+    ("outside_root", {"audio_filepath": "touch marker |"}, {}, "names a command, not a file"),
+    ("outside_root", {"audio_filepath": "touch marker | "}, {}, "names a command, not a file"),
+    ("outside_root", {"audio_filepath": "a.wav\0"}, {}, "names a command, not a file"),
+]
+NOT_JSON = [
+    (b"{", "the line is not JSON"),
+    (b"no JSON at all", "the line is not JSON"),
+    (b'{"duration": NaN}', "the line is not JSON"),
+    (b'{"duration": Infinity}', "the line is not JSON"),
+    (b'{"duration": 1e999}', "the line is not JSON"),
+    (b'{"text": "caf\xe9"}', "the line is not JSON"),
+    (b'{"text": "\\ud800"}', "the line is not JSON"),
+    (b'{"a": 1} {"a": 2}', "the line is not JSON"),
+    (b"[1, 2]", "the line is not a JSON object"),
+    (b'"text"', "the line is not a JSON object"),
+    (b"null", "the line is not a JSON object"),
+    (b'{"a": ' * 101 + b"0" + b"}" * 101, "the JSON is nested more than 100 levels deep"),
+    (b'{"a": ' + b"[" * 5000 + b"0" + b"]" * 5000 + b"}", ""),
+]
+
+
+@pytest.mark.parametrize(("reason", "changes", "options", "detail"), CASES)
+def test_reason(reason, changes, options, detail, record, prepare_records, tmp_path):
+    bad = record(**changes)
+    prepared = prepare_records(tmp_path, [bad, record(audio_filepath="b.wav", cer=0.0, duration=1.9, offset=0.0)],
+                               **options)  # fmt: skip
+    (reject,) = prepared.rejects
+    assert reject["record"] == bad
+    assert (reject["stage"], reject["reason"]) == ("prepare", reason)
+    assert detail in reject["detail"]
+    assert "\n" not in reject["detail"]
+    assert [utterance.audio_filepath for utterance in prepared.kept] == ["b.wav"]
+
+
+@pytest.mark.parametrize(("line", "detail"), NOT_JSON, ids=[line[:20].decode("latin-1") for line, _ in NOT_JSON])
+def test_line_that_is_no_record_is_kept_as_text(line, detail, record, prepare_records, tmp_path):
+    prepared = prepare_records(tmp_path, [record(), line])
+    (reject,) = prepared.rejects
+    assert reject["record"] == line.decode("utf-8", "replace")
+    assert (reject["stage"], reject["reason"]) == ("prepare", "malformed")
+    assert detail in reject["detail"]
+    assert len(prepared.kept) == 1
+
+
+def test_the_same_segment_again(record, prepare_records, tmp_path):
+    again = record(text="Again.", duration=2, offset=0)
+    prepared = prepare_records(tmp_path, [record(), record(offset=0.5, duration=1.0), again, record()])
+    assert [utterance.text for utterance in prepared.kept] == ["Good day.", "Good day."]
+    assert [(reject["reason"], reject["stage"], reject["record"]["text"]) for reject in prepared.rejects] == [
+        ("duplicate_id", "prepare", "Again."),
+        ("duplicate_id", "prepare", "Good day."),
+    ]
+    assert prepared.rejects[0]["detail"] == "cut-rec-a-0.00-2.00 is the same segment as an earlier record"
+
+
+def test_the_same_segment_by_another_name_of_the_path(record, prepare_records, audio_root, tmp_path):
+    paths = ["a.wav", "./a.wav", "deep/../a.wav", ".//a.wav", str(audio_root / "a.wav")]
+    prepared = prepare_records(tmp_path, [record(audio_filepath=path) for path in paths])
+    assert [utterance.audio_filepath for utterance in prepared.kept] == ["a.wav"]
+    assert prepared.result.totals.rejects == {"duplicate_id": 4}
+
+
+def test_the_same_segment_in_two_manifests_of_one_root(record, manifest, configure, run_prepare, audio_root, tmp_path):
+    paths = [manifest(tmp_path / f"{number}.json", [record()]) for number in range(2)]
+    link = tmp_path / "link"
+    link.symlink_to(audio_root)
+    prepared = run_prepare(configure(tmp_path, [(paths[0], audio_root), (paths[1], link)]))
+    assert prepared.result.totals.rejects == {"duplicate_id": 1}
+
+
+def test_commands_of_a_manifest_are_not_run(record, prepare_records, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrapped = ["pipe:{}", "{}|", "| {}", "cmd:{}", "$({})", "`{}`", ";{}"]
+    command = f"touch {tmp_path}/marker"
+    prepare_records(tmp_path, [record(audio_filepath=form.format(command)) for form in wrapped])
+    assert not (tmp_path / "marker").exists()
+
+
+def test_every_reason_has_a_test():
+    assert {reason for reason, *_ in CASES} | {"duplicate_id"} == REASONS.keys() - LATER

@@ -1,0 +1,154 @@
+"""Cuts files and arrays: what is written is read, and what is damaged is an error."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zipfile
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from sharmill.errors import DamagedShard
+from sharmill.shar.fields import array_from_bytes, array_to_bytes, read_cuts, write_cuts
+
+CUTS = [{"id": f"cut-{number}", "text": "größe"} for number in range(50)]
+
+
+@pytest.fixture
+def cuts(tmp_path):
+    path = tmp_path / "cuts.000000.jsonl.gz"
+    write_cuts(path, CUTS)
+    return path
+
+
+def test_cuts_come_back(cuts):
+    assert list(read_cuts(cuts)) == CUTS
+
+
+def test_the_bytes_of_cuts_carry_neither_time_nor_name(cuts, tmp_path):
+    other = tmp_path / "other.jsonl.gz"
+    write_cuts(other, CUTS)
+    assert other.read_bytes() == cuts.read_bytes()
+    assert cuts.read_bytes()[3:8] == bytes(5)
+
+
+def test_no_cuts_are_a_file_that_reads_as_none(cuts):
+    write_cuts(cuts, [])
+    assert list(read_cuts(cuts)) == []
+
+
+def test_plain_lines_are_read_too(tmp_path):
+    path = tmp_path / "cuts.000000.jsonl"
+    path.write_bytes(b'{"id":"a"}\n{"id":"b"}\n')
+    assert [cut["id"] for cut in read_cuts(path)] == ["a", "b"]
+
+
+def test_every_truncation_of_cuts_is_damage(cuts):
+    data = cuts.read_bytes()
+    for length in range(len(data)):
+        cuts.write_bytes(data[:length])
+        with pytest.raises(DamagedShard, match=r"cuts\.000000"):
+            list(read_cuts(cuts))
+
+
+def test_every_flipped_bit_of_cuts_is_damage_or_changes_nothing(cuts):
+    data = cuts.read_bytes()
+    for position in range(len(data)):
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << (position % 8)
+        cuts.write_bytes(flipped)
+        try:
+            assert list(read_cuts(cuts)) == CUTS, position
+        except DamagedShard:
+            pass
+
+
+@pytest.mark.parametrize(
+    "content", [b"not json\n", b"[1]\n", b"3\n", b"\n", b'{"id":1}\n{"id"', b"\xff\n", b'{"a":' * 100_000]
+)
+def test_lines_that_are_no_objects_are_damage(cuts, content):
+    cuts.write_bytes(gzip.compress(content))
+    with pytest.raises(DamagedShard):
+        list(read_cuts(cuts))
+
+
+def test_what_follows_the_compressed_cuts_is_damage(cuts):
+    cuts.write_bytes(cuts.read_bytes() + b"more")
+    with pytest.raises(DamagedShard):
+        list(read_cuts(cuts))
+
+
+def test_cuts_that_are_not_there_are_damage(tmp_path):
+    with pytest.raises(DamagedShard, match="No such file"):
+        list(read_cuts(tmp_path / "cuts.000000.jsonl.gz"))
+
+
+DTYPES = st.sampled_from([np.dtype(name) for name in ("int16", "int32", "int64", "float32", "bool", ">i2")])
+
+
+@settings(max_examples=100, deadline=None)
+@given(DTYPES.flatmap(lambda dtype: arrays.arrays(dtype, arrays.array_shapes(min_dims=0, max_dims=3, min_side=0))))
+def test_arrays_come_back(array):
+    found = array_from_bytes(array_to_bytes(array), "x")
+    assert found.dtype == array.dtype
+    np.testing.assert_array_equal(found, array)
+
+
+def test_columns_first_comes_back():
+    array = np.asfortranarray(np.arange(12, dtype=np.int16).reshape(3, 4))
+    np.testing.assert_array_equal(array_from_bytes(array_to_bytes(array), "x"), array)
+
+
+def npy(header: str, body: bytes = b"") -> bytes:
+    text = header.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text + body
+
+
+def pickled() -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    return stream.getvalue()
+
+
+def zipped() -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, a=np.zeros(3))
+    return stream.getvalue()
+
+
+GOOD = array_to_bytes(np.zeros((2, 3), dtype=np.int16))
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (pickled(), "pickled"),
+        (zipped(), "magic"),
+        (zipped()[:30], "magic"),
+        (b"", "magic|EOF"),
+        (b"\x80\x04\x95", "magic|EOF"),
+        (GOOD[:-1], "are not an array"),
+        (GOOD + b"\0", "are not an array"),
+        (GOOD[:40], "x:"),
+        (GOOD.replace(b"(2, 3)", b"(3, 3)"), "are not an array"),
+        (npy("{'descr': '<i2', 'fortran_order': False, 'shape': (99999999999999, 99999999), }"), "are not an array"),
+        (npy("{'descr': '<i2', 'fortran_order': False, 'shape': (-1, -3), }", bytes(6)), "x:"),
+        (npy("{'descr': '<i2', 'fortran_order': False, 'shape': ('a',), }"), "x:"),
+        (npy("__import__('os').system('true')"), "x:"),
+        (npy("(" * 100), "x:"),
+        (GOOD.replace(b"NUMPY\1\0", b"NUMPY\3\0"), "version"),
+    ],
+)
+def test_what_is_no_array_is_damage(data, what):
+    with pytest.raises(DamagedShard, match=what):
+        array_from_bytes(data, "x")
+
+
+def test_archives_of_arrays_are_not_opened():
+    assert zipfile.is_zipfile(io.BytesIO(zipped()))
+    with pytest.raises(DamagedShard):
+        array_from_bytes(zipped(), "x")

@@ -1,0 +1,252 @@
+"""``open_shar``: chosen fields and codecs, nothing else opened, and damage that is an error."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from dummies_shar import ToyCodec, copy, lines, reindex, rewrite, voice
+from lhotse import CutSet
+
+from sharmill.errors import ConfigError, DamagedShard
+from sharmill.shar import open_shar
+from sharmill.shar.fields import read_field
+from sharmill.shar.tar import TarWriter, read_tar
+
+FIELDS = {
+    "target_audio": "target_audio",
+    "context_audio": "context_audio",
+    "target_codes": "codes_toy/target_codes",
+    "context_codes": "codes_toy/context_codes",
+}
+
+
+@pytest.fixture
+def damaged(built, tmp_path):
+    return copy(built.dataset, tmp_path / "damaged")
+
+
+def test_the_cuts_come_in_order_as_often_as_asked(built):
+    cuts = open_shar(built.dataset)
+    numbers = [cut.supervisions[0].custom["number"] for cut in cuts]
+    assert numbers == list(range(7))
+    assert [cut.supervisions[0].custom["number"] for cut in cuts] == numbers
+
+
+def test_it_is_a_lazy_cutset_with_a_length(built):
+    cuts = open_shar(built.dataset)
+    assert isinstance(cuts, CutSet)
+    assert cuts.is_lazy
+    assert len(cuts) == 7
+
+
+def test_lhotse_works_on_it(built):
+    cuts = open_shar(built.dataset)
+    assert len(list(cuts.filter(lambda cut: cut.duration >= 1.0))) == 4
+    assert len(list(cuts + open_shar(built.dataset, []))) == 14
+    assert len(list(CutSet.mux(cuts, cuts, seed=0))) == 14
+    assert sorted(cut.id for cut in cuts.shuffle()) == sorted(cut.id for cut in cuts)
+    assert [cut.id for cut in cuts.to_eager()] == [cut.id for cut in cuts]
+
+
+def test_it_can_be_sent_to_another_process(built):
+    cuts = pickle.loads(pickle.dumps(open_shar(built.dataset)))
+    cut = pickle.loads(pickle.dumps(next(iter(cuts))))
+    assert cut.load_target_codes().shape == (3, 50)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_only_the_chosen_field_is_opened(damaged, field):
+    for name, folder in FIELDS.items():
+        if name != field:
+            for path in (damaged / folder).iterdir():
+                path.unlink()
+    cuts = list(open_shar(damaged, [field]))
+    assert len(cuts) == 7
+    for cut in cuts:
+        assert cut.has_custom(field)
+        assert not any(cut.has_custom(name) for name in FIELDS if name != field)
+        assert cut.load_custom(field).shape[0] in (1, 3)
+
+
+def test_no_field_at_all_is_the_cuts_alone(damaged):
+    for folder in FIELDS.values():
+        for path in (damaged / folder).iterdir():
+            path.unlink()
+    for fields in ([], ["cuts"]):
+        assert len(list(open_shar(damaged, fields))) == 7
+
+
+def test_the_target_is_the_recording_where_it_is_read(built):
+    for cut in open_shar(built.dataset, ["target_audio"]):
+        audio = cut.load_audio()
+        np.testing.assert_array_equal(audio, cut.load_target_audio())
+        assert audio.shape == (1, cut.num_samples)
+        assert cut.recording_id == cut.supervisions[0].recording_id
+        resampled = cut.resample(8000)
+        assert resampled.load_audio().shape == (1, resampled.num_samples)
+    for cut in open_shar(built.dataset, ["context_audio"]):
+        assert cut.recording.sources[0].source == cut.supervisions[0].custom["audio_filepath"]
+
+
+def test_without_codec_there_is_only_audio(tmp_path, project):
+    for number in range(2):
+        project.add(f"{number}.wav", voice(1.0, seed=number))
+    project.write()
+    (cut, _) = open_shar(project.dataset)
+    assert cut.has_custom("target_audio")
+    assert not cut.has_custom("target_codes")
+    with pytest.raises(ConfigError, match=r"no field 'target_codes'; it has target_audio, context_audio$"):
+        open_shar(project.dataset, ["target_codes"])
+    with pytest.raises(ConfigError, match="no codec 'toy'; it has none"):
+        open_shar(project.dataset, codec="toy")
+
+
+def test_of_two_codecs_one_must_be_named(project):
+    for number in range(2):
+        project.add(f"{number}.wav", voice(1.0, seed=number))
+    config = project.write()
+    project.encode(config, "fine", ToyCodec(samples_per_frame=160))
+    project.encode(config, "coarse", ToyCodec(samples_per_frame=640))
+    with pytest.raises(ConfigError, match="codecs coarse, fine: name one with codec="):
+        open_shar(project.dataset)
+    with pytest.raises(ConfigError, match="name one with codec="):
+        open_shar(project.dataset, ["context_codes"])
+    for codec, frames in (("fine", 100), ("coarse", 25)):
+        assert {cut.target_codes.shape[1] for cut in open_shar(project.dataset, codec=codec)} == {frames}
+    assert len(list(open_shar(project.dataset, ["target_audio"]))) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"fields": ["target_video"]}, "no field 'target_video'; it has target_audio"),
+        ({"codec": "mimi"}, "no codec 'mimi'; it has toy"),
+    ],
+)
+def test_what_is_not_there_is_named(built, options, what):
+    with pytest.raises(ConfigError, match=what):
+        open_shar(built.dataset, **options)
+
+
+def test_what_is_no_dataset_is_named(tmp_path, built):
+    with pytest.raises(ConfigError, match=r"not a finished dataset: there is no dataset\.json"):
+        open_shar(tmp_path)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        open_shar(built.dataset / "dataset.json")
+
+
+def test_a_dataset_of_another_version_is_named_whatever_its_keys(damaged):
+    (damaged / "dataset.json").write_text('{"format_version": 2, "tables": []}')
+    with pytest.raises(ConfigError, match="format version 2"):
+        open_shar(damaged)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format_version": "1"}', b"\xff"])
+def test_a_damaged_description_is_an_error(damaged, content):
+    (damaged / "dataset.json").write_bytes(content)
+    with pytest.raises(DamagedShard, match=r"dataset\.json"):
+        open_shar(damaged)
+
+
+@pytest.mark.parametrize("file", ["../outside.tar", "/etc/passwd", "cuts/../../outside"])
+def test_an_index_that_leaves_the_dataset_is_refused(damaged, file):
+    shards = lines(damaged / "shards.jsonl")
+    shards[1]["fields"]["target_audio"]["file"] = file
+    rewrite(damaged / "shards.jsonl", shards)
+    with pytest.raises(DamagedShard, match="outside the dataset"):
+        list(open_shar(damaged))
+
+
+def members(path):
+    return [(member.name, member.data) for member in read_tar(path)]
+
+
+def repack(path, content):
+    with path.open("wb") as stream:
+        writer = TarWriter(stream)
+        for name, data in content:
+            writer.add(name, data)
+        writer.finish()
+
+
+TARGETS = "target_audio/recording.000001.tar"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-512]),
+        lambda path: path.write_bytes(path.read_bytes()[:-1024]),
+        lambda path: path.write_bytes(path.read_bytes()[:1000]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.unlink(),
+        lambda path: repack(path, members(path)[2:] + members(path)[:2]),
+        lambda path: repack(path, members(path)[:-2]),
+        lambda path: repack(path, members(path) + [("more.flac", b"x"), ("more.json", b"{}")]),
+        lambda path: repack(path, []),
+    ],
+)
+@pytest.mark.parametrize("checksums", ["stale", "fresh"])
+def test_a_damaged_field_raises_and_never_ends_early(damaged, damage, checksums):
+    damage(damaged / TARGETS)
+    if checksums == "fresh":
+        reindex(damaged)
+    with pytest.raises(DamagedShard, match="shard 1|recording.000001"):
+        list(open_shar(damaged))
+
+
+def test_the_shards_before_the_damage_are_read(damaged):
+    (damaged / TARGETS).write_bytes(b"")
+    read = []
+    with pytest.raises(DamagedShard):
+        for cut in open_shar(damaged):
+            read.append(cut.supervisions[0].custom["number"])
+    assert read == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cuts: cuts[:-1],
+        lambda cuts: [],
+        lambda cuts: [*cuts, cuts[0]],
+        lambda cuts: [{**cut, "type": "MultiCut"} for cut in cuts],
+        lambda cuts: [{key: value for key, value in cut.items() if key != "start"} for cut in cuts],
+        lambda cuts: [{**cut, "supervisions": 3} for cut in cuts],
+    ],
+)
+def test_damaged_cuts_raise(damaged, change):
+    path = damaged / "cuts/cuts.000001.jsonl.gz"
+    rewrite(path, change(lines(path)))
+    for fields in (None, []):
+        with pytest.raises(DamagedShard, match="shard 1"):
+            list(open_shar(damaged, fields))
+
+
+def test_an_index_without_its_last_shard_raises(damaged):
+    rewrite(damaged / "shards.jsonl", lines(damaged / "shards.jsonl")[:-1])
+    read = []
+    with pytest.raises(DamagedShard, match="2 shards instead of 3"):
+        for cut in open_shar(damaged):
+            read.append(cut)
+    assert len(read) == 6
+
+
+def test_an_index_that_lacks_a_field_raises(damaged):
+    shards = lines(damaged / "shards.jsonl")
+    del shards[2]["fields"]["context_audio"]
+    rewrite(damaged / "shards.jsonl", shards)
+    assert len(list(open_shar(damaged, ["target_audio"]))) == 7
+    with pytest.raises(DamagedShard, match="shard 2: there is no context_audio"):
+        list(open_shar(damaged))
+
+
+def test_placeholders_leave_the_cut_without_the_field(damaged):
+    path = damaged / TARGETS
+    items = list(read_field(path))
+    content = [(f"{items[0].cut_id}.nodata", b""), (f"{items[0].cut_id}.nometa", b""), *members(path)[2:]]
+    repack(path, content)
+    cuts = list(open_shar(damaged))
+    assert [cut.has_custom("target_audio") for cut in cuts] == [True] * 3 + [False] + [True] * 3

@@ -1,0 +1,131 @@
+"""The typed utterance, its JSON line, ids, and random access to lines."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sharmill.errors import FatalError, RejectRecord
+from sharmill.manifest import (
+    OWN_KEYS,
+    Reject,
+    SpeakerTag,
+    Utterance,
+    iterate_lines,
+    parse_speaker_tag,
+    read_lines_at,
+    recording_id,
+    segment_id,
+    write_lines,
+)
+
+WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+
+
+@pytest.mark.parametrize(
+    ("tag", "parts"),
+    [
+        ("| Language:en Dataset:HiFiTTS Speaker:9136_other |", ("en", "HiFiTTS", "9136_other")),
+        ("|Language:de Dataset:X Speaker:1|", ("de", "X", "1")),
+        ("  | Speaker:a:b Dataset:X Language:en Extra:1 | \n", ("en", "X", "a:b")),
+    ],
+)
+def test_speaker_tag(tag, parts):
+    assert parse_speaker_tag(tag) == SpeakerTag(*parts)
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "",
+        "anna",
+        "Language:en Dataset:X Speaker:1",
+        "| Language:en Dataset:X Speaker:1",
+        "| Language:en Dataset:X |",
+        "| Language:en Dataset:X Speaker: |",
+        "||",
+    ],
+)
+def test_bad_speaker_tag(tag):
+    with pytest.raises(RejectRecord) as caught:
+        parse_speaker_tag(tag)
+    assert caught.value.reason == "bad_speaker"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("a.wav", "rec-a"),
+        ("84/121123/84-121123-0000.flac", "rec-84-121123-84-121123-0000"),
+        ("v1.2/take.3.wav", "rec-v1.2-take.3"),
+        ("v1.2/take", "rec-v1.2-take"),
+        (".hidden", "rec-.hidden"),
+    ],
+)
+def test_recording_id(path, expected):
+    assert recording_id(path) == expected
+
+
+def test_segment_id_has_two_decimals():
+    assert segment_id("rec-a", 1.005, 3) == "cut-rec-a-1.00-3.00"
+
+
+@given(
+    text=WORDS,
+    custom=st.dictionaries(
+        WORDS.filter(lambda key: key not in {"audio_filepath", "offset", "duration", "text", "speaker", *OWN_KEYS}),
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WORDS,
+    ),
+    numbers=st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)),
+    whole_file=st.booleans(),
+)
+def test_utterance_survives_its_json_line(text, custom, numbers, whole_file):
+    utterance = Utterance("a/b.wav", *numbers, text, "| x |", custom, 3, whole_file, 7, "rec", "cut", 2, True)
+    line = utterance.to_json()
+    assert b"\n" not in line
+    assert Utterance.from_json(line) == utterance
+
+
+def test_public_record_has_no_keys_of_sharmill():
+    utterance = Utterance("a.wav", 1.0, 2.0, "Hi.", "| x |", {"cer": 0.01})
+    assert utterance.public_record() == {
+        "audio_filepath": "a.wav", "offset": 1.0, "duration": 2.0, "text": "Hi.", "speaker": "| x |", "cer": 0.01,
+    }  # fmt: skip
+
+
+def test_reject_is_one_line_of_four_keys():
+    line = Reject("prepare", "skipped", "It is\nso.", {"a": "ä"}).to_json()
+    assert b"\n" not in line
+    assert json.loads(line) == {"stage": "prepare", "reason": "skipped", "detail": "It is\nso.", "record": {"a": "ä"}}
+
+
+def test_iterate_lines_leaves_out_blank_ones(tmp_path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"\n a \r\n\t\n\nb")
+    assert list(iterate_lines(path)) == [b"a", b"b"]
+
+
+def test_write_lines_returns_their_number(tmp_path):
+    assert write_lines(tmp_path / "lines", iter([b"a", b"bc"])) == 2
+    assert (tmp_path / "lines").read_bytes() == b"a\nbc\n"
+
+
+@given(lines=st.lists(st.binary(max_size=30).filter(lambda line: b"\n" not in line), min_size=1), data=st.data())
+def test_lines_are_read_at_offsets_in_the_order_asked_for(lines, data, tmp_path_factory):
+    path = tmp_path_factory.mktemp("lines") / "lines"
+    write_lines(path, lines)
+    offsets = np.cumsum([0, *(len(line) + 1 for line in lines[:-1])])
+    wanted = data.draw(st.lists(st.integers(0, len(lines) - 1)))
+    assert read_lines_at(path, offsets[wanted]) == [lines[number] for number in wanted]
+
+
+@pytest.mark.parametrize("offset", [4, 100])
+def test_a_file_that_was_shortened_is_noticed(offset, tmp_path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"abc\nde")
+    with pytest.raises(FatalError, match="is shorter than when it was planned"):
+        read_lines_at(path, np.array([0, offset]))

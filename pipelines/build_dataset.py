@@ -1,6 +1,6 @@
 """All stages: from manifests to a validated Shar dataset.
 
-    python pipelines/build_dataset.py CONFIG... [KEY=VALUE...] [--restart]
+python pipelines/build_dataset.py CONFIG... [KEY=VALUE...] [--restart]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Stage 3: adds the codes of the configured codecs to a dataset.
 
-    python pipelines/encode_codes.py CONFIG... [KEY=VALUE...] [--restart]
+python pipelines/encode_codes.py CONFIG... [KEY=VALUE...] [--restart]
 """
 
 import sys

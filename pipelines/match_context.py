@@ -1,6 +1,6 @@
 """Stage 1: finds a context in the same voice for every utterance of a prepared manifest.
 
-    python pipelines/match_context.py CONFIG... [KEY=VALUE...] [--restart]
+python pipelines/match_context.py CONFIG... [KEY=VALUE...] [--restart]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Checks the manifests of a dataset and writes one clean manifest and the rejects.
 
-    python pipelines/prepare_manifest.py CONFIG... [KEY=VALUE...] [--restart]
+python pipelines/prepare_manifest.py CONFIG... [KEY=VALUE...] [--restart]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Checks a finished dataset.
 
-    python pipelines/validate_shards.py DATASET [--deep] [--json FILE]
+python pipelines/validate_shards.py DATASET [--deep] [--json FILE]
 """
 
 import sys

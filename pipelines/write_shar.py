@@ -1,6 +1,6 @@
 """Stage 2: writes cuts, target audio and context audio as Shar shards.
 
-    python pipelines/write_shar.py CONFIG... [KEY=VALUE...] [--restart]
+python pipelines/write_shar.py CONFIG... [KEY=VALUE...] [--restart]
 """
 
 import sys

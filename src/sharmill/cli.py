@@ -139,6 +139,40 @@ def plan(arguments: tuple[str, ...], ranks: int | None) -> int:
     return OK
 
 
+@cli.command()
+@click.argument("arguments", nargs=-1, required=True, metavar="STAGE|all CONFIG... [KEY=VALUE...]")
+@click.option("--cluster", type=click.Choice(["slurm", "local", "debug"]), default="slurm", show_default=True,
+              help="slurm: job arrays; local: processes here; debug: in this process.")  # fmt: skip
+@click.option("--profile", type=click.Path(path_type=str), help="What ranks need: a YAML file in configs/clusters.")
+@click.option("--restart", is_flag=True, help="Begin the stages anew: forget their plans and remove their output.")
+@click.option("--wait", is_flag=True, help="Wait until all datasets are done, and return how that ended.")
+@click.option("--dry-run", is_flag=True, help="Show the sbatch scripts and the balance; submit nothing.")
+def submit(
+    arguments: tuple[str, ...], cluster: str, profile: str | None, restart: bool, wait: bool, dry_run: bool
+) -> int:
+    """Run stages for one or several datasets on a cluster, each dataset in a chain of its own."""
+    from sharmill.config import STAGES, load_config, resolve_stage
+    from sharmill.executors.profile import ClusterProfile, load_profile
+    from sharmill.submission import show_submission, submit_all
+
+    paths, overrides, names = split_arguments(arguments)
+    stages = list(STAGES) if names == ["all"] else [resolve_stage(name) for name in names]
+    if not stages:
+        raise ConfigError("name a stage, or 'all'")
+    if cluster == "debug":
+        overrides.append("executor.workers=1")
+    configs = [load_config(path, overrides) for path in paths]
+    if cluster != "slurm":
+        return run_configs(configs, stages, restart=restart)
+    loaded = load_profile(profile) if profile else ClusterProfile()
+    console = make_console()
+    if dry_run:
+        show_submission(console, configs, stages, loaded)
+        return OK
+    outcomes = submit_all(console, configs, stages, loaded, restart=restart, wait=wait)
+    return max(outcomes, key=_BY_SEVERITY.index)
+
+
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Configuration files, ``key=value`` overrides and other names, in this order.
 

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,6 +20,8 @@ from sharmill.errors import ConfigError
 
 STAGES = ("prepare", "match", "write", "encode", "validate")
 STAGE_ALIASES = {"stage1": "match", "stage2": "write", "stage3": "encode"}
+
+Loaded = TypeVar("Loaded")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -91,7 +93,8 @@ class MatchConfig:
         _require(self.max_duration is None or self.max_duration >= self.min_duration,
                  "max_duration must not be less than min_duration")  # fmt: skip
         _require(self.batch_seconds > 0, "batch_seconds must be positive")
-        _require(self.max_group is None or self.max_group >= 2, "max_group must be at least 2")
+        # With 2, a group of odd size would leave an utterance alone.
+        _require(self.max_group is None or self.max_group >= 3, "max_group must be at least 3")
         _require(self.sample_size >= 1, "sample_size must be at least 1")
         _require(self.unit_seconds is None or self.unit_seconds > 0, "unit_seconds must be positive")
 
@@ -181,17 +184,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: with the file, the key and what to change.
     """
-    return to_config(_read_merged(Path(path), overrides), str(path))
+    return load_typed(Config, path, overrides)
+
+
+def load_typed(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """A YAML file as the dataclass ``kind``, with the same overrides, checks and errors as a configuration."""
+    return _to_typed(kind, _read_merged(kind, Path(path), overrides), str(path))
 
 
 def to_config(values: dict[str, Any], origin: str) -> Config:
     """The typed configuration of plain values that came from ``origin``."""
-    _check_keys(Config, values, origin, "")
-    try:
-        # Not strict: a number may be quoted, and YAML takes 1e3 for text.
-        return msgspec.convert(values, Config, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {_readable(str(error))}") from error
+    return _to_typed(Config, values, origin)
 
 
 def to_yaml(config: Config) -> bytes:
@@ -213,7 +216,7 @@ def resolve_stage(name: str) -> str:
     return stage
 
 
-def _read_merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def _read_merged(kind: type, path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -222,7 +225,7 @@ def _read_merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         config = OmegaConf.load(path)
         for override in overrides:
             key, _, value = override.partition("=")
-            OmegaConf.update(config, key, _override_value(value, _type_at(key)))
+            OmegaConf.update(config, key, _override_value(value, _type_at(kind, key)))
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except FileNotFoundError as error:
         raise ConfigError(f"there is no configuration file {path}") from error
@@ -235,6 +238,15 @@ def _read_merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values")
     return typing.cast("dict[str, Any]", values)
+
+
+def _to_typed(kind: type[Loaded], values: dict[str, Any], origin: str) -> Loaded:
+    _check_keys(kind, values, origin, "")
+    try:
+        # Not strict: a number may be quoted, and YAML takes 1e3 for text.
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin}: {_readable(kind, str(error))}") from error
 
 
 def _override_value(text: str, expected: Any) -> Any:
@@ -251,9 +263,9 @@ def _override_value(text: str, expected: Any) -> Any:
     return text if expected is str and value is not None and not isinstance(value, str) else value
 
 
-def _type_at(key: str) -> Any:
+def _type_at(kind: type, key: str) -> Any:
     """The type declared for a key such as ``sources[0].manifest`` or ``sources.0.manifest``; None if there is none."""
-    owner: Any = Config
+    owner: Any = kind
     for part in re.findall(r"[^.\[\]]+", key):
         if typing.get_origin(owner) is list:
             owner = typing.get_args(owner)[0]
@@ -285,14 +297,14 @@ def _nearest(name: str, valid: list[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else f"; the valid names are {', '.join(valid)}"
 
 
-def _readable(message: str) -> str:
+def _readable(kind: type, message: str) -> str:
     """msgspec's ``... - at `$.match.min_similarity``` with the key first, in the words of YAML."""
     text, _, where = message.partition(" - at `$")
     where = where.strip("`.").replace("[...]", "")
     if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
         text = f"the key '{missing[1]}' is missing"
     elif invalid := re.fullmatch(r"Invalid enum value (.*)", text):
-        text = f"{invalid[1]} is not one of {', '.join(_choices(_type_at(where)))}"
+        text = f"{invalid[1]} is not one of {', '.join(_choices(_type_at(kind, where)))}"
     else:
         text = text.replace("`object`", "`mapping`").replace("`array`", "`list`")
         text = text[0].lower() + text[1:]

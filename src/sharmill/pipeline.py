@@ -91,9 +91,14 @@ def check_config(config: Config, stages: Sequence[str] = STAGES) -> None:
 
 
 def run_dataset(
-    config: Config, listener: Listener, *, stages: Sequence[str] = STAGES, restart: bool = False
+    config: Config,
+    listener: Listener,
+    *,
+    stages: Sequence[str] = STAGES,
+    restart: bool = False,
+    executor: Executor | None = None,
 ) -> DatasetResult:
-    """Runs stages over one dataset, in order, until one has units that failed.
+    """Runs stages over one dataset, in order, until one has units that failed; by default where the configuration says.
 
     Raises:
         ConfigError: before any work.
@@ -101,7 +106,7 @@ def run_dataset(
     """
     check_config(config, stages)
     run_dir = RunDir(Path(config.run_dir))
-    executor = make_executor(config)
+    executor = executor or make_executor(config)
     results: list[tuple[Stage, StageResult]] = []
     with locked(run_dir):
         write_atomic(run_dir.config, to_yaml(config))

@@ -15,7 +15,7 @@ from sharmill.engine.balance import pack
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load
 from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Unit
+from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError
 from sharmill.pipeline import check_config, make_stages
 from sharmill.write.stage import WriteStage
@@ -38,11 +38,9 @@ def print_plan(console: Console, config: Config, ranks: int | None) -> None:
 
 def _row(stage: Stage, ranks: int) -> tuple[str, ...]:
     try:
-        stage.identity()
-        units = load(stage) if stage.dir.units.exists() else _plan_aside(stage)
+        units, done = plan_or_load(stage)
     except ConfigError as error:
         return stage.name, str(error), "", "", "", "", ""
-    done = read_ledger(stage.dir.ledger, units)
     left = [unit.cost for unit in units if unit.index not in done]
     loads = [sum(left[item] for item in items) for items in pack(left, ranks)]
     largest, mean = max(loads), sum(loads) / ranks
@@ -63,6 +61,15 @@ def _amount(stage: Stage, cost: float) -> str:
     return f"{cost:.0f} records" if stage.name == "prepare" else f"{cost / 3600:.2f} h"
 
 
-def _plan_aside(stage: Stage) -> list[Unit]:
+def plan_or_load(stage: Stage) -> tuple[list[Unit], dict[int, Commit]]:
+    """The units of a stage and the commits of those that are done. Without a frozen plan they are planned aside.
+
+    Raises:
+        ConfigError: it cannot be planned, as long as the stage before it is not finished.
+    """
+    stage.identity()
+    if stage.dir.units.exists():
+        units = load(stage)
+        return units, read_ledger(stage.dir.ledger, units)
     with tempfile.TemporaryDirectory(prefix="sharmill-plan-") as folder:
-        return list(stage.plan(Path(folder)))
+        return list(stage.plan(Path(folder))), {}

@@ -29,6 +29,16 @@ class StageDir:
         return self.path / "ledger"
 
     @property
+    def attempts(self) -> Path:
+        """Notes of ranks that no driver watches."""
+        return self.path / "attempts"
+
+    @property
+    def rounds(self) -> Path:
+        """How many attempts there were each time that ranks were submitted."""
+        return self.path / "rounds"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -84,6 +94,16 @@ class RunDir:
     @property
     def stats(self) -> Path:
         return self.path / "stats.json"
+
+    @property
+    def chain(self) -> Path:
+        """How far a run on a cluster has got."""
+        return self.path / "chain.json"
+
+    @property
+    def jobs(self) -> Path:
+        """What the cluster's jobs are started with, and what they print."""
+        return self.path / "jobs"
 
     @property
     def manifests(self) -> Path:

@@ -116,6 +116,13 @@ def write_dataset(directory: Path, record: DatasetRecord) -> None:
 
 
 def audio_checksum(shards: Sequence[ShardRecord]) -> str:
-    """Identifies cuts and audio of a dataset, whatever codes it has."""
+    """Identifies cuts and audio of a dataset, whatever codes it has.
+
+    Raises:
+        DamagedShard: a shard lacks one of these fields.
+    """
+    for shard in shards:
+        if missing := [field for field in BASE_FIELDS if field not in shard.fields]:
+            raise DamagedShard(f"{SHARDS_FILE} names no {missing[0]} of shard {shard.index}")
     base = [[shard.index, shard.count, [shard.fields[field].xxh3 for field in BASE_FIELDS]] for shard in shards]
     return checksum_bytes(msgspec.json.encode(base))

@@ -56,9 +56,11 @@ class ShardCheck:
                 contents[field] = list(read_cuts(path) if field == CUTS else read_field(path))
             except DamagedShard as error:
                 findings.append(_finding("damaged", shard, file.file, str(error)))
+        for field, items in contents.items():
+            if len(items) != shard.count:
+                sentence = f"{len(items)} items, but {shard.count} in the index"
+                findings.append(_finding("wrong_count", shard, field, sentence))
         cuts = contents.pop(CUTS, [])
-        if CUTS in shard.fields and len(cuts) != shard.count:
-            findings.append(_finding("wrong_count", shard, CUTS, f"{len(cuts)} cuts, but {shard.count} in the index"))
         ids = [str(cut.get("id")) for cut in cuts]
         for field, items in contents.items():
             findings += _check_pairing(shard, field, ids, items)
@@ -192,8 +194,6 @@ def _seconds(item: Item) -> float:
 
 
 def _check_pairing(shard: ShardRecord, field: str, ids: list[str], items: list[Item]) -> Iterator[Finding]:
-    if len(items) != len(ids):
-        yield _finding("wrong_count", shard, field, f"{len(items)} items for {len(ids)} cuts")
     for position, (cut_id, item) in enumerate(zip(ids, items, strict=False)):
         if item.cut_id != cut_id:
             sentence = f"item {position} is {item.cut_id!r}, the cut there is {cut_id!r}"

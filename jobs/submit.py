@@ -1,0 +1,11 @@
+"""Submits stages to SLURM, or runs them here; the same as `sharmill submit`.
+
+python jobs/submit.py stage1|stage2|stage3|prepare|validate|all CONFIG... --cluster slurm --profile PROFILE
+"""
+
+import sys
+
+from sharmill.cli import main
+
+if __name__ == "__main__":
+    main(["submit", *sys.argv[1:]])

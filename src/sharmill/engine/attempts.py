@@ -1,0 +1,68 @@
+"""What ranks that outlive no driver note of their attempts, so that a unit that kills its rank is given up in the end.
+
+Like the ledger, one file of JSON lines per process. Nothing here says that a unit is done; only the ledger does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+
+from sharmill.engine.worker import UnitError
+from sharmill.store import stopping_errors
+
+
+class _Note(msgspec.Struct, omit_defaults=True):
+    unit: int
+    given_up: bool = False
+    message: str = ""
+    traceback: str = ""
+
+
+_decoder = msgspec.json.Decoder(_Note)
+
+
+class AttemptLog:
+    """Notes the attempts of one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"{uuid4().hex}.jsonl"
+
+    def begin(self, unit: int) -> None:
+        """An attempt begins; it counts from here on, however it ends."""
+        self._append(_Note(unit))
+
+    def give_up(self, unit: int) -> None:
+        """The attempt was broken off for no fault of the unit, and does not count."""
+        self._append(_Note(unit, given_up=True))
+
+    def fail(self, error: UnitError) -> None:
+        """The attempt that was begun has failed with an error."""
+        self._append(_Note(error.index, message=error.message, traceback=error.traceback))
+
+    def _append(self, note: _Note) -> None:
+        with stopping_errors(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as stream:
+                stream.write(msgspec.json.encode(note) + b"\n")
+
+
+class Attempts:
+    """How often each unit was begun, and the last error of those that failed with one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.counts: Counter[int] = Counter()
+        self.errors: dict[int, UnitError] = {}
+        for path in sorted(folder.glob("*.jsonl")):
+            for line in path.read_bytes().splitlines(keepends=True):
+                if line.endswith(b"\n"):
+                    self._add(_decoder.decode(line))
+
+    def _add(self, note: _Note) -> None:
+        if note.message:
+            self.errors[note.unit] = UnitError(note.unit, note.message, note.traceback)
+        else:
+            self.counts[note.unit] += -1 if note.given_up else 1

@@ -1,0 +1,89 @@
+"""Submits the chains of several datasets to SLURM, shows what would be submitted, and waits for them if asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from sharmill.chain import Chain, ChainState, wait_for_end
+from sharmill.config import Config
+from sharmill.errors import ConfigError, SharmillError
+from sharmill.executors.profile import ClusterProfile
+from sharmill.executors.slurm import SlurmExecutor, pack_units
+from sharmill.pipeline import check_config, make_stages
+from sharmill.preview import plan_or_load
+
+_DONE, _FAILED, _WRONG_USE, _FINDINGS = 0, 1, 2, 3
+
+
+def submit_all(
+    console: Console,
+    configs: Sequence[Config],
+    stages: Sequence[str],
+    profile: ClusterProfile,
+    *,
+    restart: bool,
+    wait: bool,
+) -> list[int]:
+    """The exit status of each dataset: of its submission, or with ``wait`` of its end. One dataset's error is told and
+    does not keep the others from being submitted."""
+    chains = [Chain(config, tuple(stages), profile, restart) for config in configs]
+    started = [_guarded(console, chain, _start) for chain in chains]
+    if not wait:
+        return started
+    return [
+        status if status != _DONE else _guarded(console, chain, _finish)
+        for chain, status in zip(chains, started, strict=True)
+    ]
+
+
+def show_submission(
+    console: Console, configs: Sequence[Config], stages: Sequence[str], profile: ClusterProfile
+) -> None:
+    """Prints, for each dataset, the sbatch script and the balance of the first stage that has something to do; what
+    comes after it depends on its outcome."""
+    for config in configs:
+        check_config(config, stages)
+        chain = Chain(config, tuple(stages), profile)
+        executor = SlurmExecutor(profile, chain.run_dir.jobs, chain, config.name)
+        for stage in make_stages(config, stages):
+            units, done = plan_or_load(stage)
+            left = [unit for unit in units if unit.index not in done]
+            if not left:
+                continue
+            loads = [
+                sum(unit.cost for unit in part)
+                for part in pack_units(left, profile.for_stage(stage.uses_gpu).max_ranks)
+            ]
+            console.print(Text(f"{config.name}, {stage.name}: {len(left)} units on {len(loads)} ranks"), style="bold")
+            console.print(Text(f"cost per rank: {min(loads):.1f} to {max(loads):.1f}"))
+            console.print(Text(executor.script(stage, len(loads))))
+            break
+
+
+def _start(console: Console, chain: Chain) -> int:
+    state = chain.start()
+    console.print(Text(f"{chain.config.name}: {state.message}"))
+    return _status(state) if state.state != "waiting" else _DONE
+
+
+def _finish(console: Console, chain: Chain) -> int:
+    state = wait_for_end(chain)
+    console.print(Text(f"{chain.config.name}: {state.state}: {state.message}"))
+    return _status(state)
+
+
+def _status(state: ChainState) -> int:
+    if state.state == "failed":
+        return _FAILED
+    return _FINDINGS if state.findings else _DONE
+
+
+def _guarded(console: Console, chain: Chain, step: Callable[[Console, Chain], int]) -> int:
+    try:
+        return step(console, chain)
+    except SharmillError as error:
+        console.print(Text(f"Error: {chain.config.name}: {error}", style="red"))
+        return _WRONG_USE if isinstance(error, ConfigError) else _FAILED

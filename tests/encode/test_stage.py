@@ -1,0 +1,398 @@
+"""Stage 3: the codes of every audio item, exact frames, several codecs, restarts, damaged shards."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import msgspec
+import numpy as np
+import pytest
+from dummies_shar import (
+    Project,
+    Silent,
+    ToyCodec,
+    copy,
+    lines,
+    loading,
+    reindex,
+    rewrite,
+    run,
+    shar_fields,
+    snapshot,
+    voice,
+)
+from lhotse import CutSet
+
+from sharmill import audio
+from sharmill.config import CodecConfig
+from sharmill.encode.stage import EncodeStage, codes_dtype, sorted_fields
+from sharmill.engine.run import run_stage
+from sharmill.errors import ConfigError, DamagedShard, UnitFailed
+from sharmill.executors.local import LocalExecutor
+from sharmill.shar import open_shar
+from sharmill.shar.fields import FieldWriter, Item, read_field
+from sharmill.shar.index import read_dataset
+from sharmill.write.stage import WriteStage
+
+SECONDS = [1.0, 0.5, 1.25, 0.31, 2.0]
+
+
+@pytest.fixture
+def config(project):
+    """A dataset of five cuts in two shards, without codes; utterance 0 is everyone's context."""
+    for number, seconds in enumerate(SECONDS):
+        project.add(f"{number}.flac", voice(seconds, pitch=150 + 30 * number, seed=number), number=number)
+    return project.write([1, 0, 0, 0, 0], write={"shard_size": 3, "order": "manifest"})
+
+
+def stage_of(config, name="toy"):
+    return EncodeStage(config, CodecConfig(name=name, model="builtin"))
+
+
+def encode(config, codec, name="toy", **options):
+    with loading(codec):
+        return run(stage_of(config, name), **options)
+
+
+def test_the_codes_are_those_of_the_stored_audio(project, config):
+    codec = project.encode(config)
+    for cut in open_shar(project.dataset):
+        for role in ("target", "context"):
+            samples = cut.load_custom(f"{role}_audio")[0]
+            np.testing.assert_array_equal(cut.custom[f"{role}_codes"].load(), codec.codes(samples))
+
+
+@pytest.mark.parametrize("rate", [8000, 16000, 22050, 24000, 44100])
+@pytest.mark.parametrize("samples_per_frame", [320, 441])
+def test_frames_are_the_samples_at_the_codecs_rate_rounded_up(project, config, rate, samples_per_frame):
+    codec = project.encode(config, codec=ToyCodec(rate, samples_per_frame))
+    for cut in open_shar(project.dataset):
+        for codes, recording in ((cut.target_codes, cut.target_audio), (cut.context_codes, cut.context_audio)):
+            samples = recording.resample(rate).num_samples
+            assert codes.load().shape == tuple(codes.shape) == (3, math.ceil(samples / samples_per_frame))
+        assert cut.target_codes.frame_shift == codec.samples_per_frame / codec.sampling_rate
+
+
+def test_resampled_audio_gives_the_codes_of_lhotses_resampling(project, config):
+    codec = project.encode(config, codec=ToyCodec(sampling_rate=24000))
+    for cut in open_shar(project.dataset):
+        samples = cut.target_audio.resample(24000).load_audio()[0]
+        np.testing.assert_array_equal(cut.target_codes.load(), codec.codes(samples))
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (2, "int16"),
+        (1 << 15, "int16"),
+        ((1 << 15) + 1, "int32"),
+        (1 << 16, "int32"),
+        (1 << 31, "int32"),
+        ((1 << 31) + 1, "int64"),
+        (1 << 63, "int64"),
+    ],
+)
+def test_the_type_is_the_smallest_that_holds_the_codebook(size, dtype):
+    assert codes_dtype(size) == np.dtype(dtype)
+
+
+def test_no_type_holds_more_than_64_bits():
+    with pytest.raises(ConfigError, match="too large"):
+        codes_dtype((1 << 63) + 1)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(64, np.int16), (1 << 17, np.int32)])
+def test_the_stored_type_follows_the_codebook(project, config, size, dtype):
+    project.encode(config, codec=ToyCodec(codebook_size=size))
+    for cut in open_shar(project.dataset):
+        assert cut.target_codes.load().dtype == cut.context_codes.load().dtype == dtype
+
+
+def test_each_audio_of_a_unit_is_encoded_once(project, config):
+    codec = project.encode(config)
+    per_unit = [[SECONDS[0], SECONDS[1], SECONDS[2]], [SECONDS[3], SECONDS[4], SECONDS[0]]]
+    encoded = [sum(lengths) for lengths in codec.batches]
+    assert sum(map(len, codec.batches)) == 6
+    assert sum(encoded) == round(sum(map(sum, per_unit)) * 16000)
+
+
+def test_batches_are_sorted_by_length_and_bounded_by_padded_seconds(project, config):
+    codec = ToyCodec()
+    stage = stage_of(config)
+    stage.batch_seconds = 2.0
+    with loading(codec):
+        assert run(stage).ok
+    assert codec.batches == [[20000], [16000, 8000], [32000], [16000, 4960]]
+
+
+def test_a_codec_that_minds_padding_gets_equal_lengths_only(project, config):
+    codec = project.encode(config, codec=ToyCodec(equal_lengths_only=True))
+    assert all(len({-(-length // 320) for length in batch}) == 1 for batch in codec.batches)
+
+
+@pytest.mark.parametrize("batch_seconds", [0.1, 1.0, 100.0])
+def test_the_bytes_do_not_depend_on_how_the_toy_is_batched(project, config, built, batch_seconds):
+    stage = stage_of(config)
+    stage.batch_seconds = batch_seconds
+    with loading(ToyCodec()):
+        assert run(stage).ok
+    found = snapshot(project.dataset / "codes_toy")
+    with loading(ToyCodec()):
+        assert run(stage_of(config), restart=True).ok
+    assert snapshot(project.dataset / "codes_toy") == found
+
+
+def test_the_index_describes_the_codec(project, config):
+    codec = project.encode(config)
+    dataset = read_dataset(project.dataset)
+    assert dataset.fields == [
+        "cuts", "target_audio", "context_audio", "codes_toy/context_codes", "codes_toy/target_codes",
+    ]  # fmt: skip
+    (record,) = dataset.codecs
+    assert msgspec.to_builtins(record) == {
+        "name": "toy",
+        "model": "builtin",
+        "checksum": "toy",
+        "trained": False,
+        "sampling_rate": 16000,
+        "samples_per_frame": 320,
+        "num_codebooks": 3,
+        "codebook_size": codec.codebook_size,
+    }
+    for shard in lines(project.dataset / "shards.jsonl"):
+        assert set(shard["fields"]) == set(dataset.fields)
+
+
+def test_codecs_lie_side_by_side_and_one_is_added_later(project, config):
+    project.encode(config, "zeta", ToyCodec(samples_per_frame=160))
+    before = snapshot(project.dataset)
+    project.encode(config, "alpha", ToyCodec(samples_per_frame=640))
+    after = snapshot(project.dataset)
+    assert [codec.name for codec in read_dataset(project.dataset).codecs] == ["alpha", "zeta"]
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"dataset.json", "shards.jsonl"}
+    assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"codes_alpha"}
+    for name, frames in (("alpha", 25), ("zeta", 100)):
+        cuts = list(CutSet.from_shar(fields=shar_fields(project.dataset, name)))
+        assert len(cuts) == 5
+        assert cuts[0].target_codes.load().shape == (3, frames)
+
+
+def test_codes_of_another_run_are_left_alone(project, config, tmp_path):
+    """Also by a run directory that has a plan for a codec of that name, of another dataset directory."""
+    project.encode(config)
+    before = snapshot(project.dataset)
+    other = Project(tmp_path / "other")
+    other.folder.mkdir()
+    for number in range(2):
+        other.add(f"{number}.flac", voice(0.5, seed=number))
+    other.encode(other.write())
+    for options in ({}, {"restart": True}):
+        for run_dir in (tmp_path / "fresh", other.run_dir):
+            intruder = project.configure(run_dir=str(run_dir))
+            with pytest.raises(ConfigError, match="already has codes called 'toy'"):
+                encode(intruder, ToyCodec(), **options)
+            assert snapshot(project.dataset) == before
+
+
+def test_a_restart_replaces_the_codes_and_nothing_else(project, config):
+    project.encode(config, "kept", ToyCodec(samples_per_frame=160))
+    project.encode(config)
+    before = snapshot(project.dataset)
+    assert encode(config, ToyCodec(samples_per_frame=640), restart=True).ok
+    after = snapshot(project.dataset)
+    changed = {name for name in before if before[name] != after[name]}
+    assert {name.split("/")[0] for name in changed} == {"dataset.json", "shards.jsonl", "codes_toy"}
+    assert encode(config, ToyCodec(), restart=True).ok
+    assert snapshot(project.dataset) == before
+
+
+def test_a_restart_that_dies_leaves_a_dataset_without_the_codec(project, config):
+    project.encode(config, "kept", ToyCodec(samples_per_frame=160))
+    without = snapshot(project.dataset)
+    project.encode(config)
+    stage = stage_of(config)
+    with mock.patch.object(EncodeStage, "plan", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        run(stage, restart=True)
+    assert snapshot(project.dataset) == without
+
+
+def test_a_second_run_does_nothing(project, config):
+    project.encode(config)
+    codec = ToyCodec()
+    assert encode(config, codec).ok
+    assert codec.batches == []
+
+
+def test_a_lost_codes_file_is_made_again(project, config):
+    project.encode(config)
+    before = snapshot(project.dataset)
+    (project.dataset / "codes_toy/context_codes/codes.000001.tar").unlink()
+    codec = project.encode(config)
+    assert sum(map(len, codec.batches)) == 3
+    assert snapshot(project.dataset) == before
+
+
+def test_ranks_with_different_models_are_found_out(project, config):
+    stage = stage_of(config)
+
+    class Changing(ToyCodec):
+        @property
+        def checksum(self):
+            return f"toy{len(self.batches)}"
+
+    with loading(Changing()), pytest.raises(UnitFailed, match="different models"):
+        run(stage)
+    assert read_dataset(project.dataset).codecs == []
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[1500] ^= 1
+    path.write_bytes(data)
+
+
+def drop_last(path):
+    items = list(read_field(path))
+    with FieldWriter(path) as writer:
+        for item in items[:-1]:
+            writer.add(item)
+
+
+DAMAGES = {
+    "flipped bit in the audio": flip,
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-700]),
+    "one item fewer": drop_last,
+    "gone": lambda path: path.unlink(),
+}
+
+
+def encode_damaged(config):
+    """Runs the stage over a damaged dataset; the result and the errors heard."""
+    listener = Silent()
+    with loading(ToyCodec()):
+        result = run_stage(stage_of(config), LocalExecutor(1), listener, max_reject_fraction=1.0)
+    return result, listener.errors
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("field", ["target_audio", "context_audio"])
+def test_a_damaged_shard_fails_its_unit_and_the_others_go_on(project, config, damage, field):
+    path = project.dataset / f"{field}/recording.000000.tar"
+    before = path.read_bytes()
+    DAMAGES[damage](path)
+    result, errors = encode_damaged(config)
+    assert list(result.failures) == [0]
+    assert all(f"{field}/recording.000000.tar" in error for error in errors)
+    assert (project.dataset / "codes_toy/target_codes/codes.000001.tar").exists()
+    assert not (project.dataset / "codes_toy/target_codes/codes.000000.tar").exists()
+    assert read_dataset(project.dataset).codecs == []
+    path.write_bytes(before)
+    assert encode(config, ToyCodec()).ok
+    assert len(list(open_shar(project.dataset))) == 5
+
+
+@pytest.mark.parametrize("damage", ["flipped bit in the audio", "cut off", "one item fewer"])
+def test_damage_that_the_checksums_hide_fails_the_unit_too(project, config, damage):
+    DAMAGES[damage](project.dataset / "target_audio/recording.000000.tar")
+    reindex(project.dataset)
+    result, errors = encode_damaged(config)
+    if damage == "flipped bit in the audio":
+        # FLAC has checksums of its own, which libsndfile looks at in part.
+        assert result.ok or list(result.failures) == [0]
+    else:
+        assert list(result.failures) == [0]
+        assert errors
+
+
+@pytest.mark.parametrize("change", [{"num_samples": 15999}, {"sampling_rate": 8000}])
+def test_metadata_that_disagree_with_the_audio_fail_the_unit(project, config, change):
+    path = project.dataset / "target_audio/recording.000000.tar"
+    items = list(read_field(path))
+    with FieldWriter(path) as writer:
+        for item in items:
+            writer.add(Item(item.cut_id, item.extension, item.data, item.metadata | change))
+    reindex(project.dataset)
+    result, errors = encode_damaged(config)
+    assert list(result.failures) == [0]
+    assert "the stored audio of" in errors[0]
+
+
+def test_swapped_fields_fail_the_unit(project, config):
+    context = project.dataset / "context_audio/recording.000000.tar"
+    items = list(read_field(context))
+    with FieldWriter(context) as writer:
+        for item in reversed(items):
+            writer.add(item)
+    reindex(project.dataset)
+    result, errors = encode_damaged(config)
+    assert list(result.failures) == [0]
+    assert "do not have the same ids" in errors[0]
+
+
+def test_what_is_no_dataset_is_a_configuration_error(project):
+    with pytest.raises(ConfigError, match="is not a finished dataset"):
+        encode(project.configure(), ToyCodec())
+
+
+def test_codes_of_other_audio_are_not_taken_for_those_of_this(project, config):
+    project.encode(config)
+    changed = project.configure(write={"shard_size": 3, "order": "manifest", "sampling_rate": 8000})
+    assert run(WriteStage(changed), restart=True).ok
+    with pytest.raises(ConfigError, match="made with another input"):
+        encode(changed, ToyCodec())
+    assert encode(changed, ToyCodec(), restart=True).ok
+    assert {cut.target_codes.shape[1] for cut in open_shar(project.dataset)} == {50, 25, 63, 16, 100}
+
+
+def test_fields_are_listed_base_first():
+    fields = ["codes_b/x", "cuts", "target_audio", "codes_a/y", "context_audio"]
+    assert sorted_fields(fields) == ["cuts", "target_audio", "context_audio", "codes_a/y", "codes_b/x"]
+
+
+def test_real_codecs_codes_are_those_of_each_item_alone(project, config, tmp_path):
+    """On a tiny EnCodec of the real class, batched beside longer items."""
+    import torch
+    from transformers import EncodecConfig, EncodecModel
+
+    from sharmill.models import load_codec
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = EncodecModel(
+            EncodecConfig(
+                num_filters=4, hidden_size=16, codebook_size=64, codebook_dim=16, upsampling_ratios=[8, 5, 4, 2],
+                target_bandwidths=[1.5], num_lstm_layers=1,
+            )
+        )  # fmt: skip
+        model.save_pretrained(tmp_path / "encodec")
+    name = f"transformers:{tmp_path / 'encodec'}"
+    assert run(EncodeStage(config, CodecConfig(name="tiny", model=name))).ok
+    codec = load_codec(name)
+    assert str(tmp_path) not in (project.dataset / "dataset.json").read_text()
+    same = total = 0
+    for cut in open_shar(project.dataset):
+        samples = torch.from_numpy(audio.resample(cut.load_target_audio()[0], 16000, codec.sampling_rate))
+        alone = codec.encode(samples[None], torch.tensor([len(samples)]))[0].numpy()
+        stored = cut.target_codes.load()
+        assert stored.shape == alone.shape
+        same += int((stored == alone).sum())
+        total += alone.size
+    assert same / total > 0.999
+
+
+def test_copies_of_a_dataset_can_be_extended_from_a_fresh_run(built, tmp_path):
+    directory = copy(built.dataset, tmp_path / "copy")
+    config = built.configure(dataset_dir=str(directory), run_dir=str(tmp_path / "run"))
+    with loading(ToyCodec(samples_per_frame=160)):
+        assert run(stage_of(config, "more")).ok
+    assert [codec.name for codec in read_dataset(directory).codecs] == ["more", "toy"]
+
+
+def test_an_index_without_the_audio_checksums_is_damage(project, config):
+    shards = lines(project.dataset / "shards.jsonl")
+    del shards[0]["fields"]["context_audio"]
+    rewrite(project.dataset / "shards.jsonl", shards)
+    with pytest.raises(DamagedShard, match="no context_audio of shard 0"):
+        encode(config, ToyCodec())

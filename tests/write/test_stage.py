@@ -1,0 +1,285 @@
+"""Stage 2 as a whole: shards, order, rejects, empty shards and datasets, restarts."""
+
+from __future__ import annotations
+
+import tarfile
+from unittest import mock
+
+import numpy as np
+import pytest
+from dummies_shar import Project, lines, put, run, shar_fields, snapshot, voice
+from lhotse import CutSet
+
+from sharmill import audio
+from sharmill.errors import ConfigError
+from sharmill.manifest import Utterance
+from sharmill.match.stage import matched_manifest
+from sharmill.shar import open_shar
+from sharmill.shar.index import read_dataset
+from sharmill.write.stage import WriteStage
+
+
+def fill(project: Project, count: int = 7, suffix: str = "flac") -> None:
+    for number in range(count):
+        project.add(f"{number}.{suffix}", voice(0.3 + 0.1 * number, seed=number), number=number)
+
+
+def numbers(cuts) -> list[int]:
+    return [cut.supervisions[0].custom["number"] for cut in cuts]
+
+
+def test_a_shard_has_at_most_shard_size_cuts_and_the_last_one_the_rest(project):
+    fill(project)
+    project.write(write={"shard_size": 3, "order": "manifest"})
+    shards = lines(project.dataset / "shards.jsonl")
+    assert [(shard["index"], shard["count"]) for shard in shards] == [(0, 3), (1, 3), (2, 1)]
+    assert numbers(CutSet.from_shar(fields=shar_fields(project.dataset))) == list(range(7))
+    assert sorted(path.name for path in project.dataset.iterdir()) == [
+        "context_audio", "cuts", "dataset.json", "shards.jsonl", "target_audio",
+    ]  # fmt: skip
+
+
+def test_the_index_names_count_seconds_sizes_and_checksums(project):
+    fill(project, 4)
+    project.write(write={"shard_size": 4, "order": "manifest"})
+    (shard,) = lines(project.dataset / "shards.jsonl")
+    assert (shard["target_seconds"], shard["context_seconds"]) == (1.8, 1.8)
+    assert set(shard["fields"]) == {"cuts", "target_audio", "context_audio"}
+    for field in shard["fields"].values():
+        assert (project.dataset / field["file"]).stat().st_size == field["size"]
+    dataset = read_dataset(project.dataset)
+    assert (dataset.num_shards, dataset.num_cuts, dataset.target_seconds) == (1, 4, 1.8)
+    assert dataset.limits == {"min_similarity": 0.6, "min_duration": 3.0, "max_duration": None}
+
+
+def test_the_nth_member_of_every_field_belongs_to_the_nth_cut(project):
+    fill(project)
+    project.write(write={"shard_size": 4})
+    for index in range(2):
+        ids = [cut["id"] for cut in lines(project.dataset / f"cuts/cuts.{index:06d}.jsonl.gz")]
+        for field in ("target_audio", "context_audio"):
+            with tarfile.open(project.dataset / f"{field}/recording.{index:06d}.tar") as tar:
+                assert tar.getnames() == [name for cut_id in ids for name in (f"{cut_id}.flac", f"{cut_id}.json")]
+
+
+def test_whole_files_are_copied_byte_for_byte_into_the_shards(project):
+    fill(project, 3)
+    project.write(write={"order": "manifest"})
+    for cut in CutSet.from_shar(fields=shar_fields(project.dataset)):
+        custom = cut.supervisions[0].custom
+        assert cut.target_audio.sources[0].source == (project.root / custom["audio_filepath"]).read_bytes()
+        assert cut.context_audio.sources[0].source == (project.root / custom["context_audio_filepath"]).read_bytes()
+
+
+def test_a_segment_is_encoded_once_in_a_unit_be_it_target_or_context(project):
+    fill(project, 6, "wav")
+    with mock.patch("sharmill.audio.encode", wraps=audio.encode) as encode:
+        project.write([1, 0, 0, 0, 0, 0])
+    assert encode.call_count == 6
+
+
+@pytest.mark.parametrize("format", ["flac", "wav", "mp3", "opus", "original"])
+def test_every_format_is_read_by_lhotse(project, format):
+    fill(project, 3, "wav")
+    project.write(write={"audio_format": format, "order": "manifest"})
+    for number, cut in enumerate(CutSet.from_shar(fields=shar_fields(project.dataset))):
+        samples = cut.load_target_audio()
+        # lhotse decodes opus as libsndfile does, whose header has the rate of the source.
+        assert samples.shape == (1, round((0.3 + 0.1 * number) * 16000))
+        assert np.corrcoef(samples[0], voice(0.3 + 0.1 * number, seed=number))[0, 1] > 0.9
+
+
+def test_manifest_and_speaker_order(project):
+    for number, speaker in enumerate("abcabca"):
+        project.add(f"{number}.wav", voice(0.3, seed=number), number=number, speaker=speaker)
+    config = project.configure(write={"order": "manifest", "shard_size": 3})
+    project.match_by_hand(config)
+    # As stage 1 leaves them: by speaker.
+    path = matched_manifest(config)
+    utterances = [Utterance.from_json(line) for line in path.read_bytes().splitlines()]
+    utterances.sort(key=lambda u: u.speaker)
+    path.write_bytes(b"".join(u.to_json() + b"\n" for u in utterances))
+    assert run(WriteStage(config)).ok
+    assert numbers(open_shar(project.dataset)) == list(range(7))
+    for order, expected in (
+        ("speaker", [0, 3, 6, 1, 4, 2, 5]),
+        ("shuffle", np.random.Generator(np.random.PCG64(42)).permutation(7).tolist()),
+    ):
+        config = project.configure(write={"order": order, "shard_size": 3})
+        assert run(WriteStage(config), restart=True).ok
+        assert numbers(open_shar(project.dataset)) == expected
+
+
+def break_file(path):
+    path.write_bytes(path.read_bytes()[:200])
+
+
+@pytest.mark.parametrize(
+    ("damage", "reasons"),
+    [(lambda path: path.unlink(), {"missing_audio"}), (break_file, {"unreadable_audio", "duration_mismatch"})],
+)
+@pytest.mark.parametrize("suffix", ["flac", "wav"])
+def test_a_record_that_fails_is_dropped_from_every_field(project, damage, reasons, suffix):
+    fill(project, 6, suffix)
+    config = project.configure(write={"order": "manifest", "shard_size": 3})
+    project.match_by_hand(config)
+    damage(project.root / f"2.{suffix}")
+    assert run(WriteStage(config)).ok
+    rejects = project.rejects("write")
+    # 2 is a target, and the context of 1.
+    assert [(r["record"]["number"], r["detail"].split(":")[0]) for r in rejects] == [(1, "context"), (2, "target")]
+    assert {r["reason"] for r in rejects} <= reasons
+    assert [shard["count"] for shard in lines(project.dataset / "shards.jsonl")] == [1, 3]
+    assert numbers(CutSet.from_shar(fields=shar_fields(project.dataset))) == [0, 3, 4, 5]
+    assert numbers(open_shar(project.dataset)) == [0, 3, 4, 5]
+
+
+def test_a_shard_without_a_good_record_is_committed_empty(project):
+    fill(project, 6)
+    config = project.configure(write={"order": "manifest", "shard_size": 2})
+    project.match_by_hand(config, [1, 0, 3, 2, 5, 4])
+    for number in (2, 3):
+        (project.root / f"{number}.flac").unlink()
+    assert run(WriteStage(config)).ok
+    shards = lines(project.dataset / "shards.jsonl")
+    assert [(shard["index"], shard["count"]) for shard in shards] == [(0, 2), (1, 0), (2, 2)]
+    for reader in (CutSet.from_shar(fields=shar_fields(project.dataset)), open_shar(project.dataset)):
+        assert numbers(reader) == [0, 1, 4, 5]
+    codec = project.encode(config)
+    assert sum(map(len, codec.batches)) == 4
+    assert len(list(CutSet.from_shar(fields=shar_fields(project.dataset, "toy")))) == 4
+
+
+def test_an_empty_input_is_a_valid_empty_dataset(project):
+    config = project.configure()
+    project.run_dir.joinpath("manifests").mkdir(parents=True)
+    matched_manifest(config).write_bytes(b"")
+    assert run(WriteStage(config)).totals.num_in == 0
+    assert (project.dataset / "shards.jsonl").read_bytes() == b""
+    assert read_dataset(project.dataset).num_cuts == 0
+    assert list(open_shar(project.dataset)) == []
+    assert len(open_shar(project.dataset)) == 0
+    project.encode(config)
+    assert list(open_shar(project.dataset)) == []
+
+
+def test_opus_at_22050_hz_stops_with_what_to_set(project):
+    for number in range(2):
+        project.add(f"{number}.wav", voice(0.5, 22050), rate=22050)
+    config = project.configure(write={"audio_format": "opus"})
+    project.match_by_hand(config)
+    with pytest.raises(ConfigError, match="set sampling_rate"):
+        run(WriteStage(config))
+    assert not (project.dataset / "dataset.json").exists()
+    config = project.configure(write={"audio_format": "opus", "sampling_rate": 24000})
+    assert run(WriteStage(config), restart=True).ok
+    assert {cut.target_audio.sampling_rate for cut in open_shar(project.dataset)} == {24000}
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path):
+    found = []
+    for name in ("first", "second"):
+        project = Project(tmp_path / name)
+        project.folder.mkdir()
+        fill(project, 5, "wav")
+        project.write(write={"shard_size": 2, "audio_format": "opus"})
+        found.append(snapshot(project.dataset))
+    assert found[0] == found[1]
+
+
+def test_a_lost_shard_is_written_again_and_the_codes_stay_listed(project):
+    fill(project, 4)
+    config = project.write(write={"shard_size": 2})
+    project.encode(config)
+    before = snapshot(project.dataset)
+    (project.dataset / "target_audio/recording.000001.tar").unlink()
+    assert run(WriteStage(config)).ok
+    assert snapshot(project.dataset) == before
+
+
+def test_a_lost_index_is_written_again(project):
+    fill(project, 4)
+    config = project.write(write={"shard_size": 2})
+    before = snapshot(project.dataset)
+    (project.dataset / "dataset.json").unlink()
+    assert run(WriteStage(config)).ok
+    assert snapshot(project.dataset) == before
+
+
+def test_a_restart_leaves_nothing_of_before(project):
+    fill(project, 6)
+    config = project.write(write={"shard_size": 1})
+    project.encode(config)
+    config = project.configure(write={"shard_size": 4})
+    with pytest.raises(ConfigError, match=r"write.shard_size \(1, now 4\)"):
+        run(WriteStage(config))
+    assert run(WriteStage(config), restart=True).ok
+    assert len(list((project.dataset / "cuts").iterdir())) == 2
+    assert not (project.dataset / "codes_toy").exists()
+    assert read_dataset(project.dataset).codecs == []
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_dataset_of_another_run_is_left_alone(project, tmp_path, built, restart):
+    """Also by a run directory that has a plan, of another dataset directory."""
+    other = Project(tmp_path / "other")
+    other.folder.mkdir()
+    fill(other, 2)
+    other.write()
+    before = snapshot(other.dataset)
+    fill(project, 2)
+    project.write()
+    own = snapshot(project.dataset)
+    config = project.configure(dataset_dir=str(other.dataset))
+    with pytest.raises(ConfigError, match="is not empty and was not written from"):
+        run(WriteStage(config), restart=restart)
+    assert snapshot(other.dataset) == before
+    assert snapshot(project.dataset) == own
+    assert run(WriteStage(project.configure())).ok
+
+
+def test_a_missing_matched_manifest_is_named(project):
+    fill(project, 2)
+    with pytest.raises(ConfigError, match="run the stage match first"):
+        run(WriteStage(project.configure()))
+
+
+def test_two_sources_may_have_files_of_one_name(tmp_path):
+    from sharmill.config import to_config
+
+    projects = []
+    for name in ("one", "two"):
+        project = Project(tmp_path / name)
+        project.folder.mkdir()
+        project.add("a.wav", voice(0.5, seed=len(name) + len(projects)), number=len(projects))
+        project.configure()
+        projects.append(project)
+    config = to_config(
+        {
+            "name": "both",
+            "run_dir": str(tmp_path / "run"),
+            "dataset_dir": str(tmp_path / "dataset"),
+            "sources": [
+                {"manifest": str(p.folder / "small.json"), "audio_root": str(p.root)} for p in projects
+            ],
+        },
+        "test",
+    )  # fmt: skip
+    projects[0].match_by_hand(config)
+    assert run(WriteStage(config)).ok
+    cuts = {cut.supervisions[0].custom["number"]: cut for cut in open_shar(tmp_path / "dataset")}
+    assert cuts[0].id != cuts[1].id
+    for number, project in enumerate(projects):
+        samples = audio.read(project.root / "a.wav")[0]
+        np.testing.assert_array_equal(cuts[number].load_target_audio()[0], samples)
+        np.testing.assert_array_equal(cuts[1 - number].load_context_audio()[0], samples)
+
+
+def test_files_changed_between_the_stages_count_as_they_are_now(project):
+    fill(project, 3, "wav")
+    config = project.configure(write={"order": "manifest"})
+    project.match_by_hand(config)
+    put(project.root / "1.wav", voice(0.45, seed=9))
+    assert run(WriteStage(config)).ok
+    durations = [cut.duration for cut in open_shar(project.dataset)]
+    assert durations == [0.3, 0.45, 0.5]

@@ -126,7 +126,7 @@ def test_wrong_choice_names_the_valid_values(override, message, write):
         ("prepare.unit_records=0", "prepare: unit_records must be positive"),
         ("match.min_similarity=2", "match: min_similarity must be between -1 and 1"),
         ("match.max_duration=1", "match: max_duration must not be less than min_duration"),
-        ("match.max_group=1", "match: max_group must be at least 2"),
+        ("match.max_group=2", "match: max_group must be at least 3"),
         ("match.sample_size=0", "match: sample_size must be at least 1"),
         ("match.unit_seconds=0", "match: unit_seconds must be positive"),
         ("match.batch_seconds=0", "match: batch_seconds must be positive"),

@@ -17,7 +17,7 @@ if "dummies_shar" not in sys.modules:
     sys.modules["dummies_shar"] = importlib.util.module_from_spec(_SPEC)
     _SPEC.loader.exec_module(sys.modules["dummies_shar"])
 
-from dummies_shar import Project, voice  # noqa: E402
+from dummies_shar import Project, voice
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ class ToyCodec:
 @contextmanager
 def loading(codec: Any):
     """Makes ``codec`` what is loaded, whatever its name."""
-    with mock.patch("sharmill.encode.stage.load_codec", lambda name, device: codec):
+    with mock.patch("sharmill.encode.stage.load_codec", return_value=codec):
         yield
 
 

@@ -99,6 +99,26 @@ def test_all_further_manifest_keys_are_kept(cuts):
     assert cuts[2].supervisions[0].custom["normalized_text"] == "groesser"
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"width": 1920, "height": 1080},
+        {"shape": [1, 2]},
+        {"array": {}, "temporal_dim": 0},
+        {"id": "x", "sources": [], "sampling_rate": 1},
+    ],
+)
+def test_objects_that_lhotse_would_take_for_manifests_are_kept_as_text(project, value):
+    for number in range(2):
+        project.add(f"{number}.wav", voice(0.3, seed=number), video=value, plain={"height": 1})
+    project.write()
+    for reader in (open_shar(project.dataset), CutSet.from_shar(fields=shar_fields(project.dataset))):
+        for cut in reader:
+            custom = cut.supervisions[0].custom
+            assert json.loads(custom["video"]) == value
+            assert custom["plain"] == {"height": 1}
+
+
 def test_no_key_of_sharmills_own_is_left(cuts):
     assert not [key for cut in cuts for key in cut.supervisions[0].custom if key.startswith("_")]
 

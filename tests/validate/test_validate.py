@@ -269,24 +269,32 @@ DAMAGES = {
     "a broken link": (lambda d: (d / "link").symlink_to("nowhere"), {"stray_file"}),
     "a link to a folder": (lambda d: (d / "link").symlink_to("/tmp"), {"stray_file"}),
     "the last shard is not listed": (
-        change_shards(lambda shards: shards[:-1]), {"stray_file", "wrong_totals"},
+        change_shards(lambda shards: shards[:-1]),
+        {"stray_file", "wrong_totals"},
     ),
     "a shard in the middle is not listed": (
-        change_shards(lambda shards: [shards[0], shards[2]]), {"stray_file", "wrong_totals", "index_gap"},
+        change_shards(lambda shards: [shards[0], shards[2]]),
+        {"stray_file", "wrong_totals", "index_gap"},
     ),
     "shards out of order": (change_shards(reversed_twice), {"index_gap"}),
     "a shard without a field": (change_shards(without_field), {"missing_field", "stray_file"}),
-    "fields under each other's names": (change_shards(rename_field), {"wrong_name", "bad_cut", "bad_codes", "wrong_totals"}),
+    "fields under each other's names": (
+        change_shards(rename_field),
+        {"wrong_name", "bad_cut", "bad_codes", "wrong_totals"},
+    ),
     "another count": (
-        change_shards(lambda shards: [shards[0], shards[1] | {"count": 2}, shards[2]]), {"wrong_count", "wrong_totals"},
+        change_shards(lambda shards: [shards[0], shards[1] | {"count": 2}, shards[2]]),
+        {"wrong_count", "wrong_totals"},
     ),
     "other seconds": (
-        change_shards(lambda shards: [shards[0], shards[1] | {"target_seconds": 9.0}, shards[2]]), {"wrong_totals"},
+        change_shards(lambda shards: [shards[0], shards[1] | {"target_seconds": 9.0}, shards[2]]),
+        {"wrong_totals"},
     ),
     "other totals": (change_description(lambda d: d | {"num_cuts": 8}), {"wrong_totals"}),
     "other total seconds": (change_description(lambda d: d | {"context_seconds": 1.0}), {"wrong_totals"}),
     "a codec without fields": (
-        change_description(lambda d: d | {"fields": d["fields"][:3]}), {"wrong_totals"},
+        change_description(lambda d: d | {"fields": d["fields"][:3]}),
+        {"wrong_totals"},
     ),
     "fields without a codec": (change_description(lambda d: d | {"codecs": []}), {"wrong_totals"}),
     "members swapped": (change_field(TARGETS, swap), {"wrong_id", "bad_cut", "bad_codes"}),
@@ -306,11 +314,15 @@ DAMAGES = {
     "a cut dropped": (change_cuts(lambda cuts: cuts[:-1]), {"wrong_count"}),
     "a cut that is no object": (change_cuts(lambda cuts: [3, *cuts[1:]]), {"damaged"}),
     "a cut without start": (
-        change_cuts(lambda cuts: [{k: v for k, v in cuts[0].items() if k != "start"}, *cuts[1:]]), {"bad_cut"},
+        change_cuts(lambda cuts: [{k: v for k, v in cuts[0].items() if k != "start"}, *cuts[1:]]),
+        {"bad_cut"},
     ),
     "a cut that starts later": (change_cuts(cut_key(start=0.5)), {"bad_cut"}),
     "a cut of another duration": (change_cuts(cut_key(duration=9.0)), {"bad_cut"}),
-    "a cut whose context lhotse would cut": (change_cuts(cut_key(custom={"context_audio_unaligned": False})), {"bad_cut"}),
+    "a cut whose context lhotse would cut": (
+        change_cuts(cut_key(custom={"context_audio_unaligned": False})),
+        {"bad_cut"},
+    ),
     "a cut without custom": (change_cuts(cut_key(custom=None)), {"bad_cut"}),
     "a cut without supervisions": (change_cuts(cut_key(supervisions=[])), {"bad_cut"}),
     "a cut without recording": (change_cuts(cut_key(recording=None)), {"bad_cut"}),
@@ -324,22 +336,36 @@ DAMAGES = {
     "a context without similarity": (change_cuts(custom_key(context_speaker_similarity=...)), {"bad_cut"}),
     "another context": (change_cuts(custom_key(context_recording_id="rec-x")), {"bad_cut"}),
     "another context offset": (change_cuts(custom_key(context_audio_offset=1.0)), {"bad_cut"}),
-    "a context too short": (change_description(lambda d: d | {"limits": d["limits"] | {"min_duration": 1.0}}), {"bad_cut"}),
-    "a context too long": (change_description(lambda d: d | {"limits": d["limits"] | {"max_duration": 2.0}}), {"bad_cut"}),
+    "a context too short": (
+        change_description(lambda d: d | {"limits": d["limits"] | {"min_duration": 1.0}}),
+        {"bad_cut"},
+    ),
+    "a context too long": (
+        change_description(lambda d: d | {"limits": d["limits"] | {"max_duration": 2.0}}),
+        {"bad_cut"},
+    ),
     "audio that is none": (change_field(TARGETS, with_data(0, lambda data: b"no audio")), {"bad_audio"}),
     "audio without bytes": (change_field(CONTEXTS, with_data(0, lambda data: b"")), {"bad_audio"}),
     "fewer samples promised": (
-        change_field(CONTEXTS, with_metadata(0, num_samples=5)), {"bad_audio", "bad_codes"},
+        change_field(CONTEXTS, with_metadata(0, num_samples=5)),
+        {"bad_audio", "bad_codes"},
     ),
     "another rate promised": (change_field(CONTEXTS, with_metadata(0, sampling_rate=8000)), {"bad_audio", "bad_codes"}),
     "a rate of zero": (change_field(CONTEXTS, with_metadata(0, sampling_rate=0)), {"bad_audio", "bad_codes"}),
-    "a rate that is text": (change_field(TARGETS, with_metadata(0, sampling_rate="x")), {"bad_audio", "bad_codes", "bad_cut"}),
+    "a rate that is text": (
+        change_field(TARGETS, with_metadata(0, sampling_rate="x")),
+        {"bad_audio", "bad_codes", "bad_cut"},
+    ),
     "another duration promised": (change_field(TARGETS, with_metadata(0, duration=1.0)), {"bad_audio", "wrong_totals"}),
     "audio of another id": (change_field(TARGETS, with_metadata(0, id="x")), {"bad_cut"}),
     "codes with a frame more": (
-        change_field(CODES, with_array(0, lambda a: np.pad(a, ((0, 0), (0, 1))), describe=True)), {"bad_codes"},
+        change_field(CODES, with_array(0, lambda a: np.pad(a, ((0, 0), (0, 1))), describe=True)),
+        {"bad_codes"},
     ),
-    "codes with a frame less": (change_field(CONTEXT_CODES, with_array(0, lambda a: a[:, :-1], describe=True)), {"bad_codes"}),
+    "codes with a frame less": (
+        change_field(CONTEXT_CODES, with_array(0, lambda a: a[:, :-1], describe=True)),
+        {"bad_codes"},
+    ),
     "codes with a codebook less": (change_field(CODES, with_array(0, lambda a: a[:2], describe=True)), {"bad_codes"}),
     "codes of a shape not described": (change_field(CODES, with_array(0, lambda a: a[:, :-1])), {"bad_codes"}),
     "codes of another type": (change_field(CODES, with_array(0, lambda a: a.astype(np.int32))), {"bad_codes"}),
@@ -353,13 +379,21 @@ DAMAGES = {
     "codes that start later": (change_field(CODES, with_metadata(0, start=1.0)), {"bad_codes"}),
     "codes without shape": (change_field(CONTEXT_CODES, with_metadata(0, shape=...)), {"bad_codes"}),
     "context codes that lhotse would cut": (
-        change_field(CONTEXT_CODES, lambda items: [
-            Item(i.cut_id, i.extension, i.data, {"array": i.metadata, "temporal_dim": -1, "frame_shift": 0.02, "start": 0})
-            for i in items
-        ]),
+        change_field(
+            CONTEXT_CODES,
+            lambda items: [
+                Item(
+                    i.cut_id,
+                    i.extension,
+                    i.data,
+                    {"array": i.metadata, "temporal_dim": -1, "frame_shift": 0.02, "start": 0},
+                )
+                for i in items
+            ],
+        ),
         {"bad_codes"},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

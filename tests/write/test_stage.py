@@ -197,12 +197,17 @@ def test_a_lost_shard_is_written_again_and_the_codes_stay_listed(project):
     assert snapshot(project.dataset) == before
 
 
-def test_a_lost_index_is_written_again(project):
+@pytest.mark.parametrize("name", ["dataset.json", "shards.jsonl"])
+def test_a_lost_index_is_written_again_and_the_codes_are_listed_without_encoding_them(project, name):
     fill(project, 4)
     config = project.write(write={"shard_size": 2})
+    project.encode(config)
+    project.encode(config, "second")
     before = snapshot(project.dataset)
-    (project.dataset / "dataset.json").unlink()
+    (project.dataset / name).unlink()
     assert run(WriteStage(config)).ok
+    for codec in ("toy", "second"):
+        assert project.encode(config, codec).batches == []
     assert snapshot(project.dataset) == before
 
 

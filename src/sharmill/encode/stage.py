@@ -128,6 +128,10 @@ class EncodeStage(Stage):
         write_dataset(self.root, msgspec.structs.replace(dataset, codecs=codecs, fields=sorted_fields(fields)))
         return add_up(commits)
 
+    def is_finalized(self) -> bool:
+        # The index may have been made again without this codec, as when it was lost.
+        return self.codec_config.name in [codec.name for codec in read_dataset(self.root).codecs]
+
     def discard(self) -> None:
         # A restart of the stage write has taken all codes with it.
         owned = was_planned_for(self.dir.identity, self.root)

@@ -132,7 +132,7 @@ def run_stage(
     units = load_or_freeze(stage, restart=restart)
     remove_staging(stage.root)
     commits, missing = _outstanding(stage, units, check=units)
-    if missing or not all(path.exists() for path in stage.products()):
+    if missing or not stage.is_finalized():
         remove_tree(stage.dir.done)
     expected_in = sum(unit.size for unit in units)
     guard = RejectGuard(listener, stage, max_reject_fraction, expected_in)

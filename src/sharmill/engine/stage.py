@@ -61,8 +61,12 @@ class Stage(ABC):
         Called again if it was interrupted."""
 
     def products(self) -> list[Path]:
-        """The files that ``finalize`` leaves for others; where one is gone, it is run again."""
+        """The files that ``finalize`` leaves for others."""
         return []
+
+    def is_finalized(self) -> bool:
+        """Whether what ``finalize`` leaves is still in place; where it is not, it is run again."""
+        return all(path.exists() for path in self.products())
 
     def discard(self) -> None:  # noqa: B027 - most stages publish below their own folder only
         """Removes what the stage has published outside its folder in the run directory (for ``--restart``)."""

@@ -5,9 +5,14 @@ Made without lhotse's classes, which cost more than the rest of writing a cut; t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+import msgspec
 
 from sharmill.manifest import TYPED_KEYS, Utterance, parse_speaker_tag
+
+# An object in a ``custom`` mapping that has all keys of one of these is one of lhotse's own manifests to lhotse.
+_TAKEN_BY_LHOTSE: Final = ({"width"}, {"shape"}, {"array"}, {"id", "sources", "sampling_rate"})
 
 
 def make_cut(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> dict[str, Any]:
@@ -44,8 +49,15 @@ def make_supervision(utterance: Utterance, duration: float) -> dict[str, Any]:
         "text": utterance.text,
         "language": language,
         "speaker": utterance.speaker,
-        "custom": {**typed, "language": language, **utterance.custom},
+        "custom": {**typed, "language": language, **{key: _kept(value) for key, value in utterance.custom.items()}},
     }
+
+
+def _kept(value: Any) -> Any:
+    """A manifest's value as it is, or as JSON text where lhotse would take it for a manifest and fail to read the cut."""
+    if isinstance(value, dict) and any(keys <= value.keys() for keys in _TAKEN_BY_LHOTSE):
+        return msgspec.json.encode(value).decode()
+    return value
 
 
 def make_recording(recording_id: str, sampling_rate: int, num_samples: int) -> dict[str, Any]:

@@ -1,0 +1,111 @@
+"""Embeddings of segments: each in its row, at the encoder's rate, in bounded batches, whatever breaks among them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import soundfile as sf
+import torch
+from dummies_shar import put, voice
+
+from sharmill.manifest import Segment
+from sharmill.match.embed import Embedder
+from sharmill.models import load_speaker_encoder
+from sharmill.segments import SegmentReader
+
+
+class LengthEncoder:
+    """The embedding is the number of samples and the loudest of them."""
+
+    sampling_rate = 16000
+    embedding_size = 2
+    checksum = "length"
+
+    def __init__(self):
+        self.batches = []
+
+    def embed(self, audio, num_samples):
+        self.batches.append(num_samples.tolist())
+        peaks = [row[:n].abs().max() for row, n in zip(audio, num_samples.tolist(), strict=True)]
+        return torch.stack([num_samples.float(), torch.stack(peaks)], dim=1)
+
+
+def embedder(root, encoder, batch_seconds=3.0, threads=2):
+    return Embedder(encoder, SegmentReader((root,)), batch_seconds, threads)
+
+
+def whole(name, seconds):
+    return Segment(0, name, 0.0, seconds, whole_file=True)
+
+
+def test_every_row_is_of_its_segment_at_the_encoders_rate(tmp_path):
+    encoder = LengthEncoder()
+    segments, expected = [], []
+    for number, (seconds, rate) in enumerate([(0.5, 16000), (2.0, 8000), (1.0, 44100), (0.7, 16000)]):
+        put(tmp_path / f"{number}.wav", voice(seconds, rate), rate)
+        segments.append(whole(f"{number}.wav", seconds))
+        expected.append(round(seconds * 16000))
+    segments.append(Segment(0, "1.wav", 0.5, 0.25, whole_file=False))
+    rows, rejects = embedder(tmp_path, encoder)(segments)
+    assert rows[:, 0].tolist() == [*expected, 4000]
+    assert rows.dtype == np.float32
+    assert rejects == {}
+
+
+def test_batches_are_sorted_by_length_and_bounded(tmp_path):
+    encoder = LengthEncoder()
+    seconds = [0.5, 2.0, 1.0, 0.7, 1.1]
+    for number, length in enumerate(seconds):
+        put(tmp_path / f"{number}.wav", voice(length))
+    embedder(tmp_path, encoder)([whole(f"{number}.wav", length) for number, length in enumerate(seconds)])
+    assert encoder.batches == [[32000], [17600, 16000], [11200, 8000]]
+
+
+def test_what_is_broken_has_a_reason_and_a_row_of_zeros_and_the_others_their_rows(tmp_path):
+    for name in ("a.wav", "z.wav", "cut.wav"):
+        put(tmp_path / name, voice(0.5))
+    (tmp_path / "cut.wav").write_bytes((tmp_path / "cut.wav").read_bytes()[:5000])
+    (tmp_path / "text.wav").write_text("no audio")
+    sf.write(tmp_path / "nan.wav", np.full(8000, np.nan, np.float32), 16000, subtype="FLOAT")
+    names = ["a.wav", "gone.wav", "text.wav", "nan.wav", "cut.wav", "z.wav"]
+    rows, rejects = embedder(tmp_path, LengthEncoder(), batch_seconds=1.0)([whole(name, 0.5) for name in names])
+    assert {index: reject.reason for index, reject in rejects.items()} == {
+        1: "missing_audio", 2: "unreadable_audio", 3: "non_finite_audio", 4: "duration_mismatch",
+    }  # fmt: skip
+    assert rows[:, 0].tolist() == [8000, 0, 0, 0, 0, 8000]
+
+
+def test_a_batch_of_broken_ones_only_is_not_embedded(tmp_path):
+    encoder = LengthEncoder()
+    rows, rejects = embedder(tmp_path, encoder)([whole("gone.wav", 0.5)] * 3)
+    assert encoder.batches == []
+    assert rows.shape == (3, 2)
+    assert sorted(rejects) == [0, 1, 2]
+
+
+def test_no_segments_give_no_rows(tmp_path):
+    rows, rejects = embedder(tmp_path, LengthEncoder())([])
+    assert rows.shape == (0, 2)
+    assert rejects == {}
+
+
+def test_an_error_of_the_encoder_comes_through(tmp_path):
+    class Failing(LengthEncoder):
+        def embed(self, audio, num_samples):
+            raise RuntimeError("out of memory")
+
+    put(tmp_path / "a.wav", voice(0.5))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        embedder(tmp_path, Failing())([whole("a.wav", 0.5)])
+
+
+def test_the_batching_moves_resemblyzers_embeddings_by_float_noise_only(tmp_path):
+    encoder = load_speaker_encoder("resemblyzer")
+    segments = []
+    for number in range(8):
+        seconds = 1.0 + 0.37 * number
+        put(tmp_path / f"{number}.wav", voice(seconds, pitch=110 + 25 * number, seed=number))
+        segments.append(whole(f"{number}.wav", seconds))
+    found = [embedder(tmp_path, encoder, batch_seconds=seconds)(segments)[0] for seconds in (0.1, 6.0, 1000.0)]
+    for rows in found[1:]:
+        np.testing.assert_allclose(rows, found[0], atol=2e-6)

@@ -154,6 +154,14 @@ class ExecutorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Curves of throughput and rejects per rank: TensorBoard files in the run directory, a Weights & Biases project."""
+
+    tensorboard: bool = False
+    wandb_project: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One dataset, from its manifests to its shards."""
 
@@ -168,6 +176,7 @@ class Config:
     write: WriteConfig = field(default_factory=WriteConfig)
     encode: EncodeConfig = field(default_factory=EncodeConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def __post_init__(self) -> None:
         _require(bool(_NAME.fullmatch(self.name)), f"name {self.name!r} must be letters, digits, '_', '-', '.'")

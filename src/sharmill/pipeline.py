@@ -59,7 +59,10 @@ def make_stages(config: Config, names: Sequence[str] = STAGES) -> list[Stage]:
         "encode": [EncodeStage(config, codec) for codec in config.encode.codecs],
         "validate": [ValidateStage(dataset_dir, run_dir)],
     }
-    return [stage for name in STAGES if name in names for stage in stages[name]]
+    chosen = [stage for name in STAGES if name in names for stage in stages[name]]
+    for stage in chosen:
+        stage.metrics = config.metrics
+    return chosen
 
 
 def make_executor(config: Config) -> Executor:

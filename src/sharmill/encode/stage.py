@@ -16,7 +16,7 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
-from sharmill.errors import ConfigError, RejectRecord, UnitFailed
+from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed
 from sharmill.models import describe_codec, load_codec
 from sharmill.models.names import parse_codec_name
 from sharmill.models.protocols import Codec
@@ -116,7 +116,7 @@ class EncodeStage(Stage):
         dataset = read_dataset(self.root)
         records = {msgspec.json.encode(commit.stats["codec"]): commit.stats["codec"] for commit in commits}
         if len(records) > 1:
-            raise UnitFailed(f"{self.name}: ranks used different models under the same name; run with --restart")
+            raise FatalError(f"{self.name}: ranks used different models under the same name; run with --restart")
         codecs = [codec for codec in dataset.codecs if codec.name != self.codec_config.name]
         codecs += [msgspec.convert(record, CodecRecord) for record in records.values()]
         fields = [

@@ -39,6 +39,10 @@ class StageDir:
         return self.path / "rounds"
 
     @property
+    def metrics(self) -> Path:
+        return self.path / "metrics"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+from sharmill.config import MetricsConfig
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.unit import Commit, Output, Totals, Unit
 from sharmill.store import Staging
@@ -21,6 +22,7 @@ class Stage(ABC):
         name: the folder of the stage in the run directory, and its name in messages.
         run_dir: the run directory of the dataset.
         root: published files are named relative to this directory.
+        metrics: which curves its ranks write.
         uses_gpu: one rank per visible GPU where there are any.
         replan_when_changed: a check, which loses nothing by starting anew when its input has changed.
     """
@@ -28,6 +30,7 @@ class Stage(ABC):
     name: str
     run_dir: RunDir
     root: Path
+    metrics: MetricsConfig = MetricsConfig()
     uses_gpu: ClassVar[bool] = False
     replan_when_changed: ClassVar[bool] = False
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from sharmill.engine.ledger import LedgerWriter
+from sharmill.engine.metrics import MetricsLog
 from sharmill.engine.progress import ProgressWriter
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Output, Unit
@@ -52,6 +53,8 @@ class Worker:
         with ExitStack() as stack:
             stack.enter_context(self._progress)
             self._set_up()
+            self._metrics = MetricsLog(self.stage.metrics, self.stage.name, self.stage.dir, self.rank)
+            stack.callback(self._metrics.close)
             self._closing = stack.pop_all()
         log.info("rank %d is ready for %s on %s after %.1f s", self.rank, self.stage.name, self.device,
                  time.monotonic() - started)  # fmt: skip
@@ -95,6 +98,7 @@ class Worker:
             self._progress.give_up()
             return UnitError(unit.index, _one_line(error), _format(error))
         self._progress.end(unit.cost)
+        self._metrics.commit(unit, commit)
         log.info("unit %d is done in %.1f s: %d out, rejects %s", unit.index, commit.seconds, commit.num_out,
                  commit.rejects)  # fmt: skip
         return commit

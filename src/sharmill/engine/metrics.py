@@ -1,0 +1,90 @@
+"""Optional curves of throughput and rejects per rank, for TensorBoard and Weights & Biases.
+
+Off unless configured. A missing package, a full quota or a network that is down costs the curve, never the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sharmill.config import MetricsConfig
+from sharmill.engine.rundir import StageDir
+from sharmill.engine.unit import Commit, Unit
+
+log = logging.getLogger(__name__)
+
+# Takes the values and the number of units done so far.
+Sink = Callable[[dict[str, float], int], None]
+
+
+class MetricsLog:
+    """What one rank tells of its units."""
+
+    def __init__(self, config: MetricsConfig, stage_name: str, stage_dir: StageDir, rank: int) -> None:
+        self._started = time.monotonic()
+        self._units = 0
+        self._audio_seconds = 0.0
+        self._rejects = 0
+        self._sinks: list[Sink] = []
+        self._closers: list[Callable[[], Any]] = []
+        if config.tensorboard:
+            self._try("tensorboard", lambda: self._open_tensorboard(stage_dir.metrics / f"rank-{rank:03d}"))
+        if config.wandb_project:
+            self._try("wandb", lambda: self._open_wandb(config.wandb_project or "", stage_name, stage_dir.path, rank))
+
+    def commit(self, unit: Unit, commit: Commit) -> None:
+        """Adds a point to every curve."""
+        self._units += 1
+        self._audio_seconds += unit.cost
+        self._rejects += commit.num_rejected
+        elapsed = max(time.monotonic() - self._started, 1e-6)
+        values = {
+            "audio_hours": self._audio_seconds / 3600,
+            "audio_hours_per_hour": self._audio_seconds / elapsed,
+            "unit_seconds": commit.seconds,
+            "rejects": float(self._rejects),
+        }
+        for sink in list(self._sinks):
+            if not self._try("metrics", lambda sink=sink: sink(values, self._units)):  # type: ignore[misc]
+                self._sinks.remove(sink)
+
+    def close(self) -> None:
+        """Lets the sinks write what they still hold."""
+        for closer in self._closers:
+            self._try("metrics", closer)
+
+    def _open_tensorboard(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(folder))
+
+        def write(values: dict[str, float], step: int) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        self._sinks.append(write)
+        self._closers.append(writer.close)
+
+    def _open_wandb(self, project: str, stage_name: str, folder: Path, rank: int) -> None:
+        import wandb
+
+        settings = wandb.Settings(init_timeout=30, silent=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        run = wandb.init(
+            project=project, name=f"{stage_name}-rank-{rank:03d}", group=stage_name, dir=str(folder), settings=settings
+        )
+        self._sinks.append(lambda values, step: run.log(values, step=step))
+        self._closers.append(run.finish)
+
+    def _try(self, what: str, action: Callable[[], Any]) -> bool:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong with a curve must not cost the run
+            log.warning("%s is off for this rank: %s: %s", what, type(error).__name__, error)
+            return False
+        return True

@@ -70,9 +70,7 @@ def measure(kind: str, num_rows: int) -> dict[str, Any]:
 
     def select(**data: Any) -> np.ndarray:
         choice: Any = "sample" if kind == "sample" else "best"
-        return select_context(
-            **data, min_similarity=MIN_SIMILARITY, min_duration=MIN_DURATION, choice=choice
-        )[0]
+        return select_context(**data, min_similarity=MIN_SIMILARITY, min_duration=MIN_DURATION, choice=choice)[0]
 
     run = plain if kind == "plain" else select
     run(**problem(500))

@@ -199,3 +199,27 @@ def command_line():
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
 
     return run
+
+
+@pytest.fixture
+def project(tmp_path):
+    """An empty project: a small corpus to be, with the stages that are run over it."""
+    from dummies_shar import Project
+
+    return Project(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """A dataset of 7 cuts in 3 shards with the codes of a toy codec; not to be changed by tests.
+
+    Cut n has the context n + 1; some contexts are longer than their targets and some are shorter.
+    """
+    from dummies_shar import Project, voice
+
+    project = Project(tmp_path_factory.mktemp("built"))
+    for number, seconds in enumerate([1.0, 2.005, 0.5, 3.1, 0.7, 1.3, 0.25]):
+        project.add(f"spk/utt{number}.flac", voice(seconds, pitch=150 + 20 * number, seed=number), number=number)
+    config = project.write(write={"shard_size": 3, "order": "manifest"}, match={"min_duration": 0.0})
+    project.encode(config)
+    return project

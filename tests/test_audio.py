@@ -181,9 +181,7 @@ def test_segment_across_blocks(tmp_path, monkeypatch, format, subtype):
     np.testing.assert_array_equal(audio.read(path)[0], full)
 
 
-@pytest.mark.parametrize(
-    "subtype", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "IMA_ADPCM"]
-)
+@pytest.mark.parametrize("subtype", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "IMA_ADPCM"])
 def test_wav_subtypes(tmp_path, subtype):
     samples = speech_like(4000, 16000)
     path = write(tmp_path / "a.wav", container(samples, 16000, "WAV", subtype))
@@ -315,9 +313,7 @@ def test_mp3_without_length_is_counted(rate):
 
 def test_mp3_of_variable_bit_rate_without_length_is_unreadable():
     quiet_then_loud = speech_like(64000, 16000) * np.linspace(0, 2, 64000, dtype=np.float32)
-    data = container(
-        quiet_then_loud, 16000, "MP3", "MPEG_LAYER_III", bitrate_mode="VARIABLE", compression_level=0.5
-    )
+    data = container(quiet_then_loud, 16000, "MP3", "MPEG_LAYER_III", bitrate_mode="VARIABLE", compression_level=0.5)
     assert len(audio.decode(data)[0]) == 64000
     assert reason_of(audio.decode, without_first_mp3_frame(data)) == "unreadable_audio"
 
@@ -395,9 +391,7 @@ def test_resample_does_not_depend_on_threads():
     try:
         for num_threads in (1, 2, 3, 8):
             torch.set_num_threads(num_threads)
-            results.add(
-                hashlib.sha256(b"".join(audio.resample(samples, 16000, r) for r in RATES)).hexdigest()
-            )
+            results.add(hashlib.sha256(b"".join(audio.resample(samples, 16000, r) for r in RATES)).hexdigest())
             assert torch.get_num_threads() == num_threads
     finally:
         torch.set_num_threads(before)
@@ -487,9 +481,7 @@ for format in audio.ENCODERS:
     outputs = set()
     start = int(time.time())
     for second in range(2):
-        while (
-            int(time.time()) < start + 2 * second
-        ):  # another second of the clock: headers with a date would differ
+        while int(time.time()) < start + 2 * second:  # another second of the clock: headers with a date would differ
             time.sleep(0.05)
         result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         outputs.add(result.stdout)
@@ -499,9 +491,7 @@ for format in audio.ENCODERS:
 
 def test_rates_that_a_format_cannot_hold_are_a_configuration_error():
     samples = speech_like(100, 22050)
-    with pytest.raises(
-        ConfigError, match="22050 Hz: set sampling_rate to one of 8000, 12000, 16000, 24000, 48000"
-    ):
+    with pytest.raises(ConfigError, match="22050 Hz: set sampling_rate to one of 8000, 12000, 16000, 24000, 48000"):
         audio.encode(samples, 22050, "opus")
     with pytest.raises(ConfigError, match="mp3 cannot hold audio at 96000 Hz"):
         audio.check_encoder("mp3", 96000)

@@ -28,7 +28,7 @@ from sharmill import audio
 from sharmill.config import CodecConfig
 from sharmill.encode.stage import EncodeStage, codes_dtype, sorted_fields
 from sharmill.engine.run import run_stage
-from sharmill.errors import ConfigError, DamagedShard, UnitFailed
+from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.executors.local import LocalExecutor
 from sharmill.shar import open_shar
 from sharmill.shar.fields import FieldWriter, Item, read_field
@@ -242,7 +242,7 @@ def test_ranks_with_different_models_are_found_out(project, config):
         def checksum(self):
             return f"toy{len(self.batches)}"
 
-    with loading(Changing()), pytest.raises(UnitFailed, match="different models"):
+    with loading(Changing()), pytest.raises(FatalError, match="different models"):
         run(stage)
     assert read_dataset(project.dataset).codecs == []
 

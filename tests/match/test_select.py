@@ -92,9 +92,7 @@ def problems(draw: st.DrawFn, max_rows: int = 300) -> Problem:
     voices = rng.integers(-2, 3, (num_voices, dim))
     vectors = voices[rng.integers(num_voices, size=num_rows)]
     vectors = vectors * rng.integers(1, 4, (num_rows, 1))  # cosine similarity does not see the scale
-    span = draw(
-        st.sampled_from([3000, 3000, 200, 60, 5])
-    )  # everything overlaps, some does, hardly anything does
+    span = draw(st.sampled_from([3000, 3000, 200, 60, 5]))  # everything overlaps, some does, hardly anything does
     num_recordings = draw(st.sampled_from([None, 50, 50, 3, 3, 1]))
     num_texts = draw(st.sampled_from([None, 200, 200, 4, 4, 1]))
     max_tenths = draw(st.sampled_from([None, None, None, 80, 60, 40, 5]))
@@ -192,9 +190,7 @@ def test_a_similarity_that_equals_the_limit_is_enough(limit):
     assert choose([[1, 0], [3, 4]], min_similarity=limit + 1e-6)[0] == [-1, -1]
 
 
-@pytest.mark.parametrize(
-    ("limit", "found"), [(-1.0, 1), (-3.0, 1), (-math.inf, 1), (1.01, -1), (math.inf, -1)]
-)
+@pytest.mark.parametrize(("limit", "found"), [(-1.0, 1), (-3.0, 1), (-math.inf, 1), (1.01, -1), (math.inf, -1)])
 def test_limits_at_and_beyond_the_ends_of_the_range(limit, found):
     assert choose([[1.0], [-1.0]], min_similarity=limit)[0][0] == found
 
@@ -241,9 +237,7 @@ def test_segments_that_touch_do_not_overlap_though_their_sum_is_not_exact():
 
 
 def test_a_long_segment_overlaps_what_it_contains_and_nothing_else():
-    index, _ = choose(
-        [[1]] * 4, [10.0, 3.0, 3.0, 3.0], recordings=[0, 0, 0, 0], offsets=[0.0, 1.0, 5.0, 10.0]
-    )
+    index, _ = choose([[1]] * 4, [10.0, 3.0, 3.0, 3.0], recordings=[0, 0, 0, 0], offsets=[0.0, 1.0, 5.0, 10.0])
     assert index == [3, 2, 1, 0]
 
 

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import sys
-from pathlib import Path
 
+import dummies_models as dummies
 import pytest
 import torch
 
 from sharmill.models.nemo_checkpoint import quiet_nemo
-
-_SPEC = importlib.util.spec_from_file_location("dummies_models", Path(__file__).parent / "dummies_models.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-dummies = importlib.util.module_from_spec(_SPEC)
-sys.modules["dummies_models"] = dummies
-_SPEC.loader.exec_module(dummies)
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ def make_supervision(utterance: Utterance, duration: float) -> dict[str, Any]:
 
 
 def _kept(value: Any) -> Any:
-    """A manifest's value as it is, or as JSON text where lhotse would take it for a manifest and fail to read the cut."""
+    """A value as it is, or as JSON text where lhotse would take it for a manifest and fail to read the cut."""
     if isinstance(value, dict) and any(keys <= value.keys() for keys in _TAKEN_BY_LHOTSE):
         return msgspec.json.encode(value).decode()
     return value

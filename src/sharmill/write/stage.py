@@ -117,9 +117,6 @@ class WriteStage(Stage):
         commits = list(commits)
         shards = [_shard_record(commit) for commit in commits]
         if not self._index_stands(shards):
-            # A new index lists no codes: this run's stages encode add theirs again, from what they have committed.
-            for done in self.run_dir.path.glob(f"encode/*/{self.dir.done.name}"):
-                remove_tree(done)
             write_shards(self.root, shards)
             write_dataset(self.root, self._dataset_record(shards))
         return add_up(commits)

@@ -1,0 +1,117 @@
+"""A real Ray on this machine, listening on 127.0.0.1 only, and the toy stage on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from toy_stage import Heard, is_running
+
+from sharmill.engine.run import locked, run_stage
+from sharmill.executors.ray import RayExecutor
+
+REPOSITORY = Path(__file__).parents[2]
+
+# Ray listens on all interfaces unless it takes itself for a cluster of one machine, which this makes it do. It is read
+# when Ray is imported.
+LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+NODE = {"node_ip_address": "127.0.0.1", "object_store_memory": 100_000_000, "include_dashboard": False}
+
+
+def pytest_collection_modifyitems(items):
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in here:
+        item.add_marker(pytest.mark.ray)
+        if find_spec("ray") is None:
+            item.add_marker(pytest.mark.skip(reason="ray is not installed: pip install 'sharmill[ray]'"))
+
+
+@pytest.fixture(scope="session")
+def ray_folder():
+    """Ray's files; its sockets lie there, and the names of sockets must be short."""
+    folder = Path(tempfile.mkdtemp(prefix="sr-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def cluster(ray_folder):
+    """A cluster with one node of two CPUs; tests may add nodes and remove what they have added."""
+    before = dict(os.environ)
+    # The actors' processes inherit it from their node: they import the toy stages too.
+    os.environ.update(LOOPBACK, RAY_TMPDIR=str(ray_folder), PYTHONPATH=str(REPOSITORY / "tests/engine"))
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 2})
+    os.environ["RAY_ADDRESS"] = cluster.address
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def add_node(cluster):
+    """Returns a function that adds a node, which is gone after the test."""
+    added = []
+
+    def add(**options):
+        added.append(cluster.add_node(**NODE, **options))
+        return added[-1]
+
+    yield add
+    for node in added:
+        if node in cluster.worker_nodes:
+            cluster.remove_node(node)
+
+
+@pytest.fixture
+def on_ray(cluster):
+    """Returns a function that runs a toy stage as the pipeline would; afterwards none of its actors may be left."""
+    stages = []
+
+    def run(stage, workers="auto", *, max_reject_fraction=0.5, **options):
+        stages.append(stage)
+        heard = Heard()
+        executor = RayExecutor(workers=workers, address=cluster.address, **options)
+        with locked(stage.run_dir):
+            result = run_stage(stage, executor, heard, max_reject_fraction=max_reject_fraction)
+        return result, heard
+
+    yield run
+    deadline = time.monotonic() + 20
+    while left := [pid for stage in stages for pid in stage.pids() - {os.getpid()} if is_running(pid)]:
+        assert time.monotonic() < deadline, f"actors are left: {left}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def start(cluster):
+    """Returns a function that starts a Python program as a driver of the cluster, in a process group of its own."""
+    started: list[subprocess.Popen] = []
+
+    def start(*arguments, **options) -> subprocess.Popen:
+        command = [sys.executable, *map(str, arguments)]
+        started.append(subprocess.Popen(command, start_new_session=True, text=True, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+        process.wait()

@@ -1,5 +1,5 @@
 # make demo   the whole pipeline on a synthetic corpus, in ./demo
-# make test   the test suite
+# make test   the test suite; `make test-cluster` has the tests on a real SLURM and a real Ray
 # Both make .venv first if it is missing or older than what it is made from.
 
 PYTHON ?= python3
@@ -9,13 +9,17 @@ STAMP := $(VENV)/.made-from
 # Changes when the interpreter or the list of packages does.
 WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml constraints.txt Makefile | cksum)
 
-.PHONY: demo test lint bench venv clean
+.PHONY: demo test test-cluster lint bench venv clean
 
 demo: venv
 	$(BIN)/sharmill demo demo
 
 test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slurm and not ray"
+
+# Those on SLURM skip, and say so, where no cluster answers.
+test-cluster: venv
+	$(BIN)/python -m pytest -m "slurm or ray"
 
 lint: venv
 	$(BIN)/ruff check .

@@ -144,13 +144,23 @@ class EncodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorConfig:
-    """Where the stages run."""
+    """Where the stages run. The other keys are for ``kind: ray``.
 
-    kind: Literal["local"] = "local"
+    ``address`` is that of the cluster; ``cores`` are set aside for each worker. ``device: auto`` is a GPU for each
+    worker of match and encode where the cluster has any when the stage begins; ``cuda`` waits for GPU nodes.
+    """
+
+    kind: Literal["local", "ray"] = "local"
     workers: int | Literal["auto"] = "auto"
+    address: str = "auto"
+    cores: int = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
         _require(self.workers == "auto" or int(self.workers) >= 1, "workers must be 'auto' or a number from 1")
+        _require(self.cores >= 1, "cores must be at least 1")
+        for_ray = (self.address, self.cores, self.device) != ("auto", 1, "auto")
+        _require(self.kind == "ray" or not for_ray, "address, cores and device are for kind: ray")
 
 
 @dataclass(frozen=True, kw_only=True)

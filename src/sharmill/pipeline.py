@@ -15,6 +15,7 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.local import LocalExecutor
+from sharmill.executors.ray import RayExecutor
 from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.stage import MatchStage
 from sharmill.models import describe_codec, describe_speaker_encoder
@@ -66,7 +67,13 @@ def make_stages(config: Config, names: Sequence[str] = STAGES) -> list[Stage]:
 
 
 def make_executor(config: Config) -> Executor:
-    """The executor that the configuration asks for."""
+    """The executor that the configuration asks for.
+
+    Raises:
+        ConfigError: it cannot work here.
+    """
+    if config.executor.kind == "ray":
+        return RayExecutor.from_config(config)
     return LocalExecutor(workers=config.executor.workers)
 
 
@@ -100,18 +107,21 @@ def run_dataset(
     stages: Sequence[str] = STAGES,
     restart: bool = False,
     executor: Executor | None = None,
+    wait_seconds: float = 0.0,
 ) -> DatasetResult:
     """Runs stages over one dataset, in order, until one has units that failed; by default where the configuration says.
+
+    ``wait_seconds`` is how long it waits for another process to leave the run directory.
 
     Raises:
         ConfigError: before any work.
         FatalError: a stage stopped.
     """
+    executor = executor or make_executor(config)
     check_config(config, stages)
     run_dir = RunDir(Path(config.run_dir))
-    executor = executor or make_executor(config)
     results: list[tuple[Stage, StageResult]] = []
-    with locked(run_dir):
+    with locked(run_dir, wait_seconds):
         write_atomic(run_dir.config, to_yaml(config))
         for stage in make_stages(config, stages):
             try:

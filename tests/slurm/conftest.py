@@ -6,27 +6,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from toy_chain import SleepyStage, ToyChain
-from toy_stage import output_bytes, run, wait_until
+from toy_cluster import REPOSITORY, SleepyStage, ToyChain, cancel_all, make_profile
 
-from sharmill.chain import ChainState, wait_for_end
 from sharmill.config import to_config
-from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load
-from sharmill.engine.run import read_totals
-from sharmill.executors.profile import ClusterProfile, RankProfile
-from sharmill.executors.slurm_queue import cancel, queued_jobs
-
-REPOSITORY = Path(__file__).parents[2]
-KILL_NODE = REPOSITORY.parent / "shared" / "slurm" / "kill_node.sh"
-# What the toy stages are imported from in the jobs.
-SETUP = [f"export PYTHONPATH={REPOSITORY}/tests/slurm:{REPOSITORY}/tests/engine", "export OMP_NUM_THREADS=1"]
+from sharmill.executors.profile import ClusterProfile
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,29 +36,12 @@ def _why_not() -> str:
     return ""
 
 
-def slurm(*command: Any) -> str:
-    """What a SLURM command prints."""
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
-
-
-def make_profile(**changes: Any) -> ClusterProfile:
-    """Four ranks that need little; ``partition`` and the other values of ranks go to them."""
-    cluster = {key: changes.pop(key) for key in list(changes) if key in ClusterProfile.__dataclass_fields__}
-    ranks = RankProfile(**({"partition": "cpu", "max_ranks": 4, "memory_gb": 0.25, "timeout_min": 60} | changes))
-    return ClusterProfile(**({"cpu": ranks, "gpu": replace(ranks), "signal_s": 30, "setup": SETUP} | cluster))
-
-
 @pytest.fixture
 def jobs_folder(tmp_path):
     """Where the jobs of a test lie; none is left behind."""
     folder = tmp_path / "run" / "jobs"
     yield folder
-    _cancel_all(folder)
-
-
-def _cancel_all(folder: Path) -> None:
-    cancel([job.id for job in queued_jobs(folder)])
-    wait_until(lambda: not queued_jobs(folder), 60)
+    cancel_all(folder)
 
 
 @pytest.fixture
@@ -90,35 +61,6 @@ def make_chain(tmp_path, jobs_folder) -> Callable[..., ToyChain]:
         return ToyChain(config, ("toy",), profile or make_profile(), stage=SleepyStage(tmp_path, **options))
 
     return make
-
-
-def finish(chain: ToyChain) -> ChainState:
-    """Waits for the end of a chain that has been started."""
-    return wait_for_end(chain)
-
-
-def assert_same_as_local(chain: ToyChain, folder: Path) -> None:
-    """The output has the bytes of an undisturbed local run, every unit is in the ledger, and the accounts add up."""
-    stage = chain.stage
-    assert stage is not None
-    reference = SleepyStage(folder / "reference", units=stage.units)
-    run(reference)
-    assert output_bytes(stage) == output_bytes(reference)
-    units = load(stage)
-    assert sorted(read_ledger(stage.dir.ledger, units)) == list(range(stage.units))
-    assert read_totals(stage) == read_totals(reference)
-
-
-def running_ranks(chain: ToyChain) -> list[str]:
-    """The tasks of the ranks' array that run."""
-    return [job.id for job in queued_jobs(chain.run_dir.jobs) if job.state == "RUNNING" and "_" in job.id]
-
-
-def wait_for_units(chain: ToyChain, count: int, seconds: float = 90.0) -> None:
-    """Returns when at least ``count`` units are in the ledger."""
-    assert chain.stage is not None
-    stage = chain.stage
-    wait_until(lambda: stage.dir.units.exists() and len(read_ledger(stage.dir.ledger, load(stage))) >= count, seconds)
 
 
 @pytest.fixture(scope="session")
@@ -146,15 +88,13 @@ def encodec(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def make_config(corpus, encodec):
+@pytest.fixture(scope="session")
+def write_config(corpus, encodec) -> Callable[..., Path]:
     """Returns a function that writes a configuration below a folder, with small units, and returns its path."""
 
-    folders = []
-
-    def make(folder: Path, **changes: Any) -> Path:
+    def write(folder: Path, **changes: Any) -> Path:
         values = {
-            "name": folder.name,
+            "name": "small",
             "run_dir": str(folder / "run"),
             "dataset_dir": str(folder / "dataset"),
             "sources": [{"manifest": str(corpus.manifest), "audio_root": str(corpus.audio_root)}],
@@ -167,15 +107,26 @@ def make_config(corpus, encodec):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(values | changes))
-        folders.append(folder / "run" / "jobs")
         return path
 
-    yield make
-    for folder in folders:
-        _cancel_all(folder)
+    return write
 
 
 @pytest.fixture
+def make_config(write_config):
+    """The function ``write_config``; the jobs of its datasets are ended with the test."""
+    folders = []
+
+    def make(folder: Path, **changes: Any) -> Path:
+        folders.append(folder / "run" / "jobs")
+        return write_config(folder, **changes)
+
+    yield make
+    for folder in folders:
+        cancel_all(folder)
+
+
+@pytest.fixture(scope="session")
 def sharmill():
     """Returns a function that runs the command line to its end: a CompletedProcess with text output."""
 

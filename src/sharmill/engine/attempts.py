@@ -5,6 +5,7 @@ Like the ledger, one file of JSON lines per process. Nothing here says that a un
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from pathlib import Path
 from uuid import uuid4
@@ -12,7 +13,11 @@ from uuid import uuid4
 import msgspec
 
 from sharmill.engine.worker import UnitError
-from sharmill.store import stopping_errors
+from sharmill.store import stopping_errors, write_atomic
+
+log = logging.getLogger(__name__)
+
+_NO_UNIT = -1
 
 
 class _Note(msgspec.Struct, omit_defaults=True):
@@ -30,6 +35,7 @@ class AttemptLog:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"{uuid4().hex}.jsonl"
+        self._stopped = _stopped_path(folder)
 
     def begin(self, unit: int) -> None:
         """An attempt begins; it counts from here on, however it ends."""
@@ -43,6 +49,19 @@ class AttemptLog:
         """The attempt that was begun has failed with an error."""
         self._append(_Note(error.index, message=error.message, traceback=error.traceback))
 
+    def trouble(self, message: str) -> None:
+        """This rank cannot work; others perhaps can."""
+        self._append(_Note(_NO_UNIT, message=message))
+
+    def stop(self, message: str) -> None:
+        """No rank can go on with this stage."""
+        write_atomic(self._stopped, message.encode())
+
+    @property
+    def stopped(self) -> bool:
+        """Whether any rank has said so."""
+        return self._stopped.exists()
+
     def _append(self, note: _Note) -> None:
         with stopping_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,18 +70,37 @@ class AttemptLog:
 
 
 class Attempts:
-    """How often each unit was begun, and the last error of those that failed with one."""
+    """How often each unit was begun, and the last error of those that failed with one.
+
+    Attributes:
+        stopped: why no rank can go on, or nothing.
+        trouble: why one of the ranks could not work, or nothing.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.counts: Counter[int] = Counter()
         self.errors: dict[int, UnitError] = {}
+        self.trouble = ""
+        self.stopped = _stopped_path(folder).read_text() if _stopped_path(folder).exists() else ""
         for path in sorted(folder.glob("*.jsonl")):
             for line in path.read_bytes().splitlines(keepends=True):
                 if line.endswith(b"\n"):
-                    self._add(_decoder.decode(line))
+                    self._add(path, line)
 
-    def _add(self, note: _Note) -> None:
-        if note.message:
+    def _add(self, path: Path, line: bytes) -> None:
+        try:
+            note = _decoder.decode(line)
+        except msgspec.DecodeError as error:
+            # As in the ledger: a file system that lost its power may leave such lines.
+            log.warning("a line of %s is no note: %s", path, error)
+            return
+        if note.unit == _NO_UNIT:
+            self.trouble = note.message
+        elif note.message:
             self.errors[note.unit] = UnitError(note.unit, note.message, note.traceback)
         else:
             self.counts[note.unit] += -1 if note.given_up else 1
+
+
+def _stopped_path(folder: Path) -> Path:
+    return folder / "stopped.txt"

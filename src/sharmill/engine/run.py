@@ -103,10 +103,14 @@ class RejectGuard:
 
 
 @contextmanager
-def locked(run_dir: RunDir) -> Iterator[None]:
-    """Holds the run directory for this process: two runs that direct one dataset would tread on each other."""
+def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> Iterator[None]:
+    """Holds the run directory for this process: two runs that direct one dataset would tread on each other.
+
+    Raises:
+        ConfigError: another process still holds it after ``wait_seconds``.
+    """
     require_writable(run_dir.path)
-    lock = FileLock(run_dir.lock, timeout=0)
+    lock = FileLock(run_dir.lock, timeout=wait_seconds)
     try:
         lock.acquire()
     except Timeout as error:

@@ -27,7 +27,7 @@ class RankProfile:
 
     def __post_init__(self) -> None:
         if self.max_ranks < 1 or self.cores < 1 or self.timeout_min < 1 or self.gpus < 0 or self.memory_gb <= 0:
-            raise ValueError("max_ranks, cores, timeout_min and memory_gb must be positive")
+            raise ValueError("max_ranks, cores, timeout_min and memory_gb must be positive, gpus not negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,8 @@ class ClusterProfile:
 
     ``max_parallel`` limits how many ranks of one stage run at once; ``signal_s`` is how long before its time limit a
     rank is told to leave; ``max_requeues`` how often a rank may be requeued for its time limit. ``setup`` are shell
-    lines before a rank starts. With a ``container_image`` the rank runs in it (pyxis), with ``container_mounts``.
+    lines before a rank starts. With a ``container_image`` the rank runs in it (pyxis), with ``container_mounts``, and
+    ``python`` is the interpreter there; the steps between stages run outside, with the interpreter that submits.
     """
 
     gpu: RankProfile = field(default_factory=lambda: RankProfile(gpus=1, device="cuda"))
@@ -50,6 +51,15 @@ class ClusterProfile:
     setup: list[str] = field(default_factory=list)
     container_image: str | None = None
     container_mounts: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.max_parallel < 1 or self.max_requeues < 0 or self.signal_s < 1:
+            raise ValueError("max_parallel and signal_s must be positive, max_requeues not negative")
+        for name, ranks in (("gpu", self.gpu), ("cpu", self.cpu)):
+            if self.signal_s >= ranks.timeout_min * 60:
+                raise ValueError(
+                    f"signal_s of {self.signal_s} leaves no time before {name}.timeout_min of {ranks.timeout_min}"
+                )
 
     def for_stage(self, uses_gpu: bool) -> RankProfile:
         """The profile of the ranks of a stage."""

@@ -6,10 +6,15 @@ time limit), it gives up the unit in flight and is requeued, to go on from the l
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
+import signal
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from sharmill.engine.attempts import AttemptLog, Attempts
@@ -18,7 +23,7 @@ from sharmill.engine.plan import load
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import MAX_ATTEMPTS, Worker
-from sharmill.errors import FatalError
+from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.logs import logging_to
 
 if TYPE_CHECKING:
@@ -26,29 +31,39 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# A unit that had this much of the time limit to itself, and did not end, counts as one that ends its rank.
+_MOST_OF_THE_LIMIT = 0.8
+
 
 @dataclass
 class RankTask:
-    """A rank's part of a stage: picklable, and callable on the node. ``units`` are indices into the plan."""
+    """A rank's part of a stage: picklable, and callable on the node.
+
+    ``units`` are indices into the plan; ``limit`` is how many seconds a rank has before it is told to leave.
+    """
 
     stage: Stage
     rank: int
     units: list[int]
     device: str
+    limit: float = math.inf
 
     def __post_init__(self) -> None:
         self._told_to_leave = False
-        self._attempts: AttemptLog | None = None
+        self._attempts = AttemptLog(self.stage.dir.attempts)
         self._current: int | None = None
+        self._begun = 0.0
 
     def __call__(self) -> int:
         """Goes through the units and returns how many are in the ledger now."""
         with logging_to(self.stage.dir.rank_log(self.rank)):
-            waiting = deque(self._outstanding())
+            # What was pickled is not this process's: a requeued task has a file of its own.
+            self._attempts = AttemptLog(self.stage.dir.attempts)
+            waiting = self._outstanding()
             if waiting:
-                _require_device(self.device)
-                with Worker(self.stage, self.rank, self.device) as worker:
-                    self._work(worker, waiting)
+                previous = signal.signal(signal.SIGTERM, self._expect_the_end)
+                self._run(waiting)
+                signal.signal(signal.SIGTERM, previous)
         return len(self.units) - len(self._outstanding())
 
     def checkpoint(self) -> DelayedSubmission:
@@ -56,22 +71,49 @@ class RankTask:
         from submitit.helpers import DelayedSubmission
 
         self._told_to_leave = True
-        if self._attempts is not None and self._current is not None:
-            self._attempts.give_up(self._current)
-            self._current = None
+        self._excuse_current()
         log.warning("rank %d is told to leave", self.rank)
         # A fresh task: nothing of this process is carried over.
-        return DelayedSubmission(RankTask(self.stage, self.rank, self.units, self.device))
+        return DelayedSubmission(RankTask(self.stage, self.rank, self.units, self.device, self.limit))
 
-    def _work(self, worker: Worker, waiting: deque[Unit]) -> None:
-        self._attempts = AttemptLog(self.stage.dir.attempts)
+    def _expect_the_end(self, number: int, frame: FrameType | None) -> None:
+        """Preemption without a warning signal, and scancel: SIGKILL follows. Until then the unit may still be done."""
+        self._excuse_current()
+        log.warning("rank %d will be killed", self.rank)
+
+    def _excuse_current(self) -> None:
+        if self._current is not None and time.monotonic() - self._begun < _MOST_OF_THE_LIMIT * self.limit:
+            self._attempts.give_up(self._current)
+        self._current = None
+
+    def _run(self, waiting: list[Unit]) -> None:
+        ready = False
+        try:
+            _require_device(self.device)
+            # A copy is set up, since a stage with its model loaded may be huge, or not be picklable at all.
+            with Worker(copy.deepcopy(self.stage), self.rank, self.device) as worker:
+                ready = True
+                self._work(worker, waiting)
+        except SharmillError as error:
+            if self._told_to_leave:
+                # The request to leave arrives as SystemExit, here in the middle of the set-up.
+                sys.exit(1)
+            # A rank that cannot be set up may lie on a broken node; anything else would meet the others as well.
+            note = self._attempts.stop if ready or isinstance(error, ConfigError) else self._attempts.trouble
+            note(str(error))
+            raise
+
+    def _work(self, worker: Worker, units: list[Unit]) -> None:
         counts = Attempts(self.stage.dir.attempts).counts
-        while waiting:
+        # Units that may have ended a rank before come last, so that they keep no others from being done.
+        waiting = deque(sorted(units, key=lambda unit: counts[unit.index]))
+        while waiting and not self._attempts.stopped:
             unit = waiting.popleft()
             if counts[unit.index] >= MAX_ATTEMPTS:
                 continue
             counts[unit.index] += 1
             self._attempts.begin(unit.index)
+            self._begun = time.monotonic()
             self._current = unit.index
             outcome = worker.run(unit)
             if self._told_to_leave:

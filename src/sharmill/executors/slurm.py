@@ -7,9 +7,8 @@ then is submitted anew, and what is complete is finalized. So no process has to 
 from __future__ import annotations
 
 import logging
-import os
 import re
-import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +23,17 @@ from sharmill.engine.worker import MAX_ATTEMPTS, UnitError
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.profile import ClusterProfile, RankProfile
 from sharmill.executors.rank_task import RankTask
+from sharmill.executors.signals import deferred_interrupts
+from sharmill.executors.slurm_queue import QueuedJob, cancel, max_array_size, outside_own_job, queued_jobs
+from sharmill.store import write_atomic
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_MAX_ARRAY = 1001
+_STEP_SUFFIX = "-next"
+# A busy controller; anything else that sbatch says is about what was asked for.
+_BUSY = re.compile(r"timed out|temporarily|unable to contact|connection|communicat", re.IGNORECASE)
+_TRIES = 3
+_PAUSE_SECONDS = 10.0
 
 
 class HandedOver(Exception):
@@ -41,74 +47,124 @@ class HandedOver(Exception):
         self.continuation = continuation
 
     def __str__(self) -> str:
-        arrays = sorted({rank.split("_")[0] for rank in self.ranks}, key=int)
         return (
-            f"{self.stage}: {self.num_units} units on {len(self.ranks)} ranks (job {', '.join(arrays)}), "
+            f"{self.stage}: {self.num_units} units on {len(self.ranks)} ranks (job {', '.join(_parents(self.ranks))}), "
             f"continued by job {self.continuation}"
         )
 
 
+def _ignore(handed_over: HandedOver) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class SlurmExecutor:
-    """Submits ranks. ``folder`` is on a file system that all nodes share; ``continuation`` is run after the ranks."""
+    """Submits ranks. ``folder`` is on a file system that all nodes share; ``continuation`` is run after the ranks.
+
+    ``note`` is told what has been submitted while the caller still holds the run directory's lock: the continuation,
+    which takes the lock as well, may otherwise be faster.
+    """
 
     profile: ClusterProfile
     folder: Path
     continuation: Callable[[], Any]
     job_name: str
+    note: Callable[[HandedOver], None] = _ignore
 
     def run(self, stage: Stage, units: Sequence[Unit], listener: Listener) -> dict[int, UnitError]:
         """The units that failed for good, once nothing else is left to do.
 
         Raises:
             HandedOver: there were units to do, and they are submitted.
-            FatalError: ranks end without beginning a unit.
+            ConfigError: others are at work on them.
+            FatalError: a rank stopped the stage, ranks end without beginning a unit, or SLURM refuses the jobs.
         """
         attempts = Attempts(stage.dir.attempts)
+        if attempts.stopped:
+            raise FatalError(attempts.stopped)
         left = [unit for unit in units if attempts.counts[unit.index] < MAX_ATTEMPTS]
         if not left:
             return {unit.index: _describe_failure(stage, unit, attempts) for unit in units}
         self._require_progress(stage, attempts)
-        bins = [units for units in pack_units(left, self.profile.for_stage(stage.uses_gpu).max_ranks) if units]
-        device = self.profile.for_stage(stage.uses_gpu).device
-        tasks = [RankTask(stage, rank, [unit.index for unit in units], device) for rank, units in enumerate(bins)]
-        ranks = self._submit_ranks(stage, tasks)
-        continuation = self._submit_continuation(stage, ranks)
-        raise HandedOver(stage.name, len(left), ranks, continuation)
+        if others := queued_jobs(self.folder):
+            raise ConfigError(f"{self.job_name}: {describe_jobs(others)} of this dataset appeared in the queue")
+        handed_over = self._hand_over(stage, left)
+        raise handed_over
 
     def script(self, stage: Stage, num_ranks: int) -> str:
         """The sbatch script of a stage's ranks, for ``--dry-run``."""
-        executor = self._submitit(self._parameters(stage.name, self.profile.for_stage(stage.uses_gpu)))
-        executor.parameters["map_count"] = num_ranks
+        profile = self.profile.for_stage(stage.uses_gpu)
+        parameters = self._parameters(stage.name, profile) | {"array_parallelism": self.profile.max_parallel}
+        executor = self._submitit(parameters, self.profile.python)
+        executor.parameters["map_count"] = min(num_ranks, max_array_size())
         return executor._make_submission_file_text(executor._submitit_command_str, "dry-run")
 
-    def _submit_ranks(self, stage: Stage, tasks: list[RankTask]) -> list[str]:
+    def go_on_behind(self, others: Sequence[QueuedJob]) -> str:
+        """Submits a continuation behind jobs that are in the queue already, and returns its number."""
+        with deferred_interrupts(), outside_own_job():
+            return self._submit_continuation("others", [job.id for job in others])
+
+    def _hand_over(self, stage: Stage, left: list[Unit]) -> HandedOver:
         profile = self.profile.for_stage(stage.uses_gpu)
+        limit = profile.timeout_min * 60.0 - self.profile.signal_s
+        bins = pack_units(left, profile.max_ranks)
+        tasks = [
+            RankTask(stage, rank, [unit.index for unit in part], profile.device, limit)
+            for rank, part in enumerate(bins)
+        ]
+        ranks: list[str] = []
+        with deferred_interrupts(), outside_own_job():
+            try:
+                self._submit_ranks(stage, tasks, ranks)
+                continuation = self._submit_continuation(stage.name, ranks)
+            except FatalError:
+                # Without a continuation their work would lead nowhere.
+                cancel(_parents(ranks))
+                raise
+            handed_over = HandedOver(stage.name, len(left), ranks, continuation)
+            self.note(handed_over)
+        return handed_over
+
+    def _submit_ranks(self, stage: Stage, tasks: list[RankTask], ranks: list[str]) -> None:
+        """Adds the numbers of the jobs to ``ranks``."""
         largest = max_array_size()
-        jobs = []
         for start in range(0, len(tasks), largest):
             part = tasks[start : start + largest]
             share = max(1, self.profile.max_parallel * len(part) // len(tasks))
-            parameters = self._parameters(stage.name, profile) | {"array_parallelism": share}
-            executor = self._submitit(parameters)
-            with executor.batch():
-                jobs += [executor.submit(task) for task in part]
-        return [job.job_id for job in jobs]
+            parameters = self._parameters(stage.name, self.profile.for_stage(stage.uses_gpu))
+            ranks += self._submit(parameters | {"array_parallelism": share}, self.profile.python, part)
 
-    def _submit_continuation(self, stage: Stage, ranks: list[str]) -> str:
-        parents = sorted({rank.split("_")[0] for rank in ranks}, key=int)
-        parameters = self._parameters(f"{stage.name}-next", self.profile.cpu)
+    def _submit_continuation(self, name: str, ranks: list[str]) -> str:
+        parameters = self._parameters(name + _STEP_SUFFIX, self.profile.cpu)
         # afterany: whatever has become of the ranks, the ledger says what is left to do.
-        parameters |= {"dependency": "afterany:" + ":".join(parents), "use_srun": False}
-        return self._submitit(parameters).submit(self.continuation).job_id
+        parameters |= {"dependency": "afterany:" + ":".join(_parents(ranks)), "use_srun": False}
+        # It submits jobs, so it runs outside of a container, with the interpreter that runs here.
+        parameters.pop("srun_args", None)
+        return self._submit(parameters, None, [self.continuation])[0]
 
-    def _submitit(self, parameters: dict[str, Any]) -> Any:
-        import submitit
+    def _submit(self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]) -> list[str]:
+        """One job, or one array, and the numbers of its tasks."""
+        failed_job_error = _import_submitit().core.utils.FailedJobError
+        for left in reversed(range(_TRIES)):
+            executor = self._submitit(parameters, python)
+            try:
+                with executor.batch():
+                    jobs = [executor.submit(task) for task in tasks]
+            except failed_job_error as error:
+                said = " ".join(str(error).split())
+                # If sbatch gives up waiting and the job is there nevertheless, it does no harm: its tasks end for want
+                # of what they should run, or do what others do as well.
+                if not left or not _BUSY.search(said):
+                    raise FatalError(f"{self.job_name}: SLURM refuses the jobs: {said}") from error
+                log.warning("sbatch is tried again: %s", said)
+                time.sleep(_PAUSE_SECONDS)
+            else:
+                return [job.job_id for job in jobs]
+        raise AssertionError("unreachable")
 
-        _forget_own_job()
-        executor = submitit.SlurmExecutor(
-            self.folder, max_num_timeout=self.profile.max_requeues, python=self.profile.python
-        )
+    def _submitit(self, parameters: dict[str, Any], python: str | None) -> Any:
+        requeues = self.profile.max_requeues
+        executor = _import_submitit().SlurmExecutor(self.folder, max_num_timeout=requeues, python=python)
         executor.update_parameters(**parameters)
         return executor
 
@@ -126,7 +182,8 @@ class SlurmExecutor:
             "signal_delay_s": cluster.signal_s,
             "setup": cluster.setup or None,
             "additional_parameters": {"requeue": True, **profile.extra},
-            "srun_args": _container_arguments(cluster) or None,
+            # From SLURM 22.05 on srun does not take over the cores of sbatch.
+            "srun_args": [f"--cpus-per-task={profile.cores}", *_container_arguments(cluster)],
         }
         return {key: value for key, value in values.items() if value is not None}
 
@@ -136,53 +193,48 @@ class SlurmExecutor:
         now = sum(attempts.counts.values())
         before = mark.read_text().split() if mark.exists() else []
         if len(before) >= MAX_ATTEMPTS and set(before[-MAX_ATTEMPTS:]) == {str(now)}:
-            raise FatalError(
-                f"{stage.name}: the ranks ended {MAX_ATTEMPTS} times without beginning a unit; "
-                f"see the logs in {self.folder} and {stage.dir.logs}"
-            )
-        mark.write_text(" ".join([*before, str(now)]))
+            reason = attempts.trouble or f"see the logs in {self.folder} and {stage.dir.logs}"
+            raise FatalError(f"{stage.name}: the ranks ended {MAX_ATTEMPTS} times without beginning a unit: {reason}")
+        write_atomic(mark, " ".join([*before, str(now)]).encode())
+
+
+def _import_submitit() -> Any:
+    try:
+        import submitit
+    except ImportError as error:
+        raise ConfigError("submitit is not installed: pip install 'sharmill[slurm]'") from error
+    return submitit
+
+
+def is_step(job: QueuedJob) -> bool:
+    """Whether a job is a continuation."""
+    return job.name.endswith(_STEP_SUFFIX)
+
+
+def describe_jobs(jobs: Sequence[QueuedJob]) -> str:
+    """A few words that name jobs, whatever their number."""
+    named = ", ".join(job.id for job in jobs[:5])
+    return f"jobs {named}" + (f" and {len(jobs) - 5} more" if len(jobs) > 5 else "")
 
 
 def pack_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
-    """The units of each rank, balanced by cost; never more ranks than units."""
+    """The units of each rank, balanced by cost; never more ranks than units, and no rank without one."""
     ordered = list(units)
     # Units without cost would all be packed into one bin.
     costs = [max(unit.cost, 1e-3) for unit in ordered]
-    return [[ordered[index] for index in part] for part in pack(costs, min(num_ranks, len(ordered)))]
+    return [[ordered[index] for index in part] for part in pack(costs, min(num_ranks, len(ordered))) if part]
 
 
-def max_array_size() -> int:
-    """How many tasks the cluster allows in one array."""
-    try:
-        shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"cannot ask SLURM for its configuration: {error}; are you on a SLURM cluster?") from error
-    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", shown.stdout, re.MULTILINE)
-    # The largest index is one less than MaxArraySize, and so is the largest number of tasks from index 0 on.
-    return (int(match[1]) if match else _DEFAULT_MAX_ARRAY) - 1
-
-
-def active_jobs(job_ids: Sequence[str]) -> list[str]:
-    """Those of the jobs that wait or run."""
-    if not job_ids:
-        return []
-    parents = sorted({job.split("_")[0] for job in job_ids})
-    shown = subprocess.run(
-        ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T", "--jobs", ",".join(parents)],
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
-    # squeue fails for jobs that it has forgotten, which are over.
-    lines = [line.split() for line in shown.stdout.splitlines()]
-    over = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
-    return [line[0] for line in lines if len(line) == 2 and line[1] not in over]
+def _parents(job_ids: Sequence[str]) -> list[str]:
+    return sorted({job_id.split("_")[0] for job_id in job_ids}, key=int)
 
 
 def _describe_failure(stage: Stage, unit: Unit, attempts: Attempts) -> UnitError:
     if unit.index in attempts.errors:
         return attempts.errors[unit.index]
     message = (
-        f"its rank ended {attempts.counts[unit.index]} times in the middle of it (killed, out of memory, or the node "
-        f"was lost); see {stage.dir.logs}"
+        f"its rank ended {attempts.counts[unit.index]} times in the middle of it (killed, out of memory, out of time, "
+        f"or the node was lost); see {stage.dir.logs}"
     )
     return UnitError(unit.index, message, message)
 
@@ -191,11 +243,5 @@ def _container_arguments(cluster: ClusterProfile) -> list[str]:
     if cluster.container_image is None:
         return []
     mounts = [f"--container-mounts={','.join(cluster.container_mounts)}"] if cluster.container_mounts else []
-    return [f"--container-image={cluster.container_image}", *mounts]
-
-
-def _forget_own_job() -> None:
-    """A job that submits jobs must not hand its own allocation on: sbatch takes such variables for options."""
-    for name in list(os.environ):
-        if name.startswith(("SLURM_", "SBATCH_", "SRUN_")):
-            del os.environ[name]
+    # Relative paths of the configuration are meant from here.
+    return [f"--container-image={cluster.container_image}", *mounts, f"--container-workdir={Path.cwd()}"]

@@ -1,0 +1,131 @@
+"""The Ray cluster as the driver sees it: connecting to it, and how many ranks have room on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sharmill.config import Config
+from sharmill.errors import ConfigError
+
+# Ray unpacks the working directory of a job below a folder of this name.
+_WORKING_DIR_COPIES = "working_dir_files"
+_SECONDS_TO_CONNECT = 20.0
+
+
+@dataclass(frozen=True)
+class RankNeeds:
+    """What Ray sets aside for one rank."""
+
+    cores: int
+    gpus: int
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.gpus else "cpu"
+
+    def options(self) -> dict[str, Any]:
+        """As ``ray.remote`` takes them. Nothing is restarted by Ray: the driver redoes what is lost."""
+        return {
+            "num_cpus": self.cores,
+            "num_gpus": self.gpus,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "scheduling_strategy": "SPREAD",
+        }
+
+    def capacity(self) -> int:
+        """How many ranks the nodes that are there now have room for, were nothing else running on them."""
+        nodes = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
+        room = [int(node.get("CPU", 0) // self.cores) for node in nodes]
+        if self.gpus:
+            room = [min(cores, int(node.get("GPU", 0) // self.gpus)) for cores, node in zip(room, nodes, strict=True)]
+        return sum(room)
+
+
+def import_ray() -> ModuleType:
+    """Ray, which is imported where it is used only.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("executor.kind=ray needs a package: pip install 'sharmill[ray]'") from error
+    return ray
+
+
+def connect(address: str) -> None:
+    """Joins the cluster as a driver, unless this process has already.
+
+    Raises:
+        ConfigError: there is no cluster at ``address``.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        return
+    _require_listener(address)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise _no_cluster(address, error) from error
+    finally:
+        # Ray installs its own, which would turn a clean end into exit status 15.
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
+
+
+def _require_listener(address: str) -> None:
+    """Asks before Ray does, which goes on trying for minutes."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", address)
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "://" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_TO_CONNECT).close()
+    except OSError as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> ConfigError:
+    where = "no Ray cluster is running here" if address == "auto" else f"there is no Ray cluster at {address}"
+    return ConfigError(
+        f"{where} ({' '.join(str(error).split())[:200]}); start one with `ray start --head`, "
+        "submit with `ray job submit`, or name one with executor.address=HOST:PORT"
+    )
+
+
+def in_working_dir_copy() -> bool:
+    """Whether the current folder is a copy that Ray made of a job's working directory, and will remove."""
+    return _WORKING_DIR_COPIES in Path.cwd().parts
+
+
+def check_paths(config: Config) -> None:
+    """What a job writes below the copy of its working directory would be lost with the copy.
+
+    Raises:
+        ConfigError: a path of the configuration is relative, and the current folder is such a copy.
+    """
+    if not in_working_dir_copy():
+        return
+    paths = {"run_dir": config.run_dir, "dataset_dir": config.dataset_dir}
+    for number, source in enumerate(config.sources):
+        paths |= {f"sources[{number}].manifest": source.manifest, f"sources[{number}].audio_root": source.audio_root}
+    for key, path in paths.items():
+        if not Path(path).is_absolute():
+            raise ConfigError(
+                f"{key} is {path!r}, but a Ray job runs in a copy of the working directory that is removed afterwards: "
+                "give absolute paths on a file system that all nodes share, or the folder that relative paths are "
+                "meant from with `jobs/ray_job.py --root DIR`"
+            )

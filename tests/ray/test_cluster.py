@@ -1,0 +1,161 @@
+"""What happens to a run when nodes come and go, when its driver ends, and what scheduling costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from toy_stage import ToyStage, is_running, output_bytes, run, wait_until
+
+DRIVER = Path(__file__).with_name("ray_driver.py")
+
+
+def ledger_counts(stage) -> Counter[int]:
+    """How often each unit is in the ledger."""
+    lines = [line for path in stage.dir.ledger.glob("*.jsonl") for line in path.read_text().splitlines()]
+    return Counter(json.loads(line)["index"] for line in lines)
+
+
+def redone(stage) -> dict[int, int]:
+    """The units that were begun more than once, and how often."""
+    return {unit: count for unit, count in stage.attempts().items() if count > 1}
+
+
+@contextmanager
+def running(on_ray, stage, *arguments):
+    """Runs a stage in a thread of its own, since nodes can be added in the main thread only; yields its future.
+
+    Units wait for the mark ``go``, which is there when the context ends, whatever happens in it.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(on_ray, stage, *arguments)
+        try:
+            yield future
+        finally:
+            stage.mark("go")
+
+
+def in_flight(stage) -> int:
+    return sum(stage.attempts().values()) - sum(ledger_counts(stage).values())
+
+
+def whole_bytes(folder, units):
+    stage = ToyStage(folder / "whole", units=units)
+    run(stage)
+    return output_bytes(stage)
+
+
+class TestNodes:
+    def test_a_node_that_is_removed_costs_only_what_was_in_flight_on_it(self, tmp_path, on_ray, add_node, cluster):
+        node = add_node(num_cpus=2)
+        stage = ToyStage(tmp_path, units=24, setup_does="meet:4", everywhere="wait:go")
+        with running(on_ray, stage) as future:
+            wait_until(lambda: in_flight(stage) == 4)
+            cluster.remove_node(node, allow_graceful=False)
+            wait_until(lambda: sum(is_running(pid) for pid in stage.pids()) == 2)
+        result, heard = future.result()
+        assert result.ok
+        assert sorted(heard.done) == list(range(24))
+        assert len(redone(stage)) == 2
+        assert set(redone(stage).values()) == {2}
+        assert output_bytes(stage) == whole_bytes(tmp_path, 24)
+        print(f"\nnode removed: 24 units, redone {redone(stage)}, ledger lines {sum(ledger_counts(stage).values())}")
+
+    def test_a_node_that_joins_later_is_used(self, tmp_path, on_ray, add_node):
+        stage = ToyStage(tmp_path, units=24, everywhere="wait:go")
+        with running(on_ray, stage) as future:
+            wait_until(lambda: in_flight(stage) == 2)
+            add_node(num_cpus=2)
+            wait_until(lambda: in_flight(stage) == 4, seconds=60)
+        assert future.result()[0].ok
+        assert len(stage.pids()) == 4
+        assert set(stage.attempts().values()) == {1}
+
+    def test_a_killed_actor_is_replaced(self, tmp_path, on_ray):
+        stage = ToyStage(tmp_path, units=12, setup_does="meet:2", everywhere="wait:go")
+        with running(on_ray, stage) as future:
+            wait_until(lambda: in_flight(stage) == 2)
+            unit, pid = map(int, stage.marked("attempts")[0].split())
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: len(stage.pids()) == 3, seconds=60)
+        assert future.result()[0].ok
+        assert redone(stage) == {unit: 2}
+        assert set(ledger_counts(stage).values()) == {1}
+        print(f"\nactor killed: 12 units, redone {redone(stage)}")
+
+    def test_workers_limits_the_actors(self, tmp_path, on_ray, add_node):
+        add_node(num_cpus=2)
+        stage = ToyStage(tmp_path, units=30, setup_does="meet:3")
+        assert on_ray(stage, 3)[0].ok
+        assert len(stage.pids()) == 3
+
+
+class TestDriver:
+    @pytest.fixture
+    def toy(self, start, tmp_path):
+        """Returns a function that starts a driver and waits until two units are in flight and some are done."""
+
+        def begin(stage):
+            options = json.dumps({"folder": str(tmp_path), "units": stage.units, "everywhere": stage.everywhere})
+            process = start(DRIVER, options)
+            wait_until(lambda: in_flight(stage) >= 2 or process.poll() is not None, seconds=60)
+            return process
+
+        return begin
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+    def test_a_driver_that_ends_takes_its_actors_along_and_a_relaunch_goes_on(self, tmp_path, toy, number):
+        stage = ToyStage(tmp_path, units=20, everywhere="wait:go")
+        process = toy(stage)
+        in_flight_then = set(stage.attempts())
+        began = time.monotonic()
+        process.send_signal(number)
+        process.wait(30)
+        assert process.returncode == (1 if number != signal.SIGKILL else -9)
+        wait_until(lambda: not any(is_running(pid) for pid in stage.pids()), seconds=30)
+        seconds = time.monotonic() - began
+        (stage.marks / "go").touch()
+        again = toy(stage)
+        assert again.wait(60) == 0
+        assert set(redone(stage)) == in_flight_then
+        assert ledger_counts(stage) == Counter(range(20))
+        assert output_bytes(stage) == whole_bytes(tmp_path, 20)
+        print(f"\n{number.name}: actors gone after {seconds:.1f} s; redone {redone(stage)} of 20 units")
+
+    def test_a_driver_killed_in_full_flight_redoes_only_what_was_in_flight(self, tmp_path, toy):
+        stage = ToyStage(tmp_path, units=400)
+        process = toy(stage)
+        wait_until(lambda: sum(ledger_counts(stage).values()) > 50)
+        process.kill()
+        process.wait(30)
+        wait_until(lambda: not any(is_running(pid) for pid in stage.pids()), seconds=30)
+        before = sum(ledger_counts(stage).values())
+        assert before < 400
+        assert toy(stage).wait(60) == 0
+        assert sum(stage.attempts().values()) - 400 <= 2
+        assert ledger_counts(stage) == Counter(range(400))
+        assert output_bytes(stage) == whole_bytes(tmp_path, 400)
+        print(f"\ndriver killed after {before} of 400 units; redone {redone(stage)}")
+
+
+class TestOverhead:
+    def test_three_thousand_tiny_units_cost_less_than_50_ms_each(self, tmp_path, on_ray):
+        stage = ToyStage(tmp_path / "ray", units=3000)
+        began = time.monotonic()
+        assert on_ray(stage, 2)[0].ok
+        per_unit = (time.monotonic() - began) / 3000
+        inline = ToyStage(tmp_path / "inline", units=3000)
+        began = time.monotonic()
+        run(inline)
+        alone = (time.monotonic() - began) / 3000
+        print(f"\n3000 units: {1000 * per_unit:.1f} ms each on 2 actors, {1000 * alone:.1f} ms inline")
+        # Two actors side by side: what one unit takes beyond the work itself.
+        assert 2 * per_unit - alone < 0.050
+        assert output_bytes(stage) == output_bytes(inline)

@@ -1,0 +1,209 @@
+"""Whole pipelines on Ray: through the command line, `ray job submit`, and `ray.sbatch`; their bytes, their statuses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from toy_stage import wait_until
+
+from sharmill.executors.ray_node import free_port
+
+REPOSITORY = Path(__file__).parents[2]
+STAGES = ("prepare", "match", "write", "encode")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Three voices, bad records included."""
+    pytest.importorskip("espeakng_loader")
+    from sharmill.demo.corpus import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpus") / "corpus", num_voices=3, utterances_per_voice=6)
+
+
+@pytest.fixture(scope="module")
+def encodec(tmp_path_factory):
+    """A tiny EnCodec with seeded weights."""
+    torch = pytest.importorskip("torch")
+    from transformers import EncodecConfig, EncodecModel
+
+    folder = tmp_path_factory.mktemp("models") / "encodec"
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = EncodecConfig(
+            num_filters=4, hidden_size=16, codebook_size=64, codebook_dim=16, upsampling_ratios=[8, 5, 4, 2],
+            target_bandwidths=[1.5], num_lstm_layers=1,
+        )  # fmt: skip
+        EncodecModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_config(corpus, encodec):
+    """Returns a function: folder, changes -> the path of a configuration with small units."""
+
+    def make(folder: Path, **changes) -> Path:
+        values = {
+            "name": "small",
+            "run_dir": str(folder / "run"),
+            "dataset_dir": str(folder / "dataset"),
+            "sources": [{"manifest": str(corpus.manifest), "audio_root": str(corpus.audio_root)}],
+            "max_reject_fraction": 0.9,
+            "prepare": {"unit_records": 10},
+            "match": {"unit_seconds": 30.0},
+            "write": {"shard_size": 4},
+            "encode": {"codecs": [{"name": "tiny", "model": f"transformers:{encodec}"}]},
+            "executor": {"workers": 2},
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "config.yaml"
+        path.write_text(yaml.safe_dump(values | changes))
+        return path
+
+    return make
+
+
+def dataset(folder: Path) -> dict[str, bytes]:
+    root = folder / "dataset"
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def run_to_end(command: list, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240, **options)
+
+
+@pytest.fixture(scope="module")
+def local(make_config, tmp_path_factory):
+    """The dataset and rejects that one local worker makes."""
+    folder = tmp_path_factory.mktemp("local")
+    config = make_config(folder, executor={"workers": 1})
+    done = run_to_end([sys.executable, "-m", "sharmill", "run", config, *STAGES])
+    assert done.returncode == 0, done.stderr
+    assert len(dataset(folder)) > 8
+    return dataset(folder), (folder / "run/rejects.jsonl").read_bytes()
+
+
+def test_a_pipeline_on_ray_makes_the_bytes_of_the_local_executor(cluster, make_config, tmp_path, local):
+    config = make_config(tmp_path)
+    done = run_to_end([sys.executable, "-m", "sharmill", "run", config, *STAGES, "executor.kind=ray"])
+    assert done.returncode == 0, done.stderr
+    assert (dataset(tmp_path), (tmp_path / "run/rejects.jsonl").read_bytes()) == local
+    assert len(list((tmp_path / "run/write/logs").glob("rank-*.log"))) == 2
+
+
+class TestJobs:
+    @pytest.fixture(scope="class")
+    def submit(self, tmp_path_factory, ray_folder, loopback):
+        """Starts a head with a dashboard on 127.0.0.1; returns a function that submits a job and follows it."""
+        port, dashboard = free_port(), free_port()
+        environment = {**os.environ, **loopback, "RAY_TMPDIR": str(ray_folder / "jobs")}
+        environment.pop("RAY_ADDRESS", None)
+        # As in a shell with the virtual environment active: `python` is the one that has sharmill.
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        ray = Path(sys.executable).with_name("ray")
+        command = [ray, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2",
+                   "--object-store-memory=100000000", f"--ray-client-server-port={free_port()}",
+                   "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
+                   f"--dashboard-agent-listen-port={free_port()}"]  # fmt: skip
+        log = (tmp_path_factory.mktemp("head") / "head.log").open("w")
+        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+        def is_up() -> bool:
+            assert head.poll() is None, Path(log.name).read_text()
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", dashboard)) == 0
+
+        def submit(working_dir, *arguments):
+            address = f"http://127.0.0.1:{dashboard}"
+            command = [ray, "job", "submit", "--address", address, "--working-dir", working_dir, "--"]
+            return run_to_end([*command, *arguments], env=environment)
+
+        try:
+            wait_until(is_up, seconds=90)
+            yield submit
+        finally:
+            head.terminate()
+            head.wait(60)
+            log.close()
+
+    @pytest.fixture(scope="class")
+    def working_dir(self, tmp_path_factory, make_config):
+        """A working directory with the entry point and a configuration whose paths are relative."""
+        folder = tmp_path_factory.mktemp("working")
+        (folder / "jobs").mkdir()
+        shutil.copy(REPOSITORY / "jobs/ray_job.py", folder / "jobs")
+        make_config(folder, run_dir="run", dataset_dir="dataset")
+        return folder
+
+    def test_a_job_succeeds_with_the_same_bytes(self, submit, working_dir, tmp_path, local):
+        entry = ("python", "jobs/ray_job.py", *STAGES, "config.yaml", "--root", tmp_path)
+        done = submit(working_dir, *entry)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "succeeded" in done.stdout + done.stderr
+        assert "ray_job: ended with exit status 0: all is done" in done.stdout
+        assert (dataset(tmp_path), (tmp_path / "run/rejects.jsonl").read_bytes()) == local
+
+    def test_relative_paths_without_a_root_are_refused(self, submit, working_dir):
+        done = submit(working_dir, "python", "jobs/ray_job.py", "all", "config.yaml")
+        assert done.returncode == 1
+        output = done.stdout + done.stderr
+        assert "Error: run_dir is 'run', but a Ray job runs in a copy of the working directory" in output
+        assert "exit code 2" in output
+        assert "failed" in output
+
+    def test_a_unit_that_fails_fails_the_job_and_is_named(self, submit, working_dir, make_config, tmp_path, local):
+        config = make_config(tmp_path)
+        first = run_to_end([sys.executable, "-m", "sharmill", "run", config, "prepare", "match", "write"])
+        assert first.returncode == 0, first.stderr
+        # A folder stands where the cuts of shard 1 have to be: no attempt can publish them.
+        cuts = tmp_path / "dataset/cuts/cuts.000001.jsonl.gz"
+        cuts.unlink()
+        (cuts / "in the way").mkdir(parents=True)
+        done = submit(working_dir, "python", "jobs/ray_job.py", "write", config)
+        output = done.stdout + done.stderr
+        assert done.returncode == 1, output
+        assert "ray_job: ended with exit status 1: something failed, see above" in output
+        assert "write: unit 1 failed" in output
+        assert f"tracebacks: {tmp_path}/run/write/failures.jsonl" in output.replace("\n", "")
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="there is no sbatch on this machine")
+class TestAllocation:
+    @pytest.fixture
+    def sbatch(self, tmp_path):
+        """Returns a function that runs ray.sbatch on two nodes: exit status and log."""
+        if run_to_end(["sinfo", "--noheader"]).returncode != 0:
+            pytest.skip("no SLURM controller answers: start it with ../shared/slurm/start.sh")
+
+        def run(*arguments):
+            log = tmp_path / "job.log"
+            options = ["--wait", "--partition=cpu", "--nodes=2", "--cpus-per-task=1", "--mem=3000M", "--time=10"]
+            environment = {**os.environ, "SHARMILL_PYTHON": sys.executable}
+            for name in ("RAY_ADDRESS", "RAY_TMPDIR"):
+                environment.pop(name, None)
+            command = ["sbatch", *options, f"--output={log}", "jobs/sbatch/ray.sbatch", *arguments]
+            done = run_to_end(command, env=environment, cwd=REPOSITORY)
+            return done.returncode, log.read_text()
+
+        return run
+
+    def test_the_same_bytes_and_status_0(self, sbatch, make_config, tmp_path, local):
+        config = make_config(tmp_path)
+        status, log = sbatch(*STAGES, config)
+        assert status == 0, log
+        assert "ray.sbatch: ended with exit status 0" in log
+        assert (dataset(tmp_path), (tmp_path / "run/rejects.jsonl").read_bytes()) == local
+        assert len(list((tmp_path / "run/write/logs").glob("rank-*.log"))) == 2
+
+    def test_its_exit_status_is_passed_on(self, sbatch, make_config, tmp_path):
+        config = make_config(tmp_path, sources=[{"manifest": "/no/such.json", "audio_root": "/"}])
+        status, log = sbatch("prepare", config)
+        assert status == 2, log
+        assert "ray.sbatch: ended with exit status 2" in log

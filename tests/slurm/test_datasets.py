@@ -1,0 +1,159 @@
+"""Real datasets through the command line on a real cluster."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections import Counter
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import yaml
+from toy_cluster import REPOSITORY, slurm
+from toy_stage import wait_until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+RANKS = {"cores": 1, "memory_gb": 1.5, "timeout_min": 60, "device": "cpu"}
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """Three ranks on the gpu partition, four on cpu, as in configs/clusters/test.yaml."""
+    values = {
+        "max_parallel": 8,
+        "signal_s": 30,
+        "gpu": RANKS | {"partition": "gpu", "max_ranks": 3, "gpus": 1},
+        "cpu": RANKS | {"partition": "cpu", "max_ranks": 4},
+        "setup": ["export OMP_NUM_THREADS=1"],
+    }
+    path = tmp_path / "profile.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def digest(directory: Path) -> dict[str, str]:
+    return {
+        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def local_digest(tmp_path_factory, write_config, sharmill):
+    """What the local executor makes of the corpus."""
+    folder = tmp_path_factory.mktemp("local")
+    assert sharmill("run", write_config(folder)).returncode == 0
+    return digest(folder / "dataset")
+
+
+def test_two_datasets_have_the_bytes_of_a_local_run(tmp_path, make_config, profile, sharmill, local_digest):
+    configs = [make_config(tmp_path / name) for name in ("a", "b")]
+    began = datetime.now()
+    shown = sharmill("submit", "all", *configs, "--profile", profile, "--wait")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "small: done: all stages are done" in shown.stdout
+    for name in ("a", "b"):
+        assert digest(tmp_path / name / "dataset") == local_digest
+        accounts(tmp_path / name / "run")
+        status = sharmill("status", tmp_path / name / "run").stdout
+        assert "chain of jobs: done since" in status
+        assert status.count(" done ") >= 5
+    match, prepare = ranks_of("small-match", began), ranks_of("small-prepare", began)
+    assert sorted(match.values()) == [("gpu", 3), ("gpu", 3)]
+    assert sorted(prepare.values()) == [("cpu", 4), ("cpu", 4)]
+
+
+def ranks_of(job_name: str, began: datetime) -> dict[str, tuple[str, int]]:
+    """Partition and number of tasks of each array of this name, by its job number."""
+    command = ["sacct", "-X", "-n", "-P", f"--name={job_name}", "--format=jobid,partition"]
+    tasks = [line.split("|") for line in slurm(*command, f"--starttime={began:%Y-%m-%dT%H:%M:%S}").splitlines()]
+    counts = Counter((task.split("_")[0], partition) for task, partition in tasks)
+    return {array: (partition, count) for (array, partition), count in counts.items()}
+
+
+def accounts(run_dir: Path) -> None:
+    """Every record that came into a stage went on from it or was rejected."""
+    for stage in ("prepare", "match", "write"):
+        totals = json.loads((run_dir / stage / "done.json").read_bytes())
+        assert totals["num_in"] == totals["num_out"] + sum(totals.get("rejects", {}).values())
+
+
+def test_a_unit_that_fails_shows_in_exit_status_closing_lines_and_status(tmp_path, make_config, profile, sharmill):
+    config = make_config(tmp_path / "a")
+    assert sharmill("run", config, "prepare", "stage1", "stage2").returncode == 0
+    shard = tmp_path / "a" / "dataset" / "target_audio" / "recording.000001.tar"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    shown = sharmill("submit", "stage3", config, "--profile", profile, "--wait")
+    assert shown.returncode == 1
+    stage = tmp_path / "a" / "run" / "encode" / "tiny"
+    for text in (shown.stdout, sharmill("status", tmp_path / "a" / "run").stdout):
+        lines = " ".join(text.split())
+        assert "1 units failed" in lines
+        assert "recording.000001.tar" in lines
+        assert f"tracebacks: {stage.relative_to(tmp_path)}" in lines.replace(f"{tmp_path}/", "")
+    failed = [json.loads(line) for line in (stage / "failures.jsonl").read_bytes().splitlines()]
+    assert [error["index"] for error in failed] == [1]
+    assert "Traceback" in failed[0]["traceback"]
+    shards = len(list(shard.parent.iterdir()))
+    assert len(list((tmp_path / "a" / "dataset" / "codes_tiny" / "target_codes").iterdir())) == shards - 1
+
+
+def test_dry_run_submits_nothing(tmp_path, make_config, profile, sharmill):
+    config = make_config(tmp_path / "a")
+    before = slurm("squeue", "--noheader", "--array", "--states=all", "--format=%i")
+    shown = sharmill("submit", "all", config, "--profile", profile, "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert slurm("squeue", "--noheader", "--array", "--states=all", "--format=%i") == before
+    assert "small, prepare: 4 units on 4 ranks" in shown.stdout
+    assert "cost per rank:" in shown.stdout
+    assert "#SBATCH --partition=cpu" in shown.stdout
+    assert "#SBATCH --requeue" in shown.stdout
+    assert "#SBATCH --array=0-3%4" in shown.stdout
+    assert not (tmp_path / "a" / "run" / "chain.json").exists()
+
+
+def test_an_error_of_one_dataset_does_not_keep_the_others_back(tmp_path, make_config, profile, sharmill):
+    good = make_config(tmp_path / "good")
+    bad = make_config(
+        tmp_path / "bad", sources=[{"manifest": str(tmp_path / "none.json"), "audio_root": str(tmp_path)}]
+    )
+    shown = sharmill("submit", "prepare", bad, good, "--profile", profile, "--wait")
+    assert shown.returncode == 2
+    assert "Error: small:" in shown.stdout
+    assert "small: done: all stages are done" in shown.stdout
+
+
+def test_sbatch_files_process_several_datasets_as_one_array(tmp_path, make_config, local_digest):
+    """All five at once: each task waits for the same dataset's task of the stage before it."""
+    configs = [make_config(tmp_path / name) for name in ("a", "b")]
+    options = ["--parsable", "--array=0-1", "--partition=cpu", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=2G"]
+    after: list[str] = []
+    for file in ("prepare", "stage1", "stage2", "stage3", "validate"):
+        command = ["sbatch", *options, *after, f"--output={tmp_path}/{file}-%a.log", f"jobs/sbatch/{file}.sbatch"]
+        submitted = subprocess.run(
+            [*command, *configs], cwd=REPOSITORY, check=True, capture_output=True, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        after = [f"--dependency=aftercorr:{submitted.stdout.strip()}"]
+    wait_until(lambda: not slurm("squeue", "--noheader", "--format=%i", f"--jobs={submitted.stdout.strip()}"), 200)
+    for number, name in enumerate(("a", "b")):
+        assert "validation: no findings" in (tmp_path / f"validate-{number}.log").read_text()
+        assert digest(tmp_path / name / "dataset") == local_digest
+
+
+def test_an_sbatch_task_goes_on_after_its_time_limit_signal(tmp_path, make_config, local_digest):
+    config = make_config(tmp_path / "a")
+    submitted = slurm(
+        "sbatch", "--parsable", "--array=0-0", "--partition=cpu", "--cpus-per-task=1", "--mem=2G",
+        f"--chdir={REPOSITORY}", f"--output={tmp_path}/log", REPOSITORY / "jobs/sbatch/prepare.sbatch", config,
+    ).strip()  # fmt: skip
+    lock = tmp_path / "a" / "run" / "prepare"
+    wait_until(lock.exists, 60)
+    slurm("scancel", "--batch", "--signal=USR1", f"{submitted}_0")
+    wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", f"{submitted}_0"), 60)
+    wait_until(lambda: (lock / "done.json").exists(), 90)

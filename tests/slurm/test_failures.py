@@ -1,0 +1,168 @@
+"""Units that fail on a cluster, ranks that cannot work, and submissions that must not be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from toy_cluster import SETUP, make_profile, slurm
+from toy_stage import output_bytes, wait_until
+
+from sharmill.chain import read_state, wait_for_end
+from sharmill.engine.ledger import read_ledger
+from sharmill.engine.plan import load
+from sharmill.errors import ConfigError, FatalError
+from sharmill.executors import slurm as slurm_executor
+from sharmill.executors.slurm_queue import queued_jobs
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+def done_units(chain) -> list[int]:
+    return sorted(read_ledger(chain.stage.dir.ledger, load(chain.stage)))
+
+
+def test_units_that_fail_or_kill_their_rank_are_named_and_the_others_are_done(make_chain):
+    chain = make_chain(units=20, behaviour={3: "raise:no such voice", 7: "kill"})
+    chain.start()
+    state = wait_for_end(chain)
+    assert state.state == "failed"
+    assert "2 units failed" in state.message
+    assert "unit 3: ValueError: no such voice" in state.message
+    assert "unit 7: its rank ended 3 times in the middle of it" in state.message
+    assert str(chain.stage.dir.failures) in state.message
+    assert "no such voice" in chain.stage.dir.failures.read_text()
+    assert "Traceback" in chain.stage.dir.failures.read_text()
+    assert done_units(chain) == [index for index in range(20) if index not in (3, 7)]
+    assert chain.stage.attempts()[3] == 3
+    assert chain.stage.attempts()[7] == 3
+    assert sum(chain.stage.attempts().values()) == 18 + 6
+
+
+def test_units_that_were_given_up_have_new_attempts_after_a_new_submission(make_chain):
+    chain = make_chain(units=6, behaviour={2: "raise"})
+    chain.start()
+    assert wait_for_end(chain).state == "failed"
+    chain.stage.behaviour.clear()
+    chain.start()
+    assert wait_for_end(chain).state == "done"
+    assert len(output_bytes(chain.stage)) == 2 * 6 + 1
+
+
+@pytest.mark.parametrize("does", ["fatal", "config"])
+def test_an_error_that_all_units_would_meet_stops_the_stage(make_chain, does):
+    chain = make_chain(units=40, everywhere=does, profile=make_profile(max_ranks=2))
+    chain.start()
+    state = wait_for_end(chain)
+    assert state.state == "failed"
+    assert {"fatal": "the disk is full and that is that", "config": "model 'x' is unknown"}[does] in state.message
+    assert sum(chain.stage.attempts().values()) <= 2
+
+
+def test_ranks_that_cannot_be_set_up_are_tried_three_times(make_chain):
+    chain = make_chain(units=4, setup_does="raise:no GPU here", profile=make_profile(max_ranks=1))
+    chain.start()
+    state = wait_for_end(chain)
+    assert state.state == "failed"
+    assert "the ranks ended 3 times without beginning a unit" in state.message
+    assert "no GPU here" in state.message
+    assert len(chain.stage.pids()) == 3
+
+
+def test_a_second_submission_is_refused_while_the_first_is_in_the_queue(make_chain):
+    chain = make_chain(units=8, everywhere="wait:go", profile=make_profile(max_ranks=2))
+    chain.start()
+    with pytest.raises(ConfigError, match="of this dataset are still in the queue"):
+        chain.start()
+    with pytest.raises(ConfigError, match="of this dataset are still in the queue"):
+        replace(chain, restart=True).start()
+    assert read_state(chain.run_dir).state == "waiting"
+    chain.stage.mark("go")
+    assert wait_for_end(chain).state == "done"
+
+
+def test_when_all_jobs_are_cancelled_waiting_ends_and_a_new_submission_goes_on(make_chain):
+    chain = make_chain(units=8, everywhere="wait:go", profile=make_profile(max_ranks=2))
+    chain.start()
+    slurm("scancel", *(job.id for job in queued_jobs(chain.run_dir.jobs)))
+    with pytest.raises(FatalError, match="ended before the work did"):
+        wait_for_end(chain)
+    chain.stage.mark("go")
+    wait_until(lambda: not queued_jobs(chain.run_dir.jobs), 60)
+    chain.start()
+    assert wait_for_end(chain).state == "done"
+
+
+def test_what_slurm_refuses_leaves_no_job_behind(make_chain):
+    """The ranks are accepted, the step behind them is not."""
+    profile = make_profile()
+    profile = replace(profile, cpu=replace(profile.cpu, partition="nowhere"))
+    chain = make_chain(units=8, uses_gpu=True, profile=profile)
+    with pytest.raises(FatalError, match=r"SLURM refuses the jobs: .*invalid partition"):
+        chain.start()
+    assert read_state(chain.run_dir).state == "failed"
+    assert queued_jobs(chain.run_dir.jobs) == []
+
+
+def test_arrays_above_the_clusters_limit_are_split(make_chain, monkeypatch):
+    monkeypatch.setattr(slurm_executor, "max_array_size", lambda: 3)
+    chain = make_chain(units=8, everywhere="wait:go", profile=make_profile(max_ranks=8, max_parallel=4))
+    state = chain.start()
+    arrays = sorted({job.split("_")[0] for job in state.jobs[:-1]}, key=int)
+    assert [sum(job.startswith(f"{array}_") for job in state.jobs) for array in arrays] == [3, 3, 2]
+    shown = slurm("squeue", "--noheader", "--format=%i", f"--jobs={','.join(arrays)}")
+    limits = [slurm("scontrol", "show", "job", f"{array}") for array in arrays]
+    assert ["ArrayTaskThrottle=1" in limit for limit in limits] == [True, True, True], shown
+    chain.stage.mark("go")
+    assert wait_for_end(chain).state == "done"
+    assert done_units(chain) == list(range(8))
+
+
+SUBMIT = """
+import sys
+from pathlib import Path
+import cloudpickle, os, signal
+from sharmill.executors.slurm import SlurmExecutor
+chain = cloudpickle.loads(Path(sys.argv[1]).read_bytes())
+def die(self, name, ranks):
+    os.kill(os.getpid(), signal.SIGKILL)
+SlurmExecutor._submit_continuation = die
+chain.start()
+"""
+
+
+def test_a_submission_killed_between_ranks_and_step_goes_on_when_started_again(make_chain, tmp_path):
+    import cloudpickle
+
+    chain = make_chain(units=8, seconds=0.3, profile=make_profile(max_ranks=2))
+    pickled = tmp_path / "chain.pkl"
+    pickled.write_bytes(cloudpickle.dumps(chain))
+    environment = dict(line.removeprefix("export ").split("=", 1) for line in SETUP)
+    killed = subprocess.run([sys.executable, "-c", SUBMIT, pickled], env=os.environ | environment, check=False)
+    assert killed.returncode == -9
+    assert read_state(chain.run_dir) is None
+    assert "still in the queue, continued by job" in chain.start().message
+    assert wait_for_end(chain).state == "done"
+    assert done_units(chain) == list(range(8))
+    assert chain.stage.redone() == 0
+
+
+def test_three_thousand_tiny_units_take_one_task_a_rank(make_chain, record_property):
+    chain = make_chain(units=3000)
+    state = chain.start()
+    assert len(state.jobs) == 4 + 1
+    assert wait_for_end(chain).state == "done"
+    assert done_units(chain) == list(range(3000))
+    began, ended = span(chain)
+    print(f"\n{1000 * (ended - began) / 3000:.1f} ms a unit")
+    record_property("ms a unit", 1000 * (ended - began) / 3000)
+    # Four ranks on two cores, with two files of several lines each to be synced for every unit.
+    assert (ended - began) / 3000 < 0.1
+
+
+def span(chain) -> tuple[float, float]:
+    """From the moment at which the ranks were submitted to the end of the chain."""
+    return chain.stage.dir.rounds.stat().st_mtime, chain.run_dir.chain.stat().st_mtime

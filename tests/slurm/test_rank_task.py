@@ -1,0 +1,92 @@
+"""A rank's task without a cluster, and what profiles allow."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from toy_cluster import SleepyStage
+
+from sharmill.engine.attempts import AttemptLog, Attempts
+from sharmill.engine.plan import load_or_freeze
+from sharmill.errors import ConfigError, FatalError
+from sharmill.executors.profile import load_profile
+from sharmill.executors.rank_task import RankTask
+
+CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
+
+
+@pytest.fixture
+def stage(tmp_path):
+    stage = SleepyStage(tmp_path, units=2)
+    load_or_freeze(stage, restart=False)
+    return stage
+
+
+def test_a_rank_on_a_gpu_that_is_not_there_is_an_error(stage, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(FatalError, match="should run on a GPU and finds none"):
+        RankTask(stage, 0, [0, 1], "cuda")()
+    attempts = Attempts(stage.dir.attempts)
+    assert "finds none" in attempts.trouble
+    assert not attempts.stopped
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(10, 0), (90, 1)])
+def test_a_unit_that_had_most_of_the_time_limit_to_itself_is_not_excused(stage, seconds, count):
+    task = RankTask(stage, 0, [0, 1], "cpu", limit=100.0)
+    task._attempts.begin(1)
+    task._current, task._begun = 1, time.monotonic() - seconds
+    fresh = task.checkpoint().function
+    assert Attempts(stage.dir.attempts).counts[1] == count
+    assert fresh._current is None
+    assert (fresh.rank, fresh.units, fresh.device, fresh.limit) == (0, [0, 1], "cpu", 100.0)
+
+
+def test_units_that_may_have_ended_a_rank_come_last(stage):
+    AttemptLog(stage.dir.attempts).begin(0)
+    RankTask(stage, 0, [0, 1], "cpu")()
+    assert list(stage.begun()) == [1, 0]
+
+
+def test_a_rank_leaves_when_another_has_stopped_the_stage(stage):
+    AttemptLog(stage.dir.attempts).stop("the disk is full")
+    assert RankTask(stage, 0, [0, 1], "cpu")() == 0
+    assert Attempts(stage.dir.attempts).stopped == "the disk is full"
+
+
+def test_a_damaged_note_does_not_count(stage, caplog):
+    log = AttemptLog(stage.dir.attempts)
+    log.begin(0)
+    with next(stage.dir.attempts.glob("*.jsonl")).open("ab") as stream:
+        stream.write(b'\x00\x00\n{"unit":1')
+    assert Attempts(stage.dir.attempts).counts == {0: 1}
+    assert "is no note" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_paralel: 3", "unknown key 'max_paralel'; did you mean 'max_parallel'?"),
+        ("gpu: {partitoin: gpu}", "unknown key 'gpu.partitoin'; did you mean 'partition'?"),
+        ("cpu: {cores: many}", "cpu.cores"),
+        ("cpu: {cores: 0}", "must be positive"),
+        ("gpu: {device: tpu}", "tpu"),
+        ("max_parallel: 0", "must be positive"),
+        ("{signal_s: 120, gpu: {timeout_min: 2}}", "leaves no time before gpu.timeout_min of 2"),
+        ("- a list", "mapping"),
+    ],
+)
+def test_what_is_wrong_in_a_profile_is_named(tmp_path, text, message):
+    path = tmp_path / "profile.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_profile(path)
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_profiles_of_the_repository_are_valid(path):
+    assert load_profile(path).max_parallel >= 1

@@ -1,0 +1,137 @@
+"""What goes wrong on a cluster, for real: every time the same bytes, and only what was in flight is done again."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+from toy_cluster import (
+    KILL_NODE,
+    assert_same_as_local,
+    make_profile,
+    running_ranks,
+    slurm,
+    wait_for_units,
+)
+from toy_stage import wait_until
+
+from sharmill.chain import wait_for_end
+from sharmill.engine.progress import read_progress
+from sharmill.executors.slurm import is_step
+from sharmill.executors.slurm_queue import queued_jobs
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+def report(chain, record_property) -> int:
+    """How many attempts there were beyond one a unit; shown in the JUnit file, and with ``-s``."""
+    redone = chain.stage.redone()
+    record_property("units redone", redone)
+    print(f"\n{redone} of {chain.stage.units} units redone")
+    return redone
+
+
+def test_an_undisturbed_chain(make_chain, tmp_path, record_property):
+    chain = make_chain(units=40)
+    assert chain.start().state == "waiting"
+    assert wait_for_end(chain).state == "done"
+    assert_same_as_local(chain, tmp_path)
+    assert report(chain, record_property) == 0
+
+
+def test_scancel_of_one_array_task_costs_its_unit(make_chain, tmp_path, record_property):
+    chain = make_chain(units=40, seconds=1.2)
+    chain.start()
+    wait_for_units(chain, 4)
+    slurm("scancel", running_ranks(chain)[0])
+    assert wait_for_end(chain).state == "done"
+    assert_same_as_local(chain, tmp_path)
+    # It is done again by another rank, after all others have ended.
+    assert report(chain, record_property) == 1
+
+
+def test_kill_of_a_rank_costs_its_unit(make_chain, tmp_path, record_property):
+    chain = make_chain(units=40, seconds=0.5)
+    chain.start()
+    wait_for_units(chain, 4)
+    os.kill(read_progress(chain.stage.dir.progress)[0].pid, signal.SIGKILL)
+    assert wait_for_end(chain).state == "done"
+    assert_same_as_local(chain, tmp_path)
+    assert report(chain, record_property) == 1
+
+
+def test_preempted_ranks_are_requeued_and_go_on(make_chain, tmp_path, record_property):
+    chain = make_chain(units=120, seconds=3.0, profile=make_profile(partition="scavenge"))
+    chain.start()
+    wait_for_units(chain, 4)
+    ranks = running_ranks(chain)
+    intruder = slurm(
+        "sbatch", "--parsable", "--partition=cpu", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"
+    ).strip()
+    for rank in ranks:
+        wait_until(lambda rank=rank: restarts(rank), 90)
+    slurm("scancel", intruder)
+    chain.stage.mark("hurry")
+    assert wait_for_end(chain).state == "done"
+    assert_same_as_local(chain, tmp_path)
+    assert report(chain, record_property) <= len(ranks)
+
+
+def test_work_for_longer_than_the_time_limit(make_chain, tmp_path, record_property):
+    """Three minutes of work for four ranks; a limit of one minute, at which a rank leaves 30 s before."""
+    chain = make_chain(units=72, seconds=2.5, profile=make_profile(timeout_min=1))
+    ranks = [job for job in chain.start().jobs if "_" in job]
+    wait_until(lambda: all(restarts(rank) for rank in ranks), 120)
+    assert wait_for_end(chain).state == "done"
+    assert_same_as_local(chain, tmp_path)
+    assert report(chain, record_property) <= sum(map(restarts, ranks))
+
+
+@pytest.mark.skipif(
+    not KILL_NODE.exists() or os.getuid() != 0, reason="needs kill_node.sh of the test cluster, as root"
+)
+def test_a_node_crash_costs_the_units_of_its_ranks(make_chain, tmp_path, record_property, nodes_come_back):
+    chain = make_chain(units=60, seconds=1.0)
+    chain.start()
+    wait_for_units(chain, 8)
+    node = slurm("squeue", "--noheader", "--format=%N", f"--jobs={running_ranks(chain)[0]}").strip()
+    lost = slurm("squeue", "--noheader", "--array", f"--nodelist={node}", "--format=%i").split()
+    subprocess.run(["bash", KILL_NODE, node], check=True)
+    assert wait_for_end(chain).state == "done"
+    assert_same_as_local(chain, tmp_path)
+    assert report(chain, record_property) <= len(lost)
+
+
+@pytest.fixture
+def nodes_come_back():
+    yield
+    for node in ("n1", "n2"):
+        if not is_alive(f"/run/slurm-test/slurmd-{node}.pid"):
+            slurm(shutil.which("slurmd") or "/usr/sbin/slurmd", "-N", node)
+    shown = ("sinfo", "--noheader", "--Node", "--partition=cpu", "--format=%t")
+    wait_until(lambda: not {"down", "down*", "idle*"} & set(slurm(*shown).split()), 60)
+
+
+def is_alive(pid_file: str) -> bool:
+    return subprocess.run(["pgrep", "--pidfile", pid_file], capture_output=True, check=False).returncode == 0
+
+
+def restarts(task: str) -> int:
+    return int(re.search(r"Restarts=(\d+)", slurm("scontrol", "show", "job", task))[1])
+
+
+def test_a_cancelled_step_leaves_what_a_new_submission_goes_on_with(make_chain, tmp_path, record_property):
+    chain = make_chain(units=24, seconds=0.5)
+    chain.start()
+    wait_for_units(chain, 2)
+    slurm("scancel", *(job.id for job in queued_jobs(chain.run_dir.jobs) if is_step(job)))
+    wait_until(lambda: not any(map(is_step, queued_jobs(chain.run_dir.jobs))))
+    again = chain.start()
+    assert "still in the queue, continued by job" in again.message
+    assert wait_for_end(chain).state == "done"
+    assert_same_as_local(chain, tmp_path)
+    assert report(chain, record_property) == 0

@@ -1,0 +1,119 @@
+"""Steps of a chain that meet jobs, locks and signals at awkward moments."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+from toy_cluster import assert_same_as_local, make_profile, running_ranks, slurm
+from toy_stage import wait_until
+
+from sharmill.chain import wait_for_end
+from sharmill.engine.attempts import Attempts
+from sharmill.engine.run import locked
+from sharmill.errors import ConfigError
+from sharmill.executors.slurm import is_step
+from sharmill.executors.slurm_queue import outside_own_job, queued_jobs
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.fixture
+def waiting_chain(make_chain):
+    """Two ranks that wait for the mark ``go``, and the step behind them."""
+    chain = make_chain(units=8, everywhere="wait:go", profile=make_profile(max_ranks=2))
+    chain.start()
+    return chain
+
+
+def steps(chain) -> list[str]:
+    return [job.id for job in queued_jobs(chain.run_dir.jobs) if is_step(job)]
+
+
+def test_a_step_that_is_requeued_after_it_has_submitted_leaves_the_work_to_the_next(waiting_chain, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    before = queued_jobs(waiting_chain.run_dir.jobs)
+    assert waiting_chain._next_step() is None
+    assert {job.id for job in queued_jobs(waiting_chain.run_dir.jobs)} == {job.id for job in before}
+
+
+def test_a_step_that_meets_ranks_only_goes_behind_them(waiting_chain, monkeypatch, tmp_path):
+    (step,) = steps(waiting_chain)
+    monkeypatch.setenv("SLURM_JOB_ID", step)
+    state = waiting_chain._next_step()
+    slurm("scancel", step)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    wait_until(lambda: steps(waiting_chain) == state.jobs[-1:])
+    waiting_chain.stage.mark("go")
+    assert wait_for_end(waiting_chain).state == "done"
+    assert_same_as_local(waiting_chain, tmp_path)
+    assert waiting_chain.stage.redone() == 0
+
+
+def test_a_submission_that_lost_the_race_submits_nothing(waiting_chain):
+    """Both have looked at the queue when it was empty; the second gets the lock after the first."""
+    before = queued_jobs(waiting_chain.run_dir.jobs)
+    with pytest.raises(ConfigError, match="appeared in the queue"):
+        waiting_chain._step(wait_seconds=0.0)
+    assert len(queued_jobs(waiting_chain.run_dir.jobs)) == len(before)
+
+
+def test_a_step_waits_until_the_run_directory_is_free(waiting_chain, tmp_path):
+    chain = waiting_chain
+    wait_until(lambda: len(running_ranks(chain)) == 2, 60)
+    with locked(chain.run_dir):
+        chain.stage.mark("go")
+        wait_until(lambda: not [job for job in queued_jobs(chain.run_dir.jobs) if not is_step(job)], 60)
+        wait_until(lambda: [job.state for job in queued_jobs(chain.run_dir.jobs)] == ["RUNNING"], 60)
+        time.sleep(2)  # long enough to have failed; nothing tells that it waits
+        assert [job.state for job in queued_jobs(chain.run_dir.jobs)] == ["RUNNING"]
+    assert wait_for_end(chain).state == "done"
+    assert_same_as_local(chain, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["setup", "unit"])
+def test_a_rank_told_to_leave_comes_back_without_stale_state(make_chain, tmp_path, where):
+    """In the middle of loading its model, or of a unit with the model loaded, which cannot be pickled."""
+    options = {"setup_does": "wait:go"} if where == "setup" else {"everywhere": "wait:go"}
+    chain = make_chain(units=4, profile=make_profile(max_ranks=1), **options)
+    rank = chain.start().jobs[0]
+    wait_until(lambda: chain.stage.marked("setup" if where == "setup" else "attempts"), 60)
+    slurm("scancel", "--signal=USR2", rank)
+    wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", rank), 60)
+    chain.stage.mark("go")
+    assert wait_for_end(chain).state == "done"
+    assert_same_as_local(chain, tmp_path)
+    attempts = Attempts(chain.stage.dir.attempts)
+    assert attempts.trouble == ""
+    assert attempts.errors == {}
+    assert set(attempts.counts.values()) == {1}
+    assert chain.stage.redone() == (0 if where == "setup" else 1)
+
+
+def test_the_jobs_of_another_dataset_are_not_seen(waiting_chain, tmp_path):
+    assert len(queued_jobs(waiting_chain.run_dir.jobs)) == 3
+    assert queued_jobs(tmp_path / "another" / "run" / "jobs") == []
+    assert queued_jobs(waiting_chain.run_dir.path) == []
+
+
+def test_a_job_hides_its_allocation_from_sbatch_and_keeps_it_for_itself(monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "SLURM_CONF"):
+        monkeypatch.setenv(name, "1")
+    with outside_own_job():
+        assert {name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))} == {"SLURM_CONF"}
+    assert os.environ["SLURM_JOB_ID"] == "1"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    with outside_own_job():
+        assert os.environ["SBATCH_PARTITION"] == "1"
+
+
+def test_restart_does_the_whole_stage_again(make_chain, tmp_path):
+    chain = make_chain(units=4)
+    chain.start()
+    assert wait_for_end(chain).state == "done"
+    replace(chain, restart=True).start()
+    assert wait_for_end(chain).state == "done"
+    assert_same_as_local(chain, tmp_path)
+    assert chain.stage.redone() == 4

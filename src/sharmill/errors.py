@@ -21,6 +21,7 @@ REASONS: Final[dict[str, str]] = {
     "empty_audio": "the audio has no samples",
     "non_finite_audio": "the audio has NaN or infinite samples",
     "duration_mismatch": "the manifest and the audio disagree about the duration",
+    "unsupported_rate": "the sampling rate cannot be resampled or stored as asked",
     "unsupported_channels": "the audio is not mono",
     "outside_root": "the audio path leaves the audio root or names a command",
     "duplicate_id": "the same segment occurs more than once in the input",

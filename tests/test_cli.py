@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from sharmill import cli
+from sharmill import cli, pipeline
 from sharmill.cli import main, run_configs, split_arguments
 from sharmill.errors import ConfigError, FatalError
 
@@ -211,6 +211,7 @@ def test_the_worst_of_several_datasets_counts(outcomes, expected, monkeypatch):
         return outcome
 
     monkeypatch.setattr(cli, "_run_one", run_one)
+    monkeypatch.setattr(pipeline, "check_config", lambda config, stages: None)
     configs = [SimpleNamespace(name=str(number)) for number in range(len(outcomes))]
     assert run_configs(configs, ["prepare"], restart=False) == expected
 
@@ -223,6 +224,7 @@ def test_a_dataset_that_stops_does_not_stop_the_next(monkeypatch, capsys):
         raise FatalError("the disk is full")
 
     monkeypatch.setattr(cli, "_run_one", run_one)
+    monkeypatch.setattr(pipeline, "check_config", lambda config, stages: None)
     run_configs([SimpleNamespace(name="a"), SimpleNamespace(name="b")], ["prepare"], restart=False)
     assert ran == ["a", "b"]
     assert capsys.readouterr().err == "Error: a: the disk is full\nError: b: the disk is full\n"

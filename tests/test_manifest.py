@@ -31,11 +31,16 @@ WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
     [
         ("| Language:en Dataset:HiFiTTS Speaker:9136_other |", ("en", "HiFiTTS", "9136_other")),
         ("|Language:de Dataset:X Speaker:1|", ("de", "X", "1")),
-        ("  | Speaker:a:b Dataset:X Language:en Extra:1 | \n", ("en", "X", "a:b")),
+        ("  | Speaker:a:b Dataset:X Language:en Extra:1 | \n", ("en", "X", "a:b", ("Extra:1",))),
     ],
 )
 def test_speaker_tag(tag, parts):
     assert parse_speaker_tag(tag) == SpeakerTag(*parts)
+
+
+def test_speaker_tag_is_written_in_the_order_that_nemo_asks_for():
+    tag = parse_speaker_tag("|Speaker:1 Emotion:calm Language:en Dataset:X|")
+    assert str(tag) == "| Language:en Dataset:X Speaker:1 Emotion:calm |"
 
 
 @pytest.mark.parametrize(
@@ -43,6 +48,7 @@ def test_speaker_tag(tag, parts):
     [
         "",
         "anna",
+        "| Language:en Dataset:X Speaker:John Smith |",
         "Language:en Dataset:X Speaker:1",
         "| Language:en Dataset:X Speaker:1",
         "| Language:en Dataset:X |",

@@ -46,6 +46,8 @@ _MEMORYLESS: Final = ("PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT",
 _NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _BLOCK_SAMPLES: Final = 1 << 20
 _OGG_SERIAL: Final = 1
+_FLAC_MAX_ANY_RATE: Final = 65535  # beyond, only multiples of 10 Hz
+_MAX_FILTER_SIZE: Final = 1 << 23
 _MAX_SAMPLING_RATE: Final = 655350  # of FLAC
 _UNKNOWN_LENGTH: Final = (1 << 63) - 1  # libsndfile's SF_COUNT_MAX
 # No frame of MPEG audio, ADPCM or GSM holds more; beyond it a header is corrupt and must not size an array.
@@ -158,6 +160,7 @@ def resample(audio: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
     """
     if from_rate == to_rate or len(audio) == 0:
         return audio
+    _check_ratio(from_rate, to_rate)
     import torch
 
     waveform = torch.from_numpy(np.require(audio, np.float32, ["C", "W"]))[None]
@@ -188,6 +191,8 @@ def check_encoder(format: str, sampling_rate: int) -> None:
             f"{format} cannot hold audio at {sampling_rate} Hz: set sampling_rate to one of "
             f"{', '.join(map(str, rates))}, or audio_format to flac"
         )
+    if format == "flac" and sampling_rate > _FLAC_MAX_ANY_RATE and sampling_rate % 10:
+        raise ConfigError(f"flac cannot hold audio at {sampling_rate} Hz: set sampling_rate, or audio_format to wav")
 
 
 def encode(audio: np.ndarray, sampling_rate: int, format: str) -> bytes:
@@ -389,7 +394,15 @@ def _round_half_up(num_samples: float) -> int:
     return int(Decimal(round(num_samples, ndigits=8)).quantize(Decimal(0), rounding=ROUND_HALF_UP))
 
 
-@lru_cache(maxsize=64)
+def _check_ratio(from_rate: int, to_rate: int) -> None:
+    """The filter has a phase for every output sample until the two rates meet again: for rates without a common divisor
+    that is gigabytes, which one odd recording must not cost."""
+    divisor = math.gcd(from_rate, to_rate)
+    if (from_rate // divisor) * (to_rate // divisor) > _MAX_FILTER_SIZE:
+        raise RejectRecord("unsupported_rate", f"{from_rate} Hz and {to_rate} Hz have no small common ratio")
+
+
+@lru_cache(maxsize=16)
 def _resampler(from_rate: int, to_rate: int) -> torch.nn.Module:
     import torchaudio
 

@@ -16,6 +16,7 @@ import click
 
 import sharmill
 from sharmill.errors import ConfigError, SharmillError
+from sharmill.terminal import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,6 +73,8 @@ def validate(dataset: str, deep: bool, json_file: str | None, workers: str) -> i
     from sharmill.store import require_writable, write_atomic
 
     if json_file:
+        if Path(json_file).is_dir():
+            raise ConfigError(f"--json {json_file} is a folder; name a file")
         require_writable(Path(json_file).parent)
     console = make_console()
     with (
@@ -190,6 +193,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], lis
 
 def run_configs(configs: Sequence[Config], stages: Sequence[str], *, restart: bool) -> int:
     """Runs the datasets one after the other and returns the worst exit status."""
+    from sharmill.pipeline import check_config
+
+    for config in configs:
+        check_config(config, stages)
     worst = OK
     for config in configs:
         try:
@@ -197,7 +204,7 @@ def run_configs(configs: Sequence[Config], stages: Sequence[str], *, restart: bo
         except SharmillError as error:
             if len(configs) == 1:
                 raise
-            click.echo(f"Error: {config.name}: {error}", err=True)
+            click.echo(printable(f"Error: {config.name}: {error}"), err=True)
             status = exit_status(error)
         worst = max(worst, status, key=_BY_SEVERITY.index)
     return worst
@@ -229,7 +236,7 @@ def make_console() -> Console:
     from rich.console import Console
 
     # A log file has no width of its own, and rich would assume 80 columns.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    return Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
 
 
 def exit_status(error: SharmillError) -> int:
@@ -253,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
         click.echo("Interrupted. What is done is kept; run the same command again to go on.", err=True)
         sys.exit(FAILED)
     except SharmillError as error:
-        click.echo(f"Error: {error}", err=True)
+        click.echo(printable(f"Error: {error}"), err=True)
         sys.exit(exit_status(error))
 
 

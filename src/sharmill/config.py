@@ -275,6 +275,9 @@ def _override_value(text: str, expected: Any) -> Any:
     """
     import yaml
 
+    if expected is str and text and text[0] not in "'\"":
+        # Text as it stands, be it like a number or with a '#' in it.
+        return text
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -16,6 +16,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import UnitError
 from sharmill.pipeline import DatasetResult
+from sharmill.terminal import printable
 from sharmill.validate.findings import CODES, Finding
 
 _MAX_LINES = 10
@@ -63,7 +64,7 @@ class ProgressListener:
         self._advance(unit.cost)
 
     def unit_failed(self, unit: Unit, error: UnitError, attempts: int) -> None:
-        line = Text(f"unit {unit.index} failed {attempts} times: {error.message}", style="red")
+        line = Text(printable(f"unit {unit.index} failed {attempts} times: {error.message}"), style="red")
         self._console.print(line)
 
     def stage_ended(self, stage: Stage, result: StageResult) -> None:
@@ -113,7 +114,7 @@ def print_result(console: Console, result: DatasetResult) -> None:
         console.print(Text(f"rejects: {listed} (see {result.config.run_dir}/rejects.jsonl)"))
     for stage, outcome in result.stages:
         for error in list(outcome.failures.values())[:_MAX_LINES]:
-            console.print(Text(f"{stage.name}: unit {error.index} failed: {error.message}", style="red"))
+            console.print(Text(printable(f"{stage.name}: unit {error.index} failed: {error.message}"), style="red"))
         if outcome.failures:
             sentence = f"tracebacks: {stage.dir.failures}; run the same command again to retry what failed"
             console.print(Text(sentence))
@@ -129,5 +130,5 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
         table.add_column(column, overflow="fold")
     for code, count in Counter(finding.code for finding in findings).most_common():
         first = next(finding for finding in findings if finding.code == code)
-        table.add_row(code, str(count), CODES[code], Text(f"{first.where}: {first.sentence}"))
+        table.add_row(code, str(count), CODES[code], Text(printable(f"{first.where}: {first.sentence}")))
     console.print(table)

@@ -17,6 +17,7 @@ import numpy as np
 from sharmill.errors import FatalError, RejectRecord
 
 _TAG = re.compile(r"^\s*\|(.*)\|\s*$", re.DOTALL)
+_TAG_PARTS = ("Language", "Dataset", "Speaker")
 TYPED_KEYS = ("audio_filepath", "offset", "duration", "text", "speaker")
 OWN_KEYS = (
     "_source",
@@ -39,6 +40,12 @@ class SpeakerTag:
     language: str
     dataset: str
     speaker: str
+    further: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The tag in the order and spacing that NeMo asks for."""
+        parts = (f"Language:{self.language}", f"Dataset:{self.dataset}", f"Speaker:{self.speaker}", *self.further)
+        return f"| {' '.join(parts)} |"
 
 
 def parse_speaker_tag(tag: str) -> SpeakerTag:
@@ -48,13 +55,16 @@ def parse_speaker_tag(tag: str) -> SpeakerTag:
         RejectRecord: ``bad_speaker`` where it is not of the form ``| Language:.. Dataset:.. Speaker:.. |``.
     """
     match = _TAG.match(tag)
-    parts = dict(part.split(":", 1) for part in match[1].split() if ":" in part) if match else {}
-    if not all(parts.get(name) for name in ("Language", "Dataset", "Speaker")):
+    words = match[1].split() if match else []
+    parts = dict(word.split(":", 1) for word in words if ":" in word)
+    # A word without a colon is the rest of a name with a blank in it, and two such names may begin alike.
+    if not all(parts.get(name) for name in _TAG_PARTS) or not all(":" in word for word in words):
         raise RejectRecord(
             "bad_speaker",
             f"the speaker tag {tag[:100]!r} is not of the form '| Language:en Dataset:name Speaker:id |'",
         )
-    return SpeakerTag(parts["Language"], parts["Dataset"], parts["Speaker"])
+    further = tuple(word for word in words if word.partition(":")[0] not in _TAG_PARTS)
+    return SpeakerTag(parts["Language"], parts["Dataset"], parts["Speaker"], further)
 
 
 @dataclass(frozen=True, slots=True)

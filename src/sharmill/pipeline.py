@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from sharmill.audio import check_encoder
 from sharmill.config import STAGES, Config, to_yaml
 from sharmill.encode.stage import EncodeStage
-from sharmill.engine.run import Executor, Listener, StageResult, locked, read_totals, run_stage
+from sharmill.engine.run import Executor, Listener, StageResult, locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError, FatalError
@@ -22,6 +23,7 @@ from sharmill.models import describe_codec, describe_speaker_encoder
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.paths import AudioRoot
 from sharmill.prepare.stage import PrepareStage
+from sharmill.sources import open_source
 from sharmill.store import open_atomic, require_writable, write_atomic
 from sharmill.validate.findings import Finding
 from sharmill.validate.stage import ValidateStage
@@ -88,14 +90,17 @@ def check_config(config: Config, stages: Sequence[str] = STAGES) -> None:
     describe_speaker_encoder(config.match.encoder)
     for codec in config.encode.codecs:
         describe_codec(codec.model)
-    for source in config.sources:
+    for source in config.sources if {"prepare", "match", "write"} & set(stages) else ():
         AudioRoot(source.audio_root)
+        if "prepare" in stages:
+            open_source(source).check()
     run_dir, dataset_dir = Path(config.run_dir).resolve(), Path(config.dataset_dir).resolve()
     if dataset_dir.is_relative_to(run_dir) or run_dir.is_relative_to(dataset_dir):
         raise ConfigError("run_dir and dataset_dir must not lie within each other: a dataset holds nothing else")
     if config.write.sampling_rate is not None and config.write.audio_format != "original":
         check_encoder(config.write.audio_format, config.write.sampling_rate)
-    require_writable(run_dir)
+    if stages:
+        require_writable(run_dir)
     if "write" in stages:
         WriteStage(config).check_output()
 
@@ -133,7 +138,7 @@ def run_dataset(
             results.append((stage, result))
             if not result.ok:
                 break
-        _check_chain(config)
+        _check_chain(results)
     return DatasetResult(config, results)
 
 
@@ -147,19 +152,15 @@ def _merge_rejects(config: Config) -> None:
                     shutil.copyfileobj(rejects, merged)
 
 
-def _check_chain(config: Config) -> None:
+def _check_chain(results: Sequence[tuple[Stage, StageResult]]) -> None:
     """What went on from one stage must be what came into the next."""
-    previous: tuple[str, int] | None = None
-    for stage in make_stages(config):
-        totals = read_totals(stage)
-        if totals is None:
-            return
-        if previous is not None and totals.num_in != previous[1]:
+    totals = [(stage.name, result.totals) for stage, result in results if result.totals is not None]
+    for (before, went_on), (after, came) in pairwise(totals):
+        if came.num_in != went_on.num_out:
             raise FatalError(
-                f"accounts do not add up: {previous[1]} records went on from {previous[0]}, but {totals.num_in} "
-                f"came into {stage.name}; run {stage.name} with --restart"
+                f"accounts do not add up: {went_on.num_out} records went on from {before}, but {came.num_in} "
+                f"came into {after}; run {after} with --restart"
             )
-        previous = (stage.name, totals.num_out)
 
 
 def validate_dataset(

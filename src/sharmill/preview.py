@@ -26,7 +26,7 @@ _BYTES_PER_SECOND = 40_000
 
 def print_plan(console: Console, config: Config, ranks: int | None) -> None:
     """Prints a row per stage that can be planned now; the others depend on what comes before them."""
-    check_config(config)
+    check_config(config, stages=())
     count = ranks or len(os.sched_getaffinity(0))
     table = Table(title=Text(config.name), title_justify="left")
     for column in ("stage", "units", "done", "left", f"largest of {count} ranks", "balance", "disk"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -41,7 +42,8 @@ def print_status(console: Console, run_dir: Path) -> None:
     for column in ("stage", "state", "units done", "hours done", "x real time", "left", "rejects"):
         table.add_column(column, justify="left" if column in ("stage", "state") else "right")
     ranks: list[tuple[Stage, RankProgress]] = []
-    stages = make_stages(load_config(paths.config))
+    # By its own path: the stored one is relative to where the run was started, if it is relative.
+    stages = make_stages(dataclasses.replace(load_config(paths.config), run_dir=str(run_dir)))
     for stage in stages:
         table.add_row(*(Text(cell) for cell in _stage_row(stage, ranks)))
     console.print(table)

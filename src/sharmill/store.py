@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from sharmill.errors import ConfigError, FatalError
 
 STAGING_NAME = ".sharmill-staging"
 
+# What ``open_atomic`` calls a file until it is published.
+_ASIDE = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 # Errors that the next unit would meet as well: going on would only fail every unit in turn.
 _STOPPING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
 # Those that only writing can meet: where a stage reads and writes, the others may concern one input file.
@@ -159,8 +162,11 @@ class Staging:
 
 
 def remove_staging(root: Path) -> None:
-    """Removes what killed attempts left aside. Only for the one process that directs a run."""
+    """Removes what killed processes left aside. Only for the one process that directs a run."""
     shutil.rmtree(root / STAGING_NAME, ignore_errors=True)
+    for path in root.glob(".*.tmp"):
+        if _ASIDE.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def remove_tree(path: Path) -> None:

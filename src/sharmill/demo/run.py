@@ -23,7 +23,8 @@ def make_demo(directory: Path, overrides: Sequence[str], tell: Callable[[str], N
     paths = [
         f"run_dir={directory / 'run'}",
         f"dataset_dir={directory / 'dataset'}",
-        f"sources=[{{manifest: {corpus.manifest}, audio_root: {corpus.audio_root}}}]",
+        f"sources.0.manifest={corpus.manifest}",
+        f"sources.0.audio_root={corpus.audio_root}",
     ]
     with as_file(files("sharmill.demo") / "demo.yaml") as template:
         config = load_config(template, [*paths, *overrides])

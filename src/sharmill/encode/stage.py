@@ -27,6 +27,7 @@ from sharmill.shar.index import (
     FieldFile,
     ShardRecord,
     audio_checksum,
+    changing_index,
     read_dataset,
     read_shards,
     write_dataset,
@@ -112,21 +113,20 @@ class EncodeStage(Stage):
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
-        shards = list(read_shards(self.root))
-        dataset = read_dataset(self.root)
         records = {msgspec.json.encode(commit.stats["codec"]): commit.stats["codec"] for commit in commits}
         if len(records) > 1:
             raise FatalError(f"{self.name}: ranks used different models under the same name; run with --restart")
-        codecs = [codec for codec in dataset.codecs if codec.name != self.codec_config.name]
-        codecs += [msgspec.convert(record, CodecRecord) for record in records.values()]
-        fields = [
-            *(field for field in dataset.fields if field not in self.fields),
-            *(self.fields if records else ()),
-        ]
+        with changing_index(self.root):
+            self._add_to_index(commits, [msgspec.convert(record, CodecRecord) for record in records.values()])
+        return add_up(commits)
+
+    def _add_to_index(self, commits: list[Commit], records: list[CodecRecord]) -> None:
+        shards, dataset = list(read_shards(self.root)), read_dataset(self.root)
+        codecs = [codec for codec in dataset.codecs if codec.name != self.codec_config.name] + records
+        fields = [field for field in dataset.fields if field not in self.fields] + list(self.fields if records else ())
         write_shards(self.root, [self._extend(shard, commit) for shard, commit in zip(shards, commits, strict=True)])
         codecs.sort(key=lambda codec: codec.name)
         write_dataset(self.root, msgspec.structs.replace(dataset, codecs=codecs, fields=sorted_fields(fields)))
-        return add_up(commits)
 
     def is_finalized(self) -> bool:
         # The index may have been made again without this codec, as when it was lost.
@@ -137,11 +137,12 @@ class EncodeStage(Stage):
         owned = was_planned_for(self.dir.identity, self.root)
         if not owned or not (self.root / codec_folder(self.codec_config.name)).exists():
             return
-        dataset = read_dataset(self.root)
-        codecs = [codec for codec in dataset.codecs if codec.name != self.codec_config.name]
-        fields = [field for field in dataset.fields if field not in self.fields]
-        write_dataset(self.root, msgspec.structs.replace(dataset, codecs=codecs, fields=fields))
-        write_shards(self.root, [self._without(shard) for shard in list(read_shards(self.root))])
+        with changing_index(self.root):
+            dataset = read_dataset(self.root)
+            codecs = [codec for codec in dataset.codecs if codec.name != self.codec_config.name]
+            fields = [field for field in dataset.fields if field not in self.fields]
+            write_dataset(self.root, msgspec.structs.replace(dataset, codecs=codecs, fields=fields))
+            write_shards(self.root, [self._without(shard) for shard in list(read_shards(self.root))])
         remove_tree(self.root / codec_folder(self.codec_config.name))
 
     def _check_output(self) -> None:

@@ -26,16 +26,25 @@ def load_or_freeze(stage: Stage, *, restart: bool) -> list[Unit]:
     if restart:
         forget(stage)
     if stage.dir.identity.exists():
-        differences = describe_differences(msgspec.json.decode(stage.dir.identity.read_bytes()), identity)
+        differences = describe_differences(_read_identity(stage), identity)
         if not differences:
             return load(stage)
-        if not stage.replan_when_changed:
+        begun = any(stage.dir.ledger.glob("*.jsonl"))
+        if begun and not stage.replan_when_changed:
             raise ConfigError(
                 f"{stage.name}: {stage.run_dir.path} was made with another {'; '.join(differences[:4])}. "
-                "Restore that, choose another run_dir, or begin this stage anew with --restart"
+                "Restore that, choose another run_dir, or begin it anew: "
+                f"sharmill run CONFIG {stage.name.partition('/')[0]} --restart"
             )
         forget(stage)
     return _freeze(stage, identity)
+
+
+def _read_identity(stage: Stage) -> Any:
+    try:
+        return msgspec.json.decode(stage.dir.identity.read_bytes())
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{stage.dir.identity} is damaged ({error}); begin this stage anew with --restart") from error
 
 
 def load(stage: Stage) -> list[Unit]:
@@ -60,6 +69,7 @@ def forget(stage: Stage) -> None:
 
 
 def _freeze(stage: Stage, identity: dict[str, Any]) -> list[Unit]:
+    _refuse_foreign_folder(stage)
     # A process that died while planning leaves its folder aside; whatever else is there belongs to no plan.
     remove_tree(stage.dir.path)
     aside = stage.dir.path / f".plan-{uuid4().hex}"
@@ -80,6 +90,18 @@ def _freeze(stage: Stage, identity: dict[str, Any]) -> list[Unit]:
 def _as_stored(identity: dict[str, Any]) -> dict[str, Any]:
     """What is read back is compared: JSON has no tuples, and the keys are stored in order."""
     return msgspec.json.decode(msgspec.json.encode(identity, order="sorted"))
+
+
+def _refuse_foreign_folder(stage: Stage) -> None:
+    """Raises ConfigError where the stage's folder has files but nothing that a stage leaves there."""
+    own = (stage.dir.ledger, stage.dir.logs, stage.dir.progress, stage.dir.rejects, stage.dir.done, stage.dir.plan)
+    if not stage.dir.path.exists() or any(path.exists() for path in own):
+        return
+    foreign = [path.name for path in stage.dir.path.iterdir() if not path.name.startswith(".")]
+    if foreign:
+        raise ConfigError(
+            f"{stage.dir.path} has {foreign[0]!r}, which is not sharmill's: choose another run_dir, or move that away"
+        )
 
 
 def describe_differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -89,7 +89,7 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        return self.path / "config.yaml"
+        return self.path / "resolved_config.yaml"
 
     @property
     def rejects(self) -> Path:

@@ -53,6 +53,6 @@ class Embedder:
     def _load(self, segment: Segment) -> np.ndarray | RejectRecord:
         try:
             samples, rate = self.reader.read(segment)
+            return resample(samples, rate, self.encoder.sampling_rate)
         except RejectRecord as reject:
             return reject
-        return resample(samples, rate, self.encoder.sampling_rate)

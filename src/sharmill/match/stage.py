@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -169,7 +170,7 @@ class MatchStage(Stage):
             min_similarity=match.min_similarity,
             min_duration=match.min_duration,
             max_duration=match.max_duration,
-            recordings=_number_recordings(group),
+            recordings=self._number_recordings(group),
             offsets=np.array([utterance.offset for utterance in group]),
             texts=_number_texts(group) if match.exclude_same_text else None,
             choice=match.choice,
@@ -180,6 +181,13 @@ class MatchStage(Stage):
             _with_context(utterance, group[best], float(value)) if best >= 0 else self._no_context(float(value))
             for utterance, best, value in zip(group, index.tolist(), similarity, strict=True)
         ]
+
+    def _number_recordings(self, group: list[Utterance]) -> np.ndarray:
+        """Equal numbers for the same file, by whatever links and roots it is named."""
+        numbers: dict[str, int] = {}
+        roots = [Path(source.audio_root) for source in self.config.sources]
+        files = [os.path.realpath(roots[u.source] / u.audio_filepath) for u in group]
+        return np.array([numbers.setdefault(file, len(numbers)) for file in files])
 
     def _no_context(self, best_similarity: float) -> RejectRecord:
         if best_similarity == -np.inf:
@@ -206,11 +214,6 @@ def matched_manifest(config: Config) -> Path:
     """Where stage 1 leaves its manifest."""
     limits = f"MinDur{config.match.min_duration}MinSSIM{config.match.min_similarity}"
     return RunDir(Path(config.run_dir)).manifests / f"{manifest_stem(config)}{_MATCHED}{limits}.json"
-
-
-def _number_recordings(group: list[Utterance]) -> np.ndarray:
-    numbers: dict[tuple[int, str], int] = {}
-    return np.array([numbers.setdefault((u.source, u.audio_filepath), len(numbers)) for u in group])
 
 
 def _number_texts(group: list[Utterance]) -> np.ndarray:

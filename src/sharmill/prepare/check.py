@@ -55,7 +55,7 @@ class RecordCheck:
         info = probe(self.roots[source].root / path)
         _check_channels(info)
         self._check_header(record, info)
-        return self._utterance(record, path, text, source)
+        return self._utterance(record, path, text, str(tag), source)
 
     def _text(self, record: dict[str, Any]) -> str:
         for key in ("text", "normalized_text"):
@@ -95,8 +95,11 @@ class RecordCheck:
         """The first source with the same audio root, so that one file is one file in whichever manifest it is."""
         return next(number for number, root in enumerate(self.roots) if root.real == self.roots[source].real)
 
-    def _utterance(self, record: dict[str, Any], path: str, text: str, source: int) -> Utterance:
+    def _utterance(self, record: dict[str, Any], path: str, text: str, speaker: str, source: int) -> Utterance:
         custom = {key: value for key, value in record.items() if key not in _NOT_CUSTOM}
+        if not (custom.get("normalized_text") or "").strip():
+            # Training code takes it for the text wherever it is there at all.
+            custom.pop("normalized_text", None)
         recording = recording_id(path)
         offset, duration = _seconds(record, "offset"), _seconds(record, "duration")
         return Utterance(
@@ -104,7 +107,7 @@ class RecordCheck:
             offset=offset,
             duration=duration,
             text=text,
-            speaker=record["speaker"],
+            speaker=speaker,
             custom=custom,
             source=self._canonical(source),
             whole_file=record.get("offset") is None,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -113,6 +116,20 @@ def write_shards(directory: Path, shards: Iterable[ShardRecord]) -> None:
 def write_dataset(directory: Path, record: DatasetRecord) -> None:
     """Publishes ``dataset.json``; the last file of a dataset to be written."""
     write_atomic(directory / DATASET_FILE, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+
+
+@contextmanager
+def changing_index(directory: Path) -> Iterator[None]:
+    """Keeps other processes from changing the index meanwhile: two runs may add codecs to one dataset.
+
+    The lock is on the directory itself and leaves no file in it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def audio_checksum(shards: Sequence[ShardRecord]) -> str:

@@ -102,6 +102,10 @@ def _make_cut(values: dict[str, Any], shard: ShardRecord) -> MonoCut:
     if values.pop("type", "MonoCut") != "MonoCut":
         raise _damage(shard, f"{values.get('id')!r} is not a MonoCut")
     try:
+        kinds = {source["type"] for source in (values.get("recording") or {}).get("sources", ())}
+        if not kinds <= {"file", "shar"}:
+            # lhotse would run a command, or fetch a URL.
+            raise _damage(shard, f"the recording of {values.get('id')!r} has a source of type {sorted(kinds)}")
         return MonoCut.from_dict(values)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damage(shard, f"{values.get('id')!r} is not a cut: {error!r}") from error

@@ -20,6 +20,9 @@ class Source(Protocol):
             ConfigError: the input as a whole cannot be used.
         """
 
+    def check(self) -> None:
+        """Raises ConfigError where the input as a whole cannot be used; reads little of it."""
+
     def identity(self) -> dict[str, Any]:
         """Files with their sizes and checksums, for the plan's identity."""
 

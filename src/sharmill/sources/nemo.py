@@ -30,10 +30,14 @@ class NemoSource:
         self.manifest = manifest
         self.files = [Path(name) for name in expand_shards(manifest)]
 
-    def identity(self) -> dict[str, Any]:
-        """The size and checksum of every file, by its name; also proves that each can be read as a manifest."""
+    def check(self) -> None:
+        """Raises ConfigError where a file cannot be a manifest."""
         for file in self.files:
             check_manifest(file)
+
+    def identity(self) -> dict[str, Any]:
+        """The size and checksum of every file, by its name; also proves that each can be read as a manifest."""
+        self.check()
         return {str(file): [file.stat().st_size, checksum(file)] for file in self.files}
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -128,11 +128,30 @@ def cut_problem(cut: dict[str, Any], target: dict[str, Any]) -> str | None:
         if cut["custom"]["context_audio_unaligned"] is not True:
             return "context_audio_unaligned is not set, so that lhotse would cut the context"
         parse_speaker_tag(supervision["speaker"])
-        return None
+        return _provenance_problem(cut)
     except RejectRecord as error:
         return str(error)
     except _MALFORMED as error:
         return f"a key is absent or of the wrong type: {error!r}"
+
+
+def _provenance_problem(cut: dict[str, Any]) -> str | None:
+    """What is wrong with the parts of a cut that say what it is and where it came from."""
+    (supervision,), recording = cut["supervisions"], cut["recording"]
+    (source,) = recording["sources"]
+    path = PurePosixPath(source["source"])
+    if cut["type"] != "MonoCut":
+        return f"it is a {cut['type']}"
+    if cut["channel"] != 0 or supervision["channel"] != 0:
+        return "cut or supervision is not of channel 0"
+    if not isinstance(supervision["text"], str) or not isinstance(supervision["language"], str):
+        return "the text or the language of the supervision is not text"
+    # lhotse would run a command; a path may only say where the audio came from.
+    if source["type"] != "file" or path.is_absolute() or ".." in path.parts:
+        return f"the recording has the source {source['type']} {source['source']!r}"
+    if not cut["id"].startswith(f"cut-{recording['id']}-"):
+        return f"the recording is {recording['id']!r}"
+    return None
 
 
 def context_problem(cut: dict[str, Any], context: dict[str, Any], limits: dict[str, Any]) -> str | None:

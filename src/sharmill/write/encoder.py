@@ -76,6 +76,10 @@ class SegmentEncoder:
         extension: str = self._config.audio_format
         if extension == _ORIGINAL:
             extension = location.info.format if _can_encode(location.info.format, rate) else _FALLBACK_FORMAT
+        try:
+            audio.check_encoder(extension, rate)
+        except ConfigError as error:
+            raise RejectRecord("unsupported_rate", str(error)) from error
         data = audio.encode(samples, rate, extension)
         stored = audio.probe_bytes(data)
         return StoredAudio(data, extension, stored.sampling_rate, stored.num_samples)

@@ -12,7 +12,6 @@ import os
 import pickle
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,19 +24,18 @@ from sharmill.engine.progress import mark_ended
 from sharmill.engine.run import Listener
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import MAX_ATTEMPTS, UnitError, Worker
-from sharmill.errors import FatalError, SharmillError
+from sharmill.engine.worker import UnitError, Worker
+from sharmill.errors import FatalError
+from sharmill.executors.answers import Answer, DrivenRank, FailedStarts, Ready
 from sharmill.executors.devices import Device, plan_devices, visible_gpus
 from sharmill.executors.logs import logging_to
 from sharmill.executors.queue import UnitQueue
-from sharmill.executors.rank import READY, RankStart, rank_main
+from sharmill.executors.rank import RankStart, rank_main
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.store import remove_staging
 
 log = logging.getLogger(__name__)
 
-# A rank whose units fail one after the other may itself be what is broken, as after an error on its GPU.
-_FAILURES_IN_A_ROW = 2
 _SECONDS_TO_LEAVE = 10.0
 _SECONDS_TO_END = 2.0
 # The end of a rank shows in its pipe at once, unless a process that it started holds the pipe open.
@@ -79,16 +77,10 @@ def _run_inline(stage: Stage, device: Device, queue: UnitQueue) -> None:
                 queue.failed(unit, outcome)
 
 
-@dataclass
-class _Rank:
-    """A worker process as the driver sees it."""
-
-    number: int
+@dataclass(kw_only=True)
+class _Rank(DrivenRank):
     process: SpawnProcess
     connection: Connection
-    ready: bool = False
-    unit: Unit | None = None
-    failures_in_a_row: int = 0
 
 
 @dataclass
@@ -99,8 +91,7 @@ class _Pool:
     devices: list[Device]
     queue: UnitQueue
     ranks: dict[int, _Rank] = field(default_factory=dict)
-    failed_starts: Counter[int] = field(default_factory=Counter)
-    last_failed_start: str = ""
+    failed_starts: FailedStarts = field(default_factory=FailedStarts)
 
     def run(self) -> None:
         resource_tracker.ensure_running()  # which unblocks signals, so not in the middle of the first start
@@ -117,14 +108,14 @@ class _Pool:
         """Starts ranks while there are units for them; a rank that cannot start is given up, the others go on."""
         for number in range(len(self.devices)):
             free = sum(rank.unit is None for rank in self.ranks.values())
-            if number not in self.ranks and free < len(self.queue) and self.failed_starts[number] < MAX_ATTEMPTS:
+            if number not in self.ranks and free < len(self.queue) and not self.failed_starts.too_many(number):
                 try:
                     self._start(number)
                 except OSError as error:
                     self._count_failed_start(number, f"could not be started: {error}")
-        if not self.ranks and all(self.failed_starts[number] >= MAX_ATTEMPTS for number in range(len(self.devices))):
+        if not self.ranks and all(map(self.failed_starts.too_many, range(len(self.devices)))):
             raise FatalError(
-                f"{self.stage.name}: worker processes cannot start: the last one {self.last_failed_start}; "
+                f"{self.stage.name}: worker processes cannot start: the last one {self.failed_starts.last}; "
                 f"see {self.stage.dir.logs}"
             )
 
@@ -137,7 +128,7 @@ class _Pool:
         # An interrupt in here would leave a process that nobody knows of.
         with deferred_interrupts():
             process.start()
-            self.ranks[number] = _Rank(number, process, ours)
+            self.ranks[number] = _Rank(number=number, process=process, connection=ours)
         theirs.close()
 
     def _hand_out(self) -> None:
@@ -171,23 +162,11 @@ class _Pool:
         except (EOFError, OSError):
             self._bury(rank)
 
-    def _hear(self, rank: _Rank, message: Any) -> None:
-        if isinstance(message, SharmillError):
-            raise message
-        if message == READY:
-            rank.ready = True
-            del self.failed_starts[rank.number]
-            return
-        unit, rank.unit = rank.unit, None
-        assert unit is not None
-        if isinstance(message, Commit):
-            rank.failures_in_a_row = 0
-            self.queue.done(unit, message)
-            return
-        rank.failures_in_a_row += 1
-        self.queue.failed(unit, message)
-        if rank.failures_in_a_row >= _FAILURES_IN_A_ROW:
-            log.warning("rank %d makes way for a fresh one after %d failures", rank.number, rank.failures_in_a_row)
+    def _hear(self, rank: _Rank, answer: Answer) -> None:
+        rank.hear(answer, self.queue)
+        if isinstance(answer, Ready):
+            self.failed_starts.forget(rank.number)
+        if rank.must_go():
             self._end([rank])
             del self.ranks[rank.number]
 
@@ -200,14 +179,11 @@ class _Pool:
         log.warning("rank %d %s", rank.number, how)
         if not rank.ready:
             self._count_failed_start(rank.number, how)
-        if rank.unit is not None:
-            message = f"the worker process {how}; its log is {self.stage.dir.rank_log(rank.number)}"
-            self.queue.failed(rank.unit, UnitError(rank.unit.index, message, message))
+        rank.lose_unit(self.queue, f"the worker process {how}", self.stage.dir.rank_log(rank.number))
 
     def _count_failed_start(self, number: int, how: str) -> None:
-        self.failed_starts[number] += 1
-        self.last_failed_start = how
-        if self.failed_starts[number] >= MAX_ATTEMPTS:
+        self.failed_starts.add(how, number)
+        if self.failed_starts.too_many(number):
             log.error("rank %d cannot start and is given up: it %s", number, how)
 
     def _dismiss_all(self) -> None:

@@ -12,6 +12,9 @@ from sharmill.engine.worker import MAX_ATTEMPTS, UnitError
 
 log = logging.getLogger(__name__)
 
+# A unit that takes its node down each time has to come to an end; no other is interrupted this often.
+_MOST_INTERRUPTIONS = 10
+
 
 class UnitQueue:
     """Units in the order of their cost, largest first, and how often each was tried.
@@ -25,6 +28,7 @@ class UnitQueue:
     def __init__(self, units: Sequence[Unit], listener: Listener) -> None:
         self._waiting = deque(sorted(units, key=lambda unit: (-unit.cost, unit.index)))
         self._attempts: Counter[int] = Counter()
+        self._interruptions: Counter[int] = Counter()
         self._listener = listener
         self.failures: dict[int, UnitError] = {}
 
@@ -53,3 +57,12 @@ class UnitQueue:
         log.warning("unit %d failed %d times: %s", unit.index, attempts, error.message)
         self.failures[unit.index] = error
         self._listener.unit_failed(unit, error, attempts)
+
+    def interrupted(self, unit: Unit, error: UnitError) -> None:
+        """An attempt was broken off for no fault of the unit, as far as one can tell: it waits again."""
+        self._interruptions[unit.index] += 1
+        if self._interruptions[unit.index] > _MOST_INTERRUPTIONS:
+            self.failed(unit, error)
+            return
+        log.warning("unit %d was interrupted (%s); it is done again", unit.index, error.message)
+        self._waiting.append(unit)

@@ -1,7 +1,6 @@
 """The worker's side of the local executor: what runs in the process of a rank.
 
-It talks to the driver over one pipe. Up go ``READY`` once, then a commit record or a ``UnitError`` for each unit, or
-the error that ends the stage; down come units, then None.
+It talks to the driver over one pipe. Up go answers, the first of which is ``Ready``; down come units, then None.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from pathlib import Path
 from sharmill.engine.stage import Stage
 from sharmill.engine.worker import Worker
 from sharmill.errors import ConfigError, FatalError
+from sharmill.executors.answers import Ready, as_answer
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to, redirect_output
 
 log = logging.getLogger(__name__)
 
-READY = "ready"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -54,14 +53,12 @@ def rank_main(start: RankStart, connection: Connection) -> None:
         stage: Stage = pickle.loads(start.stage)
         try:
             with Worker(stage, start.number, start.device.kind) as worker:
-                connection.send(READY)
+                connection.send(Ready())
                 while (unit := connection.recv()) is not None:
                     connection.send(worker.run(unit))
         except (ConfigError, FatalError) as error:
             log.warning("rank %d stops", start.number, exc_info=True)
-            # Made anew, for what a library hung on to the error may not go through a pipe.
-            kind = ConfigError if isinstance(error, ConfigError) else FatalError
-            connection.send(kind(str(error)))
+            connection.send(as_answer(error))
 
 
 def _die_with_driver() -> None:

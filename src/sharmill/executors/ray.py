@@ -22,19 +22,18 @@ from sharmill.config import Config
 from sharmill.engine.progress import mark_ended
 from sharmill.engine.run import Listener
 from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Commit, Unit
+from sharmill.engine.unit import Unit
 from sharmill.engine.worker import MAX_ATTEMPTS, UnitError
-from sharmill.errors import FatalError, SharmillError
+from sharmill.errors import FatalError
+from sharmill.executors.answers import Answer, DrivenRank, FailedStarts, Ready
 from sharmill.executors.logs import logging_to
 from sharmill.executors.queue import UnitQueue
 from sharmill.executors.ray_cluster import RankNeeds, check_paths, connect, import_ray, in_working_dir_copy
-from sharmill.executors.ray_rank import ActorStart, RankActor, Ready
+from sharmill.executors.ray_rank import ActorStart, RankActor
 from sharmill.store import remove_staging
 
 log = logging.getLogger(__name__)
 
-# An actor whose units fail one after the other may itself be what is broken, as after an error on its GPU.
-_FAILURES_IN_A_ROW = 2
 _SECONDS_TO_LEAVE = 10.0
 _SECONDS_BETWEEN_LOOKS = 2.0
 # A node on which actors cannot start would otherwise be tried without a pause.
@@ -85,16 +84,12 @@ class RayExecutor:
         return RankNeeds(self.cores, gpus=0)
 
 
-@dataclass
-class _Rank:
-    """An actor as the driver sees it. ``call`` is the reference of what it does: its set-up or a unit."""
+@dataclass(kw_only=True)
+class _Rank(DrivenRank):
+    """``call`` is the reference of what the actor does: its set-up or a unit."""
 
-    number: int
     actor: Any
     call: Any
-    ready: bool = False
-    unit: Unit | None = None
-    failures_in_a_row: int = 0
 
 
 @dataclass
@@ -107,7 +102,7 @@ class _Pool:
     queue: UnitQueue
     ranks: dict[int, _Rank] = field(default_factory=dict)
     leaving: list[_Rank] = field(default_factory=list)
-    failed_starts: int = 0
+    failed_starts: FailedStarts = field(default_factory=FailedStarts)
     next_start: float = 0.0
 
     def __post_init__(self) -> None:
@@ -160,7 +155,7 @@ class _Pool:
             version=sharmill.__version__,
         )
         actor = self._actor_class.remote(start)
-        self.ranks[number] = _Rank(number, actor, actor.set_up.remote())
+        self.ranks[number] = _Rank(number=number, actor=actor, call=actor.set_up.remote())
 
     def _hand_out(self) -> None:
         for rank in self.ranks.values():
@@ -191,27 +186,14 @@ class _Pool:
 
     def _attend(self, rank: _Rank, call: Any) -> None:
         try:
-            message = self._ray.get(call)
+            answer: Answer = self._ray.get(call)
         except self._ray.exceptions.RayError as error:
             self._bury(rank, error)
             return
-        if isinstance(message, SharmillError):
-            raise message
-        if isinstance(message, Ready):
-            log.info("rank %d is ready: process %d on %s", rank.number, message.pid, message.host)
-            rank.ready = True
-            self.failed_starts = 0
-            return
-        unit, rank.unit = rank.unit, None
-        assert unit is not None
-        if isinstance(message, Commit):
-            rank.failures_in_a_row = 0
-            self.queue.done(unit, message)
-            return
-        rank.failures_in_a_row += 1
-        self.queue.failed(unit, message)
-        if rank.failures_in_a_row >= _FAILURES_IN_A_ROW:
-            log.warning("rank %d makes way for a fresh one after %d failures", rank.number, rank.failures_in_a_row)
+        rank.hear(answer, self.queue)
+        if isinstance(answer, Ready):
+            self.failed_starts.forget()
+        if rank.must_go():
             self._dismiss([rank])
 
     def _bury(self, rank: _Rank, error: Exception) -> None:
@@ -220,20 +202,20 @@ class _Pool:
         del self.ranks[rank.number]
         how = self._describe(error)
         log.warning("rank %d: %s", rank.number, how, exc_info=error)
+        node_died = _NODE_DIED in how
         # Ray goes on placing actors on a node for some seconds after it has died.
-        if not rank.ready and _NODE_DIED not in how:
+        if not rank.ready and not node_died:
             self._count_failed_start(how)
-        if rank.unit is not None:
-            message = f"{how}; its log is {self.stage.dir.rank_log(rank.number)}"
-            self.queue.failed(rank.unit, UnitError(rank.unit.index, message, str(error)))
+        log_path = self.stage.dir.rank_log(rank.number)
+        rank.lose_unit(self.queue, how, log_path, str(error), excused=node_died)
 
     def _count_failed_start(self, how: str) -> None:
         """Goes on while there is hope: one node may be broken, and actors on others still be loading."""
-        self.failed_starts += 1
-        if self.failed_starts < MAX_ATTEMPTS:
+        failed_starts = self.failed_starts.add(how)
+        if not self.failed_starts.too_many():
             return
         self.next_start = time.monotonic() + _SECONDS_BETWEEN_BAD_STARTS
-        hopeless = not self.ranks or self.failed_starts >= MAX_ATTEMPTS * self._limit()
+        hopeless = not self.ranks or failed_starts >= MAX_ATTEMPTS * self._limit()
         if hopeless and not any(rank.ready for rank in self.ranks.values()):
             raise FatalError(
                 f"{self.stage.name}: actors cannot start: {how}; see {self.stage.dir.logs}. "

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import sharmill
 from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import UnitError, Worker
+from sharmill.engine.unit import Unit
+from sharmill.engine.worker import Worker
 from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.executors.answers import Answer, Ready, as_answer
 from sharmill.executors.logs import logging_to, redirect_output
 
 log = logging.getLogger(__name__)
@@ -44,14 +45,6 @@ class ActorStart:
     version: str
 
 
-@dataclass(frozen=True)
-class Ready:
-    """An actor has loaded its model."""
-
-    host: str
-    pid: int
-
-
 class RankActor:
     """One rank. An error that ends the stage is returned and not raised, since Ray would wrap it."""
 
@@ -60,7 +53,7 @@ class RankActor:
         self._stack = ExitStack()
         self._worker: Worker | None = None
 
-    def set_up(self) -> Ready | SharmillError:
+    def set_up(self) -> Answer:
         """Loads the model; the first call."""
         start = self._start
         try:
@@ -71,9 +64,9 @@ class RankActor:
             self._worker = self._stack.enter_context(Worker(stage, start.number, start.device))
         except (ConfigError, FatalError) as error:
             return self._stop(error)
-        return Ready(socket.gethostname(), os.getpid())
+        return Ready()
 
-    def run(self, unit: Unit) -> Commit | UnitError | SharmillError:
+    def run(self, unit: Unit) -> Answer:
         """One attempt at a unit."""
         assert self._worker is not None
         try:
@@ -112,6 +105,4 @@ class RankActor:
 
     def _stop(self, error: ConfigError | FatalError) -> SharmillError:
         log.warning("rank %d stops", self._start.number, exc_info=error)
-        # Made anew, for what a library hung on to the error may not go through Ray.
-        kind = ConfigError if isinstance(error, ConfigError) else FatalError
-        return kind(str(error))
+        return as_answer(error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from sharmill.executors.local import LocalExecutor
 from sharmill.manifest import Utterance
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
 
-REPOSITORY = Path(__file__).parents[1]
 TAG = "| Language:en Dataset:Tests Speaker:{} |"
 
 
@@ -190,15 +188,54 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@pytest.fixture(scope="session")
+def sharmill():
+    """The function ``run_sharmill``: arguments of the command line -> a CompletedProcess with text output."""
+    from dummies_pipelines import run_sharmill
+
+    return run_sharmill
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """Four synthetic voices with ten utterances each, bad records included."""
+    pytest.importorskip("espeakng_loader")
+    from sharmill.demo.corpus import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpus") / "corpus", num_voices=4, utterances_per_voice=10)
+
+
+@pytest.fixture(scope="session")
+def encodec(tmp_path_factory):
+    """The folder of a tiny EnCodec."""
+    from dummies_pipelines import save_encodec
+
+    return save_encodec(tmp_path_factory.mktemp("models") / "encodec")
+
+
+@pytest.fixture(scope="session")
+def write_config(corpus, encodec):
+    """Returns a function: folder, changes -> the path of a configuration over ``corpus`` with small units."""
+    from dummies_pipelines import write_config
+
+    def write(folder: Path, **changes: Any) -> Path:
+        return write_config(folder, corpus.manifest, corpus.audio_root, encodec, **changes)
+
+    return write
+
+
 @pytest.fixture
-def command_line():
-    """Returns a function that runs ``sharmill`` in a process of its own: a CompletedProcess with text output."""
+def make_config(write_config):
+    """The function of ``write_config``."""
+    return write_config
 
-    def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "sharmill", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
 
-    return run
+@pytest.fixture(scope="session")
+def dataset_digest():
+    """The function ``digest``: folder -> the checksum of every file by its name."""
+    from dummies_pipelines import digest
+
+    return digest
 
 
 @pytest.fixture

@@ -178,8 +178,8 @@ def test_too_many_rejects_end_with_one_line_that_names_the_reasons(config, capsy
     assert "missing_audio 3 (the audio file does not exist), empty_text 1" in line
 
 
-def test_errors_show_no_traceback_in_a_process_of_its_own(command_line, config):
-    outcome = command_line("run", config(b""))
+def test_errors_show_no_traceback_in_a_process_of_its_own(sharmill, config):
+    outcome = sharmill("run", config(b""))
     assert outcome.returncode == 2
     assert outcome.stderr.startswith("Error: the manifest ")
     assert outcome.stderr.count("\n") == 1

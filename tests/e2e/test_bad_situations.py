@@ -76,29 +76,10 @@ def test_another_configuration_is_refused_until_restart(make_config, sharmill, t
     assert [json.loads(shard)["count"] for shard in shards] == [5] * 8
 
 
-@pytest.fixture
-def mount(tmp_path):
-    """Returns a function that mounts a small tmpfs; skips where that is not permitted."""
-    mounted = []
-
-    def make(name, size):
-        folder = tmp_path / name
-        folder.mkdir()
-        attempt = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, check=False
-        )
-        if attempt.returncode != 0:
-            pytest.skip(f"mounting a tmpfs is not permitted here: {attempt.stderr.decode().strip()}")
-        mounted.append(folder)
-        return folder
-
-    yield make
-    for folder in mounted:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def test_a_full_disk_stops_the_run_and_a_relaunch_completes_it(make_config, sharmill, mount, tmp_path, dataset_digest):
-    full = mount("small", "3m")
+def test_a_full_disk_stops_the_run_and_a_relaunch_completes_it(
+    make_config, sharmill, small_disk, tmp_path, dataset_digest
+):
+    full = small_disk("3m")
     config = make_config(tmp_path, dataset_dir=str(full / "dataset"), encode={"codecs": []})
     outcome = sharmill("run", config, "prepare", "match", "write")
     assert outcome.returncode == 1
@@ -115,8 +96,8 @@ def test_a_full_disk_stops_the_run_and_a_relaunch_completes_it(make_config, shar
 
 
 @pytest.mark.parametrize("which", ["run_dir", "dataset_dir"])
-def test_a_read_only_output_folder(which, make_config, sharmill, mount, tmp_path):
-    folder = mount("readonly", "10m")
+def test_a_read_only_output_folder(which, make_config, sharmill, small_disk, tmp_path):
+    folder = small_disk("10m")
     subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
     outcome = sharmill(
         "run", make_config(tmp_path, **{which: str(folder / "out")}, encode={"codecs": []}), "prepare", "match", "write"

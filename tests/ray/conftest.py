@@ -13,12 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from dummies_pipelines import REPOSITORY
 from toy_stage import Heard, is_running
 
 from sharmill.engine.run import locked, run_stage
 from sharmill.executors.ray import RayExecutor
-
-REPOSITORY = Path(__file__).parents[2]
 
 # Ray listens on all interfaces unless it takes itself for a cluster of one machine, which this makes it do. It is read
 # when Ray is imported.
@@ -61,7 +60,8 @@ def cluster(ray_folder):
     """A cluster with one node of two CPUs; tests may add nodes and remove what they have added."""
     before = dict(os.environ)
     # The actors' processes inherit it from their node: they import the toy stages too.
-    os.environ.update(LOOPBACK, RAY_TMPDIR=str(ray_folder), PYTHONPATH=str(REPOSITORY / "tests/engine"))
+    folders = [f"{REPOSITORY}/tests/engine", *filter(None, [before.get("PYTHONPATH")])]
+    os.environ.update(LOOPBACK, RAY_TMPDIR=str(ray_folder), PYTHONPATH=":".join(folders))
     import ray
     from ray.cluster_utils import Cluster
 

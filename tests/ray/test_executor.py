@@ -189,7 +189,7 @@ class TestConfiguration:
         with pytest.raises(ConfigError, match=r"sources\[0\]\.manifest is 'm\.json'.*absolute paths.*--root DIR"):
             make_executor(config)
 
-    def test_no_cluster_is_a_configuration_error(self, tmp_path, command_line, ray_folder):
+    def test_no_cluster_is_a_configuration_error(self, tmp_path, sharmill, ray_folder):
         (tmp_path / "m.json").write_text("{}\n")
         config = tmp_path / "config.yaml"
         config.write_text(
@@ -197,7 +197,7 @@ class TestConfiguration:
             f" executor: {{kind: ray, address: '127.0.0.1:1023'}},"
             f" sources: [{{manifest: {tmp_path}/m.json, audio_root: {tmp_path}}}]}}"
         )
-        done = command_line("run", config, "prepare")
+        done = sharmill("run", config, "prepare")
         assert "there is no Ray cluster at 127.0.0.1:1023" in done.stderr
         assert done.returncode == 2
 

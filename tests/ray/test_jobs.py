@@ -10,69 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from dummies_pipelines import REPOSITORY, digest
 from toy_stage import wait_until
 
 from sharmill.executors.ray_node import free_port
 
-REPOSITORY = Path(__file__).parents[2]
 STAGES = ("prepare", "match", "write", "encode")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """Three voices, bad records included."""
-    pytest.importorskip("espeakng_loader")
-    from sharmill.demo.corpus import make_corpus
-
-    return make_corpus(tmp_path_factory.mktemp("corpus") / "corpus", num_voices=3, utterances_per_voice=6)
-
-
-@pytest.fixture(scope="module")
-def encodec(tmp_path_factory):
-    """A tiny EnCodec with seeded weights."""
-    torch = pytest.importorskip("torch")
-    from transformers import EncodecConfig, EncodecModel
-
-    folder = tmp_path_factory.mktemp("models") / "encodec"
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        config = EncodecConfig(
-            num_filters=4, hidden_size=16, codebook_size=64, codebook_dim=16, upsampling_ratios=[8, 5, 4, 2],
-            target_bandwidths=[1.5], num_lstm_layers=1,
-        )  # fmt: skip
-        EncodecModel(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def make_config(corpus, encodec):
-    """Returns a function: folder, changes -> the path of a configuration with small units."""
-
-    def make(folder: Path, **changes) -> Path:
-        values = {
-            "name": "small",
-            "run_dir": str(folder / "run"),
-            "dataset_dir": str(folder / "dataset"),
-            "sources": [{"manifest": str(corpus.manifest), "audio_root": str(corpus.audio_root)}],
-            "max_reject_fraction": 0.9,
-            "prepare": {"unit_records": 10},
-            "match": {"unit_seconds": 30.0},
-            "write": {"shard_size": 4},
-            "encode": {"codecs": [{"name": "tiny", "model": f"transformers:{encodec}"}]},
-            "executor": {"workers": 2},
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "config.yaml"
-        path.write_text(yaml.safe_dump(values | changes))
-        return path
-
-    return make
-
-
-def dataset(folder: Path) -> dict[str, bytes]:
-    root = folder / "dataset"
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 def run_to_end(command: list, **options) -> subprocess.CompletedProcess[str]:
@@ -80,21 +23,34 @@ def run_to_end(command: list, **options) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def local(make_config, tmp_path_factory):
+def local(write_config, sharmill, tmp_path_factory):
     """The dataset and rejects that one local worker makes."""
     folder = tmp_path_factory.mktemp("local")
-    config = make_config(folder, executor={"workers": 1})
-    done = run_to_end([sys.executable, "-m", "sharmill", "run", config, *STAGES])
+    done = sharmill("run", write_config(folder), *STAGES)
     assert done.returncode == 0, done.stderr
-    assert len(dataset(folder)) > 8
-    return dataset(folder), (folder / "run/rejects.jsonl").read_bytes()
+    assert len(digest(folder / "dataset")) > 8
+    return outcome(folder)
 
 
-def test_a_pipeline_on_ray_makes_the_bytes_of_the_local_executor(cluster, make_config, tmp_path, local):
-    config = make_config(tmp_path)
-    done = run_to_end([sys.executable, "-m", "sharmill", "run", config, *STAGES, "executor.kind=ray"])
+def outcome(folder: Path) -> tuple[dict[str, str], bytes]:
+    """What must not depend on the executor."""
+    return digest(folder / "dataset"), (folder / "run/rejects.jsonl").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def make_config(write_config):
+    """The function of ``write_config``, for two workers."""
+
+    def make(folder: Path, **changes) -> Path:
+        return write_config(folder, **{"executor": {"workers": 2}} | changes)
+
+    return make
+
+
+def test_a_pipeline_on_ray_makes_the_bytes_of_the_local_executor(cluster, make_config, sharmill, tmp_path, local):
+    done = sharmill("run", make_config(tmp_path), *STAGES, "executor.kind=ray")
     assert done.returncode == 0, done.stderr
-    assert (dataset(tmp_path), (tmp_path / "run/rejects.jsonl").read_bytes()) == local
+    assert outcome(tmp_path) == local
     assert len(list((tmp_path / "run/write/logs").glob("rank-*.log"))) == 2
 
 
@@ -148,7 +104,7 @@ class TestJobs:
         assert done.returncode == 0, done.stdout + done.stderr
         assert "succeeded" in done.stdout + done.stderr
         assert "ray_job: ended with exit status 0: all is done" in done.stdout
-        assert (dataset(tmp_path), (tmp_path / "run/rejects.jsonl").read_bytes()) == local
+        assert outcome(tmp_path) == local
 
     def test_relative_paths_without_a_root_are_refused(self, submit, working_dir):
         done = submit(working_dir, "python", "jobs/ray_job.py", "all", "config.yaml")
@@ -158,9 +114,9 @@ class TestJobs:
         assert "exit code 2" in output
         assert "failed" in output
 
-    def test_a_unit_that_fails_fails_the_job_and_is_named(self, submit, working_dir, make_config, tmp_path, local):
+    def test_a_unit_that_fails_fails_the_job_and_is_named(self, submit, working_dir, make_config, sharmill, tmp_path):
         config = make_config(tmp_path)
-        first = run_to_end([sys.executable, "-m", "sharmill", "run", config, "prepare", "match", "write"])
+        first = sharmill("run", config, "prepare", "match", "write")
         assert first.returncode == 0, first.stderr
         # A folder stands where the cuts of shard 1 have to be: no attempt can publish them.
         cuts = tmp_path / "dataset/cuts/cuts.000001.jsonl.gz"
@@ -199,7 +155,7 @@ class TestAllocation:
         status, log = sbatch(*STAGES, config)
         assert status == 0, log
         assert "ray.sbatch: ended with exit status 0" in log
-        assert (dataset(tmp_path), (tmp_path / "run/rejects.jsonl").read_bytes()) == local
+        assert outcome(tmp_path) == local
         assert len(list((tmp_path / "run/write/logs").glob("rank-*.log"))) == 2
 
     def test_its_exit_status_is_passed_on(self, sbatch, make_config, tmp_path):

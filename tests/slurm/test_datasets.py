@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from dummies_pipelines import digest
 from toy_cluster import REPOSITORY, slurm
 from toy_stage import wait_until
 
@@ -33,14 +33,6 @@ def profile(tmp_path):
     path = tmp_path / "profile.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
-
-
-def digest(directory: Path) -> dict[str, str]:
-    return {
-        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +101,7 @@ def test_dry_run_submits_nothing(tmp_path, make_config, profile, sharmill):
     shown = sharmill("submit", "all", config, "--profile", profile, "--dry-run")
     assert shown.returncode == 0, shown.stderr
     assert slurm("squeue", "--noheader", "--array", "--states=all", "--format=%i") == before
-    assert "small, prepare: 4 units on 4 ranks" in shown.stdout
+    assert "small, prepare: 6 units on 4 ranks" in shown.stdout
     assert "cost per rank:" in shown.stdout
     assert "#SBATCH --partition=cpu" in shown.stdout
     assert "#SBATCH --requeue" in shown.stdout

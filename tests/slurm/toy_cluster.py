@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 import time
@@ -25,8 +26,9 @@ from sharmill.store import Staging
 
 REPOSITORY = Path(__file__).parents[2]
 KILL_NODE = REPOSITORY.parent / "shared" / "slurm" / "kill_node.sh"
-# What the toy stages are imported from in the jobs.
-SETUP = [f"export PYTHONPATH={REPOSITORY}/tests/slurm:{REPOSITORY}/tests/engine", "export OMP_NUM_THREADS=1"]
+# What the toy stages are imported from in the jobs, before what the tests themselves import from.
+_FOLDERS = [f"{REPOSITORY}/tests/slurm", f"{REPOSITORY}/tests/engine", *filter(None, [os.environ.get("PYTHONPATH")])]
+SETUP = [f"export PYTHONPATH={':'.join(_FOLDERS)}", "export OMP_NUM_THREADS=1"]
 
 
 class SleepyStage(ToyStage):

@@ -153,7 +153,7 @@ class Chain:
         # Only the first step begins anew.
         following = replace(self, restart=False)
         return SlurmExecutor(
-            self.profile, self.run_dir.jobs, following, self.config.name,
+            self.profile, self.run_dir.jobs, following, self.config.name, self.config.max_reject_fraction,
             note=lambda handed_over: self._write(_waiting_for(handed_over)),
         )  # fmt: skip
 

@@ -112,16 +112,18 @@ def demo(directory: str, overrides: tuple[str, ...]) -> int:
 def status(run_dir: str, watch: bool) -> int:
     """Show the progress of every stage and rank, from the files of a run directory."""
     import time
+    from contextlib import suppress
     from pathlib import Path
 
     from sharmill.status import print_status
 
     console = make_console()
     print_status(console, Path(run_dir))
-    while watch:
-        time.sleep(2)
-        console.clear()
-        print_status(console, Path(run_dir))
+    with suppress(KeyboardInterrupt):
+        while watch:
+            time.sleep(2)
+            console.clear()
+            print_status(console, Path(run_dir))
     return OK
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sharmill.chain import read_state
+from sharmill.chain import ChainState, read_state
 from sharmill.config import load_config
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load
@@ -38,53 +40,117 @@ def print_status(console: Console, run_dir: Path) -> None:
     paths = RunDir(run_dir)
     if not paths.config.exists():
         raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it")
-    table = Table(title=Text(str(run_dir)), title_justify="left")
-    for column in ("stage", "state", "units done", "hours done", "x real time", "left", "rejects"):
-        table.add_column(column, justify="left" if column in ("stage", "state") else "right")
-    ranks: list[tuple[Stage, RankProgress]] = []
     # By its own path: the stored one is relative to where the run was started, if it is relative.
     stages = make_stages(dataclasses.replace(load_config(paths.config), run_dir=str(run_dir)))
-    for stage in stages:
-        table.add_row(*(Text(cell) for cell in _stage_row(stage, ranks)))
-    console.print(table)
-    for stage, rank in ranks:
-        console.print(_rank_line(stage, rank))
+    chain = read_state(paths)
+    statuses = [read_stage(stage, queued=chain is not None and chain.state == "waiting") for stage in stages]
+    console.print(_table(str(run_dir), statuses))
+    for status in statuses:
+        for rank in status.ranks:
+            console.print(_rank_line(status.name, rank))
+    for status in statuses:
+        if status.rejects:
+            listed = ", ".join(f"{reason} {count}" for reason, count in Counter(status.rejects).most_common())
+            console.print(Text(f"{status.name} rejects: {listed}"))
     for stage in stages:
         for line in _failure_lines(stage):
             console.print(line)
-    _print_chain(console, paths)
+    if chain is not None:
+        console.print(_chain_line(chain, paths))
 
 
-def _stage_row(stage: Stage, ranks: list[tuple[Stage, RankProgress]]) -> tuple[str, ...]:
+@dataclass(frozen=True, kw_only=True)
+class StageStatus:
+    """What the files say of a stage.
+
+    Costs are seconds of audio, or records for prepare. ``rate`` is how much of them all ranks do in a second. ``ranks``
+    are those that have not ended; ``rejects`` counts by reason.
+    """
+
+    name: str
+    state: str
+    units: int = 0
+    units_done: int = 0
+    units_running: int = 0
+    units_failed: int = 0
+    cost: float = 0.0
+    cost_done: float = 0.0
+    rate: float = 0.0
+    rejects: dict[str, int] = field(default_factory=dict)
+    ranks: list[RankProgress] = field(default_factory=list)
+
+    @property
+    def units_left(self) -> int:
+        return self.units - self.units_done - self.units_running - self.units_failed
+
+    @property
+    def seconds_left(self) -> float | None:
+        """None where nothing tells how long it takes."""
+        return (self.cost - self.cost_done) / self.rate if self.rate and self.state == "under way" else None
+
+
+def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
+    """``queued`` says that a stage without ranks is one that waits for them."""
     if not stage.dir.units.exists():
-        return stage.name, "not begun", "", "", "", "", ""
+        return StageStatus(name=stage.name, state="not begun")
     units = load(stage)
     commits = read_ledger(stage.dir.ledger, units)
-    done = sum(unit.cost for unit in units if unit.index in commits)
-    total = sum(unit.cost for unit in units)
     totals = read_totals(stage)
-    rejects = totals.num_rejected if totals else sum(commit.num_rejected for commit in commits.values())
-    begun = [rank for rank in read_progress(stage.dir.progress) if not rank.ended]
-    finished = totals is not None
-    if not finished:
-        ranks += [(stage, rank) for rank in begun]
-    alive = [rank for rank in begun if not _is_silent(rank)]
-    rate = sum(rank.audio_seconds / max(rank.updated - rank.started, 1.0) for rank in alive)
-    left = _left((total - done) / rate) if rate and not finished else ""
-    hours = "" if stage.name == "prepare" else f"{done / 3600:.2f}/{total / 3600:.2f}"
-    state = "done" if finished else "failed" if stage.dir.failures.exists() else "under way" if alive else "stopped"
-    return (
-        stage.name,
-        state,
-        f"{len(commits)}/{len(units)}",
-        hours,
-        f"{rate:.0f}" if rate else "",
-        left,
-        str(rejects),
+    rejects: Counter[str] = Counter()
+    for commit in commits.values():
+        rejects.update(commit.rejects)
+    failed = {error.index for error in _failures(stage)} - set(commits)
+    ranks = [] if totals else [rank for rank in read_progress(stage.dir.progress) if not rank.ended]
+    alive = [rank for rank in ranks if not _is_silent(rank)]
+    if totals:
+        state = "done"
+    elif alive:
+        state = "under way"
+    else:
+        state = "failed" if failed else "in the queue" if queued else "stopped"
+    return StageStatus(
+        name=stage.name,
+        state=state,
+        units=len(units),
+        units_done=len(commits),
+        units_running=len({rank.unit for rank in alive} - set(commits) - {None}),
+        units_failed=len(failed),
+        cost=sum(unit.cost for unit in units),
+        cost_done=sum(unit.cost for unit in units if unit.index in commits),
+        rate=sum(rank.audio_seconds / max(rank.updated - rank.started, 1.0) for rank in alive),
+        rejects=totals.rejects if totals else dict(rejects),
+        ranks=ranks,
     )
 
 
-def _left(seconds: float) -> str:
+def _table(title: str, statuses: Sequence[StageStatus]) -> Table:
+    table = Table(title=Text(title), title_justify="left")
+    columns = ("stage", "state", "units", "done", "running", "failed", "left", "hours done", "hours/hour", "time left",
+               "rejects")  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("stage", "state") else "right")
+    for status in statuses:
+        table.add_row(*(Text(cell) for cell in _cells(status)))
+    return table
+
+
+def _cells(status: StageStatus) -> list[str]:
+    if status.state == "not begun":
+        return [status.name, status.state]
+    counts = (status.units, status.units_done, status.units_running, status.units_failed, status.units_left)
+    has_audio = status.name != "prepare"
+    return [
+        status.name,
+        status.state,
+        *map(str, counts),
+        f"{status.cost_done / 3600:.2f}/{status.cost / 3600:.2f}" if has_audio else "",
+        f"{status.rate:.0f}" if status.rate and has_audio else "",
+        "" if status.seconds_left is None else _describe_end(status.seconds_left),
+        str(sum(status.rejects.values())),
+    ]
+
+
+def _describe_end(seconds: float) -> str:
     """The time left, and when that is over by this machine's clock."""
     end = datetime.now() + timedelta(seconds=seconds)
     return f"{seconds:.0f} s, until {end:{'%H:%M:%S' if seconds < 12 * 3600 else '%Y-%m-%d %H:%M'}}"
@@ -94,33 +160,34 @@ def _is_silent(rank: RankProgress) -> bool:
     return time.time() - rank.updated > SILENT_SECONDS
 
 
-def _failure_lines(stage: Stage) -> Iterator[Text]:
-    """A line for each of the first units that failed for good, and where their tracebacks are."""
+def _failures(stage: Stage) -> list[UnitError]:
+    """The units that failed for good when the stage ended last."""
     if not stage.dir.failures.exists():
-        return
-    lines = stage.dir.failures.read_bytes().splitlines()
-    for line in lines[:_MAX_FAILURES]:
-        error = msgspec.json.decode(line, type=UnitError)
+        return []
+    return [msgspec.json.decode(line, type=UnitError) for line in stage.dir.failures.read_bytes().splitlines()]
+
+
+def _failure_lines(stage: Stage) -> Iterator[Text]:
+    """A line for each of the first units that failed, and where their tracebacks are."""
+    failures = _failures(stage)
+    for error in failures[:_MAX_FAILURES]:
         yield Text(f"{stage.name} unit {error.index} failed: {error.message}", style="red")
-    yield Text(f"{stage.name}: {len(lines)} units failed; tracebacks: {stage.dir.failures}", style="red")
+    if failures:
+        yield Text(f"{stage.name}: {len(failures)} units failed; tracebacks: {stage.dir.failures}", style="red")
 
 
-def _print_chain(console: Console, run_dir: RunDir) -> None:
-    """How far the chain of a cluster has got, where there is one."""
-    if not run_dir.chain.exists():
-        return
-    state = read_state(run_dir)
-    if state is not None:
-        since = datetime.fromtimestamp(run_dir.chain.stat().st_mtime)
-        line = f"chain of jobs: {state.state} since {since:%Y-%m-%d %H:%M:%S}: {state.message}"
-        console.print(Text(line, style="red" if state.state == "failed" else ""))
+def _chain_line(state: ChainState, run_dir: RunDir) -> Text:
+    """How far the chain of a cluster has got."""
+    since = datetime.fromtimestamp(run_dir.chain.stat().st_mtime)
+    line = f"chain of jobs: {state.state} since {since:%Y-%m-%d %H:%M:%S}: {state.message}"
+    return Text(line, style="red" if state.state == "failed" else "")
 
 
-def _rank_line(stage: Stage, rank: RankProgress) -> Text:
+def _rank_line(stage: str, rank: RankProgress) -> Text:
     silent = time.time() - rank.updated
     unit = "between units" if rank.unit is None else f"unit {rank.unit}"
     line = (
-        f"{stage.name} rank {rank.rank} on {rank.host} (pid {rank.pid}): {unit}, {rank.units_done} done, "
+        f"{stage} rank {rank.rank} on {rank.host} (pid {rank.pid}): {unit}, {rank.units_done} done, "
         f"{rank.peak_memory_mb:.0f} MB, last sign of life {silent:.0f} s ago"
     )
     if not _is_silent(rank):

@@ -9,9 +9,11 @@ from rich.text import Text
 
 from sharmill.chain import Chain, ChainState, wait_for_end
 from sharmill.config import Config
+from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, SharmillError
 from sharmill.executors.profile import ClusterProfile
-from sharmill.executors.slurm import SlurmExecutor, pack_units
+from sharmill.executors.slurm import SlurmExecutor
 from sharmill.pipeline import check_config, make_stages
 from sharmill.preview import plan_or_load
 
@@ -53,14 +55,24 @@ def show_submission(
             left = [unit for unit in units if unit.index not in done]
             if not left:
                 continue
-            loads = [
-                sum(unit.cost for unit in part)
-                for part in pack_units(left, profile.for_stage(stage.uses_gpu).max_ranks)
-            ]
-            console.print(Text(f"{config.name}, {stage.name}: {len(left)} units on {len(loads)} ranks"), style="bold")
-            console.print(Text(f"cost per rank: {min(loads):.1f} to {max(loads):.1f}"))
-            console.print(Text(executor.script(stage, len(loads))))
+            bins = executor.bins(stage, left)
+            for line in _describe_balance(stage, bins, executor.arrays(len(bins))):
+                console.print(Text(f"{config.name}, {stage.name}: {line}"))
+            # As it is: a script with wrapped lines would be another one.
+            console.print(Text(executor.script(stage, len(bins))), soft_wrap=True)
             break
+
+
+def _describe_balance(stage: Stage, bins: Sequence[Sequence[Unit]], arrays: Sequence[tuple[range, int]]) -> list[str]:
+    loads = [sum(unit.cost for unit in units) for units in bins]
+    what = "records" if stage.name == "prepare" else "seconds of audio"
+    balance = f", balance {sum(loads) / len(loads) / max(loads):.0%}" if max(loads) else ""
+    parallel = sum(parallel for _, parallel in arrays)
+    split = f" in {len(arrays)} job arrays, of which the first is shown" if len(arrays) > 1 else ""
+    return [
+        f"{sum(map(len, bins))} units on {len(bins)} ranks{split}; at most {min(parallel, len(bins))} run at once",
+        f"{min(loads):.1f} to {max(loads):.1f} {what} per rank{balance}",
+    ]
 
 
 def _start(console: Console, chain: Chain) -> int:

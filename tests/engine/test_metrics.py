@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,11 +23,11 @@ def commit_of(unit, rejects):
 
 
 def tell(config, folder):
-    metrics = MetricsLog(config, "match", StageDir(folder), 3)
+    curves = MetricsLog(config, "match", StageDir(folder), 3)
     for index, rejects in enumerate(({}, {"too_short": 2})):
         unit = make_unit(index, cost=1800.0, size=2, params={})
-        metrics.commit(unit, commit_of(unit, rejects))
-    metrics.close()
+        curves.commit(unit, commit_of(unit, rejects))
+    curves.close()
 
 
 def test_off_by_default_and_then_nothing_is_written(tmp_path):
@@ -46,6 +51,54 @@ def test_wandb_without_network_keeps_its_files(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1
 
 
+ELSEWHERE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_metrics
+from sharmill.engine import metrics
+metrics._SECONDS_FOR_WANDB = 2.0
+test_metrics.tell(test_metrics.MetricsConfig(wandb_project="speech"), Path(sys.argv[2]))
+print("went on")
+"""
+
+
+@pytest.fixture
+def tell_elsewhere(tmp_path):
+    """Returns a function that does it in a process of its own, in a terminal at which nobody sits: what is printed."""
+    pytest.importorskip("wandb")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    clean |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "TERM": "xterm"}
+
+    def start(**environment: str) -> str:
+        command = [sys.executable, "-c", ELSEWHERE, str(Path(__file__).parent), str(tmp_path)]
+        end, terminal = pty.openpty()
+        try:
+            options = {"stdin": terminal, "env": clean | environment, "timeout": 120, "check": False}
+            done = subprocess.run(command, capture_output=True, text=True, **options)
+        finally:
+            os.close(end)
+            os.close(terminal)
+        return done.stdout + done.stderr
+
+    return start
+
+
+@pytest.mark.slow
+def test_wandb_with_a_server_that_does_not_answer_costs_the_curve_only(tell_elsewhere):
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        said = tell_elsewhere(WANDB_API_KEY="0" * 40, WANDB_BASE_URL=f"http://127.0.0.1:{deaf.getsockname()[1]}")
+    assert "wandb is off for this rank: CommError" in said
+    assert "went on" in said
+
+
+@pytest.mark.slow
+def test_wandb_without_a_key_asks_nobody(tell_elsewhere):
+    said = tell_elsewhere()
+    assert "wandb is off for this rank: UsageError" in said
+    assert "went on" in said
+
+
 @pytest.mark.parametrize("config", [MetricsConfig(tensorboard=True), MetricsConfig(wandb_project="speech")])
 def test_a_missing_package_costs_the_curve_only(config, tmp_path, monkeypatch, caplog):
     for package in ("wandb", "torch.utils.tensorboard"):
@@ -55,13 +108,13 @@ def test_a_missing_package_costs_the_curve_only(config, tmp_path, monkeypatch, c
 
 
 def test_a_sink_that_fails_is_dropped_after_one_warning(tmp_path, caplog):
-    metrics = MetricsLog(MetricsConfig(), "match", StageDir(tmp_path), 0)
+    curves = MetricsLog(MetricsConfig(), "match", StageDir(tmp_path), 0)
 
     def broken(values, step):
         raise OSError("no space")
 
-    metrics._sinks.append(broken)
+    curves._sinks.append(broken)
     for index in range(3):
         unit = make_unit(index, cost=1.0, size=0, params={})
-        metrics.commit(unit, commit_of(unit, {}))
+        curves.commit(unit, commit_of(unit, {}))
     assert caplog.text.count("no space") == 1

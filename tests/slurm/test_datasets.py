@@ -96,17 +96,22 @@ def test_a_unit_that_fails_shows_in_exit_status_closing_lines_and_status(tmp_pat
 
 
 def test_dry_run_submits_nothing(tmp_path, make_config, profile, sharmill):
-    config = make_config(tmp_path / "a")
+    config = make_config(tmp_path / "a" / ("long-" * 20))
     before = slurm("squeue", "--noheader", "--array", "--states=all", "--format=%i")
     shown = sharmill("submit", "all", config, "--profile", profile, "--dry-run")
     assert shown.returncode == 0, shown.stderr
     assert slurm("squeue", "--noheader", "--array", "--states=all", "--format=%i") == before
-    assert "small, prepare: 6 units on 4 ranks" in shown.stdout
-    assert "cost per rank:" in shown.stdout
+    assert "small, prepare: 6 units on 4 ranks; at most 4 run at once" in shown.stdout
+    assert "small, prepare: 10.0 to 20.0 records per rank, balance 68%" in shown.stdout
     assert "#SBATCH --partition=cpu" in shown.stdout
     assert "#SBATCH --requeue" in shown.stdout
     assert "#SBATCH --array=0-3%4" in shown.stdout
-    assert not (tmp_path / "a" / "run" / "chain.json").exists()
+    # The script is one that SLURM takes, however long its lines.
+    script = tmp_path / "script.sh"
+    script.write_text(shown.stdout[shown.stdout.index("#!/bin/bash") :])
+    slurm("sbatch", "--test-only", script)
+    assert f"submitit.core._submit {config.parent}/run/jobs\n" in script.read_text()
+    assert not (config.parent / "run" / "chain.json").exists()
 
 
 def test_an_error_of_one_dataset_does_not_keep_the_others_back(tmp_path, make_config, profile, sharmill):

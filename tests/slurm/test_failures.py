@@ -113,12 +113,24 @@ def test_arrays_above_the_clusters_limit_are_split(make_chain, monkeypatch):
     state = chain.start()
     arrays = sorted({job.split("_")[0] for job in state.jobs[:-1]}, key=int)
     assert [sum(job.startswith(f"{array}_") for job in state.jobs) for array in arrays] == [3, 3, 2]
+    assert [len(ranks) for ranks, _ in chain._executor().arrays(8)] == [3, 3, 2]
     shown = slurm("squeue", "--noheader", "--format=%i", f"--jobs={','.join(arrays)}")
     limits = [slurm("scontrol", "show", "job", f"{array}") for array in arrays]
     assert ["ArrayTaskThrottle=1" in limit for limit in limits] == [True, True, True], shown
     chain.stage.mark("go")
     assert wait_for_end(chain).state == "done"
     assert done_units(chain) == list(range(8))
+
+
+def test_a_stage_with_too_many_rejects_stops_before_its_end(make_chain):
+    options = {"units": 400, "seconds": 0.5, "everywhere": "reject:too_short,too_short"}
+    chain = make_chain(**options, profile=make_profile(max_ranks=2))
+    chain = replace(chain, config=replace(chain.config, max_reject_fraction=0.001))
+    chain.start()
+    state = wait_for_end(chain)
+    assert state.state == "failed"
+    assert "records are rejected, more than max_reject_fraction=0.001 allows" in state.message
+    assert len(done_units(chain)) <= 4
 
 
 SUBMIT = """

@@ -11,6 +11,7 @@ from toy_cluster import SleepyStage
 from sharmill.engine.attempts import AttemptLog, Attempts
 from sharmill.engine.plan import load_or_freeze
 from sharmill.errors import ConfigError, FatalError
+from sharmill.executors import rank_task
 from sharmill.executors.profile import load_profile
 from sharmill.executors.rank_task import RankTask
 
@@ -54,6 +55,33 @@ def test_a_rank_leaves_when_another_has_stopped_the_stage(stage):
     AttemptLog(stage.dir.attempts).stop("the disk is full")
     assert RankTask(stage, 0, [0, 1], "cpu")() == 0
     assert Attempts(stage.dir.attempts).stopped == "the disk is full"
+
+
+def test_too_many_rejects_stop_the_stage_at_once(tmp_path, monkeypatch):
+    """Eight units of three records lose two each: after seven, more than half of all is lost."""
+    monkeypatch.setattr(rank_task, "_SECONDS_BETWEEN_LEDGERS", 0.0)
+    monkeypatch.setattr(rank_task, "_LEDGER_SHARE", 0.0)
+    stage = SleepyStage(tmp_path, units=8, everywhere="reject:too_short,too_short")
+    load_or_freeze(stage, restart=False)
+    with pytest.raises(FatalError, match="toy stopped: 14 of 24 records are rejected, more than max_reject_fraction"):
+        RankTask(stage, 0, list(range(8)), "cpu", max_reject_fraction=0.5)()
+    assert sum(stage.begun().values()) == 7
+    assert "too_short 14" in Attempts(stage.dir.attempts).stopped
+
+
+def test_the_rejects_of_other_ranks_count(tmp_path):
+    stage = SleepyStage(tmp_path, units=4, everywhere="reject:too_short,too_short")
+    load_or_freeze(stage, restart=False)
+    RankTask(stage, 0, [0], "cpu", max_reject_fraction=0.4)()
+    with pytest.raises(FatalError, match="4 of 12 records are rejected"):
+        RankTask(stage, 1, [1, 2, 3], "cpu", max_reject_fraction=0.3)()
+    assert sum(stage.begun().values()) == 2
+
+
+def test_the_ledger_is_not_read_after_every_unit(tmp_path):
+    stage = SleepyStage(tmp_path, units=8, everywhere="reject:too_short,too_short")
+    load_or_freeze(stage, restart=False)
+    assert RankTask(stage, 0, list(range(8)), "cpu", max_reject_fraction=0.5)() == 8
 
 
 def test_a_damaged_note_does_not_count(stage, caplog):

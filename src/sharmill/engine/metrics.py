@@ -5,9 +5,12 @@ Off unless configured. A missing package, a full quota or a network that is down
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from sharmill.engine.rundir import StageDir
 from sharmill.engine.unit import Commit, Unit
 
 log = logging.getLogger(__name__)
+
+_SECONDS_FOR_WANDB = 30.0
 
 # Takes the values and the number of units done so far.
 Sink = Callable[[dict[str, float], int], None]
@@ -73,11 +78,14 @@ class MetricsLog:
     def _open_wandb(self, project: str, stage_name: str, folder: Path, rank: int) -> None:
         import wandb
 
-        settings = wandb.Settings(init_timeout=30, silent=True)
+        # Without a limit a network that goes down during the run would keep its end waiting for ever.
+        settings = wandb.Settings(init_timeout=_SECONDS_FOR_WANDB, finish_timeout=_SECONDS_FOR_WANDB, silent=True)
         folder.mkdir(parents=True, exist_ok=True)
-        run = wandb.init(
-            project=project, name=f"{stage_name}-rank-{rank:03d}", group=stage_name, dir=str(folder), settings=settings
-        )
+        with _nobody_to_ask():
+            run = wandb.init(
+                project=project, name=f"{stage_name}-rank-{rank:03d}", group=stage_name, dir=str(folder),
+                settings=settings,
+            )  # fmt: skip
         self._sinks.append(lambda values, step: run.log(values, step=step))
         self._closers.append(run.finish)
 
@@ -88,3 +96,13 @@ class MetricsLog:
             log.warning("%s is off for this rank: %s: %s", what, type(error).__name__, error)
             return False
         return True
+
+
+@contextmanager
+def _nobody_to_ask() -> Iterator[None]:
+    """Without a key, Weights & Biases asks for one where there is a terminal, and the run would wait for an answer."""
+    stdin, sys.stdin = sys.stdin, io.StringIO()
+    try:
+        yield
+    finally:
+        sys.stdin = stdin

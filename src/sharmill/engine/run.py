@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -86,20 +86,23 @@ class RejectGuard:
     def stage_ended(self, stage: Stage, result: StageResult) -> None:
         self._listener.stage_ended(stage, result)
 
-    def check(self, reasons: Counter[str] | dict[str, int]) -> None:
-        """Raises FatalError with the three commonest reasons if the limit is exceeded."""
-        rejected = sum(reasons.values())
-        # A quotient, since 0.29 * 100 is less than 29.
-        if rejected == 0 or rejected / self._expected_in <= self._limit:
-            return
-        commonest = ", ".join(
-            f"{reason} {count} ({REASONS[reason]})" for reason, count in Counter(reasons).most_common(3)
-        )
-        raise FatalError(
-            f"{self._stage.name} stopped: {rejected} of {self._expected_in} records are rejected, more than "
-            f"max_reject_fraction={self._limit:g} allows. Commonest reasons: {commonest}. "
-            f"See {self._stage.dir.path}/rejects; mend the input or raise max_reject_fraction"
-        )
+    def check(self, reasons: Mapping[str, int]) -> None:
+        """Raises FatalError if the limit is exceeded."""
+        check_rejects(self._stage, reasons, self._expected_in, self._limit)
+
+
+def check_rejects(stage: Stage, reasons: Mapping[str, int], expected_in: int, limit: float) -> None:
+    """Raises FatalError with the three commonest reasons if more than ``limit`` of ``expected_in`` are rejected."""
+    rejected = sum(reasons.values())
+    # A quotient, since 0.29 * 100 is less than 29.
+    if rejected == 0 or rejected / expected_in <= limit:
+        return
+    commonest = ", ".join(f"{reason} {count} ({REASONS[reason]})" for reason, count in Counter(reasons).most_common(3))
+    raise FatalError(
+        f"{stage.name} stopped: {rejected} of {expected_in} records are rejected, more than "
+        f"max_reject_fraction={limit:g} allows. Commonest reasons: {commonest}. "
+        f"See {stage.dir.path}/rejects; mend the input or raise max_reject_fraction"
+    )
 
 
 @contextmanager

@@ -1,18 +1,20 @@
 """The work of one rank that no driver watches: a task of a SLURM array.
 
 It gets its bin of units when it is submitted and goes through what the ledger lacks of them. Told to leave (preemption,
-time limit), it gives up the unit in flight and is requeued, to go on from the ledger.
+time limit), it gives up the unit in flight and is requeued, to go on from the ledger. That too many records are
+rejected it sees in the ledger, which has what the other ranks have done as well.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import math
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 from sharmill.engine.attempts import AttemptLog, Attempts
 from sharmill.engine.ledger import outputs_in_place, read_ledger
 from sharmill.engine.plan import load
+from sharmill.engine.run import check_rejects
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import MAX_ATTEMPTS, Worker
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Reading the ledger may take at most one part in so many of a rank's time, and is not worth it more often than this.
+_LEDGER_SHARE = 50.0
+_SECONDS_BETWEEN_LEDGERS = 20.0
 # A unit that had this much of the time limit to itself, and did not end, counts as one that ends its rank.
 _MOST_OF_THE_LIMIT = 0.8
 
@@ -47,12 +53,14 @@ class RankTask:
     units: list[int]
     device: str
     limit: float = math.inf
+    max_reject_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         self._told_to_leave = False
         self._attempts = AttemptLog(self.stage.dir.attempts)
         self._current: int | None = None
         self._begun = 0.0
+        self._next_look = 0.0
 
     def __call__(self) -> int:
         """Goes through the units and returns how many are in the ledger now."""
@@ -74,7 +82,7 @@ class RankTask:
         self._excuse_current()
         log.warning("rank %d is told to leave", self.rank)
         # A fresh task: nothing of this process is carried over.
-        return DelayedSubmission(RankTask(self.stage, self.rank, self.units, self.device, self.limit))
+        return DelayedSubmission(dataclasses.replace(self))
 
     def _expect_the_end(self, number: int, frame: FrameType | None) -> None:
         """Preemption without a warning signal, and scancel: SIGKILL follows. Until then the unit may still be done."""
@@ -123,6 +131,21 @@ class RankTask:
             if not isinstance(outcome, Commit):
                 self._attempts.fail(outcome)
                 waiting.append(unit)
+            elif outcome.num_rejected:
+                self._check_rejects()
+
+    def _check_rejects(self) -> None:
+        """Raises FatalError if more is rejected than the configuration allows; looks now and then."""
+        began = time.monotonic()
+        if began < self._next_look:
+            return
+        units = load(self.stage)
+        reasons: Counter[str] = Counter()
+        for commit in read_ledger(self.stage.dir.ledger, units).values():
+            reasons.update(commit.rejects)
+        check_rejects(self.stage, reasons, sum(unit.size for unit in units), self.max_reject_fraction)
+        now = time.monotonic()
+        self._next_look = now + max(_SECONDS_BETWEEN_LEDGERS, _LEDGER_SHARE * (now - began))
 
     def _outstanding(self) -> list[Unit]:
         """What is left of this rank's units, largest first as they were packed."""

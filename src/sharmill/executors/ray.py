@@ -235,8 +235,9 @@ class _Pool:
     def _warn_of_no_room(self) -> None:
         if time.monotonic() - self._began > _SECONDS_UNTIL_WARNING:
             self._began = float("inf")
-            log.error("%s: no actor has started in %.0f s; each needs %d cores and %d GPUs, and the cluster has room "
-                      "for %d; waiting", self.stage.name, _SECONDS_UNTIL_WARNING, self.needs.cores, self.needs.gpus,
+            log.error("%s: no actor is ready after %.0f s: they are loading (see %s), or the cluster has no room for "
+                      "them; each needs %d cores and %d GPUs, and there is room for %d; waiting", self.stage.name,
+                      _SECONDS_UNTIL_WARNING, self.stage.dir.logs, self.needs.cores, self.needs.gpus,
                       self.needs.capacity())  # fmt: skip
 
     def _describe(self, error: Exception) -> str:

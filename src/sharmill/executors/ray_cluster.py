@@ -12,12 +12,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tenacity import before_sleep_log, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
+
 from sharmill.config import Config
 from sharmill.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 # Ray unpacks the working directory of a job below a folder of this name.
 _WORKING_DIR_COPIES = "working_dir_files"
 _SECONDS_TO_CONNECT = 20.0
+_SECONDS_BETWEEN_TRIES = 5.0
 
 
 @dataclass(frozen=True)
@@ -76,13 +81,31 @@ def connect(address: str) -> None:
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _join(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _no_cluster(address, error) from error
     finally:
         # Ray installs its own, which would turn a clean end into exit status 15.
         if in_main_thread:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
+
+
+@retry(
+    stop=stop_after_attempt(3),
+    wait=wait_fixed(_SECONDS_BETWEEN_TRIES),
+    # Not ConnectionError, which means that nothing is there.
+    retry=retry_if_exception_type(RuntimeError),
+    before_sleep=before_sleep_log(log, logging.WARNING),
+    reraise=True,
+)
+def _join(address: str) -> None:
+    """A cluster that has just been started, or is busy, may take longer to answer than Ray waits."""
+    ray = import_ray()
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except RuntimeError:
+        ray.shutdown()
+        raise
 
 
 def _require_listener(address: str) -> None:

@@ -18,6 +18,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 
+from tenacity import Retrying, retry_if_result, stop_after_attempt, wait_fixed
+
 # Ray replaces 127.0.0.1 by an address that others can reach, and then listens everywhere. With this variable it takes
 # itself for a cluster of one machine and stays on 127.0.0.1; a second node is refused then, which START_WORKER undoes.
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -29,6 +31,8 @@ from ray.scripts.scripts import main
 main()
 """
 _SECONDS_TO_END = 10
+_MOST_STARTS = 3
+_SECONDS_BETWEEN_STARTS = 2.0
 _OBJECT_STORE_BYTES = 200_000_000  # units and commit records are small, and all else goes through files
 
 
@@ -67,26 +71,57 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the node until SIGTERM and returns Ray's exit status."""
-    head, port = arguments[0], int(arguments[1])
-    # Short, for the names of Ray's sockets have to be.
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
-    # The driver has ended when a node is told to, so there is nothing that it should wait for.
-    environment = {**os.environ, "RAY_TMPDIR": str(folder), "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-    try:
-        node = subprocess.Popen(node_command(head, port, folder, os.environ), env=environment)
+class RayNode:
+    """Keeps a node running until it is told to end."""
 
-        def end(number: int, frame: FrameType | None) -> None:
-            node.terminate()
+    def __init__(self, head: str, port: int) -> None:
+        self._head = head
+        self._port = port
+        self._process: subprocess.Popen[bytes] | None = None
+        self._told_to_end = False
+
+    def run(self) -> int:
+        """Returns Ray's exit status. A node that does not come up, which takes a busy host longer than Ray waits, or
+        that fails later, is started again."""
+        signal.signal(signal.SIGTERM, self._end)
+        # A worker whose head is gone may not listen. What it leaves behind, SLURM ends with the step.
+        signal.signal(signal.SIGALRM, self._kill)
+        retrying = Retrying(
+            stop=stop_after_attempt(_MOST_STARTS),
+            wait=wait_fixed(_SECONDS_BETWEEN_STARTS),
+            retry=retry_if_result(lambda status: status != 0 and not self._told_to_end),
+            retry_error_callback=lambda state: state.outcome.result(),  # type: ignore[union-attr]
+        )
+        return int(retrying(self._run_once))
+
+    def _run_once(self) -> int:
+        # Short, for the names of Ray's sockets have to be.
+        folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+        # The driver has ended when a node is told to, so there is nothing that it should wait for.
+        environment = {**os.environ, "RAY_TMPDIR": str(folder), "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+        try:
+            command = node_command(self._head, self._port, folder, os.environ)
+            self._process = subprocess.Popen(command, env=environment)
+            if self._told_to_end:
+                self._end()
+            return self._process.wait()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _end(self, number: int = 0, frame: FrameType | None = None) -> None:
+        self._told_to_end = True
+        if self._process is not None:
+            self._process.terminate()
             signal.alarm(_SECONDS_TO_END)
 
-        signal.signal(signal.SIGTERM, end)
-        # A worker whose head is gone may not listen. What it leaves behind, SLURM ends with the step.
-        signal.signal(signal.SIGALRM, lambda number, frame: node.kill())
-        return node.wait()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    def _kill(self, number: int, frame: FrameType | None) -> None:
+        assert self._process is not None
+        self._process.kill()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the node until SIGTERM and returns Ray's exit status."""
+    return RayNode(arguments[0], int(arguments[1])).run()
 
 
 if __name__ == "__main__":

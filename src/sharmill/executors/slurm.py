@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tenacity import (
+    Retrying,
+    before_sleep_log,
+    retry_if_exception_message,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_fixed,
+)
 
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.balance import pack
@@ -31,8 +39,7 @@ log = logging.getLogger(__name__)
 
 _STEP_SUFFIX = "-next"
 # A busy controller; anything else that sbatch says is about what was asked for.
-_BUSY = re.compile(r"timed out|temporarily|unable to contact|connection|communicat", re.IGNORECASE)
-_TRIES = 3
+_BUSY = re.compile(r".*(timed out|temporarily|unable to contact|connection|communicat)", re.IGNORECASE | re.DOTALL)
 _PAUSE_SECONDS = 10.0
 
 
@@ -69,6 +76,7 @@ class SlurmExecutor:
     folder: Path
     continuation: Callable[[], Any]
     job_name: str
+    max_reject_fraction: float = 1.0
     note: Callable[[HandedOver], None] = _ignore
 
     def run(self, stage: Stage, units: Sequence[Unit], listener: Listener) -> dict[int, UnitError]:
@@ -92,12 +100,24 @@ class SlurmExecutor:
         raise handed_over
 
     def script(self, stage: Stage, num_ranks: int) -> str:
-        """The sbatch script of a stage's ranks, for ``--dry-run``."""
-        profile = self.profile.for_stage(stage.uses_gpu)
-        parameters = self._parameters(stage.name, profile) | {"array_parallelism": self.profile.max_parallel}
-        executor = self._submitit(parameters, self.profile.python)
-        executor.parameters["map_count"] = min(num_ranks, max_array_size())
-        return executor._make_submission_file_text(executor._submitit_command_str, "dry-run")
+        """The sbatch script of the first array of a stage's ranks, for ``--dry-run``."""
+        array, parallel = self.arrays(num_ranks)[0]
+        parameters = self._parameters(stage.name, self.profile.for_stage(stage.uses_gpu))
+        executor = self._submitit(parameters | {"array_parallelism": parallel}, self.profile.python)
+        executor.parameters["map_count"] = len(array)
+        return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
+
+    def bins(self, stage: Stage, units: Sequence[Unit]) -> list[list[Unit]]:
+        """The units of each rank: as many ranks as the profile allows, each with units, balanced by cost."""
+        # So many arrays that not each could have a rank running would break max_parallel.
+        most = min(self.profile.for_stage(stage.uses_gpu).max_ranks, max_array_size() * self.profile.max_parallel)
+        return pack_units(units, most)
+
+    def arrays(self, num_ranks: int) -> list[tuple[range, int]]:
+        """The ranks of each job array, as large as the cluster allows, and how many of them may run at once."""
+        largest = max_array_size()
+        ranges = [range(start, min(start + largest, num_ranks)) for start in range(0, num_ranks, largest)]
+        return [(ranks, max(1, self.profile.max_parallel * len(ranks) // num_ranks)) for ranks in ranges]
 
     def go_on_behind(self, others: Sequence[QueuedJob]) -> str:
         """Submits a continuation behind jobs that are in the queue already, and returns its number."""
@@ -107,9 +127,9 @@ class SlurmExecutor:
     def _hand_over(self, stage: Stage, left: list[Unit]) -> HandedOver:
         profile = self.profile.for_stage(stage.uses_gpu)
         limit = profile.timeout_min * 60.0 - self.profile.signal_s
-        bins = pack_units(left, profile.max_ranks)
+        bins = self.bins(stage, left)
         tasks = [
-            RankTask(stage, rank, [unit.index for unit in part], profile.device, limit)
+            RankTask(stage, rank, [unit.index for unit in part], profile.device, limit, self.max_reject_fraction)
             for rank, part in enumerate(bins)
         ]
         ranks: list[str] = []
@@ -127,12 +147,10 @@ class SlurmExecutor:
 
     def _submit_ranks(self, stage: Stage, tasks: list[RankTask], ranks: list[str]) -> None:
         """Adds the numbers of the jobs to ``ranks``."""
-        largest = max_array_size()
-        for start in range(0, len(tasks), largest):
-            part = tasks[start : start + largest]
-            share = max(1, self.profile.max_parallel * len(part) // len(tasks))
-            parameters = self._parameters(stage.name, self.profile.for_stage(stage.uses_gpu))
-            ranks += self._submit(parameters | {"array_parallelism": share}, self.profile.python, part)
+        parameters = self._parameters(stage.name, self.profile.for_stage(stage.uses_gpu))
+        for array, parallel in self.arrays(len(tasks)):
+            part = tasks[array.start : array.stop]
+            ranks += self._submit(parameters | {"array_parallelism": parallel}, self.profile.python, part)
 
     def _submit_continuation(self, name: str, ranks: list[str]) -> str:
         parameters = self._parameters(name + _STEP_SUFFIX, self.profile.cpu)
@@ -145,22 +163,27 @@ class SlurmExecutor:
     def _submit(self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]) -> list[str]:
         """One job, or one array, and the numbers of its tasks."""
         failed_job_error = _import_submitit().core.utils.FailedJobError
-        for left in reversed(range(_TRIES)):
-            executor = self._submitit(parameters, python)
-            try:
-                with executor.batch():
-                    jobs = [executor.submit(task) for task in tasks]
-            except failed_job_error as error:
-                said = " ".join(str(error).split())
-                # If sbatch gives up waiting and the job is there nevertheless, it does no harm: its tasks end for want
-                # of what they should run, or do what others do as well.
-                if not left or not _BUSY.search(said):
-                    raise FatalError(f"{self.job_name}: SLURM refuses the jobs: {said}") from error
-                log.warning("sbatch is tried again: %s", said)
-                time.sleep(_PAUSE_SECONDS)
-            else:
-                return [job.job_id for job in jobs]
-        raise AssertionError("unreachable")
+        # If sbatch gives up waiting and the job is there nevertheless, it does no harm: its tasks end for want of what
+        # they should run, or do what others do as well.
+        retrying = Retrying(
+            stop=stop_after_attempt(3),
+            wait=wait_fixed(_PAUSE_SECONDS),
+            retry=retry_if_exception_type(failed_job_error) & retry_if_exception_message(match=_BUSY),
+            before_sleep=before_sleep_log(log, logging.WARNING),
+            reraise=True,
+        )
+        try:
+            return retrying(self._try_to_submit, parameters, python, tasks)
+        except failed_job_error as error:
+            raise FatalError(f"{self.job_name}: SLURM refuses the jobs: {' '.join(str(error).split())}") from error
+
+    def _try_to_submit(
+        self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]
+    ) -> list[str]:
+        executor = self._submitit(parameters, python)
+        with executor.batch():
+            jobs = [executor.submit(task) for task in tasks]
+        return [job.job_id for job in jobs]
 
     def _submitit(self, parameters: dict[str, Any], python: str | None) -> Any:
         requeues = self.profile.max_requeues

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
+
 from sharmill.errors import ConfigError, FatalError
 
 _DEFAULT_MAX_ARRAY = 1001
-_TRIES = 3
 _PAUSE_SECONDS = 5.0
 
 
@@ -99,16 +99,20 @@ def outside_own_job() -> Iterator[None]:
 
 
 def _ask(command: list[str]) -> str:
-    for left in reversed(range(_TRIES)):
-        try:
-            shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        except FileNotFoundError as error:
-            raise ConfigError(f"there is no {command[0]} here; are you on a SLURM cluster?") from error
-        except (OSError, subprocess.SubprocessError) as error:
-            if not left:
-                said = str(getattr(error, "stderr", "") or error).strip()
-                raise SlurmSilent(f"SLURM does not answer {command[0]}: {' '.join(said.split())}") from error
-            time.sleep(_PAUSE_SECONDS)
-        else:
-            return shown.stdout
-    raise AssertionError("unreachable")
+    try:
+        return _output(command)
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no {command[0]} here; are you on a SLURM cluster?") from error
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", "") or error).strip()
+        raise SlurmSilent(f"SLURM does not answer {command[0]}: {' '.join(said.split())}") from error
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, (OSError, subprocess.SubprocessError)) and not isinstance(error, FileNotFoundError)
+
+
+@retry(stop=stop_after_attempt(3), wait=wait_fixed(_PAUSE_SECONDS), retry=retry_if_exception(_may_pass), reraise=True)
+def _output(command: list[str]) -> str:
+    """What a command prints. A controller that is busy, or being restarted, may not answer for a moment."""
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

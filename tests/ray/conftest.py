@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from dummies_pipelines import REPOSITORY
+from tenacity import Retrying, stop_after_attempt
 from toy_stage import Heard, is_running
 
 from sharmill.engine.run import locked, run_stage
@@ -31,6 +32,11 @@ LOOPBACK = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 NODE = {"node_ip_address": "127.0.0.1", "object_store_memory": 100_000_000, "include_dashboard": False}
+
+
+def patiently(start, **options):
+    """Starts a node anew where it does not come up within the 30 s that Ray gives it: the machine may be busy."""
+    return Retrying(stop=stop_after_attempt(3), reraise=True)(start, **options)
 
 
 def pytest_collection_modifyitems(items):
@@ -65,7 +71,7 @@ def cluster(ray_folder):
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 2})
+    cluster = patiently(Cluster, initialize_head=True, head_node_args=NODE | {"num_cpus": 2})
     os.environ["RAY_ADDRESS"] = cluster.address
     yield cluster
     ray.shutdown()
@@ -80,7 +86,7 @@ def add_node(cluster):
     added = []
 
     def add(**options):
-        added.append(cluster.add_node(**NODE, **options))
+        added.append(patiently(cluster.add_node, **NODE, **options))
         return added[-1]
 
     yield add

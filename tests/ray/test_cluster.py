@@ -66,6 +66,10 @@ class TestNodes:
         assert len(redone(stage)) == 2
         assert set(redone(stage).values()) == {2}
         assert output_bytes(stage) == whole_bytes(tmp_path, 24)
+        # No fault of the units: none of them has lost one of its three attempts.
+        log = stage.dir.driver_log.read_text()
+        assert log.count("was interrupted") == 2
+        assert "is tried again" not in log
         print(f"\nnode removed: 24 units, redone {redone(stage)}, ledger lines {sum(ledger_counts(stage).values())}")
 
     def test_a_node_that_joins_later_is_used(self, tmp_path, on_ray, add_node):

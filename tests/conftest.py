@@ -231,6 +231,31 @@ def make_config(write_config):
 
 
 @pytest.fixture(scope="session")
+def local_outcomes(write_config, sharmill, tmp_path_factory):
+    """What the local executor makes of two datasets, by their place in a call."""
+    from dummies_pipelines import outcome, second_dataset
+
+    folder = tmp_path_factory.mktemp("local")
+    configs = [write_config(folder / "a"), write_config(folder / "b", **second_dataset())]
+    done = sharmill("run", *configs)
+    assert done.returncode == 0, done.stderr
+    outcomes = [outcome(config.parent) for config in configs]
+    assert all(len(files) > 8 for files, _ in outcomes)
+    return outcomes
+
+
+@pytest.fixture
+def make_two_configs(make_config):
+    """Returns a function: folder, changes -> the configurations of the datasets of ``local_outcomes``."""
+    from dummies_pipelines import second_dataset
+
+    def make(folder: Path, **changes: Any) -> list[Path]:
+        return [make_config(folder / "a", **changes), make_config(folder / "b", **second_dataset() | changes)]
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def dataset_digest():
     """The function ``digest``: folder -> the checksum of every file by its name."""
     from dummies_pipelines import digest

@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 
 REPOSITORY = Path(__file__).parents[2]
+# Real speech, which is not part of the repository.
+LIBRISPEECH = REPOSITORY.parent / "shared/data/librispeech_10x10"
 
 
 def command(*arguments: Any) -> list[str]:
@@ -64,4 +66,24 @@ def digest(directory: Path) -> dict[str, str]:
         path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(directory.rglob("*"))
         if path.is_file()
+    }
+
+
+def outcome(folder: Path) -> tuple[dict[str, str], bytes]:
+    """What must not depend on the executor: the dataset and the rejects of a configuration by ``write_config``."""
+    return digest(folder / "dataset"), (folder / "run/rejects.jsonl").read_bytes()
+
+
+def second_dataset() -> dict[str, Any]:
+    """Changes for ``write_config``: real speech, or where there is none the same corpus in other shards."""
+    if not LIBRISPEECH.is_dir():
+        return {"name": "other", "write": {"shard_size": 5}}
+    source = {"manifest": str(LIBRISPEECH / "manifest.json"), "audio_root": str(LIBRISPEECH / "audio")}
+    return {
+        "name": "librispeech",
+        "sources": [source],
+        "speaker_key": "librispeech",
+        "prepare": {"unit_records": 25},
+        "match": {"unit_seconds": 60.0},
+        "write": {"shard_size": 10},
     }

@@ -97,6 +97,7 @@ def test_a_controller_that_stays_silent_is_named(cluster, tmp_path):
     ("max_ranks", "max_parallel", "arrays", "parallel"),
     [
         (8, 8, [3, 3, 2], [3, 3, 2]),
+        (99, 8, [3, 3, 2], [3, 3, 2]),
         (8, 4, [3, 3, 2], [1, 1, 1]),
         (8, 2, [3, 3], [1, 1]),
         (8, 1, [3], [1]),

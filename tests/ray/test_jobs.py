@@ -10,48 +10,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from dummies_pipelines import REPOSITORY, digest
+import yaml
+from dummies_pipelines import REPOSITORY, outcome
 from toy_stage import wait_until
 
 from sharmill.executors.ray_node import free_port
-
-STAGES = ("prepare", "match", "write", "encode")
 
 
 def run_to_end(command: list, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240, **options)
 
 
-@pytest.fixture(scope="module")
-def local(write_config, sharmill, tmp_path_factory):
-    """The dataset and rejects that one local worker makes."""
-    folder = tmp_path_factory.mktemp("local")
-    done = sharmill("run", write_config(folder), *STAGES)
+def test_two_datasets_on_ray_have_the_bytes_of_a_local_run(
+    cluster, make_two_configs, sharmill, tmp_path, local_outcomes
+):
+    configs = make_two_configs(tmp_path, executor={"workers": 2})
+    done = sharmill("run", *configs, "executor.kind=ray")
     assert done.returncode == 0, done.stderr
-    assert len(digest(folder / "dataset")) > 8
-    return outcome(folder)
-
-
-def outcome(folder: Path) -> tuple[dict[str, str], bytes]:
-    """What must not depend on the executor."""
-    return digest(folder / "dataset"), (folder / "run/rejects.jsonl").read_bytes()
-
-
-@pytest.fixture(scope="module")
-def make_config(write_config):
-    """The function of ``write_config``, for two workers."""
-
-    def make(folder: Path, **changes) -> Path:
-        return write_config(folder, **{"executor": {"workers": 2}} | changes)
-
-    return make
-
-
-def test_a_pipeline_on_ray_makes_the_bytes_of_the_local_executor(cluster, make_config, sharmill, tmp_path, local):
-    done = sharmill("run", make_config(tmp_path), *STAGES, "executor.kind=ray")
-    assert done.returncode == 0, done.stderr
-    assert outcome(tmp_path) == local
-    assert len(list((tmp_path / "run/write/logs").glob("rank-*.log"))) == 2
+    assert [outcome(config.parent) for config in configs] == local_outcomes
+    assert len(list((tmp_path / "a/run/write/logs").glob("rank-*.log"))) == 2
 
 
 class TestJobs:
@@ -90,27 +67,36 @@ class TestJobs:
             log.close()
 
     @pytest.fixture(scope="class")
-    def working_dir(self, tmp_path_factory, make_config):
-        """A working directory with the entry point and a configuration whose paths are relative."""
+    def working_dir(self, tmp_path_factory):
+        """A working directory with the entry point only."""
         folder = tmp_path_factory.mktemp("working")
         (folder / "jobs").mkdir()
         shutil.copy(REPOSITORY / "jobs/ray_job.py", folder / "jobs")
-        make_config(folder, run_dir="run", dataset_dir="dataset")
         return folder
 
-    def test_a_job_succeeds_with_the_same_bytes(self, submit, working_dir, tmp_path, local):
-        entry = ("python", "jobs/ray_job.py", *STAGES, "config.yaml", "--root", tmp_path)
-        done = submit(working_dir, *entry)
+    @pytest.fixture
+    def relative(self, working_dir, make_two_configs):
+        """The names of two configurations in the working directory, with paths that are relative."""
+        for config in make_two_configs(working_dir):
+            values = yaml.safe_load(config.read_text())
+            changes = {"run_dir": f"{config.parent.name}/run", "dataset_dir": f"{config.parent.name}/dataset"}
+            config.write_text(yaml.safe_dump(values | changes))
+        return ["a/config.yaml", "b/config.yaml"]
+
+    def test_a_job_of_two_datasets_succeeds_with_the_same_bytes(
+        self, submit, working_dir, relative, tmp_path, local_outcomes
+    ):
+        done = submit(working_dir, "python", "jobs/ray_job.py", "all", *relative, "--root", tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "succeeded" in done.stdout + done.stderr
         assert "ray_job: ended with exit status 0: all is done" in done.stdout
-        assert outcome(tmp_path) == local
+        assert [outcome(tmp_path / name) for name in ("a", "b")] == local_outcomes
 
-    def test_relative_paths_without_a_root_are_refused(self, submit, working_dir):
-        done = submit(working_dir, "python", "jobs/ray_job.py", "all", "config.yaml")
+    def test_relative_paths_without_a_root_are_refused(self, submit, working_dir, relative):
+        done = submit(working_dir, "python", "jobs/ray_job.py", "all", *relative)
         assert done.returncode == 1
         output = done.stdout + done.stderr
-        assert "Error: run_dir is 'run', but a Ray job runs in a copy of the working directory" in output
+        assert "run_dir is 'a/run', but a Ray job runs in a copy of the working directory" in output
         assert "exit code 2" in output
         assert "failed" in output
 
@@ -150,13 +136,13 @@ class TestAllocation:
 
         return run
 
-    def test_the_same_bytes_and_status_0(self, sbatch, make_config, tmp_path, local):
-        config = make_config(tmp_path)
-        status, log = sbatch(*STAGES, config)
+    def test_two_datasets_have_the_same_bytes_and_status_0(self, sbatch, make_two_configs, tmp_path, local_outcomes):
+        configs = make_two_configs(tmp_path, executor={"workers": 2})
+        status, log = sbatch("all", *configs)
         assert status == 0, log
         assert "ray.sbatch: ended with exit status 0" in log
-        assert outcome(tmp_path) == local
-        assert len(list((tmp_path / "run/write/logs").glob("rank-*.log"))) == 2
+        assert [outcome(config.parent) for config in configs] == local_outcomes
+        assert len(list((tmp_path / "a/run/write/logs").glob("rank-*.log"))) == 2
 
     def test_its_exit_status_is_passed_on(self, sbatch, make_config, tmp_path):
         config = make_config(tmp_path, sources=[{"manifest": "/no/such.json", "audio_root": "/"}])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +34,27 @@ def _why_not() -> str:
 
 
 @pytest.fixture
-def jobs_folder(tmp_path):
-    """Where the jobs of a test lie; none is left behind."""
-    folder = tmp_path / "run" / "jobs"
-    yield folder
-    cancel_all(folder)
+def make_chain(tmp_path):
+    """Returns a function: options of the stage, ``profile`` -> a chain over a toy stage, by default in the test's
+    folder. No job of it is left behind."""
+    folders = []
 
-
-@pytest.fixture
-def make_chain(tmp_path, jobs_folder) -> Callable[..., ToyChain]:
-    """Returns a function: options of the stage, ``profile`` -> a chain over a toy stage in the test's folder."""
-
-    def make(*, profile: ClusterProfile | None = None, **options: Any) -> ToyChain:
+    def make(*, profile: ClusterProfile | None = None, folder: Path = tmp_path, **options: Any) -> ToyChain:
         config = to_config(
             {
                 "name": "toy",
-                "run_dir": str(tmp_path / "run"),
-                "dataset_dir": str(tmp_path / "out"),
+                "run_dir": str(folder / "run"),
+                "dataset_dir": str(folder / "out"),
                 "sources": [{"manifest": "m.json", "audio_root": "."}],
             },
             "test",
         )
-        return ToyChain(config, ("toy",), profile or make_profile(), stage=SleepyStage(tmp_path, **options))
+        folders.append(folder / "run" / "jobs")
+        return ToyChain(config, ("toy",), profile or make_profile(), stage=SleepyStage(folder, **options))
 
-    return make
+    yield make
+    for jobs in folders:
+        cancel_all(jobs)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from dummies_pipelines import digest
+from dummies_pipelines import outcome
 from toy_cluster import REPOSITORY, slurm
 from toy_stage import wait_until
 
@@ -35,29 +35,21 @@ def profile(tmp_path):
     return path
 
 
-@pytest.fixture(scope="module")
-def local_digest(tmp_path_factory, write_config, sharmill):
-    """What the local executor makes of the corpus."""
-    folder = tmp_path_factory.mktemp("local")
-    assert sharmill("run", write_config(folder)).returncode == 0
-    return digest(folder / "dataset")
-
-
-def test_two_datasets_have_the_bytes_of_a_local_run(tmp_path, make_config, profile, sharmill, local_digest):
-    configs = [make_config(tmp_path / name) for name in ("a", "b")]
+def test_two_datasets_have_the_bytes_of_a_local_run(tmp_path, make_two_configs, profile, sharmill, local_outcomes):
+    configs = make_two_configs(tmp_path)
     began = datetime.now()
     shown = sharmill("submit", "all", *configs, "--profile", profile, "--wait")
     assert shown.returncode == 0, shown.stdout + shown.stderr
-    assert "small: done: all stages are done" in shown.stdout
-    for name in ("a", "b"):
-        assert digest(tmp_path / name / "dataset") == local_digest
-        accounts(tmp_path / name / "run")
-        status = sharmill("status", tmp_path / name / "run").stdout
+    assert shown.stdout.count(": done: all stages are done") == 2
+    assert [outcome(config.parent) for config in configs] == local_outcomes
+    for config in configs:
+        accounts(config.parent / "run")
+        status = sharmill("status", config.parent / "run").stdout
         assert "chain of jobs: done since" in status
         assert status.count(" done ") >= 5
-    match, prepare = ranks_of("small-match", began), ranks_of("small-prepare", began)
-    assert sorted(match.values()) == [("gpu", 3), ("gpu", 3)]
-    assert sorted(prepare.values()) == [("cpu", 4), ("cpu", 4)]
+        name = yaml.safe_load(config.read_text())["name"]
+        assert list(ranks_of(f"{name}-match", began).values()) == [("gpu", 3)]
+        assert list(ranks_of(f"{name}-prepare", began).values()) == [("cpu", 4)]
 
 
 def ranks_of(job_name: str, began: datetime) -> dict[str, tuple[str, int]]:
@@ -125,9 +117,9 @@ def test_an_error_of_one_dataset_does_not_keep_the_others_back(tmp_path, make_co
     assert "small: done: all stages are done" in shown.stdout
 
 
-def test_sbatch_files_process_several_datasets_as_one_array(tmp_path, make_config, local_digest):
+def test_sbatch_files_process_several_datasets_as_one_array(tmp_path, make_two_configs, local_outcomes):
     """All five at once: each task waits for the same dataset's task of the stage before it."""
-    configs = [make_config(tmp_path / name) for name in ("a", "b")]
+    configs = make_two_configs(tmp_path)
     options = ["--parsable", "--array=0-1", "--partition=cpu", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=2G"]
     after: list[str] = []
     for file in ("prepare", "stage1", "stage2", "stage3", "validate"):
@@ -138,12 +130,12 @@ def test_sbatch_files_process_several_datasets_as_one_array(tmp_path, make_confi
         )  # fmt: skip
         after = [f"--dependency=aftercorr:{submitted.stdout.strip()}"]
     wait_until(lambda: not slurm("squeue", "--noheader", "--format=%i", f"--jobs={submitted.stdout.strip()}"), 200)
-    for number, name in enumerate(("a", "b")):
+    for number in range(2):
         assert "validation: no findings" in (tmp_path / f"validate-{number}.log").read_text()
-        assert digest(tmp_path / name / "dataset") == local_digest
+    assert [outcome(config.parent) for config in configs] == local_outcomes
 
 
-def test_an_sbatch_task_goes_on_after_its_time_limit_signal(tmp_path, make_config, local_digest):
+def test_an_sbatch_task_goes_on_after_its_time_limit_signal(tmp_path, make_config):
     config = make_config(tmp_path / "a")
     submitted = slurm(
         "sbatch", "--parsable", "--array=0-0", "--partition=cpu", "--cpus-per-task=1", "--mem=2G",

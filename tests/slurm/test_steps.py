@@ -10,7 +10,7 @@ import pytest
 from toy_cluster import assert_same_as_local, make_profile, running_ranks, slurm
 from toy_stage import wait_until
 
-from sharmill.chain import wait_for_end
+from sharmill.chain import read_state, wait_for_end
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.run import locked
 from sharmill.errors import ConfigError
@@ -107,6 +107,17 @@ def test_a_job_hides_its_allocation_from_sbatch_and_keeps_it_for_itself(monkeypa
     monkeypatch.delenv("SLURM_JOB_ID")
     with outside_own_job():
         assert os.environ["SBATCH_PARTITION"] == "1"
+
+
+def test_a_slow_dataset_does_not_hold_up_another(make_chain, tmp_path):
+    slow = make_chain(folder=tmp_path / "slow", units=4, everywhere="wait:go", profile=make_profile(max_ranks=2))
+    quick = make_chain(folder=tmp_path / "quick", units=4, profile=make_profile(max_ranks=2))
+    for chain in (slow, quick):
+        chain.start()
+    assert wait_for_end(quick).state == "done"
+    assert read_state(slow.run_dir).state == "waiting"
+    slow.stage.mark("go")
+    assert wait_for_end(slow).state == "done"
 
 
 def test_restart_does_the_whole_stage_again(make_chain, tmp_path):

@@ -122,6 +122,14 @@ def test_a_rank_that_is_silent_for_more_than_five_minutes_is_marked(stage, noon)
     assert seen.units_running == 1
 
 
+def test_a_rank_without_a_unit_is_loading_or_between_two(stage, noon):
+    put_rank(stage, 0, started=noon - 10, updated=noon)
+    put_rank(stage, 1, started=noon - 10, updated=noon, units_done=2)
+    loading, between = [line for line in shown(stage).splitlines() if line.startswith("prepare rank")]
+    assert "(pid 1234): loading, 0 done" in loading
+    assert "(pid 1234): between units, 2 done" in between
+
+
 def test_ranks_that_have_ended_are_not_shown(stage, noon):
     put_rank(stage, 0, started=noon - 100, updated=noon, ended=True, audio_seconds=2.0)
     assert "prepare rank" not in shown(stage)

@@ -71,7 +71,7 @@ class Chain:
         others = queued_jobs(self.run_dir.jobs)
         if others and (self.restart or any(map(is_step, others))):
             raise ConfigError(
-                f"{self.config.name}: {describe_jobs(others)} of this dataset are still in the queue; "
+                f"{describe_jobs(others)} of this dataset are still in the queue; "
                 f"wait for them (sharmill status {self.config.run_dir}) or scancel them"
             )
         if others:
@@ -192,8 +192,7 @@ def wait_for_end(chain: Chain) -> ChainState:
             next_question = time.monotonic() + _SECONDS_BETWEEN_QUESTIONS
             if _is_deserted(chain, state):
                 raise FatalError(
-                    f"{chain.config.name}: the jobs have ended before the work did; see {chain.run_dir.jobs}, "
-                    "and submit again to go on"
+                    f"the jobs have ended before the work did; see {chain.run_dir.jobs}, and submit again to go on"
                 )
         time.sleep(_POLL_SECONDS)
 

@@ -185,7 +185,8 @@ def _chain_line(state: ChainState, run_dir: RunDir) -> Text:
 
 def _rank_line(stage: str, rank: RankProgress) -> Text:
     silent = time.time() - rank.updated
-    unit = "between units" if rank.unit is None else f"unit {rank.unit}"
+    idle = "between units" if rank.units_done else "loading"
+    unit = idle if rank.unit is None else f"unit {rank.unit}"
     line = (
         f"{stage} rank {rank.rank} on {rank.host} (pid {rank.pid}): {unit}, {rank.units_done} done, "
         f"{rank.peak_memory_mb:.0f} MB, last sign of life {silent:.0f} s ago"

@@ -81,7 +81,7 @@ def test_what_is_wrong_with_a_request_is_told_at_once(cluster, tmp_path):
     cluster.script("sbatch", "", fails=9, says="Batch job submission failed: Invalid qos specification")
     stage = ToyStage(tmp_path, units=8)
     executor = SlurmExecutor(ClusterProfile(qos="gold"), tmp_path / "jobs", do_nothing, "toy")
-    with pytest.raises(FatalError, match=r"toy: SLURM refuses the jobs: .*Invalid qos specification"):
+    with pytest.raises(FatalError, match=r"^SLURM refuses the jobs: .*Invalid qos specification"):
         executor.run(stage, load_or_freeze(stage, restart=False), listener=None)
     assert cluster.calls("sbatch") == 1
 

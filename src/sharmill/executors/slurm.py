@@ -95,7 +95,7 @@ class SlurmExecutor:
             return {unit.index: _describe_failure(stage, unit, attempts) for unit in units}
         self._require_progress(stage, attempts)
         if others := queued_jobs(self.folder):
-            raise ConfigError(f"{self.job_name}: {describe_jobs(others)} of this dataset appeared in the queue")
+            raise ConfigError(f"{describe_jobs(others)} of this dataset appeared in the queue")
         handed_over = self._hand_over(stage, left)
         raise handed_over
 
@@ -175,7 +175,7 @@ class SlurmExecutor:
         try:
             return retrying(self._try_to_submit, parameters, python, tasks)
         except failed_job_error as error:
-            raise FatalError(f"{self.job_name}: SLURM refuses the jobs: {' '.join(str(error).split())}") from error
+            raise FatalError(f"SLURM refuses the jobs: {' '.join(str(error).split())}") from error
 
     def _try_to_submit(
         self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]

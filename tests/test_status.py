@@ -118,8 +118,11 @@ def test_a_rank_that_is_silent_for_more_than_five_minutes_is_marked(stage, noon)
     assert lively.endswith("last sign of life 299 s ago")
     assert silent.endswith("last sign of life 301 s ago: SILENT")
     seen = read_stage(stage)
+    assert seen.state == "under way"
     assert seen.rate == pytest.approx(2.0 / 701)
     assert seen.units_running == 1
+    stage.dir.rank_progress(0).unlink()
+    assert read_stage(stage, queued=True).state == "silent"
 
 
 def test_a_rank_without_a_unit_is_loading_or_between_two(stage, noon):

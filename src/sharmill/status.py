@@ -102,15 +102,9 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
     failed = {error.index for error in _failures(stage)} - set(commits)
     ranks = [] if totals else [rank for rank in read_progress(stage.dir.progress) if not rank.ended]
     alive = [rank for rank in ranks if not _is_silent(rank)]
-    if totals:
-        state = "done"
-    elif alive:
-        state = "under way"
-    else:
-        state = "failed" if failed else "in the queue" if queued else "stopped"
     return StageStatus(
         name=stage.name,
-        state=state,
+        state=_state(totals is not None, ranks, bool(failed), queued),
         units=len(units),
         units_done=len(commits),
         units_running=len({rank.unit for rank in alive} - set(commits) - {None}),
@@ -121,6 +115,18 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
         rejects=totals.rejects if totals else dict(rejects),
         ranks=ranks,
     )
+
+
+def _state(finished: bool, ranks: Sequence[RankProgress], failed: bool, queued: bool) -> str:
+    if finished:
+        return "done"
+    if not all(map(_is_silent, ranks)):
+        return "under way"
+    if failed:
+        return "failed"
+    if ranks:
+        return "silent"
+    return "in the queue" if queued else "stopped"
 
 
 def _table(title: str, statuses: Sequence[StageStatus]) -> Table:

@@ -92,6 +92,9 @@ class TestNodes:
         assert future.result()[0].ok
         assert redone(stage) == {unit: 2}
         assert set(ledger_counts(stage).values()) == {1}
+        log = stage.dir.driver_log.read_text()
+        assert log.count(f"unit {unit} failed") == 1
+        assert "was interrupted" not in log
         print(f"\nactor killed: 12 units, redone {redone(stage)}")
 
     def test_workers_limits_the_actors(self, tmp_path, on_ray, add_node):

@@ -86,10 +86,12 @@ class RayExecutor:
 
 @dataclass(kw_only=True)
 class _Rank(DrivenRank):
-    """``call`` is the reference of what the actor does: its set-up or a unit."""
+    """``call`` is the reference of what the actor does: its set-up or a unit. ``out_of_reach`` is what came instead of
+    its answer; ``call`` then asks what has become of it."""
 
     actor: Any
     call: Any
+    out_of_reach: Exception | None = None
 
 
 @dataclass
@@ -187,8 +189,15 @@ class _Pool:
     def _attend(self, rank: _Rank, call: Any) -> None:
         try:
             answer: Answer = self._ray.get(call)
+        except self._ray.exceptions.ActorUnavailableError as error:
+            self._ask_what_became_of(rank, error)
+            return
         except self._ray.exceptions.RayError as error:
             self._bury(rank, error)
+            return
+        if rank.out_of_reach is not None:
+            # It is there again; what it had to say is lost.
+            self._bury(rank, rank.out_of_reach)
             return
         rank.hear(answer, self.queue)
         if isinstance(answer, Ready):
@@ -196,18 +205,26 @@ class _Pool:
         if rank.must_go():
             self._dismiss([rank])
 
+    def _ask_what_became_of(self, rank: _Rank, error: Exception) -> None:
+        """Ray has lost the connection and does not know yet whether actor or node has died: its next answer says."""
+        if rank.out_of_reach is not None:
+            self._bury(rank, error)
+            return
+        rank.out_of_reach = error
+        rank.call = rank.actor.answer.remote()
+
     def _bury(self, rank: _Rank, error: Exception) -> None:
         # An actor that cannot be reached may still run. It must not go on beside the one that takes its place.
         self._ray.kill(rank.actor)
         del self.ranks[rank.number]
         how = self._describe(error)
         log.warning("rank %d: %s", rank.number, how, exc_info=error)
-        node_died = _NODE_DIED in how
+        excused = _NODE_DIED in how or isinstance(error, self._ray.exceptions.ActorUnavailableError)
         # Ray goes on placing actors on a node for some seconds after it has died.
-        if not rank.ready and not node_died:
+        if not rank.ready and not excused:
             self._count_failed_start(how)
         log_path = self.stage.dir.rank_log(rank.number)
-        rank.lose_unit(self.queue, how, log_path, str(error), excused=node_died)
+        rank.lose_unit(self.queue, how, log_path, str(error), excused=excused)
 
     def _count_failed_start(self, how: str) -> None:
         """Goes on while there is hope: one node may be broken, and actors on others still be loading."""

@@ -74,6 +74,9 @@ class RankActor:
         except (ConfigError, FatalError) as error:
             return self._stop(error)
 
+    def answer(self) -> None:
+        """Says by returning that the actor is there."""
+
     def close(self) -> None:
         """Ends the process once the progress record says so."""
         import ray

@@ -241,7 +241,10 @@ def _read_merged(kind: type, path: Path, overrides: Sequence[str]) -> dict[str, 
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from sharmill.yaml_limits import check_yaml
+
     try:
+        check_yaml(path)
         config = OmegaConf.load(path)
         for override in overrides:
             key, _, value = override.partition("=")

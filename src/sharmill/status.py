@@ -24,6 +24,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.worker import UnitError
 from sharmill.errors import ConfigError
 from sharmill.pipeline import make_stages
+from sharmill.terminal import plain
 
 SILENT_SECONDS = 300.0
 _MAX_FAILURES = 5
@@ -38,14 +39,14 @@ def print_status(console: Console, run_dir: Path) -> None:
     paths = RunDir(run_dir)
     if not paths.config.exists():
         raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it")
-    table = Table(title=Text(str(run_dir)), title_justify="left")
+    table = Table(title=plain(str(run_dir)), title_justify="left")
     for column in ("stage", "state", "units done", "hours done", "x real time", "left", "rejects"):
         table.add_column(column, justify="left" if column in ("stage", "state") else "right")
     ranks: list[tuple[Stage, RankProgress]] = []
     # By its own path: the stored one is relative to where the run was started, if it is relative.
     stages = make_stages(dataclasses.replace(load_config(paths.config), run_dir=str(run_dir)))
     for stage in stages:
-        table.add_row(*(Text(cell) for cell in _stage_row(stage, ranks)))
+        table.add_row(*(plain(cell) for cell in _stage_row(stage, ranks)))
     console.print(table)
     for stage, rank in ranks:
         console.print(_rank_line(stage, rank))
@@ -101,8 +102,8 @@ def _failure_lines(stage: Stage) -> Iterator[Text]:
     lines = stage.dir.failures.read_bytes().splitlines()
     for line in lines[:_MAX_FAILURES]:
         error = msgspec.json.decode(line, type=UnitError)
-        yield Text(f"{stage.name} unit {error.index} failed: {error.message}", style="red")
-    yield Text(f"{stage.name}: {len(lines)} units failed; tracebacks: {stage.dir.failures}", style="red")
+        yield plain(f"{stage.name} unit {error.index} failed: {error.message}", style="red")
+    yield plain(f"{stage.name}: {len(lines)} units failed; tracebacks: {stage.dir.failures}", style="red")
 
 
 def _print_chain(console: Console, run_dir: RunDir) -> None:
@@ -113,7 +114,7 @@ def _print_chain(console: Console, run_dir: RunDir) -> None:
     if state is not None:
         since = datetime.fromtimestamp(run_dir.chain.stat().st_mtime)
         line = f"chain of jobs: {state.state} since {since:%Y-%m-%d %H:%M:%S}: {state.message}"
-        console.print(Text(line, style="red" if state.state == "failed" else ""))
+        console.print(plain(line, style="red" if state.state == "failed" else ""))
 
 
 def _rank_line(stage: Stage, rank: RankProgress) -> Text:
@@ -124,5 +125,5 @@ def _rank_line(stage: Stage, rank: RankProgress) -> Text:
         f"{rank.peak_memory_mb:.0f} MB, last sign of life {silent:.0f} s ago"
     )
     if not _is_silent(rank):
-        return Text(line)
-    return Text(f"{line}: SILENT", style="red")
+        return plain(line)
+    return plain(f"{line}: SILENT", style="red")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.text import Text
 
 from sharmill.chain import Chain, ChainState, wait_for_end
 from sharmill.config import Config
@@ -14,6 +13,7 @@ from sharmill.executors.profile import ClusterProfile
 from sharmill.executors.slurm import SlurmExecutor, pack_units
 from sharmill.pipeline import check_config, make_stages
 from sharmill.preview import plan_or_load
+from sharmill.terminal import plain
 
 _DONE, _FAILED, _WRONG_USE, _FINDINGS = 0, 1, 2, 3
 
@@ -57,21 +57,21 @@ def show_submission(
                 sum(unit.cost for unit in part)
                 for part in pack_units(left, profile.for_stage(stage.uses_gpu).max_ranks)
             ]
-            console.print(Text(f"{config.name}, {stage.name}: {len(left)} units on {len(loads)} ranks"), style="bold")
-            console.print(Text(f"cost per rank: {min(loads):.1f} to {max(loads):.1f}"))
-            console.print(Text(executor.script(stage, len(loads))))
+            console.print(plain(f"{config.name}, {stage.name}: {len(left)} units on {len(loads)} ranks"), style="bold")
+            console.print(plain(f"cost per rank: {min(loads):.1f} to {max(loads):.1f}"))
+            console.print(plain(executor.script(stage, len(loads))))
             break
 
 
 def _start(console: Console, chain: Chain) -> int:
     state = chain.start()
-    console.print(Text(f"{chain.config.name}: {state.message}"))
+    console.print(plain(f"{chain.config.name}: {state.message}"))
     return _status(state) if state.state != "waiting" else _DONE
 
 
 def _finish(console: Console, chain: Chain) -> int:
     state = wait_for_end(chain)
-    console.print(Text(f"{chain.config.name}: {state.state}: {state.message}"))
+    console.print(plain(f"{chain.config.name}: {state.state}: {state.message}"))
     return _status(state)
 
 
@@ -85,5 +85,5 @@ def _guarded(console: Console, chain: Chain, step: Callable[[Console, Chain], in
     try:
         return step(console, chain)
     except SharmillError as error:
-        console.print(Text(f"Error: {chain.config.name}: {error}", style="red"))
+        console.print(plain(f"Error: {chain.config.name}: {error}", style="red"))
         return _WRONG_USE if isinstance(error, ConfigError) else _FAILED

@@ -279,6 +279,7 @@ RECORDS = [
     line("null bytes, as after a power cut", "prepare/malformed", lambda good: good + bytes(512)),
     line("JSON in single quotes", "prepare/malformed", lambda good: good.replace(b'"', b"'")),
     line("a comma too many", "prepare/malformed", lambda good: good[:-1] + b",}"),
+    line("a record of 17 MiB", "prepare/malformed", _with_key(b'"long": "' + b"x" * (17 << 20) + b'"')),
     line("a comment", "prepare/malformed", lambda good: b"# " + good),
 ]  # fmt: skip
 

@@ -38,7 +38,7 @@ def refusal(path: Path, *overrides: str) -> str:
 def test_defaults_are_those_of_the_contract(write):
     config = load_config(write())
     assert config.max_reject_fraction == 0.5
-    assert (config.prepare.min_duration, config.prepare.max_duration, config.prepare.filters) == (0.1, None, {})
+    assert (config.prepare.min_duration, config.prepare.max_duration, config.prepare.filters) == (0.1, 600.0, {})
     assert (config.match.encoder, config.match.min_similarity, config.match.min_duration) == ("resemblyzer", 0.6, 3.0)
     assert (config.write.shard_size, config.write.audio_format, config.write.order) == (1000, "flac", "shuffle")
     assert config.encode.codecs == [CodecConfig(name="builtin", model="builtin")]

@@ -48,6 +48,7 @@ _BLOCK_SAMPLES: Final = 1 << 20
 _OGG_SERIAL: Final = 1
 _FLAC_MAX_ANY_RATE: Final = 65535  # beyond, only multiples of 10 Hz
 _MAX_FILTER_SIZE: Final = 1 << 23
+_MIN_SAMPLING_RATE: Final = 1000  # below, no speech is left
 _MAX_SAMPLING_RATE: Final = 655350  # of FLAC
 _UNKNOWN_LENGTH: Final = (1 << 63) - 1  # libsndfile's SF_COUNT_MAX
 # No frame of MPEG audio, ADPCM or GSM holds more; beyond it a header is corrupt and must not size an array.
@@ -258,7 +259,7 @@ def _open_sound(source: BinaryIO, name: str) -> Iterator[sf.SoundFile]:
 
 def _header(sound: sf.SoundFile, source: BinaryIO, name: str) -> AudioInfo:
     num_samples = sound.frames
-    if sound.samplerate > _MAX_SAMPLING_RATE:
+    if not _MIN_SAMPLING_RATE <= sound.samplerate <= _MAX_SAMPLING_RATE:
         raise RejectRecord("unreadable_audio", f"{name} claims a sampling rate of {sound.samplerate} Hz")
     if num_samples == _UNKNOWN_LENGTH:
         raise RejectRecord("unreadable_audio", f"{name} was written to a pipe and does not state its length")

@@ -16,7 +16,7 @@ import click
 
 import sharmill
 from sharmill.errors import ConfigError, SharmillError
-from sharmill.terminal import printable
+from sharmill.terminal import PrintableFormatter, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -251,7 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     # The run directory has the full logs; the terminal gets what must be seen.
     handler = logging.StreamHandler()
     handler.setLevel(logging.ERROR)
-    logging.basicConfig(handlers=[handler], format="%(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
     # A cluster ends jobs with SIGTERM: the same clean end as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -50,10 +50,11 @@ class PrepareConfig:
 
     ``filters`` maps a manifest key to a comparison with a number, such as ``cer: "<= 0.03"``. ``duration_tolerance``
     is how far the manifest and the audio header may be apart. ``require_text: false`` keeps untranscribed speech.
+    ``max_duration: null`` is no limit: a codec takes an utterance at once, and one of three hours more than 20 GB.
     """
 
     min_duration: float = 0.1
-    max_duration: float | None = None
+    max_duration: float | None = 600.0
     duration_tolerance: float = 0.1
     require_text: bool = True
     filters: dict[str, str] = field(default_factory=dict)
@@ -240,7 +241,10 @@ def _read_merged(kind: type, path: Path, overrides: Sequence[str]) -> dict[str, 
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from sharmill.yaml_limits import check_yaml
+
     try:
+        check_yaml(path)
         config = OmegaConf.load(path)
         for override in overrides:
             key, _, value = override.partition("=")

@@ -9,14 +9,13 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 from sharmill.engine.run import StageResult
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import UnitError
 from sharmill.pipeline import DatasetResult
-from sharmill.terminal import printable
+from sharmill.terminal import plain
 from sharmill.validate.findings import CODES, Finding
 
 _MAX_LINES = 10
@@ -64,7 +63,7 @@ class ProgressListener:
         self._advance(unit.cost)
 
     def unit_failed(self, unit: Unit, error: UnitError, attempts: int) -> None:
-        line = Text(printable(f"unit {unit.index} failed {attempts} times: {error.message}"), style="red")
+        line = plain(f"unit {unit.index} failed {attempts} times: {error.message}", style="red")
         self._console.print(line)
 
     def stage_ended(self, stage: Stage, result: StageResult) -> None:
@@ -96,39 +95,39 @@ class ProgressListener:
 
 def print_result(console: Console, result: DatasetResult) -> None:
     """The summary of a run over one dataset: accounts by stage, rejects by reason, failed units."""
-    table = Table(title=Text(result.config.name), title_justify="left")
+    table = Table(title=plain(result.config.name), title_justify="left")
     for column in ("stage", "in", "out", "rejected", "hours out"):
         table.add_column(column, justify="left" if column == "stage" else "right")
     reasons: Counter[str] = Counter()
     for stage, outcome in result.stages:
         if outcome.totals is None:
-            table.add_row(Text(stage.name), "", "", "", Text("failed", style="red"))
+            table.add_row(plain(stage.name), "", "", "", plain("failed", style="red"))
             continue
         totals = outcome.totals
         reasons.update(totals.rejects)
         numbers = (f"{totals.num_in}", f"{totals.num_out}", f"{totals.num_rejected}", f"{totals.hours:.3f}")
-        table.add_row(Text(stage.name), *numbers)
+        table.add_row(plain(stage.name), *numbers)
     console.print(table)
     if reasons:
         listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
-        console.print(Text(f"rejects: {listed} (see {result.config.run_dir}/rejects.jsonl)"))
+        console.print(plain(f"rejects: {listed} (see {result.config.run_dir}/rejects.jsonl)"))
     for stage, outcome in result.stages:
         for error in list(outcome.failures.values())[:_MAX_LINES]:
-            console.print(Text(printable(f"{stage.name}: unit {error.index} failed: {error.message}"), style="red"))
+            console.print(plain(f"{stage.name}: unit {error.index} failed: {error.message}", style="red"))
         if outcome.failures:
             sentence = f"tracebacks: {stage.dir.failures}; run the same command again to retry what failed"
-            console.print(Text(sentence))
+            console.print(plain(sentence))
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
     """A table of findings by kind, with the first examples."""
     if not findings:
-        console.print(Text("validation: no findings", style="green"))
+        console.print(plain("validation: no findings", style="green"))
         return
     table = Table(title=f"validation: {len(findings)} findings", title_justify="left")
     for column in ("finding", "count", "meaning", "first example"):
         table.add_column(column, overflow="fold")
     for code, count in Counter(finding.code for finding in findings).most_common():
         first = next(finding for finding in findings if finding.code == code)
-        table.add_row(code, str(count), CODES[code], Text(printable(f"{first.where}: {first.sentence}")))
+        table.add_row(code, str(count), CODES[code], plain(f"{first.where}: {first.sentence}"))
     console.print(table)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from sharmill.config import Config
 from sharmill.engine.balance import pack
@@ -18,6 +17,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError
 from sharmill.pipeline import check_config, make_stages
+from sharmill.terminal import plain
 from sharmill.write.stage import WriteStage
 
 # Speech as FLAC at 16 to 24 kHz takes 15 to 35 kB a second; codes add little. A round figure on the safe side.
@@ -28,11 +28,11 @@ def print_plan(console: Console, config: Config, ranks: int | None) -> None:
     """Prints a row per stage that can be planned now; the others depend on what comes before them."""
     check_config(config, stages=())
     count = ranks or len(os.sched_getaffinity(0))
-    table = Table(title=Text(config.name), title_justify="left")
+    table = Table(title=plain(config.name), title_justify="left")
     for column in ("stage", "units", "done", "left", f"largest of {count} ranks", "balance", "disk"):
         table.add_column(column, justify="left" if column == "stage" else "right")
     for stage in make_stages(config):
-        table.add_row(*(Text(cell) for cell in _row(stage, count)))
+        table.add_row(*(plain(cell) for cell in _row(stage, count)))
     console.print(table)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +36,11 @@ class SegmentReader:
     roots: tuple[Path, ...]
 
     def locate(self, segment: Segment) -> Location:
-        """Raises RejectRecord where the file is missing or unreadable, or the segment is empty."""
+        """Raises RejectRecord where the file is missing, unreadable or outside its root, or the segment is empty."""
         path = self.roots[segment.source] / segment.audio_filepath
+        # Again, since a link may have changed since the stage prepare saw it.
+        if not os.path.realpath(path).startswith(_real(self.roots[segment.source])):
+            raise RejectRecord("outside_root", "the audio path leaves the audio root by a symbolic link")
         info = audio.probe(path)
         if segment.whole_file:
             return Location(path, info, 0, info.num_samples)
@@ -56,3 +61,9 @@ class SegmentReader:
         if location.is_whole_file:
             return audio.read(location.path)
         return audio.read(location.path, location.start, location.num_samples)
+
+
+@lru_cache(maxsize=256)
+def _real(root: Path) -> str:
+    """Where an audio root lies, with the separator behind it."""
+    return os.path.join(os.path.realpath(root), "")  # noqa: PTH118 - a Path has no separator at its end

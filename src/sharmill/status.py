@@ -26,6 +26,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.worker import UnitError
 from sharmill.errors import ConfigError
 from sharmill.pipeline import make_stages
+from sharmill.terminal import plain
 
 SILENT_SECONDS = 300.0
 _MAX_FAILURES = 5
@@ -51,7 +52,7 @@ def print_status(console: Console, run_dir: Path) -> None:
     for status in statuses:
         if status.rejects:
             listed = ", ".join(f"{reason} {count}" for reason, count in Counter(status.rejects).most_common())
-            console.print(Text(f"{status.name} rejects: {listed}"))
+            console.print(plain(f"{status.name} rejects: {listed}"))
     for stage in stages:
         for line in _failure_lines(stage):
             console.print(line)
@@ -130,13 +131,13 @@ def _state(finished: bool, ranks: Sequence[RankProgress], failed: bool, queued: 
 
 
 def _table(title: str, statuses: Sequence[StageStatus]) -> Table:
-    table = Table(title=Text(title), title_justify="left")
+    table = Table(title=plain(title), title_justify="left")
     columns = ("stage", "state", "units", "done", "running", "failed", "left", "hours done", "hours/hour", "time left",
                "rejects")  # fmt: skip
     for column in columns:
         table.add_column(column, justify="left" if column in ("stage", "state") else "right")
     for status in statuses:
-        table.add_row(*(Text(cell) for cell in _cells(status)))
+        table.add_row(*(plain(cell) for cell in _cells(status)))
     return table
 
 
@@ -177,16 +178,16 @@ def _failure_lines(stage: Stage) -> Iterator[Text]:
     """A line for each of the first units that failed, and where their tracebacks are."""
     failures = _failures(stage)
     for error in failures[:_MAX_FAILURES]:
-        yield Text(f"{stage.name} unit {error.index} failed: {error.message}", style="red")
+        yield plain(f"{stage.name} unit {error.index} failed: {error.message}", style="red")
     if failures:
-        yield Text(f"{stage.name}: {len(failures)} units failed; tracebacks: {stage.dir.failures}", style="red")
+        yield plain(f"{stage.name}: {len(failures)} units failed; tracebacks: {stage.dir.failures}", style="red")
 
 
 def _chain_line(state: ChainState, run_dir: RunDir) -> Text:
     """How far the chain of a cluster has got."""
     since = datetime.fromtimestamp(run_dir.chain.stat().st_mtime)
     line = f"chain of jobs: {state.state} since {since:%Y-%m-%d %H:%M:%S}: {state.message}"
-    return Text(line, style="red" if state.state == "failed" else "")
+    return plain(line, style="red" if state.state == "failed" else "")
 
 
 def _rank_line(stage: str, rank: RankProgress) -> Text:
@@ -198,5 +199,5 @@ def _rank_line(stage: str, rank: RankProgress) -> Text:
         f"{rank.peak_memory_mb:.0f} MB, last sign of life {silent:.0f} s ago"
     )
     if not _is_silent(rank):
-        return Text(line)
-    return Text(f"{line}: SILENT", style="red")
+        return plain(line)
+    return plain(f"{line}: SILENT", style="red")

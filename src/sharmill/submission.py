@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.text import Text
 
 from sharmill.chain import Chain, ChainState, wait_for_end
 from sharmill.config import Config
@@ -16,6 +15,7 @@ from sharmill.executors.profile import ClusterProfile
 from sharmill.executors.slurm import SlurmExecutor
 from sharmill.pipeline import check_config, make_stages
 from sharmill.preview import plan_or_load
+from sharmill.terminal import plain
 
 _DONE, _FAILED, _WRONG_USE, _FINDINGS = 0, 1, 2, 3
 
@@ -57,9 +57,9 @@ def show_submission(
                 continue
             bins = executor.bins(stage, left)
             for line in _describe_balance(stage, bins, executor.arrays(len(bins))):
-                console.print(Text(f"{config.name}, {stage.name}: {line}"))
+                console.print(plain(f"{config.name}, {stage.name}: {line}"))
             # As it is: a script with wrapped lines would be another one.
-            console.print(Text(executor.script(stage, len(bins))), soft_wrap=True)
+            console.print(plain(executor.script(stage, len(bins))), soft_wrap=True)
             break
 
 
@@ -77,13 +77,13 @@ def _describe_balance(stage: Stage, bins: Sequence[Sequence[Unit]], arrays: Sequ
 
 def _start(console: Console, chain: Chain) -> int:
     state = chain.start()
-    console.print(Text(f"{chain.config.name}: {state.message}"))
+    console.print(plain(f"{chain.config.name}: {state.message}"))
     return _status(state) if state.state != "waiting" else _DONE
 
 
 def _finish(console: Console, chain: Chain) -> int:
     state = wait_for_end(chain)
-    console.print(Text(f"{chain.config.name}: {state.state}: {state.message}"))
+    console.print(plain(f"{chain.config.name}: {state.state}: {state.message}"))
     return _status(state)
 
 
@@ -97,5 +97,5 @@ def _guarded(console: Console, chain: Chain, step: Callable[[Console, Chain], in
     try:
         return step(console, chain)
     except SharmillError as error:
-        console.print(Text(f"Error: {chain.config.name}: {error}", style="red"))
+        console.print(plain(f"Error: {chain.config.name}: {error}", style="red"))
         return _WRONG_USE if isinstance(error, ConfigError) else _FAILED

@@ -38,22 +38,6 @@ def rejects(folder):
     return [json.loads(line) for line in (folder / "run/rejects.jsonl").read_text().splitlines()]
 
 
-def test_a_rate_without_a_common_divisor_costs_its_record_only(small_corpus, make_config, sharmill, tmp_path):
-    rates = {"a.wav": 16000, "b.wav": 16000, "c.wav": 16000, "odd.wav": 44101}
-    outcome = sharmill("run", make_config(tmp_path, **small_corpus(rates)), *STAGES)
-    assert outcome.returncode == 0, outcome.stderr + outcome.stdout
-    assert [(r["reason"], r["record"]["audio_filepath"]) for r in rejects(tmp_path)] == [
-        ("unsupported_rate", "odd.wav")
-    ]
-
-
-def test_a_rate_that_flac_cannot_hold_costs_its_record_only(small_corpus, make_config, sharmill, tmp_path):
-    rates = {"a.wav": 16000, "b.wav": 16000, "c.wav": 16000, "odd.wav": 65664}
-    outcome = sharmill("run", make_config(tmp_path, **small_corpus(rates)), *STAGES)
-    assert outcome.returncode == 0, outcome.stderr + outcome.stdout
-    assert {(r["stage"], r["reason"]) for r in rejects(tmp_path)} == {("write", "unsupported_rate")}
-
-
 def test_tags_are_made_canonical_and_a_blank_normalized_text_is_not_kept(
     small_corpus, make_config, sharmill, tmp_path, lhotse_cuts
 ):

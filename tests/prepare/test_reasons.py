@@ -67,7 +67,7 @@ CASES = [
     ("outside_root", {"audio_filepath": "pipe:touch marker"}, {}, "names a command, not a file"),
     ("outside_root", {"audio_filepath": "touch marker |"}, {}, "names a command, not a file"),
     ("outside_root", {"audio_filepath": "touch marker | "}, {}, "names a command, not a file"),
-    ("outside_root", {"audio_filepath": "a.wav\0"}, {}, "names a command, not a file"),
+    ("outside_root", {"audio_filepath": "a.wav\0"}, {}, "has a null character"),
 ]
 NOT_JSON = [
     (b"{", "the line is not JSON"),

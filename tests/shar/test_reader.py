@@ -248,19 +248,3 @@ def test_placeholders_leave_the_cut_without_the_field(damaged):
     repack(path, content)
     cuts = list(open_shar(damaged))
     assert [cut.has_custom("target_audio") for cut in cuts] == [True] * 3 + [False] + [True] * 3
-
-
-def test_a_cut_whose_recording_is_a_command_is_refused(built, tmp_path):
-    from dummies_shar import copy, reindex, rewrite
-
-    from sharmill.shar.fields import read_cuts
-
-    directory = copy(built.dataset, tmp_path / "copy")
-    path = directory / "cuts/cuts.000000.jsonl.gz"
-    cuts = list(read_cuts(path))
-    cuts[0]["recording"]["sources"][0] |= {"type": "command", "source": f"touch {tmp_path}/ran"}
-    rewrite(path, cuts)
-    reindex(directory)
-    with pytest.raises(DamagedShard, match="source of type"):
-        [cut.load_audio() for cut in open_shar(directory, [])]
-    assert not (tmp_path / "ran").exists()

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sharmill.store import stopping_errors
+from sharmill.terminal import PrintableFormatter
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -21,7 +22,7 @@ def logging_to(path: Path) -> Iterator[None]:
     with stopping_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setFormatter(PrintableFormatter(_FORMAT))
     root = logging.getLogger()
     sharmill = logging.getLogger("sharmill")
     level = sharmill.level

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import yaml
 
 from sharmill.errors import ConfigError
 from sharmill.models.describe import check_nemo_archive, first_line, require_package
@@ -85,6 +86,8 @@ def restore_model(model_class: type[ModelT], name: ModelName, parts: tuple[str, 
         raise
     except pickle.UnpicklingError as error:
         raise ConfigError(f"cannot load {name.name}: its weights are damaged, or more than tensors") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"cannot load {name.name}: its configuration is damaged, or more than values") from error
     except _loading_errors() as error:
         raise ConfigError(f"cannot load {name.name}: {first_line(error)}{_advice(name)}") from error
     if not isinstance(model, model_class):

@@ -10,6 +10,7 @@ changes the last frame or two, and only where the audio is not a whole number of
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,8 @@ def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
             model = _from_pretrained(source, name.name)
     except torch.OutOfMemoryError:
         raise
+    except pickle.UnpicklingError as error:
+        raise ConfigError(f"cannot load {name.name}: its weights are damaged, or more than tensors") from error
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot load {name.name}: {first_line(error)}{_advice(name)}") from error
     # Half-precision weights become float32, so that codes differ less between machines.

@@ -21,6 +21,8 @@ _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, "_skipme"}
 _REQUIRED = ("audio_filepath", "duration", "speaker")
 # Where the interpreter's own limit lies depends on the caller, so it would not be the same in every executor.
 _MAX_DEPTH = 100
+# A record this large is none, and would be carried through all stages and into the dataset.
+_MAX_BYTES = 16 << 20
 _TYPES: dict[str, tuple[type, ...]] = {
     "audio_filepath": (str,),
     "duration": (int, float),
@@ -122,6 +124,8 @@ def parse_record(line: bytes) -> dict[str, Any]:
     Raises:
         RejectRecord: ``malformed``.
     """
+    if len(line) > _MAX_BYTES:
+        raise RejectRecord("malformed", f"the line has {len(line):,} bytes, more than {_MAX_BYTES >> 20} MiB")
     try:
         record = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -23,8 +23,10 @@ class AudioRoot:
             RejectRecord: ``outside_root`` where the path leaves the root, by ``..``, by an absolute path or by a
                 symbolic link, or names a command.
         """
-        if audio_filepath.startswith("pipe:") or audio_filepath.rstrip().endswith("|") or "\0" in audio_filepath:
+        if audio_filepath.startswith("pipe:") or audio_filepath.rstrip().endswith("|"):
             raise RejectRecord("outside_root", "the audio path names a command, not a file")
+        if "\0" in audio_filepath:
+            raise RejectRecord("outside_root", "the audio path has a null character, which no path can have")
         path = PurePosixPath(audio_filepath)
         if path.is_absolute():
             path = self._below_root(path)

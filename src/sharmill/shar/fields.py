@@ -26,6 +26,10 @@ _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
+# A record has 16 MiB at most, and a cut has its text a few times. Without a limit a megabyte of gzip could be a line of
+# a gigabyte.
+_MAX_LINE_BYTES = 1 << 28
+
 _NO_DATA = "nodata"
 _NO_METADATA = "nometa"
 
@@ -62,8 +66,11 @@ def read_cuts(path: Path) -> Iterator[dict[str, Any]]:
             # gzip takes no bytes at all for an empty file.
             raise DamagedShard(f"{path}: the file has no bytes")
         stream.seek(0)
+        lines = gzip.GzipFile(fileobj=stream) if compressed else stream
         try:
-            for line in gzip.GzipFile(fileobj=stream) if compressed else stream:
+            while line := lines.readline(_MAX_LINE_BYTES + 1):
+                if len(line) > _MAX_LINE_BYTES:
+                    raise DamagedShard(f"{path}: a line of more than {_MAX_LINE_BYTES >> 20} MiB is no cut")
                 yield _decoder.decode(line)
         except (EOFError, zlib.error, gzip.BadGzipFile, *_NOT_JSON) as error:
             raise DamagedShard(f"{path}: {error}") from error

@@ -10,6 +10,7 @@ from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.fields import Item, read_cuts, read_field
 from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, read_shards
 from sharmill.shar.layout import BASE_FIELDS, CONTEXT_CODES, CUTS, TARGET_AUDIO, TARGET_CODES, codes_field
+from sharmill.shar.safety import disarm, forbidden_source
 
 if TYPE_CHECKING:
     from lhotse import CutSet, MonoCut
@@ -102,10 +103,9 @@ def _make_cut(values: dict[str, Any], shard: ShardRecord) -> MonoCut:
     if values.pop("type", "MonoCut") != "MonoCut":
         raise _damage(shard, f"{values.get('id')!r} is not a MonoCut")
     try:
-        kinds = {source["type"] for source in (values.get("recording") or {}).get("sources", ())}
-        if not kinds <= {"file", "shar"}:
-            # lhotse would run a command, or fetch a URL.
-            raise _damage(shard, f"the recording of {values.get('id')!r} has a source of type {sorted(kinds)}")
+        if found := forbidden_source(values):
+            raise _damage(shard, f"{values.get('id')!r} has {found}, which is not loaded")
+        disarm(values)
         return MonoCut.from_dict(values)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damage(shard, f"{values.get('id')!r} is not a cut: {error!r}") from error

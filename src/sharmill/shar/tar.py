@@ -161,9 +161,12 @@ def open_field(path: Path) -> BinaryIO:
     """A shard's file, opened for reading.
 
     Raises:
-        DamagedShard: it is not there.
+        DamagedShard: it is not there, or no file.
     """
     try:
+        # Before opening: a FIFO would wait for its writer.
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise DamagedShard(f"{path}: it is not a regular file")
         return path.open("rb")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise DamagedShard(f"{path}: {error.strerror}") from error

@@ -16,6 +16,8 @@ from sharmill.store import checksum
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_SHARDS = 1_000_000
+# A file with a longer line is no manifest, and would be read into memory as a whole.
+_MAX_LINE_BYTES = 64 << 20
 _BOMS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
@@ -45,7 +47,9 @@ class NemoSource:
         for file in self.files:
             begin = end = count = 0
             with file.open("rb") as stream:
-                for line in stream:
+                while line := stream.readline(_MAX_LINE_BYTES + 1):
+                    if len(line) > _MAX_LINE_BYTES:
+                        raise ConfigError(f"{file} has a line of more than 64 MiB: it is not lines of JSON")
                     end += len(line)
                     count += bool(line.strip())
                     if count == records_per_piece:

@@ -27,6 +27,7 @@ from sharmill.shar.layout import (
     context_id,
     shard_file,
 )
+from sharmill.shar.safety import forbidden_source
 from sharmill.store import checksum
 from sharmill.validate.findings import Finding
 
@@ -140,6 +141,8 @@ def _provenance_problem(cut: dict[str, Any]) -> str | None:
     (supervision,), recording = cut["supervisions"], cut["recording"]
     (source,) = recording["sources"]
     path = PurePosixPath(source["source"])
+    if found := forbidden_source(cut):
+        return f"it has {found}, which must not be loaded"
     if cut["type"] != "MonoCut":
         return f"it is a {cut['type']}"
     if cut["channel"] != 0 or supervision["channel"] != 0:

@@ -1,0 +1,140 @@
+"""Every kind of odd or bad input through the real stages in one run: in the dataset, or in the rejects with its reason.
+
+The kinds and their outcomes are the tables of ``odd_inputs`` and ``odd_manifests``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from odd_inputs import KINDS
+from odd_kinds import OUTPUT, Kind
+from odd_manifests import WHOLE_INPUTS
+from odd_run import OddRun, describe, read_cuts, run_kinds, run_sharmill, run_whole_input, without_privileges
+
+from sharmill.errors import REASONS
+from sharmill.shar import open_shar
+
+pytestmark = pytest.mark.e2e
+
+# What has a dozen tests of its own, and needs voices that differ, a filter or no companion at all.
+ELSEWHERE = {"filtered", "no_similar_context", "no_long_context"}
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory) -> OddRun:
+    return run_kinds(tmp_path_factory.mktemp("odd"))
+
+
+def by_name(kind):
+    return kind.name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+def test_kind(kind: Kind, odd: OddRun):
+    if kind.name in odd.absent:
+        pytest.skip(f"cannot be made here: {odd.absent[kind.name]}")
+    assert sorted(ending.outcome for ending in odd.endings.get(kind.name, [])) == sorted(kind.outcomes)
+
+
+def test_the_run_goes_on(odd: OddRun):
+    assert [process.returncode for process in odd.processes] == [0] * 4
+    assert all("Traceback" not in process.stderr for process in odd.processes)
+    assert "validation: no findings" in odd.processes[-1].stdout
+
+
+def test_the_sums_agree(odd: OddRun):
+    """Stage by stage, and with the lines of the manifest."""
+    totals = {}
+    for stage in ("prepare", "match", "write", "encode/builtin", "validate"):
+        totals[stage] = json.loads((odd.folder / "run" / stage / "done.json").read_bytes())
+    rejects = [json.loads(line) for line in (odd.folder / "run/rejects.jsonl").read_bytes().splitlines()]
+    came = sum(bool(line.strip()) if isinstance(line, bytes) else 1 for line in odd.records)
+    for stage, numbers in totals.items():
+        assert numbers["num_in"] == came
+        own = Counter(reject["reason"] for reject in rejects if reject["stage"] == stage)
+        assert numbers["rejects"] == own
+        came -= sum(own.values())
+        assert numbers["num_out"] == came
+    assert len(read_cuts(odd.folder / "dataset")) == came
+
+
+def test_rejects_have_their_records_as_they_came(odd: OddRun):
+    """Objects as objects, and lines that are none as text; a duplicate is named as its original is."""
+    written = [record if isinstance(record, bytes) else json.dumps(record).encode() for record in odd.records]
+    texts = {line.strip().decode("utf-8", "replace") for line in written}
+    objects = [record for record in odd.records if isinstance(record, dict)]
+    endings = [ending for endings in odd.endings.values() for ending in endings]
+    checked = [e.record for e in endings if e.outcome.startswith("prepare/") and "duplicate" not in e.outcome]
+    assert len(checked) >= 90
+    for record in checked:
+        assert record in (texts if isinstance(record, str) else objects)
+
+
+def test_no_command_ran(odd: OddRun):
+    assert not list(odd.folder.rglob("ran"))
+
+
+def test_every_reason_is_in_the_table():
+    reasons = {outcome.split("/")[1] for kind in KINDS for outcome in kind.outcomes if outcome != OUTPUT}
+    assert reasons == REASONS.keys() - ELSEWHERE
+
+
+def test_the_names_of_kinds_are_unique():
+    assert max(Counter(kind.name for kind in KINDS).values()) == 1
+
+
+def test_text_and_names_are_kept_to_the_letter(odd: OddRun):
+    cuts = {cut["supervisions"][0]["custom"]["kind"]: cut for cut in read_cuts(odd.folder / "dataset")}
+    kept = [record for record in odd.records if isinstance(record, dict) and record["kind"] in cuts]
+    texts = {record["kind"]: record["text"] for record in kept}
+    for kind in ("text of 100,000 characters", "text with terminal escapes", "text with null characters and newlines"):
+        assert cuts[kind]["supervisions"][0]["text"] == texts[kind]
+    named = {record["kind"]: record["audio_filepath"] for record in kept if record["kind"].startswith("a name ")}
+    assert len(named) >= 12
+    for kind, path in named.items():
+        assert cuts[kind]["recording"]["sources"][0]["source"] == path
+
+
+def test_of_a_key_that_comes_twice_the_last_one_counts(odd: OddRun):
+    (ending,) = odd.endings["the same key twice: the last one counts"]
+    assert ending.record["supervisions"][0]["text"] == "the last one"
+
+
+def test_own_readers_and_plain_lhotse_read_every_cut(odd: OddRun, lhotse_cuts):
+    dataset = odd.folder / "dataset"
+    ids = [cut["id"] for cut in read_cuts(dataset)]
+    assert len(set(ids)) == len(ids)
+    assert [cut.id for cut in open_shar(dataset)] == ids
+    for cut, number in zip(lhotse_cuts(dataset, "builtin"), range(len(ids)), strict=True):
+        assert cut.id == ids[number]
+        for samples in (cut.load_target_audio(), cut.load_context_audio()):
+            assert np.isfinite(samples).all()
+        assert cut.target_codes.load().shape[1] > 0
+
+
+def test_the_deep_check_finds_nothing_either(odd: OddRun):
+    checked = run_sharmill("validate", odd.folder / "dataset", "--deep", "--workers", "1", cwd=odd.folder)
+    assert (checked.returncode, "no findings" in checked.stdout) == (0, True), checked.stdout + checked.stderr
+
+
+def test_the_table_has_a_row_for_each_kind(odd: OddRun):
+    rows = [describe(kind, odd) for kind in KINDS]
+    for kind, (name, outcome, sentence) in zip(KINDS, rows, strict=True):
+        assert name == kind.name
+        if kind.name not in odd.absent:
+            assert set(outcome.split(", ")) == set(kind.outcomes or ["no record"])
+            assert bool(sentence) == bool(kind.outcomes)
+
+
+@pytest.mark.parametrize("whole", WHOLE_INPUTS, ids=by_name)
+def test_whole_input(whole, tmp_path):
+    if "may not be" in whole.name and without_privileges() is None:
+        pytest.skip("root may read everything here")
+    ended = run_whole_input(tmp_path, whole)
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("Error")]
+    assert whole.says in line
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (whole.status, 1)

@@ -1,0 +1,338 @@
+"""A dataset from a stranger: reading and checking it runs nothing, writes nothing, and needs no memory that it names.
+
+Each attack goes to ``open_shar``, which must refuse it or be unharmed, and to the checker, which must find it.
+(An index that names files outside of the dataset: see ``tests/shar/test_reader.py``.)
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import odd_audio as odd
+import pytest
+from dummies_shar import copy, lines, reindex, rewrite, run, snapshot
+
+from sharmill.engine.rundir import RunDir
+from sharmill.errors import DamagedShard
+from sharmill.shar import open_shar
+from sharmill.shar.fields import FieldWriter, Item, read_field
+from sharmill.validate.stage import ValidateStage
+
+CUTS = "cuts/cuts.000000.jsonl.gz"
+TARGETS = "target_audio/recording.000000.tar"
+CODES = "codes_toy/target_codes/codes.000000.tar"
+
+
+@pytest.fixture
+def dataset(built, tmp_path, monkeypatch):
+    """A copy to spoil; whatever is written to the current folder is seen."""
+    folder = tmp_path / "current/one/two"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    return copy(built.dataset, tmp_path / "dataset")
+
+
+def check(dataset: Path) -> set[str]:
+    """The codes of what the checker finds."""
+    stage = ValidateStage(dataset, RunDir(dataset.parent / "check"), deep=True)
+    assert run(stage).ok
+    return {finding.code for finding in stage.findings()}
+
+
+def load_all(dataset: Path, fields: list[str] | None = None) -> None:
+    """Everything that a training script might touch."""
+    for cut in open_shar(dataset, fields):
+        for name in ("audio", "target_audio", "context_audio", "target_codes", "context_codes", "extra"):
+            if name == "audio" or cut.has_custom(name):
+                getattr(cut, f"load_{name}")()
+
+
+def change_cut(dataset: Path, change) -> None:
+    cuts = lines(dataset / CUTS)
+    change(cuts[0])
+    rewrite(dataset / CUTS, cuts)
+    reindex(dataset)
+
+
+class Bomb:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+def recording(kind: str, source: str) -> dict:
+    sources = [{"type": kind, "channels": [0], "source": source}]
+    return {"id": "x", "sources": sources, "sampling_rate": 16000, "num_samples": 16000, "duration": 1.0}
+
+
+def array(kind: str, path: str = "", key: str = "") -> dict:
+    return {"storage_type": kind, "storage_path": path, "storage_key": key, "shape": [1]}
+
+
+def features() -> dict:
+    return {"type": "fbank", "num_frames": 1, "num_features": 1, "frame_shift": 0.01, "sampling_rate": 16000,
+            "start": 0, "duration": 1, "storage_type": "kaldiio", "storage_path": "x", "storage_key": "y"}  # fmt: skip
+
+
+FORBIDDEN = {
+    "a recording of a command": (lambda cut: cut.update(recording=recording("command", "touch ran")), "command"),
+    "a recording of a URL": (lambda cut: cut.update(recording=recording("url", "http://127.0.0.1:9/a.wav")), "url"),
+    "a field of the cut that is a command": (
+        lambda cut: cut["custom"].update(target_audio=recording("command", "touch ran")), "command"),
+    "another key of the cut that is a command": (
+        lambda cut: cut["custom"].update(extra=recording("command", "touch ran")), "command"),
+    "a key of the supervision that is a command": (
+        lambda cut: cut["supervisions"][0]["custom"].update(extra=recording("command", "touch ran")), "command"),
+    "codes that are a pickle": (lambda cut: cut["custom"].update(target_codes=array("memory_raw")), "memory_raw"),
+    "an array that is a pickle": (lambda cut: cut["custom"].update(extra=array("memory_raw")), "memory_raw"),
+    "an array from Kaldi": (
+        lambda cut: cut["custom"].update(extra={"array": array("kaldiio", "pipe:touch ran |"), "temporal_dim": 0,
+                                                "frame_shift": 0.1, "start": 0}), "kaldiio"),
+    "features from Kaldi": (lambda cut: cut.update(features=features()), "kaldiio"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "what"), FORBIDDEN.values(), ids=FORBIDDEN.keys())
+@pytest.mark.parametrize("fields", [None, []], ids=["all fields", "cuts only"])
+def test_what_lhotse_would_run_is_refused(dataset, tmp_path, change, what, fields):
+    change_cut(dataset, change)
+    with pytest.raises(DamagedShard, match=what):
+        load_all(dataset, fields)
+    assert "bad_cut" in check(dataset)
+    assert not list(tmp_path.rglob("ran"))
+
+
+def test_a_file_name_for_a_shell_is_not_loaded(dataset, tmp_path):
+    """lhotse reads .sph through a shell that sees the name as it stands, and ours only tell where audio came from."""
+    change_cut(dataset, lambda cut: cut["recording"]["sources"][0].update(source="x;touch ran;x.SPH"))
+    first = next(iter(open_shar(dataset, [])))
+    with pytest.raises(Exception, match=r"Shar|shar"):
+        first.load_audio()
+    assert first.recording.sources[0].source == "x;touch ran;x.SPH"
+    load_all(dataset)
+    assert not list(tmp_path.rglob("ran"))
+
+
+def test_sources_beside_the_audio_are_not_used(dataset, tmp_path):
+    """The metadata in the archive names a command: the audio beside it is what counts."""
+    items = list(read_field(dataset / TARGETS))
+    with FieldWriter(dataset / TARGETS) as writer:
+        for item in items:
+            metadata = item.metadata | {"sources": recording("command", "touch ran")["sources"]}
+            writer.add(Item(item.cut_id, item.extension, item.data, metadata))
+    reindex(dataset)
+    load_all(dataset)
+    assert not list(tmp_path.rglob("ran"))
+
+
+def npy(data: np.ndarray, **options) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, data, **options)
+    return stream.getvalue()
+
+
+def npy_claiming(shape: str) -> bytes:
+    header = f"{{'descr': '<i2', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header
+
+
+def put_codes(dataset: Path, data: bytes) -> None:
+    first, *rest = read_field(dataset / CODES)
+    with FieldWriter(dataset / CODES) as writer:
+        for item in (Item(first.cut_id, "npy", data, first.metadata), *rest):
+            writer.add(item)
+    reindex(dataset)
+
+
+@pytest.mark.parametrize("kind", ["objects", "a bare pickle"])
+def test_pickled_arrays_are_refused(dataset, tmp_path, kind):
+    bomb = Bomb(str(tmp_path / "ran"))
+    objects = npy(np.array([bomb], dtype=object), allow_pickle=True)
+    put_codes(dataset, objects if kind == "objects" else pickle.dumps(bomb))
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(ValueError, match="allow_pickle"):
+        load_all(dataset)
+    assert "bad_codes" in check(dataset)
+    assert not (tmp_path / "ran").exists()
+
+
+def member(name: str, data: bytes = b"x", kind: bytes = tarfile.REGTYPE) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.type, info.size, info.linkname = kind, len(data), "/etc/passwd"
+    return info, data
+
+
+def put_members(path: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
+    """Puts members before those that are there."""
+    with tarfile.open(path) as old:
+        kept = [(info, old.extractfile(info).read()) for info in old]
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as new:
+        for info, data in [*members, *kept]:
+            new.addfile(info, io.BytesIO(data))
+
+
+HOSTILE_MEMBERS = {
+    "an absolute name": [member("/tmp/sharmill-escape.flac"), member("/tmp/sharmill-escape.json", b"{}")],
+    "'..'": [member("../../escape.flac"), member("../../escape.json", b"{}")],
+    "a symbolic link": [member("a.flac", b"", tarfile.SYMTYPE)],
+    "a hard link": [member("a.flac", b"", tarfile.LNKTYPE)],
+    "a device": [member("a.flac", b"", tarfile.CHRTYPE)],
+    "a FIFO": [member("a.flac", b"", tarfile.FIFOTYPE)],
+    "a folder": [member("../a", b"", tarfile.DIRTYPE)],
+}
+
+
+@pytest.mark.parametrize("members", HOSTILE_MEMBERS.values(), ids=HOSTILE_MEMBERS.keys())
+def test_members_are_never_written_and_never_followed(dataset, tmp_path, members):
+    put_members(dataset / TARGETS, members)
+    reindex(dataset)
+    before = snapshot(tmp_path)
+    with pytest.raises(DamagedShard):
+        load_all(dataset)
+    assert snapshot(tmp_path) == before
+    assert check(dataset) & {"wrong_id", "wrong_count", "damaged"}
+    written = {name for name in snapshot(tmp_path) if not name.startswith("check/")}
+    assert written == set(before)
+    assert not Path("/tmp/sharmill-escape.flac").exists()
+
+
+def test_ids_like_paths_are_ids(dataset, tmp_path):
+    """Cut and member agree on a name that leads out of every folder: it names nothing on disk."""
+    cuts = lines(dataset / CUTS)
+    bad = "cut-../../../escape-0.00-1.00"
+    old, cuts[0]["id"] = cuts[0]["id"], bad
+    rewrite(dataset / CUTS, cuts)
+    for path in dataset.rglob("*.000000.tar"):
+        items = list(read_field(path))
+        with FieldWriter(path) as writer:
+            for item in items:
+                name = bad if item.cut_id == old else item.cut_id
+                writer.add(Item(name, item.extension, item.data, item.metadata))
+    reindex(dataset)
+    before = snapshot(tmp_path)
+    load_all(dataset)
+    assert snapshot(tmp_path) == before
+    assert "bad_cut" in check(dataset)
+    assert {name for name in snapshot(tmp_path) if not name.startswith("check/")} == set(before)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [CUTS, TARGETS, CODES])
+def test_a_fifo_in_place_of_a_file_hangs_nobody(dataset, name):
+    (dataset / name).unlink()
+    os.mkfifo(dataset / name)
+    with pytest.raises(DamagedShard, match="not a regular file"):
+        load_all(dataset)
+    assert "missing_file" in check(dataset)
+
+
+def bounded(dataset: Path) -> subprocess.CompletedProcess[str]:
+    """Reads and checks a dataset in a process that may have 1 GiB more than its libraries need."""
+    script = """
+import resource, sys
+from pathlib import Path
+import lhotse, torch, torchaudio
+sys.path.insert(0, sys.argv[2])
+from dummies_shar import run
+from sharmill.engine.rundir import RunDir
+from sharmill.errors import DamagedShard
+from sharmill.shar import open_shar
+from sharmill.validate.stage import ValidateStage
+size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30),) * 2)
+dataset = Path(sys.argv[1])
+try:
+    for cut in open_shar(dataset):
+        cut.load_target_audio(), cut.load_target_codes(), cut.load_context_audio(), cut.load_context_codes()
+    print("read")
+except (DamagedShard, ValueError, MemoryError) as error:
+    print("refused")
+stage = ValidateStage(dataset, RunDir(dataset.parent / "check"), deep=True)
+result = run(stage)
+print(sorted({finding.code for finding in stage.findings()}) if result.ok else result.failures)
+"""
+    command = [sys.executable, "-c", script, str(dataset), str(Path(__file__).parents[1] / "dummies")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def _cuts_of(data: bytes, repeat: int) -> bytes:
+    """Gzip of ``data`` again and again, made without holding it."""
+    stream = io.BytesIO()
+    with gzip.GzipFile(fileobj=stream, mode="wb", mtime=0, compresslevel=6) as packed:
+        for _ in range(repeat):
+            packed.write(data)
+    return stream.getvalue()
+
+
+def _claim_in_tar(dataset: Path, size: int) -> None:
+    info = tarfile.TarInfo("a.flac")
+    info.size = size
+    path = dataset / TARGETS
+    path.write_bytes(info.tobuf(tarfile.GNU_FORMAT) + path.read_bytes())
+
+
+def _long_name(dataset: Path) -> None:
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 1 << 40
+    path = dataset / TARGETS
+    path.write_bytes(info.tobuf(tarfile.GNU_FORMAT) + path.read_bytes())
+
+
+def _audio(dataset: Path, data: bytes, extension: str, num_samples: int) -> None:
+    """Audio, and metadata that agrees with what its header claims."""
+    first, *rest = read_field(dataset / TARGETS)
+    metadata = first.metadata | {"num_samples": num_samples, "duration": num_samples / 16000}
+    with FieldWriter(dataset / TARGETS) as writer:
+        for item in (Item(first.cut_id, extension, data, metadata), *rest):
+            writer.add(item)
+
+
+# What makes it, what the reader does, what the checker finds.
+OVERSIZED = {
+    "an array of a petabyte": (lambda d: put_codes(d, npy_claiming("(3, 200000000000000)")), "refused", "bad_codes"),
+    "an array of 20 GB": (lambda d: put_codes(d, npy_claiming("(1, 10000000000)")), "refused", "bad_codes"),
+    "a member of 8 exabytes": (lambda d: _claim_in_tar(d, 1 << 63), "refused", "damaged"),
+    "a member of 7 GB": (lambda d: _claim_in_tar(d, 7 << 30), "refused", "damaged"),
+    "a name of a terabyte": (_long_name, "refused", "damaged"),
+    "a cut of 3 GB in gzip": (
+        lambda d: (d / CUTS).write_bytes(_cuts_of(b" " * (1 << 20), 3 << 10)), "refused", "damaged"),
+    "JSON of 100,000 levels": (
+        lambda d: (d / CUTS).write_bytes(gzip.compress(b'{"a":' * 100_000 + b"1" + b"}" * 100_000)),
+        "refused", "damaged"),
+    # The reader takes the part that the cut asks for, which is there.
+    "a WAV that claims 2^32 bytes": (
+        lambda d: _audio(d, odd.wav(data_size=2**32 - 64), "wav", 2**31 - 32), "read", "bad_audio"),
+    "a FLAC that claims 2^32 samples": (
+        lambda d: _audio(d, odd.flac_claiming(2**32), "flac", 2**32), "read", "bad_audio"),
+    "a FLAC that claims 2^36 samples": (
+        lambda d: _audio(d, odd.flac_claiming(2**36 - 1), "flac", 2**36 - 1), "read", "bad_audio"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "ending", "code"), OVERSIZED.values(), ids=OVERSIZED.keys())
+def test_sizes_that_are_only_claimed_cost_no_memory(dataset, make, ending, code):
+    make(dataset)
+    reindex(dataset)
+    ended = bounded(dataset)
+    assert ended.returncode == 0, ended.stderr
+    read, found = ended.stdout.splitlines()
+    assert read == ending
+    assert code in json.loads(found.replace("'", '"'))
+
+
+def test_the_limit_on_memory_lets_a_good_dataset_through(dataset):
+    ended = bounded(dataset)
+    assert ended.stdout.splitlines() == ["read", "[]"], ended.stderr

@@ -1,0 +1,163 @@
+"""A manifest from a stranger: it runs nothing, leaves the audio root by no way, and says nothing to the terminal.
+
+All kinds of bad input, commands and paths among them, go through a whole run in ``tests/e2e/test_input_kinds.py``.
+There is no report in HTML; text goes into JSON and to the terminal only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import unicodedata
+
+import msgspec
+import pytest
+from dummies_shar import Project, lines, put, reindex, rewrite, run, voice
+
+from sharmill.cli import main
+from sharmill.config import to_yaml
+from sharmill.engine.worker import UnitError
+from sharmill.errors import RejectRecord
+from sharmill.executors.logs import logging_to
+from sharmill.manifest import Segment
+from sharmill.match.stage import matched_manifest
+from sharmill.segments import SegmentReader
+from sharmill.shar import open_shar
+from sharmill.terminal import plain, printable
+from sharmill.write.stage import WriteStage
+
+# Clears the screen, names the window, rings, turns the line around, ends the line; C1 controls; HTML; rich's markup.
+NASTY = "\x1b[2J\x1b]0;owned\x07\u202egnp\r\b\x9b31m\x7f\u2066<script>alert(1)</script>[red]x[/red]"
+
+
+def controls(text: str) -> list[str]:
+    return sorted({char for char in text if unicodedata.category(char) in ("Cc", "Cf") and char not in "\n\t"})
+
+
+def test_the_text_is_nasty():
+    assert len(controls(NASTY)) == 8
+
+
+@pytest.fixture
+def project(tmp_path):
+    """Two utterances whose names, texts and further keys are nasty."""
+    project = Project(tmp_path)
+    for number in range(2):
+        name = f"{number}{NASTY}".replace("/", "|")
+        put(tmp_path / "plain.wav", voice(4.0, seed=number)).rename(_parent(project.root / f"{name}.wav"))
+        project.add(f"{name}.wav", duration=4.0, text=NASTY, speaker="anna", **{NASTY: NASTY})
+    return project
+
+
+def _parent(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def command_line(capsys, *arguments) -> tuple[int, str]:
+    """Exit status and all that the command says."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    said = capsys.readouterr()
+    return ended.value.code or 0, said.out + said.err
+
+
+def write_config(project, **changes):
+    path = project.folder / "config.yaml"
+    changes = {"executor": {"workers": 1}, "encode": {"codecs": []}, "match": {"min_similarity": -1.0}} | changes
+    path.write_bytes(to_yaml(project.configure(**changes)))
+    return path
+
+
+def test_run_status_and_validate_say_nothing_to_the_terminal(project, capsys):
+    config = write_config(project)
+    status, said = command_line(capsys, "run", config)
+    assert (status, controls(said)) == (0, [])
+    assert [cut.supervisions[0].text for cut in open_shar(project.dataset)] == [NASTY] * 2
+    status, said = command_line(capsys, "status", project.run_dir)
+    assert (status, controls(said)) == (0, [])
+    # A name of the manifest is what the checker names first.
+    (project.dataset / "target_audio/recording.000000.tar").write_bytes(b"")
+    status, said = command_line(capsys, "validate", project.dataset, "--workers", "1")
+    assert (status, controls(said)) == (3, [])
+
+
+def test_findings_that_name_a_cut_say_nothing_to_the_terminal(project, capsys):
+    assert command_line(capsys, "run", write_config(project))[0] == 0
+    cuts = project.dataset / "cuts/cuts.000000.jsonl.gz"
+    rewrite(cuts, [cut | {"duration": 99.0} for cut in lines(cuts)])
+    reindex(project.dataset)
+    status, said = command_line(capsys, "validate", project.dataset, "--workers", "1")
+    assert (status, controls(said)) == (3, [])
+    assert "<script>" in said.replace("\n", "").replace("│", "").replace(" ", "")
+
+
+def test_rejects_say_nothing_to_the_terminal(project, capsys):
+    for path in project.root.iterdir():
+        path.write_text("no audio")
+    status, said = command_line(capsys, "run", write_config(project))
+    assert (status, controls(said)) == (1, [])
+    assert "unreadable_audio 2" in said
+
+
+def test_units_that_fail_say_nothing_to_the_terminal(project, capsys):
+    """What ``status`` shows of them comes from a file of the run directory."""
+    config = write_config(project)
+    assert command_line(capsys, "run", config, "prepare")[0] == 0
+    failures = project.run_dir / "prepare/failures.jsonl"
+    failures.write_bytes(msgspec.json.encode(UnitError(0, f"OSError: {NASTY}", "")) + b"\n")
+    status, said = command_line(capsys, "status", project.run_dir)
+    assert (status, controls(said)) == (0, [])
+    assert "<script>alert(1)</script>[red]x[/red]" in said
+
+
+def test_logs_of_ranks_say_nothing_to_the_terminal(tmp_path):
+    with logging_to(tmp_path / "rank.log"):
+        logging.getLogger("sharmill.test").warning("bad name %s", NASTY)
+    said = (tmp_path / "rank.log").read_text()
+    assert controls(said) == []
+    assert "<script>alert(1)</script>" in said
+
+
+def test_what_is_printable_stays_as_it_is():
+    assert printable("größe 日本 🎤\tx\n") == "größe 日本 🎤\tx\n"
+    assert plain("[bold]x[/bold]").plain == "[bold]x[/bold]"
+
+
+def test_rejects_are_json_whatever_the_text(project, capsys):
+    for path in project.root.iterdir():
+        path.write_text("no audio")
+    assert command_line(capsys, "run", write_config(project, max_reject_fraction=1.0), "prepare")[0] == 0
+    rejects = [json.loads(line) for line in (project.run_dir / "rejects.jsonl").read_bytes().splitlines()]
+    assert [reject["record"]["text"] for reject in rejects] == [NASTY] * 2
+
+
+def test_a_matched_manifest_cannot_leave_the_audio_root(project, tmp_path):
+    """Nor one that somebody has edited between the stages: each path is looked at where its audio is read."""
+    put(tmp_path / "outside.wav", voice(4.0))
+    config = project.configure(match={"min_duration": 0.0})
+    utterances = project.match_by_hand(config)
+    paths = ["../outside.wav", str(tmp_path / "outside.wav")]
+    for utterance, path in zip(utterances, paths, strict=True):
+        utterance.audio_filepath = path
+    matched_manifest(config).write_bytes(b"".join(u.to_json() + b"\n" for u in utterances))
+    assert run(WriteStage(config)).ok
+    assert [reject["reason"] for reject in project.rejects("write")] == ["outside_root"] * 2
+    assert list(open_shar(project.dataset)) == []
+
+
+def test_a_root_that_begins_like_another_is_another(tmp_path):
+    put(tmp_path / "audio2/a.wav", voice(1.0))
+    (tmp_path / "audio").mkdir()
+    (tmp_path / "audio/a.wav").symlink_to(tmp_path / "audio2/a.wav")
+    with pytest.raises(RejectRecord, match="outside_root"):
+        SegmentReader((tmp_path / "audio",)).read(Segment(0, "a.wav", 0.0, 1.0, True))
+
+
+def test_the_speaker_tag_of_a_record_is_text(tmp_path, capsys):
+    project = Project(tmp_path)
+    for number in range(2):
+        project.add(f"{number}.wav", voice(4.0, seed=number), speaker="$(touch${IFS}ran)\x1b[2J")
+    status, said = command_line(capsys, "run", write_config(project))
+    assert (status, controls(said)) == (0, [])
+    assert not list(tmp_path.rglob("ran"))

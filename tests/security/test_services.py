@@ -1,0 +1,62 @@
+"""What listens on the network: nothing of sharmill's own, and Ray's head on loopback unless nodes lie apart.
+
+No cluster is started here; ``tests/ray`` has one, on 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sharmill.executors.ray_node import LOOPBACK_VARIABLE, node_command
+
+REPOSITORY = Path(__file__).parents[2]
+SOURCES = [path for folder in ("src", "jobs", "pipelines") for path in sorted((REPOSITORY / folder).rglob("*"))
+           if path.suffix in (".py", ".sbatch", ".sh")]  # fmt: skip
+SERVER = re.compile(r"\.listen\(|http\.server|socketserver|TCPServer|start_server|uvicorn|flask|\.serve\(", re.I)
+
+
+def options(command: list[str]) -> dict[str, str]:
+    return dict(part[2:].split("=", 1) for part in command if part.startswith("--") and "=" in part)
+
+
+@pytest.fixture
+def head(tmp_path):
+    """Returns a function: address of the head, node number -> the options of the node's command."""
+
+    def make(address: str, node: int = 0) -> dict[str, str]:
+        return options(node_command(address, 6379, tmp_path, {"SLURM_NODEID": str(node), "SLURM_CPUS_PER_TASK": "2"}))
+
+    return make
+
+
+def test_the_head_of_one_machine_stays_on_loopback(head):
+    assert head("127.0.0.1")["node-ip-address"] == "127.0.0.1"
+    assert head("127.0.0.1", node=1)["node-ip-address"] == "127.0.0.1"
+
+
+def test_no_head_has_a_dashboard(head):
+    for address in ("127.0.0.1", "10.0.0.7"):
+        assert head(address)["include-dashboard"] == "false"
+
+
+def test_no_node_listens_on_every_address_by_its_options(head):
+    for node in (0, 1):
+        assert not {"0.0.0.0", "::", ""} & set(head("127.0.0.1", node).values())
+
+
+def test_a_cluster_in_an_allocation_asks_for_a_token_of_its_own():
+    script = (REPOSITORY / "jobs/sbatch/ray.sbatch").read_text()
+    started = script.index('sharmill.executors.ray_node "$head_address"')
+    assert script.index("export RAY_AUTH_MODE=token") < started
+    assert script.index("secrets.token_hex(32)") < started
+    # Where all nodes are one machine, Ray is told to believe it.
+    assert f"127.*) export {LOOPBACK_VARIABLE}=" in script[:started]
+
+
+def test_nothing_of_our_own_listens():
+    assert len(SOURCES) > 100
+    texts = {path: path.read_text(encoding="utf-8") for path in SOURCES}
+    assert [path for path, text in texts.items() if SERVER.search(text) or "0.0.0.0" in text] == []

@@ -1,6 +1,6 @@
 """Training that is killed and goes on: real processes with real loaders, on other numbers of ranks and workers.
 
-``python tests/dummies/dummies_schedules.py DATASET FOLDER SCHEDULES`` runs many and says how each went.
+``python tests/dummies/dummies_schedules.py DATASET FOLDER FIRST LAST`` runs those of many seeds and says how each went.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Setting:
     folder: Path
     seed: int
     bucketing: bool
+    limit: int
 
 
 def rank_process(setting: Setting, attempt: int, rank: int, world_size: int, num_workers: int) -> None:
@@ -52,6 +53,8 @@ def rank_process(setting: Setting, attempt: int, rank: int, world_size: int, num
         used.extend(batch)
         checkpoint.with_suffix(".tmp").write_text(json.dumps({"used": used, "loader": loader.state_dict()}))
         checkpoint.with_suffix(".tmp").replace(checkpoint)
+        if len(used) >= setting.limit:
+            signal.pause()  # enough: the others need the cores
 
 
 def buckets(cuts):
@@ -70,16 +73,16 @@ def describe(made) -> list:
     return [[cut.shar_position[0], cut.id] for cut in (made if isinstance(made, CutSet) else [made])]
 
 
-def run_attempt(setting: Setting, attempt: int, rng: random.Random, ids: int) -> tuple[list, int, int]:
+def run_attempt(setting: Setting, attempt: int, rng: random.Random, max_ranks: int) -> tuple[list, int, int]:
     """Starts ranks, kills them at some moment, and leaves their merged state for the next; what they used."""
     from sharmill.shar.loading import merge_loader_states
 
-    world_size, num_workers = rng.randint(1, 8), rng.randint(0, 3)
+    world_size, num_workers = rng.randint(1, max_ranks), rng.randint(0, 3)
     processes = [
         CONTEXT.Process(target=rank_process, args=(setting, attempt, rank, world_size, num_workers))
         for rank in range(world_size)
     ]
-    wanted = rng.randint(world_size, ids)
+    wanted = rng.randint(1, setting.limit)
     try:
         for process in processes:
             process.start()
@@ -113,16 +116,16 @@ def read_checkpoint(setting: Setting, attempt: int, rank: int) -> dict | None:
         return None
 
 
-def run_schedule(dataset: Path, folder: Path, seed: int, *, bucketing: bool) -> str:
+def run_schedule(dataset: Path, folder: Path, seed: int, *, bucketing: bool, max_ranks: int = 8) -> str:
     """Trains over one whole epoch at least, with kills; raises AssertionError unless each id came exactly once."""
     from sharmill.shar import open_shar
 
     rng = random.Random(seed)
     folder.mkdir(parents=True)
     ids = {cut.id for cut in open_shar(dataset, [])}
-    setting, seen, attempts = Setting(dataset, folder, seed, bucketing), Counter(), []
+    setting, seen, attempts = Setting(dataset, folder, seed, bucketing, len(ids)), Counter(), []
     while not attempts or json.loads((folder / "merged.json").read_bytes())["epoch"] < 1:
-        used, world_size, num_workers = run_attempt(setting, len(attempts), rng, len(ids) // 2)
+        used, world_size, num_workers = run_attempt(setting, len(attempts), rng, max_ranks)
         seen.update(used)
         attempts.append(f"{world_size}x{num_workers}")
     assert set(seen.values()) == {1}, [entry for entry, count in seen.items() if count > 1]
@@ -131,9 +134,9 @@ def run_schedule(dataset: Path, folder: Path, seed: int, *, bucketing: bool) -> 
 
 
 def main() -> None:
-    dataset, folder, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    dataset, folder, seeds = Path(sys.argv[1]), Path(sys.argv[2]), range(int(sys.argv[3]), int(sys.argv[4]) + 1)
     CONTEXT.set_forkserver_preload(PRELOAD)
-    for seed in range(count):
+    for seed in seeds:
         print(run_schedule(dataset, folder / str(seed), seed, bucketing=seed % 2 == 1), flush=True)
 
 

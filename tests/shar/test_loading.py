@@ -1,4 +1,4 @@
-"""``ResumableDataset`` in torchdata's StatefulDataLoader, with workers, kills, and other numbers of ranks after them."""
+"""``ResumableDataset`` in torchdata's StatefulDataLoader: workers, kills, and other numbers of ranks after them."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_what_is_no_state_of_a_loader_is_refused(state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_id_comes_once_per_epoch_over_kills_of_real_processes(dataset, tmp_path, seed):
     CONTEXT.set_forkserver_preload(PRELOAD)
-    said = run_schedule(dataset, tmp_path / "schedule", seed, bucketing=seed % 2 == 1)
+    said = run_schedule(dataset, tmp_path / "schedule", seed, bucketing=seed % 2 == 1, max_ranks=3)
     assert said.endswith("each once per epoch")

@@ -47,6 +47,20 @@ def shard_file(field: str, index: int) -> str:
     return f"{field}/{stem}.{index:06d}.tar"
 
 
+def sidecar_files(file: str) -> tuple[str, ...]:
+    """What may lie beside a file of a dataset for readers with random access; see ``sidecars``.
+
+    >>> sidecar_files("cuts/cuts.000007.jsonl.gz")
+    ('cuts/cuts.000007.jsonl', 'cuts/cuts.000007.jsonl.idx')
+    >>> sidecar_files("target_audio/recording.000007.tar")
+    ('target_audio/recording.000007.tar.idx',)
+    """
+    if file.endswith(".jsonl.gz"):
+        plain = file.removesuffix(".gz")
+        return (plain, f"{plain}.idx")
+    return (f"{file}.idx",)
+
+
 def context_id(recording_id: str, offset: float, duration: float) -> str:
     """The id of the Recording in ``context_audio``."""
     return f"context_cut-{recording_id}-{offset:.2f}-{duration:.2f}"

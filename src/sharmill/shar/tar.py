@@ -64,7 +64,7 @@ def read_tar(path: Path) -> Iterator[Member]:
             marker, data after it. The bytes of a member have no checksum in a tar archive and are not looked at.
     """
     with _map(path) as data:
-        for name, start, length in _Parser(path, data).spans():
+        for name, _, start, length in _Parser(path, data).spans():
             yield Member(name, data[start : start + length])
 
 
@@ -84,8 +84,10 @@ class TarTable:
             self.close()
             raise
         self.names = [span[0] for span in spans]
-        self._starts = [span[1] for span in spans]
-        self._ends = [span[1] + span[2] for span in spans]
+        self.offsets = [span[1] for span in spans]  # of the first header of each member
+        self.size = len(self._data)
+        self._starts = [span[2] for span in spans]
+        self._ends = [span[2] + span[3] for span in spans]
 
     def read(self, index: int) -> bytes:
         """The bytes of a member."""
@@ -113,8 +115,9 @@ class _Parser:
         self._checksums = checksums
         self._headers: list[int] = []
 
-    def spans(self) -> Iterator[tuple[str, int, int]]:
-        """(name, position of the first byte, number of bytes) of all members."""
+    def spans(self) -> Iterator[tuple[str, int, int, int]]:
+        """(name, position of the first header, position of the first byte, number of bytes) of all members."""
+        offset = 0
         name: bytes | None = None
         size: int | None = None
         extended = False
@@ -141,8 +144,9 @@ class _Parser:
             if kind not in _REGULAR:
                 raise self._damage(f"a member of type {kind!r} does not belong in a shard")
             start, length = self._skip_padded(length if size is None else size)
-            yield (name or _plain_name(header)).decode("utf-8", "surrogateescape"), start, length
+            yield (name or _plain_name(header)).decode("utf-8", "surrogateescape"), offset, start, length
             name, size, extended = None, None, False
+            offset = self._position
         if extended:
             raise self._damage("a header extension has no member")
         self._check_end()

@@ -29,6 +29,12 @@ def codes_field(codec: str, field: str) -> str:
     return f"{codec_folder(codec)}/{field}"
 
 
+def codec_of_field(field: str) -> str | None:
+    """The codec whose codes a field has, or None: the reverse of ``codes_field``."""
+    folder, _, name = field.rpartition("/")
+    return folder[len(_CODES_PREFIX) :] if name and folder.startswith(_CODES_PREFIX) else None
+
+
 def shard_file(field: str, index: int) -> str:
     """The path of a field's file of one shard, relative to the dataset directory.
 
@@ -39,6 +45,20 @@ def shard_file(field: str, index: int) -> str:
         return f"{CUTS}/cuts.{index:06d}.jsonl.gz"
     stem = "codes" if field.startswith(_CODES_PREFIX) else "recording"
     return f"{field}/{stem}.{index:06d}.tar"
+
+
+def sidecar_files(file: str) -> tuple[str, ...]:
+    """What may lie beside a file of a dataset for readers with random access; see ``sidecars``.
+
+    >>> sidecar_files("cuts/cuts.000007.jsonl.gz")
+    ('cuts/cuts.000007.jsonl', 'cuts/cuts.000007.jsonl.idx')
+    >>> sidecar_files("target_audio/recording.000007.tar")
+    ('target_audio/recording.000007.tar.idx',)
+    """
+    if file.endswith(".jsonl.gz"):
+        plain = file.removesuffix(".gz")
+        return (plain, f"{plain}.idx")
+    return (f"{file}.idx",)
 
 
 def context_id(recording_id: str, offset: float, duration: float) -> str:

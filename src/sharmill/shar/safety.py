@@ -8,47 +8,52 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-_RECORDINGS: Final = frozenset({"file", "shar", "memory"})
-_ARRAYS: Final = frozenset({"shar", "memory_npy", "memory_lilcom"})
-# Attributes of a cut and of a supervision that lhotse makes objects of; in ``custom``, mappings that look like those.
-_MANIFESTS: Final = ("recording", "features", "video")
+SAFE_SOURCES: Final = frozenset({"file", "shar", "memory"})
+_SAFE_ARRAYS: Final = frozenset({"shar", "memory_npy", "memory_lilcom"})
+_RECORDING_KEYS: Final = frozenset({"id", "sources", "sampling_rate"})
 
 
-def forbidden_source(cut: dict[str, Any]) -> str | None:
-    """The first thing in a cut that must not be loaded, in words, or None.
+def forbidden_source(values: Any) -> str | None:
+    """The first thing in a cut, or in a part of one, that must not be loaded, in words, or None.
 
     Raises:
-        AttributeError, TypeError: the cut is not made as cuts are.
+        LookupError, AttributeError, TypeError: a recording is not made as recordings are.
     """
-    owners = [cut, *(cut.get("supervisions") or ())]
-    manifests = [cut.get(name) for name in _MANIFESTS]
-    manifests += [value for owner in owners for value in (owner.get("custom") or {}).values()]
-    for manifest in manifests:
-        if isinstance(manifest, dict) and (found := _forbidden(manifest)):
+    if isinstance(values, dict):
+        if found := _forbidden(values):
             return found
-    return None
+        values = values.values()
+    elif not isinstance(values, list):
+        return None
+    return next((found for value in values if (found := forbidden_source(value))), None)
 
 
 def _forbidden(manifest: dict[str, Any]) -> str | None:
-    if {"id", "sources", "sampling_rate"} <= manifest.keys():
+    if manifest.keys() >= _RECORDING_KEYS:
         kinds = {str(source["type"]) for source in manifest["sources"]}
-        if not kinds <= _RECORDINGS:
-            return f"a source of type {sorted(kinds - _RECORDINGS)[0]!r}"
-    array = manifest.get("array", manifest)
-    kind = array.get("storage_type") if isinstance(array, dict) else None
-    # Without a shape it is a mapping of the manifest's own.
-    if kind is not None and "shape" in array and kind not in _ARRAYS:
-        return f"an array of type {kind!r}"
-    if "storage_type" in manifest and "num_features" in manifest and kind not in _ARRAYS:
-        return f"features of type {kind!r}"
+        if not kinds <= SAFE_SOURCES:
+            return f"a source of type {sorted(kinds - SAFE_SOURCES)[0]!r}"
+    kind = manifest.get("storage_type")
+    # Without a shape or features it is a mapping of the manifest's own.
+    if kind is not None and ("shape" in manifest or "num_features" in manifest) and kind not in _SAFE_ARRAYS:
+        return f"data of type {kind!r}"
     return None
 
 
-def disarm(cut: dict[str, Any]) -> None:
-    """Makes a recording that lies in a ``.sph`` file say where it came from, and no more.
+def is_given_to_a_shell(source: dict[str, Any]) -> bool:
+    """Whether lhotse gives the name of this source to a shell as it stands; a file may have any name."""
+    return source["type"] == "file" and str(source["source"]).lower().endswith(".sph")
 
-    lhotse gives the name of such a file to a shell as it stands, and a file may have any name.
-    """
-    for source in (cut.get("recording") or {}).get("sources", ()):
-        if source["type"] == "file" and str(source["source"]).lower().endswith(".sph"):
-            source["type"] = "shar"
+
+def disarm(values: Any) -> None:
+    """Makes recordings that lie in ``.sph`` files, in a cut or a part of one, say where they came from, and no more."""
+    if isinstance(values, dict):
+        if values.keys() >= _RECORDING_KEYS:
+            for source in values["sources"]:
+                if is_given_to_a_shell(source):
+                    source["type"] = "shar"
+        values = values.values()
+    elif not isinstance(values, list):
+        return
+    for value in values:
+        disarm(value)

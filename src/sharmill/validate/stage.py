@@ -25,6 +25,7 @@ from sharmill.shar.layout import (
     SHARDS_FILE,
     TARGET_CODES,
     codes_field,
+    sidecar_files,
 )
 from sharmill.store import Staging, checksum, open_atomic
 from sharmill.validate.findings import Finding, findings_to_lines, read_findings
@@ -145,6 +146,7 @@ def _check_totals(dataset: DatasetRecord, shards: list[ShardRecord]) -> Iterator
 
 def _check_strays(directory: Path, shards: list[ShardRecord]) -> Iterator[Finding]:
     expected = {DATASET_FILE, SHARDS_FILE} | {file.file for shard in shards for file in shard.fields.values()}
+    expected |= {sidecar for file in expected for sidecar in sidecar_files(file)}
     folders = {parent.as_posix() for file in expected for parent in PurePosixPath(file).parents}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()

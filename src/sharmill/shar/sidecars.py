@@ -1,0 +1,102 @@
+"""Index files beside the shards, with which lhotse 2 takes any cut by its number: ``CutSet.from_shar(indexed=True)``.
+
+Its format: little-endian 64-bit offsets of the items of a file, and the size of the file at the end. Compressed lines
+cannot be indexed, so there is an uncompressed copy of the cuts. sharmill's own reader needs none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sharmill.errors import DamagedShard
+from sharmill.shar.fields import read_lines
+from sharmill.shar.index import read_dataset, read_shards
+from sharmill.shar.layout import CUTS, sidecar_files
+from sharmill.shar.source import IndexedSource
+from sharmill.shar.tar import TarTable
+from sharmill.store import write_atomic
+
+
+def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
+    """Writes the index files of a finished dataset, and the uncompressed copies of its cuts.
+
+    Args:
+        dataset: the dataset directory.
+        into: where to write, with the folders of the dataset; by default into the dataset, where the checker knows
+            them. Nothing else writes them, so a dataset that gets another codec needs them anew.
+
+    Raises:
+        ConfigError: it is not a finished dataset.
+        DamagedShard: a file of it is damaged.
+
+    Example:
+        >>> write_sidecars("data/librispeech", into="data/librispeech-index")  # doctest: +SKIP
+        >>> CutSet.from_shar(  # doctest: +SKIP
+        ...     **indexed_shar("data/librispeech", ["target_codes"], into="data/librispeech-index"), indexed=True
+        ... )
+    """
+    directory = Path(dataset)
+    root = directory if into is None else Path(into)
+    read_dataset(directory)
+    for shard in read_shards(directory):
+        for field, file in shard.fields.items():
+            for sidecar in sidecar_files(file.file):
+                (root / sidecar).parent.mkdir(parents=True, exist_ok=True)
+            if field == CUTS:
+                _index_cuts(directory / file.file, *(root / sidecar for sidecar in sidecar_files(file.file)))
+            else:
+                _index_tar(directory / file.file, root / sidecar_files(file.file)[0])
+
+
+def indexed_shar(
+    dataset: str | Path,
+    fields: Sequence[str] | None = None,
+    *,
+    codec: str | None = None,
+    into: str | Path | None = None,
+) -> dict[str, Any]:
+    """The arguments ``fields`` and ``index_path`` of lhotse 2's ``CutSet.from_shar`` for a dataset with sidecars.
+
+    Args:
+        dataset: the dataset directory.
+        fields: as in ``open_shar``.
+        codec: as in ``open_shar``.
+        into: where the sidecars were written.
+    """
+    directory = Path(dataset)
+    root = directory if into is None else Path(into)
+    source = IndexedSource(directory, fields, codec)
+    files: dict[str, list[str]] = {}
+    indices: dict[str, list[str]] = {}
+    for shard in range(source.num_shards):
+        found = source.files(shard)
+        for name, path in ((CUTS, found.cuts), *found.fields.items()):
+            *plain, index = (str(root / sidecar) for sidecar in sidecar_files(path.relative_to(directory).as_posix()))
+            files.setdefault(name, []).append(plain[0] if plain else str(path))
+            indices.setdefault(name, []).append(index)
+    return {"fields": files, "index_path": indices}
+
+
+def _index_cuts(cuts: Path, plain: Path, index: Path) -> None:
+    lines = read_lines(cuts)
+    write_atomic(plain, b"".join(line + b"\n" for line in lines))
+    write_atomic(index, _offsets([0, *accumulate(len(line) + 1 for line in lines)]))
+
+
+def _index_tar(archive: Path, index: Path) -> None:
+    table = TarTable(archive)
+    try:
+        if len(table.names) % 2:
+            raise DamagedShard(f"{archive}: the last member {table.names[-1]!r} has none beside it")
+        write_atomic(index, _offsets([*table.offsets[::2], table.size]))
+    finally:
+        table.close()
+
+
+def _offsets(values: Sequence[int]) -> bytes:
+    return np.array(values, "<u8").tobytes()

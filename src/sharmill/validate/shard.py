@@ -28,6 +28,7 @@ from sharmill.shar.layout import (
     shard_file,
 )
 from sharmill.store import checksum
+from sharmill.validate.agreement import record_problem, recording_problem, same_audio_problem
 from sharmill.validate.findings import Finding
 
 # What looking at a manifest raises that is not as it should be.
@@ -100,6 +101,10 @@ class ShardCheck:
             problem = context_problem(cut, context.metadata or {}, self.dataset.limits)
             if problem:
                 yield _finding("bad_cut", shard, str(cut.get("id")), problem)
+        for target, context in zip(contents.get(TARGET_AUDIO, []), contents.get(CONTEXT_AUDIO, []), strict=False):
+            problem = same_audio_problem(target, context)
+            if problem:
+                yield _finding("bad_audio", shard, f"{CONTEXT_AUDIO}: {context.cut_id}", problem)
         for field in (TARGET_AUDIO, CONTEXT_AUDIO):
             for item in contents.get(field, []):
                 problem = audio_problem(item, deep=self.deep)
@@ -151,7 +156,7 @@ def _provenance_problem(cut: dict[str, Any]) -> str | None:
         return f"the recording has the source {source['type']} {source['source']!r}"
     if not cut["id"].startswith(f"cut-{recording['id']}-"):
         return f"the recording is {recording['id']!r}"
-    return None
+    return record_problem(cut)
 
 
 def context_problem(cut: dict[str, Any], context: dict[str, Any], limits: dict[str, Any]) -> str | None:
@@ -165,7 +170,7 @@ def context_problem(cut: dict[str, Any], context: dict[str, Any], limits: dict[s
         if segment == (cut["recording"]["id"], custom["offset"], custom["duration"]):
             return "the context is the target itself"
         # Stored with six decimals.
-        if similarity < limits["min_similarity"] - 1e-6:
+        if not limits["min_similarity"] - 1e-6 <= similarity <= 1 + 1e-6:
             return f"the similarity of the context is {similarity}"
         if duration < limits["min_duration"] or duration > (limits["max_duration"] or math.inf):
             return f"the context lasts {duration} s"
@@ -193,7 +198,7 @@ def audio_problem(item: Item, *, deep: bool) -> str | None:
         return f"samples and rate are {found}, the metadata says {promised}"
     if metadata.get("duration") != found[0] / found[1]:
         return f"it lasts {found[0] / found[1]} s, the metadata says {metadata.get('duration')}"
-    return None
+    return recording_problem(metadata)
 
 
 def _check_seconds(shard: ShardRecord, contents: dict[str, list[Item]]) -> Iterator[Finding]:

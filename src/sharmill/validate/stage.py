@@ -138,6 +138,9 @@ def _check_totals(dataset: DatasetRecord, shards: list[ShardRecord]) -> Iterator
             sentence = f"{name} is {total:.3f} in {SHARDS_FILE}, {getattr(dataset, name)} in {DATASET_FILE}"
             yield _dataset_finding("wrong_totals", DATASET_FILE, sentence)
     codes = {codes_field(codec.name, field) for codec in dataset.codecs for field in (TARGET_CODES, CONTEXT_CODES)}
+    for field, times in Counter(dataset.fields).items():
+        if times > 1:
+            yield _dataset_finding("wrong_totals", DATASET_FILE, f"the field {field} is named {times} times")
     for field in sorted({*BASE_FIELDS, *codes} ^ set(dataset.fields)):
         wrong = "is not of its codecs" if field in dataset.fields else "is missing"
         yield _dataset_finding("wrong_totals", DATASET_FILE, f"the field {field} {wrong}")
@@ -148,8 +151,10 @@ def _check_strays(directory: Path, shards: list[ShardRecord]) -> Iterator[Findin
     folders = {parent.as_posix() for file in expected for parent in PurePosixPath(file).parents}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        is_folder = path.is_dir() and (name in folders or not path.is_symlink())
-        if not is_folder and name not in expected:
+        if path.is_dir() and (name in folders or not path.is_symlink()):
+            if name not in folders | expected and not any(path.iterdir()):
+                yield _dataset_finding("stray_file", name, "the empty folder does not belong to the dataset")
+        elif name not in expected:
             yield _dataset_finding("stray_file", name, "the file does not belong to the dataset")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.fields import Item, read_cuts, read_field
 from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, read_shards
-from sharmill.shar.layout import BASE_FIELDS, CONTEXT_CODES, CUTS, TARGET_AUDIO, TARGET_CODES, codes_field
+from sharmill.shar.layout import BASE_FIELDS, CONTEXT_CODES, CUTS, TARGET_AUDIO, TARGET_CODES, codes_field, shard_file
 
 if TYPE_CHECKING:
     from lhotse import CutSet, MonoCut
@@ -57,6 +57,8 @@ class _LazyShar:
         expected = read_dataset(self._directory).num_shards
         found = 0
         for shard in read_shards(self._directory):
+            if shard.index != found:
+                raise DamagedShard(f"{self._directory}: the index lists shard {shard.index} where {found} belongs")
             yield from self._read_shard(shard)
             found += 1
         if found != expected:
@@ -76,7 +78,7 @@ class _LazyShar:
                     found = "nothing" if item is None else repr(item.cut_id)
                     raise _damage(shard, f"{name} has {found} for {cut.id!r}")
                 if item.metadata is not None:
-                    _attach(cut, name, item)
+                    _attach_checked(cut, name, item, shard)
             yield cut
             count += 1
         if count != shard.count:
@@ -89,7 +91,10 @@ class _LazyShar:
     def _path(self, shard: ShardRecord, field: str) -> Path:
         if field not in shard.fields:
             raise _damage(shard, f"there is no {field}")
-        return self._directory / shard.fields[field].file
+        file = shard.fields[field].file
+        if file != shard_file(field, shard.index):
+            raise _damage(shard, f"the index has {file} where {shard_file(field, shard.index)} belongs")
+        return self._directory / file
 
 
 def _damage(shard: ShardRecord, what: str) -> DamagedShard:
@@ -102,13 +107,20 @@ def _make_cut(values: dict[str, Any], shard: ShardRecord) -> MonoCut:
     if values.pop("type", "MonoCut") != "MonoCut":
         raise _damage(shard, f"{values.get('id')!r} is not a MonoCut")
     try:
-        kinds = {source["type"] for source in (values.get("recording") or {}).get("sources", ())}
+        kinds = {source["type"] for recording in _recordings(values) for source in recording.get("sources", ())}
         if not kinds <= {"file", "shar"}:
             # lhotse would run a command, or fetch a URL.
-            raise _damage(shard, f"the recording of {values.get('id')!r} has a source of type {sorted(kinds)}")
+            raise _damage(shard, f"a recording of {values.get('id')!r} has a source of type {sorted(kinds)}")
         return MonoCut.from_dict(values)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damage(shard, f"{values.get('id')!r} is not a cut: {error!r}") from error
+
+
+def _recordings(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All that lhotse makes a Recording from: that of the cut, and what looks like one in a ``custom`` mapping."""
+    yield values.get("recording") or {}
+    for owner in (values, *(values.get("supervisions") or ())):
+        yield from (value for value in (owner.get("custom") or {}).values() if isinstance(value, dict))
 
 
 def _choose_fields(
@@ -128,6 +140,14 @@ def _choose_fields(
     if unknown:
         raise ConfigError(f"{directory} has no field {unknown[0]!r}; it has {', '.join(available)}")
     return {name: field for name, field in available.items() if fields is None or name in fields}
+
+
+def _attach_checked(cut: MonoCut, name: str, item: Item, shard: ShardRecord) -> None:
+    try:
+        _attach(cut, name, item)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        # lhotse's messages may hold all the bytes of the item.
+        raise _damage(shard, f"{name} of {cut.id!r} cannot be read: {type(error).__name__} {error!s:.100}") from error
 
 
 def _attach(cut: MonoCut, name: str, item: Item) -> None:

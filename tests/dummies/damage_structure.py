@@ -47,6 +47,10 @@ _FILES: dict[str, tuple[do.Damage, str]] = {
     "bytes after the end of an archive": (do.change_bytes(TARGETS, lambda data: data + b"more"), "damaged"),
     "an archive twice in a file": (do.change_bytes(CODES, lambda data: data * 2), "damaged"),
     "an archive compressed": (do.change_bytes(TARGETS, gzip.compress), "damaged"),
+    "a bit of metadata": (
+        do.flip_bit(TARGETS, lambda data: do.places(data)[1].data + 2),
+        "bad_cut bad_audio",
+    ),
     "a bit of a name in an archive": (do.flip_bit(TARGETS, 3), "damaged"),
     "a bit of a size in an archive": (do.flip_bit(TARGETS, 124 + 9), "damaged"),
     "a bit of a checksum in an archive": (do.flip_bit(CODES, 148 + 3), "damaged"),
@@ -155,6 +159,17 @@ _DIRECTORY: dict[str, tuple[do.Damage, str]] = {
         do.all_of(do.remove_files(*files_of(2)), shards_but(2)),
         "wrong_totals",
     ),
+    "the index of another dataset": (do.take_index(), "wrong_size"),
+    "a digit of a size in the index": (do.change_file(1, "target_audio", size=lambda size: size ^ 1), "wrong_size"),
+    "a digit of a checksum in the index": (
+        do.change_file(1, "cuts", xxh3=lambda text: text[:-1] + ("0" if text[-1] == "1" else "1")),
+        "wrong_checksum",
+    ),
+    "another file in the index": (
+        do.change_file(1, "target_audio", file="target_audio/recording.000000.tar"),
+        "wrong_name wrong_size stray_file wrong_id wrong_totals bad_cut bad_codes",
+    ),
+    "no shards in the index": (do.change_shards(lambda shards: []), "wrong_totals stray_file"),
     "a shard is in the index twice": (
         do.change_shards(lambda shards: [*shards[:2], *shards[1:]]),
         "wrong_totals index_gap duplicate_id",
@@ -182,6 +197,28 @@ _DIRECTORY: dict[str, tuple[do.Damage, str]] = {
     "no fields of the codec in dataset.json": (do.change_description(fields=lambda fields: fields[:3]), "wrong_totals"),
     "no codec in dataset.json": (do.change_description(codecs=[]), "wrong_totals"),
     "another name of the codec": (do.change_codec(name="other"), "wrong_totals"),
+}
+
+
+# What cannot be understood at all: checker and reader refuse it with a message that has these words.
+UNREADABLE = {
+    "no dataset.json": (do.remove_files("dataset.json"), "not a finished dataset"),
+    "no shards.jsonl": (do.remove_files("shards.jsonl"), "not a finished dataset"),
+    "dataset.json of no bytes": (do.change_bytes("dataset.json", lambda data: b""), "dataset.json"),
+    "dataset.json cut off": (do.change_bytes("dataset.json", lambda data: data[:-3]), "dataset.json"),
+    "dataset.json of another version": (do.change_description(format_version=2), "format version 2"),
+    "dataset.json without a key": (do.change_description(limits=...), "limits"),
+    "dataset.json with text for a number": (do.change_codec(samples_per_frame="320"), "samples_per_frame"),
+    "shards.jsonl cut off within a line": (do.change_bytes("shards.jsonl", lambda data: data[:-9]), "shards.jsonl"),
+    "shards.jsonl with a blank line": (do.change_bytes("shards.jsonl", lambda data: b"\n" + data), "shards.jsonl"),
+    "shards.jsonl of zeros": (do.zero_from("shards.jsonl", lambda data: 0), "shards.jsonl"),
+    "shards.jsonl with NaN": (
+        do.change_bytes("shards.jsonl", lambda data: data.replace(b'"count":3', b'"count":NaN')),
+        "shards.jsonl",
+    ),
+    "an index without a checksum": (do.change_file(1, "cuts", xxh3=...), "xxh3"),
+    "an index that leaves the dataset": (do.change_file(1, "cuts", file="../cuts.000001.jsonl.gz"), "outside"),
+    "an index with an absolute path": (do.change_file(1, "cuts", file="/etc/passwd"), "outside"),
 }
 
 

@@ -26,14 +26,12 @@ from sharmill.errors import DamagedShard
 from sharmill.shar.fields import FieldWriter, Item, array_from_bytes, array_to_bytes, read_cuts, read_field
 
 Damage = Callable[[Path], object]
-
 CUTS = "cuts/cuts.000001.jsonl.gz"
 TARGETS = "target_audio/recording.000001.tar"
 CONTEXTS = "context_audio/recording.000001.tar"
 CODES = "codes_toy/target_codes/codes.000001.tar"
 CONTEXT_CODES = "codes_toy/context_codes/codes.000001.tar"
 FILES = (CUTS, TARGETS, CONTEXTS, CODES, CONTEXT_CODES)
-
 _BLOCK = 512
 
 
@@ -147,9 +145,6 @@ def leave(name: str, content: bytes = b"x") -> Damage:
         (dataset / name).write_bytes(content)
 
     return damage
-
-
-# Archives
 
 
 @dataclass(frozen=True)
@@ -356,6 +351,11 @@ def change_shard(number: int, **keys: Any) -> Damage:
     return change_shards(lambda shards: [*shards[:number], _merge(shards[number], keys), *shards[number + 1 :]])
 
 
+def change_file(number: int, field: str, **keys: Any) -> Damage:
+    """Changes what ``shards.jsonl`` says of one file."""
+    return change_shard(number, fields=lambda fields: fields | {field: _merge(fields[field], keys)})
+
+
 def change_description(**keys: Any) -> Damage:
     """Changes keys of ``dataset.json``."""
 
@@ -383,6 +383,11 @@ def take_files(*folders: str, other: str = "foreign") -> Damage:
                 shutil.copyfile(dataset.with_name(other) / folder / path.name, path)
 
     return damage
+
+
+def take_index(other: str = "again") -> Damage:
+    """``shards.jsonl`` becomes that of another dataset beside this one."""
+    return lambda dataset: shutil.copyfile(dataset.with_name(other) / "shards.jsonl", dataset / "shards.jsonl")
 
 
 def remove_files(*names: str) -> Damage:

@@ -57,8 +57,8 @@ class DamageTable:
     def by_index(self, name, findings):
         self._rows[name]["index"] = _codes(findings)
 
-    def by_content(self, name, level, findings):
-        sentence = findings[0].sentence if findings else "no damage any more"
+    def by_content(self, name, level, findings, dataset):
+        sentence = findings[0].sentence.replace(f"{dataset}/", "") if findings else "no damage any more"
         self._rows[name].update(level=level, content=_codes(findings), sentence=sentence)
 
     def by_reader(self, name, error):

@@ -7,12 +7,13 @@ damaged files, as a faulty writer leaves it, so that only the content tells. The
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
 from damage_content import CONTENT_DAMAGED, DESCRIPTION_DAMAGED, RECORDS_LOST
-from damage_structure import DIRECTORY_DAMAGED, FILES_DAMAGED
-from dummies_damage import index_as_written
+from damage_structure import DIRECTORY_DAMAGED, FILES_DAMAGED, UNREADABLE
+from dummies_damage import FILES, index_as_written
 from dummies_shar import copy, run, snapshot
 
 from sharmill.engine.rundir import RunDir
@@ -76,7 +77,7 @@ def test_the_content_tells_where_the_index_cannot(dataset, damage_table, name):
     index_as_written(dataset)
     findings = check(dataset, kind.level)
     assert codes_of(findings) == set(kind.codes.split()), findings
-    damage_table.by_content(name, kind.level, findings)
+    damage_table.by_content(name, kind.level, findings, dataset)
 
 
 @pytest.mark.parametrize("name", kinds(IN_ONE_WAY))
@@ -85,7 +86,7 @@ def test_what_is_wrong_with_the_directory_or_the_index_is_found(dataset, damage_
     kind.do(dataset)
     findings = check(dataset, kind.level)
     assert codes_of(findings) == set(kind.codes.split()), findings
-    damage_table.by_content(name, kind.level, findings)
+    damage_table.by_content(name, kind.level, findings, dataset)
 
 
 @pytest.mark.parametrize("name", kinds(RECORDS_LOST))
@@ -96,7 +97,7 @@ def test_only_the_account_of_the_manifest_tells_what_is_lost(dataset, damage_tab
     assert check(dataset) == []
     findings = check(dataset, kind.level)
     assert codes_of(findings) == set(kind.codes.split()), findings
-    damage_table.by_content(name, kind.level, findings)
+    damage_table.by_content(name, kind.level, findings, dataset)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.level == "deep"])
@@ -104,6 +105,33 @@ def test_what_needs_decoding_is_not_seen_without(dataset, name):
     KINDS[name].do(dataset)
     index_as_written(dataset)
     assert check(dataset) == []
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_an_index_that_cannot_be_understood_is_refused(dataset, name):
+    damage, words = UNREADABLE[name]
+    damage(dataset)
+    with pytest.raises(ConfigError, match=words):
+        check(dataset)
+    with pytest.raises((ConfigError, DamagedShard), match=words):
+        list(open_shar(dataset))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_any_flipped_bit_is_found_and_no_reader_loses_or_moves_a_cut_by_it(dataset, right, file):
+    path = dataset / file
+    data = path.read_bytes()
+    choice = random.Random(file)
+    for at in (choice.randrange(len(data)) for _ in range(8)):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << choice.randrange(8)
+        path.write_bytes(flipped)
+        assert (file, "wrong_checksum") in {(finding.where, finding.code) for finding in check(dataset)}, at
+        try:
+            cuts = [cut.id for cut in open_shar(dataset, FIELDS)]
+        except DamagedShard:
+            continue
+        assert cuts == [cut[0] for cut in right], at
 
 
 def read(dataset):

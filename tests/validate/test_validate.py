@@ -69,10 +69,12 @@ def test_what_is_no_dataset_is_a_configuration_error(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dataset.json", "shards.jsonl"])
-def test_a_damaged_index_is_a_configuration_error(dataset, tmp_path, name):
-    (dataset / name).write_bytes(b"{")
-    with pytest.raises(ConfigError, match="index of the dataset is damaged"):
-        check(dataset, tmp_path / "run")
+@pytest.mark.parametrize(("content", "code"), [(b"{", "damaged"), (None, "missing_file")])
+def test_a_damaged_or_lost_index_is_found_and_the_rest_is_checked(dataset, tmp_path, name, content, code):
+    (dataset / name).unlink() if content is None else (dataset / name).write_bytes(content)
+    assert check(dataset, tmp_path / "run") == [(code, None, name)]
+    change_items(dataset / CODES, lambda items: [items[1], items[0], *items[2:]])
+    assert "wrong_id" in codes_of(check(dataset, tmp_path / "run"))
 
 
 def flip(path, position=1500):

@@ -170,6 +170,22 @@ _DIRECTORY: dict[str, tuple[do.Damage, str]] = {
         "wrong_name wrong_size stray_file wrong_id wrong_totals bad_cut bad_codes",
     ),
     "no shards in the index": (do.change_shards(lambda shards: []), "wrong_totals stray_file"),
+    "no dataset.json": (do.remove_files("dataset.json"), "missing_file"),
+    "no shards.jsonl": (do.remove_files("shards.jsonl"), "missing_file"),
+    "dataset.json of no bytes": (do.change_bytes("dataset.json", lambda data: b""), "damaged"),
+    "dataset.json cut off": (do.change_bytes("dataset.json", lambda data: data[:-3]), "damaged"),
+    "dataset.json without a key": (do.change_description(limits=...), "damaged"),
+    "dataset.json with text for a number": (do.change_codec(samples_per_frame="320"), "damaged"),
+    "shards.jsonl cut off within a line": (do.change_bytes("shards.jsonl", lambda data: data[:-9]), "damaged"),
+    "shards.jsonl with a blank line": (do.change_bytes("shards.jsonl", lambda data: b"\n" + data), "damaged"),
+    "shards.jsonl of zeros": (do.zero_from("shards.jsonl", lambda data: 0), "damaged"),
+    "shards.jsonl with NaN": (
+        do.change_bytes("shards.jsonl", lambda data: data.replace(b'"count":3', b'"count":NaN')),
+        "damaged",
+    ),
+    "an index without a checksum": (do.change_file(1, "cuts", xxh3=...), "damaged"),
+    "an index that leaves the dataset": (do.change_file(1, "cuts", file="../cuts.000001.jsonl.gz"), "damaged"),
+    "an index with an absolute path": (do.change_file(1, "cuts", file="/etc/passwd"), "damaged"),
     "a shard is in the index twice": (
         do.change_shards(lambda shards: [*shards[:2], *shards[1:]]),
         "wrong_totals index_gap duplicate_id",
@@ -197,28 +213,6 @@ _DIRECTORY: dict[str, tuple[do.Damage, str]] = {
     "no fields of the codec in dataset.json": (do.change_description(fields=lambda fields: fields[:3]), "wrong_totals"),
     "no codec in dataset.json": (do.change_description(codecs=[]), "wrong_totals"),
     "another name of the codec": (do.change_codec(name="other"), "wrong_totals"),
-}
-
-
-# What cannot be understood at all: checker and reader refuse it with a message that has these words.
-UNREADABLE = {
-    "no dataset.json": (do.remove_files("dataset.json"), "not a finished dataset"),
-    "no shards.jsonl": (do.remove_files("shards.jsonl"), "not a finished dataset"),
-    "dataset.json of no bytes": (do.change_bytes("dataset.json", lambda data: b""), "dataset.json"),
-    "dataset.json cut off": (do.change_bytes("dataset.json", lambda data: data[:-3]), "dataset.json"),
-    "dataset.json of another version": (do.change_description(format_version=2), "format version 2"),
-    "dataset.json without a key": (do.change_description(limits=...), "limits"),
-    "dataset.json with text for a number": (do.change_codec(samples_per_frame="320"), "samples_per_frame"),
-    "shards.jsonl cut off within a line": (do.change_bytes("shards.jsonl", lambda data: data[:-9]), "shards.jsonl"),
-    "shards.jsonl with a blank line": (do.change_bytes("shards.jsonl", lambda data: b"\n" + data), "shards.jsonl"),
-    "shards.jsonl of zeros": (do.zero_from("shards.jsonl", lambda data: 0), "shards.jsonl"),
-    "shards.jsonl with NaN": (
-        do.change_bytes("shards.jsonl", lambda data: data.replace(b'"count":3', b'"count":NaN')),
-        "shards.jsonl",
-    ),
-    "an index without a checksum": (do.change_file(1, "cuts", xxh3=...), "xxh3"),
-    "an index that leaves the dataset": (do.change_file(1, "cuts", file="../cuts.000001.jsonl.gz"), "outside"),
-    "an index with an absolute path": (do.change_file(1, "cuts", file="/etc/passwd"), "outside"),
 }
 
 

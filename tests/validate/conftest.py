@@ -19,7 +19,8 @@ def finished(tmp_path_factory):
 
     ``dataset`` has 7 cuts in 3 shards, at 16 kHz, with the codes of a toy codec. Cut n has the context n + 1. In shard
     1, the first two targets and the first context are equally long, and the last target has a context of the same
-    recording. ``again`` has the same cuts at 8 kHz, with codes of twice as many frames; ``foreign`` has other cuts.
+    recording. ``project`` is what it was made from. ``again`` has the same cuts at 8 kHz, with codes of twice as many
+    frames; ``foreign`` has other cuts.
     """
     folder = tmp_path_factory.mktemp("finished")
     _build(folder, "dataset", 16000, 320, "spk")
@@ -31,7 +32,7 @@ def finished(tmp_path_factory):
 def _build(folder: Path, name: str, rate: int, samples_per_frame: int, speaker: str) -> None:
     from dummies_shar import Project, ToyCodec, voice
 
-    project = Project(folder / f"{name}.project")
+    project = Project(folder / ("project" if name == "dataset" else f"{name}.project"))
     project.folder.mkdir()
     project.dataset = folder / name
     for number, seconds in enumerate([1.0, 2.005, 0.5, 1.0, 1.0]):

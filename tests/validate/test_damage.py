@@ -12,13 +12,14 @@ import re
 
 import pytest
 from damage_content import CONTENT_DAMAGED, DESCRIPTION_DAMAGED, RECORDS_LOST
-from damage_structure import DIRECTORY_DAMAGED, FILES_DAMAGED, UNREADABLE
-from dummies_damage import FILES, index_as_written
-from dummies_shar import copy, run, snapshot
+from damage_structure import DIRECTORY_DAMAGED, FILES_DAMAGED
+from dummies_damage import FILES, change_codec, change_description, index_as_written
+from dummies_shar import ToyCodec, copy, run, snapshot
 
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
+from sharmill.validate.accounts import Against
 from sharmill.validate.stage import ValidateStage
 
 IN_TWO_WAYS = FILES_DAMAGED | CONTENT_DAMAGED
@@ -26,15 +27,26 @@ IN_ONE_WAY = DIRECTORY_DAMAGED | DESCRIPTION_DAMAGED
 KINDS = IN_TWO_WAYS | IN_ONE_WAY | RECORDS_LOST
 STRUCTURE = FILES_DAMAGED | DIRECTORY_DAMAGED
 
-# Options of the checker, by level; the lower ones come first.
-LEVELS = {"default": {}, "deep": {"deep": True}}
+# Options of the checker, by level, for a dataset.
+LEVELS = {
+    "default": lambda dataset: {},
+    "deep": lambda dataset: {"deep": True},
+    "recheck-codes": lambda dataset: {"recheck_codes": 1.0},
+    "against": lambda dataset: {"against": Against(manifests=(str(dataset.with_name("project") / "small.json"),))},
+}
 FIELDS = ["target_audio", "context_audio", "target_codes", "context_codes"]
 CHANGED_BYTES = {"wrong_size", "wrong_checksum"}
 
 
+@pytest.fixture(autouse=True)
+def toy_codec(monkeypatch):
+    """What made the codes is what is loaded to make them again."""
+    monkeypatch.setattr("sharmill.validate.recheck.load_codec", lambda model: ToyCodec())
+
+
 @pytest.fixture
 def dataset(finished, tmp_path):
-    for name in ("again", "foreign"):
+    for name in ("again", "foreign", "project"):
         (tmp_path / name).symlink_to(finished / name)
     return copy(finished / "dataset", tmp_path / "dataset")
 
@@ -48,7 +60,7 @@ def kinds(table):
 
 
 def check(dataset, level="default"):
-    stage = ValidateStage(dataset, RunDir(dataset.with_name(f"check-{level}")), **LEVELS[level])
+    stage = ValidateStage(dataset, RunDir(dataset.with_name(f"check-{level}")), **LEVELS[level](dataset))
     result = run(stage)
     assert result.ok, result.failures
     return stage.findings()
@@ -94,27 +106,36 @@ def test_only_the_account_of_the_manifest_tells_what_is_lost(dataset, damage_tab
     kind = KINDS[name]
     kind.do(dataset)
     index_as_written(dataset)
-    assert check(dataset) == []
     findings = check(dataset, kind.level)
     assert codes_of(findings) == set(kind.codes.split()), findings
     damage_table.by_content(name, kind.level, findings, dataset)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.level == "deep"])
-def test_what_needs_decoding_is_not_seen_without(dataset, name):
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.level != "default"])
+def test_what_is_found_at_a_further_level_is_not_seen_before(dataset, name):
     KINDS[name].do(dataset)
     index_as_written(dataset)
     assert check(dataset) == []
 
 
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_an_index_that_cannot_be_understood_is_refused(dataset, name):
-    damage, words = UNREADABLE[name]
-    damage(dataset)
-    with pytest.raises(ConfigError, match=words):
-        check(dataset)
-    with pytest.raises((ConfigError, DamagedShard), match=words):
-        list(open_shar(dataset))
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_is_found_where_nothing_is_damaged(dataset, level):
+    assert check(dataset, level) == []
+
+
+@pytest.mark.parametrize("facts", [{"checksum": "other"}, {"sampling_rate": 32000, "samples_per_frame": 640}])
+def test_codes_are_not_compared_with_those_of_a_codec_that_is_another(dataset, facts):
+    change_codec(**facts)(dataset)
+    assert check(dataset) == []
+    with pytest.raises(ConfigError, match="'toy'"):
+        check(dataset, "recheck-codes")
+
+
+def test_a_dataset_of_another_version_is_refused(dataset):
+    change_description(format_version=2)(dataset)
+    for use in (check, lambda directory: list(open_shar(directory))):
+        with pytest.raises(ConfigError, match="format version 2"):
+            use(dataset)
 
 
 @pytest.mark.parametrize("file", FILES)

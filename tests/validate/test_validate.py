@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 import pytest
-from dummies_damage import CODES, CUTS, TARGETS, change_codes, change_item, flip_bit
+from dummies_damage import CODES, CUTS, TARGETS, change_codes, change_item, change_items, flip_bit, swap_items
 from dummies_shar import Project, ToyCodec, copy, lines, loading, put, reindex, run, snapshot, voice
 
 from sharmill.config import CodecConfig
@@ -61,10 +61,12 @@ def test_what_is_no_dataset_is_a_configuration_error(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dataset.json", "shards.jsonl"])
-def test_a_damaged_index_is_a_configuration_error(dataset, tmp_path, name):
-    (dataset / name).write_bytes(b"{")
-    with pytest.raises(ConfigError, match="index of the dataset is damaged"):
-        check(dataset, tmp_path / "run")
+@pytest.mark.parametrize(("content", "code"), [(b"{", "damaged"), (None, "missing_file")])
+def test_a_damaged_or_lost_index_is_found_and_the_rest_is_checked(dataset, tmp_path, name, content, code):
+    (dataset / name).unlink() if content is None else (dataset / name).write_bytes(content)
+    assert check(dataset, tmp_path / "run") == [(code, None, name)]
+    change_items(CODES, swap_items)(dataset)
+    assert "wrong_id" in codes_of(check(dataset, tmp_path / "run"))
 
 
 def test_a_finding_names_shard_and_place(dataset, tmp_path):

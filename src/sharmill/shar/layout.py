@@ -29,6 +29,16 @@ def codes_field(codec: str, field: str) -> str:
     return f"{codec_folder(codec)}/{field}"
 
 
+def codec_of_field(field: str) -> str | None:
+    """The codec whose codes a field of ``shards.jsonl`` has; None for the others.
+
+    >>> codec_of_field("codes_mimi/target_codes")
+    'mimi'
+    """
+    folder, separator, _ = field.partition("/")
+    return folder.removeprefix(_CODES_PREFIX) if separator and folder.startswith(_CODES_PREFIX) else None
+
+
 def shard_file(field: str, index: int) -> str:
     """The path of a field's file of one shard, relative to the dataset directory.
 

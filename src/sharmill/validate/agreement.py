@@ -21,9 +21,8 @@ _SUPERVISION_KEYS: Final = frozenset(
 _RECORDING_KEYS: Final = frozenset({"id", "sources", "sampling_rate", "num_samples", "duration", "channel_ids"})
 
 
-def record_problem(cut: dict[str, Any]) -> str | None:
+def record_problem(cut: dict[str, Any], supervision: dict[str, Any], recording: dict[str, Any]) -> str | None:
     """What is wrong between a cut, its supervision, its recording and the record of the manifest that it came from."""
-    (supervision,), recording = cut["supervisions"], cut["recording"]
     custom = supervision["custom"]
     (source,) = recording["sources"]
     if problem := next(_odd_keys(cut, supervision, recording), None):

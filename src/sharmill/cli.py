@@ -100,7 +100,7 @@ def validate(
 @click.argument("dataset", type=click.Path(path_type=str))
 @click.option("--name", help="The name of the dataset (default: as it was, or the folder's).")
 @click.option("--codec", "codecs", multiple=True, metavar="NAME,KEY=VALUE,...",
-              help="What the files cannot tell of a codec: codebook_size, sampling_rate, samples_per_frame, model.")  # fmt: skip
+              help="What the files cannot tell of a codec: codebook_size, sampling_rate ...")  # fmt: skip
 def index(dataset: str, name: str | None, codecs: tuple[str, ...]) -> int:
     """Make shards.jsonl and dataset.json again from the files of a dataset, also one of another tool."""
     from pathlib import Path

@@ -128,7 +128,7 @@ def print_result(console: Console, result: DatasetResult) -> None:
 
 def print_report(console: Console, report: Report) -> None:
     """A table of findings by kind, with the first examples, and what was checked, could not be, and mends it."""
-    checked = ", ".join(f"{number:,.0f} {name}" for name, number in report.checked.items() if name in _SHOWN_COUNTS)
+    checked = ", ".join(f"{report.checked[name]:,.0f} {name}" for name in _SHOWN_COUNTS if name in report.checked)
     if not report.findings:
         console.print(Text("validation: no findings", style="green"))
     else:

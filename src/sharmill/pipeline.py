@@ -54,7 +54,6 @@ class DatasetResult:
 
 def make_stages(config: Config, names: Sequence[str] = STAGES) -> list[Stage]:
     """The stages in the order in which they run; ``encode`` is one stage per codec."""
-    dataset_dir, run_dir = Path(config.dataset_dir), RunDir(Path(config.run_dir))
     stages: dict[str, list[Stage]] = {
         "prepare": [PrepareStage(config)],
         "match": [MatchStage(config)],

@@ -11,7 +11,7 @@ from sharmill.engine.ledger import revoke
 from sharmill.engine.plan import load
 from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError
-from sharmill.shar.layout import codec_of_field
+from sharmill.shar.layout import TARGET_CODES, codec_of_field
 from sharmill.store import remove_tree
 from sharmill.validate.report import ENCODE, INDEX, WRITE, Report
 from sharmill.write.stage import WriteStage
@@ -63,7 +63,7 @@ def _check_codecs(config: Config, wanted: dict[str, set[int]], known: set[str]) 
     named = {name for name in wanted if name.startswith(ENCODE)}
     if INDEX in wanted:
         folders = {path.name for path in Path(config.dataset_dir).glob("codes_*") if path.is_dir()}
-        named |= {f"{ENCODE}{codec_of_field(f'{folder}/')}" for folder in folders}
+        named |= {f"{ENCODE}{codec_of_field(f'{folder}/{TARGET_CODES}')}" for folder in folders}
     if missing := sorted(named - known):
         codec = missing[0].removeprefix(ENCODE)
         raise ConfigError(

@@ -82,7 +82,7 @@ def revoke(stage: Stage, indices: Collection[int]) -> None:
     ids = {unit.id for unit in units}
     for path in sorted(stage.dir.ledger.glob("*.jsonl")):
         lines = path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (commit := _decode(path, line)) is not None and commit.id not in ids]
+        kept = [line for line in lines if (found := _decode(path, line)) is not None and found.id not in ids]
         if len(kept) < len(lines):
             write_atomic(path, b"".join(kept))
 

@@ -30,13 +30,9 @@ def codes_field(codec: str, field: str) -> str:
 
 
 def codec_of_field(field: str) -> str | None:
-    """The codec whose codes a field of ``shards.jsonl`` has; None for the others.
-
-    >>> codec_of_field("codes_mimi/target_codes")
-    'mimi'
-    """
-    folder, separator, _ = field.partition("/")
-    return folder.removeprefix(_CODES_PREFIX) if separator and folder.startswith(_CODES_PREFIX) else None
+    """The codec whose codes a field has, or None: the reverse of ``codes_field``."""
+    folder, _, name = field.rpartition("/")
+    return folder[len(_CODES_PREFIX) :] if name and folder.startswith(_CODES_PREFIX) else None
 
 
 def shard_file(field: str, index: int) -> str:

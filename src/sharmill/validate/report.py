@@ -50,7 +50,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     format_version: int
     dataset: str
     level: dict[str, Any]
-    checked: dict[str, float]
+    checked: dict[str, int | float]
     unchecked: list[str]
     errors: int
     warnings: int

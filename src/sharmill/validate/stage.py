@@ -191,7 +191,8 @@ def _add_up_stats(commits: Iterable[Commit]) -> dict[str, float]:
     for commit in commits:
         for name, number in commit.stats["checked"].items():
             total[name] = total.get(name, 0) + number
-    return {name: round(number, 3) for name, number in sorted(total.items())}
+    rounded = {name: round(number, 3) for name, number in sorted(total.items())}
+    return {name: int(number) if number == int(number) else number for name, number in rounded.items()}
 
 
 def _fingerprint(directory: Path) -> str:

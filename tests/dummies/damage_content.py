@@ -97,6 +97,11 @@ def at_half_the_rate(samples):
 
 
 _CUT = {
+    "NaN in the JSON of a cut": (
+        do.change_lines(CUTS, lambda lines: [lines[0].replace(b":0.75", b":NaN"), *lines[1:]]),
+        "damaged",
+    ),
+    "no cuts at all": (do.change_cuts(CUTS, lambda cuts: []), "wrong_count"),
     "a cut of another shard, in every field": (repeat_first_cut, "duplicate_id"),
     "a cut that starts later": (do.change_cut(CUTS, start=0.5), "bad_cut"),
     "a cut that lasts longer": (do.change_cut(CUTS, duration=9.0), "bad_cut"),

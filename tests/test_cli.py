@@ -204,7 +204,7 @@ def test_errors_show_no_traceback_in_a_process_of_its_own(sharmill, config):
 def test_the_worst_of_several_datasets_counts(outcomes, expected, monkeypatch):
     left = iter(outcomes)
 
-    def run_one(config, stages, *, restart):
+    def run_one(config, stages, **options):
         outcome = next(left)
         if isinstance(outcome, Exception):
             raise outcome
@@ -219,7 +219,7 @@ def test_the_worst_of_several_datasets_counts(outcomes, expected, monkeypatch):
 def test_a_dataset_that_stops_does_not_stop_the_next(monkeypatch, capsys):
     ran = []
 
-    def run_one(config, stages, *, restart):
+    def run_one(config, stages, **options):
         ran.append(config.name)
         raise FatalError("the disk is full")
 

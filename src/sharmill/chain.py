@@ -138,7 +138,8 @@ class Chain:
             named = "; ".join(f"unit {error.index}: {error.message}" for error in list(outcome.failures.values())[:3])
             message = f"{stage.name}: {len(outcome.failures)} units failed ({named}); tracebacks: {stage.dir.failures}"
             return ChainState(state="failed", message=message)
-        return ChainState(state="done", message="all stages are done", findings=len(result.findings))
+        errors = result.report.errors if result.report else 0
+        return ChainState(state="done", message="all stages are done", findings=errors)
 
     def _make_stages(self) -> list[Stage]:
         return make_stages(self.config, self.stages)

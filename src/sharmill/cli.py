@@ -42,7 +42,9 @@ def cli() -> None:
 @cli.command(context_settings={"ignore_unknown_options": False})
 @click.argument("arguments", nargs=-1, required=True, metavar="CONFIG... [STAGE...] [KEY=VALUE...]")
 @click.option("--restart", is_flag=True, help="Begin the stages anew: forget their plans and remove their output.")
-def run(arguments: tuple[str, ...], restart: bool) -> int:
+@click.option("--redo", type=click.Path(path_type=str), metavar="FINDINGS.json",
+              help="Do the shards again that a validation names: what its --json wrote.")  # fmt: skip
+def run(arguments: tuple[str, ...], restart: bool, redo: str | None) -> int:
     """Run all stages, or those that are named, for one or several datasets.
 
     CONFIG is a YAML file. STAGE is prepare, match (stage1), write (stage2), encode (stage3) or validate.
@@ -53,40 +55,63 @@ def run(arguments: tuple[str, ...], restart: bool) -> int:
     paths, overrides, names = split_arguments(arguments)
     stages = [resolve_stage(name) for name in names] or list(STAGES)
     configs = [load_config(path, overrides) for path in paths]
-    return run_configs(configs, stages, restart=restart)
+    if redo is not None and (restart or len(configs) > 1):
+        raise ConfigError("--redo is for one configuration, and without --restart")
+    return run_configs(configs, stages, restart=restart, redo=redo)
+
+
+@cli.command()
+@click.argument("arguments", nargs=-1, required=True, metavar="DATASET | CONFIG... [KEY=VALUE...]")
+@click.option("--deep", is_flag=True, help="Decode every audio item as well.")
+@click.option("--recheck-codes", default="0", metavar="SHARE", help="Encode this share of the segments again: 0.1%.")
+@click.option("--codec-model", "codec_models", multiple=True, metavar="CODEC=MODEL",
+              help="Where the model of a codec is now, for --recheck-codes.")  # fmt: skip
+@click.option("--against", multiple=True, metavar="MANIFEST", help="Account for every record of this manifest.")
+@click.option("--rejects", multiple=True, metavar="FILE", help="rejects.jsonl of the run directory, for --against.")
+@click.option("--audio-root", "audio_roots", multiple=True, metavar="DIR",
+              help="What absolute paths in the manifests lie below, for --against.")  # fmt: skip
+@click.option("--json", "json_file", type=click.Path(path_type=str), help="Write the whole report to this file.")
+@click.option("--workers", default="auto", show_default=True, help="Worker processes: a number, or auto.")
+def validate(
+    arguments: tuple[str, ...], deep: bool, recheck_codes: str, codec_models: tuple[str, ...],
+    against: tuple[str, ...], rejects: tuple[str, ...], audio_roots: tuple[str, ...], json_file: str | None,
+    workers: str,
+) -> int:  # fmt: skip
+    """Check a dataset: its directory, or that of a configuration, by the executor that this names.
+
+    Exit status 3 means errors; warnings alone leave it at 0.
+    """
+    from sharmill.validation import Request, check_directory
+
+    request = Request(
+        deep=deep, recheck_codes=recheck_codes, codec_models=codec_models, against=against, rejects=rejects,
+        audio_roots=audio_roots, json_file=json_file, workers=parse_workers(workers),
+    )  # fmt: skip
+    if not arguments[0].endswith((".yaml", ".yml")):
+        report = check_directory(make_console(), arguments, request)
+        return FINDINGS if report.errors else OK
+    paths, overrides, names = split_arguments(arguments)
+    if names:
+        raise ConfigError(f"'validate' takes configurations or one dataset, not {', '.join(names)}")
+    return run_configs(request.load_configs(paths, overrides), ["validate"], json_file=json_file)
 
 
 @cli.command()
 @click.argument("dataset", type=click.Path(path_type=str))
-@click.option("--deep", is_flag=True, help="Decode every audio item as well.")
-@click.option("--json", "json_file", type=click.Path(path_type=str), help="Write all findings to this file.")
-@click.option("--workers", default="auto", show_default=True, help="Worker processes: a number, or auto.")
-def validate(dataset: str, deep: bool, json_file: str | None, workers: str) -> int:
-    """Check a finished dataset."""
-    import tempfile
+@click.option("--name", help="The name of the dataset (default: as it was, or the folder's).")
+@click.option("--codec", "codecs", multiple=True, metavar="NAME,KEY=VALUE,...",
+              help="What the files cannot tell of a codec: codebook_size, sampling_rate ...")  # fmt: skip
+def index(dataset: str, name: str | None, codecs: tuple[str, ...]) -> int:
+    """Make shards.jsonl and dataset.json again from the files of a dataset, also one of another tool."""
     from pathlib import Path
 
-    import msgspec
+    from sharmill.shar.rebuild import parse_codec_facts, rebuild_index
 
-    from sharmill.console import ProgressListener, print_findings
-    from sharmill.pipeline import validate_dataset
-    from sharmill.store import require_writable, write_atomic
-
-    if json_file:
-        if Path(json_file).is_dir():
-            raise ConfigError(f"--json {json_file} is a folder; name a file")
-        require_writable(Path(json_file).parent)
     console = make_console()
-    with (
-        tempfile.TemporaryDirectory(prefix="sharmill-validate-") as scratch,
-        ProgressListener(console) as listener,
-    ):
-        count = parse_workers(workers)
-        findings = validate_dataset(Path(dataset), Path(scratch), listener, workers=count, deep=deep)
-    print_findings(console, findings)
-    if json_file:
-        write_atomic(Path(json_file), msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
-    return FINDINGS if findings else OK
+    facts = [parse_codec_facts(text) for text in codecs]
+    for line in rebuild_index(Path(dataset), facts, name=name):
+        console.print(printable(line), markup=False)
+    return OK
 
 
 @cli.command()
@@ -193,7 +218,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], lis
     return paths, overrides, names
 
 
-def run_configs(configs: Sequence[Config], stages: Sequence[str], *, restart: bool) -> int:
+def run_configs(
+    configs: Sequence[Config], stages: Sequence[str], *, restart: bool = False, redo: str | None = None,
+    json_file: str | None = None,
+) -> int:  # fmt: skip
     """Runs the datasets one after the other and returns the worst exit status."""
     from sharmill.pipeline import check_config
 
@@ -203,7 +231,7 @@ def run_configs(configs: Sequence[Config], stages: Sequence[str], *, restart: bo
     worst = OK
     for config in configs:
         try:
-            status = _run_one(config, stages, restart=restart)
+            status = _run_one(config, stages, restart=restart, redo=redo, json_file=json_file)
         except SharmillError as error:
             if len(configs) == 1:
                 raise
@@ -213,19 +241,27 @@ def run_configs(configs: Sequence[Config], stages: Sequence[str], *, restart: bo
     return worst
 
 
-def _run_one(config: Config, stages: Sequence[str], *, restart: bool) -> int:
-    from sharmill.console import ProgressListener, print_findings, print_result
+def _run_one(config: Config, stages: Sequence[str], *, restart: bool, redo: str | None, json_file: str | None) -> int:
+    from pathlib import Path
+
+    from sharmill.console import ProgressListener, print_report, print_result
     from sharmill.pipeline import run_dataset
+    from sharmill.store import write_atomic
+    from sharmill.validate.report import encode_report, read_report
 
     console = make_console()
+    named = None if redo is None else read_report(Path(redo))
     with ProgressListener(console) as listener:
-        result = run_dataset(config, listener, stages=stages, restart=restart)
+        result = run_dataset(config, listener, stages=stages, restart=restart, redo=named)
     print_result(console, result)
     if not result.ok:
         return FAILED
-    if "validate" in stages:
-        print_findings(console, result.findings)
-    return FINDINGS if result.findings else OK
+    if (report := result.report) is None:
+        return OK
+    print_report(console, report)
+    if json_file is not None:
+        write_atomic(Path(json_file), encode_report(report))
+    return FINDINGS if report.errors else OK
 
 
 def parse_workers(text: str) -> int | str:

@@ -144,6 +144,33 @@ class EncodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidateConfig:
+    """What the checker looks at beside the default level.
+
+    ``deep`` decodes all audio; ``recheck_codes`` is the share of segments that are encoded again, such as ``0.001`` or
+    ``0.1%``; ``codec_models`` says, by codec, where its model is now; ``against_sources`` accounts for every record of
+    the sources.
+    """
+
+    deep: bool = False
+    recheck_codes: float | str = 0.0
+    codec_models: dict[str, str] = field(default_factory=dict)
+    against_sources: bool = False
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.recheck_share <= 1, "recheck_codes must be a share between 0 and 1, or a percentage")
+
+    @property
+    def recheck_share(self) -> float:
+        """``recheck_codes`` as a number; -1 where it is none."""
+        text = str(self.recheck_codes).strip()
+        try:
+            return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            return -1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExecutorConfig:
     """Where the stages run. The other keys are for ``kind: ray``.
 
@@ -186,6 +213,7 @@ class Config:
     match: MatchConfig = field(default_factory=MatchConfig)
     write: WriteConfig = field(default_factory=WriteConfig)
     encode: EncodeConfig = field(default_factory=EncodeConfig)
+    validate: ValidateConfig = field(default_factory=ValidateConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 

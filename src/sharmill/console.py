@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,10 +17,14 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import UnitError
 from sharmill.pipeline import DatasetResult
-from sharmill.terminal import plain
-from sharmill.validate.findings import CODES, Finding
+from sharmill.terminal import plain, printable
+from sharmill.validate.report import INDEX, Report
 
 _MAX_LINES = 10
+_MAX_EXAMPLES = 3
+_MAX_CHARACTERS = 160
+_SHOWN_COUNTS = ("shards", "cuts", "files", "bytes", "items heard", "seconds decoded", "segments encoded again",
+                 "codes compared", "codes that differ")  # fmt: skip
 
 
 class ProgressListener:
@@ -119,15 +125,35 @@ def print_result(console: Console, result: DatasetResult) -> None:
             console.print(plain(sentence))
 
 
-def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """A table of findings by kind, with the first examples."""
-    if not findings:
+def print_report(console: Console, report: Report) -> None:
+    """A table of findings by kind, with the first examples, and what was checked, could not be, and mends it."""
+    checked = ", ".join(f"{report.checked[name]:,.0f} {name}" for name in _SHOWN_COUNTS if name in report.checked)
+    if not report.findings:
         console.print(plain("validation: no findings", style="green"))
-        return
-    table = Table(title=f"validation: {len(findings)} findings", title_justify="left")
-    for column in ("finding", "count", "meaning", "first example"):
-        table.add_column(column, overflow="fold")
-    for code, count in Counter(finding.code for finding in findings).most_common():
-        first = next(finding for finding in findings if finding.code == code)
-        table.add_row(code, str(count), CODES[code], plain(f"{first.where}: {first.sentence}"))
-    console.print(table)
+    else:
+        table = Table(title=f"validation: {report.errors} errors, {report.warnings} warnings", title_justify="left")
+        for column in ("finding", "severity", "count", "first examples", "what to do"):
+            table.add_column(column, overflow="fold")
+        for kind in report.kinds:
+            examples = islice((row for row in report.findings if row["code"] == kind.code), _MAX_EXAMPLES)
+            style = "red" if kind.severity == "error" else "yellow"
+            table.add_row(
+                plain(kind.code), plain(kind.severity, style=style), f"{kind.count}",
+                plain("\n".join(_describe_finding(row) for row in examples)), plain(kind.to_do),
+            )  # fmt: skip
+        console.print(table)
+    console.print(plain(f"checked: {checked}"))
+    for phrase in report.unchecked:
+        console.print(plain(f"not checked: {phrase}"))
+    if report.redo:
+        units = Counter(unit.stage for unit in report.redo)
+        listed = ", ".join(stage if stage == INDEX else f"{count} of {stage}" for stage, count in units.items())
+        console.print(plain(f"to be done again by --redo: {listed}"))
+
+
+def _describe_finding(row: dict[str, Any]) -> str:
+    shard = "" if row["shard"] is None else f"shard {row['shard']}, "
+    place = row["member"] and row["field"] and f"{row['field']}: {row['member']}"
+    where = place or row["member"] or row["file"] or row["field"]
+    text = printable(f"{shard}{where}: {row['sentence']}")
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."

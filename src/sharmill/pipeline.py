@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from sharmill.audio import check_encoder
-from sharmill.config import STAGES, Config, to_yaml
+from sharmill.config import STAGES, Config, ValidateConfig, to_yaml
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.run import Executor, Listener, StageResult, locked, run_stage
 from sharmill.engine.rundir import RunDir
@@ -23,9 +23,11 @@ from sharmill.models import describe_codec, describe_speaker_encoder
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.paths import AudioRoot
 from sharmill.prepare.stage import PrepareStage
+from sharmill.redo import forget_damaged_units
 from sharmill.sources import open_source
 from sharmill.store import open_atomic, require_writable, write_atomic
-from sharmill.validate.findings import Finding
+from sharmill.validate.accounts import Against
+from sharmill.validate.report import Report
 from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage
 
@@ -42,30 +44,42 @@ class DatasetResult:
         return all(result.ok for _, result in self.stages)
 
     @property
-    def findings(self) -> list[Finding]:
+    def report(self) -> Report | None:
         """What the checker found, if it ran."""
-        return [
-            finding
-            for stage, result in self.stages
-            if isinstance(stage, ValidateStage) and result.ok
-            for finding in stage.findings()
-        ]
+        for stage, result in self.stages:
+            if isinstance(stage, ValidateStage) and result.ok:
+                return stage.report()
+        return None
 
 
 def make_stages(config: Config, names: Sequence[str] = STAGES) -> list[Stage]:
     """The stages in the order in which they run; ``encode`` is one stage per codec."""
-    dataset_dir, run_dir = Path(config.dataset_dir), RunDir(Path(config.run_dir))
     stages: dict[str, list[Stage]] = {
         "prepare": [PrepareStage(config)],
         "match": [MatchStage(config)],
         "write": [WriteStage(config)],
         "encode": [EncodeStage(config, codec) for codec in config.encode.codecs],
-        "validate": [ValidateStage(dataset_dir, run_dir)],
+        "validate": [_validate_stage(config)],
     }
     chosen = [stage for name in STAGES if name in names for stage in stages[name]]
     for stage in chosen:
         stage.metrics = config.metrics
     return chosen
+
+
+def _validate_stage(config: Config) -> ValidateStage:
+    level, run_dir = config.validate, RunDir(Path(config.run_dir))
+    against = None
+    if level.against_sources:
+        against = Against(
+            manifests=tuple(source.manifest for source in config.sources),
+            rejects=(str(run_dir.rejects),),
+            audio_roots=tuple(source.audio_root for source in config.sources),
+        )
+    return ValidateStage(
+        Path(config.dataset_dir), run_dir, deep=level.deep, recheck_codes=level.recheck_share,
+        codec_models=level.codec_models, against=against,
+    )  # fmt: skip
 
 
 def make_executor(config: Config) -> Executor:
@@ -113,10 +127,12 @@ def run_dataset(
     restart: bool = False,
     executor: Executor | None = None,
     wait_seconds: float = 0.0,
+    redo: Report | None = None,
 ) -> DatasetResult:
     """Runs stages over one dataset, in order, until one has units that failed; by default where the configuration says.
 
-    ``wait_seconds`` is how long it waits for another process to leave the run directory.
+    ``wait_seconds`` is how long it waits for another process to leave the run directory. What ``redo`` names is done
+    again.
 
     Raises:
         ConfigError: before any work.
@@ -128,6 +144,8 @@ def run_dataset(
     results: list[tuple[Stage, StageResult]] = []
     with locked(run_dir, wait_seconds):
         write_atomic(run_dir.config, to_yaml(config))
+        if redo is not None:
+            forget_damaged_units(config, redo, stages)
         for stage in make_stages(config, stages):
             try:
                 result = run_stage(
@@ -164,17 +182,26 @@ def _check_chain(results: Sequence[tuple[Stage, StageResult]]) -> None:
 
 
 def validate_dataset(
-    dataset_dir: Path, scratch: Path, listener: Listener, *, workers: int | str = "auto", deep: bool = False
-) -> list[Finding]:
+    dataset_dir: Path,
+    scratch: Path,
+    listener: Listener,
+    level: ValidateConfig,
+    *,
+    workers: int | str = "auto",
+    against: Against | None = None,
+) -> Report:
     """Checks a dataset that need not have a run directory; ``scratch`` is a folder for the time being.
 
     Raises:
-        ConfigError: there is no dataset.
+        ConfigError: there is no dataset, or what it is to be checked with cannot be used.
         FatalError: a unit of the check failed.
     """
-    stage = ValidateStage(dataset_dir, RunDir(scratch), deep=deep)
+    stage = ValidateStage(
+        dataset_dir, RunDir(scratch), deep=level.deep, recheck_codes=level.recheck_share,
+        codec_models=level.codec_models, against=against,
+    )  # fmt: skip
     result = run_stage(stage, LocalExecutor(workers), listener, max_reject_fraction=0.0)
     if not result.ok:
         reasons = "; ".join(error.message for error in result.failures.values())
         raise FatalError(f"the check itself failed: {reasons}")
-    return stage.findings()
+    return stage.report()

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from stat import S_ISREG
 from uuid import uuid4
 
 import msgspec
 
+from sharmill.engine.plan import load
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
-from sharmill.store import fsync_directory, stopping_errors
+from sharmill.store import fsync_directory, stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,33 @@ def read_ledger(folder: Path, units: Iterable[Unit]) -> dict[int, Commit]:
                 if commit is not None and ids.get(commit.index) == commit.id:
                     commits[commit.index] = commit
     return commits
+
+
+def revoke(stage: Stage, indices: Collection[int]) -> None:
+    """Takes the commits of units out of the ledger, so that the next run does them again.
+
+    They are kept aside, for what comes out then is to be the same. Interrupted in between, some units are done again
+    and others not: the same call makes up for it. Only for the one process that directs a run.
+    """
+    units = [unit for unit in load(stage) if unit.index in indices]
+    first = read_revoked(stage)
+    for index, commit in read_ledger(stage.dir.ledger, units).items():
+        first.setdefault(index, commit)
+    write_atomic(stage.dir.revoked, b"".join(msgspec.json.encode(commit) + b"\n" for commit in first.values()))
+    ids = {unit.id for unit in units}
+    for path in sorted(stage.dir.ledger.glob("*.jsonl")):
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (found := _decode(path, line)) is not None and found.id not in ids]
+        if len(kept) < len(lines):
+            write_atomic(path, b"".join(kept))
+
+
+def read_revoked(stage: Stage) -> dict[int, Commit]:
+    """The commits that were revoked and whose units are not finished again, by unit index."""
+    if not stage.dir.revoked.exists():
+        return {}
+    commits = (_decoder.decode(line) for line in stage.dir.revoked.read_bytes().splitlines())
+    return {commit.index: commit for commit in commits}
 
 
 def _decode(path: Path, line: bytes) -> Commit | None:

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 from filelock import FileLock, Timeout
 
-from sharmill.engine.ledger import outputs_in_place, read_ledger
+from sharmill.engine.ledger import outputs_in_place, read_ledger, read_revoked
 from sharmill.engine.plan import load_or_freeze
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
@@ -178,13 +178,33 @@ def _finalize(
     stage: Stage, units: list[Unit], commits: dict[int, Commit], guard: RejectGuard, expected_in: int
 ) -> Totals:
     in_order = [commits[unit.index] for unit in units]
+    _check_redone(stage, commits)
     _merge_rejects(stage, in_order)
     totals = stage.finalize(units, in_order)
     totals.check(stage.name, expected_in)
     guard.check(totals.rejects)
     remove_staging(stage.root)
     write_atomic(stage.dir.done, msgspec.json.encode(totals))
+    remove_tree(stage.dir.revoked)
     return totals
+
+
+def _check_redone(stage: Stage, commits: dict[int, Commit]) -> None:
+    """Units that were done again must give what they gave at first. On a GPU bytes may depend on its type: there, only
+    the records count."""
+    for index, first in read_revoked(stage).items():
+        now = commits[index]
+        if (now.num_out, now.rejects) != (first.num_out, first.rejects):
+            what = f"{now.num_out} records went on instead of {first.num_out}"
+        elif not stage.uses_gpu and now.files != first.files:
+            what = "its files have other bytes"
+        else:
+            continue
+        raise FatalError(
+            f"{stage.name}: unit {index} was done again with another outcome: {what}. Its input has changed since: "
+            f"restore that and use --redo again, or begin anew with sharmill run CONFIG {stage.name.partition('/')[0]} "
+            "--restart"
+        )
 
 
 def _merge_rejects(stage: Stage, commits: Sequence[Commit]) -> None:

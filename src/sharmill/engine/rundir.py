@@ -59,6 +59,11 @@ class StageDir:
         return self.path / "rejects.jsonl"
 
     @property
+    def revoked(self) -> Path:
+        """The first commits of units that were to be done again."""
+        return self.path / "revoked.jsonl"
+
+    @property
     def done(self) -> Path:
         """Written last of all: the stage is finished, with these totals."""
         return self.path / "done.json"

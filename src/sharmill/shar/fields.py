@@ -99,7 +99,7 @@ def _decompress(path: Path, data: bytes) -> bytes:
             raise DamagedShard(f"{path}: the cuts of a shard are not more than {_MAX_CUTS_BYTES >> 20} MiB")
         if not member.eof:
             raise DamagedShard(f"{path}: the file ends within its compressed data; it is cut off")
-        data = member.unused_data
+        data = member.unused_data.lstrip(b"\0")  # gzip files may be filled up with zeros
     return unfolded
 
 

@@ -32,8 +32,10 @@ class ForeignShard:
     files: dict[str, Path]
 
 
-def find_shards(directory: Path) -> list[ForeignShard]:
+def find_shards(directory: Path, *, complete: bool = True) -> list[ForeignShard]:
     """The shards of a folder, ordered by their numbers as numbers: 2 comes before 10.
+
+    With ``complete`` false a shard may lack fields, and a field may have shards of its own: the checker says so itself.
 
     What is not named like a shard's file (``.idx`` beside one, notes) is left alone, and so is what begins with a dot.
 
@@ -58,13 +60,13 @@ def find_shards(directory: Path) -> list[ForeignShard]:
             raise ConfigError(f"{taken} and {path.name} are both shard {index} of {field}; remove one")
     if CUTS not in fields:
         raise ConfigError(f"{directory} has no cuts: neither cuts.000000.jsonl.gz nor a folder cuts with such files")
-    for field, files in fields.items():
+    for field, files in fields.items() if complete else ():
         if odd := sorted(files.keys() ^ fields[CUTS].keys()):
             has, lacks = (field, CUTS) if odd[0] in files else (CUTS, field)
             raise ConfigError(f"{directory}: {has} has a shard {odd[0]} and {lacks} does not")
     return [
-        ForeignShard(index, {field: files[index] for field, files in sorted(fields.items())})
-        for index in sorted(fields[CUTS])
+        ForeignShard(index, {field: files[index] for field, files in sorted(fields.items()) if index in files})
+        for index in sorted(set().union(*fields.values()))
     ]
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -52,8 +52,12 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
     codebook_size: int
 
 
-class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """``dataset.json``. ``limits`` are those that every context satisfies."""
+class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """``dataset.json``. ``limits`` are those that every context satisfies.
+
+    ``contract: foreign`` says that another tool wrote the files and only the index is sharmill's: what sharmill
+    promises of its cuts and codes does not hold.
+    """
 
     format_version: int
     name: str
@@ -66,6 +70,7 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
     sampling_rate: int | None
     limits: dict[str, Any]
     codecs: list[CodecRecord]
+    contract: Literal["sharmill", "foreign"] = "sharmill"
 
 
 class _Version(msgspec.Struct):

@@ -55,9 +55,12 @@ def make_supervision(utterance: Utterance, duration: float) -> dict[str, Any]:
 
 def _kept(value: Any) -> Any:
     """A value as it is, or as JSON text where lhotse would take it for a manifest and fail to read the cut."""
-    if isinstance(value, dict) and any(keys <= value.keys() for keys in _TAKEN_BY_LHOTSE):
-        return msgspec.json.encode(value).decode()
-    return value
+    return msgspec.json.encode(value).decode() if is_taken_by_lhotse(value) else value
+
+
+def is_taken_by_lhotse(value: Any) -> bool:
+    """Whether lhotse makes a manifest of its own from a value in a ``custom`` mapping."""
+    return isinstance(value, dict) and any(keys <= value.keys() for keys in _TAKEN_BY_LHOTSE)
 
 
 def make_recording(recording_id: str, sampling_rate: int, num_samples: int) -> dict[str, Any]:

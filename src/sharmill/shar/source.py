@@ -24,6 +24,7 @@ from sharmill.shar.layout import (
     TARGET_CODES,
     codec_of_field,
     codes_field,
+    shard_file,
 )
 from sharmill.store import STAGING_NAME, checksum_bytes
 
@@ -108,8 +109,11 @@ class IndexedSource:
         try:
             with path.open("rb") as lines:
                 for line in lines:
+                    read = decoder.decode(line)
+                    if read.index != len(counts):
+                        raise DamagedShard(f"{path} lists shard {read.index} where {len(counts)} belongs")
                     starts.append(position)
-                    counts.append(decoder.decode(line).count)
+                    counts.append(read.count)
                     position += len(line)
         except FileNotFoundError as error:
             raise ConfigError(f"{self._directory} is not a finished dataset: there is no {SHARDS_FILE}") from error
@@ -153,6 +157,12 @@ class IndexedSource:
         missing = [field for field in (CUTS, *self._fields.values()) if field not in record.fields]
         if missing:
             raise DamagedShard(f"shard {record.index}: there is no {missing[0]}")
+        for field in (CUTS, *self._fields.values()):
+            file = record.fields[field].file
+            if self._dataset.contract == "sharmill" and file != shard_file(field, record.index):
+                raise DamagedShard(
+                    f"shard {record.index}: the index has {file} where {shard_file(field, record.index)} belongs"
+                )
         paths = {name: self._directory / record.fields[field].file for name, field in self._fields.items()}
         return ShardFiles(record.index, self._directory / record.fields[CUTS].file, paths, record.count)
 

@@ -6,7 +6,9 @@ Formats read: ustar, GNU long names, PAX paths and sizes (POSIX.1-2001). Headers
 from __future__ import annotations
 
 import mmap
+import os
 import re
+import stat
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -223,13 +225,15 @@ def open_field(path: Path) -> BinaryIO:
     """A shard's file, opened for reading.
 
     Raises:
-        DamagedShard: it is not there, or no file.
+        DamagedShard: it is not there, or not a regular file.
     """
     try:
-        # Before opening: a FIFO would wait for its writer.
-        if path.exists() and not path.is_file() and not path.is_dir():
+        # A FIFO would have its reader wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
             raise DamagedShard(f"{path}: it is not a regular file")
-        return path.open("rb")
+        return os.fdopen(descriptor, "rb")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise DamagedShard(f"{path}: {error.strerror}") from error
 

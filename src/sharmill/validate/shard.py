@@ -2,265 +2,254 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any
+import errno
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-import numpy as np
+import xxhash
 
-from sharmill import audio
-from sharmill.encode.stage import codes_dtype
-from sharmill.errors import DamagedShard, RejectRecord
-from sharmill.manifest import parse_speaker_tag
-from sharmill.shar.fields import Item, array_from_bytes, read_cuts, read_field
-from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord
+from sharmill.errors import RejectRecord
+from sharmill.shar.fields import Item
 from sharmill.shar.layout import (
     CONTEXT_AUDIO,
     CONTEXT_CODES,
     CUTS,
     DATASET_FILE,
+    SHARDS_FILE,
     TARGET_AUDIO,
     TARGET_CODES,
     codes_field,
-    context_id,
     shard_file,
 )
-from sharmill.shar.safety import forbidden_source
-from sharmill.store import checksum
+from sharmill.validate.accounts import record_hash
+from sharmill.validate.agreement import same_audio_problem
+from sharmill.validate.codes import codes_problems
+from sharmill.validate.cuts import MALFORMED, context_problem, cut_problem
+from sharmill.validate.files import Looked, Memory, look_at_cuts, look_at_field
 from sharmill.validate.findings import Finding
+from sharmill.validate.foreign import check_foreign
+from sharmill.validate.recheck import Rechecker
+from sharmill.validate.sound import Heard, header_problem, listen, loudness_problem, metadata_problem
+from sharmill.validate.subject import Shard, Subject
 
-# What looking at a manifest raises that is not as it should be.
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 # The index has seconds with three decimals.
-_SECONDS_TOLERANCE = 2e-3
+_SECONDS_TOLERANCE: Final = 2e-3
+# What a damaged disk, or a lack of permission, answers to reading a file.
+_UNREADABLE: Final = (errno.EIO, errno.EACCES, errno.EPERM)
 
 
-@dataclass(frozen=True)
+@dataclass
+class Checked:
+    """What the check of a shard leaves.
+
+    Attributes:
+        ids: a 64-bit hash of each cut's id.
+        records: of each cut, a hash of the manifest record that it came from; 0 where the cut does not say.
+        stats: what adds up over the shards: cuts, bytes, items, seconds decoded ...
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    records: list[int] = field(default_factory=list)
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def count(self, name: str, number: float = 1) -> None:
+        self.stats[name] = self.stats.get(name, 0) + number
+
+
 class ShardCheck:
-    """Checks shards of one dataset. ``deep`` decodes every audio item as well."""
+    """Checks shards of one dataset, one after the other. ``deep`` decodes every audio item as well."""
 
-    directory: Path
-    dataset: DatasetRecord
-    deep: bool = False
+    def __init__(self, subject: Subject, *, deep: bool = False, recheck: Rechecker | None = None) -> None:
+        self.subject = subject
+        self.deep = deep
+        self.recheck = recheck
+        self._memory: dict[str, Memory] = {}
+        self._heard: dict[str, Heard | RejectRecord] = {}
 
-    def __call__(self, shard: ShardRecord) -> tuple[list[Finding], list[str]]:
-        """The findings, and the ids of the cuts for the check over the whole dataset."""
-        findings = list(self._check_files(shard))
-        contents: dict[str, list[Any]] = {}
-        for field, file in shard.fields.items():
-            path = self.directory / file.file
-            if not path.is_file():
-                continue  # reported by _check_files
-            try:
-                contents[field] = list(read_cuts(path) if field == CUTS else read_field(path))
-            except DamagedShard as error:
-                findings.append(_finding("damaged", shard, file.file, str(error)))
-        for field, items in contents.items():
-            if len(items) != shard.count:
-                sentence = f"{len(items)} items, but {shard.count} in the index"
-                findings.append(_finding("wrong_count", shard, field, sentence))
-        cuts = contents.pop(CUTS, [])
+    def __call__(self, shard: Shard) -> Checked:
+        checked = Checked(findings=list(self._check_names(shard)))
+        contents = self._look_at_files(shard, checked)
+        checked.findings += _check_counts(shard, contents)
+        cuts: list[dict[str, Any]] = contents.pop(CUTS, [])
         ids = [str(cut.get("id")) for cut in cuts]
-        for field, items in contents.items():
-            findings += _check_pairing(shard, field, ids, items)
-        findings += _check_seconds(shard, contents)
-        findings += self._check_cuts(shard, cuts, contents)
-        for codec in self.dataset.codecs:
-            findings += _check_codec(shard, codec, contents)
-        return findings, ids
+        checked.ids = [xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) for name in ids]
+        checked.records = [record_hash(cut) for cut in cuts]
+        checked.count("cuts", len(cuts))
+        for name, items in contents.items():
+            checked.findings += _check_pairing(shard, name, ids, items)
+        if shard.record is not None:
+            checked.findings += _check_seconds(shard, contents)
+        if self.subject.is_own:
+            checked.findings += self._check_cuts(shard, cuts, contents)
+            checked.findings += self._check_codecs(shard, contents)
+        else:
+            check_foreign(self.subject, shard, cuts, contents, checked.findings, checked.count)
+        if self.deep:
+            self._listen_to_all(shard, contents, checked)
+        if self.recheck is not None:
+            checked.findings += self.recheck(shard, contents, checked.count)
+        return checked
 
-    def _check_files(self, shard: ShardRecord) -> Iterator[Finding]:
-        for field in self.dataset.fields:
-            if field not in shard.fields:
-                yield _finding("missing_field", shard, field, f"the shard has no {field}")
-        for field, file in shard.fields.items():
-            path = self.directory / file.file
-            if field not in self.dataset.fields:
-                yield _finding("wrong_totals", shard, field, f"{DATASET_FILE} does not name the field")
-            if file.file != shard_file(field, shard.index):
-                sentence = f"shards.jsonl has {file.file} where {shard_file(field, shard.index)} belongs"
-                yield _finding("wrong_name", shard, field, sentence)
+    def _check_names(self, shard: Shard) -> Iterator[Finding]:
+        for name in self.subject.fields:
+            if name not in shard.files:
+                yield _finding("missing_field", shard, f"the shard has no {name}", field=name)
+        if shard.record is None:
+            return
+        for name, file in shard.files.items():
+            if name not in self.subject.fields:
+                yield _finding("wrong_totals", shard, f"{DATASET_FILE} does not name the field", field=name)
+            if self.subject.is_own and file != shard_file(name, shard.index):
+                sentence = f"{SHARDS_FILE} has {file} where {shard_file(name, shard.index)} belongs"
+                yield _finding("wrong_name", shard, sentence, field=name)
+
+    def _look_at_files(self, shard: Shard, checked: Checked) -> dict[str, list[Any]]:
+        """The contents of the fields whose files could be read to their ends."""
+        contents: dict[str, list[Any]] = {}
+        for name, file in shard.files.items():
+            path = self.subject.directory / file
             if not path.is_file():
-                yield _finding("missing_file", shard, file.file, "the file is not there")
-            elif path.stat().st_size != file.size:
-                sentence = f"{path.stat().st_size} bytes instead of {file.size}"
-                yield _finding("wrong_size", shard, file.file, sentence)
-            elif checksum(path) != file.xxh3:
-                yield _finding("wrong_checksum", shard, file.file, "the bytes have changed since they were written")
+                checked.findings.append(_finding("missing_file", shard, "the file is not there", field=name, file=file))
+                continue
+            memory = self._memory.setdefault(name, Memory())
+            try:
+                looked = look_at_cuts(path, memory) if name == CUTS else look_at_field(path, memory)
+            except OSError as error:
+                if error.errno not in _UNREADABLE:
+                    raise
+                sentence = f"it cannot be read: {error.strerror}"
+                checked.findings.append(_finding("damaged", shard, sentence, field=name, file=file))
+                continue
+            checked.count("files")
+            checked.count("bytes", looked.size)
+            checked.findings += _check_file(shard, name, file, looked)
+            if looked.contents is not None:
+                contents[name] = looked.contents
+        return contents
 
     def _check_cuts(
-        self, shard: ShardRecord, cuts: list[dict[str, Any]], contents: dict[str, list[Item]]
+        self, shard: Shard, cuts: list[dict[str, Any]], contents: dict[str, list[Item]]
     ) -> Iterator[Finding]:
+        dataset = self.subject.dataset
+        assert dataset is not None
         for cut, target in zip(cuts, contents.get(TARGET_AUDIO, []), strict=False):
-            problem = cut_problem(cut, target.metadata or {})
-            if problem:
-                yield _finding("bad_cut", shard, str(cut.get("id")), problem)
+            if problem := cut_problem(cut, target.metadata or {}):
+                yield _finding("bad_cut", shard, problem, field=CUTS, member=str(cut.get("id")))
         for cut, context in zip(cuts, contents.get(CONTEXT_AUDIO, []), strict=False):
-            problem = context_problem(cut, context.metadata or {}, self.dataset.limits)
-            if problem:
-                yield _finding("bad_cut", shard, str(cut.get("id")), problem)
-        for field in (TARGET_AUDIO, CONTEXT_AUDIO):
-            for item in contents.get(field, []):
-                problem = audio_problem(item, deep=self.deep)
-                if problem:
-                    yield _finding("bad_audio", shard, f"{field}: {item.cut_id}", problem)
+            if problem := context_problem(cut, context.metadata or {}, dataset.limits):
+                yield _finding("bad_cut", shard, problem, field=CUTS, member=str(cut.get("id")))
+        for target, context in zip(contents.get(TARGET_AUDIO, []), contents.get(CONTEXT_AUDIO, []), strict=False):
+            if problem := same_audio_problem(target, context):
+                yield _finding("bad_audio", shard, problem, field=CONTEXT_AUDIO, member=context.cut_id)
+        audio_format = None if dataset.audio_format == "original" else dataset.audio_format
+        for name in (TARGET_AUDIO, CONTEXT_AUDIO):
+            for item in contents.get(name, []):
+                if problem := header_problem(item, audio_format, dataset.sampling_rate):
+                    yield _finding("bad_audio", shard, problem, field=name, member=item.cut_id)
+
+    def _check_codecs(self, shard: Shard, contents: dict[str, list[Item]]) -> Iterator[Finding]:
+        for codec in self.subject.codecs:
+            for codes, source in ((TARGET_CODES, TARGET_AUDIO), (CONTEXT_CODES, CONTEXT_AUDIO)):
+                name = codes_field(codec.name, codes)
+                items, sources = contents.get(name, []), contents.get(source, [])
+                for cut_id, problem in codes_problems(items, sources, codec, temporal=codes == TARGET_CODES):
+                    yield _finding("bad_codes", shard, problem, field=name, member=cut_id)
+
+    def _listen_to_all(self, shard: Shard, contents: dict[str, list[Item]], checked: Checked) -> None:
+        """Decodes every audio item; the same bytes once, be they target or context."""
+        self._heard.clear()
+        reported = {(finding.field, finding.member) for finding in checked.findings if finding.code == "bad_audio"}
+        for name, items in contents.items():
+            for item in items:
+                if not is_recording(item) or (name, item.cut_id) in reported:
+                    continue
+                heard = self._listen(item, checked)
+                checked.count("items heard")
+                if isinstance(heard, RejectRecord):
+                    found: tuple[str, str] | None = ("bad_audio", str(heard))
+                else:
+                    assert item.metadata is not None
+                    problem = metadata_problem(item.metadata, heard.num_samples, heard.sampling_rate)
+                    found = ("bad_audio", problem) if problem else loudness_problem(heard)
+                if found:
+                    checked.findings.append(_finding(found[0], shard, found[1], field=name, member=item.cut_id))
+
+    def _listen(self, item: Item, checked: Checked) -> Heard | RejectRecord:
+        assert item.data is not None
+        key = xxhash.xxh3_128_hexdigest(item.data)
+        if key not in self._heard:
+            try:
+                heard = self._heard[key] = listen(item)
+            except RejectRecord as reject:
+                self._heard[key] = reject
+            else:
+                seconds = heard.num_samples / heard.sampling_rate
+                checked.count("seconds decoded", seconds)
+                checked.count("seconds of silence", seconds * heard.silence)
+                checked.count("seconds clipped", seconds * heard.clipping)
+        return self._heard[key]
 
 
-def cut_problem(cut: dict[str, Any], target: dict[str, Any]) -> str | None:
-    """What is wrong with a cut beside the metadata of its target audio, in a sentence, or None."""
-    try:
-        (supervision,) = cut["supervisions"]
-        recording = cut["recording"]
-        seconds = target["num_samples"] / target["sampling_rate"]
-        if cut["start"] != 0 or supervision["start"] != 0:
-            return "cut or supervision does not start at 0"
-        if cut["duration"] != seconds:
-            return f"the cut lasts {cut['duration']} s, its audio {seconds} s"
-        if supervision["duration"] != cut["duration"]:
-            return "cut and supervision last differently long"
-        if target["id"] != cut["id"]:
-            return f"the target audio has the id {target['id']!r}"
-        if any(recording[key] != target[key] for key in ("num_samples", "sampling_rate")):
-            return "recording and target audio differ in samples or rate"
-        if supervision["recording_id"] != recording["id"]:
-            return f"the supervision is of {supervision['recording_id']!r}, the recording is {recording['id']!r}"
-        if cut["custom"]["context_audio_unaligned"] is not True:
-            return "context_audio_unaligned is not set, so that lhotse would cut the context"
-        parse_speaker_tag(supervision["speaker"])
-        return _provenance_problem(cut)
-    except RejectRecord as error:
-        return str(error)
-    except _MALFORMED as error:
-        return f"a key is absent or of the wrong type: {error!r}"
+def is_recording(item: Item) -> bool:
+    """Whether an item is audio, by its metadata."""
+    return item.data is not None and item.metadata is not None and "sampling_rate" in item.metadata
 
 
-def _provenance_problem(cut: dict[str, Any]) -> str | None:
-    """What is wrong with the parts of a cut that say what it is and where it came from."""
-    (supervision,), recording = cut["supervisions"], cut["recording"]
-    (source,) = recording["sources"]
-    path = PurePosixPath(source["source"])
-    if found := forbidden_source(cut):
-        return f"it has {found}, which must not be loaded"
-    if cut["type"] != "MonoCut":
-        return f"it is a {cut['type']}"
-    if cut["channel"] != 0 or supervision["channel"] != 0:
-        return "cut or supervision is not of channel 0"
-    if not isinstance(supervision["text"], str) or not isinstance(supervision["language"], str):
-        return "the text or the language of the supervision is not text"
-    # lhotse would run a command; a path may only say where the audio came from.
-    if source["type"] != "file" or path.is_absolute() or ".." in path.parts:
-        return f"the recording has the source {source['type']} {source['source']!r}"
-    if not cut["id"].startswith(f"cut-{recording['id']}-"):
-        return f"the recording is {recording['id']!r}"
-    return None
+def _check_file(shard: Shard, name: str, file: str, looked: Looked) -> Iterator[Finding]:
+    recorded = shard.record.fields[name] if shard.record else None
+    if recorded is not None and looked.size != recorded.size:
+        sentence = f"{looked.size} bytes instead of {recorded.size}"
+        yield _finding("wrong_size", shard, sentence, field=name, file=file)
+    elif recorded is not None and looked.xxh3 != recorded.xxh3:
+        sentence = "the bytes have changed since they were written"
+        yield _finding("wrong_checksum", shard, sentence, field=name, file=file)
+    if looked.damage is not None:
+        yield _finding("damaged", shard, looked.damage, field=name, file=file)
 
 
-def context_problem(cut: dict[str, Any], context: dict[str, Any], limits: dict[str, Any]) -> str | None:
-    """What is wrong with a cut beside the metadata of its context audio, in a sentence, or None."""
-    try:
-        custom = cut["supervisions"][0]["custom"]
-        duration, similarity = custom["context_audio_duration"], custom["context_speaker_similarity"]
-        segment = (custom["context_recording_id"], custom["context_audio_offset"], duration)
-        if context["id"] != context_id(*segment):
-            return f"the context audio has the id {context['id']!r} instead of {context_id(*segment)!r}"
-        if segment == (cut["recording"]["id"], custom["offset"], custom["duration"]):
-            return "the context is the target itself"
-        # Stored with six decimals.
-        if similarity < limits["min_similarity"] - 1e-6:
-            return f"the similarity of the context is {similarity}"
-        if duration < limits["min_duration"] or duration > (limits["max_duration"] or math.inf):
-            return f"the context lasts {duration} s"
-        return None
-    except _MALFORMED as error:
-        return f"a key is absent or of the wrong type: {error!r}"
+def _check_counts(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Finding]:
+    if shard.record is not None:
+        expected, source = shard.record.count, "in the index"
+    elif CUTS in contents:
+        expected, source = len(contents[CUTS]), "cuts"
+    else:
+        return
+    for name, items in contents.items():
+        if len(items) != expected:
+            yield _finding("wrong_count", shard, f"{len(items)} items, but {expected} {source}", field=name)
 
 
-def audio_problem(item: Item, *, deep: bool) -> str | None:
-    """What is wrong with an audio item, in a sentence, or None."""
-    metadata = item.metadata
-    if item.data is None or metadata is None:
-        return "there is no audio"
-    try:
-        if deep:
-            samples, rate = audio.decode(item.data)
-            found = (len(samples), rate)
-        else:
-            info = audio.probe_bytes(item.data)
-            found = (info.num_samples, info.sampling_rate)
-    except RejectRecord as error:
-        return str(error)
-    promised = (metadata.get("num_samples"), metadata.get("sampling_rate"))
-    if found != promised:
-        return f"samples and rate are {found}, the metadata says {promised}"
-    if metadata.get("duration") != found[0] / found[1]:
-        return f"it lasts {found[0] / found[1]} s, the metadata says {metadata.get('duration')}"
-    return None
+def _check_pairing(shard: Shard, name: str, ids: list[str], items: Sequence[Item]) -> Iterator[Finding]:
+    for position, (cut_id, item) in enumerate(zip(ids, items, strict=False)):
+        if item.cut_id != cut_id:
+            sentence = f"item {position} is {item.cut_id!r}, the cut there is {cut_id!r}"
+            yield _finding("wrong_id", shard, sentence, field=name)
+            return
 
 
-def _check_seconds(shard: ShardRecord, contents: dict[str, list[Item]]) -> Iterator[Finding]:
-    for field, recorded in ((TARGET_AUDIO, shard.target_seconds), (CONTEXT_AUDIO, shard.context_seconds)):
-        if field in contents:
-            found = sum(_seconds(item) for item in contents[field])
+def _check_seconds(shard: Shard, contents: dict[str, list[Item]]) -> Iterator[Finding]:
+    record = shard.record
+    assert record is not None
+    for name, recorded in ((TARGET_AUDIO, record.target_seconds), (CONTEXT_AUDIO, record.context_seconds)):
+        if name in contents:
+            found = sum(_seconds(item) for item in contents[name])
             if abs(found - recorded) > _SECONDS_TOLERANCE:
-                yield _finding("wrong_totals", shard, field, f"{found:.3f} s of audio, but {recorded} s in the index")
+                sentence = f"{found:.3f} s of audio, but {recorded} s in the index"
+                yield _finding("wrong_totals", shard, sentence, field=name)
 
 
 def _seconds(item: Item) -> float:
     """By the metadata; 0 where that is malformed, which is another finding."""
     try:
         return float((item.metadata or {})["duration"])
-    except _MALFORMED:
+    except MALFORMED:
         return 0.0
 
 
-def _check_pairing(shard: ShardRecord, field: str, ids: list[str], items: list[Item]) -> Iterator[Finding]:
-    for position, (cut_id, item) in enumerate(zip(ids, items, strict=False)):
-        if item.cut_id != cut_id:
-            sentence = f"item {position} is {item.cut_id!r}, the cut there is {cut_id!r}"
-            yield _finding("wrong_id", shard, field, sentence)
-            return
-
-
-def _check_codec(shard: ShardRecord, codec: CodecRecord, contents: dict[str, list[Item]]) -> Iterator[Finding]:
-    for codes, audio_field in ((TARGET_CODES, TARGET_AUDIO), (CONTEXT_CODES, CONTEXT_AUDIO)):
-        field = codes_field(codec.name, codes)
-        for item, source in zip(contents.get(field, []), contents.get(audio_field, []), strict=False):
-            problem = codes_problem(item, source, codec, temporal=codes == TARGET_CODES)
-            if problem:
-                yield _finding("bad_codes", shard, f"{field}: {item.cut_id}", problem)
-
-
-def codes_problem(item: Item, source: Item, codec: CodecRecord, *, temporal: bool) -> str | None:
-    """What is wrong with the codes of an audio item, in a sentence, or None."""
-    if item.data is None or item.metadata is None or source.metadata is None:
-        return "there are no codes"
-    try:
-        codes = array_from_bytes(item.data, item.cut_id)
-        samples = audio.resampled_length(
-            source.metadata["num_samples"], source.metadata["sampling_rate"], codec.sampling_rate
-        )
-        shape = (codec.num_codebooks, -(-samples // codec.samples_per_frame))
-        described = item.metadata["array"] if temporal else item.metadata
-        if codes.shape != shape or tuple(described["shape"]) != shape:
-            return f"the shape is {codes.shape}, described as {described['shape']}, and should be {shape}"
-        if codes.dtype != codes_dtype(codec.codebook_size):
-            return f"the type is {codes.dtype}, and should be {codes_dtype(codec.codebook_size)}"
-        if codes.size and not (np.min(codes) >= 0 and np.max(codes) < codec.codebook_size):
-            return f"codes run from {np.min(codes)} to {np.max(codes)} in a codebook of {codec.codebook_size}"
-        if not temporal:
-            return None
-        if item.metadata["frame_shift"] != codec.samples_per_frame / codec.sampling_rate:
-            return f"frame_shift is {item.metadata['frame_shift']}"
-        if item.metadata["temporal_dim"] != -1 or item.metadata["start"] != 0:
-            return f"temporal_dim is {item.metadata['temporal_dim']}, start is {item.metadata['start']}"
-        return None
-    except DamagedShard as error:
-        return str(error)
-    except _MALFORMED as error:
-        return f"a key is absent or of the wrong type: {error!r}"
-
-
-def _finding(code: str, shard: ShardRecord, where: str, sentence: str) -> Finding:
-    return Finding(code=code, shard=shard.index, where=where, sentence=sentence)
+def _finding(
+    code: str, shard: Shard, sentence: str, *, field: str | None = None, file: str | None = None,
+    member: str | None = None,
+) -> Finding:  # fmt: skip
+    return Finding(code=code, sentence=sentence, shard=shard.index, field=field, file=file, member=member)

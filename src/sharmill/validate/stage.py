@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final
 
-import msgspec
 import numpy as np
 import xxhash
 
@@ -15,104 +13,186 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
-from sharmill.errors import ConfigError, DamagedShard
-from sharmill.manifest import iterate_lines, write_lines
-from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, read_shards
-from sharmill.shar.layout import (
-    BASE_FIELDS,
-    CONTEXT_CODES,
-    DATASET_FILE,
-    SHARDS_FILE,
-    TARGET_CODES,
-    codes_field,
-    sidecar_files,
-)
-from sharmill.store import Staging, checksum, open_atomic
+from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
+from sharmill.store import Staging, checksum, open_atomic, write_atomic
+from sharmill.validate.accounts import Against, check_accounts
 from sharmill.validate.findings import Finding, findings_to_lines, read_findings
+from sharmill.validate.recheck import Rechecker
+from sharmill.validate.report import Report, encode_report, make_report, read_report
 from sharmill.validate.shard import ShardCheck
+from sharmill.validate.subject import Shard, Subject, read_subject
+from sharmill.validate.whole import CUT_HASHES, CutHashes, check_index, check_strays
 
-# A sum of seconds with three decimals each.
-_SECONDS_TOLERANCE = 2e-3
+# For shards of unknown length, in seconds of audio a byte: FLAC at 16 kHz has some 20 kB a second.
+_SECONDS_PER_BYTE: Final = 5e-5
+_NOT_DEEP: Final = "samples, silence and clipping: audio was not decoded (--deep)"
+_NOT_RECHECKED: Final = "whether the codes are those of the audio: none was encoded again (--recheck-codes)"
+_NONE_CHOSEN: Final = "whether the codes are those of the audio: no segment fell in the sample, raise --recheck-codes"
+_NOT_AGAINST: Final = "completeness: the dataset was not compared with its manifests (--against)"
 
 
 class ValidateStage(Stage):
-    """Checks a finished dataset and leaves ``findings.jsonl`` in its folder of the run directory."""
+    """Checks a dataset and leaves ``findings.jsonl`` and ``report.json`` in its folder of the run directory.
+
+    Args:
+        deep: decode every audio item.
+        recheck_codes: the share of segments to encode again; 0 for none.
+        codec_models: by codec, what to load for that where the model of the dataset has moved.
+        against: the manifests and rejects that the dataset is to account for.
+    """
 
     replan_when_changed: ClassVar[bool] = True
 
-    def __init__(self, dataset_dir: Path, run_dir: RunDir, *, deep: bool = False) -> None:
+    def __init__(
+        self,
+        dataset_dir: Path,
+        run_dir: RunDir,
+        *,
+        deep: bool = False,
+        recheck_codes: float = 0.0,
+        codec_models: Mapping[str, str] | None = None,
+        against: Against | None = None,
+    ) -> None:
         self.name = "validate"
         self.run_dir = run_dir
         self.root = self.dir.path
         self.dataset_dir = dataset_dir
         self.deep = deep
+        self.recheck_codes = recheck_codes
+        self.codec_models = dict(codec_models or {})
+        self.against = against
         self._check: ShardCheck | None = None
-        self._shards: list[ShardRecord] = []
+        self._shards: list[Shard] = []
 
     @property
     def findings_file(self) -> Path:
         return self.root / "findings.jsonl"
 
+    @property
+    def report_file(self) -> Path:
+        return self.root / "report.json"
+
+    def level(self) -> dict[str, Any]:
+        """What the checks depend on beside the files."""
+        return {
+            "deep": self.deep,
+            "recheck_codes": self.recheck_codes,
+            "codec_models": self.codec_models,
+            "against": None if self.against is None else self.against.identity(),
+        }
+
     def identity(self) -> dict[str, Any]:
-        try:
-            read_dataset(self.dataset_dir)
-            for _ in read_shards(self.dataset_dir):
-                pass
-        except DamagedShard as error:
-            raise ConfigError(
-                f"the index of the dataset is damaged, so that nothing can be checked: {error}"
-            ) from error
+        if self.against is not None:
+            self.against.check()
+        subject = read_subject(self.dataset_dir)
+        if self.recheck_codes:
+            self._rechecker(subject).check()
+        index = [self.dataset_dir / name for name in (DATASET_FILE, SHARDS_FILE)]
         return {
             "dataset_dir": str(self.dataset_dir.absolute()),
-            "input": [checksum(self.dataset_dir / name) for name in (DATASET_FILE, SHARDS_FILE)],
+            "input": [checksum(path) for path in index if path.is_file()],
             # Damage does not change the index: what was checked before may have changed since.
             "files": _fingerprint(self.dataset_dir),
-            "deep": self.deep,
+            "level": self.level(),
             "versions": versions(),
         }
 
     def plan(self, folder: Path) -> Iterator[Unit]:
-        for position, shard in enumerate(read_shards(self.dataset_dir)):
-            seconds = round(shard.target_seconds + shard.context_seconds, 3)
-            yield make_unit(position, cost=seconds, size=shard.count, params={"line": position})
+        for position, shard in enumerate(read_subject(self.dataset_dir).shards):
+            yield make_unit(position, cost=self._cost(shard), size=shard.size, params={"line": position})
 
     def setup(self, device: str) -> None:
-        self._check = ShardCheck(self.dataset_dir, read_dataset(self.dataset_dir), self.deep)
-        self._shards = list(read_shards(self.dataset_dir))
+        subject = read_subject(self.dataset_dir)
+        recheck = self._rechecker(subject) if self.recheck_codes else None
+        if recheck is not None:
+            recheck.load()
+        self._check = ShardCheck(subject, deep=self.deep, recheck=recheck)
+        self._shards = subject.shards
 
     def process(self, unit: Unit, staging: Staging) -> Output:
         assert self._check is not None
         shard = self._shards[unit.params["line"]]
-        findings, ids = self._check(shard)
-        part = f"parts/{unit.index:06d}"
-        staging.path(f"{part}.findings.jsonl").write_bytes(findings_to_lines(findings))
-        write_lines(staging.path(f"{part}.ids.jsonl"), map(msgspec.json.encode, ids))
-        return Output(
-            files=[f"{part}.findings.jsonl", f"{part}.ids.jsonl"],
-            num_out=unit.size,
-            stats={"seconds": shard.target_seconds},
-        )
+        checked = self._check(shard)
+        findings, hashes = f"parts/{unit.index:06d}.findings.jsonl", f"parts/{unit.index:06d}.npy"
+        staging.path(findings).write_bytes(findings_to_lines(checked.findings))
+        both = np.empty(len(checked.ids), dtype=CUT_HASHES)
+        both["id"], both["record"] = checked.ids, checked.records
+        np.save(staging.path(hashes), both, allow_pickle=False)
+        seconds = shard.record.target_seconds if shard.record else 0.0
+        stats = {"seconds": seconds, "checked": checked.stats}
+        return Output(files=[findings, hashes], num_out=unit.size, stats=stats)
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
-        dataset, shards = read_dataset(self.dataset_dir), list(read_shards(self.dataset_dir))
-        whole = [
-            *_check_totals(dataset, shards),
-            *_check_strays(self.dataset_dir, shards),
-            *_check_duplicates([self.root / commit.files[1].name for commit in commits]),
-        ]
+        subject = read_subject(self.dataset_dir)
+        hashes = CutHashes.load(subject, [self.root / commit.files[1].name for commit in commits])
         with open_atomic(self.findings_file) as merged:
-            merged.write(findings_to_lines(whole))
+            merged.write(findings_to_lines(self._check_whole(subject, hashes)))
             for commit in commits:
                 merged.write((self.root / commit.files[0].name).read_bytes())
+        checked = _add_up_stats(commits)
+        report = make_report(
+            self.dataset_dir,
+            self.findings(),
+            level=self.level(),
+            checked={"shards": len(commits), **checked},
+            unchecked=[*subject.unchecked, *self._unchecked(checked, hashes)],
+        )
+        write_atomic(self.report_file, encode_report(report))
         return add_up(commits)
 
     def products(self) -> list[Path]:
-        return [self.findings_file]
+        return [self.findings_file, self.report_file]
 
     def findings(self) -> list[Finding]:
         """What the finished validation found."""
         return read_findings(self.findings_file)
+
+    def report(self) -> Report:
+        """The report of the finished validation."""
+        return read_report(self.report_file)
+
+    def _check_whole(self, subject: Subject, hashes: CutHashes) -> Iterator[Finding]:
+        yield from check_index(subject)
+        yield from check_strays(subject)
+        yield from hashes.find_duplicates()
+        if self.against is not None:
+            records = hashes.column("record")
+            yield from check_accounts(self.against, records[records != 0], hashes.name_records)
+
+    def _unchecked(self, checked: dict[str, float], hashes: CutHashes) -> Iterator[str]:
+        """What this level leaves unchecked."""
+        for name, number in checked.items():
+            if name.startswith("unchecked "):
+                yield f"{number:.0f} {name.removeprefix('unchecked ')}: nothing is known of such data"
+        if not self.deep:
+            yield _NOT_DEEP
+        if not self.recheck_codes:
+            yield _NOT_RECHECKED
+        elif not checked.get("segments encoded again"):
+            yield _NONE_CHOSEN
+        if self.against is None:
+            yield _NOT_AGAINST
+        elif unknown := int((hashes.column("record") == 0).sum()):
+            yield f"which records {unknown} cuts came from: they do not say"
+
+    def _rechecker(self, subject: Subject) -> Rechecker:
+        return Rechecker(subject, self.recheck_codes, self.codec_models)
+
+    def _cost(self, shard: Shard) -> float:
+        if shard.record is not None:
+            return round(shard.record.target_seconds + shard.record.context_seconds, 3)
+        paths = [self.dataset_dir / file for file in shard.files.values()]
+        return round(sum(path.stat().st_size for path in paths if path.is_file()) * _SECONDS_PER_BYTE, 3)
+
+
+def _add_up_stats(commits: Iterable[Commit]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for commit in commits:
+        for name, number in commit.stats["checked"].items():
+            total[name] = total.get(name, 0) + number
+    rounded = {name: round(number, 3) for name, number in sorted(total.items())}
+    return {name: int(number) if number == int(number) else number for name, number in rounded.items()}
 
 
 def _fingerprint(directory: Path) -> str:
@@ -123,54 +203,3 @@ def _fingerprint(directory: Path) -> str:
         found = [path.relative_to(directory).as_posix(), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         digest.update(repr(found).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
-
-
-def _check_totals(dataset: DatasetRecord, shards: list[ShardRecord]) -> Iterator[Finding]:
-    if [shard.index for shard in shards] != list(range(len(shards))):
-        yield _dataset_finding("index_gap", SHARDS_FILE, "the indices do not run from 0 without gaps")
-    counted = (len(shards), sum(shard.count for shard in shards))
-    recorded = (dataset.num_shards, dataset.num_cuts)
-    if counted != recorded:
-        sentence = f"shards and cuts are {counted} in {SHARDS_FILE}, {recorded} in {DATASET_FILE}"
-        yield _dataset_finding("wrong_totals", DATASET_FILE, sentence)
-    for name in ("target_seconds", "context_seconds"):
-        total = sum(getattr(shard, name) for shard in shards)
-        if abs(total - getattr(dataset, name)) > _SECONDS_TOLERANCE:
-            sentence = f"{name} is {total:.3f} in {SHARDS_FILE}, {getattr(dataset, name)} in {DATASET_FILE}"
-            yield _dataset_finding("wrong_totals", DATASET_FILE, sentence)
-    codes = {codes_field(codec.name, field) for codec in dataset.codecs for field in (TARGET_CODES, CONTEXT_CODES)}
-    for field in sorted({*BASE_FIELDS, *codes} ^ set(dataset.fields)):
-        wrong = "is not of its codecs" if field in dataset.fields else "is missing"
-        yield _dataset_finding("wrong_totals", DATASET_FILE, f"the field {field} {wrong}")
-
-
-def _check_strays(directory: Path, shards: list[ShardRecord]) -> Iterator[Finding]:
-    expected = {DATASET_FILE, SHARDS_FILE} | {file.file for shard in shards for file in shard.fields.values()}
-    expected |= {sidecar for file in expected for sidecar in sidecar_files(file)}
-    folders = {parent.as_posix() for file in expected for parent in PurePosixPath(file).parents}
-    for path in sorted(directory.rglob("*")):
-        name = path.relative_to(directory).as_posix()
-        is_folder = path.is_dir() and (name in folders or not path.is_symlink())
-        if not is_folder and name not in expected:
-            yield _dataset_finding("stray_file", name, "the file does not belong to the dataset")
-
-
-def _check_duplicates(id_files: Sequence[Path]) -> Iterator[Finding]:
-    """In two passes, so that only a hash of each id is in memory, and the ids whose hashes repeat."""
-    hashes = np.fromiter((xxhash.xxh3_64_intdigest(line) for line in _lines(id_files)), dtype=np.uint64)
-    hashes.sort()
-    repeated = frozenset(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
-    if not repeated:
-        return
-    counts = Counter(line for line in _lines(id_files) if xxhash.xxh3_64_intdigest(line) in repeated)
-    for cut_id, count in counts.items():
-        if count > 1:
-            yield _dataset_finding("duplicate_id", msgspec.json.decode(cut_id), f"{count} cuts have this id")
-
-
-def _lines(paths: Iterable[Path]) -> Iterator[bytes]:
-    return (line for path in paths for line in iterate_lines(path))
-
-
-def _dataset_finding(code: str, where: str, sentence: str) -> Finding:
-    return Finding(code=code, shard=None, where=where, sentence=sentence)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from sharmill.config import Config
@@ -15,7 +16,7 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
-from sharmill.errors import ConfigError, RejectRecord
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.manifest import Reject, Utterance, read_lines_at
 from sharmill.match.stage import matched_manifest
 from sharmill.segments import SegmentReader
@@ -24,7 +25,7 @@ from sharmill.shar.index import (
     DatasetRecord,
     FieldFile,
     ShardRecord,
-    audio_checksum,
+    read_dataset,
     read_shards,
     write_dataset,
     write_shards,
@@ -32,11 +33,14 @@ from sharmill.shar.index import (
 from sharmill.shar.layout import (
     BASE_FIELDS,
     CONTEXT_AUDIO,
+    CONTEXT_CODES,
     CUTS,
     DATASET_FILE,
     FORMAT_VERSION,
     SHARDS_FILE,
     TARGET_AUDIO,
+    TARGET_CODES,
+    codes_field,
     context_id,
     shard_file,
 )
@@ -149,10 +153,20 @@ class WriteStage(Stage):
             )
 
     def _index_stands(self, shards: list[ShardRecord]) -> bool:
-        """Whether the index is there and of these very shards: then it may list codes too, and stays."""
+        """Whether the index is there, whole, and of these very shards: then it may list codes too, and stays."""
         if not (self.root / DATASET_FILE).exists() or not (self.root / SHARDS_FILE).exists():
             return False
-        return audio_checksum(list(read_shards(self.root))) == audio_checksum(shards)
+        try:
+            dataset, found = read_dataset(self.root), list(read_shards(self.root))
+        except DamagedShard:
+            return False
+        codes = [codes_field(codec.name, field) for codec in dataset.codecs for field in (TARGET_CODES, CONTEXT_CODES)]
+        fields = {*BASE_FIELDS, *codes}
+        if set(dataset.fields) != fields or any(set(shard.fields) != fields for shard in found):
+            return False
+        base = [msgspec.structs.replace(s, fields={field: s.fields[field] for field in BASE_FIELDS}) for s in found]
+        wanted = self._dataset_record(shards)
+        return base == shards and msgspec.structs.replace(dataset, fields=wanted.fields, codecs=[]) == wanted
 
     def _limits(self) -> dict[str, Any]:
         match = self.config.match

@@ -1,0 +1,238 @@
+"""``shards.jsonl`` and ``dataset.json`` made again from the files of a dataset, sharmill's own or another tool's.
+
+What the files cannot tell is taken from the old ``dataset.json`` where that can be read, or from what the caller knows
+of a codec. Nothing is guessed without being said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sharmill.errors import ConfigError, DamagedShard
+from sharmill.shar.fields import Item, read_cuts, read_field
+from sharmill.shar.foreign import ForeignShard, find_shards
+from sharmill.shar.index import (
+    CodecRecord,
+    DatasetRecord,
+    FieldFile,
+    ShardRecord,
+    changing_index,
+    read_dataset,
+    write_dataset,
+    write_shards,
+)
+from sharmill.shar.layout import (
+    BASE_FIELDS,
+    CONTEXT_AUDIO,
+    CUTS,
+    DATASET_FILE,
+    FORMAT_VERSION,
+    TARGET_AUDIO,
+    codec_of_field,
+)
+from sharmill.store import checksum
+
+UNKNOWN = "unknown"
+
+
+class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a person knows of a codec. ``num_codebooks`` is read from the files."""
+
+    name: str
+    codebook_size: int | None = None
+    sampling_rate: int | None = None
+    samples_per_frame: int | None = None
+    model: str = UNKNOWN
+    checksum: str = UNKNOWN
+    trained: bool = True
+
+
+@dataclass
+class _CodecSeen:
+    """What the files tell of a codec: the values that occur, over all shards."""
+
+    num_codebooks: set[int] = field(default_factory=set)
+    frame_shifts: set[float] = field(default_factory=set)
+    rates: set[int] = field(default_factory=set)
+
+
+def parse_codec_facts(text: str) -> CodecFacts:
+    """The facts of ``NAME,KEY=VALUE,...``, such as ``nano,codebook_size=4032,sampling_rate=22050``.
+
+    Raises:
+        ConfigError: it is not of this form.
+    """
+    name, *pairs = text.split(",")
+    values: dict[str, Any] = dict(pair.partition("=")[::2] for pair in pairs)
+    unknown = sorted(values.keys() - set(CodecFacts.__struct_fields__) | values.keys() & {"name"})
+    if not name or "=" in name or unknown:
+        known = ", ".join(key for key in CodecFacts.__struct_fields__ if key != "name")
+        raise ConfigError(f"--codec {text}: write NAME,KEY=VALUE,... with keys among {known}")
+    try:
+        return msgspec.convert({"name": name, **values}, CodecFacts, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--codec {text}: {error}") from error
+
+
+def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: str | None = None) -> Iterator[str]:
+    """Makes the index again, and tells line by line what was found, taken over and inferred.
+
+    Every file is read to its end. Nothing is written unless all shards are whole.
+
+    Raises:
+        ConfigError: there are no shards, a codec's facts are missing, or a shard lacks fields.
+        DamagedShard: a file is not what it should be: the checker tells all of them.
+    """
+    found = find_shards(directory)
+    if [shard.index for shard in found] != list(range(len(found))):
+        raise ConfigError(f"{directory}: the shards are not numbered from 0 without gaps")
+    old = _read_old(directory)
+    seen: dict[str, _CodecSeen] = {}
+    audio: set[tuple[str, int]] = set()
+    records = [_record(directory, shard, seen, audio) for shard in found]
+    fields = list(found[0].files)
+    own = old.contract == "sharmill" if old is not None else False
+    inferred: list[str] = []
+    codecs = [_codec(codec, seen[codec], facts, old, inferred) for codec in sorted(seen)]
+    if unused := sorted({fact.name for fact in facts} - set(seen)):
+        raise ConfigError(f"--codec {unused[0]}: there are no codes of that name, only {', '.join(seen) or 'none'}")
+    formats, rates = {extension for extension, _ in audio}, {rate for _, rate in audio}
+    record = DatasetRecord(
+        format_version=FORMAT_VERSION,
+        name=name or (old.name if old else directory.resolve().name),
+        fields=_in_order(fields),
+        num_shards=len(records),
+        num_cuts=sum(shard.count for shard in records),
+        target_seconds=round(sum(shard.target_seconds for shard in records), 3),
+        context_seconds=round(sum(shard.context_seconds for shard in records), 3),
+        audio_format=old.audio_format if old else (formats.pop() if len(formats) == 1 else "original"),
+        sampling_rate=old.sampling_rate if old else (rates.pop() if len(rates) == 1 else None),
+        limits=old.limits if old else {},
+        codecs=codecs,
+        contract="sharmill" if own else "foreign",
+    )
+    with changing_index(directory):
+        write_shards(directory, records)
+        write_dataset(directory, record)
+    yield f"{directory}: {record.num_shards} shards, {record.num_cuts} cuts, the fields {', '.join(record.fields)}"
+    if old is not None:
+        yield f"taken over from the old {DATASET_FILE}: name, limits, audio format and the codecs not given"
+    else:
+        yield (
+            f"there was no readable {DATASET_FILE}: cuts and codes count as another tool's, without limits. If the run "
+            "directory of this dataset is there, sharmill run CONFIG restores all instead"
+        )
+    yield from inferred
+
+
+def _read_old(directory: Path) -> DatasetRecord | None:
+    """What ``dataset.json`` said, where it can be read."""
+    if not (directory / DATASET_FILE).is_file():
+        return None
+    try:
+        return read_dataset(directory)
+    except DamagedShard:
+        return None
+
+
+def _record(
+    directory: Path, shard: ForeignShard, seen: dict[str, _CodecSeen], audio: set[tuple[str, int]]
+) -> ShardRecord:
+    """The record of a shard; adds to what is seen of codecs, and to the formats and rates of ``audio``."""
+    ids = [str(cut.get("id")) for cut in read_cuts(shard.files[CUTS])]
+    seconds: dict[str, float] = {}
+    for name, path in shard.files.items():
+        if name != CUTS:
+            seconds[name] = _read_field(name, path, ids, seen, audio)
+    files = {
+        name: FieldFile(path.relative_to(directory).as_posix(), path.stat().st_size, checksum(path))
+        for name, path in shard.files.items()
+    }
+    target = TARGET_AUDIO if TARGET_AUDIO in seconds else "recording"
+    return ShardRecord(
+        index=shard.index,
+        count=len(ids),
+        target_seconds=round(seconds.get(target, 0.0), 3),
+        context_seconds=round(seconds.get(CONTEXT_AUDIO, 0.0), 3),
+        fields=files,
+    )
+
+
+def _read_field(
+    name: str, path: Path, ids: list[str], seen: dict[str, _CodecSeen], audio: set[tuple[str, int]]
+) -> float:
+    """The seconds of audio in a field. Its items must be those of the cuts."""
+    seconds, count = 0.0, 0
+    codec = codec_of_field(name)
+    # To its end, behind the last cut, for only that tells that the archive is whole.
+    for item in read_field(path):
+        if count < len(ids) and item.cut_id != ids[count]:
+            raise DamagedShard(f"{path}: item {count} is {item.cut_id!r}, the cut there is {ids[count]!r}")
+        count += 1
+        if item.metadata is None:
+            continue
+        try:
+            if "num_samples" in item.metadata:
+                seconds += item.metadata["num_samples"] / item.metadata["sampling_rate"]
+                audio.add((item.extension, item.metadata["sampling_rate"]))
+            elif codec is not None:
+                _look_at_codes(item, seen.setdefault(codec, _CodecSeen()), audio)
+        except (LookupError, TypeError, ArithmeticError) as error:
+            raise DamagedShard(f"{path}: the metadata of {item.cut_id!r} are no manifest: {error!r}") from error
+    if count != len(ids):
+        raise DamagedShard(f"{path}: {count} items for {len(ids)} cuts")
+    return seconds
+
+
+def _look_at_codes(item: Item, seen: _CodecSeen, audio: set[tuple[str, int]]) -> None:
+    assert item.metadata is not None
+    shape = item.metadata.get("array", item.metadata)["shape"]
+    seen.num_codebooks.add(shape[0])
+    if "frame_shift" in item.metadata:
+        seen.frame_shifts.add(item.metadata["frame_shift"])
+    seen.rates |= {rate for _, rate in audio}
+
+
+def _codec(
+    name: str, seen: _CodecSeen, facts: Sequence[CodecFacts], old: DatasetRecord | None, inferred: list[str]
+) -> CodecRecord:
+    """The record of a codec: as given, else as it was, else as its files tell."""
+    given = next((fact for fact in facts if fact.name == name), None)
+    before = next((codec for codec in old.codecs if codec.name == name), None) if old else None
+    if given is None and before is not None:
+        return before
+    how = f"give it with --codec {name},KEY=VALUE,..."
+    if len(seen.num_codebooks) != 1 or len(seen.frame_shifts) > 1:
+        found = f"{sorted(seen.num_codebooks)} codebooks and frames of {sorted(seen.frame_shifts)} s"
+        raise ConfigError(f"the codes of {name!r} have {found}: they are not of one codec")
+    given = given or CodecFacts(name=name)
+    if given.codebook_size is None:
+        raise ConfigError(f"the files do not tell the codebook_size of {name!r}: {how}")
+    rate, samples = given.sampling_rate, given.samples_per_frame
+    if rate is None and samples is None and len(seen.frame_shifts) == len(seen.rates) == 1:
+        (rate,), (shift,) = seen.rates, seen.frame_shifts
+        samples = round(rate * shift)
+        if samples / rate == shift:
+            inferred.append(
+                f"inferred: {name!r} works at {rate} Hz, the rate of the audio, with {samples} samples a frame: "
+                f"its frame_shift is exactly their quotient. If it resamples, {how}"
+            )
+        else:
+            rate = samples = None
+    if rate is None or samples is None:
+        raise ConfigError(f"the files do not tell sampling_rate and samples_per_frame of {name!r}: {how}")
+    return CodecRecord(
+        name=name, model=given.model, checksum=given.checksum, trained=given.trained, sampling_rate=rate,
+        samples_per_frame=samples, num_codebooks=seen.num_codebooks.pop(), codebook_size=given.codebook_size,
+    )  # fmt: skip
+
+
+def _in_order(fields: Sequence[str]) -> list[str]:
+    """As the stages write and encode list them, so that an index that was lost comes back with the same bytes."""
+    base = [name for name in BASE_FIELDS if name in fields]
+    return [*base, *sorted(set(fields) - set(base))]

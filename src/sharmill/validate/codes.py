@@ -1,0 +1,135 @@
+"""The checks of codes: type, shape, range and manifest, by the codec and the audio that they are the codes of."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from sharmill import audio
+from sharmill.encode.stage import codes_dtype
+from sharmill.errors import DamagedShard
+from sharmill.shar.fields import Item, array_from_bytes
+from sharmill.shar.index import CodecRecord
+from sharmill.validate.cuts import MALFORMED
+
+# The header that numpy writes for an array (codebooks, frames) in C order; parsing any other as Python takes longer.
+_HEADER: Final = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '([<|][iu][1248])', 'fortran_order': False, "
+    rb"'shape': \((\d{1,9}), (\d{1,9})\), \} *\n",
+    re.DOTALL,
+)
+_HEADER_BYTES: Final = 128
+
+
+def read_codes(data: bytes, where: str) -> np.ndarray:
+    """Like ``array_from_bytes``, faster for arrays of integers as numpy writes them.
+
+    Raises:
+        DamagedShard: there is no array; ``where`` says what in the message.
+    """
+    match = _HEADER.fullmatch(bytes(data[:_HEADER_BYTES]))
+    if match is None or int.from_bytes(data[8:10], "little") != _HEADER_BYTES - 10:
+        return array_from_bytes(data, where)
+    shape, dtype = (int(match[2]), int(match[3])), np.dtype(match[1].decode())
+    if len(data) - _HEADER_BYTES != shape[0] * shape[1] * dtype.itemsize:
+        return array_from_bytes(data, where)
+    return np.frombuffer(data, dtype, offset=_HEADER_BYTES).reshape(shape)
+
+
+def codes_problems(
+    items: Sequence[Item], sources: Sequence[Item], codec: CodecRecord, *, temporal: bool
+) -> Iterator[tuple[str, str]]:
+    """The cut id and what is wrong, for the codes of one field and shard.
+
+    The range is looked at for all arrays together, and for each only where that is needed.
+    """
+    dtype = codes_dtype(codec.codebook_size)
+    sound: list[tuple[Item, np.ndarray]] = []
+    for item, source in zip(items, sources, strict=False):
+        codes, problem = _look(item, source, codec, dtype, temporal=temporal)
+        if problem is not None or codes is None:
+            yield item.cut_id, problem or "there are no codes"
+        else:
+            sound.append((item, codes))
+    if sound and _are_in_range(np.concatenate([codes.ravel() for _, codes in sound]), codec):
+        return
+    for item, codes in sound:
+        if not _are_in_range(codes, codec):
+            size = codec.codebook_size
+            yield item.cut_id, f"codes run from {codes.min()} to {codes.max()} in a codebook of {size}"
+
+
+def _are_in_range(codes: np.ndarray, codec: CodecRecord) -> bool:
+    return not codes.size or bool(codes.min() >= 0 and codes.max() < codec.codebook_size)
+
+
+def _look(
+    item: Item, source: Item, codec: CodecRecord, dtype: np.dtype, *, temporal: bool
+) -> tuple[np.ndarray | None, str | None]:
+    """The codes of an item, and what is wrong with all but their range."""
+    metadata = item.metadata
+    if item.data is None or metadata is None or source.metadata is None:
+        return None, "there are no codes"
+    try:
+        codes = read_codes(item.data, item.cut_id)
+        shape = (codec.num_codebooks, num_frames(source.metadata, codec))
+        described = metadata["array"] if temporal else metadata
+        if codes.shape != shape or tuple(described["shape"]) != shape:
+            return None, f"the shape is {codes.shape}, described as {described['shape']}, and should be {shape}"
+        if codes.dtype != dtype:
+            return None, f"the type is {codes.dtype}, and should be {dtype}"
+        if described["storage_type"] != "shar" or item.extension != "npy":
+            return None, f"it is stored as .{item.extension}, {described['storage_type']!r}"
+        return codes, _time_problem(metadata, codec) if temporal else None
+    except DamagedShard as error:
+        return None, str(error)
+    except MALFORMED as error:
+        return None, f"a key is absent or of the wrong type: {error!r}"
+
+
+def _time_problem(metadata: dict[str, Any], codec: CodecRecord) -> str | None:
+    if metadata["frame_shift"] != codec.samples_per_frame / codec.sampling_rate:
+        return f"frame_shift is {metadata['frame_shift']}"
+    if metadata["temporal_dim"] != -1 or metadata["start"] != 0:
+        return f"temporal_dim is {metadata['temporal_dim']}, start is {metadata['start']}"
+    return None
+
+
+def num_frames(metadata: dict[str, Any], codec: CodecRecord) -> int:
+    """ceil(samples at the codec's rate / samples per frame) of the audio that a Recording describes."""
+    samples, rate = metadata["num_samples"], metadata["sampling_rate"]
+    if rate != codec.sampling_rate:
+        samples = audio.resampled_length(samples, rate, codec.sampling_rate)
+    return -(-samples // codec.samples_per_frame)
+
+
+def foreign_codes_problem(item: Item, seconds: float | None, codec: CodecRecord | None) -> str | None:
+    """What is wrong with an array of another tool, as far as its manifest, the codec and the audio's duration tell.
+
+    A TemporalArray must have as many frames as its audio lasts, give or take one: tools round differently.
+    """
+    metadata = item.metadata
+    assert item.data is not None
+    assert metadata is not None
+    try:
+        array = read_codes(item.data, item.cut_id)
+        described = metadata.get("array", metadata)
+        if list(array.shape) != list(described["shape"]):
+            return f"the shape is {array.shape}, described as {described['shape']}"
+        if np.issubdtype(array.dtype, np.floating):
+            return None if np.isfinite(array).all() else "the array has NaN or infinite values"
+        if codec is not None and array.size and (array.min() < 0 or array.max() >= codec.codebook_size):
+            return f"codes run from {array.min()} to {array.max()} in a codebook of {codec.codebook_size}"
+        if "array" in metadata and seconds is not None:
+            frames = array.shape[metadata["temporal_dim"]]
+            if not seconds / metadata["frame_shift"] - 1 <= frames <= math.ceil(seconds / metadata["frame_shift"]) + 1:
+                return f"{frames} frames of {metadata['frame_shift']} s for {seconds} s of audio"
+        return None
+    except DamagedShard as error:
+        return str(error)
+    except MALFORMED as error:
+        return f"a key is absent or of the wrong type: {error!r}"

@@ -1,0 +1,101 @@
+"""The checks of a shard that another tool wrote: what lhotse's manifests themselves promise, in any field layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from sharmill.errors import RejectRecord
+from sharmill.shar.fields import Item
+from sharmill.shar.layout import CONTEXT_AUDIO, CUTS
+from sharmill.validate.codes import foreign_codes_problem
+from sharmill.validate.cuts import MALFORMED
+from sharmill.validate.findings import Finding
+from sharmill.validate.sound import probe
+from sharmill.validate.subject import Shard, Subject
+
+# As far as lhotse itself lets durations and samples be apart (LHOTSE_AUDIO_DURATION_MISMATCH_TOLERANCE).
+_DURATION_TOLERANCE: Final = 0.025
+# Fields whose items last as long as their cut. Contexts live on another time line.
+_ALIGNED_AUDIO: Final = ("recording", "target_audio")
+
+
+def check_foreign(
+    subject: Subject,
+    shard: Shard,
+    cuts: list[dict[str, Any]],
+    contents: dict[str, list[Item]],
+    findings: list[Finding],
+    count: Callable[[str], None],
+) -> None:
+    """Adds what is wrong, and counts, under ``unchecked``, the items of kinds that nothing is known of."""
+
+    def add(code: str, name: str, member: str, sentence: str | None) -> None:
+        if sentence is not None:
+            findings.append(Finding(code=code, sentence=sentence, shard=shard.index, field=name, member=member))
+
+    for cut in cuts:
+        add("bad_cut", CUTS, str(cut.get("id")), _cut_problem(cut))
+    for name, items in contents.items():
+        durations = [cut.get("duration") for cut in cuts] if name in _ALIGNED_AUDIO else [None] * len(items)
+        for item, duration in zip(items, durations, strict=False):
+            if item.metadata is not None and "sampling_rate" in item.metadata and "num_samples" in item.metadata:
+                add("bad_audio", name, item.cut_id, _audio_problem(item, duration))
+    for name, items in contents.items():
+        codec, sources = subject.codec_of(name), _sources(name, contents, len(items))
+        for item, seconds in zip(items, sources, strict=False):
+            if item.metadata is None or "sampling_rate" in item.metadata:
+                continue  # a placeholder, or audio
+            if item.extension == "npy" and ("shape" in item.metadata or "array" in item.metadata):
+                add("bad_codes", name, item.cut_id, foreign_codes_problem(item, seconds, codec))
+            else:
+                count(f"unchecked items of {name} (.{item.extension})")
+
+
+def _sources(name: str, contents: dict[str, list[Item]], number: int) -> list[float | None]:
+    """The seconds of the audio that the items of a field of arrays are aligned with, as far as that is known."""
+    wanted = (CONTEXT_AUDIO,) if "context" in name.rpartition("/")[2] else _ALIGNED_AUDIO
+    for source in wanted:
+        if source in contents:
+            return [(item.metadata or {}).get("duration") for item in contents[source]]
+    return [None] * number
+
+
+def _cut_problem(cut: dict[str, Any]) -> str | None:
+    try:
+        if not isinstance(cut["id"], str):
+            return f"the id is {cut['id']!r}, which is not text"
+        if not cut["duration"] > 0 or cut["start"] < 0:
+            return f"the cut starts at {cut['start']} s and lasts {cut['duration']} s"
+        for supervision in cut.get("supervisions") or ():
+            if supervision["start"] >= cut["duration"] or supervision["duration"] <= 0:
+                return f"the supervision {supervision['id']!r} lies outside the cut"
+        for source in (cut.get("recording") or {}).get("sources") or ():
+            if source["type"] == "command":
+                return "the recording would be loaded by a command"
+        return None
+    except MALFORMED as error:
+        return f"a key is absent or of the wrong type: {error!r}"
+
+
+def _audio_problem(item: Item, duration: float | None) -> str | None:
+    metadata = item.metadata
+    assert metadata is not None
+    assert item.data is not None
+    try:
+        info = probe(item.data)
+        channels = len(metadata.get("channel_ids") or metadata["sources"][0]["channels"])
+        found, promised = (info.num_samples, info.sampling_rate), (metadata["num_samples"], metadata["sampling_rate"])
+        if abs(found[0] - promised[0]) > _DURATION_TOLERANCE * found[1] or found[1] != promised[1]:
+            return f"samples and rate are {found}, the metadata says {promised}"
+        if abs(metadata["duration"] - found[0] / found[1]) > _DURATION_TOLERANCE:
+            return f"it lasts {found[0] / found[1]} s, the metadata says {metadata['duration']}"
+        if info.channels != channels:
+            return f"it has {info.channels} channels, the metadata says {channels}"
+        if duration is not None and abs(duration - metadata["duration"]) > _DURATION_TOLERANCE:
+            return f"the cut lasts {duration} s, its audio {metadata['duration']} s"
+        return None
+    except RejectRecord as error:
+        return str(error)
+    except MALFORMED as error:
+        return f"a key is absent or of the wrong type: {error!r}"

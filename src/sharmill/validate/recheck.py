@@ -1,0 +1,119 @@
+"""Encodes a seeded sample of the stored audio again and compares the codes with those that are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+
+from sharmill import audio
+from sharmill.batches import pad
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.models import describe_codec, load_codec
+from sharmill.models.protocols import Codec
+from sharmill.shar.fields import Item
+from sharmill.shar.index import CodecRecord
+from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, TARGET_AUDIO
+from sharmill.validate.codes import read_codes
+from sharmill.validate.findings import Finding
+from sharmill.validate.subject import Shard, Subject, codec_fields
+
+# The share of a segment's codes that may differ. Batch neighbours and other hardware change the last bits of a codec's
+# arithmetic, and with them single codes; the codes of other audio, or of another model, differ in nearly all.
+MAX_DIFFERENT_CODES: Final = 0.05
+_HASHES: Final = 1 << 64
+# What dataset.json says of a codec, and a codec of itself.
+_FACTS: Final = ("sampling_rate", "samples_per_frame", "num_codebooks", "codebook_size")
+
+
+@dataclass
+class Rechecker:
+    """Checks shards of a dataset; the models are loaded once.
+
+    Args:
+        share: of all segments, targets and contexts alike.
+        models: by codec, what to load instead of what the dataset names, where that has moved.
+    """
+
+    subject: Subject
+    share: float
+    models: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 42
+    _codecs: dict[str, Codec] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises ConfigError, before any work, where a codec cannot be the one that made the codes."""
+        if not self.subject.codecs:
+            raise ConfigError(f"--recheck-codes: {self.subject.directory} records no codec")
+        if unknown := sorted(self.models.keys() - {codec.name for codec in self.subject.codecs}):
+            raise ConfigError(f"--codec-model: {self.subject.directory} has no codec {unknown[0]!r}")
+        for codec in self.subject.codecs:
+            try:
+                describe_codec(self._model(codec))
+            except ConfigError as error:
+                raise ConfigError(f"{error} (say where it is with --codec-model {codec.name}=MODEL)") from error
+
+    def load(self) -> None:
+        """Loads the codecs.
+
+        Raises:
+            ConfigError: a model is not the one that the dataset was made with.
+        """
+        for record in self.subject.codecs:
+            codec = load_codec(self._model(record))
+            if codec.checksum != record.checksum:
+                raise ConfigError(
+                    f"{self._model(record)} has the checksum {codec.checksum}, but the codes called {record.name!r} "
+                    f"are of a model with {record.checksum}: name that one with --codec-model {record.name}=MODEL"
+                )
+            for fact in _FACTS:
+                if (made := getattr(codec, fact)) != getattr(record, fact):
+                    raise ConfigError(
+                        f"{self.subject.directory / DATASET_FILE} says {fact} {getattr(record, fact)} of the codec "
+                        f"{record.name!r}, but the model has {made}: {DATASET_FILE} is damaged"
+                    )
+            self._codecs[record.name] = codec
+
+    def __call__(
+        self, shard: Shard, contents: dict[str, list[Any]], count: Callable[[str, float], None]
+    ) -> Iterator[Finding]:
+        for record in self.subject.codecs:
+            for name, source in zip(codec_fields(record), (TARGET_AUDIO, CONTEXT_AUDIO), strict=True):
+                pairs = zip(contents.get(name, []), contents.get(source, []), strict=False)
+                for item, sound in pairs:
+                    if self._is_chosen(name, item.cut_id) and (problem := self._compare(record, item, sound, count)):
+                        yield Finding(
+                            code="different_codes", sentence=problem, shard=shard.index, field=name, member=item.cut_id
+                        )
+
+    def _is_chosen(self, name: str, cut_id: str) -> bool:
+        """By a hash of what it is, so that the choice depends on nothing else."""
+        key = f"{self.seed}\n{name}\n{cut_id}".encode("utf-8", "surrogatepass")
+        return xxhash.xxh3_64_intdigest(key) < self.share * _HASHES
+
+    def _compare(self, record: CodecRecord, item: Item, sound: Item, count: Callable[[str, float], None]) -> str | None:
+        """What is wrong with the codes of an item; None also where other checks say why there is nothing to compare."""
+        if item.data is None or sound.data is None:
+            return None
+        try:
+            stored = read_codes(item.data, item.cut_id)
+            samples, rate = audio.decode(sound.data)
+        except (DamagedShard, RejectRecord):
+            return None
+        codec = self._codecs[record.name]
+        made = codec.encode(*pad([audio.resample(samples, rate, codec.sampling_rate)]))[0].numpy()
+        count("segments encoded again", 1)
+        if made.shape != stored.shape:
+            return f"the codec gives codes of shape {made.shape}, stored are {stored.shape}"
+        different = int(np.count_nonzero(made != stored))
+        count("codes compared", made.size)
+        count("codes that differ", different)
+        if made.size and different / made.size > MAX_DIFFERENT_CODES:
+            return f"{different / made.size:.1%} of the codes are others"
+        return None
+
+    def _model(self, record: CodecRecord) -> str:
+        return self.models.get(record.name, record.model)

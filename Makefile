@@ -30,6 +30,7 @@ bench: venv
 	$(BIN)/python tests/bench_select.py
 	$(BIN)/python tests/bench_pipeline.py
 	$(BIN)/python tests/bench_reader.py
+	$(BIN)/python tests/bench_validate.py
 
 venv:
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(WANTED)" ]; then $(MAKE) --no-print-directory install; fi

@@ -163,7 +163,7 @@ def test_pickled_arrays_are_refused(dataset, tmp_path, kind):
     objects = npy(np.array([bomb], dtype=object), allow_pickle=True)
     put_codes(dataset, objects if kind == "objects" else pickle.dumps(bomb))
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(DamagedShard, match="pickled|magic"):
+    with pytest.raises(DamagedShard, match=r"pickled|magic"):
         load_all(dataset)
     assert "bad_codes" in check(dataset)
     assert not (tmp_path / "ran").exists()

@@ -79,15 +79,19 @@ def read_lines(path: Path) -> list[bytes]:
         if not data:
             # gzip takes no bytes at all for an empty file.
             raise DamagedShard(f"{path}: the file has no bytes")
-        data = _decompress(path, data)
+        data = decompress(path, data)
     lines = data.split(b"\n")
     if not lines[-1]:
         lines.pop()
     return lines
 
 
-def _decompress(path: Path, data: bytes) -> bytes:
-    """All members of a gzip file."""
+def decompress(path: Path, data: bytes) -> bytes:
+    """What the bytes of a gzip file of cuts unfold to.
+
+    Raises:
+        DamagedShard: they are cut off or damaged, or unfold to more than a shard can have.
+    """
     unfolded = b""
     while data:
         member = zlib.decompressobj(wbits=31)

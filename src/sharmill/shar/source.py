@@ -105,7 +105,9 @@ class IndexedSource:
         """Of each shard, where its line of the index begins, and its number of cuts."""
         path = self._directory / SHARDS_FILE
         decoder = msgspec.json.Decoder(_Line)
-        starts, counts, position = [], [], 0
+        starts: list[int] = []
+        counts: list[int] = []
+        position = 0
         try:
             with path.open("rb") as lines:
                 for line in lines:

@@ -136,7 +136,7 @@ def _manifest_lines(against: Against) -> Iterator[tuple[str, Any]]:
         for file in NemoSource(manifest).files:
             for line in iterate_lines(file):
                 text = line.decode("utf-8", "replace")
-                yield text, _parse(line, text)
+                yield text, _parse(text)
 
 
 def _reject_lines(against: Against) -> Iterator[tuple[str, Any]]:
@@ -148,13 +148,16 @@ def _reject_lines(against: Against) -> Iterator[tuple[str, Any]]:
             except (*_NOT_JSON, LookupError, TypeError) as error:
                 raise ConfigError(f"{name} is not a file of rejects: {error!r}") from error
             text = record if isinstance(record, str) else ""
-            yield text, _parse(text.encode("utf-8", "surrogatepass"), text) if text else record
+            yield text, _parse(text) if text else record
 
 
-def _parse(line: bytes, text: str) -> Any:
-    """A record as an object or, where it is none, as the text that the stage prepare rejects it as."""
+def _parse(text: str) -> Any:
+    """A record as an object or, where it is none, as the text that the stage prepare rejects it as.
+
+    Of the text and not of the bytes, which may be no text: rejects have what was made of those.
+    """
     try:
-        record = _decoder.decode(line)
+        record = _decoder.decode(text)
     except _NOT_JSON:
         return text
     return record if isinstance(record, dict) else text

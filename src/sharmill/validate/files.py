@@ -6,10 +6,9 @@ is not of that form is left to the strict reader, which either knows it (long na
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from collections.abc import Sequence
+import mmap
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,11 +17,10 @@ import numpy as np
 import xxhash
 
 from sharmill.errors import DamagedShard
-from sharmill.shar.fields import Item, read_cuts, read_field
+from sharmill.shar.fields import Item, decompress, read_cuts, read_field
 
 _BLOCK: Final = 512
-_ZEROS: Final = bytes(_BLOCK)
-_SIZE, _CHECKSUM, _KIND, _MAGIC = slice(124, 136), slice(148, 156), slice(156, 157), slice(257, 263)
+_CHECKSUM: Final = slice(148, 156)
 # Large enough for few calls, small enough for the cache.
 _READ_BYTES: Final = 1 << 20
 _NO_DATA: Final = "nodata"
@@ -40,100 +38,123 @@ class Looked:
     damage: str | None
 
 
-class Memory:
-    """Memory that files are read into, one after the other: fresh memory for each would cost more than the reading."""
+class FileReader:
+    """Looks at files, one after the other, through the same memory: fresh memory would cost more than the reading."""
 
     def __init__(self) -> None:
-        self._buffer = np.empty(0, dtype=np.uint8)
+        self._block = bytearray(_READ_BYTES)
 
-    def read(self, path: Path) -> tuple[memoryview, str]:
-        """The bytes of a file, which stay until the next call, and their checksum."""
-        size = path.stat().st_size
-        if len(self._buffer) < size:
-            self._buffer = np.empty(size + size // 4, dtype=np.uint8)
-        view, digest, position = self._buffer.data, xxhash.xxh3_64(), 0
+    def look_at_cuts(self, path: Path) -> Looked:
+        """A file of cuts."""
+        data = path.read_bytes()
+        xxh3 = xxhash.xxh3_64_hexdigest(data)
+        try:
+            contents = _decode_lines(path, data)
+            return Looked(len(data), xxh3, list(read_cuts(path)) if contents is None else contents, None)
+        except DamagedShard as error:
+            return Looked(len(data), xxh3, None, str(error))
+
+    def look_at_field(self, path: Path) -> Looked:
+        """A tar file. The data of its items are views of the file, which is mapped into memory."""
         with path.open("rb", buffering=0) as stream:
-            # In blocks that are still in the processor's cache when they are hashed.
-            while length := stream.readinto(view[position : min(position + _READ_BYTES, size)]):
-                digest.update(view[position : position + length])
-                position += length
-        return view[:position], digest.hexdigest()
+            size, xxh3 = self._hash(stream)
+            # Hashed before in blocks that stay in the processor's cache; of the map, few pages are touched.
+            mapped = mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+        items = _walk(mapped)
+        if items is not None:
+            return Looked(size, xxh3, items, None)
+        try:
+            return Looked(size, xxh3, list(read_field(path)), None)
+        except DamagedShard as error:
+            return Looked(size, xxh3, None, str(error))
+
+    def _hash(self, stream: FileIO) -> tuple[int, str]:
+        """The size and the checksum of a file."""
+        view, digest, size = memoryview(self._block), xxhash.xxh3_64(), 0
+        while length := stream.readinto(self._block):
+            digest.update(view[:length])
+            size += length
+        return size, digest.hexdigest()
 
 
-def look_at_cuts(path: Path, memory: Memory) -> Looked:
-    """A file of cuts."""
-    view, xxh3 = memory.read(path)
-    try:
-        contents = _decode_lines(path, view)
-        return Looked(len(view), xxh3, list(read_cuts(path)) if contents is None else contents, None)
-    except DamagedShard as error:
-        return Looked(len(view), xxh3, None, str(error))
-
-
-def _decode_lines(path: Path, view: memoryview) -> list[Any] | None:
+def _decode_lines(path: Path, data: bytes) -> list[Any] | None:
     """All cuts at one go, or None where that does not work; why not, is for the reader of single lines to say."""
     compressed = path.suffix == ".gz"
-    if compressed and not view:
+    if compressed and not data:
         return None  # gzip takes no bytes at all for an empty file
     try:
-        data = gzip.decompress(view) if compressed else bytes(view)
+        data = decompress(path, data) if compressed else data
         cuts = _decoder.decode_lines(data)
-    except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     # Blank lines are passed over here, and are damage to a reader.
     return cuts if len(cuts) == data.count(b"\n") else None
 
 
-def look_at_field(path: Path, memory: Memory) -> Looked:
-    """A tar file. The data of its items are views of ``memory``, which must not be used for another file meanwhile."""
-    view, xxh3 = memory.read(path)
-    items = _walk(view)
-    if items is not None:
-        return Looked(len(view), xxh3, items, None)
-    try:
-        return Looked(len(view), xxh3, list(read_field(path)), None)
-    except DamagedShard as error:
-        return Looked(len(view), xxh3, None, str(error))
+def _walk(data: mmap.mmap | bytes) -> list[Item] | None:
+    """The items of an archive of plain members, or None where it is anything else, which may be damage.
 
-
-def _walk(view: memoryview) -> list[Item] | None:
-    """The items of an archive of plain members, or None where it is anything else, which may be damage."""
-    headers: list[bytes] = []
-    names: list[str] = []
-    spans: list[Any] = []  # views, which serve as bytes
-    position, end = 0, len(view)
+    Step by step goes only what must: from each header to the next. What is in the headers is looked at all together.
+    """
+    positions: list[int] = []
+    sizes: list[int] = []
+    position, end = 0, len(data)
     try:
-        while (header := bytes(view[position : position + _BLOCK])) != _ZEROS:
-            # tarfile writes eleven octal digits and a NUL; int() alone would take signs and blanks too.
-            digits = header[_SIZE]
-            if header[_KIND] != b"0" or digits[11] != 0 or not digits[:11].isdigit():
-                return None
-            if header[_MAGIC] == b"ustar\0" and header[345]:
-                return None
-            start = position + _BLOCK
-            stop = start + int(digits[:11], 8)
-            position = stop + -stop % _BLOCK
-            if position > end or bytes(view[stop:position]).strip(b"\0"):
-                return None
-            headers.append(header)
-            names.append(header[:100].rstrip(b"\0").decode("utf-8", "surrogateescape"))
-            spans.append(view[start:stop])
-        if end - position < 2 * _BLOCK or bytes(view[position:]).strip(b"\0") or not _are_intact(headers):
+        while digits := data[position + 124 : position + 135].strip(b"\0"):
+            if not digits.isdigit():
+                return None  # a size below zero would lead back
+            size = int(digits, 8)
+            positions.append(position)
+            sizes.append(size)
+            position += _BLOCK + size + -size % _BLOCK
+        if end % _BLOCK or end - position < 2 * _BLOCK or data[position:].strip(b"\0"):
             return None
+        names = _read_headers(np.frombuffer(data, dtype=np.uint8).reshape(-1, _BLOCK), positions, sizes)
+        if names is None:
+            return None
+        view = memoryview(data)
+        # Views, which serve as bytes.
+        spans: list[Any] = [view[p + _BLOCK : p + _BLOCK + n] for p, n in zip(positions, sizes, strict=True)]
         return _pair(names, spans)
     except (ValueError, IndexError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def _are_intact(headers: Sequence[bytes]) -> bool:
-    """Whether the checksum of every header, which counts itself as blanks, is right."""
-    if not headers:
-        return True
-    blocks = np.frombuffer(b"".join(headers), dtype=np.uint8).reshape(-1, _BLOCK)
-    sums = blocks.sum(axis=1, dtype=np.int64) - blocks[:, _CHECKSUM].sum(axis=1, dtype=np.int64) + 8 * ord(" ")
+def _read_headers(blocks: np.ndarray, positions: list[int], sizes: list[int]) -> list[str] | None:
+    """The names of members, or None unless all are plain files with intact headers and empty padding.
+
+    ``blocks`` (blocks, 512) are the whole archive; members begin at byte ``positions`` and have ``sizes`` bytes.
+    """
+    if not positions:
+        return []
+    first, length = np.array(positions) // _BLOCK, np.array(sizes)
+    headers = blocks[first]
+    # As tarfile writes them: eleven octal digits and a NUL; int() alone would take signs and blanks too.
+    digits = headers[:, 124:135]
+    if (
+        ((digits < ord("0")) | (digits > ord("7"))).any()
+        or headers[:, 135].any()
+        or (headers[:, 156] != ord("0")).any()
+    ):
+        return None
+    # A path may be divided in two in headers of POSIX, whose magic ends in a NUL.
+    if ((headers[:, 262] == 0) & (headers[:, 345] != 0)).any() or not _are_intact(headers):
+        return None
+    # Behind the last byte of a member, to the end of its block, there is nothing.
+    used = (length % _BLOCK).astype(np.uint16)
+    tails = blocks[first + (length - 1) // _BLOCK + 1]
+    if (tails * ((np.arange(_BLOCK, dtype=np.uint16) >= used[:, None]) & (used[:, None] > 0))).any():
+        return None
+    names = np.ascontiguousarray(headers[:, :100]).view("S100")[:, 0].tolist()
+    return [name.decode("utf-8", "surrogateescape") for name in names]
+
+
+def _are_intact(headers: np.ndarray) -> bool:
+    """Whether the checksum of every header (headers, 512), which counts itself as blanks, is right."""
+    sums = headers.sum(axis=1, dtype=np.int64) - headers[:, _CHECKSUM].sum(axis=1, dtype=np.int64) + 8 * ord(" ")
     # Six octal digits, a NUL and a blank; any other form is for the strict reader.
-    digits = blocks[:, 148:154].astype(np.int64) - ord("0")
-    if digits.min() < 0 or digits.max() > 7 or (blocks[:, 154:156] != (0, ord(" "))).any():
+    digits = headers[:, 148:154].astype(np.int64) - ord("0")
+    if digits.min() < 0 or digits.max() > 7 or (headers[:, 154:156] != (0, ord(" "))).any():
         return False
     return bool((digits @ (8 ** np.arange(5, -1, -1)) == sums).all())
 
@@ -142,9 +163,9 @@ def _pair(names: list[str], spans: list[Any]) -> list[Item] | None:
     if len(names) % 2:
         return None
     items: list[Item] = []
-    for number in range(0, len(names), 2):
-        cut_id, _, extension = names[number].rpartition(".")
-        if extension == _NO_DATA or names[number + 1] != f"{cut_id}.json":
+    for name, other, data, metadata in zip(names[::2], names[1::2], spans[::2], spans[1::2], strict=True):
+        cut_id, _, extension = name.rpartition(".")
+        if extension == _NO_DATA or other != f"{cut_id}.json":
             return None
-        items.append(Item(cut_id, extension, spans[number], _decoder.decode(spans[number + 1])))
+        items.append(Item(cut_id, extension, data, _decoder.decode(metadata)))
     return items

@@ -26,7 +26,7 @@ from sharmill.validate.accounts import record_hash
 from sharmill.validate.agreement import same_audio_problem
 from sharmill.validate.codes import codes_problems
 from sharmill.validate.cuts import MALFORMED, context_problem, cut_problem
-from sharmill.validate.files import Looked, Memory, look_at_cuts, look_at_field
+from sharmill.validate.files import FileReader, Looked
 from sharmill.validate.findings import Finding
 from sharmill.validate.foreign import check_foreign
 from sharmill.validate.recheck import Rechecker
@@ -65,7 +65,7 @@ class ShardCheck:
         self.subject = subject
         self.deep = deep
         self.recheck = recheck
-        self._memory: dict[str, Memory] = {}
+        self._reader = FileReader()
         self._heard: dict[str, Heard | RejectRecord] = {}
 
     def __call__(self, shard: Shard) -> Checked:
@@ -113,9 +113,8 @@ class ShardCheck:
             if not path.is_file():
                 checked.findings.append(_finding("missing_file", shard, "the file is not there", field=name, file=file))
                 continue
-            memory = self._memory.setdefault(name, Memory())
             try:
-                looked = look_at_cuts(path, memory) if name == CUTS else look_at_field(path, memory)
+                looked = self._reader.look_at_cuts(path) if name == CUTS else self._reader.look_at_field(path)
             except OSError as error:
                 if error.errno not in _UNREADABLE:
                     raise

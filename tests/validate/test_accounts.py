@@ -1,0 +1,146 @@
+"""``--against``: every record of the manifests ends in the dataset or among the rejects, once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from dummies_shar import TAG, lines, rewrite, run, voice
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sharmill.engine.rundir import RunDir
+from sharmill.errors import ConfigError
+from sharmill.shar.fields import read_cuts
+from sharmill.validate.accounts import Against, _difference, _hash_record, record_hash
+from sharmill.validate.stage import ValidateStage
+
+
+def account(project, scratch, **changes):
+    """(code, shard, what names the record) of the findings about accounts."""
+    options = {
+        "manifests": (str(project.folder / "small.json"),),
+        "rejects": tuple(str(path) for path in sorted(project.run_dir.glob("*/rejects.jsonl"))),
+        "audio_roots": (str(project.root),),
+    }
+    stage = ValidateStage(project.dataset, RunDir(scratch), against=Against(**(options | changes)))
+    assert run(stage).ok
+    return [(f.code, f.shard, f.member) for f in stage.findings() if f.code.endswith("_record")]
+
+
+@pytest.fixture
+def many_kinds(project):
+    """Records of all forms that ends in the dataset or in the rejects of ``prepare`` and ``write``."""
+    long = voice(3.0, seed=1)
+    project.add("book/long.wav", long, offset=0.5, duration=1.0)
+    project.add("book/long.wav", offset=1.5, duration=1)
+    project.add("book/long.wav", offset=1.5, duration=1.0, text="the same segment again")
+    project.add("./book/../whole.flac", voice(1.0, seed=2), offset=None)
+    project.add(str(project.root / "absolute.wav"), voice(1.0, seed=3), duration=1.0)
+    project.add("größer 日本.wav", voice(1.0, seed=4))
+    project.add("absent.wav", duration=1.0)
+    project.add("book/long.wav", offset=-1, duration=1.0)
+    project.add("book/long.wav", offset="0", duration=1.0)
+    project.add("book/long.wav", offset=0.0, duration=None)
+    project.add("book/long.wav", offset=0.0, duration=1.0, _skipme=1)
+    project.add("late.wav", voice(1.0, seed=5))
+    config = project.configure(match={"min_duration": 0.0}, write={"shard_size": 2, "order": "manifest"})
+    manifest = project.folder / "small.json"
+    broken = [b"", b"no json", b"3", b'"text"', b'["list"]', b'{"audio_filepath": "\xff.wav"}', b"[" * 200 + b"]" * 200]
+    deep = json.dumps({"audio_filepath": "a.wav", "duration": 1.0, "deep": json.loads("[" * 150 + "]" * 150)}).encode()
+    manifest.write_bytes(b"\n".join([manifest.read_bytes(), *broken, deep]) + b"\n")
+    project.match_by_hand(config)
+    (project.root / "late.wav").write_bytes(b"this became text since it was prepared")
+    from sharmill.write.stage import WriteStage
+
+    assert run(WriteStage(config)).ok
+    return project
+
+
+def test_all_forms_of_records_are_accounted_for(many_kinds, tmp_path):
+    assert len(many_kinds.rejects("prepare")) == 13
+    assert len(many_kinds.rejects("write")) == 2  # the record itself, and that whose context it is
+    assert account(many_kinds, tmp_path / "check") == []
+
+
+def test_a_cut_that_is_gone_is_a_lost_record(many_kinds, tmp_path):
+    path = many_kinds.dataset / "cuts/cuts.000001.jsonl.gz"
+    lost = lines(path)[-1]["supervisions"][0]["custom"]
+    rewrite(path, lines(path)[:-1])
+    named = f"{lost['audio_filepath']} at {lost['offset']} s, {lost['duration']} s long"
+    assert [finding[0] for finding in account(many_kinds, tmp_path / "check")] == ["lost_record"]
+    (found,) = account(many_kinds, tmp_path / "check")
+    assert named.rsplit("/", 1)[-1].split(" at ")[0] in found[2]
+
+
+def test_a_cut_that_is_there_twice_is_a_doubled_record(many_kinds, tmp_path):
+    path = many_kinds.dataset / "cuts/cuts.000001.jsonl.gz"
+    cuts = lines(path)
+    rewrite(path, [*cuts, cuts[0]])
+    ((code, shard, member),) = account(many_kinds, tmp_path / "check")
+    assert (code, shard) == ("doubled_record", 1)
+    assert member.startswith(cuts[0]["supervisions"][0]["custom"]["audio_filepath"])
+
+
+def test_a_record_that_is_in_the_dataset_and_rejected_is_doubled(many_kinds, tmp_path):
+    custom = lines(many_kinds.dataset / "cuts/cuts.000000.jsonl.gz")[0]["supervisions"][0]["custom"]
+    extra = tmp_path / "more.jsonl"
+    rewrite(extra, [{"stage": "match", "reason": "malformed", "detail": "x", "record": custom}])
+    rejects = tuple(str(path) for path in many_kinds.run_dir.glob("*/rejects.jsonl"))
+    ((code, shard, _),) = account(many_kinds, tmp_path / "check", rejects=(*rejects, str(extra)))
+    assert (code, shard) == ("doubled_record", 0)
+
+
+def test_without_the_rejects_these_are_lost(many_kinds, tmp_path):
+    codes = [code for code, _, _ in account(many_kinds, tmp_path / "check", rejects=())]
+    # The segment that is there twice has one hash, and one finding.
+    assert codes == ["lost_record"] * 15
+
+
+def test_of_a_manifest_that_was_not_given_all_is_unknown_and_only_a_warning(many_kinds, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text("")
+    with pytest.raises(ConfigError, match="is empty"):
+        account(many_kinds, tmp_path / "check", manifests=(str(other),))
+    record = {"audio_filepath": "x.wav", "duration": 1.0, "speaker": TAG.format("x"), "text": "x"}
+    other.write_text(json.dumps(record) + "\n")
+    stage = ValidateStage(many_kinds.dataset, RunDir(tmp_path / "check"), against=Against(manifests=(str(other),)))
+    assert run(stage).ok
+    report = stage.report()
+    counts = {kind.code: (kind.severity, kind.count) for kind in report.kinds}
+    num_cuts = sum(1 for path in (many_kinds.dataset / "cuts").iterdir() for _ in read_cuts(path))
+    assert counts == {"lost_record": ("error", 1), "unknown_record": ("warning", num_cuts)}
+
+
+def test_files_that_are_not_what_they_should_be_are_configuration_errors(many_kinds, tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the manifest"):
+        account(many_kinds, tmp_path / "check", manifests=("nothing.json",))
+    with pytest.raises(ConfigError, match="there is no file of rejects"):
+        account(many_kinds, tmp_path / "check", rejects=("nothing.jsonl",))
+    with pytest.raises(ConfigError, match="is not a file of rejects"):
+        account(many_kinds, tmp_path / "check", rejects=(str(many_kinds.folder / "small.json"),))
+
+
+def test_a_cut_that_does_not_say_where_it_came_from_has_no_hash():
+    assert record_hash({"id": "x", "supervisions": []}) == 0
+    assert record_hash({"supervisions": [{"custom": {"audio_filepath": "a", "duration": "1"}}]}) == 0
+
+
+@given(st.lists(st.integers(0, 9)), st.lists(st.integers(0, 9)))
+def test_the_difference_is_that_of_multisets(left, right):
+    import numpy as np
+
+    found = _difference(np.array(left, np.uint64), np.array(right, np.uint64))
+    expected = {key: left.count(key) - right.count(key) for key in set(left) if left.count(key) > right.count(key)}
+    assert found == expected
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1),
+    st.floats(0, 1e6, allow_nan=False),
+    st.floats(0, 1e6, allow_nan=False),
+)
+def test_a_record_has_the_hash_of_its_cut(path, offset, duration):
+    """As the stage prepare writes it down."""
+    custom = {"audio_filepath": path.lstrip("/") or "x", "offset": offset, "duration": duration}
+    assert _hash_record(custom, []) == record_hash({"supervisions": [{"custom": custom}]})

@@ -215,9 +215,19 @@ def test_a_slice_depends_on_seed_epoch_and_cut_alone(coded, form):
     assert slices(dataset, coded) != together
     dataset.set_epoch(0)
     assert slices(dataset, coded) == together
-    for cut in coded[:1]:
-        carried = fastcopy(cut, custom=cut.custom | {"shar_epoch": 3})
-        assert slices(dataset, [carried])[cut.id] != together[cut.id]
+
+
+@pytest.mark.parametrize("told", [{"shar_epoch": 3}, {"shar_position": (3, 0, 0, 0, 0)}])
+def test_the_epoch_of_the_reader_counts(coded, form, told):
+    dataset = ContextSpeechDataset(form, context_duration_min=0.1, context_duration_max=0.5)
+
+    def codes(told):
+        cuts = [fastcopy(cut, custom={**cut.custom, "shar_position": None, **told}) for cut in coded]
+        return dataset[CutSet.from_cuts(cuts)]["context_codes"].tolist()
+
+    first = codes({name: 0 if name == "shar_epoch" else (0, 1, 2, 3, 4) for name in told})
+    assert codes({}) == first
+    assert codes(told) != first
 
 
 def test_every_place_and_length_is_drawn(coded, form):

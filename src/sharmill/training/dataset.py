@@ -16,7 +16,7 @@ import torch
 from sharmill.errors import ConfigError
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
 from sharmill.training.context import ContextLimits, ContextSlice
-from sharmill.training.fields import holds, load_array, load_audio, text_of
+from sharmill.training.fields import epoch_of, holds, load_array, load_audio, text_of
 from sharmill.training.tokenizers import Tokenizers, choose_tokenizer
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
 
     The slice of a context is a function of ``seed``, the epoch and the cut's id alone: not of the batch, the rank, the
     worker or what came before, so that a resumed epoch has the slices of one that was not interrupted. The epoch is
-    what ``set_epoch`` was given last, and the ``shar_epoch`` of cuts that carry one.
+    the one that the cut's reader was in, where the cut tells it (``shar_position``, ``shar_epoch``), together with what
+    ``set_epoch`` was given last.
 
     Args:
         codec: the form of the codes; ``CodecForm.of_dataset("data/librispeech")``. Its rate is that of audio as well.
@@ -228,7 +229,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         assert self.limits is not None
         if num_frames == 0:
             raise ValueError(f"the context of cut {cut.id!r} is empty")
-        epoch = (int(self._epoch), (cut.custom or {}).get("shar_epoch", 0))
+        epoch = (int(self._epoch), epoch_of(cut))
         return self.limits.draw(num_frames, f"{self.seed}/{epoch}/{cut.id}")
 
     def _audio_16khz(self, cuts: list[MonoCut], slices: list[ContextSlice] | None) -> list[np.ndarray]:

@@ -31,10 +31,12 @@ def load_array(cut: MonoCut, field: str) -> np.ndarray:
     from sharmill.shar.arrays import TimeLastArray
 
     array = (cut.custom or {})[field]
-    if isinstance(array, TemporalArray) and field == TARGET_CODES:
+    if not isinstance(array, TemporalArray) or field != TARGET_CODES:
+        return array.load()
+    if not isinstance(array, TimeLastArray):
         # lhotse's own class cuts an array in memory along its codebooks.
-        return TimeLastArray(**vars(array)).load(cut.start, cut.duration)
-    return array.load()
+        array = TimeLastArray(**vars(array))
+    return array.load(cut.start, cut.duration)
 
 
 def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
@@ -52,6 +54,13 @@ def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
     if samples.shape[0] != 1:
         raise ValueError(f"the {field} of cut {cut.id!r} has {samples.shape[0]} channels; mono is needed")
     return samples[0].astype(np.float32, copy=False)
+
+
+def epoch_of(cut: MonoCut) -> int:
+    """The epoch that the reader of this cut is in, where it tells: our ``shar_position``, lhotse's ``shar_epoch``."""
+    custom = cut.custom or {}
+    position = custom.get("shar_position")
+    return position[0] if position is not None else custom.get("shar_epoch", 0)
 
 
 def text_of(cut: MonoCut, field: str) -> str | None:

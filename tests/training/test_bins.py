@@ -161,8 +161,21 @@ def test_every_cut_has_a_bucket_or_too_many_tokens(cuts, buckets, sub_buckets):
 
 def test_one_dimension_is_open_or_closed():
     lengths = lengths_of([1, 2, 3, 4, 5])
-    assert assign(lengths, [2.0, 4.0], closed=False).tolist() == [0, 1, 1, 2, 2]
+    assert assign(lengths, [2.0, 4.0], closed=False).tolist() == [0, 0, 1, 1, 2]
     assert assign(lengths, [2.0, 4.0], closed=True).tolist() == [0, 0, 1, 1, -1]
+
+
+def test_open_bins_are_the_buckets_of_the_sampler_of_lhotse(many):
+    from lhotse.dataset import DynamicBucketingSampler
+
+    lengths = read_lengths([many.dataset], workers=1)
+    bins = estimate_bins(lengths.lengths, 4)
+    ids = [cut.id for cut in open_shar(many.dataset, [])]
+    bucket_of = dict(zip(ids, assign(lengths, bins, closed=False).tolist(), strict=True))
+    sampler = DynamicBucketingSampler(open_shar(many.dataset, []), max_cuts=4, duration_bins=bins)
+    batches = [{bucket_of[cut.id] for cut in batch} for batch in sampler]
+    assert {len(buckets) for buckets in batches} == {1}
+    assert set.union(*batches) == {0, 1, 2, 3}
 
 
 def test_equal_texts_are_no_outliers():

@@ -186,7 +186,9 @@ def test_threads_work_in_the_workers_of_a_loader_and_processes_are_refused():
     loader = torch.utils.data.DataLoader(_InWorkers("thread"), batch_size=None, num_workers=1)
     assert list(loader) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
     assert "use kind='thread' there" in _error_of(_InWorkers("process"))
-    gc.collect()  # The loader that failed ends its worker when it goes.
+    gc.collect()  # The loader that failed ends its worker when it goes, and does not wait for that.
+    for worker in multiprocessing.active_children():
+        worker.join(60)
 
 
 def _error_of(dataset):

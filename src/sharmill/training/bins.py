@@ -27,7 +27,9 @@ class Bin:
 
 
 def estimate_bins(lengths: np.ndarray, num_buckets: int) -> list[float]:
-    """Where each bucket but the first begins: at most ``num_buckets - 1`` lengths, ascending, as lhotse computes them.
+    """The longest of each bucket but the last: at most ``num_buckets - 1`` lengths, ascending, as lhotse computes them.
+
+    (Its docstring has them as the shortest of the next bucket; its samplers put what is equal into the bucket below.)
 
     Raises:
         ConfigError: there are fewer than two buckets, or fewer cuts than buckets.
@@ -130,10 +132,10 @@ def assign(lengths: Lengths, bins: list[float] | list[Bin], *, closed: bool) -> 
     """The bucket of each cut (N,), -1 for those that a loader would drop.
 
     Args:
-        closed: the bins are upper bounds (``bucket_batch_size`` in NeMo), not where the next bucket begins.
+        closed: there is no bucket for what is longer than the last bin, as with ``bucket_batch_size`` in NeMo.
     """
     if not isinstance(bins[0], Bin):
-        index = np.searchsorted(np.array(bins), lengths.lengths, side="left" if closed else "right")
+        index = np.searchsorted(np.array(bins), lengths.lengths, side="left")
         return np.where(index < len(bins) + (not closed), index, -1)
     assert lengths.tokens is not None
     two = [bound for bound in bins if isinstance(bound, Bin)]

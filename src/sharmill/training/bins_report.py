@@ -94,7 +94,7 @@ def report_bins(lengths: Lengths, options: BinsOptions) -> str:
     lines = [*_summary(lengths), *_histogram(shown, bins, closed=closed), *_keys(bins, closed=closed)]
     if options.sub_buckets is None and not closed:
         longest = shown.lengths.max().item()
-        lines.append(f"# bucket_batch_size needs upper bounds (--closed): these and the longest, {longest}")
+        lines.append(f"# bucket_batch_size needs a bin for the longest as well (--closed): {longest}")
     if frames is not None:
         lines += ["use_multimodal_sampling: true", f"token_equivalent_duration: {frames!r}"]
         lines.append(f"measure_total_length: {str(in_total).lower()}")
@@ -120,7 +120,7 @@ def _histogram(lengths: Lengths, bins: list[float] | list[Bin], *, closed: bool)
     num_buckets = num_buckets_of(bins, closed=closed)
     buckets = assign(lengths, bins, closed=closed)
     hours = [float(lengths.seconds[buckets == number].sum()) / 3600 for number in range(num_buckets)]
-    yield f"# {'up to' if closed else 'below':>10} {'tokens':>8} {'cuts':>12} {'hours':>10}"
+    yield f"# {'up to':>10} {'tokens':>8} {'cuts':>12} {'hours':>10}"
     for number in range(num_buckets):
         bound = bins[number] if number < len(bins) else None
         length = bound.length if isinstance(bound, Bin) else bound

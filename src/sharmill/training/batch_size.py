@@ -1,0 +1,186 @@
+"""The largest batch of each bucket that fits in a share of the memory, by bisection on real out-of-memory errors.
+
+The step is the user's, named ``module:callable``::
+
+    def step(batch_size: int, length: float, num_tokens: int | None, device: str) -> None
+
+It runs one whole training step (forward, backward, optimizer) on a made-up batch of ``batch_size`` items, each as long
+as the bucket allows: ``length`` seconds (frames, for token bins), and ``num_tokens`` text tokens in two dimensions. It
+keeps model and optimizer between calls (in a module variable, or in ``__init__`` of a class, which is instantiated once
+per process), and must not hide errors. It is called twice per size, since most optimizers make their state in the first
+step.
+
+Out of memory are: ``MemoryError``, ``torch.cuda.OutOfMemoryError``, the messages of torch's allocators, and the end of
+the process by SIGKILL or after such a message. Everything else ends the search with the step's own traceback.
+
+On a GPU the limit is torch's ``set_per_process_memory_fraction``. On the CPU the step's process is limited by
+RLIMIT_DATA, which counts what it and its libraries allocate, but neither shared memory nor its child processes.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sharmill.errors import ConfigError, FatalError
+from sharmill.training.memory import available_memory, format_memory
+from sharmill.training.step_process import Bucket, Budget, StepProcess
+
+
+class NothingFits(FatalError):
+    """A bucket has no batch size at all."""
+
+
+Fits = Callable[[int, Bucket], bool]
+
+
+def tune_batch_sizes(
+    step: str,
+    buckets: Sequence[Bucket],
+    budget: Budget,
+    *,
+    max_batch_size: int = 4096,
+    tolerance: float = 0.0,
+    tell: Callable[[Bucket, int], None] = lambda bucket, size: None,
+) -> list[int]:
+    """The largest batch of each bucket; see the module for what a step is.
+
+    Args:
+        step: ``module:callable``.
+        max_batch_size: where to stop asking for more.
+        tolerance: stop when the gap between what fits and what does not is at most this share of the latter.
+        tell: called with each result as soon as it is known, the longest bucket first.
+
+    Raises:
+        FatalError: the step failed, or not even one item of a bucket fits.
+    """
+    with StepProcess(step, budget) as process:
+        try:
+            return search(process.fits, buckets, max_batch_size=max_batch_size, tolerance=tolerance, tell=tell)
+        except NothingFits as error:
+            raise NothingFits(f"{error}\n{process.last_lack}".rstrip()) from error
+
+
+def search(
+    fits: Fits,
+    buckets: Sequence[Bucket],
+    *,
+    max_batch_size: int,
+    tolerance: float = 0.0,
+    tell: Callable[[Bucket, int], None] = lambda bucket, size: None,
+) -> list[int]:
+    """The largest batch of each bucket for which ``fits`` is true.
+
+    What fits in a bucket is taken to fit in every bucket that is neither longer nor has more tokens: so results never
+    grow with the bucket, and the search begins where the longer bucket's ended.
+    """
+    found: dict[Bucket, int] = {}
+    for bucket in sorted(set(buckets), key=lambda one: (one.length, one.num_tokens or 0), reverse=True):
+        known = max((size for longer, size in found.items() if _covers(longer, bucket)), default=0)
+        found[bucket] = _largest(fits, bucket, known, max_batch_size, tolerance)
+        if not found[bucket]:
+            raise NothingFits(
+                f"not even one item of {bucket} fits; leave out what is so long, make the model smaller, or allow more "
+                "memory"
+            )
+        tell(bucket, found[bucket])
+    return [found[bucket] for bucket in buckets]
+
+
+def _covers(longer: Bucket, bucket: Bucket) -> bool:
+    return longer.length >= bucket.length and (longer.num_tokens or 0) >= (bucket.num_tokens or 0)
+
+
+def _largest(fits: Fits, bucket: Bucket, known: int, limit: int, tolerance: float) -> int:
+    """Doubles from what is known to fit until it does not, then halves the gap. 0 if not even 1 fits."""
+    good, bad = known, limit + 1
+    while good < limit and bad > limit:
+        size = min(limit, max(1, 2 * good))
+        good, bad = (size, bad) if fits(size, bucket) else (good, size)
+    while bad <= limit and bad - good > max(1, int(tolerance * bad)):
+        size = (good + bad) // 2
+        good, bad = (size, bad) if fits(size, bucket) else (good, size)
+    return good
+
+
+def make_budget(device: str, share: float, memory: int | None) -> Budget:
+    """``share`` of ``memory`` bytes; by default of all that a GPU has, or that is available to this process on the CPU.
+
+    Args:
+        device: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` for the first GPU if there is one.
+
+    Raises:
+        ConfigError: there is no such device, the share is not above 0 and at most 1, or the device has less memory.
+    """
+    if not 0 < share <= 1:
+        raise ConfigError(f"--memory-share is {share:g}; it must be above 0 and at most 1")
+    import torch
+
+    if device == "auto":
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        total = available_memory()
+        return Budget("cpu", int(share * (memory or total)), total)
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device is {device!r}; use cpu, cuda or cuda:0") from error
+    number = chosen.index or 0
+    if chosen.type != "cuda" or not torch.cuda.is_available() or number >= torch.cuda.device_count():
+        raise ConfigError(f"there is no device {device!r} here; there are {torch.cuda.device_count()} GPUs")
+    total = torch.cuda.get_device_properties(number).total_memory
+    if memory is not None and memory > total:
+        raise ConfigError(f"--memory is {format_memory(memory)}, and cuda:{number} has {format_memory(total)}")
+    return Budget(f"cuda:{number}", int(share * (memory or total)), total)
+
+
+def read_buckets(text: str) -> list[Bucket]:
+    """The buckets of a list, such as ``[3.9, 7.5]`` or ``[[3.9, 60], [3.9, 94]]``, or of a file of ``sharmill bins``.
+
+    Raises:
+        ConfigError: there is no such file, or these are no bins: ascending, positive, all numbers or all pairs.
+    """
+    bins = _read_bins(text)
+    if not isinstance(bins, list) or not bins:
+        raise ConfigError(f"{text}: bucket_duration_bins is a list of bins, not {bins!r}")
+    pairs = [tuple(bound) if isinstance(bound, (list, tuple)) else (bound,) for bound in bins]
+    if not all(_is_bin(pair) and len(pair) == len(pairs[0]) for pair in pairs):
+        raise ConfigError(f"{text}: bins are numbers above 0, or pairs of them: [3.9, 7.5], [[3.9, 60], [3.9, 94]]")
+    if pairs != sorted(pairs, key=lambda pair: pair[0]):
+        raise ConfigError(f"{text}: bins are in ascending order")
+    return [Bucket(*pair) for pair in pairs]
+
+
+def _read_bins(text: str) -> Any:
+    if text.lstrip().startswith("["):
+        try:
+            return ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError) as error:
+            raise ConfigError(f"{text} is not a list of bins: {error}") from error
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(text).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the bins of {text}: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict) or "bucket_duration_bins" not in values:
+        raise ConfigError(f"{text} has no key bucket_duration_bins; make it with: sharmill bins DATASET --closed")
+    return values["bucket_duration_bins"]
+
+
+def _is_bin(pair: tuple[Any, ...]) -> bool:
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in pair)
+    return numbers and pair[0] > 0 and (len(pair) == 1 or (len(pair) == 2 and isinstance(pair[1], int)))
+
+
+def to_yaml(step: str, buckets: Sequence[Bucket], sizes: Sequence[int], budget: Budget) -> str:
+    """The keys for NeMo's loader, and what they hold for."""
+    bins = [bucket.length if bucket.num_tokens is None else [bucket.length, bucket.num_tokens] for bucket in buckets]
+    return (
+        f"# the largest batches of {step} in {budget}\n"
+        f"use_bucketing: true\nbucket_duration_bins: {bins}\nbucket_batch_size: {list(sizes)}\n"
+    )

@@ -1,0 +1,154 @@
+"""A function of every item of a stream, in threads or processes: in order, bounded, ahead of the use.
+
+For what is too slow for the loop that uses it: decoding, resampling, features. Threads suffice for whatever works
+without Python's lock (libsndfile, torch, numpy); processes are for the rest. Both work on the cuts of one reader, also
+inside a shard.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any, Generic, Literal, TypeVar
+
+from sharmill.errors import ConfigError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def parallel_map(
+    items: Iterable[T],
+    fn: Callable[[T], R],
+    num_workers: int = 2,
+    *,
+    kind: Literal["thread", "process"] = "thread",
+    ahead: int | None = None,
+) -> ParallelMap[T, R]:
+    """``fn`` of every item, in the order of the items; as often as it is iterated over.
+
+    A thread of its own reads the items, so that reading, working and using go on at the same time. An exception, of
+    ``fn`` or of the items, is raised where its item would have come, after all before it; nothing comes after it. The
+    workers end with the iteration, also where it is given up early.
+
+    **State.** This keeps none, and that of the reader is up to ``ahead`` items in front of what was delivered. Put
+    ``sharmill.shar.loading.ResumableDataset`` around the pipeline, or tell a ``sharmill.shar.tracking.UseTracker`` what
+    came out: they count that, by the ``shar_position`` of the cuts, which ``fn`` must leave there.
+
+    Args:
+        items: cuts, or anything else.
+        fn: changes nothing that other items use. For processes, it, the items and the results can be pickled.
+        num_workers: threads or processes.
+        kind: ``process`` starts new ones for each iteration, which takes seconds where they import torch; they have one
+            thread each. Workers of a torch DataLoader may not have any: use threads there.
+        ahead: items that may be read and not yet delivered; by default 4 for each worker.
+
+    Raises:
+        ConfigError: there is no worker, or fewer items may be ahead than there are workers, or another kind.
+
+    Example:
+        >>> list(parallel_map([1, 2, 3], str))
+        ['1', '2', '3']
+        >>> features = CutSet(parallel_map(open_shar("data"), add_features, 4))  # doctest: +SKIP
+    """
+    if kind not in ("thread", "process"):
+        raise ConfigError(f"kind is {kind!r}: it is 'thread' or 'process'")
+    if num_workers < 1:
+        raise ConfigError(f"num_workers is {num_workers}: there must be at least 1")
+    ahead = 4 * num_workers if ahead is None else ahead
+    if ahead < num_workers:
+        raise ConfigError(f"ahead is {ahead}, which leaves some of the {num_workers} workers without work")
+    return ParallelMap(items, fn, num_workers, kind, ahead)
+
+
+class ParallelMap(Generic[T, R]):
+    """What ``parallel_map`` gives."""
+
+    def __init__(self, items: Iterable[T], fn: Callable[[T], R], num_workers: int, kind: str, ahead: int) -> None:
+        self._items = items
+        self._fn = fn
+        self._num_workers = num_workers
+        self._kind = kind
+        self._ahead = ahead
+
+    def __len__(self) -> int:
+        """That of the items, if they have one."""
+        return len(self._items)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[R]:
+        feeder = _Feeder(self._items, self._fn, self._executor(), self._ahead)
+        try:
+            yield from feeder.results()
+        finally:
+            feeder.stop()
+
+    def _executor(self) -> Executor:
+        if self._kind == "thread":
+            return ThreadPoolExecutor(self._num_workers, thread_name_prefix="sharmill-map")
+        if multiprocessing.current_process().daemon:
+            raise ConfigError("a worker of a DataLoader may not start processes: use kind='thread' there")
+        # A wrong function is an error here, with its reason, and not that of a broken pool.
+        pickle.dumps(self._fn)
+        # Not forked: this process has threads, and locks that they hold.
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(self._num_workers, mp_context=context, initializer=_one_thread)
+
+
+def _one_thread() -> None:
+    """Before torch is imported: workers that each use all cores would be in each other's way."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+class _Feeder(Generic[T, R]):
+    """The thread that reads items and hands them to the workers, as far ahead as it may."""
+
+    def __init__(self, items: Iterable[T], fn: Callable[[T], R], executor: Executor, ahead: int) -> None:
+        self._items = items
+        self._fn = fn
+        self._executor = executor
+        self._room = threading.Semaphore(ahead)
+        self._stopped = threading.Event()
+        # Results to be, in order; None at the end. The room bounds it.
+        self._futures: SimpleQueue[Future[R] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._feed, name="sharmill-feed", daemon=True)
+        self._thread.start()
+
+    def results(self) -> Iterator[R]:
+        while (future := self._futures.get()) is not None:
+            result = future.result()
+            # Delivered as soon as it is asked for: what the user holds is no longer ahead.
+            self._room.release()
+            yield result
+
+    def stop(self) -> None:
+        """Ends thread and workers; waits for what they are doing."""
+        self._stopped.set()
+        self._room.release()
+        self._thread.join()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _feed(self) -> None:
+        iterator: Iterator[T] | None = None
+        try:
+            iterator = iter(self._items)
+            while self._wait_for_room():
+                self._futures.put(self._executor.submit(self._fn, next(iterator)))
+        except StopIteration:
+            self._futures.put(None)
+        except BaseException as error:  # noqa: BLE001  it is raised where the item would have come
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            self._futures.put(failed)
+        finally:
+            # A generator is closed by the thread that runs it.
+            if (close := getattr(iterator, "close", None)) is not None:
+                close()
+
+    def _wait_for_room(self) -> bool:
+        self._room.acquire()
+        return not self._stopped.is_set()

@@ -1,0 +1,215 @@
+"""A process that runs training steps of asked sizes under a limit of memory, and may die of it.
+
+The step is ``module:callable``, called as ``step(batch_size, length, num_tokens, device)``; a class is instantiated
+once per process without arguments, and the object called. The contract is in ``sharmill.training.batch_size``.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from sharmill.errors import FatalError, SharmillError
+from sharmill.training.memory import format_memory, is_out_of_memory, limit_memory, mentions_memory
+from sharmill.training.tokenizers import load_callable
+
+# Optimizers make their state in the first step; only the second one has activations and state at once.
+STEPS_PER_PROBE = 2
+_LAST_LINES = 15
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The longest that a batch of this bucket may have: seconds (or frames), and text tokens in two dimensions."""
+
+    length: float
+    num_tokens: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.length:g}" if self.num_tokens is None else f"{self.length:g} with {self.num_tokens} tokens"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """``size`` bytes of memory of ``device``; ``total`` is what the device has."""
+
+    device: str
+    size: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{format_memory(self.size)} of {self.device}"
+
+
+class StepProcess:
+    """Runs probes in a process of their own, which is replaced when it dies."""
+
+    def __init__(self, step: str, budget: Budget) -> None:
+        """``last_lack`` is what the last error of memory said."""
+        self._step = step
+        self._budget = budget
+        self._child: _Child | None = None
+        self.last_lack = ""
+
+    def __enter__(self) -> StepProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def fits(self, batch_size: int, bucket: Bucket) -> bool:
+        """Whether two steps of this size in a row have enough memory.
+
+        Raises:
+            FatalError: the step failed for another reason; its traceback, or last output, is in the message.
+        """
+        if self._child is None:
+            self._child = _Child(self._step, self._budget)
+            self._expect(self._child.answer(), "ready", "loading it")
+        doing = f"a batch of {batch_size} of {bucket}"
+        self._child.ask((batch_size, bucket.length, bucket.num_tokens))
+        return self._expect(self._child.answer(), "fits", doing)
+
+    def _expect(self, answer: tuple[str, str], good: str, doing: str) -> bool:
+        """True for the good answer, False where memory was lacking."""
+        kind, detail = answer
+        if kind == good:
+            return True
+        if kind == "died":
+            self._end()
+        elif kind == "out_of_memory" and good == "fits":
+            self.last_lack = detail
+            if self._budget.device == "cpu":
+                # Libraries leave holes and half-made things behind, with which less and less fits.
+                self._end()
+            return False
+        if kind == "died" and good == "fits" and not detail:
+            return False
+        why = "there is not enough memory" if kind == "out_of_memory" or not detail else detail
+        raise FatalError(f"the step {self._step} failed ({doing}, {self._budget}): {why}")
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+
+class _Child:
+    """The process, what it is asked and answers, and what it prints."""
+
+    def __init__(self, step: str, budget: Budget) -> None:
+        descriptor, name = tempfile.mkstemp(prefix="sharmill-step-", suffix=".log")
+        os.close(descriptor)
+        self._output = Path(name)
+        # Not forked: the limit is for what the step needs, not for what this process has.
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, step, budget, name), daemon=False)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, question: tuple[int, float, int | None]) -> None:
+        try:
+            self._connection.send(question)
+        except BrokenPipeError:
+            pass  # It died in between; the missing answer tells.
+
+    def answer(self) -> tuple[str, str]:
+        """What the process says, or ``died`` and why; without a reason, it was for lack of memory."""
+        try:
+            answer: tuple[str, str] = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            return "died", self._cause_of_death()
+        return answer
+
+    def _cause_of_death(self) -> str:
+        self._process.join()
+        code = self._process.exitcode or 0
+        output = self._output.read_text(errors="replace")
+        # SIGKILL is how the kernel gets memory back; other deaths must have said so.
+        if code == -signal.SIGKILL or (code < 0 and mentions_memory(output)):
+            return ""
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
+        return "\n".join([f"its process ended {how}", *output.splitlines()[-_LAST_LINES:]])
+
+    def end(self) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
+        self._output.unlink(missing_ok=True)
+
+
+class _Step(Protocol):
+    def __call__(self, batch_size: int, length: float, num_tokens: int | None, device: str) -> Any: ...
+
+
+def _serve(connection: Connection, name: str, budget: Budget, output: str) -> None:
+    """The process: loads the step under the limit, then answers until the other end is closed."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process.
+    try:
+        _limit(budget)
+        step = load_callable(name, "step")
+        step = step() if isinstance(step, type) else step
+    except Exception as error:  # noqa: BLE001  whatever it is, the parent tells it
+        connection.send(_describe(error))
+        return
+    connection.send(("ready", ""))
+    while True:
+        try:
+            question = connection.recv()
+        except EOFError:
+            return
+        connection.send(_probe(step, budget.device, *question))
+        _release(budget.device)
+
+
+def _probe(step: _Step, device: str, batch_size: int, length: float, num_tokens: int | None) -> tuple[str, str]:
+    try:
+        for _ in range(STEPS_PER_PROBE):
+            step(batch_size, length, num_tokens, device)
+        if device != "cpu":
+            import torch
+
+            # Kernels run later than they are called, and so do their errors.
+            torch.cuda.synchronize(device)
+    except Exception as error:  # noqa: BLE001  whatever it is, the parent tells it
+        return _describe(error)
+    return "fits", ""
+
+
+def _describe(error: Exception) -> tuple[str, str]:
+    if is_out_of_memory(error):
+        return "out_of_memory", str(error)
+    # What a user must change is said in one line; for the rest the traceback is needed.
+    return "error", str(error) if isinstance(error, SharmillError) else "".join(traceback.format_exception(error))
+
+
+def _limit(budget: Budget) -> None:
+    if budget.device == "cpu":
+        limit_memory(budget.size)
+        return
+    import torch
+
+    torch.cuda.set_device(budget.device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget.size / budget.total), budget.device)
+
+
+def _release(device: str) -> None:
+    """Gives back what the last probe left: the next one has other sizes, and should not find gaps of the old."""
+    gc.collect()
+    if device != "cpu":
+        import torch
+
+        torch.cuda.empty_cache()

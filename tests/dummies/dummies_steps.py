@@ -1,0 +1,90 @@
+"""Training steps for batch sizes: some take a known amount of memory, some end in every other way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+
+MIB = 2**20
+
+
+def arrays(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    """Takes 1 MiB for each second, and 100 KiB for each token, of each item."""
+    np.ones(int(batch_size * (length * MIB + (num_tokens or 0) * 100 * 1024)), dtype=np.uint8)
+
+
+class Optimizer:
+    """As ``arrays``, but has 200 MiB of state from the first step on, as optimizers do."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def __call__(self, batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+        arrays(batch_size, length, num_tokens, device)
+        if self.state is None:
+            self.state = np.ones(200 * MIB, dtype=np.uint8)
+
+
+def killed(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    """As the kernel does where there is no memory left: from 6 items on."""
+    if batch_size > 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def aborts_for_memory(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    """As a C++ library does that nobody catches: from 7 items on."""
+    if batch_size > 6:
+        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
+        os.abort()
+
+
+def aborts(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    print("the assertion that failed", flush=True)
+    os.abort()
+
+
+def exits(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    sys.exit(3)
+
+
+def is_wrong(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    if batch_size > 3:
+        raise ValueError("the shapes do not match")
+
+
+def wraps(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    """As training frameworks do: an error of their own, caused by one of memory."""
+    if batch_size > 9:
+        try:
+            raise MemoryError("no more")
+        except MemoryError as error:
+            raise RuntimeError("training failed") from error
+
+
+def tells_its_device(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    raise ValueError(f"called with {batch_size} {length} {num_tokens} {device}")
+
+
+class Tiny:
+    """A real model with a real optimizer: two convolutions over 100 frames a second."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.manual_seed(0)
+        convolutions = [torch.nn.Conv1d(16, 64, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv1d(64, 16, 3, padding=1)]
+        self.model = torch.nn.Sequential(*convolutions)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def __call__(self, batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+        import torch
+
+        self.model.to(device)
+        self.optimizer.zero_grad(set_to_none=True)
+        frames = torch.randn(batch_size, 16, round(100 * length), device=device)
+        (self.model(frames) - frames).square().mean().backward()
+        self.optimizer.step()

@@ -1,0 +1,203 @@
+"""``parallel_map``: order, bounds, errors in their place, workers that end."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+import operator
+import os
+import threading
+
+import pytest
+import torch
+from dummies_work import end, half, inverse, process_id, samples
+from lhotse import CutSet
+from lhotse.dataset import DynamicCutSampler
+
+from sharmill.errors import ConfigError, DamagedShard
+from sharmill.shar import open_shar
+from sharmill.training import parallel_map
+
+
+def workers():
+    """Threads and processes of maps; and those of other tests, which may still be ending."""
+    threads = {thread for thread in threading.enumerate() if thread.name.startswith("sharmill-")}
+    return threads | set(multiprocessing.active_children())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    before = workers()
+    yield
+    assert workers() <= before
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_results_come_in_order_as_often_as_asked(kind):
+    mapped = parallel_map(range(40), half, 3, kind=kind)
+    assert list(mapped) == [n / 2 for n in range(40)]
+    assert list(mapped) == [n / 2 for n in range(40)]
+    assert len(mapped) == 40
+
+
+def test_order_does_not_depend_on_who_is_done_first():
+    release = [threading.Event() for _ in range(6)]
+
+    def wait_for_the_next(number):
+        # Each item but the last waits for the one behind it to be done.
+        if number < 5:
+            assert release[number + 1].wait(30)
+        release[number].set()
+        return number
+
+    assert list(parallel_map(range(6), wait_for_the_next, 6)) == list(range(6))
+
+
+def test_workers_are_threads_or_other_processes():
+    assert set(parallel_map(range(8), process_id, 2)) == {os.getpid()}
+    ids = set(parallel_map(range(8), process_id, 2, kind="process"))
+    assert os.getpid() not in ids
+    assert 1 <= len(ids) <= 2
+
+
+def test_no_more_is_read_than_may_be_ahead():
+    read = []
+    room = threading.Semaphore(0)
+
+    def items():
+        for number in itertools.count():
+            read.append(number)
+            room.release()
+            yield number
+
+    results = iter(parallel_map(items(), half, 2, ahead=5))
+    assert next(results) == 0.0
+    # One was delivered, and five may follow it.
+    for _ in range(6):
+        assert room.acquire(timeout=30)
+    assert not room.acquire(timeout=0.2)
+    assert read == list(range(6))
+    assert next(results) == 0.5
+    assert room.acquire(timeout=30)
+    results.close()
+    assert read == list(range(7))
+
+
+def test_work_goes_on_while_nobody_asks():
+    done = threading.Semaphore(0)
+
+    def work(number):
+        done.release()
+        return number
+
+    results = iter(parallel_map(range(100), work, 2, ahead=8))
+    assert next(results) == 0
+    for _ in range(9):
+        assert done.acquire(timeout=30)
+    assert list(results) == list(range(1, 100))
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_an_error_comes_in_the_place_of_its_item(kind):
+    results = iter(parallel_map([4, 2, 0, 1], inverse, 2, kind=kind))
+    assert [next(results), next(results)] == [0.25, 0.5]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+    assert list(results) == []
+
+
+def test_an_error_of_the_items_comes_in_its_place():
+    def items():
+        yield from (1, 2)
+        raise DamagedShard("shard 1: cut short")
+
+    results = iter(parallel_map(items(), half, 2))
+    assert [next(results), next(results)] == [0.5, 1.0]
+    with pytest.raises(DamagedShard, match="cut short"):
+        next(results)
+
+
+def test_a_worker_that_dies_is_an_error():
+    with pytest.raises(RuntimeError, match="terminated abruptly"):
+        list(parallel_map(range(4), end, 2, kind="process"))
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_workers_end_where_iteration_is_given_up(kind):
+    closed = threading.Event()
+
+    def items():
+        try:
+            yield from itertools.count()
+        finally:
+            closed.set()
+
+    for result in parallel_map(items(), half, 2, kind=kind):
+        if result == 3.0:
+            break
+    del result
+    assert closed.wait(30)
+
+
+def test_a_function_that_cannot_be_sent_is_named():
+    with pytest.raises(AttributeError, match="lambda"):
+        list(parallel_map(range(3), lambda number: number, 2, kind="process"))
+
+
+def test_items_that_cannot_be_sent_raise_in_their_place():
+    with pytest.raises(TypeError, match="pickle"):
+        list(parallel_map([threading.Lock()], half, 2, kind="process"))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"num_workers": 0}, "at least 1"),
+        ({"num_workers": 4, "ahead": 3}, "ahead is 3, which leaves some of the 4 workers without work"),
+        ({"kind": "fiber"}, "'thread' or 'process'"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, what):
+    with pytest.raises(ConfigError, match=what):
+        parallel_map([], half, **options)
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_cuts_of_a_pipeline_of_lhotse(many, kind):
+    cuts = open_shar(many.dataset, ["target_audio"]).filter(lambda cut: cut.duration > 0.3).to_eager()
+    expected = [(cut.id, cut.load_audio().tolist()) for cut in cuts]
+    mapped = CutSet(parallel_map(cuts, samples, 2, kind=kind))
+    assert mapped.is_lazy
+    batches = list(DynamicCutSampler(mapped, max_cuts=8))
+    assert [len(batch) for batch in batches[:-1]] == [8] * (len(batches) - 1)
+    assert [(cut.id, cut.samples.tolist()) for batch in batches for cut in batch] == expected
+
+
+class _InWorkers(torch.utils.data.IterableDataset):
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __iter__(self):
+        return iter(parallel_map(range(6), half, 2, kind=self.kind))
+
+
+def test_threads_work_in_the_workers_of_a_loader_and_processes_are_refused():
+    loader = torch.utils.data.DataLoader(_InWorkers("thread"), batch_size=None, num_workers=1)
+    assert list(loader) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+    assert "use kind='thread' there" in _error_of(_InWorkers("process"))
+    gc.collect()  # The loader that failed ends its worker when it goes, and does not wait for that.
+    for worker in multiprocessing.active_children():
+        if worker.name.startswith("Process-"):
+            worker.join(60)
+
+
+def _error_of(dataset):
+    try:
+        return list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1))
+    except ConfigError as error:
+        return str(error)
+
+
+def test_the_function_may_be_anything_to_call():
+    assert list(parallel_map([(1, 2), (3, 4)], operator.itemgetter(1), 2, kind="process")) == [2, 4]

@@ -1,6 +1,6 @@
-"""Reading shards in training: the loader, batching and the dataset class.
+"""Reading datasets in training: the loader, batches of tensors, bins and batch sizes, parallel transforms.
 
-Names are imported when they are asked for, since torch and NeMo take seconds.
+Nothing is imported before it is asked for: batches need torch, the loader NeMo, bins neither.
 """
 
 from __future__ import annotations
@@ -8,12 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = {"get_dataloader": "sharmill.training.loader"}
+_HOMES = {
+    "ContextSpeechDataset": "sharmill.training.dataset",
+    "get_dataloader": "sharmill.training.loader",
+    "parallel_map": "sharmill.training.parallel",
+}
 
-__all__ = ["get_dataloader"]
+__all__ = ["ContextSpeechDataset", "get_dataloader", "parallel_map"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -199,7 +199,13 @@ def test_cuts_without_a_prompt_format_are_counted_with_their_text(corpora):
 def test_multimodal_2d_buckets(everything):
     """Inputs of up to 12 or 40 tokens by outputs of up to 6 or 20; what fits none is left out."""
     bins, sizes = [[12, 6], [12, 20], [40, 6], [40, 20]], [5, 4, 3, 2]
-    settings = {"bucket_duration_bins": bins, "bucket_batch_size": sizes, "shard_seed": 2}
+    settings = {
+        "bucket_duration_bins": bins,
+        "bucket_batch_size": sizes,
+        "bucket_buffer_size": 50,
+        "shuffle_buffer_size": 1,
+    }
+    settings["shard_seed"] = 2
     conversations = everything[4:]
     cfg = {"input_cfg": conversations} | MULTIMODAL | settings
     buckets = set()

@@ -19,7 +19,7 @@ from sharmill.training.share import Order, TrainingCuts
 
 TYPE: Final = "sharmill"
 
-_OPTIONS: Final = ("dataset", "fields", "codec", "speaker_tags", "seed", "rank", "world_size")
+_OPTIONS: Final = ("dataset", "fields", "codec", "decode_threads", "speaker_tags", "seed", "rank", "world_size")
 _OF_NEMO: Final = (
     "type",
     "weight",
@@ -57,19 +57,21 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
     _check(options)
     metadata_only = options.get("metadata_only", False)
     finite = options.get("force_finite", False) or metadata_only
+    order = Order(
+        shuffle=options.get("shuffle", False),
+        shard_seed=options.get("shard_seed", "trng"),
+        finite=finite,
+        map_style=options.get("force_map_dataset", False),
+        seed=options.get("seed"),
+        rank=options.get("rank"),
+        world_size=options.get("world_size"),
+    )
     source = TrainingCuts(
         options["dataset"],
-        [] if metadata_only else options.get("fields"),
-        options.get("codec"),
-        Order(
-            shuffle=options.get("shuffle", False),
-            shard_seed=options.get("shard_seed", "trng"),
-            finite=finite,
-            map_style=options.get("force_map_dataset", False),
-            seed=options.get("seed"),
-            rank=options.get("rank"),
-            world_size=options.get("world_size"),
-        ),
+        order,
+        fields=[] if metadata_only else options.get("fields"),
+        codec=options.get("codec"),
+        decode_threads=options.get("decode_threads", 0),
     )
     cuts = CutSet(source).map(partial(as_nemo_expects, speaker_tags=options.get("speaker_tags", "kept")))
     return (cuts if finite else cuts.repeat(preserve_id=True)), True

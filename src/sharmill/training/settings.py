@@ -78,6 +78,11 @@ def sections_of(settings: Settings) -> list[Settings]:
     return [value for key, value in settings.items() if isinstance(value, dict) and key != "sampler_weights"]
 
 
+def sources_of(settings: Settings) -> list[Settings]:
+    """All entries that read data, of all samplers."""
+    return [source for section in sections_of(settings) for source, _ in _sources(section, 0)]
+
+
 def _check_keys(settings: Settings) -> None:
     from nemo.collections.common.data.lhotse.dataloader import LhotseDataLoadingConfig
 

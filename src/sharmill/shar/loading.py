@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lhotse import CutSet
+from lhotse.cut import Cut
 
 from sharmill.errors import ConfigError
 from sharmill.shar.state import merge_states
@@ -30,7 +31,7 @@ class ResumableDataset(torch.utils.data.IterableDataset):
     Example:
         >>> cuts = open_shar("data/librispeech", shuffle=True, infinite=True, rank=rank, world_size=8)  # doctest: +SKIP
         >>> loader = StatefulDataLoader(  # doctest: +SKIP
-        ...     ResumableDataset(cuts, lambda cuts: DynamicCutSampler(cuts, max_duration=60), finish=my_dataset.__getitem__),
+        ...     ResumableDataset(cuts, lambda cuts: DynamicCutSampler(cuts, max_duration=60), finish=to_tensors),
         ...     batch_size=None,
         ...     num_workers=2,
         ... )
@@ -51,8 +52,20 @@ class ResumableDataset(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         cuts = self._tracker.cuts
         for made in cuts if self._pipeline is None else self._pipeline(cuts):
-            self._tracker.used([made] if not isinstance(made, (CutSet, Sequence)) else made)
+            used = list(_cuts_in(made))
+            if not used:
+                raise ConfigError(
+                    f"the pipeline gave a {type(made).__name__} without cuts, so that what was used cannot be counted; "
+                    "make tensors in finish="
+                )
+            self._tracker.used(used)
             yield made if self._finish is None else self._finish(made)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes ``epoch`` the next one: needed before each epoch of a reader that is not infinite, since workers end
+        with their epoch and leave no trace here.
+        """
+        self._tracker.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         return self._tracker.state_dict()
@@ -69,13 +82,24 @@ def merge_loader_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         states: what ``StatefulDataLoader.state_dict()`` gave on every rank; their dataset is a ``ResumableDataset``.
 
     Returns:
-        What ``ResumableDataset.load_state_dict`` takes on every new rank, before its new loader is made. (The state of a
-        loader itself fits only loaders with as many workers.)
+        What ``ResumableDataset.load_state_dict`` takes on every new rank, before its new loader is made. (The state of
+        a loader itself fits only loaders with as many workers.)
 
     Raises:
         ConfigError: a rank is missing, or they are no such states.
     """
     return merge_states([found for state in states for found in _reader_states(state)])
+
+
+def _cuts_in(made: Any) -> Iterator[Cut]:
+    if isinstance(made, Cut):
+        yield made
+    elif isinstance(made, (CutSet, Sequence)) and not isinstance(made, (str, bytes)):
+        for one in made:
+            yield from _cuts_in(one)
+    elif isinstance(made, Mapping):
+        for one in made.values():
+            yield from _cuts_in(one)
 
 
 def _reader_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:

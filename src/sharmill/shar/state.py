@@ -102,7 +102,9 @@ class Progress:
             return
         assert self.part is not None
         known = self.current()
-        known.reached[self.part] = place
+        # Cuts that were left unused come from before the place that the part had reached.
+        if place > known.reached.get(self.part, BEGINNING):
+            known.reached[self.part] = place
         if place == END:
             known.unused.clear()
         elif items := known.unused.get(place.block):
@@ -200,7 +202,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def check_identity(found: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
     """Raises ConfigError that says what differs."""
-    for key in sorted(found.keys() | expected.keys()):
+    for key in {**found, **expected}:
         if found.get(key) != expected.get(key):
             raise ConfigError(f"{what} differ in {key}: {found.get(key)!r} and {expected.get(key)!r}")
 

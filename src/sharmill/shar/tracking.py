@@ -68,15 +68,20 @@ class UseTracker:
         for epoch, _, _, block, item in self._open:
             known = progress.epochs.setdefault(epoch, EpochProgress())
             known.unused.setdefault(block, set()).add(item)
-        for epoch in progress.epochs:
-            if epoch < progress.epoch:
-                progress.epochs[epoch].reached[progress.part] = END
-        progress.epoch = min([progress.epoch, *progress.epochs])
+        first = min([progress.epoch, *progress.epochs])
+        for epoch in range(first, progress.epoch):
+            progress.epochs.setdefault(epoch, EpochProgress()).reached[progress.part] = END
+        progress.epoch = first
         return progress.to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As the reader's."""
         self._reader.load_state_dict(state)
+        self._open.clear()
+
+    def set_epoch(self, epoch: int) -> None:
+        """As the reader's."""
+        self._reader.set_epoch(epoch)
         self._open.clear()
 
     def _iterate(self) -> Iterator[Cut]:

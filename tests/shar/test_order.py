@@ -1,0 +1,91 @@
+"""The order of an epoch: what follows from (seed, epoch), and its division into parts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sharmill.shar.order import BEGINNING, END, Blocks, Order, Place
+
+ORDERS = st.builds(
+    lambda shards, size, block, shuffle, seed, mix: Order(
+        shards, Blocks.choose(shards, size, block), shuffle, seed, mix
+    ),
+    st.integers(1, 30),
+    st.integers(1, 20),
+    st.none() | st.integers(1, 25),
+    st.booleans(),
+    st.integers(0, 2**63),
+    st.integers(1, 9),
+)
+
+
+def all_places(order: Order, epoch: int, count: int) -> list[Place]:
+    places = []
+    for group in range(order.num_groups):
+        for slot in order.slots(group):
+            draws, blocks = order.places(epoch, slot, count)
+            places += [
+                Place(group, *values) for values in zip(draws.tolist(), blocks.tolist(), range(count), strict=True)
+            ]
+    return places
+
+
+@given(ORDERS, st.integers(0, 5))
+def test_every_shard_has_one_slot_and_every_slot_one_group(order, epoch):
+    assert sorted(order.permutation(epoch).tolist()) == list(range(order.num_shards))
+    slots = [slot for group in range(order.num_groups) for slot in order.slots(group)]
+    assert slots == list(range(order.num_shards))
+
+
+@given(ORDERS, st.integers(0, 5), st.integers(1, 30))
+def test_places_are_different_and_tell_their_group(order, epoch, count):
+    places = all_places(order, epoch, count)
+    assert len({(place.block, place.item) for place in places}) == len(places)
+    assert all(order.group_of((place.block, place.item)) == place.group for place in places)
+    assert all(BEGINNING < place < END for place in places)
+
+
+def test_without_shuffling_the_order_is_that_of_the_dataset():
+    order = Order(3, Blocks.choose(3, 4, 2))
+    places = all_places(order, 7, 4)
+    assert places == sorted(places)
+    assert order.permutation(7).tolist() == [0, 1, 2]
+    assert [place.block for place in places] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_the_order_is_fixed_for_all_times():
+    order = Order(10, Blocks.choose(10, 5, 2), shuffle=True, seed=42, mix=4)
+    assert order.permutation(3).tolist() == [7, 4, 5, 6, 8, 0, 1, 3, 9, 2]
+    assert order.places(3, 1, 3).draws.tolist() == [3382524837571898, 1526206355727367, 3220001052938495]
+
+
+def test_seed_and_epoch_change_the_order():
+    def permutation(seed, epoch):
+        return Order(50, Blocks(1, 1), shuffle=True, seed=seed).permutation(epoch).tolist()
+
+    found = {tuple(permutation(seed, epoch)) for seed in range(5) for epoch in range(5)}
+    assert len(found) == 25
+
+
+def test_draws_are_spread_evenly():
+    order = Order(1, Blocks(1, 1), shuffle=True)
+    draws = order.places(0, 0, 100_000).draws / 2**53
+    assert np.histogram(draws, bins=10, range=(0, 1))[0] == pytest.approx(10_000, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "shard_size", "wish", "expected"),
+    [
+        (5, 50, None, (1, 50)),  # few cuts: one by one
+        (1000, 1000, None, (244, 5)),  # a million: about 4096 blocks
+        (10_000, 1000, None, (1 << 40, 1)),  # many shards: whole ones
+        (5, 50, 20, (20, 3)),
+        (5, 50, 50, (1 << 40, 1)),
+    ],
+)
+def test_blocks_are_whole_shards_or_about_4096(num_shards, shard_size, wish, expected):
+    blocks = Blocks.choose(num_shards, shard_size, wish)
+    assert (blocks.size, blocks.per_shard) == expected

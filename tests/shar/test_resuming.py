@@ -1,0 +1,256 @@
+"""Exactly once: whatever the interruptions, and however many ranks go on."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from itertools import islice
+
+import pytest
+from dummies_reader import make_dataset, numbers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sharmill.errors import ConfigError
+from sharmill.shar import merge_states, open_shar
+from sharmill.shar.tracking import UseTracker
+
+COUNTS = [7, 30, 1, 0, 12, 30, 5, 23]
+TOTAL = sum(COUNTS)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("resuming") / "dataset", COUNTS)
+
+
+def parts(dataset, count, state=None, **options):
+    """A reader for each of ``count`` parts."""
+    readers = [open_shar(dataset, [], rank=rank, world_size=count, **options) for rank in range(count)]
+    for reader in readers:
+        if state is not None:
+            reader.data.load_state_dict(json.loads(json.dumps(state)))
+    return readers
+
+
+def state_of(readers):
+    return merge_states([reader.data.state_dict() for reader in readers])
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "shuffle": st.booleans(),
+        "seed": st.integers(0, 100),
+        "mix": st.integers(1, 9),
+        "block_size": st.sampled_from([None, 1, 4, 100]),
+    }
+)
+
+
+@given(OPTIONS, st.integers(1, 9))
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+def test_parts_divide_the_one_order(dataset, options, count):
+    whole = list(open_shar(dataset, [], **options))
+    assert sorted(numbers(whole)) == list(range(TOTAL))
+    positions = [cut.shar_position for cut in whole]
+    assert positions == sorted(positions)
+    for rank, reader in enumerate(parts(dataset, count, **options)):
+        expected = [cut.id for cut in whole if cut.shar_position[3] % count == rank]
+        assert [cut.id for cut in reader] == expected
+
+
+@given(OPTIONS, st.integers(1, 5), st.integers(0, 3 * TOTAL))
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+def test_with_as_many_parts_the_order_is_as_without_interruption(dataset, options, count, taken):
+    options |= {"infinite": True, "block_size": 1}
+    expected = [list(islice(numbers_of(reader), 4 * TOTAL)) for reader in parts(dataset, count, **options)]
+    readers = parts(dataset, count, **options)
+    begun = []
+    for rank, reader in enumerate(readers):
+        begun.append(list(islice(numbers_of(reader), taken + rank)))
+    resumed = parts(dataset, count, state_of(readers), **options)
+    for first, reader, whole in zip(begun, resumed, expected, strict=True):
+        assert first + list(islice(numbers_of(reader), 4 * TOTAL - len(first))) == whole
+
+
+def numbers_of(cuts):
+    return (number for cut in cuts for number in numbers([cut]))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_every_cut_comes_once_per_epoch_whatever_the_interruptions(dataset, seed):
+    rng = random.Random(seed)
+    options = {
+        "shuffle": True,
+        "seed": seed,
+        "mix": rng.choice([1, 3, 8]),
+        "infinite": True,
+        "block_size": rng.choice([1, 2]),
+    }
+    seen, state = Counter(), None
+    while state is None or state["epoch"] < 2:
+        readers = parts(dataset, rng.randint(1, 8) * max(1, rng.randint(0, 3)), state, **options)
+        streams = [iter(reader) for reader in readers]
+        for _ in range(rng.randint(0, TOTAL)):
+            cut = next(rng.choice(streams))
+            seen[cut.shar_position[0], cut.id] += 1
+        state = state_of(readers)
+    assert set(seen.values()) == {1}
+    assert Counter(epoch for epoch, _ in seen)[0] == TOTAL
+    assert Counter(epoch for epoch, _ in seen)[1] == TOTAL
+    assert len(json.dumps(state)) < 20_000
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_was_read_ahead_and_not_used_comes_again(dataset, seed):
+    rng = random.Random(seed)
+    options = {"shuffle": True, "seed": seed, "infinite": True, "block_size": 1}
+    used, state = Counter(), None
+    while state is None or state["epoch"] < 2:
+        count = rng.randint(1, 8)
+        trackers = [UseTracker(reader) for reader in parts(dataset, count, **options)]
+        streams, buffers = [], [[] for _ in range(count)]
+        for tracker in trackers:
+            if state is not None:
+                tracker.load_state_dict(json.loads(json.dumps(state)))
+            streams.append(iter(tracker.cuts))
+        for _ in range(rng.randint(0, TOTAL)):
+            # A buffer that gives out in any order, as shuffling and buckets do.
+            rank = rng.randrange(count)
+            while len(buffers[rank]) < 5:
+                buffers[rank].append(next(streams[rank]))
+            cut = buffers[rank].pop(rng.randrange(5))
+            used[cut.shar_position[0], cut.id] += 1
+            trackers[rank].used([cut])
+        state = merge_states([tracker.state_dict() for tracker in trackers])
+    assert set(used.values()) == {1}
+    assert Counter(epoch for epoch, _ in used)[0] == TOTAL
+    assert Counter(epoch for epoch, _ in used)[1] == TOTAL
+
+
+def test_single_epochs_follow_each_other(dataset):
+    options = {"shuffle": True, "seed": 3}
+    reader = open_shar(dataset, [], **options)
+    epochs = [numbers(reader) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(TOTAL)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    again = open_shar(dataset, [], **options)
+    again.data.set_epoch(2)
+    assert numbers(again) == epochs[2]
+    endless = open_shar(dataset, [], infinite=True, **options)
+    assert list(islice(numbers_of(endless), 3 * TOTAL)) == [number for epoch in epochs for number in epoch]
+
+
+def test_the_state_at_the_end_of_an_epoch_leads_to_the_next(dataset):
+    reader = open_shar(dataset, [], shuffle=True)
+    first, state = numbers(reader), reader.data.state_dict()
+    second = numbers(reader)
+    resumed = open_shar(dataset, [], shuffle=True)
+    resumed.data.load_state_dict(state)
+    assert numbers(resumed) == []
+    assert numbers(resumed) == second != first
+
+
+def test_iterating_again_begins_where_the_loaded_state_is(dataset):
+    reader = open_shar(dataset, [], shuffle=True)
+    stream = iter(reader)
+    begun = numbers(islice(stream, 20))
+    resumed = open_shar(dataset, [], shuffle=True)
+    resumed.data.load_state_dict(reader.data.state_dict())
+    peek = next(iter(resumed))
+    rest = numbers(resumed)
+    assert rest[0] == numbers([peek])[0]
+    assert sorted(begun + rest) == list(range(TOTAL))
+
+
+@pytest.mark.parametrize("tail", ["keep", "drop", "pad"])
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_tails(dataset, tail, count):
+    readers = parts(dataset, count, tail=tail, block_size=4)
+    read = [list(reader) for reader in readers]
+    lengths = [len(cuts) for cuts in read]
+    unequal = [len(list(reader)) for reader in parts(dataset, count, block_size=4)]
+    own = [cut.id for cuts in read for cut in cuts if not cut.has_custom("shar_padding")]
+    assert len(set(own)) == len(own)
+    if tail == "keep":
+        assert lengths == unequal
+    if tail == "drop":
+        assert lengths == [min(unequal)] * count
+        assert len(own) == sum(lengths)
+    if tail == "pad":
+        assert lengths == [max(unequal)] * count
+        assert len(own) == TOTAL
+        padding = [numbers([cut])[0] for cut in read[-1] if cut.has_custom("shar_padding")]
+        assert padding == list(range(len(padding)))
+
+
+def test_more_parts_than_cuts(tmp_path):
+    dataset = make_dataset(tmp_path, [2, 1])
+    assert [numbers(reader) for reader in parts(dataset, 5)] == [[0], [1], [2], [], []]
+    assert [numbers(reader) for reader in parts(dataset, 5, tail="pad")] == [[0], [1], [2], [0], [0]]
+    assert [numbers(reader) for reader in parts(dataset, 5, tail="drop")] == [[]] * 5
+    with pytest.raises(ConfigError, match="part 4 of 5 gets no cut in epoch 0"):
+        next(iter(parts(dataset, 5, infinite=True)[4]))
+
+
+def test_states_that_do_not_belong_together_are_refused(dataset, tmp_path):
+    states = [reader.data.state_dict() for reader in parts(dataset, 3)]
+    merged = merge_states(states)
+    with pytest.raises(ConfigError, match=r"states of \[1\] are missing"):
+        merge_states([states[0], states[2]])
+    with pytest.raises(ConfigError, match="some are there twice"):
+        merge_states([*states, states[1]])
+    with pytest.raises(ConfigError, match="cannot be merged once more"):
+        merge_states([merged])
+    with pytest.raises(ConfigError, match="no state to merge"):
+        merge_states([])
+    with pytest.raises(ConfigError, match="with 2 and with 3 parts"):
+        merge_states([*states, *[reader.data.state_dict() for reader in parts(dataset, 2)]])
+    with pytest.raises(ConfigError, match="differ in shuffle"):
+        open_shar(dataset, [], shuffle=True).data.load_state_dict(merged)
+    shuffled = open_shar(dataset, [], shuffle=True).data.state_dict()
+    with pytest.raises(ConfigError, match="differ in seed: 0 and 1"):
+        open_shar(dataset, [], shuffle=True, seed=1).data.load_state_dict(shuffled)
+    with pytest.raises(ConfigError, match="differ in"):
+        open_shar(make_dataset(tmp_path, [3, 3]), []).data.load_state_dict(merged)
+    reader = open_shar(dataset, [])
+    reader.data.load_state_dict(states[1])
+    with pytest.raises(ConfigError, match="merge_states"):
+        list(reader)
+    with pytest.raises(ConfigError, match="not the state of a Shar reader"):
+        open_shar(dataset, []).data.load_state_dict({"version": 1})
+    with pytest.raises(ConfigError, match="version 7"):
+        open_shar(dataset, []).data.load_state_dict({"version": 7})
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank is 2"),
+        ({"rank": -1}, "rank is -1"),
+        ({"mix": 0}, "mix is 0"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"tail": "cut"}, "keep, drop or pad"),
+        ({"tail": "drop", "infinite": True}, "there is no tail"),
+        ({"decode_threads": -1}, "cannot be negative"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(dataset, options, what):
+    with pytest.raises(ConfigError, match=what):
+        open_shar(dataset, [], **options)
+
+
+def test_an_endless_reader_has_no_length(dataset):
+    assert len(open_shar(dataset, [])) == TOTAL
+    with pytest.raises(TypeError, match="no length"):
+        len(open_shar(dataset, [], infinite=True))
+
+
+def test_a_filter_that_nobody_told_of_is_forgotten_after_max_lag(dataset):
+    tracker = UseTracker(open_shar(dataset, [], infinite=True, block_size=1), max_lag=10)
+    for cut in islice(tracker.cuts, 5 * TOTAL):
+        if cut.supervisions[0].custom["number"] % 2:
+            tracker.used([cut])
+    (known,) = tracker.state_dict()["epochs"].values()
+    assert sum(len(row) - 1 for row in known["unused"]) <= 6

@@ -55,6 +55,7 @@ def test_randomized_outside_workers_is_the_seed(settings, expected):
     ("settings", "message"),
     [
         ({"batch_duratoin": 5}, "no setting 'batch_duratoin'; did you mean 'batch_duration'"),
+        ({"input_cfg": []}, "input_cfg has no entries"),
         ({"force_map_dataset": True, "shuffle": True}, "shard_seed: trng"),
         ({"force_map_dataset": True, "input_cfg": [OURS, OURS]}, "shard_seed: trng"),
         (

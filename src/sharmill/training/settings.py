@@ -120,8 +120,10 @@ def _is_map_style(section: Settings) -> bool:
     """Whether NeMo samples in the main process, as it decides it."""
     if section.get("force_map_dataset", False) or section.get("force_iterable_dataset", False):
         return bool(section.get("force_map_dataset", False))
-    first, _ = next(_sources(section, 0))
-    return not _is_stream(first)
+    first = next(_sources(section, 0), None)
+    if first is None:
+        raise ConfigError("input_cfg has no entries")
+    return not _is_stream(first[0])
 
 
 def _is_stream(entry: Settings) -> bool:

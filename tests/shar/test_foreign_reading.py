@@ -1,0 +1,297 @@
+"""``open_shar`` on shards of lhotse's ``to_shar`` and of the published context-Shar scripts, against lhotse itself."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from dummies_shar import voice
+from lhotse import CutSet, Fbank, MonoCut, MultiCut, Recording, SupervisionSegment
+from lhotse.array import Array, TemporalArray
+from lhotse.features.io import MemoryRawWriter, NumpyFilesWriter
+
+from sharmill.audio import encode
+from sharmill.errors import ConfigError, DamagedShard
+from sharmill.shar import open_shar
+from sharmill.shar.fields import FieldWriter, Item, array_to_bytes, write_cuts
+from sharmill.shar.manifests import make_recording, make_temporal_array
+from sharmill.shar.tar import TarWriter, read_tar
+
+KEPT = ("shar_position", "shard_origin", "shar_epoch")
+
+
+def plain(cut):
+    """A cut without the notes of the reader that made it."""
+    for key in KEPT:
+        cut.drop_custom(key)
+    if cut.custom == {}:
+        cut.custom = None
+    return cut
+
+
+def make_cuts(tone, folder, count=7):
+    """Cuts with what lhotse's Shar can hold: several channels, features, arrays, alignments, nothing at all."""
+    for number in range(count):
+        path = tone(folder / f"{number}.wav", 0.5 + 0.1 * number, channels=2 if number == 3 else 1)
+        recording = Recording.from_file(path)
+        supervision = SupervisionSegment(
+            f"sup-{number}", recording.id, 0.0, recording.duration, channel=[0, 1] if number == 3 else 0,
+            text="größer", language="de", speaker="x" * 130, custom={"number": number, "nested": {"a": [1, None]}},
+        )  # fmt: skip
+        kind = MultiCut if number == 3 else MonoCut
+        cut = kind(
+            f"{'long-' * 30 if number % 2 else ''}cut-{number}", 0.0, recording.duration, supervision.channel,
+            supervisions=[] if number == 5 else [supervision], recording=recording,
+        )  # fmt: skip
+        cut.score = float("nan") if number == 4 else number / 7
+        if number != 2:
+            cut.tokens = TemporalArray(stored(np.arange(number * 5 + 10)), 0, 0.05, 0.0)
+            cut.embedding = stored(np.full((3, 4), number, np.float32))
+        yield cut
+
+
+def stored(array):
+    return Array("memory_raw", "", MemoryRawWriter().write("", array), list(array.shape))
+
+
+@pytest.fixture(scope="module")
+def lhotse_shar(tmp_path_factory, tone):
+    folder = tmp_path_factory.mktemp("lhotse")
+    cuts = list(make_cuts(tone, folder / "audio"))
+    (folder / "shar").mkdir()
+    CutSet.from_cuts(cuts).to_shar(
+        folder / "shar", {"recording": "flac", "tokens": "numpy", "embedding": "numpy"}, shard_size=3
+    )
+    return folder / "shar"
+
+
+def test_lhotses_own_shards_read_as_lhotse_reads_them(lhotse_shar):
+    ours = list(open_shar(lhotse_shar))
+    theirs = list(CutSet.from_shar(in_dir=lhotse_shar))
+    assert len(ours) == 7
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one.load_audio(), other.load_audio())
+        if one.has_custom("tokens"):
+            np.testing.assert_array_equal(one.load_tokens(), other.tokens.load())
+            np.testing.assert_array_equal(one.load_embedding(), other.load_embedding())
+        assert type(one) is type(other)
+        one.score, other.score = str(one.score), str(other.score)
+        assert plain(one) == plain(other)
+    assert [cut.has_custom("tokens") for cut in ours] == [True, True, False, True, True, True, True]
+
+
+def test_decoding_ahead_gives_lhotses_audio(lhotse_shar):
+    ours = list(open_shar(lhotse_shar, ["recording"], decode_threads=2))
+    for one, other in zip(ours, CutSet.from_shar(in_dir=lhotse_shar), strict=True):
+        np.testing.assert_array_equal(one.load_audio(), other.load_audio())
+        assert one.load_audio().shape[0] == other.num_channels
+
+
+def test_only_the_chosen_fields_of_lhotses_shards_are_opened(lhotse_shar, tmp_path):
+    for path in lhotse_shar.iterdir():
+        target = tmp_path / path.name
+        target.write_bytes(path.read_bytes() if path.name.startswith(("cuts", "tokens")) else b"")
+    cuts = list(open_shar(tmp_path, ["tokens"]))
+    assert [cut.tokens.is_in_memory for cut in cuts if cut.has_custom("tokens")] == [True] * 6
+    assert all(cut.recording.is_placeholder for cut in cuts)
+
+
+def test_features_and_json_fields(tmp_path, tone):
+    cuts = [cut.drop_supervisions() for cut in make_cuts(tone, tmp_path / "audio", 2)]
+    for cut in cuts:
+        cut.drop_custom("tokens")
+        cut.drop_custom("embedding")
+    with_features = CutSet.from_cuts(cuts).compute_and_store_features(
+        Fbank(), str(tmp_path / "fbank"), storage_type=NumpyFilesWriter
+    )
+    (tmp_path / "shar").mkdir()
+    with_features.to_shar(tmp_path / "shar", {"features": "numpy", "recording": "wav", "score": "jsonl"}, shard_size=1)
+    ours = list(open_shar(tmp_path / "shar"))
+    assert [cut.score for cut in ours] == [0, 1 / 7]
+    for one, other in zip(ours, CutSet.from_shar(in_dir=tmp_path / "shar"), strict=True):
+        np.testing.assert_array_equal(one.load_features(), other.load_features())
+        assert plain(one) == plain(other)
+
+
+def test_shards_are_read_in_the_order_of_their_numbers(tmp_path):
+    for index in (10, 9, 2):
+        write_cuts(tmp_path / f"cuts.{index}.jsonl.gz", [bare(f"{index}-{n}") for n in range(2)])
+    assert [cut.id for cut in open_shar(tmp_path)] == ["2-0", "2-1", "9-0", "9-1", "10-0", "10-1"]
+    assert len(open_shar(tmp_path)) == 6
+
+
+def test_shuffled_parts_and_states_of_foreign_shards(tmp_path):
+    for index in range(6):
+        write_cuts(tmp_path / f"cuts.{index}.jsonl.gz", [bare(f"{index}-{n}") for n in range(index + 1)])
+    readers = [open_shar(tmp_path, shuffle=True, rank=rank, world_size=2) for rank in range(2)]
+    read = [cut.id for reader in readers for cut in reader]
+    assert sorted(read) == [f"{index}-{n}" for index in range(6) for n in range(index + 1)]
+    stream = iter(readers[0])
+    begun = [next(stream).id]
+    resumed = open_shar(tmp_path, shuffle=True, rank=0, world_size=2)
+    resumed.data.load_state_dict(readers[0].data.state_dict())
+    assert begun + [cut.id for cut in resumed] == begun + [cut.id for cut in stream]
+
+
+def bare(cut_id, **changes):
+    return {"id": cut_id, "start": 0.0, "duration": 1.0, "channel": 0, "type": "MonoCut", **changes}
+
+
+# -- the published layout -------------------------------------------------------------------------------------------
+
+RATE, SHIFT = 16000, 0.02
+SOURCE = {"type": "file", "channels": [0], "source": "/audio/a.wav"}
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Two shards as the published scripts leave them: whole-file recordings, and the offset in ``start``."""
+    rng = random.Random(0)
+    for index in range(2):
+        cuts, audio, contexts, codes, context_codes = [], [], [], [], []
+        for number in range(3):
+            offset, duration, context = 100.0 + number, 1.0 + 0.5 * number, rng.choice([0.5, 4.0])
+            cut_id = f"cut-rec-a-{offset:.2f}-{index}-{duration:.2f}"
+            recording = {**make_recording("rec-a", RATE, 3600 * RATE), "sources": [SOURCE]}
+            cuts.append(
+                bare(cut_id, start=offset, duration=duration, recording=recording, custom={"validation_status": "pass"})
+            )
+            audio.append(audio_item(cut_id, cut_id, voice(duration, seed=number)))
+            contexts.append(audio_item(cut_id, f"context_{cut_id}", voice(context, seed=number + 10)))
+            codes.append(codes_item(cut_id, round(duration / SHIFT), start=0))
+            context_codes.append(codes_item(cut_id, round(context / SHIFT), start=50.0 + number))
+        fields = {
+            "target_audio/recording": audio,
+            "context_audio/recording": contexts,
+            "codes_x/target_codes/codes": codes,
+            "codes_x/context_codes/codes": context_codes,
+        }
+        for stem, items in fields.items():
+            path = tmp_path / f"{stem}.{index:06d}.tar"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FieldWriter(path) as writer:
+                for item in items:
+                    writer.add(item)
+        (tmp_path / "cuts").mkdir(exist_ok=True)
+        write_cuts(tmp_path / f"cuts/cuts.{index:06d}.jsonl.gz", cuts)
+    return tmp_path
+
+
+def audio_item(cut_id, recording_id, samples):
+    metadata = make_recording(recording_id, RATE, len(samples))
+    return Item(cut_id, "flac", encode(samples, RATE, "flac"), metadata)
+
+
+def codes_item(cut_id, frames, start):
+    metadata = {**make_temporal_array((2, frames), SHIFT), "start": start}
+    return Item(cut_id, "npy", array_to_bytes(np.arange(2 * frames, dtype=np.int16).reshape(2, frames)), metadata)
+
+
+@pytest.mark.parametrize("decode_threads", [0, 1])
+def test_the_published_layout_gives_whole_targets_and_contexts(published, decode_threads):
+    cuts = list(open_shar(published, decode_threads=decode_threads))
+    assert len(cuts) == 6
+    for cut in cuts:
+        assert cut.start == 0
+        assert cut.load_audio().shape == (1, cut.num_samples)
+        np.testing.assert_array_equal(cut.load_target_audio(), cut.load_audio())
+        assert cut.load_target_codes().shape == (2, round(cut.duration / SHIFT))
+        assert cut.load_context_codes().shape == tuple(cut.context_codes.shape)
+        assert cut.load_context_audio().shape == (1, cut.context_audio.num_samples)
+        short = cut.truncate(offset=0.5, duration=0.3)
+        np.testing.assert_array_equal(short.load_audio(), cut.load_audio()[:, 8000:12800])
+        np.testing.assert_array_equal(short.load_target_codes(), cut.load_target_codes()[:, 25:40])
+        assert short.load_context_codes().shape == tuple(cut.context_codes.shape)
+        assert short.load_context_audio().shape == (1, cut.context_audio.num_samples)
+
+
+def test_codes_of_the_published_layout_alone_stay_on_the_time_line_of_the_source(published):
+    for cut in open_shar(published, ["target_codes", "context_codes"]):
+        assert cut.start >= 100
+        assert cut.recording.duration == 3600
+        assert cut.load_target_codes().shape == (2, round(cut.duration / SHIFT))
+        short = cut.truncate(offset=0.5, duration=0.3)
+        np.testing.assert_array_equal(short.load_target_codes(), cut.load_target_codes()[:, 25:40])
+        assert cut.load_context_codes().shape == tuple(cut.context_codes.shape)
+
+
+def test_of_two_codecs_of_the_published_layout_one_must_be_named(published):
+    for path in (published / "codes_x").rglob("*.tar"):
+        other = published / "codes_y" / path.relative_to(published / "codes_x")
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_bytes(path.read_bytes())
+    with pytest.raises(ConfigError, match="codecs x, y: name one with codec="):
+        open_shar(published)
+    assert len(list(open_shar(published, codec="y"))) == 6
+    assert len(list(open_shar(published, ["target_audio"]))) == 6
+
+
+# -- strictness ------------------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_that_is_being_written_is_not_taken_for_a_foreign_one(published):
+    (published / "shards.jsonl").touch()
+    with pytest.raises(ConfigError, match="not a finished dataset"):
+        open_shar(published)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda members: members[2:] + members[:2], "where one for 'cut-rec-a"),
+        (lambda members: members[:-2], "has 2 items for 3 cuts"),
+        (lambda members: members[:-1], "has no 'cut-rec-a.*json' beside it"),
+        (lambda members: [*members, ("x.flac", b"")], "has 4 items for 3 cuts"),
+        (lambda members: [(members[0][0], members[0][1]), (members[1][0], b"{}"), *members[2:]], "cannot be read"),
+        (lambda members: [(members[0][0], members[0][1]), (members[1][0], b"{"), *members[2:]], "is not JSON"),
+    ],
+)
+def test_items_are_paired_strictly_by_id(published, change, what):
+    path = published / "target_audio/recording.000001.tar"
+    members = change([(member.name, member.data) for member in read_tar(path)])
+    with path.open("wb") as stream:
+        writer = TarWriter(stream)
+        for name, data in members:
+            writer.add(name, data)
+        writer.finish()
+    read = []
+    with pytest.raises(DamagedShard, match=what):
+        read.extend(open_shar(published))
+    assert len(read) >= 3
+
+
+def test_json_fields_are_paired_strictly_by_id(lhotse_shar, tmp_path):
+    write_cuts(tmp_path / "cuts.0.jsonl", [])
+    (tmp_path / "cuts.0.jsonl").write_bytes(b"".join(json.dumps(bare(name)).encode() + b"\n" for name in "ab"))
+    (tmp_path / "score.0.jsonl").write_bytes(b'{"cut_id": "a", "score": 1}\n{"cut_id": "c", "score": 2}\n')
+    with pytest.raises(DamagedShard, match="item 1 is that of 'c', not of 'b'"):
+        list(open_shar(tmp_path))
+
+
+def test_audio_that_cannot_be_decoded_is_damage_of_its_shard(published):
+    path = published / "target_audio/recording.000001.tar"
+    members = [(member.name, member.data) for member in read_tar(path)]
+    with path.open("wb") as stream:
+        writer = TarWriter(stream)
+        for name, data in members:
+            writer.add(name, data if name.endswith("json") else b"no audio")
+        writer.finish()
+    read = []
+    with pytest.raises(DamagedShard, match=r"shard 1: .*cut-rec-a-100.00-1-1.00' cannot be decoded"):
+        read.extend(open_shar(published, decode_threads=2))
+    assert len(read) == 3
+
+
+@pytest.mark.parametrize("kind", ["command", "url"])
+@pytest.mark.parametrize("place", ["recording", "custom", "supervision"])
+def test_audio_that_is_a_command_or_far_away_is_refused(tmp_path, kind, place):
+    source = {"type": kind, "channels": [0], "source": f"touch {tmp_path}/ran"}
+    recording = {**make_recording("r", 16000, 16000), "sources": [source]}
+    supervision = {"id": "s", "recording_id": "r", "start": 0, "duration": 1, "custom": {"audio": recording}}
+    changes = {"recording": {"recording": recording}, "custom": {"custom": {"audio": recording}},
+               "supervision": {"supervisions": [supervision]}}[place]  # fmt: skip
+    (tmp_path / "cuts.0.jsonl").write_text(json.dumps(bare("a", **changes)) + "\n")
+    with pytest.raises(DamagedShard, match="source of type"):
+        list(open_shar(tmp_path))

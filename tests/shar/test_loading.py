@@ -1,0 +1,119 @@
+"""``ResumableDataset`` in torchdata's StatefulDataLoader, with workers, kills, and other numbers of ranks after them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dummies_reader import make_dataset, numbers
+from dummies_schedules import CONTEXT, PRELOAD, run_schedule
+from lhotse.dataset import DynamicCutSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from sharmill.errors import ConfigError
+from sharmill.shar import open_shar
+from sharmill.shar.loading import ResumableDataset, merge_loader_states
+
+COUNTS = [9, 20, 1, 0, 20, 13]
+TOTAL = sum(COUNTS)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("loading") / "dataset", COUNTS)
+
+
+def batches(cuts):
+    return DynamicCutSampler(cuts, max_cuts=4, shuffle=True, seed=0)
+
+
+def first_number(made):
+    return numbers([made])[0]
+
+
+def loader(dataset, num_workers, *, state=None, rank=0, world_size=1, pipeline=None, finish=first_number):
+    cuts = open_shar(dataset, [], shuffle=True, rank=rank, world_size=world_size, block_size=1)
+    resumable = ResumableDataset(cuts, pipeline, finish=finish)
+    if state is not None:
+        resumable.load_state_dict(state)
+    return StatefulDataLoader(resumable, batch_size=None, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_workers_share_the_cuts_and_go_on_in_the_same_order(dataset, num_workers):
+    whole = list(loader(dataset, num_workers))
+    assert sorted(whole) == list(range(TOTAL))
+    interrupted = loader(dataset, num_workers)
+    stream = iter(interrupted)
+    begun = [next(stream) for _ in range(17)]
+    resumed = loader(dataset, num_workers)
+    resumed.load_state_dict(interrupted.state_dict())
+    assert begun + list(resumed) == whole
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 2), (3, 1)), ((2, 3), (1, 0)), ((3, 0), (2, 2))])
+def test_the_rest_is_read_by_other_ranks_and_workers(dataset, before, after):
+    used, states = [], []
+    for rank in range(before[0]):
+        one = loader(dataset, before[1], rank=rank, world_size=before[0])
+        stream = iter(one)
+        used += [next(stream) for _ in range(5 + rank)]
+        states.append(one.state_dict())
+    merged = merge_loader_states(states)
+    for rank in range(after[0]):
+        used += list(loader(dataset, after[1], state=merged, rank=rank, world_size=after[0]))
+    assert sorted(used) == list(range(TOTAL))
+
+
+def test_what_a_sampler_holds_back_is_not_lost(dataset):
+    one = loader(dataset, 2, pipeline=batches, finish=numbers)
+    stream = iter(one)
+    used = [number for _ in range(4) for number in next(stream)]
+    merged = merge_loader_states([one.state_dict()])
+    for batch in loader(dataset, 0, state=merged, pipeline=batches, finish=numbers):
+        used += batch
+    assert sorted(used) == list(range(TOTAL))
+
+
+def test_each_epoch_has_its_own_order(dataset):
+    resumable = ResumableDataset(open_shar(dataset, [], shuffle=True, block_size=1), finish=first_number)
+    epochs = []
+    for epoch in range(2):
+        resumable.set_epoch(epoch)
+        epochs.append(list(StatefulDataLoader(resumable, batch_size=None, num_workers=2)))
+    assert [sorted(epoch) for epoch in epochs] == [list(range(TOTAL))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_workers_may_read_everything_each(dataset):
+    cuts = open_shar(dataset, [], split_by_worker=False)
+    read = list(StatefulDataLoader(ResumableDataset(cuts, finish=first_number), batch_size=None, num_workers=2))
+    assert sorted(read) == sorted(2 * list(range(TOTAL)))
+
+
+def test_tensors_can_be_made_and_collated(dataset):
+    finish = lambda cut: torch.tensor(numbers([cut])[0])  # noqa: E731
+    cuts = open_shar(dataset, [])
+    read = list(StatefulDataLoader(ResumableDataset(cuts, finish=finish), batch_size=10))
+    assert torch.cat(read).tolist() == list(range(TOTAL))
+
+
+def test_a_pipeline_whose_use_cannot_be_counted_is_refused(dataset):
+    resumable = ResumableDataset(open_shar(dataset, []), lambda cuts: (torch.zeros(1) for _ in cuts))
+    with pytest.raises(ConfigError, match="a Tensor without cuts"):
+        next(iter(resumable))
+    with pytest.raises(ConfigError, match="the CutSet of open_shar as it is"):
+        ResumableDataset(open_shar(dataset, []).filter(lambda cut: True))
+
+
+@pytest.mark.parametrize("state", [{}, {"dataset_state": None}, {"_snapshot": {"_worker_snapshots": {}}}])
+def test_what_is_no_state_of_a_loader_is_refused(state):
+    with pytest.raises(ConfigError, match="not the state of a StatefulDataLoader"):
+        merge_loader_states([state])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_every_id_comes_once_per_epoch_over_kills_of_real_processes(dataset, tmp_path, seed):
+    CONTEXT.set_forkserver_preload(PRELOAD)
+    said = run_schedule(dataset, tmp_path / "schedule", seed, bucketing=seed % 2 == 1)
+    assert said.endswith("each once per epoch")

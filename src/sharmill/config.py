@@ -260,7 +260,7 @@ def resolve_stage(name: str) -> str:
     """
     stage = STAGE_ALIASES.get(name, name)
     if stage not in STAGES:
-        raise ConfigError(f"there is no stage {name!r}{_nearest(name, [*STAGES, *STAGE_ALIASES])}")
+        raise ConfigError(f"there is no stage {name!r}{nearest(name, [*STAGES, *STAGE_ALIASES])}")
     return stage
 
 
@@ -342,11 +342,12 @@ def _check_keys(owner: Any, values: Any, origin: str, prefix: str) -> None:
     types = typing.get_type_hints(owner)
     for key, value in values.items():
         if key not in types:
-            raise ConfigError(f"{origin}: unknown key '{prefix}{key}'{_nearest(str(key), list(types))}")
+            raise ConfigError(f"{origin}: unknown key '{prefix}{key}'{nearest(str(key), list(types))}")
         _check_keys(types[key], value, origin, f"{prefix}{key}.")
 
 
-def _nearest(name: str, valid: list[str]) -> str:
+def nearest(name: str, valid: list[str]) -> str:
+    """What to say after a name that is not valid: the one probably meant, or all."""
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
     return f"; did you mean '{close[0]}'?" if close else f"; the valid names are {', '.join(valid)}"
 

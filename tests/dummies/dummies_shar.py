@@ -113,7 +113,9 @@ class Project:
         assert run(PrepareStage(config)).ok
         return [Utterance.from_json(line) for line in prepared_manifest(config).read_bytes().splitlines()]
 
-    def match_by_hand(self, config: Config, contexts: list[int] | None = None) -> list[Utterance]:
+    def match_by_hand(
+        self, config: Config, contexts: list[int] | None = None, similarities: list[float] | None = None
+    ) -> list[Utterance]:
         """Runs ``prepare`` and gives utterance n the context ``contexts[n]`` (by default n + 1)."""
         utterances = self.prepare(config)
         for index, utterance in enumerate(utterances):
@@ -125,16 +127,18 @@ class Project:
                 "context_audio_offset": context.offset,
                 "context_audio_duration": context.duration,
                 "context_audio_text": context.text,
-                "context_speaker_similarity": 0.75,
+                "context_speaker_similarity": similarities[index] if similarities else 0.75,
                 "context_recording_id": context.recording_id,
             }
         matched_manifest(config).write_bytes(b"".join(u.to_json() + b"\n" for u in utterances))
         return utterances
 
-    def write(self, contexts: list[int] | None = None, **changes: Any) -> Config:
+    def write(
+        self, contexts: list[int] | None = None, similarities: list[float] | None = None, **changes: Any
+    ) -> Config:
         """Makes the dataset directory, without codes."""
         config = self.configure(**changes)
-        self.match_by_hand(config, contexts)
+        self.match_by_hand(config, contexts, similarities)
         assert run(WriteStage(config)).ok
         return config
 

@@ -1,9 +1,10 @@
-"""A dataset of many short cuts, whose lengths and texts vary."""
+"""Datasets that training tests read and do not change."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from dummies_corpora import make_corpora
 from dummies_shar import Project, voice
 
 
@@ -18,3 +19,9 @@ def many(tmp_path_factory):
         project.add(f"{number:02}.wav", voice(samples / 16000, seed=number), text=text, speaker=f"s{number % 2}")
     project.write(write={"shard_size": 10, "order": "manifest"}, match={"min_duration": 0.0})
     return project
+
+
+@pytest.fixture(scope="session")
+def corpora(tmp_path_factory):
+    """Two datasets with codes, text and conversations: see ``Corpora``."""
+    return make_corpora(tmp_path_factory.mktemp("corpora"))

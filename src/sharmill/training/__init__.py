@@ -1,6 +1,6 @@
-"""Reading datasets in training: batches of tensors, bins and batch sizes, parallel transforms.
+"""Reading datasets in training: the loader, batches of tensors, bins and batch sizes, parallel transforms.
 
-Nothing is imported before it is asked for: batches need torch, bins do not.
+Nothing is imported before it is asked for: batches need torch, the loader NeMo, bins neither.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Any
 
 _HOMES = {
     "ContextSpeechDataset": "sharmill.training.dataset",
+    "get_dataloader": "sharmill.training.loader",
     "parallel_map": "sharmill.training.parallel",
 }
 
-__all__ = ["ContextSpeechDataset", "parallel_map"]
+__all__ = ["ContextSpeechDataset", "get_dataloader", "parallel_map"]
 
 
 def __getattr__(name: str) -> Any:

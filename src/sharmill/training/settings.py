@@ -1,0 +1,163 @@
+"""Checks the settings of a training loader and tells every entry of ``type: sharmill`` who reads it.
+
+NeMo's loader ignores keys that it does not know, and hands samples to ranks twice, or not at all, under settings that
+look harmless; both are errors here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from sharmill.config import nearest
+from sharmill.errors import ConfigError
+
+Settings = dict[str, Any]
+
+# What lhotse adds to the seed of a worker process, per rank.
+_SEEDS_PER_RANK: Final = 100_000
+
+# Types that NeMo reads as a stream wherever they lie. The others are streams if they are tarred.
+_STREAMS: Final = frozenset(
+    {
+        "sharmill",
+        "txt",
+        "txt_jsonl",
+        "txt_pair",
+        "nemo_sft_jsonl",
+        "multimodal_conversation",
+        "share_gpt",
+        "share_gpt_webdataset",
+        "parquet",
+    }
+)
+
+
+def settle(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:
+    """The settings for NeMo's loader: a copy, checked and resolved, in which every sharmill entry has its readers.
+
+    Raises:
+        ConfigError: an unknown key, or settings under which ranks would get samples twice or not at all.
+    """
+    from lhotse.dataset.dataloading import resolve_seed
+    from omegaconf import OmegaConf
+
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"there is no rank {rank} among {world_size} data-parallel ranks")
+    settings: Settings = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)  # type: ignore[assignment,call-overload]
+    _check_keys(settings)
+    sections = sections_of(settings)
+    for section in sections:
+        _inline_files(section)
+        # lhotse loses an error in the thread that would fill the buckets, and waits for it for ever.
+        section.setdefault("concurrent_bucketing", False)
+    common_seed = isinstance(settings.setdefault("seed", 0), int) or world_size == 1
+    settings["seed"] = resolve_seed(settings["seed"])
+    shard_seed = settings.setdefault("shard_seed", "trng")
+    settings.setdefault("shuffle", False)
+    sources = [source for section in sections for source in _sources(section, shard_seed)]
+    map_style = any(_is_map_style(section) for section in sections)
+    if map_style:
+        _check_map_style(settings, sources, world_size, common_seed)
+    else:
+        _check_streams(settings, sources, world_size, common_seed)
+    for entry, entry_seed in sources:
+        if entry.get("type") == "sharmill":
+            readers = {"seed": settings["seed"], "rank": rank, "world_size": world_size}
+            entry |= readers | {"shard_seed": entry_seed, "force_map_dataset": map_style}
+    if shard_seed == "randomized" and (map_style or not settings.get("num_workers", 0)):
+        # Outside a worker process, lhotse takes for it a number that is the same for every seed.
+        settings["shard_seed"] = settings["seed"] + (0 if map_style else _SEEDS_PER_RANK * rank)
+    return settings
+
+
+def sections_of(settings: Settings) -> list[Settings]:
+    """The settings of each sampler: those of a ``multi_config``, or the settings themselves."""
+    if not settings.get("multi_config", False):
+        return [settings]
+    return [value for key, value in settings.items() if isinstance(value, dict) and key != "sampler_weights"]
+
+
+def sources_of(settings: Settings) -> list[Settings]:
+    """All entries that read data, of all samplers."""
+    return [source for section in sections_of(settings) for source, _ in _sources(section, 0)]
+
+
+def _check_keys(settings: Settings) -> None:
+    from nemo.collections.common.data.lhotse.dataloader import LhotseDataLoadingConfig
+
+    known = [*LhotseDataLoadingConfig.__dataclass_fields__, "use_lhotse"]
+    for section in sections_of(settings):
+        for key in section:
+            if key not in known:
+                raise ConfigError(f"the loader has no setting {key!r}{nearest(key, known)}")
+    for key, value in settings.items():
+        if key not in known and not isinstance(value, dict):
+            raise ConfigError(f"the loader has no setting {key!r}{nearest(key, known)}")
+
+
+def _inline_files(settings: Settings) -> None:
+    """Puts the contents of a file that ``input_cfg`` names in its place, at all levels."""
+    from lhotse.serialization import load_yaml
+    from omegaconf import OmegaConf
+
+    if isinstance(path := settings.get("input_cfg"), str):
+        settings["input_cfg"] = OmegaConf.to_container(OmegaConf.create(load_yaml(path)), resolve=True)
+    for entry in settings.get("input_cfg") or ():
+        _inline_files(entry)
+
+
+def _sources(settings: Settings, shard_seed: int | str) -> Iterator[tuple[Settings, int | str]]:
+    """The entries that read data, each with its shard seed: its own, or that of the nearest group around it."""
+    shard_seed = settings.get("shard_seed", shard_seed)
+    if settings.get("input_cfg") is None:
+        yield settings, shard_seed
+    for entry in settings.get("input_cfg") or ():
+        yield from _sources(entry, shard_seed)
+
+
+def _is_map_style(section: Settings) -> bool:
+    """Whether NeMo samples in the main process, as it decides it."""
+    if section.get("force_map_dataset", False) or section.get("force_iterable_dataset", False):
+        return bool(section.get("force_map_dataset", False))
+    first = next(_sources(section, 0), None)
+    if first is None:
+        raise ConfigError("input_cfg has no entries")
+    return not _is_stream(first[0])
+
+
+def _is_stream(entry: Settings) -> bool:
+    return entry.get("type") in _STREAMS or bool(entry.get("shar_path") or entry.get("tarred_audio_filepaths"))
+
+
+def _check_map_style(
+    settings: Settings, sources: list[tuple[Settings, int | str]], world_size: int, common_seed: bool
+) -> None:
+    """All ranks must draw the same order, since the sampler of each takes every n-th batch of it."""
+    if world_size == 1 or not (settings["shuffle"] or len(sources) > 1):
+        return
+    seeds = {settings["shard_seed"], *(seed for _, seed in sources)}
+    if "trng" in seeds:
+        raise ConfigError(
+            "shard_seed: trng makes a different order on each rank, of which the map-style sampler would take samples "
+            "twice and miss others: set shard_seed to randomized or a number"
+        )
+    if "randomized" in seeds and not common_seed:
+        raise ConfigError("shard_seed: randomized needs a seed that all ranks share: set seed to a number")
+
+
+def _check_streams(
+    settings: Settings, sources: list[tuple[Settings, int | str]], world_size: int, common_seed: bool
+) -> None:
+    """A reader of sharmill takes its part of the common order; of other types every worker reads everything."""
+    finite = settings.get("force_finite", False) or settings.get("metadata_only", False)
+    ours = [seed for entry, seed in sources if entry.get("type") == "sharmill"]
+    if not common_seed and settings["shuffle"] and any(finite or seed == "randomized" for seed in ours):
+        raise ConfigError("the ranks share one order: set seed to a number, the same on all of them")
+    readers = world_size * max(1, settings.get("num_workers", 0))
+    others = {str(entry.get("type")) for entry, _ in sources if entry.get("type") != "sharmill"}
+    if finite and readers > 1 and others:
+        raise ConfigError(
+            f"with force_finite, each of {readers} readers (ranks x workers) would read all data of type "
+            f"{', '.join(sorted(others))}: set force_map_dataset: true"
+        )

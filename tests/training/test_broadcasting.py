@@ -1,0 +1,62 @@
+"""NeMo's BroadcastingDataLoader over our datasets, on four processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("mesh_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def found(corpora, tmp_path_factory):
+    """What each of the four ranks got, by its coordinates (dp, tp)."""
+    folder = tmp_path_factory.mktemp("mesh")
+    random = {"shuffle": True, "shuffle_buffer_size": 20, "num_workers": 1}
+    settings = {
+        "once": {"force_finite": True, "seed": 1},
+        "randomized": {"shard_seed": "randomized", "seed": 1},
+        "in_epochs": {"shard_seed": "randomized", "seed": 1, "shuffle_buffer_size": 1},
+        "trng": {"shard_seed": "trng"},
+    }
+    shared = {"input_cfg": [corpora.entry("large")], "batch_size": 3}
+    (folder / "settings.json").write_text(json.dumps({name: shared | random | own for name, own in settings.items()}))
+    ranks = [subprocess.Popen([sys.executable, SCRIPT, str(rank), folder]) for rank in range(4)]
+    try:
+        assert [rank.wait(timeout=300) for rank in ranks] == [0, 0, 0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    return {tuple(result.pop("coordinates")): result for result in results}
+
+
+@pytest.mark.parametrize("name", ["once", "randomized", "trng"])
+def test_tensor_parallel_ranks_see_equal_batches(found, name):
+    for dp in (0, 1):
+        assert found[dp, 0][name] == found[dp, 1][name]
+        assert found[dp, 0][name][0]["shape"][2] == 3
+        assert found[dp, 0][name][0]["sum"] > 0
+
+
+def test_data_parallel_ranks_see_everything_once(found):
+    ids = [[one for batch in found[dp, 0]["once"] for one in batch["ids"]] for dp in (0, 1)]
+    assert min(len(one) for one in ids) >= 11
+    assert sorted(ids[0] + ids[1]) == sorted({*ids[0], *ids[1]})
+    assert len(ids[0] + ids[1]) == 23
+
+
+@pytest.mark.parametrize("name", ["randomized", "trng"])
+def test_data_parallel_ranks_differ(found, name):
+    assert [batch["ids"] for batch in found[0, 0][name]] != [batch["ids"] for batch in found[1, 0][name]]
+
+
+def test_randomized_ranks_are_disjoint_in_an_epoch(found):
+    """Of 24 cuts each rank has 12 in an epoch, the first 9 of which are in 3 batches."""
+    first = [{one for batch in found[dp, 0]["in_epochs"][:3] for one in batch["ids"]} for dp in (0, 1)]
+    assert [len(one) for one in first] == [9, 9]
+    assert not first[0] & first[1]

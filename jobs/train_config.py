@@ -38,6 +38,7 @@ class TrainConfig:
     num_workers: int = 1
     order_seed: int = 0
     seed: int | None = None
+    shard_seed: Literal["randomized"] | int = "randomized"
     learning_rate: float = 1e-3
     warmup_steps: int = 50
     device: Literal["auto", "cpu", "cuda"] = "auto"

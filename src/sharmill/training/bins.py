@@ -1,0 +1,163 @@
+"""Buckets for batches of cuts of similar length, in one dimension (length) or two (length and text tokens).
+
+One dimension is ``lhotse.dataset.sampling.dynamic_bucketing.estimate_duration_buckets`` itself. Two dimensions follow
+NeMo's ``scripts/speech_recognition/estimate_duration_bins_2d.py``, which has the same rule for both: walk through the
+sorted values and begin a new bucket as soon as the one before has more than its share of the total.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sharmill.errors import ConfigError
+from sharmill.training.lengths import Lengths
+
+DECIMALS = 3
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The upper bounds of a bucket of two dimensions, and the most tokens per second (or frame) of what it takes."""
+
+    length: float
+    tokens: int
+    max_ratio: float
+
+
+def estimate_bins(lengths: np.ndarray, num_buckets: int) -> list[float]:
+    """Where each bucket but the first begins: at most ``num_buckets - 1`` lengths, ascending, as lhotse computes them.
+
+    Raises:
+        ConfigError: there are fewer than two buckets, or fewer cuts than buckets.
+    """
+    from lhotse.dataset.sampling.dynamic_bucketing import estimate_duration_buckets
+
+    _check(lengths, num_buckets)
+    found = estimate_duration_buckets(lengths, num_buckets, constraint=_Itself())
+    return [value.item() for value in found]
+
+
+class _Itself:
+    """A sampling constraint that measures numbers instead of cuts."""
+
+    def measure_length(self, length: float) -> float:
+        return length
+
+
+def estimate_bins_2d(
+    lengths: np.ndarray, tokens: np.ndarray, num_buckets: int, num_sub_buckets: int, outlier_threshold: float = 4.0
+) -> list[Bin]:
+    """The buckets by length, each divided by number of tokens, in ascending order.
+
+    Cuts whose ratio of tokens to length lies more than ``outlier_threshold`` standard deviations above the mean of
+    their bucket are left out; ``max_ratio`` is the largest of the others. Buckets that would end at the same length are
+    one, with as many more sub-buckets. Bounds of seconds are rounded to 3 decimals, but upwards: the last one must take
+    the longest cut.
+
+    Raises:
+        ConfigError: there are fewer than two buckets, no sub-bucket, or fewer cuts than buckets.
+    """
+    _check(lengths, num_buckets)
+    if num_sub_buckets < 1:
+        raise ConfigError(f"{num_sub_buckets} sub-buckets; there must be at least 1")
+    order = np.lexsort((tokens, lengths))
+    lengths, tokens = lengths[order], tokens[order]
+    begins = _begins(lengths, num_buckets)
+    bounds = [round_up(lengths[index].item(), DECIMALS) for index in [*begins, -1]]
+    ends = [*begins, len(lengths)]
+    bins: list[Bin] = []
+    begin, share = 0, 1
+    for number, (bound, end) in enumerate(zip(bounds, ends, strict=True)):
+        if bound in bounds[number + 1 : number + 2]:
+            share += 1
+            continue
+        bins += _divide(bound, lengths[begin:end], tokens[begin:end], num_sub_buckets * share, outlier_threshold)
+        begin, share = end, 1
+    return bins
+
+
+def _divide(bound: float, lengths: np.ndarray, tokens: np.ndarray, parts: int, threshold: float) -> list[Bin]:
+    ratios = tokens / lengths
+    kept = _no_outliers(ratios, threshold)
+    sorted_tokens = np.sort(tokens[kept])
+    max_ratio = float(ratios[kept].max())
+    bounds = [*sorted_tokens[_begins(sorted_tokens, parts)], sorted_tokens[-1]]
+    return [Bin(bound, int(tokens_bound), max_ratio) for tokens_bound in bounds]
+
+
+def max_ratio_of(lengths: np.ndarray, tokens: np.ndarray, outlier_threshold: float = 4.0) -> float:
+    """The largest ratio of tokens to length that is no outlier among all cuts."""
+    ratios = tokens / lengths
+    return float(ratios[_no_outliers(ratios, outlier_threshold)].max())
+
+
+def _no_outliers(ratios: np.ndarray, threshold: float) -> np.ndarray:
+    """Which are not too high (N,); low ones never hurt."""
+    return ratios - ratios.mean() <= threshold * ratios.std()
+
+
+def _begins(sizes: np.ndarray, num_parts: int) -> list[int]:
+    """Where each part but the first of sorted sizes begins: a part ends when it has more than its share of the sum."""
+    before = np.concatenate([[0.0], np.cumsum(sizes, dtype=np.float64)])
+    share = before[-1] / num_parts
+    begins: list[int] = []
+    begin = 0
+    while (begin := int(np.searchsorted(before, before[begin] + share, side="right"))) < len(sizes):
+        begins.append(begin)
+    return begins
+
+
+def _check(lengths: np.ndarray, num_buckets: int) -> None:
+    if num_buckets < 2:
+        raise ConfigError(f"{num_buckets} buckets; there must be at least 2")
+    if num_buckets > len(lengths):
+        raise ConfigError(f"{num_buckets} buckets are more than the {len(lengths)} cuts; ask for fewer with -b")
+
+
+def round_up(value: float, decimals: int) -> float:
+    """Not below ``value``, as ``round`` may be.
+
+    >>> round_up(1.2341, 3), round_up(1.234, 3)
+    (1.235, 1.234)
+    """
+    rounded = round(value, decimals)
+    return rounded if rounded >= value else round(rounded + 10.0**-decimals, decimals)
+
+
+def assign(lengths: Lengths, bins: list[float] | list[Bin], *, closed: bool) -> np.ndarray:
+    """The bucket of each cut (N,), -1 for those that a loader would drop.
+
+    Args:
+        closed: the bins are upper bounds (``bucket_batch_size`` in NeMo), not where the next bucket begins.
+    """
+    if not isinstance(bins[0], Bin):
+        index = np.searchsorted(np.array(bins), lengths.lengths, side="left" if closed else "right")
+        return np.where(index < len(bins) + (not closed), index, -1)
+    assert lengths.tokens is not None
+    two = [bound for bound in bins if isinstance(bound, Bin)]
+    bounds = np.array([bound.length for bound in two])
+    # Of equal lengths the first; the tokens choose among them.
+    first = np.searchsorted(bounds, lengths.lengths, side="left")
+    result = np.full(len(first), -1)
+    for begin in np.unique(first[first < len(two)]):
+        end = int(np.searchsorted(bounds, bounds[begin], side="right"))
+        members = np.flatnonzero(first == begin)
+        tokens = lengths.tokens[members]
+        index = begin + np.searchsorted([bound.tokens for bound in two[begin:end]], tokens, side="left")
+        ratio = round_up(two[begin].max_ratio, 2)
+        fits = (index < end) & (tokens / lengths.lengths[members] <= ratio)
+        result[members] = np.where(fits, index, -1)
+    return result
+
+
+def num_buckets_of(bins: list[float] | list[Bin], *, closed: bool) -> int:
+    """How many buckets the bins make."""
+    return len(bins) if closed or isinstance(bins[0], Bin) else len(bins) + 1
+
+
+def close(bins: list[float], lengths: np.ndarray) -> list[float]:
+    """The bins as upper bounds, the last one that of the longest cut."""
+    longest = lengths.max().item()
+    return bins if bins and bins[-1] >= longest else [*bins, longest]

@@ -1,0 +1,152 @@
+"""What ``sharmill bins`` prints: a histogram as comments, then the keys for NeMo's loader, together a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sharmill.errors import ConfigError
+from sharmill.shar.index import read_dataset
+from sharmill.training.bins import (
+    Bin,
+    assign,
+    close,
+    estimate_bins,
+    estimate_bins_2d,
+    max_ratio_of,
+    num_buckets_of,
+    round_up,
+)
+from sharmill.training.lengths import Lengths, read_lengths
+
+_BAR = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinsOptions:
+    """What to estimate.
+
+    ``sub_buckets`` makes two dimensions. ``seconds_per_frame`` counts audio in frames of this many seconds, which NeMo
+    calls tokens. ``closed`` ends one dimension with the longest cut, as ``bucket_batch_size`` needs it.
+    """
+
+    num_buckets: int = 30
+    sub_buckets: int | None = None
+    seconds_per_frame: float | None = None
+    closed: bool = False
+    outlier_threshold: float = 4.0
+
+
+def estimate_report(
+    datasets: Sequence[str | Path],
+    options: BinsOptions,
+    *,
+    tokenizer: Sequence[str] = (),
+    token_bins: bool = False,
+    **reading: Any,
+) -> str:
+    """Reads the cuts of the datasets and describes their bins.
+
+    Args:
+        tokenizer: names of tokenizers; see ``load_tokenizers``.
+        token_bins: count audio in frames; of the datasets' codec, unless the options say how long they are.
+        reading: further options of ``read_lengths``.
+
+    Raises:
+        ConfigError: the options do not go together, or see ``read_lengths``.
+    """
+    if options.sub_buckets is not None and not tokenizer:
+        raise ConfigError("sub-buckets are made by number of text tokens: name a --tokenizer, such as 'bytes'")
+    if token_bins and options.seconds_per_frame is None:
+        options = replace(options, seconds_per_frame=_frame_shift([Path(dataset) for dataset in datasets]))
+    return report_bins(read_lengths(datasets, tokenizer=tokenizer, **reading), options)
+
+
+def _frame_shift(datasets: Sequence[Path]) -> float:
+    codecs = [codec for dataset in datasets for codec in read_dataset(dataset).codecs]
+    shifts = {codec.samples_per_frame / codec.sampling_rate for codec in codecs}
+    if len(shifts) != 1:
+        names = ", ".join(codec.name for codec in codecs) or "none"
+        raise ConfigError(f"the codecs are {names}: say how long a frame is with --token-equivalent-duration")
+    return shifts.pop()
+
+
+def report_bins(lengths: Lengths, options: BinsOptions) -> str:
+    """Estimates the bins and describes them."""
+    frames = options.seconds_per_frame
+    in_total = frames is not None and options.sub_buckets is None and lengths.tokens is not None
+    counted = lengths if frames is None else lengths.in_frames(frames)
+    shown = counted.in_total() if in_total else counted
+    bins: list[float] | list[Bin]
+    if options.sub_buckets is None:
+        found = estimate_bins(shown.lengths, options.num_buckets)
+        bins = close(found, shown.lengths) if options.closed or not found else found
+    else:
+        assert counted.tokens is not None, "two dimensions need tokens"
+        bins = estimate_bins_2d(
+            counted.lengths, counted.tokens, options.num_buckets, options.sub_buckets, options.outlier_threshold
+        )
+    closed = options.closed or options.sub_buckets is not None
+    lines = [*_summary(lengths), *_histogram(shown, bins, closed=closed), *_keys(bins, closed=closed)]
+    if options.sub_buckets is None and not closed:
+        longest = shown.lengths.max().item()
+        lines.append(f"# bucket_batch_size needs upper bounds (--closed): these and the longest, {longest}")
+    if frames is not None:
+        lines += ["use_multimodal_sampling: true", f"token_equivalent_duration: {frames!r}"]
+        lines.append(f"measure_total_length: {str(in_total).lower()}")
+    lines += _max_ratio(counted, bins, options, "max_tps" if frames is None else "max_tpt")
+    return "\n".join(lines) + "\n"
+
+
+def _summary(lengths: Lengths) -> Iterator[str]:
+    yield f"# {len(lengths.lengths):,} cuts, {lengths.hours:,.2f} hours"
+    if lengths.num_discarded:
+        yield f"# left out for their duration: {lengths.num_discarded:,}"
+    for name, values in (("seconds", lengths.seconds), ("tokens", lengths.tokens)):
+        if values is not None:
+            points = np.percentile(values, [0, 25, 50, 75, 95, 99, 100])
+            names = ("shortest", "25 %", "median", "75 %", "95 %", "99 %", "longest")
+            yield f"# {name}: " + ", ".join(f"{n} {p:.2f}" for n, p in zip(names, points, strict=True))
+    if lengths.without_text:
+        yield f"# without a text, counted as 0 tokens: {lengths.without_text:,}"
+
+
+def _histogram(lengths: Lengths, bins: list[float] | list[Bin], *, closed: bool) -> Iterator[str]:
+    """One line per bucket: where it ends, cuts, hours, and a bar of its hours."""
+    num_buckets = num_buckets_of(bins, closed=closed)
+    buckets = assign(lengths, bins, closed=closed)
+    hours = [float(lengths.seconds[buckets == number].sum()) / 3600 for number in range(num_buckets)]
+    yield f"# {'up to' if closed else 'below':>10} {'tokens':>8} {'cuts':>12} {'hours':>10}"
+    for number in range(num_buckets):
+        bound = bins[number] if number < len(bins) else None
+        length = bound.length if isinstance(bound, Bin) else bound
+        tokens = str(bound.tokens) if isinstance(bound, Bin) else ""
+        bar = "#" * round(_BAR * hours[number] / max(hours)) if max(hours) else ""
+        cells = f"{_number(length):>10} {tokens:>8} {(buckets == number).sum():>12,}"
+        yield f"# {cells} {hours[number]:>10.2f} {bar}".rstrip()
+    if dropped := int((buckets < 0).sum()):
+        yield f"# left out by a loader with these limits, for too many tokens: {dropped:,}"
+
+
+def _number(length: float | None) -> str:
+    """Seconds, frames, or nothing where a bucket has no end."""
+    return f"{length:.3f}" if isinstance(length, float) else str(length or "")
+
+
+def _keys(bins: list[float] | list[Bin], *, closed: bool) -> Iterator[str]:
+    values = [f"[{b.length!r}, {b.tokens}]" if isinstance(b, Bin) else repr(b) for b in bins]
+    yield "use_bucketing: true"
+    yield f"num_buckets: {num_buckets_of(bins, closed=closed)}"
+    yield f"bucket_duration_bins: [{', '.join(values)}]"
+
+
+def _max_ratio(lengths: Lengths, bins: list[float] | list[Bin], options: BinsOptions, key: str) -> Iterator[str]:
+    two = [bound for bound in bins if isinstance(bound, Bin)]
+    if two:
+        yield f"{key}: [{', '.join(repr(round_up(bound.max_ratio, 2)) for bound in two)}]"
+    elif lengths.tokens is not None and options.seconds_per_frame is None:
+        yield f"{key}: {round_up(max_ratio_of(lengths.lengths, lengths.tokens, options.outlier_threshold), 2)!r}"

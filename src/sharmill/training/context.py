@@ -1,0 +1,93 @@
+"""Which part of a context a batch gets: a random slice in whole frames of the codec, the same for the same cut."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+# Durations are sums of floats; a frame that is missing by less than this share of it is there.
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class ContextLimits:
+    """Between how many seconds a context has, and the codec's frames that these are counted in.
+
+    ``min_frames`` is ``min_duration`` rounded up to whole frames, ``max_frames`` is ``max_duration`` rounded down, but
+    never below ``min_frames``.
+
+    Raises:
+        ValueError: ``min_duration`` is not positive, or above ``max_duration``.
+    """
+
+    min_duration: float
+    max_duration: float
+    frame_shift: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_duration <= self.max_duration:
+            raise ValueError(
+                f"context_duration_min ({self.min_duration}) must be positive and not above "
+                f"context_duration_max ({self.max_duration})"
+            )
+
+    @property
+    def min_frames(self) -> int:
+        return max(1, math.ceil(self.min_duration / self.frame_shift - _TOLERANCE))
+
+    @property
+    def max_frames(self) -> int:
+        return max(self.min_frames, math.floor(self.max_duration / self.frame_shift + _TOLERANCE))
+
+    def draw(self, num_frames: int, key: str) -> ContextSlice:
+        """A slice of a context of ``num_frames`` frames; the same one for the same ``key``.
+
+        Its length is drawn evenly between ``min_frames`` and the smaller of ``max_frames`` and ``num_frames``, then its
+        place among all places. A context shorter than ``min_frames`` is repeated from its beginning to that length.
+        """
+        assert num_frames > 0, "a context without a frame cannot be repeated"
+        draws = random.Random(key)
+        length = draws.randint(self.min_frames, max(self.min_frames, min(self.max_frames, num_frames)))
+        first = draws.randint(0, max(0, num_frames - length))
+        return ContextSlice(first, length, self.frame_shift)
+
+
+@dataclass(frozen=True)
+class ContextSlice:
+    """``length`` frames from frame ``first`` on."""
+
+    first: int
+    length: int
+    frame_shift: float
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return self.length * self.frame_shift
+
+    def of_frames(self, codes: np.ndarray) -> np.ndarray:
+        """The slice of codes (codebooks, frames), which are repeated as often as needed."""
+        return _take(codes, self.first, self.length)
+
+    def of_samples(self, samples: np.ndarray, sampling_rate: int) -> np.ndarray:
+        """The same seconds of samples (time,) at ``sampling_rate``.
+
+        The last frame of the context is filled up with zeros before anything is repeated, so that a repeated context
+        stays in step with its codes.
+        """
+        per_frame = self.frame_shift * sampling_rate
+        whole = round(math.ceil(len(samples) / per_frame - _TOLERANCE) * per_frame)
+        padded = np.pad(samples, (0, max(0, whole - len(samples))))
+        first = round(self.first * per_frame)
+        return _take(padded, first, round((self.first + self.length) * per_frame) - first)
+
+
+def _take(values: np.ndarray, first: int, length: int) -> np.ndarray:
+    """``length`` values along the last axis from ``first`` on, starting over at the end."""
+    size = values.shape[-1]
+    if first + length <= size:
+        return values[..., first : first + length]
+    return np.take(values, np.arange(first, first + length) % size, axis=-1)

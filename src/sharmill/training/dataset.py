@@ -1,0 +1,308 @@
+"""Turns the cuts of a batch into padded tensors for TTS and speech language models.
+
+Which cuts make a batch is the sampler's business. What a batch has is in the docstring of ``ContextSpeechDataset``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from sharmill.errors import ConfigError
+from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
+from sharmill.training.context import ContextLimits, ContextSlice
+from sharmill.training.fields import holds, load_array, load_audio, text_of
+from sharmill.training.tokenizers import Tokenizers, choose_tokenizer
+
+if TYPE_CHECKING:
+    from lhotse import CutSet, MonoCut
+
+Batch = dict[str, torch.Tensor | list[Any]]
+
+_SIMILARITY = "context_speaker_similarity"
+_16KHZ = 16000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecForm:
+    """What codes look like, and the ids that mark their begin and end.
+
+    ``bos`` and ``eos`` default to ``codebook_size`` and ``codebook_size + 1``, the first ids that are no codes; the
+    context's default to the target's. ``marks=False`` adds none at all.
+    """
+
+    sampling_rate: int
+    samples_per_frame: int
+    codebook_size: int
+    bos: int | None = None
+    eos: int | None = None
+    context_bos: int | None = None
+    context_eos: int | None = None
+    marks: bool = True
+
+    @property
+    def frame_shift(self) -> float:
+        """Seconds."""
+        return self.samples_per_frame / self.sampling_rate
+
+    @property
+    def target_marks(self) -> tuple[int, int]:
+        bos = self.codebook_size if self.bos is None else self.bos
+        eos = self.codebook_size + 1 if self.eos is None else self.eos
+        return bos, eos
+
+    @property
+    def context_marks(self) -> tuple[int, int]:
+        bos, eos = self.target_marks
+        return bos if self.context_bos is None else self.context_bos, (
+            eos if self.context_eos is None else self.context_eos
+        )
+
+    @classmethod
+    def of_dataset(cls, dataset: str | Path, codec: str | None = None, **ids: Any) -> CodecForm:
+        """That of a codec of a dataset directory; ``codec`` may be left out where there is one.
+
+        Raises:
+            ConfigError: there is no finished dataset, or not this codec, or several to choose from.
+        """
+        from sharmill.shar.index import read_dataset
+
+        records = {record.name: record for record in read_dataset(Path(dataset)).codecs}
+        names = ", ".join(records) or "none"
+        if codec is None and len(records) != 1:
+            raise ConfigError(f"{dataset} has the codecs {names}: name one with codec=")
+        record = records.get(codec or next(iter(records)))
+        if record is None:
+            raise ConfigError(f"{dataset} has no codec {codec!r}; it has {names}")
+        return cls(
+            sampling_rate=record.sampling_rate,
+            samples_per_frame=record.samples_per_frame,
+            codebook_size=record.codebook_size,
+            **ids,
+        )
+
+
+class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
+    """Cuts of a batch as tensors: text tokens, target, and a random slice of the context.
+
+    A batch of B cuts has these entries. Tensors are padded at the end; the lengths say where the padding begins.
+
+    ============================ ===================== =========================================================
+    entry                        type, shape           content
+    ============================ ===================== =========================================================
+    ``ids``                      list of B             cut ids
+    ``text``, ``language``       lists of B            of the supervision; None where it has none
+    ``speaker``                  list of B             the speaker tag; None where there is none
+    ``durations``                float32 (B,)          seconds of the target
+    ``similarity``               float32 (B,)          of target and context; NaN where it is not known
+    ``text_tokens``              int64 (B, N)          padded with ``text_pad_id``; only with a ``tokenizer``
+    ``text_lens``                int64 (B,)            tokens, begin and end included
+    ``target_codes``             int64 (B, C, T)       BOS, codes, EOS in every codebook; padded with ``code_pad_id``
+    ``target_code_lens``         int64 (B,)            frames, BOS and EOS included
+    ``context_codes``            int64 (B, C, T)       a slice of the context in the same form
+    ``context_code_lens``        int64 (B,)            frames, BOS and EOS included
+    ``context_durations``        float32 (B,)          seconds of the slice, without BOS and EOS
+    ``target_audio``             float32 (B, L)        instead of ``target_codes`` where cuts have no codes: samples at
+                                                       the codec's rate, padded with 0 to whole frames of the codec
+    ``target_audio_lens``        int64 (B,)            samples, without padding
+    ``context_audio``            float32 (B, L)        instead of ``context_codes``; whole frames
+    ``context_audio_lens``       int64 (B,)            samples
+    ``audio_16khz``              float32 (B, L)        only with ``audio_16khz``: the whole target, or the seconds of
+                                                       the context that were sliced; padded with 0
+    ``audio_16khz_lens``         int64 (B,)            samples
+    ============================ ===================== =========================================================
+
+    To predict the next frame, use ``target_codes[..., :-1]`` as input and ``target_codes[..., 1:]`` as labels.
+
+    The slice of a context is a function of ``seed``, the epoch and the cut's id alone: not of the batch, the rank, the
+    worker or what came before, so that a resumed epoch has the slices of one that was not interrupted. The epoch is
+    what ``set_epoch`` was given last, and the ``shar_epoch`` of cuts that carry one.
+
+    Args:
+        codec: the form of the codes; ``CodecForm.of_dataset("data/librispeech")``. Its rate is that of audio as well.
+        tokenizer: from text to ids, or one such function for each language; None for data without text.
+        context: False for data without contexts.
+        context_duration_min: seconds; a shorter context is repeated from its beginning.
+        context_duration_max: seconds; what is longer is cut at a random place. See ``ContextLimits``.
+        audio_16khz: whose audio at 16 kHz to add, for speaker models.
+        text_field: where the text is: in the supervision, or in its ``custom`` under this name.
+        text_bos_id, text_eos_id: added to the tokens if they are not None.
+        codes: False loads audio also where there are codes.
+    """
+
+    def __init__(
+        self,
+        codec: CodecForm,
+        tokenizer: Tokenizers | None = None,
+        *,
+        context: bool = True,
+        context_duration_min: float = 3.0,
+        context_duration_max: float = 10.0,
+        audio_16khz: Literal["target", "context"] | None = None,
+        text_field: str = "text",
+        text_bos_id: int | None = None,
+        text_eos_id: int | None = None,
+        text_pad_id: int = 0,
+        code_pad_id: int = 0,
+        codes: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if audio_16khz == "context" and not context:
+            raise ValueError("audio_16khz='context' needs contexts")
+        self.codec = codec
+        self.tokenizer = tokenizer
+        self.limits = ContextLimits(context_duration_min, context_duration_max, codec.frame_shift) if context else None
+        self.audio_16khz = audio_16khz
+        self.text_field = text_field
+        self.text_marks = (text_bos_id, text_eos_id)
+        self.text_pad_id = text_pad_id
+        self.code_pad_id = code_pad_id
+        self.codes = codes
+        self.seed = seed
+        # In shared memory, so that worker processes of a loader that keeps them see the next epoch too.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draws other slices from the next batch on; to be called before a loader begins an epoch."""
+        self._epoch.fill_(epoch)
+
+    def __getitem__(self, cuts: CutSet) -> Batch:
+        """The batch of these cuts.
+
+        Raises:
+            ValueError: a cut lacks what the batch needs, or not all have it in the same form; the message names it.
+        """
+        cuts_list = list(cuts)
+        batch = _describe(cuts_list, self.text_field)
+        if self.tokenizer is not None:
+            batch |= _padded("text_tokens", "text_lens", [self._tokens(cut) for cut in cuts_list], self.text_pad_id)
+        batch |= self._targets(cuts_list)
+        slices = None
+        if self.limits is not None:
+            contexts, slices = self._contexts(cuts_list)
+            batch |= contexts
+        if self.audio_16khz is not None:
+            batch |= _padded("audio_16khz", "audio_16khz_lens", self._audio_16khz(cuts_list, slices))
+        return batch
+
+    def _tokens(self, cut: MonoCut) -> np.ndarray:
+        assert self.tokenizer is not None
+        text = text_of(cut, self.text_field)
+        if not text:
+            raise ValueError(f"cut {cut.id!r} has no {self.text_field!r}; use tokenizer=None for data without text")
+        ids = list(choose_tokenizer(self.tokenizer, cut.supervisions[0].language, cut.id)(text))
+        bos, eos = self.text_marks
+        return np.array([*([] if bos is None else [bos]), *ids, *([] if eos is None else [eos])], dtype=np.int64)
+
+    def _targets(self, cuts: list[MonoCut]) -> Batch:
+        if self._in_codes(cuts, TARGET_CODES, TARGET_AUDIO):
+            rows = [self._marked(load_array(cut, TARGET_CODES), self.codec.target_marks, cut) for cut in cuts]
+            return _padded(TARGET_CODES, "target_code_lens", _same_codebooks(rows, cuts), self.code_pad_id)
+        samples = [load_audio(cut, TARGET_AUDIO, self.codec.sampling_rate) for cut in cuts]
+        return _padded(TARGET_AUDIO, "target_audio_lens", samples, multiple=self.codec.samples_per_frame)
+
+    def _contexts(self, cuts: list[MonoCut]) -> tuple[Batch, list[ContextSlice]]:
+        if self._in_codes(cuts, CONTEXT_CODES, CONTEXT_AUDIO):
+            arrays = [load_array(cut, CONTEXT_CODES) for cut in cuts]
+            slices = [self._draw(cut, array.shape[-1]) for cut, array in zip(cuts, arrays, strict=True)]
+            rows = [
+                self._marked(part.of_frames(array), self.codec.context_marks, cut)
+                for cut, array, part in zip(cuts, arrays, slices, strict=True)
+            ]
+            batch = _padded(CONTEXT_CODES, "context_code_lens", _same_codebooks(rows, cuts), self.code_pad_id)
+        else:
+            rate, per_frame = self.codec.sampling_rate, self.codec.samples_per_frame
+            samples = [load_audio(cut, CONTEXT_AUDIO, rate) for cut in cuts]
+            slices = [self._draw(cut, -(-len(audio) // per_frame)) for cut, audio in zip(cuts, samples, strict=True)]
+            sliced = [part.of_samples(audio, rate) for part, audio in zip(slices, samples, strict=True)]
+            batch = _padded(CONTEXT_AUDIO, "context_audio_lens", sliced)
+        batch["context_durations"] = torch.tensor([part.duration for part in slices], dtype=torch.float32)
+        return batch, slices
+
+    def _draw(self, cut: MonoCut, num_frames: int) -> ContextSlice:
+        assert self.limits is not None
+        if num_frames == 0:
+            raise ValueError(f"the context of cut {cut.id!r} is empty")
+        epoch = (int(self._epoch), (cut.custom or {}).get("shar_epoch", 0))
+        return self.limits.draw(num_frames, f"{self.seed}/{epoch}/{cut.id}")
+
+    def _audio_16khz(self, cuts: list[MonoCut], slices: list[ContextSlice] | None) -> list[np.ndarray]:
+        if self.audio_16khz == "target":
+            return [load_audio(cut, TARGET_AUDIO, _16KHZ) for cut in cuts]
+        assert slices is not None
+        return [
+            part.of_samples(load_audio(cut, CONTEXT_AUDIO, _16KHZ), _16KHZ)
+            for cut, part in zip(cuts, slices, strict=True)
+        ]
+
+    def _in_codes(self, cuts: list[MonoCut], codes: str, audio: str) -> bool:
+        """Whether the batch has this side as codes: all of it or nothing."""
+        with_codes = [cut for cut in cuts if self.codes and holds(cut, codes)]
+        if len(with_codes) == len(cuts):
+            return True
+        if with_codes:
+            other = next(cut for cut in cuts if not holds(cut, codes))
+            raise ValueError(
+                f"cut {with_codes[0].id!r} has {codes} and cut {other.id!r} has none; a batch has one form: "
+                "leave out such cuts, or load audio for all with codes=False"
+            )
+        for cut in cuts:
+            if not holds(cut, audio):
+                wanted = f"neither {codes} nor {audio}" if self.codes else f"no {audio}"
+                raise ValueError(f"cut {cut.id!r} has {wanted}; name these fields in open_shar(..., fields=[...])")
+        return False
+
+    def _marked(self, codes: np.ndarray, marks: tuple[int, int], cut: MonoCut) -> np.ndarray:
+        """Codes (codebooks, frames) with BOS before and EOS behind them."""
+        size = self.codec.codebook_size
+        if codes.ndim != 2 or codes.shape[1] == 0:
+            raise ValueError(f"the codes of cut {cut.id!r} have the shape {codes.shape}, not (codebooks, frames)")
+        if codes.min() < 0 or codes.max() >= size:
+            raise ValueError(f"the codes of cut {cut.id!r} are {codes.min()} to {codes.max()}, not 0 to {size - 1}")
+        if not self.codec.marks:
+            return codes.astype(np.int64)
+        bos, eos = marks
+        return np.pad(codes.astype(np.int64), ((0, 0), (1, 1)), constant_values=((0, 0), (bos, eos)))
+
+
+def _describe(cuts: list[MonoCut], text_field: str) -> Batch:
+    if not cuts:
+        raise ValueError("a batch without cuts")
+    for cut in cuts:
+        if len(cut.supervisions) != 1:
+            raise ValueError(f"cut {cut.id!r} has {len(cut.supervisions)} supervisions instead of one")
+    first = [cut.supervisions[0] for cut in cuts]
+    similarity = [(supervision.custom or {}).get(_SIMILARITY, float("nan")) for supervision in first]
+    return {
+        "ids": [cut.id for cut in cuts],
+        "text": [text_of(cut, text_field) for cut in cuts],
+        "language": [supervision.language for supervision in first],
+        "speaker": [supervision.speaker for supervision in first],
+        "durations": torch.tensor([cut.duration for cut in cuts], dtype=torch.float32),
+        "similarity": torch.tensor(similarity, dtype=torch.float32),
+    }
+
+
+def _same_codebooks(rows: list[np.ndarray], cuts: list[MonoCut]) -> list[np.ndarray]:
+    for row, cut in zip(rows, cuts, strict=True):
+        if len(row) != len(rows[0]):
+            raise ValueError(
+                f"cut {cuts[0].id!r} has {len(rows[0])} codebooks and cut {cut.id!r} has {len(row)}: "
+                "a batch is of one codec"
+            )
+    return rows
+
+
+def _padded(name: str, lengths: str, rows: Sequence[np.ndarray], value: int = 0, *, multiple: int = 1) -> Batch:
+    """Rows (..., length) as one tensor (B, ..., longest, rounded up to ``multiple``), and their lengths (B,)."""
+    sizes = [row.shape[-1] for row in rows]
+    longest = -(-max(sizes) // multiple) * multiple
+    result = np.full((len(rows), *rows[0].shape[:-1], longest), value, dtype=rows[0].dtype)
+    for target, row in zip(result, rows, strict=True):
+        target[..., : row.shape[-1]] = row
+    return {name: torch.from_numpy(result), lengths: torch.tensor(sizes, dtype=torch.int64)}

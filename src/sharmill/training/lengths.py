@@ -1,0 +1,134 @@
+"""How long the cuts of datasets are, in seconds and in text tokens: from the cuts' files alone, shard by shard."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sharmill.errors import ConfigError, DamagedShard
+from sharmill.shar.fields import read_cuts
+from sharmill.shar.index import read_dataset, read_shards
+from sharmill.shar.layout import CUTS
+from sharmill.training.tokenizers import Tokenizers, count_tokens, load_tokenizers
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of N cuts: ``seconds`` (N,); ``lengths`` (N,), which are those as float64, or frames as int64; ``tokens`` (N,).
+
+    ``tokens`` of their texts is None if they were not counted; ``without_text`` of the cuts have none, which are 0
+    tokens. ``num_discarded`` other cuts lay outside the limits.
+    """
+
+    seconds: np.ndarray
+    lengths: np.ndarray
+    tokens: np.ndarray | None
+    without_text: int = 0
+    num_discarded: int = 0
+
+    @property
+    def hours(self) -> float:
+        return math.fsum(self.seconds.tolist()) / 3600
+
+    def in_frames(self, seconds_per_frame: float) -> Lengths:
+        """The same with lengths in frames, as NeMo counts audio in tokens: every begun frame is one."""
+        return replace(self, lengths=np.ceil(self.seconds / seconds_per_frame).astype(np.int64))
+
+    def in_total(self) -> Lengths:
+        """The same with text tokens added to the frames."""
+        assert self.tokens is not None
+        return replace(self, lengths=self.lengths + self.tokens)
+
+
+def read_lengths(
+    datasets: Sequence[str | Path],
+    *,
+    tokenizer: Sequence[str] = (),
+    min_duration: float = 0.0,
+    max_duration: float = math.inf,
+    workers: int | str = "auto",
+) -> Lengths:
+    """The lengths of all cuts of these datasets, in no particular order.
+
+    Args:
+        tokenizer: names as ``load_tokenizers`` takes them; tokens are counted if there are any.
+        min_duration, max_duration: seconds; cuts outside are left out, and counted.
+        workers: processes, or ``auto`` for one per core.
+
+    Raises:
+        ConfigError: there is no finished dataset, or no such tokenizer, or no cut is left.
+        DamagedShard: a file of cuts is not as it should be.
+    """
+    files = [file for dataset in datasets for file in _cut_files(Path(dataset))]
+    if tokenizer:
+        load_tokenizers(tokenizer)  # A wrong name is an error of this process, in one line.
+    measure = partial(_measure, tokenizer=tuple(tokenizer))
+    count = len(os.sched_getaffinity(0)) if workers == "auto" else int(workers)
+    parts = list(_each(measure, files, min(count, len(files))))
+    if not parts:
+        raise ConfigError(f"there are no cuts in {', '.join(map(str, datasets))}")
+    durations = np.concatenate([part[0] for part in parts])
+    tokens = np.concatenate([part[1] for part in parts])
+    kept = (durations >= min_duration) & (durations <= max_duration)
+    if not kept.any():
+        raise ConfigError(f"none of the {len(kept)} cuts has {min_duration:g} to {max_duration:g} seconds")
+    durations, tokens = durations[kept], tokens[kept]
+    return Lengths(
+        seconds=durations,
+        lengths=durations,
+        tokens=np.maximum(tokens, 0) if tokenizer else None,
+        without_text=int((tokens < 0).sum()) if tokenizer else 0,
+        num_discarded=int((~kept).sum()),
+    )
+
+
+def _cut_files(dataset: Path) -> Iterator[tuple[Path, int]]:
+    """The files of the cuts, and how many cuts each has."""
+    read_dataset(dataset)
+    for shard in read_shards(dataset):
+        if CUTS not in shard.fields:
+            raise DamagedShard(f"{dataset}: shard {shard.index} has no {CUTS}")
+        yield dataset / shard.fields[CUTS].file, shard.count
+
+
+def _each(measure: partial[tuple[np.ndarray, np.ndarray]], files: list[Any], workers: int) -> Iterable[Any]:
+    if workers <= 1:
+        return [measure(file) for file in files]
+    # Not forked: this process may have threads, and locks that they hold.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(measure, files, chunksize=max(1, min(32, len(files) // (4 * workers)))))
+
+
+_loaded: dict[tuple[str, ...], Tokenizers] = {}
+
+
+def _measure(file: tuple[Path, int], tokenizer: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Durations, and numbers of tokens (-1 without a text), of one file of cuts."""
+    path, count = file
+    if tokenizer and tokenizer not in _loaded:
+        _loaded[tokenizer] = load_tokenizers(tokenizer)
+    durations, tokens = [], []
+    for cut in read_cuts(path):
+        try:
+            durations.append(float(cut["duration"]))
+            tokens.append(_tokens_of(cut, _loaded[tokenizer]) if tokenizer else 0)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DamagedShard(f"{path}: {cut.get('id')!r} is not a cut: {error!r}") from error
+    if len(durations) != count:
+        raise DamagedShard(f"{path}: there are {len(durations)} cuts instead of {count}")
+    return np.array(durations, dtype=np.float64), np.array(tokens, dtype=np.int64)
+
+
+def _tokens_of(cut: dict[str, Any], tokenizers: Tokenizers) -> int:
+    texts = [(supervision.get("text"), supervision.get("language")) for supervision in cut["supervisions"]]
+    counts = [count_tokens(tokenizers, text, language, cut["id"]) for text, language in texts if text]
+    return sum(counts) if counts else -1

@@ -1,0 +1,135 @@
+"""Text tokenizers by name, for those who count tokens: the command line, and worker processes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sharmill.errors import ConfigError
+
+Tokenizer = Callable[[str], Sequence[int]]
+# One for all text, or one for each language.
+Tokenizers = Tokenizer | Mapping[str, Tokenizer]
+
+KINDS = "'bytes', 'chars', a tokenizer.json, a SentencePiece .model, or module:callable"
+
+
+def load_tokenizers(names: Sequence[str]) -> Tokenizers:
+    """One tokenizer, or one for each language where the names are ``LANGUAGE=NAME``.
+
+    Raises:
+        ConfigError: see ``load_tokenizer``; or there are several names without their languages.
+    """
+    if len(names) == 1 and not _language(names[0]):
+        return load_tokenizer(names[0])
+    by_language = {_language(name): load_tokenizer(name.partition("=")[2]) for name in names if _language(name)}
+    if len(by_language) != len(names):
+        raise ConfigError(f"several tokenizers are given as LANGUAGE=NAME, each language once, not {' '.join(names)}")
+    return by_language
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """A function from text to token ids, without ids for begin or end.
+
+    Args:
+        name: ``bytes`` (UTF-8), ``chars`` (Unicode code points), the path of a ``tokenizer.json`` (needs tokenizers) or
+            of a SentencePiece ``.model`` (needs sentencepiece), or ``module:callable``, where the module is looked for
+            in the current folder too.
+
+    Raises:
+        ConfigError: there is no such tokenizer, or it cannot be loaded.
+    """
+    if name == "bytes":
+        return _bytes
+    if name == "chars":
+        return _chars
+    path = Path(name)
+    if path.suffix in (".json", ".model"):
+        if not path.is_file():
+            raise ConfigError(f"there is no tokenizer {name}")
+        return _from_json(path) if path.suffix == ".json" else _from_sentencepiece(path)
+    if ":" in name:
+        return load_callable(name, "tokenizer")
+    raise ConfigError(f"there is no tokenizer {name!r}; it is {KINDS}")
+
+
+def load_callable(name: str, what: str) -> Callable[..., Any]:
+    """What ``module:attribute`` names; ``what`` it is for stands in the message of an error.
+
+    Raises:
+        ConfigError: there is no such module or attribute, or it is nothing to call.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"the {what} {name!r} is not of the form module:callable")
+    if "" not in sys.path:
+        # A script that was installed does not look where the user stands; ``python -m`` does.
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot load the {what} {name!r}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"the {what} {name!r} is {type(found).__name__}, which cannot be called")
+    return found
+
+
+def count_tokens(tokenizers: Tokenizers, text: str, language: str | None, cut_id: str) -> int:
+    """The number of tokens of a text in its language."""
+    return len(choose_tokenizer(tokenizers, language, cut_id)(text))
+
+
+def choose_tokenizer(tokenizers: Tokenizers, language: str | None, cut_id: str) -> Tokenizer:
+    """That of the language.
+
+    Raises:
+        ConfigError: there are tokenizers by language, and none for this one.
+    """
+    if not isinstance(tokenizers, Mapping):
+        return tokenizers
+    if language is None or language not in tokenizers:
+        have = ", ".join(tokenizers)
+        raise ConfigError(f"there is no tokenizer for the language {language!r} of cut {cut_id!r}; there is {have}")
+    return tokenizers[language]
+
+
+def _language(name: str) -> str:
+    language, equals, _ = name.partition("=")
+    return language if equals and language.replace("-", "").replace("_", "").isalnum() else ""
+
+
+def _bytes(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def _chars(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def _from_json(path: Path) -> Tokenizer:
+    try:
+        from tokenizers import Tokenizer as Loaded
+    except ImportError as error:
+        raise ConfigError(f"{path} needs the package tokenizers: pip install tokenizers") from error
+    try:
+        tokenizer = Loaded.from_file(str(path))
+    except Exception as error:
+        raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _from_sentencepiece(path: Path) -> Tokenizer:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise ConfigError(f"{path} needs the package sentencepiece: pip install sentencepiece") from error
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(f"{path} is not a SentencePiece model: {error}") from error
+    return lambda text: processor.encode(text)

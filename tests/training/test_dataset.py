@@ -1,0 +1,370 @@
+"""``ContextSpeechDataset``: every entry of a batch with its values, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from dummies_shar import ToyCodec, shar_fields, voice
+from lhotse import CutSet
+from lhotse.array import TemporalArray
+from lhotse.dataset import SimpleCutSampler
+from lhotse.utils import fastcopy
+
+from sharmill.errors import ConfigError
+from sharmill.shar import open_shar
+from sharmill.training import ContextSpeechDataset
+from sharmill.training.dataset import CodecForm
+from sharmill.training.tokenizers import load_tokenizer
+
+BOS, EOS = 64, 65
+CODES = ["target_codes", "context_codes"]
+BYTES = load_tokenizer("bytes")
+
+
+@pytest.fixture(scope="module")
+def form(built):
+    return CodecForm.of_dataset(built.dataset)
+
+
+@pytest.fixture(scope="module")
+def cuts(built):
+    return list(open_shar(built.dataset))
+
+
+@pytest.fixture(scope="module")
+def coded(built):
+    return list(open_shar(built.dataset, CODES))
+
+
+@pytest.fixture(scope="module")
+def heard(built):
+    return list(open_shar(built.dataset, ["target_audio", "context_audio"]))
+
+
+def batch_of(cuts, form, **options):
+    return ContextSpeechDataset(form, **({"context_duration_min": 0.5, "context_duration_max": 1.0} | options))[
+        CutSet.from_cuts(cuts)
+    ]
+
+
+def test_the_form_is_that_of_the_dataset(form):
+    assert (form.sampling_rate, form.samples_per_frame, form.codebook_size) == (16000, 320, 64)
+    assert form.frame_shift == 0.02
+    assert form.target_marks == form.context_marks == (BOS, EOS)
+
+
+def test_the_codec_is_named_where_there_are_several(project):
+    for number in range(2):
+        project.add(f"{number}.wav", voice(1.0, seed=number))
+    config = project.write()
+    with pytest.raises(ConfigError, match="has the codecs none"):
+        CodecForm.of_dataset(project.dataset)
+    project.encode(config, "fine", ToyCodec(samples_per_frame=160))
+    project.encode(config, "coarse", ToyCodec(samples_per_frame=640))
+    with pytest.raises(ConfigError, match="coarse, fine: name one"):
+        CodecForm.of_dataset(project.dataset)
+    with pytest.raises(ConfigError, match="no codec 'mimi'; it has"):
+        CodecForm.of_dataset(project.dataset, "mimi")
+    assert CodecForm.of_dataset(project.dataset, "coarse").samples_per_frame == 640
+
+
+def test_what_describes_the_cuts(cuts, form):
+    batch = batch_of(cuts, form)
+    assert batch["ids"] == [cut.id for cut in cuts]
+    assert batch["text"] == [f"text of spk/utt{n}.flac" for n in range(7)]
+    assert batch["language"] == ["en"] * 7
+    assert batch["speaker"] == ["| Language:en Dataset:Tests Speaker:anna |"] * 7
+    assert batch["durations"].dtype == torch.float32
+    np.testing.assert_allclose(batch["durations"], [1.0, 2.005, 0.5, 3.1, 0.7, 1.3, 0.25], rtol=1e-6)
+    assert batch["similarity"].tolist() == [0.75] * 7
+    assert "text_tokens" not in batch
+
+
+def test_similarity_and_language_may_be_unknown(coded, form):
+    supervision = fastcopy(coded[0].supervisions[0], custom=None, language=None, text=None)
+    batch = batch_of([fastcopy(coded[0], supervisions=[supervision])], form)
+    assert math.isnan(batch["similarity"][0])
+    assert (batch["language"], batch["text"]) == ([None], [None])
+
+
+def test_text_tokens_have_begin_end_and_padding(coded, form):
+    batch = batch_of(coded[:2], form, tokenizer=lambda text: [5] * int(text[-6]), text_bos_id=1, text_eos_id=2)
+    # Of "text of spk/utt0.flac" and "...utt1.flac": no token and one.
+    assert batch["text_tokens"].tolist() == [[1, 2, 0], [1, 5, 2]]
+    assert batch["text_lens"].tolist() == [2, 3]
+    assert batch["text_tokens"].dtype == batch["text_lens"].dtype == torch.int64
+    plain = batch_of(coded[:1], form, tokenizer=BYTES, text_pad_id=9)
+    assert plain["text_tokens"].tolist() == [list(b"text of spk/utt0.flac")]
+
+
+def test_each_language_may_have_its_tokenizer(coded, form):
+    tokenizer = {"en": lambda text: [1], "de": lambda text: [2, 2]}
+    other = fastcopy(coded[1], supervisions=[fastcopy(coded[1].supervisions[0], language="de")])
+    batch = batch_of([coded[0], other], form, tokenizer=tokenizer)
+    assert batch["text_tokens"].tolist() == [[1, 0], [2, 2]]
+    third = fastcopy(coded[2], supervisions=[fastcopy(coded[2].supervisions[0], language="fr")])
+    with pytest.raises(ConfigError, match=r"no tokenizer for the language 'fr' of cut 'cut-.*utt2.*; there is en, de"):
+        batch_of([third], form, tokenizer=tokenizer)
+
+
+def test_text_may_be_another_key_of_the_manifest(coded, form):
+    supervision = coded[0].supervisions[0]
+    custom = supervision.custom | {"normalized_text": "hi"}
+    cut = fastcopy(coded[0], supervisions=[fastcopy(supervision, custom=custom)])
+    batch = batch_of([cut], form, tokenizer=BYTES, text_field="normalized_text")
+    assert (batch["text"], batch["text_tokens"].tolist()) == (["hi"], [[104, 105]])
+    with pytest.raises(ValueError, match=r"cut 'cut-.*utt1.*' has no 'normalized_text'; use tokenizer=None"):
+        batch_of([cut, coded[1]], form, tokenizer=BYTES, text_field="normalized_text")
+
+
+def test_target_codes_lie_between_begin_and_end(coded, form):
+    batch = batch_of(coded, form, code_pad_id=99)
+    codes, lengths = batch["target_codes"], batch["target_code_lens"]
+    assert codes.dtype == lengths.dtype == torch.int64
+    assert codes.shape == (7, 3, 155 + 2)
+    assert lengths.tolist() == [frames + 2 for frames in (50, 101, 25, 155, 35, 65, 13)]
+    for row, length, cut in zip(codes, lengths.tolist(), coded, strict=True):
+        assert row[:, 0].tolist() == [BOS] * 3
+        np.testing.assert_array_equal(row[:, 1 : length - 1], cut.target_codes.load())
+        assert row[:, length - 1].tolist() == [EOS] * 3
+        assert (row[:, length:] == 99).all()
+
+
+def test_ids_of_begin_and_end_can_be_chosen_or_left_out(coded, built):
+    form = CodecForm.of_dataset(built.dataset, bos=70, eos=71, context_bos=72)
+    batch = batch_of(coded[:1], form)
+    assert batch["target_codes"][0, 0, [0, -1]].tolist() == [70, 71]
+    assert batch["context_codes"][0, 0, [0, -1]].tolist() == [72, 71]
+    bare = batch_of(coded[:1], CodecForm.of_dataset(built.dataset, marks=False))
+    np.testing.assert_array_equal(bare["target_codes"][0], coded[0].target_codes.load())
+    assert bare["target_code_lens"].tolist() == [50]
+
+
+def test_a_truncated_cut_has_its_frames_only_and_its_whole_context(coded, form):
+    part = coded[3].truncate(offset=1.0, duration=0.5)
+    batch = batch_of([part], form, context_duration_min=0.7, context_duration_max=0.7)
+    np.testing.assert_array_equal(batch["target_codes"][0, :, 1:-1], coded[3].target_codes.load()[:, 50:75])
+    np.testing.assert_array_equal(batch["context_codes"][0, :, 1:-1], coded[3].context_codes.load())
+
+
+def test_plain_lhotse_gives_the_same_batch(built, coded, form):
+    plain = list(CutSet.from_shar(fields=shar_fields(built.dataset, "toy")))
+    assert type(plain[0].target_codes) is TemporalArray
+    ours, theirs = batch_of(coded, form, tokenizer=BYTES), batch_of(plain, form, tokenizer=BYTES)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(theirs[name], value, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert theirs[name] == value
+
+
+def test_the_slice_of_a_context_is_a_part_of_it(coded, form):
+    batch = batch_of(coded, form)
+    frames = [length - 2 for length in batch["context_code_lens"].tolist()]
+    np.testing.assert_allclose(batch["context_durations"], [0.02 * n for n in frames], rtol=1e-6)
+    for row, length, cut in zip(batch["context_codes"], frames, coded, strict=True):
+        whole = cut.context_codes.load()
+        available = whole.shape[1]
+        assert 25 <= length <= min(50, max(25, available))
+        part = row[:, 1 : 1 + length].numpy()
+        assert row[:, 1 + length].tolist() == [EOS] * 3
+        assert any(_equal(whole, part, first) for first in range(available))
+
+
+def _equal(whole, part, first):
+    indices = np.arange(first, first + part.shape[1]) % whole.shape[1]
+    return np.array_equal(whole[:, indices], part)
+
+
+def test_a_short_context_is_repeated_from_its_beginning(coded, form):
+    # The context of cut 5 is cut 6 with 13 frames.
+    batch = batch_of([coded[5]], form, context_duration_min=0.6, context_duration_max=0.6)
+    whole = coded[5].context_codes.load()
+    np.testing.assert_array_equal(batch["context_codes"][0, :, 1:-1], np.tile(whole, 3)[:, :30])
+
+
+def test_limits_are_in_whole_frames(coded, form):
+    batch = batch_of([coded[2]], form, context_duration_min=0.601, context_duration_max=0.601)
+    assert batch["context_code_lens"].tolist() == [31 + 2]
+    batch = batch_of([coded[2]], form, context_duration_min=0.3, context_duration_max=0.3)
+    assert batch["context_code_lens"].tolist() == [15 + 2]
+
+
+def test_a_slice_depends_on_seed_epoch_and_cut_alone(coded, form):
+    options = {"context_duration_min": 0.1, "context_duration_max": 0.5}
+    dataset = ContextSpeechDataset(form, **options)
+
+    def slices(dataset, cuts):
+        batch = dataset[CutSet.from_cuts(cuts)]
+        lengths = batch["context_code_lens"].tolist()
+        codes = zip(batch["ids"], batch["context_codes"], lengths, strict=True)
+        return {cut_id: row[:, :length].tolist() for cut_id, row, length in codes}
+
+    together = slices(dataset, coded)
+    apart = {}
+    for cut in reversed(coded):
+        apart |= slices(ContextSpeechDataset(form, **options), [cut])
+    assert apart == together
+    assert slices(ContextSpeechDataset(form, seed=1, **options), coded) != together
+    dataset.set_epoch(1)
+    assert slices(dataset, coded) != together
+    dataset.set_epoch(0)
+    assert slices(dataset, coded) == together
+    for cut in coded[:1]:
+        carried = fastcopy(cut, custom=cut.custom | {"shar_epoch": 3})
+        assert slices(dataset, [carried])[cut.id] != together[cut.id]
+
+
+def test_every_place_and_length_is_drawn(coded, form):
+    dataset = ContextSpeechDataset(form, context_duration_min=0.22, context_duration_max=1.0)
+    whole = coded[5].context_codes.load()
+    seen = set()
+    for epoch in range(60):
+        dataset.set_epoch(epoch)
+        part = dataset[CutSet.from_cuts([coded[5]])]["context_codes"][0, :, 1:-1].numpy()
+        places = [first for first in range(13 - part.shape[1] + 1) if _equal(whole, part, first)]
+        assert places
+        seen.add((part.shape[1], places[0] if len(places) == 1 else None))
+    assert {length for length, _ in seen} == {11, 12, 13}
+
+
+def test_workers_that_stay_see_the_next_epoch(coded, form):
+    dataset = ContextSpeechDataset(form, context_duration_min=0.1, context_duration_max=0.5)
+    sampler = SimpleCutSampler(CutSet.from_cuts(coded), max_cuts=7)
+    loader = torch.utils.data.DataLoader(
+        dataset, sampler=sampler, batch_size=None, num_workers=1, persistent_workers=True, prefetch_factor=1
+    )
+    drawn = []
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        (batch,) = loader
+        drawn.append(batch["context_codes"])
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        assert torch.equal(dataset[CutSet.from_cuts(coded)]["context_codes"], drawn[epoch])
+    assert not torch.equal(*drawn)
+
+
+def test_audio_stands_in_where_there_are_no_codes(heard, form):
+    batch = batch_of(heard, form)
+    assert not {"target_codes", "context_codes"} & batch.keys()
+    audio, lengths = batch["target_audio"], batch["target_audio_lens"]
+    assert audio.dtype == torch.float32
+    assert lengths.tolist() == [16000, 32080, 8000, 49600, 11200, 20800, 4000]
+    assert audio.shape == (7, 49600)
+    for row, length, cut in zip(audio, lengths.tolist(), heard, strict=True):
+        np.testing.assert_array_equal(row[:length], cut.load_audio()[0])
+        assert not row[length:].any()
+    assert batch_of(heard[6:], form)["target_audio"].shape == (1, 13 * 320)
+
+
+def test_audio_and_codes_have_the_same_slice(coded, heard, form):
+    ours, audible = batch_of(coded, form), batch_of(heard, form)
+    torch.testing.assert_close(audible["context_durations"], ours["context_durations"])
+    assert audible["context_audio_lens"].tolist() == [320 * (n - 2) for n in ours["context_code_lens"].tolist()]
+    codec = ToyCodec()
+    for codes, frames, audio in zip(
+        ours["context_codes"], ours["context_code_lens"].tolist(), audible["context_audio"], strict=True
+    ):
+        np.testing.assert_array_equal(codec.codes(audio[: 320 * (frames - 2)].numpy()), codes[:, 1 : frames - 1])
+
+
+def test_audio_is_resampled_to_the_rate_of_the_codec(heard):
+    form = CodecForm(sampling_rate=8000, samples_per_frame=80, codebook_size=64)
+    batch = batch_of(heard[:1], form)
+    assert batch["target_audio_lens"].tolist() == [8000]
+    np.testing.assert_array_equal(batch["target_audio"][0], heard[0].target_audio.resample(8000).load_audio()[0])
+
+
+def test_audio_at_16_khz(cuts, form):
+    batch = batch_of(cuts, form, audio_16khz="target")
+    assert batch["audio_16khz_lens"].tolist() == [16000, 32080, 8000, 49600, 11200, 20800, 4000]
+    np.testing.assert_array_equal(batch["audio_16khz"][2, :8000], cuts[2].load_audio()[0])
+    batch = batch_of(cuts, form, audio_16khz="context")
+    frames = [length - 2 for length in batch["context_code_lens"].tolist()]
+    assert batch["audio_16khz_lens"].tolist() == [320 * n for n in frames]
+    codec = ToyCodec()
+    for audio, codes, count in zip(batch["audio_16khz"], batch["context_codes"], frames, strict=True):
+        np.testing.assert_array_equal(codec.codes(audio[: 320 * count].numpy()), codes[:, 1 : count + 1])
+
+
+def test_codes_can_be_ignored(cuts, form):
+    assert batch_of(cuts, form)["target_codes"].shape[0] == 7
+    batch = batch_of(cuts, form, codes=False)
+    assert not {"target_codes", "context_codes"} & batch.keys()
+    assert batch["target_audio_lens"][0] == 16000
+
+
+def test_data_without_contexts(built, form):
+    batch = batch_of(list(open_shar(built.dataset, ["target_codes"])), form, context=False)
+    assert batch["target_codes"].shape == (7, 3, 157)
+    assert not [name for name in batch if name.startswith("context")]
+    with pytest.raises(ValueError, match="needs contexts"):
+        ContextSpeechDataset(form, context=False, audio_16khz="context")
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "what"),
+    [
+        (["target_codes"], {}, "'cut-.*' has neither context_codes nor context_audio; name these fields in open_shar"),
+        (["context_codes"], {}, "'cut-.*' has neither target_codes nor target_audio"),
+        ([], {}, "neither target_codes nor target_audio"),
+        (CODES, {"codes": False}, "'cut-.*' has no target_audio; name"),
+        (CODES, {"audio_16khz": "target"}, "'cut-.*' has no target_audio; name"),
+        (CODES, {"audio_16khz": "context"}, "'cut-.*' has no context_audio; name"),
+    ],
+)
+def test_what_is_missing_is_named(built, form, fields, options, what):
+    with pytest.raises(ValueError, match=what):
+        batch_of(list(open_shar(built.dataset, fields)), form, **options)
+
+
+def test_a_batch_has_one_form(coded, heard, form):
+    with pytest.raises(ValueError, match=r"'cut-.*utt0.*' has target_codes and cut 'cut-.*utt1.*' has none"):
+        batch_of([coded[0], heard[1]], form)
+
+
+def test_codes_out_of_range_and_other_codecs_are_refused(coded, form):
+    small = CodecForm(sampling_rate=16000, samples_per_frame=320, codebook_size=4)
+    with pytest.raises(ValueError, match=r"the codes of cut 'cut-.*' are \d+ to \d+, not 0 to 3"):
+        batch_of(coded, small)
+    fewer = fastcopy(coded[1], custom=coded[1].custom | {"target_codes": _two_codebooks(coded[1])})
+    with pytest.raises(ValueError, match=r"utt0.*' has 3 codebooks and cut '.*utt1.*' has 2"):
+        batch_of([coded[0], fewer], form)
+
+
+def _two_codebooks(cut):
+    from sharmill.shar.fields import array_to_bytes
+
+    array = cut.target_codes
+    stored = fastcopy(array.array, storage_key=array_to_bytes(array.load()[:2]), shape=[2, array.shape[1]])
+    return fastcopy(array, array=stored)
+
+
+def test_cuts_that_are_no_single_utterance_are_refused(coded, form):
+    with pytest.raises(ValueError, match=r"is a MixedCut; batches are made of MonoCuts"):
+        batch_of([coded[0].pad(duration=2.0)], form)
+    with pytest.raises(ValueError, match=r"has 0 supervisions instead of one"):
+        batch_of([fastcopy(coded[0], supervisions=[])], form)
+    with pytest.raises(ValueError, match="without cuts"):
+        batch_of([], form)
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(0.0, 1.0), (2.0, 1.0)])
+def test_limits_that_cannot_be_are_refused(form, shortest, longest):
+    with pytest.raises(ValueError, match="must be positive and not above"):
+        ContextSpeechDataset(form, context_duration_min=shortest, context_duration_max=longest)
+
+
+def test_the_documented_entries_are_those_there_are(cuts, heard, form):
+    documented = set()
+    for line in (ContextSpeechDataset.__doc__ or "").splitlines():
+        if line.strip().startswith("``") and "  " in line.strip():
+            documented |= set(line.split("  ")[2].replace("``", "").replace(",", "").split())
+    made = batch_of(cuts, form, tokenizer=BYTES, audio_16khz="target").keys() | batch_of(heard, form).keys()
+    assert documented == made, json.dumps(sorted(documented ^ made))

@@ -1,0 +1,84 @@
+"""Tokenizers by name."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from sharmill.errors import ConfigError
+from sharmill.training.tokenizers import choose_tokenizer, count_tokens, load_tokenizer, load_tokenizers
+
+
+def test_those_built_in():
+    assert load_tokenizer("bytes")("aé") == [97, 195, 169]
+    assert load_tokenizer("chars")("aé") == [97, 233]
+
+
+def test_a_tokenizer_json(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    tokenizer = Tokenizer(models.WordLevel({"good": 3, "day": 4, "[CLS]": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 0)])
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    assert load_tokenizer(str(path))("good good day sir") == [3, 3, 4, 1]
+
+
+def test_a_sentencepiece_model(tmp_path):
+    import sentencepiece
+
+    text = tmp_path / "text.txt"
+    text.write_text("good day sir\nthe day is good\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "small"), vocab_size=16, minloglevel=2
+    )
+    ids = load_tokenizer(str(tmp_path / "small.model"))("good day")
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "small.model"))
+    assert len(ids) > 1
+    assert processor.decode(ids) == "good day"
+
+
+def test_a_function_of_a_module_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "mine_for_tests.py").write_text("def words(text):\n    return [len(w) for w in text.split()]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert load_tokenizer("mine_for_tests:words")("good day") == [4, 3]
+
+
+def test_each_language_has_its_own():
+    both = load_tokenizers(["en=bytes", "de-at=chars"])
+    assert count_tokens(both, "é", "en", "c") == 2
+    assert count_tokens(both, "é", "de-at", "c") == 1
+    with pytest.raises(ConfigError, match="no tokenizer for the language None of cut 'c'; there is en, de-at"):
+        choose_tokenizer(both, None, "c")
+    with pytest.raises(ConfigError, match="each language once"):
+        load_tokenizers(["en=bytes", "en=chars"])
+    with pytest.raises(ConfigError, match="LANGUAGE=NAME"):
+        load_tokenizers(["bytes", "chars"])
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("words", "no tokenizer 'words'; it is 'bytes', 'chars', a tokenizer.json"),
+        ("missing.json", "there is no tokenizer missing.json"),
+        ("missing.model", "there is no tokenizer missing.model"),
+        ("no_such_module:f", "cannot load the tokenizer 'no_such_module:f': No module named"),
+        ("json:f", "module 'json' has no attribute 'f'"),
+        ("json:__name__", "is str, which cannot be called"),
+        (":f", "not of the form module:callable"),
+    ],
+)
+def test_what_is_wrong_is_named(name, what):
+    with pytest.raises(ConfigError, match=what):
+        load_tokenizer(name)
+
+
+@pytest.mark.parametrize("suffix", ["json", "model"])
+def test_a_damaged_file_is_named(tmp_path, suffix):
+    path = tmp_path / f"bad.{suffix}"
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=rf"bad\.{suffix} is not a"):
+        load_tokenizer(str(path))

@@ -229,7 +229,7 @@ def test_an_index_without_its_last_shard_raises(damaged):
     read = []
     with pytest.raises(DamagedShard, match="2 shards instead of 3"):
         read.extend(open_shar(damaged))
-    assert len(read) == 6
+    assert read == []
 
 
 def test_an_index_that_lacks_a_field_raises(damaged):

@@ -9,6 +9,7 @@ import tokenize
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ _encoder = msgspec.json.Encoder()
 # What both kinds of line are: a JSON object.
 _decoder = msgspec.json.Decoder(dict[str, Any])
 # msgspec raises RecursionError for JSON that is nested too deeply.
-_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
-_NO_DATA = "nodata"
-_NO_METADATA = "nometa"
+NO_DATA = "nodata"
+NO_METADATA = "nometa"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +57,33 @@ def read_cuts(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         DamagedShard: it is not there, cut off, or not JSON lines.
     """
+    try:
+        for line in read_lines(path):
+            yield _decoder.decode(line)
+    except NOT_JSON as error:
+        raise DamagedShard(f"{path}: {error}") from error
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The lines of a ``.jsonl.gz`` or ``.jsonl`` file.
+
+    Raises:
+        DamagedShard: it is not there or cut off.
+    """
     with open_field(path) as stream:
-        compressed = path.suffix == ".gz"
-        if compressed and not stream.read(1):
+        data = stream.read()
+    if path.suffix == ".gz":
+        if not data:
             # gzip takes no bytes at all for an empty file.
             raise DamagedShard(f"{path}: the file has no bytes")
-        stream.seek(0)
         try:
-            for line in gzip.GzipFile(fileobj=stream) if compressed else stream:
-                yield _decoder.decode(line)
-        except (EOFError, zlib.error, gzip.BadGzipFile, *_NOT_JSON) as error:
+            data = gzip.decompress(data)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DamagedShard(f"{path}: {error}") from error
+    lines = data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return lines
 
 
 class FieldWriter:
@@ -89,8 +106,8 @@ class FieldWriter:
     def add(self, item: Item) -> None:
         """Appends the pair of members of one cut: data first, its metadata next, as lhotse reads them."""
         if item.data is None:
-            self._tar.add(f"{item.cut_id}.{_NO_DATA}", b"")
-            self._tar.add(f"{item.cut_id}.{_NO_METADATA}", b"")
+            self._tar.add(f"{item.cut_id}.{NO_DATA}", b"")
+            self._tar.add(f"{item.cut_id}.{NO_METADATA}", b"")
         else:
             self._tar.add(f"{item.cut_id}.{item.extension}", item.data)
             self._tar.add(f"{item.cut_id}.json", _encoder.encode(item.metadata) + b"\n")
@@ -106,15 +123,15 @@ def read_field(path: Path) -> Iterator[Item]:
     for first in members:
         second = next(members, None)
         cut_id, _, extension = first.name.rpartition(".")
-        expected = f"{cut_id}.{_NO_METADATA if extension == _NO_DATA else 'json'}"
+        expected = f"{cut_id}.{NO_METADATA if extension == NO_DATA else 'json'}"
         if second is None or second.name != expected:
             raise DamagedShard(f"{path}: member {first.name!r} has no {expected!r} beside it")
-        if extension == _NO_DATA:
+        if extension == NO_DATA:
             yield Item(cut_id, extension, None, None)
             continue
         try:
             metadata = _decoder.decode(second.data)
-        except _NOT_JSON as error:
+        except NOT_JSON as error:
             raise DamagedShard(f"{path}: the metadata of {first.name!r} is not JSON: {error}") from error
         yield Item(cut_id, extension, first.data, metadata)
 
@@ -135,18 +152,32 @@ def array_from_bytes(data: bytes, where: str) -> np.ndarray:
     Raises:
         DamagedShard: it is not one; ``where`` says what in the message.
     """
-    stream = io.BytesIO(data)
     try:
-        version = np.lib.format.read_magic(stream)
-        if version not in _READ_HEADER:
-            raise ValueError(f"arrays of version {version} are not read")
-        shape, column_major, dtype = _READ_HEADER[version](stream)
-        if dtype.hasobject:
-            raise ValueError("the array has pickled objects")
-        size = len(data) - stream.tell()
+        # Most arrays of a dataset share a few headers, and numpy parses one as Python.
+        dtype, shape, column_major, start = _parse_header(data[: _header_end(data)])
+        size = len(data) - start
         if size != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{size} bytes are not an array of shape {shape} and type {dtype}")
-        array = np.frombuffer(data, dtype, offset=stream.tell())
+        array = np.frombuffer(data, dtype, offset=start)
         return array.reshape(shape, order="F" if column_major else "C")
     except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # numpy parses a header as Python
         raise DamagedShard(f"{where}: {error}") from error
+
+
+def _header_end(data: bytes) -> int:
+    if data[6:7] == b"\1":
+        return 10 + int.from_bytes(data[8:10], "little")
+    return 12 + int.from_bytes(data[8:12], "little")
+
+
+@lru_cache(maxsize=4096)
+def _parse_header(header: bytes) -> tuple[np.dtype, tuple[int, ...], bool, int]:
+    """Type, shape, whether columns come first, and where the numbers begin."""
+    stream = io.BytesIO(header)
+    version = np.lib.format.read_magic(stream)
+    if version not in _READ_HEADER:
+        raise ValueError(f"arrays of version {version} are not read")
+    shape, column_major, dtype = _READ_HEADER[version](stream)
+    if dtype.hasobject:
+        raise ValueError("the array has pickled objects")
+    return dtype, shape, column_major, stream.tell()

@@ -29,6 +29,12 @@ def codes_field(codec: str, field: str) -> str:
     return f"{codec_folder(codec)}/{field}"
 
 
+def codec_of_field(field: str) -> str | None:
+    """The codec whose codes a field has, or None: the reverse of ``codes_field``."""
+    folder, _, name = field.rpartition("/")
+    return folder[len(_CODES_PREFIX) :] if name and folder.startswith(_CODES_PREFIX) else None
+
+
 def shard_file(field: str, index: int) -> str:
     """The path of a field's file of one shard, relative to the dataset directory.
 

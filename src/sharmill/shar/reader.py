@@ -1,156 +1,117 @@
-"""Reads a dataset directory as a lazy lhotse CutSet."""
+"""Reads a dataset directory as a lazy lhotse CutSet: in any order, in parts, and from where it was left."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
-from sharmill.errors import ConfigError, DamagedShard
-from sharmill.shar.fields import Item, read_cuts, read_field
-from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, read_shards
-from sharmill.shar.layout import BASE_FIELDS, CONTEXT_CODES, CUTS, TARGET_AUDIO, TARGET_CODES, codes_field
+from sharmill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lhotse import CutSet, MonoCut
-
-_CODES = (TARGET_CODES, CONTEXT_CODES)
-_MEMORY_ARRAYS = {"npy": "memory_npy"}
+    from lhotse import CutSet
 
 
-def open_shar(dataset: str | Path, fields: Sequence[str] | None = None, *, codec: str | None = None) -> CutSet:
-    """The cuts of a finished dataset, in their order, read one shard at a time.
+def open_shar(
+    dataset: str | Path,
+    fields: Sequence[str] | None = None,
+    *,
+    codec: str | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    mix: int = 8,
+    block_size: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    split_by_worker: bool = True,
+    infinite: bool = False,
+    tail: Literal["keep", "drop", "pad"] = "keep",
+    decode_threads: int = 0,
+    decode_ahead: int | None = None,
+) -> CutSet:
+    """The cuts of a dataset, read lazily and a few shards at a time.
 
     Args:
-        dataset: the dataset directory.
-        fields: which of ``target_audio``, ``context_audio``, ``target_codes`` and ``context_codes`` to attach to the
-            cuts (default: all that there are). The files of the others are not opened.
+        dataset: a finished dataset directory, which is read through its index without listing folders; or a folder
+            with shards by lhotse's ``to_shar`` or the published context-Shar scripts, in the order of their numbers.
+        fields: which of ``target_audio``, ``context_audio``, ``target_codes`` and ``context_codes`` (in others' shards:
+            of the fields there) to attach to the cuts; default: all that there are. The files of the others are not
+            opened.
         codec: whose codes, where there are several.
+        shuffle: False: the order of the dataset. True: an order that follows from ``seed`` and the number of the epoch
+            alone. Shards are permuted, and the cuts of every ``mix`` consecutive ones are mixed.
+        seed: of the shuffling.
+        mix: shards that are open at once and mixed, with ``shuffle``.
+        block_size: cuts that stay together when the order is divided among ranks and workers; by default whole
+            shards, or less where there are few: then a dataset of fewer cuts than 4096 is divided cut by cut.
+        rank: this process among those that share the cuts.
+        world_size: their number.
+        split_by_worker: within a worker of a torch DataLoader, take this worker's part of the rank's cuts.
+            False: each worker reads all cuts of the rank.
+        infinite: one epoch after another, without end; else one epoch for each iteration, the next one each time.
+        tail: what to do where ranks and workers would get different numbers of cuts in an epoch. ``keep`` leaves it
+            so; ``drop`` ends all at the smallest number, ``pad`` goes on to the largest with the first cuts of the
+            epoch's order once more, marked by ``cut.shar_padding = True``.
+        decode_threads: threads that decode the chosen audio ahead, in order. The cuts then hold decoded samples, and
+            ``load_audio()`` and the like decode nothing. 0: audio is decoded where it is loaded.
+        decode_ahead: cuts that may be decoded ahead of the one in use; by default 4 for each thread.
 
     Returns:
         A lazy CutSet. With ``target_audio``, that audio is attached as ``recording`` too, so that ``load_audio()``
         works; without, ``recording`` only tells where the audio came from. ``load_target_codes()`` of a truncated cut
         has its frames only; ``load_context_audio()`` and ``load_context_codes()`` always have the whole context.
+        Every cut has its place in the order as ``cut.shar_position``. The iterable in the CutSet, its ``data``, is a
+        ``SharReader``, with ``state_dict()`` and ``load_state_dict()``: see there.
 
     Raises:
-        ConfigError: there is no finished dataset, or not this field or codec in it.
+        ConfigError: there is no dataset, not this field or codec in it, or an option makes no sense.
         DamagedShard: while iterating, where a file is not as it should be.
 
     Example:
         >>> for cut in open_shar("data/librispeech", ["target_codes", "context_codes"]):  # doctest: +SKIP
         ...     cut.load_target_codes(), cut.load_context_codes()
     """
+    _check(rank, world_size, mix, block_size, infinite, tail, decode_threads, decode_ahead)
     from lhotse import CutSet
 
-    directory = Path(dataset)
-    return CutSet(_LazyShar(directory, _choose_fields(directory, read_dataset(directory), fields, codec)))
+    from sharmill.shar.iteration import Options, SharReader
+    from sharmill.shar.source import open_source
+
+    options = Options(
+        shuffle=shuffle,
+        seed=seed,
+        mix=mix,
+        block_size=block_size,
+        rank=rank,
+        world_size=world_size,
+        split_by_worker=split_by_worker,
+        infinite=infinite,
+        tail=tail,
+        decode_threads=decode_threads,
+        decode_ahead=4 * decode_threads if decode_ahead is None else decode_ahead,
+    )
+    return CutSet(SharReader(open_source(Path(dataset), fields, codec), options))
 
 
-class _LazyShar:
-    """Iterates over the cuts of all shards; as often as asked."""
-
-    def __init__(self, directory: Path, fields: dict[str, str]) -> None:
-        self._directory = directory
-        self._fields = fields
-
-    def __iter__(self) -> Iterator[MonoCut]:
-        expected = read_dataset(self._directory).num_shards
-        found = 0
-        for shard in read_shards(self._directory):
-            yield from self._read_shard(shard)
-            found += 1
-        if found != expected:
-            raise DamagedShard(f"{self._directory}: the index lists {found} shards instead of {expected}")
-
-    def __len__(self) -> int:
-        return read_dataset(self._directory).num_cuts
-
-    def _read_shard(self, shard: ShardRecord) -> Iterator[MonoCut]:
-        streams = {name: read_field(self._path(shard, field)) for name, field in self._fields.items()}
-        count = 0
-        for values in read_cuts(self._path(shard, CUTS)):
-            cut = _make_cut(values, shard)
-            for name, stream in streams.items():
-                item = next(stream, None)
-                if item is None or item.cut_id != cut.id:
-                    found = "nothing" if item is None else repr(item.cut_id)
-                    raise _damage(shard, f"{name} has {found} for {cut.id!r}")
-                if item.metadata is not None:
-                    _attach(cut, name, item)
-            yield cut
-            count += 1
-        if count != shard.count:
-            raise _damage(shard, f"there are {count} cuts instead of {shard.count}")
-        for name, stream in streams.items():
-            # Only the end of the archive tells that it is whole.
-            if (item := next(stream, None)) is not None:
-                raise _damage(shard, f"{name} has {item.cut_id!r} after the last cut")
-
-    def _path(self, shard: ShardRecord, field: str) -> Path:
-        if field not in shard.fields:
-            raise _damage(shard, f"there is no {field}")
-        return self._directory / shard.fields[field].file
-
-
-def _damage(shard: ShardRecord, what: str) -> DamagedShard:
-    return DamagedShard(f"shard {shard.index}: {what}")
-
-
-def _make_cut(values: dict[str, Any], shard: ShardRecord) -> MonoCut:
-    from lhotse import MonoCut
-
-    if values.pop("type", "MonoCut") != "MonoCut":
-        raise _damage(shard, f"{values.get('id')!r} is not a MonoCut")
-    try:
-        kinds = {source["type"] for source in (values.get("recording") or {}).get("sources", ())}
-        if not kinds <= {"file", "shar"}:
-            # lhotse would run a command, or fetch a URL.
-            raise _damage(shard, f"the recording of {values.get('id')!r} has a source of type {sorted(kinds)}")
-        return MonoCut.from_dict(values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damage(shard, f"{values.get('id')!r} is not a cut: {error!r}") from error
-
-
-def _choose_fields(
-    directory: Path, dataset: DatasetRecord, fields: Sequence[str] | None, codec: str | None
-) -> dict[str, str]:
-    """The fields to attach, by the attribute of the cut that each fills."""
-    available = {field: field for field in BASE_FIELDS if field != CUTS}
-    names = [record.name for record in dataset.codecs]
-    if codec is not None and codec not in names:
-        raise ConfigError(f"{directory} has no codec {codec!r}; it has {', '.join(names) or 'none'}")
-    wants_codes = fields is None or any(field in _CODES for field in fields)
-    if wants_codes and codec is None and len(names) > 1:
-        raise ConfigError(f"{directory} has the codecs {', '.join(names)}: name one with codec=")
-    if names:
-        available |= {field: codes_field(codec or names[0], field) for field in _CODES}
-    unknown = [field for field in fields or () if field not in available and field != CUTS]
-    if unknown:
-        raise ConfigError(f"{directory} has no field {unknown[0]!r}; it has {', '.join(available)}")
-    return {name: field for name, field in available.items() if fields is None or name in fields}
-
-
-def _attach(cut: MonoCut, name: str, item: Item) -> None:
-    from lhotse import Recording
-    from lhotse.array import TemporalArray, deserialize_array
-    from lhotse.utils import fastcopy
-
-    from sharmill.shar.arrays import TimeLastArray
-
-    metadata: dict[str, Any] = dict(item.metadata or {})
-    if item.extension not in _MEMORY_ARRAYS:
-        metadata["sources"] = [{"type": "memory", "channels": [0], "source": item.data}]
-        recording = Recording.from_dict(metadata)
-        setattr(cut, name, recording)
-        if name == TARGET_AUDIO:
-            cut.recording = fastcopy(recording, id=cut.recording.id)
-        return
-    stored = {"storage_type": _MEMORY_ARRAYS[item.extension], "storage_path": "", "storage_key": item.data}
-    if "array" in metadata:
-        metadata["array"] = metadata["array"] | stored
-    else:
-        metadata |= stored
-    array = deserialize_array(metadata)
-    if isinstance(array, TemporalArray) and array.temporal_dim in (-1, len(array.shape) - 1):
-        array = TimeLastArray(**vars(array))
-    setattr(cut, name, array)
+def _check(
+    rank: int,
+    world_size: int,
+    mix: int,
+    block_size: int | None,
+    infinite: bool,
+    tail: str,
+    decode_threads: int,
+    decode_ahead: int | None,
+) -> None:
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank is {rank}: it must be from 0 to world_size - 1, and world_size is {world_size}")
+    if mix < 1:
+        raise ConfigError(f"mix is {mix}: at least 1 shard must be open")
+    if block_size is not None and block_size < 1:
+        raise ConfigError(f"block_size is {block_size}: it must be at least 1")
+    if tail not in ("keep", "drop", "pad"):
+        raise ConfigError(f"tail is {tail!r}: it must be keep, drop or pad")
+    if infinite and tail != "keep":
+        raise ConfigError(f"tail={tail!r} is for single epochs, and with infinite=True there is no tail")
+    if decode_threads < 0 or (decode_ahead is not None and decode_ahead < 0):
+        raise ConfigError("decode_threads and decode_ahead cannot be negative")

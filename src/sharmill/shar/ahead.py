@@ -1,0 +1,76 @@
+"""Audio that is decoded ahead of its use, in threads: libsndfile works without Python's lock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+from lhotse import AudioSource, Recording
+from lhotse.utils import compute_num_samples
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class DecodedSource(AudioSource):
+    """An audio source in memory that has been decoded once: loading takes a slice.
+
+    Everything of lhotse works on it as on any other (``resample``, ``truncate``, saving), since it holds the encoded
+    bytes as well. A copy made by ``dataclasses.replace`` decodes again.
+    """
+
+    samples: np.ndarray
+    sampling_rate: int
+
+    def load_audio(
+        self, offset: float = 0.0, duration: float | None = None, force_opus_sampling_rate: int | None = None
+    ) -> np.ndarray:
+        """The samples (num_samples,), or (channels, num_samples), that lhotse would decode; a copy of them."""
+        if not hasattr(self, "samples"):
+            return super().load_audio(offset, duration, force_opus_sampling_rate)
+        if offset == 0.0 and duration is None:
+            return self.samples.copy()
+        first = compute_num_samples(offset, self.sampling_rate) if offset > 0 else 0
+        if duration is None:
+            return self.samples[..., first:].copy()
+        end = first + compute_num_samples(duration, self.sampling_rate)
+        if end > self.samples.shape[-1]:
+            # How short audio may be is lhotse's to judge.
+            return super().load_audio(offset, duration, force_opus_sampling_rate)
+        return self.samples[..., first:end].copy()
+
+
+def decode_recording(recording: Recording) -> Recording:
+    """The same Recording, whose audio is decoded already.
+
+    Raises:
+        Exception: whatever lhotse raises for audio that cannot be decoded.
+    """
+    (source,) = recording.sources
+    samples = source.load_audio(force_opus_sampling_rate=recording.sampling_rate)
+    decoded = object.__new__(DecodedSource)
+    decoded.__dict__.update(source.__dict__, samples=samples, sampling_rate=recording.sampling_rate)
+    made = object.__new__(Recording)
+    made.__dict__.update(recording.__dict__, sources=[decoded])
+    return made
+
+
+def map_ahead(function: Callable[[T], R], items: Iterable[T], num_threads: int, ahead: int) -> Iterator[R]:
+    """``function`` of all items, in their order, by threads that are at most ``ahead`` items in front of the use.
+
+    An exception is raised where its item would have come. Threads end with the iterator.
+    """
+    waiting: deque[Future[R]] = deque()
+    executor = ThreadPoolExecutor(num_threads, thread_name_prefix="sharmill-decode")
+    try:
+        for item in items:
+            waiting.append(executor.submit(function, item))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)

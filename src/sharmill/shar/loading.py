@@ -1,0 +1,89 @@
+"""Readers in torchdata's StatefulDataLoader, and its states for other numbers of ranks and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lhotse import CutSet
+
+from sharmill.errors import ConfigError
+from sharmill.shar.state import merge_states
+from sharmill.shar.tracking import UseTracker
+
+
+class ResumableDataset(torch.utils.data.IterableDataset):
+    """What a StatefulDataLoader iterates over: cuts, or whatever a pipeline makes of them, with an exact state.
+
+    Args:
+        cuts: what ``open_shar`` gave.
+        pipeline: from a CutSet to what the loader is to give out: cuts, or collections of cuts such as a sampler's
+            batches. It runs in the worker. A cut counts as used when it is given out, so nothing is lost that the
+            pipeline holds back.
+        finish: applied to each thing that the pipeline gave, after its cuts were counted: say, cuts to tensors.
+        max_lag: see ``UseTracker``.
+
+    Every worker reads its own part. ``StatefulDataLoader.state_dict()`` goes back into a loader of as many workers on
+    as many ranks; for others, see ``merge_loader_states``.
+
+    Example:
+        >>> cuts = open_shar("data/librispeech", shuffle=True, infinite=True, rank=rank, world_size=8)  # doctest: +SKIP
+        >>> loader = StatefulDataLoader(  # doctest: +SKIP
+        ...     ResumableDataset(cuts, lambda cuts: DynamicCutSampler(cuts, max_duration=60), finish=my_dataset.__getitem__),
+        ...     batch_size=None,
+        ...     num_workers=2,
+        ... )
+    """
+
+    def __init__(
+        self,
+        cuts: CutSet,
+        pipeline: Callable[[CutSet], Iterable[Any]] | None = None,
+        *,
+        finish: Callable[[Any], Any] | None = None,
+        max_lag: int | None = None,
+    ) -> None:
+        self._tracker = UseTracker(cuts, max_lag=max_lag)
+        self._pipeline = pipeline
+        self._finish = finish
+
+    def __iter__(self) -> Iterator[Any]:
+        cuts = self._tracker.cuts
+        for made in cuts if self._pipeline is None else self._pipeline(cuts):
+            self._tracker.used([made] if not isinstance(made, (CutSet, Sequence)) else made)
+            yield made if self._finish is None else self._finish(made)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._tracker.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes a state of this part, or merged states, before iterating."""
+        self._tracker.load_state_dict(state)
+
+
+def merge_loader_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state of the reader out of those of the StatefulDataLoaders of all ranks, for any number of both.
+
+    Args:
+        states: what ``StatefulDataLoader.state_dict()`` gave on every rank; their dataset is a ``ResumableDataset``.
+
+    Returns:
+        What ``ResumableDataset.load_state_dict`` takes on every new rank, before its new loader is made. (The state of a
+        loader itself fits only loaders with as many workers.)
+
+    Raises:
+        ConfigError: a rank is missing, or they are no such states.
+    """
+    return merge_states([found for state in states for found in _reader_states(state)])
+
+
+def _reader_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if "_snapshot" in state:
+        workers = state["_snapshot"]["_worker_snapshots"].values()
+        found = [worker["dataset_state"] for worker in workers]
+    else:
+        found = [state.get("dataset_state")]
+    if not found or any(not isinstance(one, Mapping) for one in found):
+        raise ConfigError("this is not the state of a StatefulDataLoader over a ResumableDataset")
+    return found

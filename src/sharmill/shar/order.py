@@ -1,0 +1,141 @@
+"""The order of an epoch, as pure functions of (seed, epoch), and who reads which part of it.
+
+Shards are permuted; each ``mix`` consecutive shards of the permutation are a **group**, in which every cut draws a
+number; the order of the epoch is that by (group, drawn number). So a cut's place follows from its shard and its
+position there, whatever else is read: nothing has to be replayed, or read at all, to know what comes after a place.
+
+A shard is cut into **blocks** of consecutive cuts, which are numbered along the permutation. Part p of P has the
+blocks whose number is p modulo P, in the order of the epoch. Blocks depend on the dataset alone, never on P.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+# Few enough to make whole shards the blocks of large datasets, and enough to give hundreds of parts equal shares.
+_WANTED_BLOCKS = 4096
+# Whole shards.
+_NO_LIMIT = 1 << 40
+
+
+class Place(NamedTuple):
+    """Where a cut comes in an epoch: places compare like the cuts they belong to follow each other."""
+
+    group: int
+    draw: int
+    block: int
+    item: int
+
+
+BEGINNING = Place(-1, 0, 0, 0)
+END = Place(1 << 40, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How shards are cut into blocks: of ``size`` cuts, ``per_shard`` numbers for each shard."""
+
+    size: int
+    per_shard: int
+
+    @classmethod
+    def choose(cls, num_shards: int, shard_size: int, block_size: int | None) -> Blocks:
+        """Blocks of ``block_size`` cuts; by default whole shards, or smaller ones where there are few shards.
+
+        Args:
+            num_shards: how many there are.
+            shard_size: cuts in a shard. Where a shard has more, blocks share numbers, which does no harm.
+            block_size: the wish of the caller.
+        """
+        if block_size is None:
+            block_size = max(1, num_shards * shard_size // _WANTED_BLOCKS)
+        if block_size >= shard_size:
+            return cls(_NO_LIMIT, 1)
+        return cls(block_size, -(-shard_size // block_size))
+
+
+class ShardPlaces(NamedTuple):
+    """The places of a shard's cuts: for cut n, those of its group, ``draws[n]``, ``blocks[n]`` and n."""
+
+    draws: np.ndarray
+    blocks: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order of all epochs of a dataset.
+
+    Args:
+        num_shards: how many there are.
+        blocks: how they are cut.
+        shuffle: whether there is any order but that of the dataset.
+        seed: of permutations and drawn numbers.
+        mix: shards of a group. Without ``shuffle`` each shard is a group of its own.
+    """
+
+    num_shards: int
+    blocks: Blocks
+    shuffle: bool = False
+    seed: int = 0
+    mix: int = 1
+
+    @property
+    def group_size(self) -> int:
+        return self.mix if self.shuffle else 1
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.num_shards // self.group_size)
+
+    def permutation(self, epoch: int) -> np.ndarray:
+        """The shards (num_shards,) in the order of an epoch."""
+        if not self.shuffle:
+            return np.arange(self.num_shards)
+        return np.argsort(_draw(self._key(epoch, 0), np.arange(self.num_shards, dtype=np.uint64)), kind="stable")
+
+    def slots(self, group: int) -> range:
+        """The positions in the permutation that make a group."""
+        return range(group * self.group_size, min((group + 1) * self.group_size, self.num_shards))
+
+    def group_of(self, place: tuple[int, int]) -> int:
+        """The group of (block, item)."""
+        block, item = place
+        return (block - item // self.blocks.size) // self.blocks.per_shard // self.group_size
+
+    def places(self, epoch: int, slot: int, count: int) -> ShardPlaces:
+        """The places of the ``count`` cuts of the shard at a position of the permutation."""
+        items = np.arange(count, dtype=np.int64)
+        blocks = slot * self.blocks.per_shard + items // self.blocks.size
+        if not self.shuffle:
+            return ShardPlaces(np.zeros(count, np.int64), blocks)
+        draws = _draw(self._key(epoch, slot + 1), items.astype(np.uint64))
+        return ShardPlaces(draws.astype(np.int64), blocks)
+
+    def _key(self, epoch: int, stream: int) -> int:
+        state = 0
+        for value in (self.seed, epoch, stream):
+            state = _mix_bits((state + value) & _WORD)
+        return state
+
+
+_WORD = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+
+
+def _mix_bits(value: int) -> int:
+    """SplitMix64 (Steele, Lea and Flood 2014): equal on every machine and with every version of any library."""
+    value = (value + _STEP) & _WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
+    return value ^ (value >> 31)
+
+
+def _draw(key: int, numbers: np.ndarray) -> np.ndarray:
+    """A number of 53 bits for each of ``numbers``: as ``_mix_bits``, for arrays. JSON readers keep 53 bits exactly."""
+    value = numbers * np.uint64(_STEP) + np.uint64(key)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (value ^ (value >> np.uint64(31))) >> np.uint64(11)

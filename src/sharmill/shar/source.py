@@ -1,0 +1,233 @@
+"""Where a reader's shards are: in a dataset with an index, or in a folder of somebody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from sharmill.errors import ConfigError, DamagedShard
+from sharmill.shar.fields import read_lines
+from sharmill.shar.foreign import ForeignShard, find_shards
+from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset
+from sharmill.shar.layout import (
+    BASE_FIELDS,
+    CONTEXT_CODES,
+    CUTS,
+    DATASET_FILE,
+    SHARDS_FILE,
+    TARGET_CODES,
+    codec_of_field,
+    codes_field,
+)
+from sharmill.store import STAGING_NAME, checksum_bytes
+
+_CODES = (TARGET_CODES, CONTEXT_CODES)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFiles:
+    """What there is to read of a shard.
+
+    Args:
+        index: the shard's number, for messages.
+        cuts: the file of its cuts.
+        fields: the files of the chosen fields, by the attribute of the cut that each fills.
+        count: cuts that there should be, if that is known.
+    """
+
+    index: int
+    cuts: Path
+    fields: Mapping[str, Path]
+    count: int | None
+
+
+class Source(Protocol):
+    """Shards in a fixed order, with chosen fields."""
+
+    foreign: bool
+
+    @property
+    def num_shards(self) -> int: ...
+
+    @property
+    def shard_size(self) -> int:
+        """Cuts in a usual shard: what blocks are chosen by."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells this dataset from another, for saved states; the fields do not matter."""
+
+    def count(self, shard: int) -> int:
+        """Cuts in a shard."""
+
+    def num_cuts(self) -> int: ...
+
+    def files(self, shard: int) -> ShardFiles: ...
+
+
+def open_source(directory: Path, fields: Sequence[str] | None, codec: str | None) -> Source:
+    """The shards of a folder.
+
+    Raises:
+        ConfigError: there are none, or not this field or codec.
+    """
+    unfinished = (directory / SHARDS_FILE).exists() or (directory / STAGING_NAME).exists()
+    has_cuts = (directory / CUTS).is_dir() or any(directory.glob(f"{CUTS}.*"))
+    if (directory / DATASET_FILE).exists() or unfinished or not has_cuts:
+        return IndexedSource(directory, fields, codec)
+    return ForeignSource(directory, fields, codec)
+
+
+class _Line(msgspec.Struct):
+    index: int
+    count: int
+
+
+class IndexedSource:
+    """A finished dataset, read through ``shards.jsonl``: no folder is listed, however many shards there are."""
+
+    foreign = False
+
+    def __init__(self, directory: Path, fields: Sequence[str] | None, codec: str | None) -> None:
+        self._directory = directory
+        self._dataset = read_dataset(directory)
+        self._fields = _choose(directory, _fields_of(self._dataset), fields, codec)
+
+    @cached_property
+    def _lines(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each shard, where its line of the index begins, and its number of cuts."""
+        path = self._directory / SHARDS_FILE
+        decoder = msgspec.json.Decoder(_Line)
+        starts, counts, position = [], [], 0
+        try:
+            with path.open("rb") as lines:
+                for line in lines:
+                    starts.append(position)
+                    counts.append(decoder.decode(line).count)
+                    position += len(line)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{self._directory} is not a finished dataset: there is no {SHARDS_FILE}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DamagedShard(f"{path}: line {len(starts)}: {error}") from error
+        found, recorded = (len(counts), sum(counts)), (self._dataset.num_shards, self._dataset.num_cuts)
+        if found != recorded:
+            raise DamagedShard(
+                f"{path} lists {found[0]} shards instead of {recorded[0]} and {found[1]} cuts instead of {recorded[1]}"
+            )
+        return np.array(starts, np.int64), np.array(counts, np.int64)
+
+    @property
+    def num_shards(self) -> int:
+        return self._dataset.num_shards
+
+    @property
+    def shard_size(self) -> int:
+        counts = self._lines[1]
+        return int(counts.max()) if len(counts) else 1
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"num_cuts": self.num_cuts(), "counts": checksum_bytes(self._lines[1].tobytes())}
+
+    def count(self, shard: int) -> int:
+        return int(self._lines[1][shard])
+
+    def num_cuts(self) -> int:
+        return self._dataset.num_cuts
+
+    def files(self, shard: int) -> ShardFiles:
+        path = self._directory / SHARDS_FILE
+        with path.open("rb") as lines:
+            lines.seek(self._lines[0][shard])
+            line = lines.readline()
+        try:
+            record = msgspec.json.decode(line, type=ShardRecord)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DamagedShard(f"{path}: line {shard + 1}: {error}") from error
+        missing = [field for field in (CUTS, *self._fields.values()) if field not in record.fields]
+        if missing:
+            raise DamagedShard(f"shard {record.index}: there is no {missing[0]}")
+        paths = {name: self._directory / record.fields[field].file for name, field in self._fields.items()}
+        return ShardFiles(record.index, self._directory / record.fields[CUTS].file, paths, record.count)
+
+
+class ForeignSource:
+    """A folder without an index, listed once. Cuts are counted where their number is needed, by reading them."""
+
+    foreign = True
+
+    def __init__(self, directory: Path, fields: Sequence[str] | None, codec: str | None) -> None:
+        self._shards = find_shards(directory)
+        self._fields = _choose(directory, _available(directory, self._shards[0]), fields, codec)
+        self._counts: dict[int, int] = {}
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._shards)
+
+    @property
+    def shard_size(self) -> int:
+        return max(1, self.count(0))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"shards": checksum_bytes(msgspec.json.encode([shard.index for shard in self._shards]))}
+
+    def count(self, shard: int) -> int:
+        if shard not in self._counts:
+            self._counts[shard] = len(read_lines(self._shards[shard].files[CUTS]))
+        return self._counts[shard]
+
+    def num_cuts(self) -> int:
+        return sum(self.count(shard) for shard in range(self.num_shards))
+
+    def files(self, shard: int) -> ShardFiles:
+        found = self._shards[shard]
+        paths = {name: found.files[field] for name, field in self._fields.items()}
+        return ShardFiles(found.index, found.files[CUTS], paths, self._counts.get(shard))
+
+
+def _fields_of(dataset: DatasetRecord) -> dict[str, list[str]]:
+    """The fields that can fill each attribute of a cut."""
+    available = {field: [field] for field in BASE_FIELDS if field != CUTS}
+    if dataset.codecs:
+        available |= {field: [codes_field(codec.name, field) for codec in dataset.codecs] for field in _CODES}
+    return available
+
+
+def _available(directory: Path, shard: ForeignShard) -> dict[str, list[str]]:
+    available: dict[str, list[str]] = {}
+    for field in shard.files:
+        if field != CUTS:
+            available.setdefault(field.rpartition("/")[2], []).append(field)
+    return available
+
+
+def _choose(
+    directory: Path, available: dict[str, list[str]], fields: Sequence[str] | None, codec: str | None
+) -> dict[str, str]:
+    """The field that fills each attribute of the cut that is wanted."""
+    codecs = sorted({found for choices in available.values() for field in choices if (found := codec_of_field(field))})
+    if codec is not None and codec not in codecs:
+        raise ConfigError(f"{directory} has no codec {codec!r}; it has {', '.join(codecs) or 'none'}")
+    unknown = [field for field in fields or () if field not in available and field != CUTS]
+    if unknown:
+        raise ConfigError(f"{directory} has no field {unknown[0]!r}; it has {', '.join(available)}")
+    chosen: dict[str, str] = {}
+    for name, choices in available.items():
+        if fields is None or name in fields:
+            wanted = [field for field in choices if codec is None or codec_of_field(field) in (codec, None)]
+            if len(wanted) > 1:
+                known = [found for field in wanted if (found := codec_of_field(field))]
+                if len(known) == len(wanted):
+                    raise ConfigError(f"{directory} has the codecs {', '.join(sorted(known))}: name one with codec=")
+                raise ConfigError(f"{directory} has several folders {name}: {', '.join(wanted)}; keep one")
+            if wanted:
+                chosen[name] = wanted[0]
+    return chosen

@@ -1,0 +1,222 @@
+"""How far an epoch has been read, by whom, so that others in any number can read the rest.
+
+For every number of parts P that read at an epoch, and every part, there is the last place that it came to. A cut is
+left if it comes after that place for each of these P, the part being the one that the cut belonged to then. Cuts that
+were taken but never used can be named as well; they are left whatever the places say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sharmill.errors import ConfigError
+from sharmill.shar.order import BEGINNING, END, Order, Place, ShardPlaces
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part ``index`` of ``count``: has the blocks whose number is ``index`` modulo ``count``."""
+
+    index: int = 0
+    count: int = 1
+
+    def has(self, block: int) -> bool:
+        return block % self.count == self.index
+
+
+@dataclass(slots=True)
+class EpochProgress:
+    """What has been read of one epoch.
+
+    Args:
+        reached: the last place read, by the part that read it.
+        unused: items by block, that were read and are left all the same.
+    """
+
+    reached: dict[Part, Place] = field(default_factory=dict)
+    unused: dict[int, set[int]] = field(default_factory=dict)
+
+    def groups_left(self, order: Order, part: Part) -> Iterator[int]:
+        """The groups that may have anything left for a part, in order: those that surely have not are passed over."""
+        unused = {order.group_of((block, item)) for block, items in self.unused.items() for item in items}
+        first = self.reached.get(part, BEGINNING).group
+        for count in {part.count for part in self.reached}:
+            first = max(first, min(self.reached.get(Part(index, count), BEGINNING).group for index in range(count)))
+        yield from sorted(group for group in unused if group < first)
+        yield from range(max(first, 0), order.num_groups)
+
+    def left(self, group: int, places: ShardPlaces) -> np.ndarray:
+        """Which cuts of a shard are left, as a mask (count,)."""
+        items = np.arange(len(places.blocks))
+        left = np.ones(len(items), bool)
+        for count in {part.count for part in self.reached}:
+            ends = [self.reached.get(Part(index, count), BEGINNING) for index in range(count)]
+            last = np.array(ends, np.int64)[places.blocks % count]
+            after = items > last[:, 3]
+            for found, limit in ((places.blocks, last[:, 2]), (places.draws, last[:, 1]), (group, last[:, 0])):
+                after = (found > limit) | ((found == limit) & after)
+            left &= after
+        for block, unused in self.unused.items():
+            left |= (places.blocks == block) & np.isin(items, list(unused))
+        return left
+
+    def add(self, other: EpochProgress) -> None:
+        """Takes over what another reader of the epoch knows."""
+        for part, place in other.reached.items():
+            self.reached[part] = max(self.reached.get(part, BEGINNING), place)
+        for block, items in other.unused.items():
+            self.unused.setdefault(block, set()).update(items)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far one part has come, or, where ``part`` is None, all parts together.
+
+    Args:
+        identity: what the places mean: dataset, seed and so on. States of other readers are refused.
+        epoch: the epoch being read. Of earlier ones nothing is left.
+        part: whose progress it is.
+        epochs: what is known of ``epoch`` and later ones.
+    """
+
+    identity: dict[str, Any]
+    epoch: int = 0
+    part: Part | None = None
+    epochs: dict[int, EpochProgress] = field(default_factory=dict)
+
+    def current(self) -> EpochProgress:
+        known = self.epochs.get(self.epoch)
+        if known is None:
+            known = self.epochs[self.epoch] = EpochProgress()
+        return known
+
+    def take(self, place: Place | None) -> None:
+        """Notes that the part came to a place. Padding, which has none, changes nothing."""
+        if place is None:
+            return
+        assert self.part is not None
+        known = self.current()
+        known.reached[self.part] = place
+        if place == END:
+            known.unused.clear()
+        elif items := known.unused.get(place.block):
+            items.discard(place.item)
+            if not items:
+                del known.unused[place.block]
+
+    def next_epoch(self) -> None:
+        self.epochs.pop(self.epoch, None)
+        self.epoch += 1
+
+    def for_part(self, part: Part) -> Progress:
+        """The same progress as a part of the reader that goes on with it."""
+        if self.part not in (None, part):
+            raise ConfigError(
+                f"the state is that of part {self.part.index} of {self.part.count}, and this is part {part.index} of "
+                f"{part.count}: put the states of all parts together with merge_states"
+            )
+        epochs = {
+            epoch: EpochProgress(
+                dict(known.reached), {block: set(items) for block, items in known.unused.items() if part.has(block)}
+            )
+            for epoch, known in self.epochs.items()
+        }
+        return Progress(self.identity, self.epoch, part, epochs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As numbers, texts and lists, for JSON and checkpoints."""
+        return {
+            "version": _VERSION,
+            "identity": dict(self.identity),
+            "epoch": self.epoch,
+            "part": None if self.part is None else [self.part.index, self.part.count],
+            "epochs": {
+                str(epoch): {
+                    "reached": [[part.index, part.count, *place] for part, place in known.reached.items()],
+                    "unused": [[block, *sorted(items)] for block, items in sorted(known.unused.items())],
+                }
+                for epoch, known in self.epochs.items()
+                if known.reached or known.unused
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Progress:
+        """Raises ConfigError where it is not the state of a reader."""
+        try:
+            if state["version"] != _VERSION:
+                raise ConfigError(f"the state has version {state['version']}; this sharmill reads {_VERSION}")
+            epochs = {
+                int(epoch): EpochProgress(
+                    {Part(*row[:2]): Place(*row[2:]) for row in known["reached"]},
+                    {row[0]: set(row[1:]) for row in known["unused"]},
+                )
+                for epoch, known in state["epochs"].items()
+            }
+            part = None if state["part"] is None else Part(*state["part"])
+            return cls(dict(state["identity"]), state["epoch"], part, epochs)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(f"this is not the state of a Shar reader: {error!r}") from error
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state out of those of all parts, for a reader of any number of ranks and workers.
+
+    Args:
+        states: what ``state_dict()`` gave for every part: each rank, and there each worker.
+
+    Returns:
+        What ``load_state_dict`` takes on every rank. With as many parts as before, each goes on with its own.
+
+    Raises:
+        ConfigError: a part is missing or there twice, or they do not belong to one reader.
+
+    Example:
+        >>> one = merge_states([rank_0.state_dict(), rank_1.state_dict()])  # doctest: +SKIP
+        >>> open_shar("data/librispeech", rank=2, world_size=3).data.load_state_dict(one)  # doctest: +SKIP
+    """
+    parts = [Progress.from_dict(state) for state in states]
+    if not parts:
+        raise ConfigError("there is no state to merge")
+    _check_complete([progress.part for progress in parts])
+    identity = parts[0].identity
+    for progress in parts[1:]:
+        check_identity(progress.identity, identity, "the states of two parts")
+    merged = Progress(identity, epoch=min(progress.epoch for progress in parts))
+    for progress in parts:
+        assert progress.part is not None
+        for epoch in range(merged.epoch, progress.epoch):
+            merged.epochs.setdefault(epoch, EpochProgress()).add(EpochProgress({progress.part: END}))
+        for epoch, known in progress.epochs.items():
+            merged.epochs.setdefault(epoch, EpochProgress()).add(known)
+    return merged.to_dict()
+
+
+def check_identity(found: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
+    """Raises ConfigError that says what differs."""
+    for key in sorted(found.keys() | expected.keys()):
+        if found.get(key) != expected.get(key):
+            raise ConfigError(f"{what} differ in {key}: {found.get(key)!r} and {expected.get(key)!r}")
+
+
+def _check_complete(parts: Iterable[Part | None]) -> None:
+    found = list(parts)
+    if None in found:
+        raise ConfigError("a state that is merged already cannot be merged once more")
+    counts = sorted({part.count for part in found if part})
+    if len(counts) > 1:
+        raise ConfigError(f"the states come from readers with {counts[0]} and with {counts[1]} parts")
+    indices = sorted(part.index for part in found if part)
+    if indices != list(range(counts[0])):
+        missing = sorted(set(range(counts[0])) - set(indices))
+        raise ConfigError(
+            f"of {counts[0]} parts, the states of {missing} are missing"
+            if missing
+            else f"there are {len(indices)} states of {counts[0]} parts: some are there twice"
+        )

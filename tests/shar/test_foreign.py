@@ -1,0 +1,108 @@
+"""``find_shards``: which files of a folder are the shards, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from sharmill.errors import ConfigError
+from sharmill.shar.foreign import ForeignShard, find_shards
+
+NESTED = ["cuts/cuts", "target_audio/recording", "codes_x/target_codes/codes"]
+
+
+def touch(folder, *names):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return folder
+
+
+def nested(folder, *indices):
+    for index in indices:
+        touch(folder, f"cuts/cuts.{index}.jsonl.gz", *(f"{field}.{index}.tar" for field in NESTED[1:]))
+    return folder
+
+
+def test_a_folder_per_field(tmp_path):
+    assert find_shards(nested(tmp_path, "000000", "000001")) == [
+        ForeignShard(
+            index,
+            {
+                "codes_x/target_codes": tmp_path / f"codes_x/target_codes/codes.00000{index}.tar",
+                "cuts": tmp_path / f"cuts/cuts.00000{index}.jsonl.gz",
+                "target_audio": tmp_path / f"target_audio/recording.00000{index}.tar",
+            },
+        )
+        for index in (0, 1)
+    ]
+
+
+def test_lhotses_one_folder(tmp_path):
+    touch(tmp_path, "cuts.000000.jsonl", "recording.000000.tar", "similarity.000000.jsonl.gz", "README.md")
+    assert find_shards(tmp_path) == [
+        ForeignShard(
+            0,
+            {
+                "cuts": tmp_path / "cuts.000000.jsonl",
+                "recording": tmp_path / "recording.000000.tar",
+                "similarity": tmp_path / "similarity.000000.jsonl.gz",
+            },
+        )
+    ]
+
+
+def test_lhotses_single_shard_without_a_number(tmp_path):
+    touch(tmp_path, "cuts.jsonl.gz", "recording.tar")
+    (shard,) = find_shards(tmp_path)
+    assert shard == ForeignShard(0, {"cuts": tmp_path / "cuts.jsonl.gz", "recording": tmp_path / "recording.tar"})
+
+
+def test_numbers_are_ordered_as_numbers(tmp_path):
+    assert [shard.index for shard in find_shards(nested(tmp_path, "10", "9", "2", "100", "0"))] == [0, 2, 9, 10, 100]
+
+
+def test_numbers_of_different_width_are_paired(tmp_path):
+    touch(tmp_path, "cuts.7.jsonl.gz", "recording.000007.tar")
+    (shard,) = find_shards(tmp_path)
+    assert (shard.index, shard.files["recording"].name) == (7, "recording.000007.tar")
+
+
+def test_other_files_are_left_alone(tmp_path):
+    nested(tmp_path, "0")
+    expected = find_shards(tmp_path)
+    touch(
+        tmp_path,
+        "cuts/cuts.0.jsonl.gz.idx",
+        "target_audio/recording.0.tar.idx",
+        "target_audio/.recording.0.tar",
+        ".cache/x/y.0.tar",
+        "shards.jsonl",
+        "notes/read.me",
+    )
+    assert find_shards(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (["recording.000000.tar"], "has no cuts"),
+        (["notes.txt"], "has no cuts"),
+        (["cuts/notes.txt", "target_audio/recording.000000.tar"], "has no cuts"),
+        (["cuts.0.jsonl.gz", "cuts.1.jsonl.gz", "recording.0.tar"], "cuts has a shard 1 and recording does not"),
+        (["cuts/cuts.0.jsonl.gz", "a/r.0.tar", "a/r.5.tar"], "a has a shard 5 and cuts does not"),
+        (["cuts.0.jsonl", "cuts.000000.jsonl.gz"], r"are both shard 0 of cuts; remove one"),
+        (["cuts/cuts.0.jsonl", "a/r.0.tar", "a/s.0.tar"], r"r\.0\.tar and s\.0\.tar are both shard 0 of a"),
+        (["cuts.0.jsonl", "recording.0.tar.gz"], "compressed archives are not read"),
+        (["cuts.0.jsonl", "cuts/cuts.0.jsonl"], "both in itself and in its folder"),
+        (["cuts.jsonl", "cuts.0.jsonl"], "with and without a number"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(tmp_path, names, what):
+    with pytest.raises(ConfigError, match=what):
+        find_shards(touch(tmp_path, *names))
+
+
+def test_what_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is not a folder"):
+        find_shards(touch(tmp_path, "file") / "file")

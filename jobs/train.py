@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharmill.training.resumable import ResumableLoader, resumable_loader
 from speech_lm import Losses, SpeechLM
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from train_config import TrainConfig
+from train_data import TEXT_SIZE, codes_sizes, make_data
 
 from sharmill.config import load_typed
 from sharmill.errors import ConfigError
@@ -115,21 +115,12 @@ class Training:
         self.config, self.world = config, world
         self.out_dir = Path(config.out_dir)
         self.checkpoints = Checkpoints(self.out_dir, config.keep)
-        (self.seed,) = {config.seed} if config.seed is not None else set(world.gather(secrets.randbits(31))[:1])
+        self.seed: int = world.gather(secrets.randbits(31))[0] if config.seed is None else config.seed
         torch.manual_seed(self.seed)
         self.step = 0
         self.leave = False
-        self.loader: ResumableLoader = resumable_loader(
-            config.dataset,
-            codec=config.codec,
-            batch_seconds=config.batch_seconds,
-            order_seed=config.order_seed,
-            slice_seed=self.seed,
-            rank=world.rank,
-            world_size=world.size,
-            num_workers=config.num_workers,
-        )
-        model = SpeechLM(config.model, *self.loader.sizes).to(world.device)
+        self.data = make_data(config, rank=world.rank, world_size=world.size, seed=self.seed)
+        model = SpeechLM(config.model, TEXT_SIZE, *codes_sizes(config)).to(world.device)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / config.warmup_steps)
@@ -145,7 +136,7 @@ class Training:
         saved = self.step
         with (self.out_dir / f"steps.rank{self.world.rank}.jsonl").open("a", buffering=1) as log:
             log.write(json.dumps(self._begin()) + "\n")
-            batches = iter(self.loader)
+            batches = iter(self.data)
             while self.step < self.config.max_steps:
                 started = time.perf_counter()
                 batch = next(batches)
@@ -170,9 +161,9 @@ class Training:
             moved["text_tokens"],
             moved["text_lens"],
             moved["context_codes"],
-            moved["context_codes_lens"],
+            moved["context_code_lens"],
             moved["target_codes"],
-            moved["target_codes_lens"],
+            moved["target_code_lens"],
         )
         self.optimizer.zero_grad(set_to_none=True)
         losses.total.backward()
@@ -187,9 +178,9 @@ class Training:
     def _describe(self, batch: dict[str, Any], losses: Losses, seconds: float, waited: float) -> dict[str, Any]:
         values = {
             "step": self.step,
-            "loss": round(float(losses.total), 4),
-            "text_loss": round(float(losses.text), 4),
-            "codes_loss": round(float(losses.codes), 4),
+            "loss": round(losses.total.item(), 4),
+            "text_loss": round(losses.text.item(), 4),
+            "codes_loss": round(losses.codes.item(), 4),
             "samples": len(batch["ids"]),
             "tokens_per_second": round(losses.num_positions / seconds, 1),
             "wait_share": round(waited / seconds, 4),
@@ -197,7 +188,7 @@ class Training:
         return values | ({"ids": batch["ids"]} if self.config.log_ids else {})
 
     def _save(self) -> None:
-        data = self.loader.merge(self.world.gather(self.loader.state_dict()))
+        data = self.data.merge(self.world.gather(self.data.state_dict()))
         if self.world.rank == 0:
             model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
             self.checkpoints.save(
@@ -219,7 +210,8 @@ class Training:
         model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
-        self.loader.load_state_dict(state["data"])
+        if state["data"] is not None and self.config.loader is None:
+            self.data.load_state_dict(state["data"])
         self.step = state["step"]
 
     def _on_signal(self, number: int, frame: object) -> None:

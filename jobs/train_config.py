@@ -23,14 +23,20 @@ class ModelConfig:
 class TrainConfig:
     """What to train on, how long, and where to keep it.
 
-    ``order_seed`` makes the order of the data and belongs to the whole training; ``seed`` is of one job: initial
-    weights and the choice of context slices (null: drawn and logged). ``batch_seconds`` limits the padded target audio
-    of a batch, on each rank. ``keep`` is how many checkpoints stay.
+    ``batch_seconds`` limits the padded target audio of a batch, on each rank. ``order_seed`` makes the order of the
+    data and belongs to the whole training; ``seed`` is of one job: the first weights and the slices of contexts (null:
+    drawn and logged). ``keep`` is how many checkpoints stay.
+
+    With ``loader``, a YAML file for ``sharmill.training.get_dataloader``, NeMo's loader makes the batches, of this
+    dataset and whatever else is in it, in an order that follows from ``seed`` and ``shard_seed``. Such a loader cannot
+    say how far it has come: each job then begins an order of its own.
     """
 
     dataset: str
     out_dir: str
     codec: str | None = None
+    loader: str | None = None
+    shard_seed: Literal["randomized", "trng"] | int = "randomized"
     max_steps: int = 1000
     checkpoint_every: int = 100
     keep: int = 2
@@ -38,7 +44,6 @@ class TrainConfig:
     num_workers: int = 1
     order_seed: int = 0
     seed: int | None = None
-    shard_seed: Literal["randomized"] | int = "randomized"
     learning_rate: float = 1e-3
     warmup_steps: int = 50
     device: Literal["auto", "cpu", "cuda"] = "auto"

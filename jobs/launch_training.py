@@ -1,0 +1,121 @@
+"""Submits N consecutive SLURM jobs of one training: each begins when the one before has ended, however it ended.
+
+python jobs/launch_training.py -n 8 [--profile PROFILE] [--nodes 2] [--sbatch=--exclusive] CONFIG [key=value ...]
+
+Every job goes on from the newest checkpoint. Each has its own random seed (a `seed=` of the command line is refused),
+and reads with `shard_seed=randomized`: data-parallel ranks then differ, tensor-parallel ranks agree. The numbers of the
+jobs and their seeds are printed and noted in `jobs.jsonl` of the training's `out_dir`. Once `max_steps` are done, the
+jobs that are left end at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+from train_config import TrainConfig
+
+from sharmill.config import load_typed
+from sharmill.errors import ConfigError
+from sharmill.executors.profile import ClusterProfile, load_profile
+from sharmill.executors.slurm_queue import outside_own_job
+
+_SCRIPT = Path(__file__).parent / "sbatch" / "train.sbatch"
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-n", "--num-jobs", type=int, required=True, help="how many jobs, one after the other")
+    parser.add_argument("--profile", type=Path, help="the cluster profile, whose gpu part says what a node gives")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes per job")
+    parser.add_argument("--after", help="the number of a job that the first one waits for")
+    parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="a further option of sbatch")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and submit nothing")
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    return parser.parse_intermixed_args(arguments)
+
+
+def profile_options(cluster: ClusterProfile, nodes: int) -> list[str]:
+    """The options of sbatch for one training job."""
+    ranks = cluster.gpu
+    values = {
+        "partition": ranks.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "gpus-per-node": ranks.gpus or None,
+        "cpus-per-task": ranks.cores * max(1, ranks.gpus),
+        "mem": f"{round(ranks.memory_gb * 1024) * max(1, ranks.gpus)}M",
+        "time": ranks.timeout_min,
+        "signal": f"B:TERM@{cluster.signal_s}",
+        "nodes": nodes,
+        **ranks.extra,
+    }
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+
+
+def submit(command: list[str]) -> str:
+    """The number of the job.
+
+    Raises:
+        ConfigError: sbatch is not here, or refuses it.
+    """
+    try:
+        with outside_own_job():
+            said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    except FileNotFoundError as error:
+        raise ConfigError("there is no sbatch here; are you on a SLURM cluster?") from error
+    except subprocess.SubprocessError as error:
+        reason = " ".join(str(getattr(error, "stderr", None) or error).split())
+        raise ConfigError(f"sbatch refuses the job: {reason}") from error
+    return said.strip().split(";")[0]
+
+
+def launch(options: argparse.Namespace) -> None:
+    """Submits the jobs, each behind the one before.
+
+    Raises:
+        ConfigError: the configuration or the profile is wrong, or SLURM refuses a job; those before it stay submitted.
+    """
+    if options.num_jobs < 1 or options.nodes < 1:
+        raise ConfigError("-n and --nodes must be at least 1")
+    if any(override.partition("=")[0] in ("seed", "shard_seed") for override in options.overrides):
+        raise ConfigError("each job gets its own seed: leave out seed= and shard_seed=")
+    config = load_typed(TrainConfig, options.config, options.overrides)
+    chosen = profile_options(load_profile(options.profile), options.nodes) if options.profile else []
+    chosen = chosen or [f"--nodes={options.nodes}"]
+    before = options.after
+    for _ in range(options.num_jobs):
+        seed = secrets.randbits(31)
+        behind = [f"--dependency=afterany:{before}"] if before else []
+        command = ["sbatch", "--parsable", *chosen, *options.sbatch, *behind, str(_SCRIPT), options.config]
+        command += [*options.overrides, f"seed={seed}", "shard_seed=randomized"]
+        if options.dry_run:
+            print(" ".join(command))
+            before = "JOB_BEFORE"
+            continue
+        note = {"job": submit(command), "after": before, "seed": seed}
+        before = note["job"]
+        print(f"job {note['job']}, seed {seed}" + (f", after {note['after']}" if note["after"] else ""))
+        out_dir = Path(config.out_dir)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with (out_dir / "jobs.jsonl").open("a") as notes:
+            notes.write(json.dumps(note) + "\n")
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status."""
+    try:
+        launch(parse(arguments))
+    except ConfigError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

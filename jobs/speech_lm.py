@@ -1,0 +1,116 @@
+"""A small decoder-only transformer over text and codec codes: the model of the training example.
+
+One sequence per utterance: text, then the frames of the context, then those of the target. A frame is one position: the
+sum of its codebooks' embeddings goes in, one distribution per codebook comes out. Next-token prediction over text and
+target; nothing is predicted within the context, which at inference is given.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from train_config import ModelConfig
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Mean cross-entropies, in nats per text token and per code, and how many positions there were."""
+
+    text: Tensor
+    codes: Tensor
+    num_positions: int
+
+    @property
+    def total(self) -> Tensor:
+        return self.text + self.codes
+
+
+class SpeechLM(nn.Module):
+    """``text_size`` and ``codes_size`` count the ids of text tokens and of one codebook, special ones included."""
+
+    def __init__(self, config: ModelConfig, text_size: int, num_codebooks: int, codes_size: int) -> None:
+        super().__init__()
+        self.num_codebooks, self.codes_size = num_codebooks, codes_size
+        self.text_embedding = nn.Embedding(text_size, config.dim)
+        self.codes_embedding = nn.Embedding(num_codebooks * codes_size, config.dim)
+        self.part_embedding = nn.Embedding(3, config.dim)
+        layer = nn.TransformerEncoderLayer(
+            config.dim, config.num_heads, 4 * config.dim, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, config.num_layers, nn.LayerNorm(config.dim), False)
+        self.text_head = nn.Linear(config.dim, text_size)
+        self.codes_head = nn.Linear(config.dim, num_codebooks * codes_size)
+        for embedding in (self.text_embedding, self.codes_embedding, self.part_embedding):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(
+        self,
+        text: Tensor,
+        text_lens: Tensor,
+        context: Tensor,
+        context_lens: Tensor,
+        target: Tensor,
+        target_lens: Tensor,
+    ) -> Losses:
+        """Losses of a padded batch.
+
+        Args:
+            text: (batch, tokens), with its special tokens; ``text_lens`` (batch,).
+            context, target: (batch, codebooks, frames), with their special frames; their lengths in frames (batch,).
+        """
+        parts = (self.text_embedding(text), self._embed_codes(context), self._embed_codes(target))
+        lengths = (text_lens, context_lens, target_lens)
+        hidden = torch.cat([self._place(part, index) for index, part in enumerate(parts)], dim=1)
+        present = torch.cat(
+            [_present(part.shape[1], length) for part, length in zip(parts, lengths, strict=True)], dim=1
+        )
+        hidden = self.layers(hidden, mask=_causal_mask(present, self.layers.layers[0].self_attn.num_heads))
+        text_hidden, _, target_hidden = hidden.split([part.shape[1] for part in parts], dim=1)
+        return Losses(
+            text=_next_loss(self.text_head(text_hidden), text, text_lens),
+            codes=_next_loss(
+                self.codes_head(target_hidden).unflatten(-1, (self.num_codebooks, self.codes_size)),
+                target.transpose(1, 2),
+                target_lens,
+            ),
+            num_positions=int(present.sum()),
+        )
+
+    def _embed_codes(self, codes: Tensor) -> Tensor:
+        """(batch, codebooks, frames) to (batch, frames, dim)."""
+        shift = torch.arange(self.num_codebooks, device=codes.device) * self.codes_size
+        return self.codes_embedding(codes + shift[:, None]).sum(dim=1)
+
+    def _place(self, part: Tensor, index: int) -> Tensor:
+        """Adds which part it is, and sinusoidal positions within it (Vaswani et al., 2017, arXiv:1706.03762)."""
+        frames, dim = part.shape[1:]
+        rates = torch.exp(torch.arange(0, dim, 2, device=part.device) * (-math.log(10_000.0) / dim))
+        angles = torch.arange(frames, device=part.device)[:, None] * rates
+        return part + self.part_embedding.weight[index] + 0.1 * torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def _present(size: int, lengths: Tensor) -> Tensor:
+    return torch.arange(size, device=lengths.device) < lengths[:, None]
+
+
+def _causal_mask(present: Tensor, num_heads: int) -> Tensor:
+    """(batch * heads, positions, positions), true where attention is not allowed. A padded position sees itself, since
+    a softmax over nothing is not a number."""
+    size = present.shape[1]
+    causal = torch.ones(size, size, dtype=torch.bool, device=present.device).tril()
+    own = torch.eye(size, dtype=torch.bool, device=present.device)
+    allowed = (causal & present[:, None, :]) | own
+    return (~allowed).repeat_interleave(num_heads, dim=0)
+
+
+def _next_loss(logits: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    """Mean cross-entropy of the id after each position: (batch, positions, ..., size), (batch, positions, ...)."""
+    present = _present(ids.shape[1], lengths)[:, 1:]
+    following = ids[:, 1:].masked_fill(~present.view(*present.shape, *[1] * (ids.dim() - 2)), _IGNORED)
+    return functional.cross_entropy(logits[:, :-1].flatten(0, -2), following.flatten(), ignore_index=_IGNORED)

@@ -1,0 +1,237 @@
+"""Trains a small decoder-only transformer on a finished dataset: an example of reading Shar in training.
+
+torchrun --nproc_per_node=2 jobs/train.py configs/training/example.yaml [key=value ...]
+
+It goes on from the newest checkpoint of ``out_dir``, on as many ranks and workers as there are then: model, optimizer
+and the place in the data, so that every utterance comes once per epoch whatever the interruptions. On SIGTERM it saves
+a checkpoint and leaves; the exit status is 0 when it left in good order, finished or not.
+
+``out_dir`` gets ``checkpoints/``, and for each rank ``steps.rank<n>.jsonl``: loss, samples, tokens per second and the
+share of the time that was spent waiting for data, and with ``log_ids`` the ids of the cuts.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from speech_lm import Losses, SpeechLM
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from train_config import TrainConfig
+from train_data import TEXT_SIZE, codes_sizes, make_data
+
+from sharmill.config import load_typed
+from sharmill.errors import ConfigError
+from sharmill.store import write_atomic
+
+_CHECKPOINT = re.compile(r"step-(\d{9})\.pt")
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of this training, as torchrun numbers them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def any(self, value: bool) -> bool:
+        """Whether it is true on any rank: what all ranks must do together is decided so."""
+        if self.size == 1:
+            return value
+        flag = torch.tensor(int(value), device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+
+@contextmanager
+def world_of(config: TrainConfig) -> Iterator[World]:
+    """Joins the other ranks that torchrun started; alone without it."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    if size > 1:
+        dist.init_process_group("nccl" if use_cuda else "gloo")
+    try:
+        yield World(rank, size, device)
+    finally:
+        if size > 1:
+            dist.destroy_process_group()
+
+
+class Checkpoints:
+    """The checkpoints of a training: whole or not there."""
+
+    def __init__(self, out_dir: Path, keep: int) -> None:
+        self._folder = out_dir / "checkpoints"
+        self._keep = keep
+
+    def newest(self) -> dict[str, Any] | None:
+        paths = self._paths()
+        return torch.load(paths[-1], map_location="cpu", weights_only=True) if paths else None
+
+    def save(self, state: dict[str, Any]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stream = io.BytesIO()
+        torch.save(state, stream)
+        write_atomic(self._folder / f"step-{state['step']:09d}.pt", stream.getvalue())
+        for path in self._paths()[: -self._keep]:
+            path.unlink()
+
+    def _paths(self) -> list[Path]:
+        if not self._folder.is_dir():
+            return []
+        return sorted(path for path in self._folder.iterdir() if _CHECKPOINT.fullmatch(path.name))
+
+
+class Training:
+    """One job's part of a training: begins where the newest checkpoint ends."""
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self.config, self.world = config, world
+        self.out_dir = Path(config.out_dir)
+        self.checkpoints = Checkpoints(self.out_dir, config.keep)
+        self.seed: int = world.gather(secrets.randbits(31))[0] if config.seed is None else config.seed
+        torch.manual_seed(self.seed)
+        self.step = 0
+        self.leave = False
+        self.data = make_data(config, rank=world.rank, world_size=world.size, seed=self.seed)
+        model = SpeechLM(config.model, TEXT_SIZE, *codes_sizes(config)).to(world.device)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / config.warmup_steps)
+        )
+        if (state := self.checkpoints.newest()) is not None:
+            self._load(model, state)
+        self.model: nn.Module = DistributedDataParallel(model) if world.size > 1 else model
+
+    def run(self) -> None:
+        """Trains until ``max_steps`` are done, or until it is told to leave."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        saved = self.step
+        with (self.out_dir / f"steps.rank{self.world.rank}.jsonl").open("a", buffering=1) as log:
+            log.write(json.dumps(self._begin()) + "\n")
+            batches = iter(self.data)
+            while self.step < self.config.max_steps:
+                started = time.perf_counter()
+                batch = next(batches)
+                waited = time.perf_counter() - started
+                losses = self._train(batch)
+                self.step += 1
+                seconds = time.perf_counter() - started
+                log.write(json.dumps(self._describe(batch, losses, seconds, waited)) + "\n")
+                leave = self.world.any(self.leave)
+                if leave or self.step % self.config.checkpoint_every == 0 or self.step == self.config.max_steps:
+                    self._save()
+                    saved = self.step
+                if leave:
+                    break
+        if self.world.rank == 0:
+            ended = "finished" if self.step == self.config.max_steps else "told to leave"
+            print(f"train: {ended} at step {self.step}, saved at step {saved}", flush=True)
+
+    def _train(self, batch: dict[str, Any]) -> Losses:
+        moved = {name: value.to(self.world.device) for name, value in batch.items() if torch.is_tensor(value)}
+        losses: Losses = self.model(
+            moved["text_tokens"],
+            moved["text_lens"],
+            moved["context_codes"],
+            moved["context_code_lens"],
+            moved["target_codes"],
+            moved["target_code_lens"],
+        )
+        self.optimizer.zero_grad(set_to_none=True)
+        losses.total.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        return losses
+
+    def _begin(self) -> dict[str, Any]:
+        return {"begin": self.step, "seed": self.seed, "rank": self.world.rank, "world_size": self.world.size}
+
+    def _describe(self, batch: dict[str, Any], losses: Losses, seconds: float, waited: float) -> dict[str, Any]:
+        values = {
+            "step": self.step,
+            "loss": round(losses.total.item(), 4),
+            "text_loss": round(losses.text.item(), 4),
+            "codes_loss": round(losses.codes.item(), 4),
+            "samples": len(batch["ids"]),
+            "tokens_per_second": round(losses.num_positions / seconds, 1),
+            "wait_share": round(waited / seconds, 4),
+        }
+        return values | ({"ids": batch["ids"]} if self.config.log_ids else {})
+
+    def _save(self) -> None:
+        data = self.data.merge(self.world.gather(self.data.state_dict()))
+        if self.world.rank == 0:
+            model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+            self.checkpoints.save(
+                {
+                    "step": self.step,
+                    "model_config": asdict(self.config.model),
+                    "model": model.state_dict(),
+                    "optimizer": self.optimizer.state_dict(),
+                    "schedule": self.schedule.state_dict(),
+                    "data": data,
+                }
+            )
+
+    def _load(self, model: SpeechLM, state: dict[str, Any]) -> None:
+        if state["model_config"] != asdict(self.config.model):
+            raise ConfigError(
+                f"{self.out_dir} has checkpoints of another model, {state['model_config']}: use another out_dir"
+            )
+        model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        if state["data"] is not None and self.config.loader is None:
+            self.data.load_state_dict(state["data"])
+        self.step = state["step"]
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.leave = True
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if arguments else 2
+    try:
+        config = load_typed(TrainConfig, arguments[0], arguments[1:])
+        with world_of(config) as world:
+            Training(config, world).run()
+    except ConfigError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

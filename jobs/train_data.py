@@ -1,0 +1,133 @@
+"""The batches of the training example, and how far they have been read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from lhotse import CutSet
+from lhotse.dataset import DynamicCutSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from train_config import TrainConfig
+
+from sharmill.shar import open_shar
+from sharmill.shar.index import read_dataset
+from sharmill.shar.layout import CONTEXT_CODES, TARGET_CODES
+from sharmill.shar.loading import ResumableDataset, merge_loader_states
+from sharmill.training.dataset import CodecForm, ContextSpeechDataset
+from sharmill.training.tokenizers import load_tokenizer
+
+_TEXT_BOS, _TEXT_EOS = 256, 257
+TEXT_SIZE = 258
+# BOS and EOS, which ContextSpeechDataset adds to the codes.
+_NUM_MARKS = 2
+
+
+class TrainingData(Protocol):
+    """Batches without end, for one rank."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """How far this rank is; None where that cannot be told."""
+
+    def merge(self, states: Sequence[Any]) -> dict[str, Any] | None:
+        """One state for any number of ranks, from those of all."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what ``merge`` gave; before iterating."""
+
+
+def make_data(config: TrainConfig, *, rank: int, world_size: int, seed: int) -> TrainingData:
+    """The batches that the configuration asks for."""
+    tensors = ContextSpeechDataset(
+        CodecForm.of_dataset(config.dataset, config.codec),
+        load_tokenizer("bytes"),
+        text_bos_id=_TEXT_BOS,
+        text_eos_id=_TEXT_EOS,
+        seed=seed,
+    )
+    if config.loader is not None:
+        return MixedData(config, tensors, rank=rank, world_size=world_size, seed=seed)
+    return ExactData(config, tensors, rank=rank, world_size=world_size)
+
+
+def codes_sizes(config: TrainConfig) -> tuple[int, int]:
+    """The number of codebooks, and of the ids in each of them, marks included."""
+    form = CodecForm.of_dataset(config.dataset, config.codec)
+    records = read_dataset(Path(config.dataset)).codecs
+    record = next(record for record in records if config.codec in (None, record.name))
+    return record.num_codebooks, form.codebook_size + _NUM_MARKS
+
+
+class ExactData:
+    """Our reader, batches by duration, and a state from which every cut comes once per epoch whatever happens."""
+
+    def __init__(self, config: TrainConfig, tensors: ContextSpeechDataset, *, rank: int, world_size: int) -> None:
+        cuts = open_shar(
+            config.dataset,
+            [TARGET_CODES, CONTEXT_CODES],
+            codec=config.codec,
+            shuffle=True,
+            seed=config.order_seed,
+            rank=rank,
+            world_size=world_size,
+            infinite=True,
+        )
+        batches = partial(_by_duration, max_duration=config.batch_seconds)
+        self._dataset = ResumableDataset(cuts, batches, finish=tensors.__getitem__)
+        self._num_workers = config.num_workers
+        self._loader: StatefulDataLoader | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._begun())
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._begun().state_dict()
+
+    def merge(self, states: Sequence[Any]) -> dict[str, Any]:
+        return merge_loader_states(states)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert self._loader is None, "a state is loaded before its workers start"
+        self._dataset.load_state_dict(state)
+
+    def _begun(self) -> StatefulDataLoader:
+        if self._loader is None:
+            self._loader = StatefulDataLoader(self._dataset, batch_size=None, num_workers=self._num_workers)
+        return self._loader
+
+
+class MixedData:
+    """NeMo's multimodal loader."""
+
+    def __init__(
+        self, config: TrainConfig, tensors: ContextSpeechDataset, *, rank: int, world_size: int, seed: int
+    ) -> None:
+        from omegaconf import OmegaConf
+
+        from sharmill.training import get_dataloader
+
+        settings = OmegaConf.load(str(config.loader))
+        settings = OmegaConf.merge(settings.get("train_ds", settings), {"seed": seed, "shard_seed": config.shard_seed})
+        self._loader = get_dataloader(settings, rank, world_size, load_tokenizer("bytes"), dataset=tensors)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            yield from self._loader
+
+    def state_dict(self) -> None:
+        return None
+
+    def merge(self, states: Sequence[Any]) -> None:
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise AssertionError("there is never a state to load")
+
+
+def _by_duration(cuts: CutSet, max_duration: float) -> DynamicCutSampler:
+    # The reader has given this rank and worker their part already.
+    return DynamicCutSampler(cuts, max_duration=max_duration, rank=0, world_size=1)

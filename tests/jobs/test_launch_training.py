@@ -1,0 +1,88 @@
+"""Consecutive training jobs: which commands are submitted, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+
+import launch_training
+import pytest
+
+CONFIG = "dataset: data\nout_dir: {}\nmax_steps: 10\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "train.yaml"
+    path.write_text(CONFIG.format(tmp_path / "out"))
+    return path
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ``sbatch`` that notes its arguments and numbers the jobs; the notes' file."""
+    notes = tmp_path / "sbatch.log"
+    script = tmp_path / "bin" / "sbatch"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\necho "$@" >> {notes}\necho "$((100 + $(wc -l < {notes})));cluster"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(script.parent), prepend=":")
+    return notes
+
+
+def test_each_job_waits_for_the_one_before_and_has_its_own_seed(
+    config: Path, sbatch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch_training.main(["-n", "3", "--after", "7", str(config), "learning_rate=0.01"]) == 0
+    lines = sbatch.read_text().splitlines()
+    assert [re.search(r"afterany:(\S+)", line)[1] for line in lines] == ["7", "101", "102"]
+    seeds = [int(re.search(r" seed=(\d+)", line)[1]) for line in lines]
+    assert len(set(seeds)) == 3
+    assert all("learning_rate=0.01" in line and line.endswith("shard_seed=randomized") for line in lines)
+    noted = [json.loads(line) for line in (tmp_path / "out" / "jobs.jsonl").read_text().splitlines()]
+    assert noted == [
+        {"job": str(101 + n), "after": after, "seed": seed}
+        for n, (after, seed) in enumerate(zip(["7", "101", "102"], seeds, strict=True))
+    ]
+    assert f"job 103, seed {seeds[2]}, after 102" in capsys.readouterr().out
+
+
+def test_the_profile_says_what_a_job_asks_for(config: Path, sbatch: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.yaml"
+    profile.write_text("account: lab\nsignal_s: 45\ngpu: {partition: big, gpus: 4, cores: 8, memory_gb: 10}\n")
+    options = ["-n", "1", "--nodes", "2", "--profile", str(profile), "--sbatch=--exclusive", str(config)]
+    assert launch_training.main(options) == 0
+    asked = set(sbatch.read_text().split())
+    assert {"--partition=big", "--account=lab", "--gpus-per-node=4", "--cpus-per-task=32", "--mem=40960M"} <= asked
+    assert {"--nodes=2", "--signal=B:TERM@45", "--exclusive"} <= asked
+
+
+def test_a_dry_run_submits_nothing(config: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch_training.main(["-n", "2", "--dry-run", str(config)]) == 0
+    assert not sbatch.exists()
+    first, second = capsys.readouterr().out.splitlines()
+    assert "--dependency" not in first
+    assert "--dependency=afterany:JOB_BEFORE" in second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "2", "{config}", "seed=1"], "each job gets its own seed"),
+        (["-n", "0", "{config}"], "at least 1"),
+        (["-n", "1", "{config}", "max_stepz=1"], "max_steps"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    arguments: list[str], said: str, config: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch_training.main([argument.format(config=config) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not sbatch.exists()
+
+
+def test_a_refusal_of_slurm_is_told(config: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sbatch.parent / "bin" / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2\nexit 1\n")
+    assert launch_training.main(["-n", "2", str(config)]) == 2
+    assert capsys.readouterr().err == "Error: sbatch refuses the job: invalid partition\n"

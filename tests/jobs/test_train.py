@@ -1,0 +1,104 @@
+"""The training example in real processes under torchrun: it learns, is killed, and goes on with the same data."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sharmill.shar import open_shar
+
+pytestmark = pytest.mark.slow
+
+LIMIT_SECONDS = 120
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.02)
+
+
+def ids_by_step(example, rank):
+    """Of each step the ids that were trained on; a step that was done again must have had the same ones."""
+    ids = {}
+    for values in example.steps(rank):
+        assert ids.setdefault(values["step"], values["ids"]) == values["ids"]
+    return ids
+
+
+def rank_pids(process: subprocess.Popen[str]) -> list[int]:
+    """The ranks that torchrun started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_killed_and_resumed_it_has_the_data_of_an_uninterrupted_training(example) -> None:
+    whole, killed = example("whole"), example("killed")
+    whole.run()
+    moment = random.Random(time.time_ns()).randrange(6, 38)
+    process = killed.start()
+    wait_for(lambda: len(killed.steps(0)) >= moment, process)
+    os.kill(random.choice(rank_pids(process)), signal.SIGKILL)
+    process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode != 0
+    assert 0 < killed.saved_step() < 40, "it was to be killed half-way"
+    killed.run()
+    for rank in range(2):
+        assert ids_by_step(killed, rank) == ids_by_step(whole, rank)
+        assert sorted(ids_by_step(whole, rank)) == list(range(1, 41))
+
+
+def test_it_learns(example) -> None:
+    learner = example("learner", max_steps=80, learning_rate=2e-2, checkpoint_every=80)
+    learner.run(ranks=1)
+    steps = learner.steps(0)
+    first, last = steps[0]["loss"], sum(values["loss"] for values in steps[-5:]) / 5
+    assert last < first / 2
+    assert all(values["tokens_per_second"] > 0 and 0 <= values["wait_share"] <= 1 for values in steps)
+    assert all(values["samples"] == len(values["ids"]) for values in steps)
+
+
+def test_told_to_leave_it_saves_and_goes_on_with_other_ranks_and_workers(example, speech: Path) -> None:
+    elastic = example("elastic", checkpoint_every=1000, max_steps=1000, batch_seconds=1.5)
+    process = elastic.start("num_workers=2")
+    wait_for(lambda: len(elastic.steps(0)) >= 3, process)
+    for pid in rank_pids(process):
+        os.kill(pid, signal.SIGTERM)
+    printed, _ = process.communicate(timeout=LIMIT_SECONDS)
+    left_at = elastic.saved_step()
+    assert left_at >= 3
+    assert f"told to leave at step {left_at}" in printed
+    before = [cut_id for rank in range(2) for ids in ids_by_step(elastic, rank).values() for cut_id in ids]
+    every = Counter(cut.id for cut in open_shar(speech, []))
+    if len(before) >= len(every):
+        pytest.fail("it went on for more than an epoch before it left")
+    elastic.run(f"max_steps={left_at + 60}", "num_workers=0", ranks=1)
+    after = [cut_id for values in elastic.steps(0) if values["step"] > left_at for cut_id in values["ids"]]
+    # What the two ranks left of their epoch comes first, each cut once.
+    assert Counter(before + after[: len(every) - len(before)]) == every
+
+
+def test_a_finished_training_ends_at_once(example) -> None:
+    done = example("done", max_steps=2, checkpoint_every=2)
+    done.run(ranks=1)
+    assert "finished at step 2, saved at step 2" in done.run(ranks=1)
+    assert [values["step"] for values in done.steps(0)] == [1, 2]
+
+
+def test_checkpoints_of_another_model_are_refused(example) -> None:
+    done = example("done", max_steps=1, checkpoint_every=1)
+    done.run(ranks=1)
+    process = done.start("model.dim=32", ranks=1)
+    printed, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert "has checkpoints of another model" in printed
+    assert process.returncode != 0

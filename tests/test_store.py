@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import xxhash
@@ -16,7 +17,9 @@ from sharmill.store import (
     PublishedFile,
     Staging,
     open_atomic,
+    path_aside,
     publish_directory,
+    remove_asides,
     remove_staging,
     remove_tree,
     require_writable,
@@ -98,6 +101,26 @@ def test_staging_leaves_nothing_after_an_error(tmp_path):
     with pytest.raises(ZeroDivisionError), staging:
         fail_after(staging.path("a/b").write_bytes(b"half"))
     assert names(tmp_path) == [STAGING_NAME]
+    remove_staging(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_what_killed_processes_left_aside_is_removed_and_nothing_else(tmp_path):
+    for name in ("kept", ".kept.tmp", ".hidden", "below/kept"):
+        write_atomic(tmp_path / name, b"")
+    for name in ("mine", "others", "below/mine"):
+        path_aside(tmp_path / name).touch()
+    remove_asides(tmp_path, {"mine"})
+    assert [name.split(".")[1] for name in names(tmp_path) if name.endswith(".tmp")] == ["kept", "others", "mine"]
+    remove_asides(tmp_path)
+    remove_asides(tmp_path / "below")
+    assert names(tmp_path) == [".hidden", ".kept.tmp", "below", "below/kept", "kept"]
+
+
+def test_a_probe_that_a_killed_process_left_is_taken_for_what_it_is(tmp_path):
+    with mock.patch.object(Path, "unlink", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        require_writable(tmp_path)
+    assert len(names(tmp_path)) == 1
     remove_staging(tmp_path)
     assert names(tmp_path) == []
 

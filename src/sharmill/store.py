@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,9 @@ from sharmill.errors import ConfigError, FatalError
 
 STAGING_NAME = ".sharmill-staging"
 
-# What ``open_atomic`` calls a file until it is published.
-_ASIDE = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+# What ``path_aside`` calls a file until it is published.
+_ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
+PROBE = "probe"
 # Errors that the next unit would meet as well: going on would only fail every unit in turn.
 _STOPPING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
 # Those that only writing can meet: where a stage reads and writes, the others may concern one input file.
@@ -76,12 +77,17 @@ def fsync_file(path: Path) -> None:
         os.close(descriptor)
 
 
+def path_aside(path: Path) -> Path:
+    """Where to write what will be published as ``path``: beside it, under a name that nobody else has."""
+    return path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+
+
 @contextmanager
 def open_atomic(path: Path) -> Iterator[BinaryIO]:
     """Opens a file beside ``path`` for writing and publishes it under that name if no error is raised."""
     with stopping_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+        aside = path_aside(path)
         try:
             with aside.open("wb") as stream:
                 yield stream
@@ -164,8 +170,17 @@ class Staging:
 def remove_staging(root: Path) -> None:
     """Removes what killed processes left aside. Only for the one process that directs a run."""
     shutil.rmtree(root / STAGING_NAME, ignore_errors=True)
-    for path in root.glob(".*.tmp"):
-        if _ASIDE.fullmatch(path.name):
+    remove_asides(root)
+
+
+def remove_asides(folder: Path, names: Container[str] | None = None) -> None:
+    """Removes what killed processes left in a folder, not in those below it, of files that were to be published there.
+
+    Only for the one process that may publish there; where others publish files too, ``names`` are its own.
+    """
+    for path in folder.glob(".*.tmp"):
+        match = _ASIDE.fullmatch(path.name)
+        if match and (names is None or match[1] in names):
             path.unlink(missing_ok=True)
 
 
@@ -183,11 +198,12 @@ def require_writable(directory: Path) -> None:
     Raises:
         ConfigError: it cannot be created or written to.
     """
-    probe = directory / f".{uuid4().hex}.tmp"
+    probe = path_aside(directory / PROBE)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
-        probe.unlink()
+        # Another process that begins its work here may have taken it for a leftover.
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"cannot write to {directory}: {error.strerror}; choose a folder that you may write to"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from sharmill.store import stopping_errors
+from sharmill.store import path_aside, stopping_errors
 
 INTERVAL_SECONDS = 10.0
 
@@ -82,7 +82,7 @@ class ProgressWriter:
 
 
 def _write_aside(path: Path, record: RankProgress) -> None:
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    aside = path_aside(path)
     try:
         aside.write_bytes(msgspec.json.encode(record))
         aside.replace(path)

@@ -45,6 +45,21 @@ def stopping_errors(path: Path, errnos: frozenset[int] = _STOPPING_ERRNOS) -> It
         raise
 
 
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turns what a failing disk does to anything else, reading included, into a FatalError: around a whole run."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _STOPPING_ERRNOS:
+            place = error.filename or f"a file of {folder}"
+            raise FatalError(
+                f"cannot read or write {place}: {os.strerror(error.errno)}; see to the disk, then run the same command "
+                "again"
+            ) from error
+        raise
+
+
 def checksum(path: Path) -> str:
     """xxh3-64 of a file's bytes, in hexadecimal."""
     digest = xxhash.xxh3_64()
@@ -181,15 +196,16 @@ def remove_asides(folder: Path, names: Container[str] | None = None) -> None:
     for path in folder.glob(".*.tmp"):
         match = _ASIDE.fullmatch(path.name)
         if match and (names is None or match[1] in names):
-            path.unlink(missing_ok=True)
+            remove_tree(path)
 
 
 def remove_tree(path: Path) -> None:
     """Removes a file or a directory with all that is in it, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    with stopping_errors(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def require_writable(directory: Path) -> None:

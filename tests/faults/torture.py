@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dummies_disk import KINDS, FaultyDisk, relaunch, trouble
 from dummies_kills import VICTIMS, torture
 from dummies_small_run import STAGES, SmallRun
 
@@ -57,6 +58,34 @@ def kill_runs(run: Callable[[], SmallRun], stage: str, seed: int, kills: int, no
                               "differences": [str(error)]})  # fmt: skip
 
 
+def disk_runs(run: Callable[[], SmallRun], stage: str, seed: int, every: int, notes: Notes) -> None:
+    """One run for each kind of fault and each ``every``-th operation on disk, begun at a place drawn from the seed."""
+    with tempfile.TemporaryDirectory(prefix="sharmill-disk-") as folder:
+        disk = FaultyDisk(Path(folder))
+        for kind in KINDS:
+            operations = disk.count(run(), stage, kind)
+            first = random.Random(f"{seed} {stage} {kind}").randint(1, min(every, operations))
+            for at in range(first, operations + 1, every):
+                if notes.of(stage=stage, seed=seed, kind=kind, at=at):
+                    continue
+                run().restore(stage)
+                found = trouble(disk, run(), stage, kind, at)
+                found.problems += relaunch(run(), stage)
+                notes.add({"seed": seed, **asdict(found)})
+
+
+def print_faults(cases: list[dict[str, Any]]) -> None:
+    """The table: per stage and kind, runs, how they ended, and problems."""
+    print("stage | fault | runs | went on | failed with one line | killed | problems")
+    for stage in STAGES:
+        for kind in KINDS:
+            own = [case for case in cases if (case["stage"], case["kind"]) == (stage, kind)]
+            statuses = [case["status"] for case in own]
+            ends = [statuses.count(0), sum(status in (1, 2) for status in statuses), statuses.count(-9)]
+            problems = sum(len(case["problems"]) for case in own)
+            print(" | ".join(map(str, (stage, kind, len(own), *ends, problems))))
+
+
 def print_kills(cases: list[dict[str, Any]]) -> None:
     """The table: per stage, the kills by victim, relaunches, units redone, differing files."""
     columns = ("stage", "runs", "kills", *VICTIMS, "relaunches", "units redone", "differences")
@@ -90,16 +119,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="default: drawn, and printed")
     parser.add_argument("--kills", type=int, default=40, help="kills that have to hit, per stage")
+    parser.add_argument("--every", type=int, default=25, help="a fault at every n-th operation on disk")
+    parser.add_argument("--only", choices=("kills", "disk"), help="default: both")
     parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
     parser.add_argument("--output", type=Path, default=Path("torture"), help="folder of the notes")
     options = parser.parse_args()
     print(f"seed {options.seed}; to go on: --seed {options.seed} --output {options.output}", flush=True)
-    kills = Notes(options.output / "kills.jsonl")
+    kills, faults = Notes(options.output / "kills.jsonl"), Notes(options.output / "disk.jsonl")
     with small_run() as run:
         for stage in options.stages:
-            kill_runs(run, stage, options.seed, options.kills, kills)
-    print_kills(kills.of(seed=options.seed))
-    return int(any(case["differences"] for case in kills.of(seed=options.seed)))
+            if options.only != "disk":
+                kill_runs(run, stage, options.seed, options.kills, kills)
+            if options.only != "kills":
+                disk_runs(run, stage, options.seed, options.every, faults)
+    killed, failed = kills.of(seed=options.seed), faults.of(seed=options.seed)
+    print_kills(killed)
+    print_faults(failed)
+    return int(any(case["differences"] for case in killed) or any(case["problems"] for case in failed))
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ def _write_aside(path: Path, record: RankProgress) -> None:
         aside.replace(path)
     except OSError:
         # Progress is for people to look at: a full disk is reported by the unit that meets it.
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
 
 
 def mark_ended(folder: Path) -> None:

@@ -16,6 +16,7 @@ from sharmill.store import (
     STAGING_NAME,
     PublishedFile,
     Staging,
+    disk_errors,
     open_atomic,
     path_aside,
     publish_directory,
@@ -197,6 +198,30 @@ def test_file_in_the_place_of_a_folder(name, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write to"):
         require_writable(tmp_path / name)
+
+
+def test_what_cannot_be_removed_is_a_fatal_error(small_disk):
+    disk = small_disk("64k")
+    for name in ("file", "folder/file"):
+        write_atomic(disk / name, b"")
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    for name in ("file", "folder"):
+        with pytest.raises(FatalError, match="Read-only file system"):
+            remove_tree(disk / name)
+
+
+@pytest.mark.parametrize(
+    ("error", "place"), [(OSError(5, "", "/data/a"), "/data/a"), (OSError(5, ""), "a file of /data")]
+)
+def test_failing_disk_is_a_fatal_error_around_a_run(error, place):
+    with pytest.raises(FatalError) as caught, disk_errors(Path("/data")):
+        raise error
+    assert str(caught.value).startswith(f"cannot read or write {place}: Input/output error; see to the disk")
+
+
+def test_what_no_disk_is_to_blame_for_is_left_as_it_is_around_a_run():
+    with pytest.raises(FileNotFoundError), disk_errors(Path("/data")):
+        raise FileNotFoundError(2, "", "/data/a")
 
 
 def test_other_errors_of_the_system_are_left_as_they_are(tmp_path):

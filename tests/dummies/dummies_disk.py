@@ -85,6 +85,7 @@ class FaultyDisk:
 
 def trouble(disk: FaultyDisk, run: SmallRun, stage: str, kind: str, at: int, workers: int = 1) -> Trouble:
     """Runs a stage from where it stands, with one fault, and looks at what that leaves."""
+    earlier = run.leftovers()
     outcome = disk.run(run, stage, kind, at, workers)
     failed = disk.operations()
     found = Trouble(stage, kind, at, hit=_describe(failed[0], run) if failed else "", status=outcome.returncode)
@@ -92,7 +93,7 @@ def trouble(disk: FaultyDisk, run: SmallRun, stage: str, kind: str, at: int, wor
     if outcome.returncode == _OK:
         found.problems += run.differences(stage)
     elif kind not in _NOTHING_GOES:
-        found.problems += [f"{name} is left over" for name in run.leftovers()]
+        found.problems += [f"{name} is left over" for name in run.leftovers() if name not in earlier]
     try:
         run.check_readers(stage)
     except Exception as error:  # noqa: BLE001 - whatever a reader meets is the outcome

@@ -8,7 +8,8 @@ import pytest
 from dummies_kills import VICTIMS, torture
 from dummies_small_run import STAGES
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+# Many whole launches a test.
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SEED = 20
 KILLS = 4

@@ -1,5 +1,6 @@
 # make demo   the whole pipeline on a synthetic corpus, in ./demo
 # make test   the test suite; `make test-cluster` has the tests on a real SLURM and a real Ray
+# make torture   200 kills and some hundreds of faults on disk, for an hour or more; SEED=, KILLS= (a stage), EVERY=, OUTPUT=
 # Both make .venv first if it is missing or older than what it is made from.
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ STAMP := $(VENV)/.made-from
 # Changes when the interpreter or the list of packages does.
 WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml constraints.txt Makefile | cksum)
 
-.PHONY: demo test test-cluster lint bench venv clean
+.PHONY: demo test test-cluster torture lint bench venv clean
 
 demo: venv
 	$(BIN)/sharmill demo demo
@@ -20,6 +21,11 @@ test: venv
 # Those on SLURM skip, and say so, where no cluster answers.
 test-cluster: venv
 	$(BIN)/python -m pytest -m "slurm or ray"
+
+# The seed is printed; the same one, and OUTPUT, go on where an interrupted run has stopped.
+torture: venv
+	PYTHONPATH=tests/dummies $(BIN)/python tests/faults/torture.py $(if $(SEED),--seed $(SEED)) \
+	  $(if $(KILLS),--kills $(KILLS)) $(if $(EVERY),--every $(EVERY)) $(if $(OUTPUT),--output $(OUTPUT))
 
 lint: venv
 	$(BIN)/ruff check .

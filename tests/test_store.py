@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import xxhash
@@ -15,8 +16,11 @@ from sharmill.store import (
     STAGING_NAME,
     PublishedFile,
     Staging,
+    disk_errors,
     open_atomic,
+    path_aside,
     publish_directory,
+    remove_asides,
     remove_staging,
     remove_tree,
     require_writable,
@@ -102,6 +106,26 @@ def test_staging_leaves_nothing_after_an_error(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_what_killed_processes_left_aside_is_removed_and_nothing_else(tmp_path):
+    for name in ("kept", ".kept.tmp", ".hidden", "below/kept"):
+        write_atomic(tmp_path / name, b"")
+    for name in ("mine", "others", "below/mine"):
+        path_aside(tmp_path / name).touch()
+    remove_asides(tmp_path, {"mine"})
+    assert [name.split(".")[1] for name in names(tmp_path) if name.endswith(".tmp")] == ["kept", "others", "mine"]
+    remove_asides(tmp_path)
+    remove_asides(tmp_path / "below")
+    assert names(tmp_path) == [".hidden", ".kept.tmp", "below", "below/kept", "kept"]
+
+
+def test_a_probe_that_a_killed_process_left_is_taken_for_what_it_is(tmp_path):
+    with mock.patch.object(Path, "unlink", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        require_writable(tmp_path)
+    assert len(names(tmp_path)) == 1
+    remove_staging(tmp_path)
+    assert names(tmp_path) == []
+
+
 def test_two_attempts_at_a_unit_do_not_meet(tmp_path):
     with Staging(tmp_path, 0) as first, Staging(tmp_path, 0) as second:
         first.path("a").write_bytes(b"same")
@@ -174,6 +198,30 @@ def test_file_in_the_place_of_a_folder(name, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write to"):
         require_writable(tmp_path / name)
+
+
+def test_what_cannot_be_removed_is_a_fatal_error(small_disk):
+    disk = small_disk("64k")
+    for name in ("file", "folder/file"):
+        write_atomic(disk / name, b"")
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    for name in ("file", "folder"):
+        with pytest.raises(FatalError, match="Read-only file system"):
+            remove_tree(disk / name)
+
+
+@pytest.mark.parametrize(
+    ("error", "place"), [(OSError(5, "", "/data/a"), "/data/a"), (OSError(5, ""), "a file of /data")]
+)
+def test_failing_disk_is_a_fatal_error_around_a_run(error, place):
+    with pytest.raises(FatalError) as caught, disk_errors(Path("/data")):
+        raise error
+    assert str(caught.value).startswith(f"cannot read or write {place}: Input/output error; see to the disk")
+
+
+def test_what_no_disk_is_to_blame_for_is_left_as_it_is_around_a_run():
+    with pytest.raises(FileNotFoundError), disk_errors(Path("/data")):
+        raise FileNotFoundError(2, "", "/data/a")
 
 
 def test_other_errors_of_the_system_are_left_as_they_are(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ from sharmill.prepare.paths import AudioRoot
 from sharmill.prepare.stage import PrepareStage
 from sharmill.redo import forget_damaged_units
 from sharmill.sources import open_source
-from sharmill.store import open_atomic, require_writable, write_atomic
+from sharmill.store import disk_errors, open_atomic, require_writable, write_atomic
 from sharmill.validate.accounts import Against
 from sharmill.validate.report import Report
 from sharmill.validate.stage import ValidateStage
@@ -142,7 +143,7 @@ def run_dataset(
     check_config(config, stages)
     run_dir = RunDir(Path(config.run_dir))
     results: list[tuple[Stage, StageResult]] = []
-    with locked(run_dir, wait_seconds):
+    with disk_errors(run_dir.path), locked(run_dir, wait_seconds):
         write_atomic(run_dir.config, to_yaml(config))
         if redo is not None:
             forget_damaged_units(config, redo, stages)
@@ -151,8 +152,12 @@ def run_dataset(
                 result = run_stage(
                     stage, executor, listener, max_reject_fraction=config.max_reject_fraction, restart=restart
                 )
-            finally:
-                _merge_rejects(config)
+            except BaseException:
+                # What ended the stage is what has to be told.
+                with suppress(FatalError):
+                    _merge_rejects(config)
+                raise
+            _merge_rejects(config)
             results.append((stage, result))
             if not result.ok:
                 break

@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,9 @@ from sharmill.errors import ConfigError, FatalError
 
 STAGING_NAME = ".sharmill-staging"
 
-# What ``open_atomic`` calls a file until it is published.
-_ASIDE = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+# What ``path_aside`` calls a file until it is published.
+_ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
+PROBE = "probe"
 # Errors that the next unit would meet as well: going on would only fail every unit in turn.
 _STOPPING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
 # Those that only writing can meet: where a stage reads and writes, the others may concern one input file.
@@ -40,6 +41,21 @@ def stopping_errors(path: Path, errnos: frozenset[int] = _STOPPING_ERRNOS) -> It
             raise FatalError(
                 f"cannot write {path}: {os.strerror(error.errno)}; "
                 "make room or permit writing there, then run the same command again"
+            ) from error
+        raise
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turns what a failing disk does to anything else, reading included, into a FatalError: around a whole run."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _STOPPING_ERRNOS:
+            place = error.filename or f"a file of {folder}"
+            raise FatalError(
+                f"cannot read or write {place}: {os.strerror(error.errno)}; see to the disk, then run the same command "
+                "again"
             ) from error
         raise
 
@@ -76,12 +92,17 @@ def fsync_file(path: Path) -> None:
         os.close(descriptor)
 
 
+def path_aside(path: Path) -> Path:
+    """Where to write what will be published as ``path``: beside it, under a name that nobody else has."""
+    return path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+
+
 @contextmanager
 def open_atomic(path: Path) -> Iterator[BinaryIO]:
     """Opens a file beside ``path`` for writing and publishes it under that name if no error is raised."""
     with stopping_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+        aside = path_aside(path)
         try:
             with aside.open("wb") as stream:
                 yield stream
@@ -164,17 +185,27 @@ class Staging:
 def remove_staging(root: Path) -> None:
     """Removes what killed processes left aside. Only for the one process that directs a run."""
     shutil.rmtree(root / STAGING_NAME, ignore_errors=True)
-    for path in root.glob(".*.tmp"):
-        if _ASIDE.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+    remove_asides(root)
+
+
+def remove_asides(folder: Path, names: Container[str] | None = None) -> None:
+    """Removes what killed processes left in a folder, not in those below it, of files that were to be published there.
+
+    Only for the one process that may publish there; where others publish files too, ``names`` are its own.
+    """
+    for path in folder.glob(".*.tmp"):
+        match = _ASIDE.fullmatch(path.name)
+        if match and (names is None or match[1] in names):
+            remove_tree(path)
 
 
 def remove_tree(path: Path) -> None:
     """Removes a file or a directory with all that is in it, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    with stopping_errors(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def require_writable(directory: Path) -> None:
@@ -183,11 +214,12 @@ def require_writable(directory: Path) -> None:
     Raises:
         ConfigError: it cannot be created or written to.
     """
-    probe = directory / f".{uuid4().hex}.tmp"
+    probe = path_aside(directory / PROBE)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
-        probe.unlink()
+        # Another process that begins its work here may have taken it for a leftover.
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"cannot write to {directory}: {error.strerror}; choose a folder that you may write to"

@@ -76,25 +76,6 @@ def test_another_configuration_is_refused_until_restart(make_config, sharmill, t
     assert [json.loads(shard)["count"] for shard in shards] == [5] * 8
 
 
-def test_a_full_disk_stops_the_run_and_a_relaunch_completes_it(
-    make_config, sharmill, small_disk, tmp_path, dataset_digest
-):
-    full = small_disk("3m")
-    config = make_config(tmp_path, dataset_dir=str(full / "dataset"), encode={"codecs": []})
-    outcome = sharmill("run", config, "prepare", "match", "write")
-    assert outcome.returncode == 1
-    (line,) = error_lines(outcome)
-    assert "No space left on device" in line
-    published = sorted(path.name for path in (full / "dataset").rglob("*") if path.is_file())
-    assert "dataset.json" not in published
-    assert not [name for name in published if "tmp" in name]
-    subprocess.run(["mount", "-o", "remount,size=100m", full], check=True)
-    assert sharmill("run", config, "prepare", "match", "write").returncode == 0
-    unhurried = make_config(tmp_path / "unhurried", encode={"codecs": []})
-    assert sharmill("run", unhurried, "prepare", "match", "write").returncode == 0
-    assert dataset_digest(full / "dataset") == dataset_digest(tmp_path / "unhurried/dataset")
-
-
 @pytest.mark.parametrize("which", ["run_dir", "dataset_dir"])
 def test_a_read_only_output_folder(which, make_config, sharmill, small_disk, tmp_path):
     folder = small_disk("10m")

@@ -15,6 +15,7 @@ from toy_stage import RECORDS_PER_UNIT, ToyStage, output_bytes, run, wait_until
 from sharmill.engine.progress import ProgressWriter, read_progress
 from sharmill.engine.run import locked, read_totals
 from sharmill.errors import ConfigError, FatalError
+from sharmill.store import path_aside
 
 
 class TestAccounts:
@@ -244,6 +245,19 @@ class TestAtomic:
             reader.join()
         assert wrong == []
         assert len(seen) > 10
+
+    def test_a_relaunch_removes_what_killed_processes_left_aside(self, tmp_path):
+        stage = ToyStage(tmp_path, behaviour={0: "reject:too_short"})
+        run(stage)
+        places = [stage.run_dir.rejects, stage.run_dir.manifests / "m.json", stage.dir.done, stage.root / "first"]
+        places += [stage.dir.unit_rejects(0), stage.dir.rank_progress(0)]
+        for place in places:
+            place.parent.mkdir(exist_ok=True)
+            path_aside(place).touch()
+        of_others = path_aside(stage.run_dir.chain)
+        of_others.touch()
+        assert run(stage)[0].ok
+        assert list(tmp_path.rglob("*.tmp")) == [of_others]
 
     def test_a_unit_that_dies_half_way_publishes_nothing(self, tmp_path):
         stage = ToyStage(tmp_path, behaviour={2: "kill"})

@@ -15,6 +15,8 @@ from dummies_shar import copy, snapshot
 from sharmill.errors import DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.sidecars import indexed_shar, write_sidecars
+from sharmill.validate.subject import read_subject
+from sharmill.validate.whole import check_strays
 
 READ = """
 import json, sys
@@ -90,10 +92,7 @@ def test_the_checker_knows_them_and_the_reader_does_not_mind(dataset):
 
 
 def strays(dataset):
-    from sharmill.shar.index import read_shards
-    from sharmill.validate.stage import _check_strays
-
-    return [finding.where for finding in _check_strays(dataset, list(read_shards(dataset)))]
+    return [finding.file for finding in check_strays(read_subject(dataset))]
 
 
 def test_a_damaged_archive_gets_no_index(dataset):

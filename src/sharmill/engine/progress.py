@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from sharmill.store import stopping_errors
+from sharmill.store import path_aside, stopping_errors
 
 INTERVAL_SECONDS = 10.0
 
@@ -82,13 +82,14 @@ class ProgressWriter:
 
 
 def _write_aside(path: Path, record: RankProgress) -> None:
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    aside = path_aside(path)
     try:
         aside.write_bytes(msgspec.json.encode(record))
         aside.replace(path)
     except OSError:
         # Progress is for people to look at: a full disk is reported by the unit that meets it.
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
 
 
 def mark_ended(folder: Path) -> None:

@@ -19,7 +19,15 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.engine.worker import UnitError
 from sharmill.errors import REASONS, ConfigError, FatalError
-from sharmill.store import open_atomic, remove_staging, remove_tree, require_writable, write_atomic
+from sharmill.store import (
+    PROBE,
+    open_atomic,
+    remove_asides,
+    remove_staging,
+    remove_tree,
+    require_writable,
+    write_atomic,
+)
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +145,7 @@ def run_stage(
     """
     require_writable(stage.run_dir.path)
     units = load_or_freeze(stage, restart=restart)
-    remove_staging(stage.root)
+    _remove_leftovers(stage)
     commits, missing = _outstanding(stage, units, check=units)
     if missing or not stage.is_finalized():
         remove_tree(stage.dir.done)
@@ -163,6 +171,15 @@ def read_totals(stage: Stage) -> Totals | None:
     if not stage.dir.done.exists():
         return None
     return msgspec.json.decode(stage.dir.done.read_bytes(), type=Totals)
+
+
+def _remove_leftovers(stage: Stage) -> None:
+    """Removes what killed processes left aside, wherever this stage and its engine publish."""
+    remove_staging(stage.root)
+    paths = stage.run_dir
+    remove_asides(paths.path, {path.name for path in (paths.config, paths.rejects, paths.stats)} | {PROBE})
+    for folder in (paths.manifests, stage.dir.path, stage.dir.unit_rejects(0).parent, stage.dir.progress):
+        remove_asides(folder)
 
 
 def _outstanding(stage: Stage, units: Sequence[Unit], *, check: Sequence[Unit]) -> tuple[dict[int, Commit], list[Unit]]:

@@ -46,19 +46,26 @@ def rank_main(start: RankStart, connection: Connection) -> None:
     """A rank's process. The driver decides when it ends, so Ctrl-C, which reaches the whole group, is left to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    redirect_output(start.log)
     start.device.restrict_environment()
     _die_with_driver()
-    with logging_to(start.log):
-        stage: Stage = pickle.loads(start.stage)
-        try:
-            with Worker(stage, start.number, start.device.kind) as worker:
-                connection.send(Ready())
-                while (unit := connection.recv()) is not None:
-                    connection.send(worker.run(unit))
-        except (ConfigError, FatalError) as error:
-            log.warning("rank %d stops", start.number, exc_info=True)
-            connection.send(as_answer(error))
+    try:
+        redirect_output(start.log)
+        with logging_to(start.log):
+            _work(start, connection)
+    except (ConfigError, FatalError) as error:
+        connection.send(as_answer(error))
+
+
+def _work(start: RankStart, connection: Connection) -> None:
+    stage: Stage = pickle.loads(start.stage)
+    try:
+        with Worker(stage, start.number, start.device.kind) as worker:
+            connection.send(Ready())
+            while (unit := connection.recv()) is not None:
+                connection.send(worker.run(unit))
+    except (ConfigError, FatalError):
+        log.warning("rank %d stops", start.number, exc_info=True)
+        raise
 
 
 def _die_with_driver() -> None:

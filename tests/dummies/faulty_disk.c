@@ -1,0 +1,205 @@
+/* A disk that fails: preloaded into a process, it counts the changes below one folder and lets some of them fail.
+ *
+ * Every open for writing, write, fsync, rename, mkdir, unlink and rmdir below FAULTY_DISK_FOLDER is an operation; for
+ * the kind `unreadable`, every read of a regular file instead. From operation FAULTY_DISK_AT on (1 is the first), FAULTY_DISK_KIND happens:
+ *   none      nothing; operations are only counted
+ *   glitch    one operation fails with EIO, the later ones succeed
+ *   dead      every operation fails with EIO
+ *   full      whatever needs room fails with ENOSPC
+ *   readonly  every operation fails with EROFS
+ *   fsync     one fsync fails with EIO
+ *   unreadable  every read fails with EIO
+ *   kill      the process is killed instead of doing the operation
+ * Operations are counted over all processes, in the file FAULTY_DISK_COUNT; FAULTY_DISK_LOG gets a line for each that
+ * fails, or for every one where nothing fails: its number, its name, its path.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+enum { NEEDS_ROOM = 1, SYNCS = 2, READS = 4 };
+
+struct count {
+    long operations;
+    int is_over;
+};
+
+static struct count *count;
+static const char *folder, *kind, *log_path;
+static long at;
+
+__attribute__((constructor)) static void prepare(void) {
+    const char *path = getenv("FAULTY_DISK_COUNT");
+    folder = getenv("FAULTY_DISK_FOLDER");
+    kind = getenv("FAULTY_DISK_KIND");
+    log_path = getenv("FAULTY_DISK_LOG");
+    if (!path || !folder || !kind || !log_path || !getenv("FAULTY_DISK_AT"))
+        return;
+    at = atol(getenv("FAULTY_DISK_AT"));
+    int file = (int)syscall(SYS_openat, AT_FDCWD, path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (file < 0 || ftruncate(file, sizeof *count))
+        abort();
+    count = mmap(NULL, sizeof *count, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (count == MAP_FAILED)
+        abort();
+    close(file);
+}
+
+static void note(long number, const char *name, const char *path) {
+    char line[PATH_MAX + 64];
+    int length = snprintf(line, sizeof line, "%ld %s %s\n", number, name, path);
+    int file = (int)syscall(SYS_openat, AT_FDCWD, log_path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    if (file < 0 || syscall(SYS_write, file, line, length) != length)
+        abort();
+    syscall(SYS_close, file);
+}
+
+/* The error of an operation on an absolute path, or 0. */
+static int fault(const char *name, const char *path, int traits) {
+    if (!count || strncmp(path, folder, strlen(folder)))
+        return 0;
+    if (!!(traits & READS) != !strcmp(kind, "unreadable"))
+        return 0;
+    long number = __atomic_add_fetch(&count->operations, 1, __ATOMIC_SEQ_CST);
+    if (!strcmp(kind, "none"))
+        note(number, name, path);
+    if (number < at || !strcmp(kind, "none"))
+        return 0;
+    int once = !strcmp(kind, "glitch") || !strcmp(kind, "fsync") || !strcmp(kind, "kill");
+    if (!strcmp(kind, "fsync") && !(traits & SYNCS))
+        return 0;
+    if (!strcmp(kind, "full") && !(traits & NEEDS_ROOM))
+        return 0;
+    if (once && __atomic_exchange_n(&count->is_over, 1, __ATOMIC_SEQ_CST))
+        return 0;
+    note(number, name, path);
+    if (!strcmp(kind, "kill"))
+        kill(getpid(), SIGKILL);
+    return !strcmp(kind, "full") ? ENOSPC : !strcmp(kind, "readonly") ? EROFS : EIO;
+}
+
+static int fault_at(const char *name, int directory, const char *path, int traits) {
+    char whole[2 * PATH_MAX], link[64];
+    if (!count)
+        return 0;
+    if (path[0] == '/')
+        return fault(name, path, traits);
+    snprintf(link, sizeof link, directory == AT_FDCWD ? "/proc/self/cwd" : "/proc/self/fd/%d", directory);
+    ssize_t length = readlink(link, whole, PATH_MAX);
+    if (length < 0)
+        return 0;
+    snprintf(whole + length, sizeof whole - length, "/%s", path);
+    return fault(name, whole, traits);
+}
+
+static int fault_of(const char *name, int file, int traits) {
+    char path[PATH_MAX], link[64];
+    if (!count)
+        return 0;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    if (length < 0)
+        return 0;
+    path[length] = 0;
+    return fault(name, path, traits);
+}
+
+#define REAL(type, name, ...) static type (*real)(__VA_ARGS__); if (!real) real = dlsym(RTLD_NEXT, name)
+#define FAIL(found) do { int error = (found); if (error) { errno = error; return -1; } } while (0)
+
+static int open_any(int directory, const char *path, int flags, mode_t mode) {
+    if (flags & (O_WRONLY | O_RDWR | O_CREAT))
+        FAIL(fault_at("open", directory, path, flags & O_CREAT ? NEEDS_ROOM : 0));
+    return (int)syscall(SYS_openat, directory, path, flags, mode);
+}
+
+#define MODE mode_t mode = 0; if (flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE) { \
+    va_list rest; va_start(rest, flags); mode = va_arg(rest, mode_t); va_end(rest); }
+
+int open(const char *path, int flags, ...) { MODE return open_any(AT_FDCWD, path, flags, mode); }
+int open64(const char *path, int flags, ...) { MODE return open_any(AT_FDCWD, path, flags, mode); }
+int openat(int directory, const char *path, int flags, ...) { MODE return open_any(directory, path, flags, mode); }
+int openat64(int directory, const char *path, int flags, ...) { MODE return open_any(directory, path, flags, mode); }
+
+ssize_t read(int file, void *data, size_t size) {
+    struct stat status;
+    if (count && !strcmp(kind, "unreadable") && !fstat(file, &status) && S_ISREG(status.st_mode))
+        FAIL(fault_of("read", file, READS));
+    REAL(ssize_t, "read", int, void *, size_t);
+    return real(file, data, size);
+}
+
+ssize_t write(int file, const void *data, size_t size) {
+    FAIL(fault_of("write", file, NEEDS_ROOM));
+    REAL(ssize_t, "write", int, const void *, size_t);
+    return real(file, data, size);
+}
+
+ssize_t writev(int file, const struct iovec *parts, int number) {
+    FAIL(fault_of("write", file, NEEDS_ROOM));
+    REAL(ssize_t, "writev", int, const struct iovec *, int);
+    return real(file, parts, number);
+}
+
+ssize_t pwrite64(int file, const void *data, size_t size, off64_t offset) {
+    FAIL(fault_of("write", file, NEEDS_ROOM));
+    REAL(ssize_t, "pwrite64", int, const void *, size_t, off64_t);
+    return real(file, data, size, offset);
+}
+
+int fsync(int file) {
+    FAIL(fault_of("fsync", file, SYNCS));
+    REAL(int, "fsync", int);
+    return real(file);
+}
+
+int fdatasync(int file) {
+    FAIL(fault_of("fsync", file, SYNCS));
+    REAL(int, "fdatasync", int);
+    return real(file);
+}
+
+int rename(const char *from, const char *to) {
+    FAIL(fault_at("rename", AT_FDCWD, to, 0));
+    REAL(int, "rename", const char *, const char *);
+    return real(from, to);
+}
+
+int mkdir(const char *path, mode_t mode) {
+    struct stat status;
+    /* A folder that is there already is no change, and no disk is asked. */
+    if (stat(path, &status))
+        FAIL(fault_at("mkdir", AT_FDCWD, path, NEEDS_ROOM));
+    REAL(int, "mkdir", const char *, mode_t);
+    return real(path, mode);
+}
+
+int unlink(const char *path) {
+    FAIL(fault_at("unlink", AT_FDCWD, path, 0));
+    REAL(int, "unlink", const char *);
+    return real(path);
+}
+
+int unlinkat(int directory, const char *path, int flags) {
+    FAIL(fault_at(flags & AT_REMOVEDIR ? "rmdir" : "unlink", directory, path, 0));
+    REAL(int, "unlinkat", int, const char *, int);
+    return real(directory, path, flags);
+}
+
+int rmdir(const char *path) {
+    FAIL(fault_at("rmdir", AT_FDCWD, path, 0));
+    REAL(int, "rmdir", const char *);
+    return real(path);
+}

@@ -1,0 +1,142 @@
+"""Long runs of what tests/faults does briefly: kills at random moments, and a fault at every n-th operation on disk.
+
+Run by ``make torture``. Each case is drawn from the seed and its number alone, and noted in ``OUTPUT`` when it is
+over: the same command goes on where it stopped. Exit status 1 if any case went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dummies_disk import KINDS, FaultyDisk, relaunch, trouble
+from dummies_kills import VICTIMS, torture
+from dummies_small_run import STAGES, SmallRun
+
+_MAX_KILLS_A_RUN = 3
+
+
+class Notes:
+    """The cases that are over, one JSON line each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.cases: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def add(self, case: dict[str, Any]) -> None:
+        with self._path.open("a") as stream:
+            stream.write(json.dumps(case) + "\n")
+        self.cases.append(case)
+        print(json.dumps(case), flush=True)
+
+    def of(self, **values: Any) -> list[dict[str, Any]]:
+        """The cases that have these values."""
+        return [case for case in self.cases if all(case[key] == value for key, value in values.items())]
+
+
+def kill_runs(run: Callable[[], SmallRun], stage: str, seed: int, kills: int, notes: Notes) -> None:
+    """Tortures runs of a stage until ``kills`` kills have hit."""
+    while (hits := sum(len(case["kills"]) for case in notes.of(stage=stage, seed=seed))) < kills:
+        number = len(notes.of(stage=stage, seed=seed))
+        rng = random.Random(f"{seed} {stage} {number}")
+        victims = rng.choices(VICTIMS, k=min(rng.randint(1, _MAX_KILLS_A_RUN), kills - hits))
+        case = {"seed": seed, "number": number}
+        try:
+            notes.add(case | asdict(torture(run(), stage, victims, rng)))
+        except AssertionError as error:
+            notes.add(case | {"stage": stage, "kills": victims, "relaunches": 0, "redone": 0,
+                              "differences": [str(error)]})  # fmt: skip
+
+
+def disk_runs(run: Callable[[], SmallRun], stage: str, seed: int, every: int, notes: Notes) -> None:
+    """One run for each kind of fault and each ``every``-th operation on disk, begun at a place drawn from the seed."""
+    with tempfile.TemporaryDirectory(prefix="sharmill-disk-") as folder:
+        disk = FaultyDisk(Path(folder))
+        for kind in KINDS:
+            operations = disk.count(run(), stage, kind)
+            first = random.Random(f"{seed} {stage} {kind}").randint(1, min(every, operations))
+            for at in range(first, operations + 1, every):
+                if notes.of(stage=stage, seed=seed, kind=kind, at=at):
+                    continue
+                run().restore(stage)
+                found = trouble(disk, run(), stage, kind, at)
+                found.problems += relaunch(run(), stage)
+                notes.add({"seed": seed, **asdict(found)})
+
+
+def print_faults(cases: list[dict[str, Any]]) -> None:
+    """The table: per stage and kind, runs, how they ended, and problems."""
+    print("stage | fault | runs | went on | failed with one line | killed | problems")
+    for stage in STAGES:
+        for kind in KINDS:
+            own = [case for case in cases if (case["stage"], case["kind"]) == (stage, kind)]
+            statuses = [case["status"] for case in own]
+            ends = [statuses.count(0), sum(status in (1, 2) for status in statuses), statuses.count(-9)]
+            problems = sum(len(case["problems"]) for case in own)
+            print(" | ".join(map(str, (stage, kind, len(own), *ends, problems))))
+
+
+def print_kills(cases: list[dict[str, Any]]) -> None:
+    """The table: per stage, the kills by victim, relaunches, units redone, differing files."""
+    columns = ("stage", "runs", "kills", *VICTIMS, "relaunches", "units redone", "differences")
+    print(" | ".join(columns))
+    rows = []
+    for stage in STAGES:
+        own = [case for case in cases if case["stage"] == stage]
+        kills = [victim for case in own for victim in case["kills"]]
+        sums = [sum(case[key] for case in own) for key in ("relaunches", "redone")]
+        wrong = sum(len(case["differences"]) for case in own)
+        rows.append([len(own), len(kills), *map(kills.count, VICTIMS), *sums, wrong])
+        print(" | ".join(map(str, (stage, *rows[-1]))))
+    print(" | ".join(map(str, ("all", *map(sum, zip(*rows, strict=True))))))
+
+
+@contextmanager
+def small_run() -> Iterator[Callable[[], SmallRun]]:
+    """Makes the run when it is first asked for."""
+    made: list[SmallRun] = []
+
+    def make() -> SmallRun:
+        if not made:
+            made.append(SmallRun(Path(folder)))
+        return made[0]
+
+    with tempfile.TemporaryDirectory(prefix="sharmill-torture-") as folder:
+        yield make
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="default: drawn, and printed")
+    parser.add_argument("--kills", type=int, default=40, help="kills that have to hit, per stage")
+    parser.add_argument("--every", type=int, default=25, help="a fault at every n-th operation on disk")
+    parser.add_argument("--only", choices=("kills", "disk"), help="default: both")
+    parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
+    parser.add_argument("--output", type=Path, default=Path("torture"), help="folder of the notes")
+    options = parser.parse_args()
+    print(f"seed {options.seed}; to go on: --seed {options.seed} --output {options.output}", flush=True)
+    kills, faults = Notes(options.output / "kills.jsonl"), Notes(options.output / "disk.jsonl")
+    with small_run() as run:
+        for stage in options.stages:
+            if options.only != "disk":
+                kill_runs(run, stage, options.seed, options.kills, kills)
+            if options.only != "kills":
+                disk_runs(run, stage, options.seed, options.every, faults)
+    killed, failed = kills.of(seed=options.seed), faults.of(seed=options.seed)
+    print_kills(killed)
+    print_faults(failed)
+    return int(any(case["differences"] for case in killed) or any(case["problems"] for case in failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

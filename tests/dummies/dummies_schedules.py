@@ -46,7 +46,9 @@ def rank_process(setting: Setting, attempt: int, rank: int, world_size: int, num
     dataset = ResumableDataset(cuts, buckets if setting.bucketing else None, finish=describe)
     if (state := setting.folder / "merged.json").exists():
         dataset.load_state_dict(json.loads(state.read_bytes()))
-    loader = StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers)
+    # Or each rank would start a server of its own, which imports everything anew.
+    start = "fork" if num_workers else None
+    loader = StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers, multiprocessing_context=start)
     used: list = []
     checkpoint = setting.folder / f"{attempt}.{rank}.json"
     for batch in iter(loader):

@@ -29,22 +29,22 @@ from sharmill.shar.fields import FieldWriter, Item, array_to_bytes, write_cuts
 from sharmill.shar.manifests import make_array, make_recording, make_temporal_array
 
 RATE, FRAME_SHIFT, CODEBOOKS = 16000, 0.02, 8
-SHARDS, SHARD_SIZE = 4, 400
+SHARDS = 4
 AUDIO, CODES = ("target_audio", "context_audio"), ("target_codes", "context_codes")
 FOLDERS = {"cuts": "cuts", **{name: name for name in AUDIO}, **{name: f"codes_x/{name}" for name in CODES}}
 
 
-def make_shards(directory: Path) -> None:
+def make_shards(directory: Path, shard_size: int) -> None:
     """Shards in the layout of a dataset, without index: both readers get lists of files or the folder."""
     rng = np.random.default_rng(0)
     clips = [encode(clip(rng, seconds), RATE, "flac") for seconds in np.linspace(3, 9, 16)]
     lengths = [round(seconds * RATE) for seconds in np.linspace(3, 9, 16)]
     for index in range(SHARDS):
-        ids = [f"cut-rec-speaker-{index:03d}-utterance-{n:05d}-0.00-5.00" for n in range(SHARD_SIZE)]
+        ids = [f"cut-rec-speaker-{index:03d}-utterance-{n:05d}-0.00-5.00" for n in range(shard_size)]
         paths = {name: directory / folder / f"{name}.{index:06d}" for name, folder in FOLDERS.items()}
         for path in paths.values():
             path.parent.mkdir(parents=True, exist_ok=True)
-        durations = [lengths[n % 16] for n in range(SHARD_SIZE)]
+        durations = [lengths[n % 16] for n in range(shard_size)]
         write_cuts(Path(f"{paths['cuts']}.jsonl.gz"), map(cut, ids, durations))
         for name in (*AUDIO, *CODES):
             with FieldWriter(Path(f"{paths[name]}.tar")) as writer:
@@ -134,12 +134,12 @@ def first_cut(directory: Path, num_shards: int) -> None:
         print(f"first cut of {num_shards:,} shards, shuffle={shuffle}: {time.perf_counter() - start:.3f} s", flush=True)
 
 
-def memory(directory: Path, epochs: int) -> None:
+def memory(directory: Path, num_cuts: int, epochs: int) -> None:
     """The resident memory after each epoch, reading all fields shuffled and decoding ahead."""
     cuts = iter(open_shar(directory, shuffle=True, mix=2, infinite=True, decode_threads=2))
     found = []
     for _ in range(epochs):
-        for _ in islice(cuts, SHARDS * SHARD_SIZE):
+        for _ in islice(cuts, num_cuts):
             pass
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         found.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
@@ -149,10 +149,11 @@ def memory(directory: Path, epochs: int) -> None:
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     with tempfile.TemporaryDirectory() as folder:
-        make_shards(Path(folder) / "shards")
+        make_shards(Path(folder) / "shards", 400)
         compare(Path(folder) / "shards", rounds)
         first_cut(Path(folder) / "many", 10_000)
-        memory(Path(folder) / "shards", 10)
+        make_shards(Path(folder) / "few", 100)
+        memory(Path(folder) / "few", SHARDS * 100, 10)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ class Setting:
     folder: Path
     seed: int
     bucketing: bool
-    limit: int
+    num_cuts: int
 
 
-def rank_process(setting: Setting, attempt: int, rank: int, world_size: int, num_workers: int) -> None:
+def rank_process(setting: Setting, attempt: int, rank: int, world_size: int, num_workers: int, limit: int) -> None:
     """Trains without end: gets a batch, and writes a checkpoint with the loader's state and all that was used."""
     os.setpgrp()
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -46,14 +46,16 @@ def rank_process(setting: Setting, attempt: int, rank: int, world_size: int, num
     dataset = ResumableDataset(cuts, buckets if setting.bucketing else None, finish=describe)
     if (state := setting.folder / "merged.json").exists():
         dataset.load_state_dict(json.loads(state.read_bytes()))
-    loader = StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers)
+    # Or each rank would start a server of its own, which imports everything anew.
+    start = "fork" if num_workers else None
+    loader = StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers, multiprocessing_context=start)
     used: list = []
     checkpoint = setting.folder / f"{attempt}.{rank}.json"
     for batch in iter(loader):
         used.extend(batch)
         checkpoint.with_suffix(".tmp").write_text(json.dumps({"used": used, "loader": loader.state_dict()}))
         checkpoint.with_suffix(".tmp").replace(checkpoint)
-        if len(used) >= setting.limit:
+        if len(used) >= limit:
             signal.pause()  # enough: the others need the cores
 
 
@@ -78,11 +80,12 @@ def run_attempt(setting: Setting, attempt: int, rng: random.Random, max_ranks: i
     from sharmill.shar.loading import merge_loader_states
 
     world_size, num_workers = rng.randint(1, max_ranks), rng.randint(0, 3)
+    wanted = rng.randint(1, setting.num_cuts)
+    limit = 2 * wanted // world_size + 1
     processes = [
-        CONTEXT.Process(target=rank_process, args=(setting, attempt, rank, world_size, num_workers))
+        CONTEXT.Process(target=rank_process, args=(setting, attempt, rank, world_size, num_workers, limit))
         for rank in range(world_size)
     ]
-    wanted = rng.randint(1, setting.limit)
     try:
         for process in processes:
             process.start()

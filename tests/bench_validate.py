@@ -4,13 +4,14 @@
 
 A dataset is made by the stage write from whole FLAC files (by default: glides in noise, about as long as read
 sentences), repeated under other names, with the codes of a toy codec. `cat` is one process. What the command needs for
-a dataset of two cuts (imports, plan, ledger) is told apart, since it does not grow with the dataset.
+two shards of one cut (imports, processes, plan, ledger) is told apart, since it does not grow with the dataset.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -58,14 +59,15 @@ def make_dataset(folder: Path, manifest: Path, audio_root: Path, megabytes: floa
     return project.dataset
 
 
-def best(function, repeats: int = 5) -> float:
-    """The shortest of several times, in seconds: what others do on the machine only adds."""
-    times = []
+def best(function, repeats: int = 7) -> tuple[float, float]:
+    """The least wall time and the least processor time of several runs: what others do on the machine only adds."""
+    walls, processor = [], []
     for _ in range(repeats):
-        started = time.perf_counter()
+        started, before = time.perf_counter(), sum(os.times()[:4])
         function()
-        times.append(time.perf_counter() - started)
-    return min(times)
+        walls.append(time.perf_counter() - started)
+        processor.append(sum(os.times()[:4]) - before)
+    return min(walls), min(processor)
 
 
 def cat(files: list[Path]) -> None:
@@ -90,20 +92,27 @@ def command(dataset: Path, workers: int, *options: str) -> None:
     subprocess.run([sys.executable, "-m", "sharmill", *map(str, arguments)], stdout=subprocess.DEVNULL, check=True)
 
 
-def report(dataset: Path, start_up: float) -> None:
+def line(name: str, times: tuple[float, float], reading: tuple[float, float] | None = None) -> None:
+    ratios = "" if reading is None else "  {:5.2f} and {:5.2f} times cat".format(
+        *(own / other for own, other in zip(times, reading, strict=True))
+    )  # fmt: skip
+    print(f"{name:<42}{times[0]:7.3f} s, {times[1]:7.3f} s of processors{ratios}")
+
+
+def report(dataset: Path, small: Path) -> None:
     files = sorted(path for path in dataset.rglob("*") if path.is_file())
     size = sum(path.stat().st_size for path in files)
     counted = check_all(dataset)
-    reading = best(lambda: cat(files))
-    checking = best(lambda: check_all(dataset))
     print(f"{size / 1e6:.0f} MB, {counted['cuts']:.0f} cuts in {len(read_subject(dataset).shards)} shards")
-    print(f"cat, one process            {reading:7.3f} s  {size / reading / 1e9:5.2f} GB/s")
-    print(f"checks, one process         {checking:7.3f} s  {checking / reading:5.2f} times cat")
-    print(f"command, two cuts           {start_up:7.3f} s")
+    reading = best(lambda: cat(files))
+    line("cat, one process", reading)
+    line("checks, one process", best(lambda: check_all(dataset)), reading)
     for workers in (1, 2):
-        whole = best(lambda workers=workers: command(dataset, workers), 3)
-        print(f"command, {workers} worker(s)        {whole:7.3f} s  "
-              f"{(whole - start_up) / reading:5.2f} times cat, beyond two cuts")  # fmt: skip
+        start_up = best(lambda workers=workers: command(small, workers), 4)
+        line(f"command, two shards of a cut, {workers} rank(s)", start_up)
+        whole = best(lambda workers=workers: command(dataset, workers), 4)
+        beyond = whole[0] - start_up[0], whole[1] - start_up[1]
+        line(f"command beyond that, {workers} rank(s)", beyond, reading)
     started = time.process_time()
     deep = check_all(dataset, deep=True)
     seconds = time.process_time() - started
@@ -123,8 +132,7 @@ def main() -> None:
         project = Project(folder / "empty")
         project.add("a.wav", voice(0.1))
         project.add("b.wav", voice(0.1))
-        project.write(match={"min_duration": 0.0})
-        start_up = best(lambda: command(project.dataset, 1), 3)
+        project.write(match={"min_duration": 0.0}, write={"shard_size": 1})
         dataset = options.dataset
         if dataset is None:
             (folder / "voices").mkdir()
@@ -132,7 +140,7 @@ def main() -> None:
                 (options.manifest, options.audio_root) if options.manifest else make_voices(folder / "voices")
             )
             dataset = make_dataset(folder / "many", manifest, root, options.megabytes)
-        report(dataset, start_up)
+        report(dataset, project.dataset)
 
 
 if __name__ == "__main__":

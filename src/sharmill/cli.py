@@ -110,7 +110,7 @@ def index(dataset: str, name: str | None, codecs: tuple[str, ...]) -> int:
     console = make_console()
     facts = [parse_codec_facts(text) for text in codecs]
     for line in rebuild_index(Path(dataset), facts, name=name):
-        console.print(printable(line), markup=False)
+        console.print(printable(line), markup=False, soft_wrap=True)
     return OK
 
 

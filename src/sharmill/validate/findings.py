@@ -53,7 +53,7 @@ CODES: Final[dict[str, Kind]] = {
     ),
     "lost_record": Kind(
         "a record of the manifest is neither in the dataset nor among the rejects",
-        "check that all --rejects were given; then begin the run anew with --restart",
+        "check that all --rejects were given, and --audio-root for absolute paths; then begin anew with --restart",
     ),
     "doubled_record": Kind(
         "a record of the manifest ended more often than it was there",

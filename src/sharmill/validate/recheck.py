@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -51,10 +52,8 @@ class Rechecker:
         if unknown := sorted(self.models.keys() - {codec.name for codec in self.subject.codecs}):
             raise ConfigError(f"--codec-model: {self.subject.directory} has no codec {unknown[0]!r}")
         for codec in self.subject.codecs:
-            try:
+            with _hint(codec):
                 describe_codec(self._model(codec))
-            except ConfigError as error:
-                raise ConfigError(f"{error} (say where it is with --codec-model {codec.name}=MODEL)") from error
 
     def load(self) -> None:
         """Loads the codecs.
@@ -63,7 +62,8 @@ class Rechecker:
             ConfigError: a model is not the one that the dataset was made with.
         """
         for record in self.subject.codecs:
-            codec = load_codec(self._model(record))
+            with _hint(record):
+                codec = load_codec(self._model(record))
             if codec.checksum != record.checksum:
                 raise ConfigError(
                     f"{self._model(record)} has the checksum {codec.checksum}, but the codes called {record.name!r} "
@@ -117,3 +117,12 @@ class Rechecker:
 
     def _model(self, record: CodecRecord) -> str:
         return self.models.get(record.name, record.model)
+
+
+@contextmanager
+def _hint(codec: CodecRecord) -> Iterator[None]:
+    """Adds to an error about a model what to do: a dataset names local models without their folders."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{error} (say where it is with --codec-model {codec.name}=MODEL)") from error

@@ -25,7 +25,8 @@ MAX_SILENCE_SHARE: Final = 0.8
 CLIPPING_LEVEL: Final = 1 - 2 / 32768
 MAX_CLIPPING_SHARE: Final = 1e-3
 
-_MAX_FLAC_RATE: Final = 655350
+# That of FLAC, and the highest that sharmill takes from any header.
+_MAX_RATE: Final = 655350
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +110,27 @@ def _probe_flac(data: bytes) -> AudioInfo | None:
         return None
     packed = int.from_bytes(head[18:26], "big")
     sampling_rate, num_samples = packed >> 44, packed & ((1 << 36) - 1)
-    if not 0 < sampling_rate <= _MAX_FLAC_RATE or num_samples == 0:
+    if not 0 < sampling_rate <= _MAX_RATE or num_samples == 0:
         return None
     return AudioInfo(sampling_rate, num_samples, (packed >> 41 & 7) + 1, "flac")
 
 
 def _probe_wav(data: bytes) -> AudioInfo | None:
-    """A RIFF file as libsndfile writes it: PCM of whole bytes or floats, the samples right behind the format."""
+    """A RIFF file of 16 bits as libsndfile writes it, the samples right behind the format and nothing behind those."""
     head = bytes(data[:44])
     if len(head) < 44 or head[:4] + head[8:16] + head[36:40] != b"RIFFWAVEfmt data" or head[16:20] != b"\x10\0\0\0":
         return None
     kind, channels = int.from_bytes(head[20:22], "little"), int.from_bytes(head[22:24], "little")
     sampling_rate, frame = int.from_bytes(head[24:28], "little"), int.from_bytes(head[32:34], "little")
-    size = int.from_bytes(head[40:44], "little")
-    if kind not in (1, 3) or not channels or not sampling_rate or not frame or not 0 < size <= len(data) - 44:
+    bits, size = int.from_bytes(head[34:36], "little"), int.from_bytes(head[40:44], "little")
+    # 16 bits and nothing behind the samples, as sharmill writes it; all else is for libsndfile.
+    plain = (kind, bits, frame) == (1, 16, 2 * channels) and int.from_bytes(head[4:8], "little") == size + 36
+    if (
+        not plain
+        or not channels
+        or not 0 < sampling_rate <= _MAX_RATE
+        or not 0 < size == len(data) - 44
+        or size % frame
+    ):
         return None
     return AudioInfo(sampling_rate, size // frame, channels, "wav")

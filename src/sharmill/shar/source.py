@@ -195,7 +195,8 @@ class ForeignSource:
 
 def _fields_of(dataset: DatasetRecord) -> dict[str, list[str]]:
     """The fields that can fill each attribute of a cut."""
-    available = {field: [field] for field in BASE_FIELDS if field != CUTS and field in dataset.fields}
+    available: dict[str, list[str]] = {}
+    available |= {field: [field] for field in BASE_FIELDS if field != CUTS and field in dataset.fields}
     if dataset.codecs:
         available |= {field: [codes_field(codec.name, field) for codec in dataset.codecs] for field in _CODES}
     return available

@@ -82,7 +82,7 @@ def _as_file(data: bytes) -> Iterator[int | io.BytesIO]:
         return
     descriptor = os.memfd_create("sharmill")
     try:
-        with open(descriptor, "wb", closefd=False) as stream:  # noqa: PTH123
+        with open(descriptor, "wb", closefd=False) as stream:
             stream.write(data)
         os.lseek(descriptor, 0, os.SEEK_SET)
         yield descriptor

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
+import soundfile as sf
 from lhotse import AudioSource, Recording
 from lhotse.utils import compute_num_samples
+
+# FLAC and WAV. For others lhotse chooses among decoders, and resamples what Opus gives.
+_PLAIN = (b"fLaC", b"RIFF")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -28,7 +35,7 @@ class DecodedSource(AudioSource):
     def load_audio(
         self, offset: float = 0.0, duration: float | None = None, force_opus_sampling_rate: int | None = None
     ) -> np.ndarray:
-        """The samples (num_samples,), or (channels, num_samples), that lhotse would decode; a copy of them."""
+        """The samples (channels, num_samples) that lhotse would decode; a copy of them."""
         if not hasattr(self, "samples"):
             return super().load_audio(offset, duration, force_opus_sampling_rate)
         if offset == 0.0 and duration is None:
@@ -50,12 +57,37 @@ def decode_recording(recording: Recording) -> Recording:
         Exception: whatever lhotse raises for audio that cannot be decoded.
     """
     (source,) = recording.sources
-    samples = source.load_audio(force_opus_sampling_rate=recording.sampling_rate)
+    if source.source[:4] in _PLAIN:
+        samples = _decode(source.source)
+    else:
+        samples = source.load_audio(force_opus_sampling_rate=recording.sampling_rate)
     decoded = object.__new__(DecodedSource)
     decoded.__dict__.update(source.__dict__, samples=samples, sampling_rate=recording.sampling_rate)
     made = object.__new__(Recording)
     made.__dict__.update(recording.__dict__, sources=[decoded])
     return made
+
+
+def _decode(data: bytes) -> np.ndarray:
+    """As lhotse's ``soundfile_load``, whose copies cost a third of the time: (channels, num_samples)."""
+    with _as_file(data) as file, sf.SoundFile(file, closefd=False) as sound:
+        return np.ascontiguousarray(sound.read(dtype=np.float32, always_2d=True).T)
+
+
+@contextmanager
+def _as_file(data: bytes) -> Iterator[int | io.BytesIO]:
+    """Bytes as a file for libsndfile. From one without a name it reads by itself; else each read waits for Python."""
+    if not hasattr(os, "memfd_create"):
+        yield io.BytesIO(data)
+        return
+    descriptor = os.memfd_create("sharmill")
+    try:
+        with open(descriptor, "wb", closefd=False) as stream:
+            stream.write(data)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def map_ahead(function: Callable[[T], R], items: Iterable[T], num_threads: int, ahead: int) -> Iterator[R]:

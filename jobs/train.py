@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 from speech_lm import Losses, SpeechLM
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +40,8 @@ from sharmill.errors import ConfigError
 from sharmill.store import write_atomic
 
 _CHECKPOINT = re.compile(r"step-(\d{9})\.pt")
+# The job before may be on its way out.
+_SECONDS_TO_WAIT_FOR_LOCK = 30.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,28 @@ def world_of(config: TrainConfig) -> Iterator[World]:
     finally:
         if size > 1:
             dist.destroy_process_group()
+
+
+@contextmanager
+def alone_in(out_dir: Path, world: World) -> Iterator[None]:
+    """Keeps other trainings out of a folder: two would write over each other's checkpoints.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    lock, taken = FileLock(out_dir / ".lock", timeout=_SECONDS_TO_WAIT_FOR_LOCK), True
+    if world.rank == 0:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            taken = False
+    if not all(world.gather(taken)):
+        raise ConfigError(f"another training is at work in {out_dir}: wait for it, or use another out_dir")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class Checkpoints:
@@ -132,7 +157,6 @@ class Training:
     def run(self) -> None:
         """Trains until ``max_steps`` are done, or until it is told to leave."""
         signal.signal(signal.SIGTERM, self._on_signal)
-        self.out_dir.mkdir(parents=True, exist_ok=True)
         saved = self.step
         with (self.out_dir / f"steps.rank{self.world.rank}.jsonl").open("a", buffering=1) as log:
             log.write(json.dumps(self._begin()) + "\n")
@@ -225,7 +249,7 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     try:
         config = load_typed(TrainConfig, arguments[0], arguments[1:])
-        with world_of(config) as world:
+        with world_of(config) as world, alone_in(Path(config.out_dir), world):
             Training(config, world).run()
     except ConfigError as error:
         print(f"Error: {error}", file=sys.stderr)

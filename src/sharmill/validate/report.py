@@ -45,7 +45,7 @@ class KindCount(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One validation. ``findings`` have the keys of ``Finding``, ``where`` in one phrase, ``severity`` and ``to_do``."""
+    """One validation. ``findings`` have the keys of ``Finding``, ``where``, ``severity`` and ``to_do``."""
 
     format_version: int
     dataset: str

@@ -1,6 +1,6 @@
-"""Checks a finished dataset.
+"""Checks datasets: a directory, or those of configurations.
 
-python pipelines/validate_shards.py DATASET [--deep] [--json FILE]
+python pipelines/validate_shards.py DATASET|CONFIG... [--deep] [--against MANIFEST] [--json FILE]
 """
 
 import sys

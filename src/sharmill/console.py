@@ -153,7 +153,5 @@ def print_report(console: Console, report: Report) -> None:
 
 def _describe_finding(row: dict[str, Any]) -> str:
     shard = "" if row["shard"] is None else f"shard {row['shard']}, "
-    place = row["member"] and row["field"] and f"{row['field']}: {row['member']}"
-    where = place or row["member"] or row["file"] or row["field"]
-    text = printable(f"{shard}{where}: {row['sentence']}")
+    text = printable(f"{shard}{row['where']}: {row['sentence']}")
     return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."

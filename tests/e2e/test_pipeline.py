@@ -140,7 +140,7 @@ def test_validate_command_finds_a_flipped_bit(dataset, sharmill, tmp_path):
     tar.write_bytes(data)
     outcome = sharmill("validate", copy, "--json", tmp_path / "findings.json", "--workers", 1)
     assert outcome.returncode == 3
-    findings = json.loads((tmp_path / "findings.json").read_text())
+    findings = json.loads((tmp_path / "findings.json").read_text())["findings"]
     assert {(f["code"], f["shard"], f["where"]) for f in findings} >= {
         ("wrong_checksum", 1, "target_audio/recording.000001.tar")
     }

@@ -187,6 +187,7 @@ def test_a_report_survives_its_file(finished, tmp_path):
         "field": "target_audio",
         "file": TARGETS,
         "member": None,
+        "where": TARGETS,
         "sentence": "the bytes have changed since they were written",
         "to_do": "rebuild the shard: sharmill run CONFIG --redo FINDINGS.json",
     }

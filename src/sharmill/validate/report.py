@@ -45,7 +45,7 @@ class KindCount(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One validation. ``findings`` have the keys of ``Finding`` and, of their kind, ``severity`` and ``to_do``."""
+    """One validation. ``findings`` have the keys of ``Finding``, ``where``, ``severity`` and ``to_do``."""
 
     format_version: int
     dataset: str
@@ -118,4 +118,10 @@ def _in_order(unit: Redo) -> tuple[str, int]:
 
 def _to_row(finding: Finding) -> dict[str, Any]:
     row = msgspec.structs.asdict(finding)
-    return {"code": row.pop("code"), "severity": finding.severity, **row, "to_do": to_do_for(finding)}
+    return {
+        "code": row.pop("code"),
+        "severity": finding.severity,
+        **row,
+        "where": finding.where,
+        "to_do": to_do_for(finding),
+    }

@@ -254,3 +254,19 @@ def test_a_damaged_shard_gets_no_index(published):
     with pytest.raises(DamagedShard):
         list(rebuild_index(published, [parse_codec_facts(TOY)]))
     assert not (published / "shards.jsonl").exists()
+
+
+@pytest.mark.parametrize("layout", ["flat", "published"])
+def test_an_index_does_not_change_what_a_shar_is_read_as(layout, request):
+    folder = request.getfixturevalue(layout)
+    before = list(open_shar(folder))
+    list(rebuild_index(folder, [parse_codec_facts(TOY)] if layout == "published" else []))
+    assert (folder / "dataset.json").exists()
+    after = list(open_shar(folder))
+    assert [cut.id for cut in after] == [cut.id for cut in before]
+    for one, other in zip(after, before, strict=True):
+        np.testing.assert_array_equal(one.load_audio(), other.load_audio())
+        np.testing.assert_array_equal(one.load_target_codes(), other.load_target_codes())
+        if layout == "published":
+            np.testing.assert_array_equal(one.load_context_codes(), other.load_context_codes())
+            np.testing.assert_array_equal(one.load_context_audio(), other.load_context_audio())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,22 +13,16 @@ import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.fields import read_lines
-from sharmill.shar.foreign import ForeignShard, find_shards
-from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset
+from sharmill.shar.foreign import find_shards
+from sharmill.shar.index import ShardRecord, read_dataset
 from sharmill.shar.layout import (
-    BASE_FIELDS,
-    CONTEXT_CODES,
     CUTS,
     DATASET_FILE,
     SHARDS_FILE,
-    TARGET_CODES,
     codec_of_field,
-    codes_field,
     shard_file,
 )
 from sharmill.store import STAGING_NAME, checksum_bytes
-
-_CODES = (TARGET_CODES, CONTEXT_CODES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +87,11 @@ class _Line(msgspec.Struct):
 class IndexedSource:
     """A finished dataset, read through ``shards.jsonl``: no folder is listed, however many shards there are."""
 
-    foreign = False
-
     def __init__(self, directory: Path, fields: Sequence[str] | None, codec: str | None) -> None:
         self._directory = directory
         self._dataset = read_dataset(directory)
-        self._fields = _choose(directory, _fields_of(self._dataset), fields, codec)
+        self.foreign = self._dataset.contract == "foreign"
+        self._fields = _choose(directory, _by_attribute(self._dataset.fields), fields, codec)
 
     @cached_property
     def _lines(self) -> tuple[np.ndarray, np.ndarray]:
@@ -176,7 +169,7 @@ class ForeignSource:
 
     def __init__(self, directory: Path, fields: Sequence[str] | None, codec: str | None) -> None:
         self._shards = find_shards(directory)
-        self._fields = _choose(directory, _available(directory, self._shards[0]), fields, codec)
+        self._fields = _choose(directory, _by_attribute(self._shards[0].files), fields, codec)
         self._counts: dict[int, int] = {}
 
     @property
@@ -205,19 +198,10 @@ class ForeignSource:
         return ShardFiles(found.index, found.files[CUTS], paths, self._counts.get(shard))
 
 
-def _fields_of(dataset: DatasetRecord) -> dict[str, list[str]]:
+def _by_attribute(fields: Iterable[str]) -> dict[str, list[str]]:
     """The fields that can fill each attribute of a cut."""
-    available: dict[str, list[str]] = {
-        field: [field] for field in BASE_FIELDS if field != CUTS and field in dataset.fields
-    }
-    if dataset.codecs:
-        available |= {field: [codes_field(codec.name, field) for codec in dataset.codecs] for field in _CODES}
-    return available
-
-
-def _available(directory: Path, shard: ForeignShard) -> dict[str, list[str]]:
     available: dict[str, list[str]] = {}
-    for field in shard.files:
+    for field in fields:
         if field != CUTS:
             available.setdefault(field.rpartition("/")[2], []).append(field)
     return available

@@ -41,7 +41,7 @@ from sharmill.store import write_atomic
 
 _CHECKPOINT = re.compile(r"step-(\d{9})\.pt")
 # The job before may be on its way out.
-_SECONDS_TO_WAIT_FOR_LOCK = 30.0
+_SECONDS_TO_WAIT_FOR_LOCK = 5.0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from sharmill.shar import open_shar
 
@@ -26,14 +27,6 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end, "it takes too long"
         time.sleep(0.02)
-
-
-def ids_by_step(example, rank):
-    """Of each step the ids that were trained on; a step that was done again must have had the same ones."""
-    ids = {}
-    for values in example.steps(rank):
-        assert ids.setdefault(values["step"], values["ids"]) == values["ids"]
-    return ids
 
 
 def rank_pids(process: subprocess.Popen[str]) -> list[int]:
@@ -54,8 +47,8 @@ def test_killed_and_resumed_it_has_the_data_of_an_uninterrupted_training(example
     assert 0 < killed.saved_step() < 40, "it was to be killed half-way"
     killed.run()
     for rank in range(2):
-        assert ids_by_step(killed, rank) == ids_by_step(whole, rank)
-        assert sorted(ids_by_step(whole, rank)) == list(range(1, 41))
+        assert killed.ids_by_step(rank) == whole.ids_by_step(rank)
+        assert sorted(whole.ids_by_step(rank)) == list(range(1, 41))
 
 
 def test_it_learns(example) -> None:
@@ -78,7 +71,7 @@ def test_told_to_leave_it_saves_and_goes_on_with_other_ranks_and_workers(example
     left_at = elastic.saved_step()
     assert left_at >= 3
     assert f"told to leave at step {left_at}" in printed
-    before = [cut_id for rank in range(2) for ids in ids_by_step(elastic, rank).values() for cut_id in ids]
+    before = [cut_id for rank in range(2) for ids in elastic.ids_by_step(rank).values() for cut_id in ids]
     every = Counter(cut.id for cut in open_shar(speech, []))
     if len(before) >= len(every):
         pytest.fail("it went on for more than an epoch before it left")
@@ -102,3 +95,14 @@ def test_checkpoints_of_another_model_are_refused(example) -> None:
     printed, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert "has checkpoints of another model" in printed
     assert process.returncode != 0
+
+
+def test_two_trainings_in_one_folder_are_refused(example) -> None:
+    done = example("done", max_steps=1, checkpoint_every=1)
+    done.out_dir.mkdir()
+    with FileLock(done.out_dir / ".lock"):
+        process = done.start(ranks=1)
+        printed, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert "Error: another training is at work in" in printed
+    assert process.returncode != 0
+    assert done.saved_step() == 0

@@ -248,3 +248,14 @@ def test_placeholders_leave_the_cut_without_the_field(damaged):
     repack(path, content)
     cuts = list(open_shar(damaged))
     assert [cut.has_custom("target_audio") for cut in cuts] == [True] * 3 + [False] + [True] * 3
+
+
+def test_an_unfinished_dataset_is_not_taken_for_shards_of_another_tool(built, tmp_path):
+    folder = copy(built.dataset, tmp_path / "unfinished")
+    for name in ("dataset.json", "shards.jsonl"):
+        (folder / name).unlink()
+    (folder / "cuts/cuts.000000.jsonl.gz").unlink()
+    for field in folder.rglob("*.000000.tar"):
+        field.unlink()
+    with pytest.raises(ConfigError, match=r"not a finished dataset.*sharmill index"):
+        open_shar(folder)

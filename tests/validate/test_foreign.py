@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from dummies_shar import copy, lines, put, run, snapshot, voice
+from dummies_shar import copy, lines, put, rewrite, run, snapshot, voice
 from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 
 from sharmill.engine.rundir import RunDir
@@ -50,6 +50,8 @@ def published(built, tmp_path):
     folder = copy(built.dataset, tmp_path / "published")
     for name in ("dataset.json", "shards.jsonl"):
         (folder / name).unlink()
+    for path in sorted((folder / "cuts").iterdir()):
+        rewrite(path, [cut | {"custom": None} for cut in lines(path)])  # else they are sharmill's own
     for path in sorted((folder / "codes_toy/context_codes").iterdir()):
         change_items(path, lambda item: Item(item.cut_id, "npy", item.data, {
             "array": item.metadata, "temporal_dim": -1, "frame_shift": 0.02, "start": 1.5,

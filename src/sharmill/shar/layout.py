@@ -11,6 +11,8 @@ TARGET_AUDIO: Final = "target_audio"
 CONTEXT_AUDIO: Final = "context_audio"
 TARGET_CODES: Final = "target_codes"
 CONTEXT_CODES: Final = "context_codes"
+# Set in the ``custom`` of every cut that sharmill writes: its context must not be cut along with it.
+CONTEXT_UNALIGNED: Final = "context_audio_unaligned"
 
 BASE_FIELDS: Final = (CUTS, TARGET_AUDIO, CONTEXT_AUDIO)
 DATASET_FILE: Final = "dataset.json"

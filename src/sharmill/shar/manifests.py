@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from sharmill.manifest import TYPED_KEYS, Utterance, parse_speaker_tag
+from sharmill.shar.layout import CONTEXT_UNALIGNED
 
 # An object in a ``custom`` mapping that has all keys of one of these is one of lhotse's own manifests to lhotse.
 _TAKEN_BY_LHOTSE: Final = ({"width"}, {"shape"}, {"array"}, {"id", "sources", "sampling_rate"})
@@ -31,7 +32,7 @@ def make_cut(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> d
         "supervisions": [make_supervision(utterance, duration)],
         "recording": recording,
         # Makes lhotse load the whole context: it lives on another time line than the cut.
-        "custom": {"context_audio_unaligned": True},
+        "custom": {CONTEXT_UNALIGNED: True},
         "type": "MonoCut",
     }
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from sharmill.errors import RejectRecord
 from sharmill.manifest import parse_speaker_tag
-from sharmill.shar.layout import context_id
+from sharmill.shar.layout import CONTEXT_UNALIGNED, context_id
 from sharmill.validate.agreement import record_problem
 
 # What looking at a manifest raises that is not as it should be.
@@ -38,8 +38,8 @@ def cut_problem(cut: dict[str, Any], target: dict[str, Any]) -> str | None:
             return "recording and target audio differ in samples or rate"
         if supervision["recording_id"] != recording["id"]:
             return f"the supervision is of {supervision['recording_id']!r}, the recording is {recording['id']!r}"
-        if cut["custom"]["context_audio_unaligned"] is not True:
-            return "context_audio_unaligned is not set, so that lhotse would cut the context"
+        if cut["custom"][CONTEXT_UNALIGNED] is not True:
+            return f"{CONTEXT_UNALIGNED} is not set, so that lhotse would cut the context"
         return speaker_problem(supervision["speaker"]) or _provenance_problem(cut, supervision, recording)
     except MALFORMED as error:
         return f"a key is absent or of the wrong type: {error!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import numpy as np
@@ -259,3 +260,30 @@ def test_an_unfinished_dataset_is_not_taken_for_shards_of_another_tool(built, tm
         field.unlink()
     with pytest.raises(ConfigError, match=r"not a finished dataset.*sharmill index"):
         open_shar(folder)
+
+
+def test_codes_may_be_added_while_cuts_are_read(built, tmp_path):
+    folder = copy(built.dataset, tmp_path / "dataset")
+    index, records = folder / "shards.jsonl", lines(folder / "shards.jsonl")
+    expected = [cut.id for cut in open_shar(folder)]
+    cuts = iter(open_shar(folder))
+    read = [next(cuts).id]
+    for record in records:
+        record["fields"]["codes_later/target_codes"] = record["fields"]["target_audio"]
+    index.with_name("new").write_text("".join(json.dumps(record) + "\n" for record in records))
+    index.with_name("new").replace(index)
+    read += [cut.id for cut in cuts]
+    assert read == expected
+    assert len(records) > 1
+
+
+def test_other_shards_in_the_place_of_those_that_are_read_are_damage(built, tmp_path):
+    folder = copy(built.dataset, tmp_path / "dataset")
+    index, records = folder / "shards.jsonl", lines(folder / "shards.jsonl")
+    cuts = iter(open_shar(folder))
+    next(cuts)
+    records[0]["count"], records[1]["count"] = records[0]["count"] - 1, records[1]["count"] + 1
+    index.with_name("new").write_text("".join(json.dumps(record) + "\n" for record in records))
+    index.with_name("new").replace(index)
+    with pytest.raises(DamagedShard, match="changed while they were read"):
+        list(cuts)

@@ -276,14 +276,14 @@ def test_results_are_yaml():
     }  # fmt: skip
 
 
-def test_the_command(command_line, tmp_path):
+def test_the_command(sharmill, tmp_path):
     (tmp_path / "mine.py").write_text(
         "def step(batch_size, length, num_tokens, device):\n"
         "    print('noise')\n"
         "    bytearray(int(batch_size * length * 2**20))\n"
     )
     arguments = ["tune-batch", "--step", "mine:step", "--device", "cpu", "--memory", "400MiB", "--tolerance", "0.2"]
-    result = command_line(*arguments, "--bins", "[5.0, 40.0]", cwd=tmp_path)
+    result = sharmill(*arguments, "--bins", "[5.0, 40.0]", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     values = yaml.safe_load(result.stdout)
     assert values["bucket_duration_bins"] == [5.0, 40.0]
@@ -291,8 +291,8 @@ def test_the_command(command_line, tmp_path):
     assert 20 <= short <= 72
     assert 2 <= long <= 9
     assert result.stderr == f"searching within 0.35 GiB of cpu\n40: {long}\n5: {short}\n"
-    result = command_line(*arguments, "--bins", "[1000.0]", cwd=tmp_path)
+    result = sharmill(*arguments, "--bins", "[1000.0]", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
     assert "Error: not even one item of 1000 fits" in result.stderr
-    result = command_line(*arguments, "--bins", "[]", cwd=tmp_path)
+    result = sharmill(*arguments, "--bins", "[]", cwd=tmp_path)
     assert result.returncode == 2

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.fields import read_cuts, read_lines
 from sharmill.shar.foreign import ForeignShard, find_shards
-from sharmill.shar.index import ShardRecord, read_dataset
+from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset
 from sharmill.shar.layout import (
     CONTEXT_UNALIGNED,
     CUTS,
@@ -85,6 +86,71 @@ class _Line(msgspec.Struct):
     count: int
 
 
+class _ShardLines:
+    """``shards.jsonl``, one line at a time. It is read anew where another has taken its place: codes were added.
+
+    Attributes:
+        counts: the cuts of each shard.
+    """
+
+    def __init__(self, directory: Path, dataset: DatasetRecord) -> None:
+        self._path = directory / SHARDS_FILE
+        self._dataset = dataset
+        with self._open() as lines:
+            self._version, (self._starts, self.counts) = _version_of(lines), self._read(lines)
+
+    def record(self, shard: int) -> ShardRecord:
+        """What the index says of a shard."""
+        with self._open() as lines:
+            if (version := _version_of(lines)) != self._version:
+                starts, counts = self._read(lines)
+                if not np.array_equal(counts, self.counts):
+                    raise DamagedShard(f"{self._path}: the shards have changed while they were read")
+                self._version, self._starts = version, starts
+            lines.seek(self._starts[shard])
+            line = lines.readline()
+        try:
+            return msgspec.json.decode(line, type=ShardRecord)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DamagedShard(f"{self._path}: line {shard + 1}: {error}") from error
+
+    def _open(self) -> BinaryIO:
+        try:
+            return self._path.open("rb")
+        except FileNotFoundError as error:
+            raise ConfigError(f"{self._path.parent} is not a finished dataset: there is no {SHARDS_FILE}") from error
+
+    def _read(self, lines: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
+        """Where each line begins, and the number of cuts that it tells."""
+        decoder = msgspec.json.Decoder(_Line)
+        starts: list[int] = []
+        counts: list[int] = []
+        position = 0
+        try:
+            for line in lines:
+                read = decoder.decode(line)
+                if read.index != len(counts):
+                    raise DamagedShard(f"{self._path} lists shard {read.index} where {len(counts)} belongs")
+                starts.append(position)
+                counts.append(read.count)
+                position += len(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DamagedShard(f"{self._path}: line {len(starts) + 1}: {error}") from error
+        found, recorded = (len(counts), sum(counts)), (self._dataset.num_shards, self._dataset.num_cuts)
+        if found != recorded:
+            raise DamagedShard(
+                f"{self._path} lists {found[0]} shards instead of {recorded[0]} and {found[1]} cuts instead of "
+                f"{recorded[1]}"
+            )
+        return np.array(starts, np.int64), np.array(counts, np.int64)
+
+
+def _version_of(stream: BinaryIO) -> tuple[int, ...]:
+    """Tells a file from one that is put in its place."""
+    status = os.fstat(stream.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class IndexedSource:
     """A finished dataset, read through ``shards.jsonl``: no folder is listed, however many shards there are."""
 
@@ -95,32 +161,8 @@ class IndexedSource:
         self._fields = _choose(directory, _by_attribute(self._dataset.fields), fields, codec)
 
     @cached_property
-    def _lines(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each shard, where its line of the index begins, and its number of cuts."""
-        path = self._directory / SHARDS_FILE
-        decoder = msgspec.json.Decoder(_Line)
-        starts: list[int] = []
-        counts: list[int] = []
-        position = 0
-        try:
-            with path.open("rb") as lines:
-                for line in lines:
-                    read = decoder.decode(line)
-                    if read.index != len(counts):
-                        raise DamagedShard(f"{path} lists shard {read.index} where {len(counts)} belongs")
-                    starts.append(position)
-                    counts.append(read.count)
-                    position += len(line)
-        except FileNotFoundError as error:
-            raise ConfigError(f"{self._directory} is not a finished dataset: there is no {SHARDS_FILE}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DamagedShard(f"{path}: line {len(starts)}: {error}") from error
-        found, recorded = (len(counts), sum(counts)), (self._dataset.num_shards, self._dataset.num_cuts)
-        if found != recorded:
-            raise DamagedShard(
-                f"{path} lists {found[0]} shards instead of {recorded[0]} and {found[1]} cuts instead of {recorded[1]}"
-            )
-        return np.array(starts, np.int64), np.array(counts, np.int64)
+    def _index(self) -> _ShardLines:
+        return _ShardLines(self._directory, self._dataset)
 
     @property
     def num_shards(self) -> int:
@@ -128,28 +170,21 @@ class IndexedSource:
 
     @property
     def shard_size(self) -> int:
-        counts = self._lines[1]
+        counts = self._index.counts
         return int(counts.max()) if len(counts) else 1
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"num_cuts": self.num_cuts(), "counts": checksum_bytes(self._lines[1].tobytes())}
+        return {"num_cuts": self.num_cuts(), "counts": checksum_bytes(self._index.counts.tobytes())}
 
     def count(self, shard: int) -> int:
-        return int(self._lines[1][shard])
+        return int(self._index.counts[shard])
 
     def num_cuts(self) -> int:
         return self._dataset.num_cuts
 
     def files(self, shard: int) -> ShardFiles:
-        path = self._directory / SHARDS_FILE
-        with path.open("rb") as lines:
-            lines.seek(self._lines[0][shard])
-            line = lines.readline()
-        try:
-            record = msgspec.json.decode(line, type=ShardRecord)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DamagedShard(f"{path}: line {shard + 1}: {error}") from error
+        record = self._index.record(shard)
         missing = [field for field in (CUTS, *self._fields.values()) if field not in record.fields]
         if missing:
             raise DamagedShard(f"shard {record.index}: there is no {missing[0]}")

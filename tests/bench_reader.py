@@ -75,7 +75,7 @@ def cut(cut_id: str, num_samples: int) -> dict[str, Any]:
     recording["sources"] = [{"type": "file", "channels": [0], "source": custom["audio_filepath"]}]
     return {
         "id": cut_id, "start": 0.0, "duration": duration, "channel": 0, "supervisions": [supervision],
-        "recording": recording, "custom": {"context_audio_unaligned": True}, "type": "MonoCut",
+        "recording": recording, "type": "MonoCut",
     }  # fmt: skip
 
 

@@ -124,7 +124,7 @@ class TestDriver:
         in_flight_then = set(stage.attempts())
         began = time.monotonic()
         process.send_signal(number)
-        process.wait(30)
+        process.wait(60)
         assert process.returncode == (1 if number != signal.SIGKILL else -9)
         wait_until(lambda: not any(is_running(pid) for pid in stage.pids()), seconds=30)
         seconds = time.monotonic() - began

@@ -61,7 +61,8 @@ def test_kill_of_a_rank_costs_its_unit(make_chain, tmp_path, record_property):
     os.kill(read_progress(chain.stage.dir.progress)[0].pid, signal.SIGKILL)
     assert wait_for_end(chain).state == "done"
     assert_same_as_local(chain, tmp_path)
-    assert report(chain, record_property) == 1
+    # None, if it hit the moment between two units.
+    assert report(chain, record_property) <= 1
 
 
 def test_preempted_ranks_are_requeued_and_go_on(make_chain, tmp_path, record_property):

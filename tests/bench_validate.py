@@ -131,7 +131,7 @@ def main() -> None:
         (folder / "empty").mkdir()
         project = Project(folder / "empty")
         project.add("a.wav", voice(0.1))
-        project.add("b.wav", voice(0.1))
+        project.add("b.wav", voice(0.1, pitch=150.0))
         project.write(match={"min_duration": 0.0}, write={"shard_size": 1})
         dataset = options.dataset
         if dataset is None:

@@ -11,11 +11,10 @@ from lhotse.audio import AudioLoadingError, DurationMismatchError
 from lhotse.cut import Cut
 
 from sharmill.shar.cuts import as_array, with_id
-from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
+from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, CONTEXT_UNALIGNED, TARGET_AUDIO, TARGET_CODES
 from sharmill.shar.shard import OpenShard
 
 POSITION: Final = "shar_position"
-UNALIGNED: Final = f"{CONTEXT_AUDIO}_unaligned"
 
 _CUT_FIELDS = frozenset(MonoCut.__dataclass_fields__)
 _set = object.__setattr__
@@ -100,7 +99,7 @@ def _align(cut: MonoCut, custom: dict[str, Any]) -> None:
     look for them at the offset.
     """
     if isinstance(custom.get(CONTEXT_AUDIO), Recording):
-        custom[UNALIGNED] = True
+        custom[CONTEXT_UNALIGNED] = True
     context_codes = custom.get(CONTEXT_CODES)
     if isinstance(context_codes, TemporalArray):
         custom[CONTEXT_CODES] = as_array(context_codes)

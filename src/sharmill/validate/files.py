@@ -17,13 +17,12 @@ import numpy as np
 import xxhash
 
 from sharmill.errors import DamagedShard
-from sharmill.shar.fields import Item, decompress, read_cuts, read_field
+from sharmill.shar.fields import NO_DATA, Item, decompress, read_cuts, read_field
 
 _BLOCK: Final = 512
 _CHECKSUM: Final = slice(148, 156)
 # Large enough for few calls, small enough for the cache.
 _READ_BYTES: Final = 1 << 20
-_NO_DATA: Final = "nodata"
 
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
@@ -165,7 +164,7 @@ def _pair(names: list[str], spans: list[Any]) -> list[Item] | None:
     items: list[Item] = []
     for name, other, data, metadata in zip(names[::2], names[1::2], spans[::2], spans[1::2], strict=True):
         cut_id, _, extension = name.rpartition(".")
-        if extension == _NO_DATA or other != f"{cut_id}.json":
+        if extension == NO_DATA or other != f"{cut_id}.json":
             return None
         items.append(Item(cut_id, extension, data, _decoder.decode(metadata)))
     return items

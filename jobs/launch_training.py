@@ -24,7 +24,8 @@ from sharmill.errors import ConfigError
 from sharmill.executors.profile import ClusterProfile, load_profile
 from sharmill.executors.slurm_queue import outside_own_job
 
-_SCRIPT = Path(__file__).parent / "sbatch" / "train.sbatch"
+_ROOT = Path(__file__).resolve().parents[1]
+_SCRIPT = _ROOT / "jobs" / "sbatch" / "train.sbatch"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -83,6 +84,8 @@ def launch(options: argparse.Namespace) -> None:
     """
     if options.num_jobs < 1 or options.nodes < 1:
         raise ConfigError("-n and --nodes must be at least 1")
+    if Path.cwd() != _ROOT:
+        raise ConfigError(f"the jobs begin in the folder of this command: give it in {_ROOT}")
     if any(override.partition("=")[0] in ("seed", "shard_seed") for override in options.overrides):
         raise ConfigError("each job gets its own seed: leave out seed= and shard_seed=")
     config = load_typed(TrainConfig, options.config, options.overrides)

@@ -12,6 +12,7 @@ from lhotse.dataset import DynamicCutSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from train_config import TrainConfig
 
+from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
 from sharmill.shar.layout import CONTEXT_CODES, TARGET_CODES
@@ -110,13 +111,19 @@ class MixedData:
 
         from sharmill.training import get_dataloader
 
+        self._path = config.loader
         settings = OmegaConf.load(str(config.loader))
         settings = OmegaConf.merge(settings.get("train_ds", settings), {"seed": seed, "shard_seed": config.shard_seed})
         self._loader = get_dataloader(settings, rank, world_size, load_tokenizer("bytes"), dataset=tensors)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
-            yield from self._loader
+            is_empty = True
+            for batch in self._loader:
+                is_empty = False
+                yield batch
+            if is_empty:
+                raise ConfigError(f"{self._path} gives this rank no batch: look at its filters and limits")
 
     def state_dict(self) -> None:
         return None

@@ -86,3 +86,12 @@ def test_a_refusal_of_slurm_is_told(config: Path, sbatch: Path, capsys: pytest.C
     (sbatch.parent / "bin" / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2\nexit 1\n")
     assert launch_training.main(["-n", "2", str(config)]) == 2
     assert capsys.readouterr().err == "Error: sbatch refuses the job: invalid partition\n"
+
+
+def test_elsewhere_than_in_the_repository_it_is_refused(
+    config: Path, sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert launch_training.main(["-n", "2", str(config)]) == 2
+    assert "the jobs begin in the folder of this command" in capsys.readouterr().err
+    assert not sbatch.exists()

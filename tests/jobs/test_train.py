@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -94,6 +95,17 @@ def test_checkpoints_of_another_model_are_refused(example) -> None:
     process = done.start("model.dim=32", ranks=1)
     printed, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert "has checkpoints of another model" in printed
+    assert process.returncode != 0
+
+
+def test_a_loader_without_batches_ends_it(example, speech: Path, tmp_path: Path) -> None:
+    entry = {"type": "sharmill", "dataset": str(speech), "fields": ["target_codes", "context_codes"]}
+    settings = {"input_cfg": [entry], "force_finite": True, "batch_duration": 3.0, "max_duration": 0.01}
+    loader = tmp_path / "loader.yaml"
+    loader.write_text(json.dumps(settings))  # JSON is YAML
+    process = example("idle", loader=str(loader)).start(ranks=1)
+    printed, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert f"Error: {loader} gives this rank no batch" in printed
     assert process.returncode != 0
 
 

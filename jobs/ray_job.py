@@ -24,12 +24,14 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("arguments", nargs="+", metavar="STAGE|all CONFIG... [KEY=VALUE...]")
     parser.add_argument("--root", type=Path, help="the folder from which relative paths in configurations are meant")
     parser.add_argument("--restart", action="store_true", help="begin the stages anew")
+    parser.add_argument("--redo", type=Path, metavar="FINDINGS.json", help="do the shards again that it names")
     options = parser.parse_intermixed_args(arguments)
     try:
         paths, overrides, stages = split_arguments(options.arguments)
         if not stages:
             raise ConfigError("name a stage, or 'all'")
         configs = [str(Path(path).absolute()) for path in paths]
+        redo = [] if options.redo is None else ["--redo", str(options.redo.absolute())]
         if options.root is not None:
             os.chdir(options.root)
     except (ConfigError, OSError) as error:
@@ -38,7 +40,7 @@ def run(arguments: list[str]) -> int:
     stages = [] if stages == ["all"] else stages
     restart = ["--restart"] if options.restart else []
     try:
-        main(["run", *restart, *configs, *stages, *overrides, "executor.kind=ray"])
+        main(["run", *restart, *redo, *configs, *stages, *overrides, "executor.kind=ray"])
     except SystemExit as end:
         return int(end.code or 0)
     return 0

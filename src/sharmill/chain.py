@@ -29,6 +29,7 @@ from sharmill.executors.slurm import HandedOver, SlurmExecutor, describe_jobs, i
 from sharmill.executors.slurm_queue import QueuedJob, SlurmSilent, queued_jobs
 from sharmill.pipeline import DatasetResult, make_stages, run_dataset
 from sharmill.store import remove_tree, require_writable, write_atomic
+from sharmill.validate.report import Report
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Chain:
     stages: tuple[str, ...]
     profile: ClusterProfile
     restart: bool = False
+    redo: Report | None = None
 
     @property
     def run_dir(self) -> RunDir:
@@ -69,7 +71,7 @@ class Chain:
         """
         require_writable(self.run_dir.path)
         others = queued_jobs(self.run_dir.jobs)
-        if others and (self.restart or any(map(is_step, others))):
+        if others and (self.restart or self.redo is not None or any(map(is_step, others))):
             raise ConfigError(
                 f"{describe_jobs(others)} of this dataset are still in the queue; "
                 f"wait for them (sharmill status {self.config.run_dir}) or scancel them"
@@ -147,12 +149,12 @@ class Chain:
     def _run_dataset(self, wait_seconds: float) -> DatasetResult:
         return run_dataset(
             self.config, LogListener(), stages=self.stages, restart=self.restart, executor=self._executor(),
-            wait_seconds=wait_seconds,
+            wait_seconds=wait_seconds, redo=self.redo,
         )  # fmt: skip
 
     def _executor(self) -> SlurmExecutor:
-        # Only the first step begins anew.
-        following = replace(self, restart=False)
+        # Only the first step takes back what was done.
+        following = replace(self, restart=False, redo=None)
         return SlurmExecutor(
             self.profile, self.run_dir.jobs, following, self.config.name, self.config.max_reject_fraction,
             note=lambda handed_over: self._write(_waiting_for(handed_over)),

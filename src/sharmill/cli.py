@@ -22,12 +22,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sharmill.config import Config
+    from sharmill.validate.report import Report
 
 OK, FAILED, WRONG_USE, FINDINGS = 0, 1, 2, 3
 # Of several datasets the worst counts: something that did not run outweighs findings in what did.
 _BY_SEVERITY = (OK, FINDINGS, WRONG_USE, FAILED)
 # A path such as data/lang=en/config.yaml has a "=" as well, but no key before it.
 _OVERRIDE = re.compile(r"[\w.\[\]-]*=")
+
+
+redo_option = click.option(
+    "--redo",
+    type=click.Path(path_type=str),
+    metavar="FINDINGS.json",
+    help="Do the shards again that a validation names: what its --json wrote.",
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -42,8 +51,7 @@ def cli() -> None:
 @cli.command(context_settings={"ignore_unknown_options": False})
 @click.argument("arguments", nargs=-1, required=True, metavar="CONFIG... [STAGE...] [KEY=VALUE...]")
 @click.option("--restart", is_flag=True, help="Begin the stages anew: forget their plans and remove their output.")
-@click.option("--redo", type=click.Path(path_type=str), metavar="FINDINGS.json",
-              help="Do the shards again that a validation names: what its --json wrote.")  # fmt: skip
+@redo_option
 def run(arguments: tuple[str, ...], restart: bool, redo: str | None) -> int:
     """Run all stages, or those that are named, for one or several datasets.
 
@@ -55,9 +63,8 @@ def run(arguments: tuple[str, ...], restart: bool, redo: str | None) -> int:
     paths, overrides, names = split_arguments(arguments)
     stages = [resolve_stage(name) for name in names] or list(STAGES)
     configs = [load_config(path, overrides) for path in paths]
-    if redo is not None and (restart or len(configs) > 1):
-        raise ConfigError("--redo is for one configuration, and without --restart")
-    return run_configs(configs, stages, restart=restart, redo=redo)
+    named = read_findings(redo, configs, restart=restart)
+    return run_configs(configs, stages, restart=restart, redo=named)
 
 
 @cli.command()
@@ -175,11 +182,13 @@ def plan(arguments: tuple[str, ...], ranks: int | None) -> int:
               help="slurm: job arrays; local: processes here; debug: in this process.")  # fmt: skip
 @click.option("--profile", type=click.Path(path_type=str), help="What ranks need: a YAML file in configs/clusters.")
 @click.option("--restart", is_flag=True, help="Begin the stages anew: forget their plans and remove their output.")
+@redo_option
 @click.option("--wait", is_flag=True, help="Wait until all datasets are done, and return how that ended.")
 @click.option("--dry-run", is_flag=True, help="Show the sbatch scripts and the balance; submit nothing.")
 def submit(
-    arguments: tuple[str, ...], cluster: str, profile: str | None, restart: bool, wait: bool, dry_run: bool
-) -> int:
+    arguments: tuple[str, ...], cluster: str, profile: str | None, restart: bool, redo: str | None, wait: bool,
+    dry_run: bool,
+) -> int:  # fmt: skip
     """Run stages for one or several datasets on a cluster, each dataset in a chain of its own."""
     from sharmill.config import STAGES, load_config, resolve_stage
     from sharmill.executors.profile import ClusterProfile, load_profile
@@ -192,14 +201,17 @@ def submit(
     if cluster == "debug":
         overrides.append("executor.workers=1")
     configs = [load_config(path, overrides) for path in paths]
+    named = read_findings(redo, configs, restart=restart)
     if cluster != "slurm":
-        return run_configs(configs, stages, restart=restart)
+        return run_configs(configs, stages, restart=restart, redo=named)
     loaded = load_profile(profile) if profile else ClusterProfile()
     console = make_console()
     if dry_run:
+        if named is not None:
+            raise ConfigError("--dry-run shows what is left to do; with --redo that would have to be taken back first")
         show_submission(console, configs, stages, loaded)
         return OK
-    outcomes = submit_all(console, configs, stages, loaded, restart=restart, wait=wait)
+    outcomes = submit_all(console, configs, stages, loaded, restart=restart, wait=wait, redo=named)
     return max(outcomes, key=_BY_SEVERITY.index)
 
 
@@ -273,7 +285,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], lis
 
 
 def run_configs(
-    configs: Sequence[Config], stages: Sequence[str], *, restart: bool = False, redo: str | None = None,
+    configs: Sequence[Config], stages: Sequence[str], *, restart: bool = False, redo: Report | None = None,
     json_file: str | None = None,
 ) -> int:  # fmt: skip
     """Runs the datasets one after the other and returns the worst exit status."""
@@ -295,18 +307,19 @@ def run_configs(
     return worst
 
 
-def _run_one(config: Config, stages: Sequence[str], *, restart: bool, redo: str | None, json_file: str | None) -> int:
+def _run_one(
+    config: Config, stages: Sequence[str], *, restart: bool, redo: Report | None, json_file: str | None
+) -> int:
     from pathlib import Path
 
     from sharmill.console import ProgressListener, print_report, print_result
     from sharmill.pipeline import run_dataset
     from sharmill.store import write_atomic
-    from sharmill.validate.report import encode_report, read_report
+    from sharmill.validate.report import encode_report
 
     console = make_console()
-    named = None if redo is None else read_report(Path(redo))
     with ProgressListener(console) as listener:
-        result = run_dataset(config, listener, stages=stages, restart=restart, redo=named)
+        result = run_dataset(config, listener, stages=stages, restart=restart, redo=redo)
     print_result(console, result)
     if not result.ok:
         return FAILED
@@ -316,6 +329,23 @@ def _run_one(config: Config, stages: Sequence[str], *, restart: bool, redo: str 
     if json_file is not None:
         write_atomic(Path(json_file), encode_report(report))
     return FINDINGS if report.errors else OK
+
+
+def read_findings(path: str | None, configs: Sequence[Config], *, restart: bool) -> Report | None:
+    """The report that ``--redo`` names.
+
+    Raises:
+        ConfigError: it cannot be read, or goes with neither several datasets nor ``--restart``.
+    """
+    from pathlib import Path
+
+    from sharmill.validate.report import read_report
+
+    if path is None:
+        return None
+    if restart or len(configs) > 1:
+        raise ConfigError("--redo is for one configuration, and without --restart")
+    return read_report(Path(path))
 
 
 def parse_workers(text: str) -> int | str:

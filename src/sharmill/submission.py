@@ -16,6 +16,7 @@ from sharmill.executors.slurm import SlurmExecutor
 from sharmill.pipeline import check_config, make_stages
 from sharmill.preview import plan_or_load
 from sharmill.terminal import plain
+from sharmill.validate.report import Report
 
 _DONE, _FAILED, _WRONG_USE, _FINDINGS = 0, 1, 2, 3
 
@@ -28,10 +29,11 @@ def submit_all(
     *,
     restart: bool,
     wait: bool,
+    redo: Report | None = None,
 ) -> list[int]:
     """The exit status of each dataset: of its submission, or with ``wait`` of its end. One dataset's error is told and
-    does not keep the others from being submitted."""
-    chains = [Chain(config, tuple(stages), profile, restart) for config in configs]
+    does not keep the others from being submitted. What ``redo`` names is done again."""
+    chains = [Chain(config, tuple(stages), profile, restart, redo) for config in configs]
     started = [_guarded(console, chain, _start) for chain in chains]
     if not wait:
         return started

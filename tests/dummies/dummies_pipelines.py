@@ -74,6 +74,14 @@ def outcome(folder: Path) -> tuple[dict[str, str], bytes]:
     return digest(folder / "dataset"), (folder / "run/rejects.jsonl").read_bytes()
 
 
+def damage(folder: Path) -> Path:
+    """Damages a shard of the finished dataset of a configuration by ``write_config``; what the checker says of it."""
+    shard, report = folder / "dataset/target_audio/recording.000001.tar", folder / "findings.json"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert run_sharmill("validate", folder / "dataset", "--json", report).returncode == 3
+    return report
+
+
 def second_dataset() -> dict[str, Any]:
     """Changes for ``write_config``: real speech, or where there is none the same corpus in other shards."""
     if not LIBRISPEECH.is_dir():

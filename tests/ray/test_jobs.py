@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from dummies_pipelines import REPOSITORY, outcome
+from dummies_pipelines import REPOSITORY, damage, outcome
 from toy_stage import wait_until
 
 from sharmill.executors.ray_node import free_port
@@ -90,6 +90,15 @@ class TestJobs:
         assert "succeeded" in done.stdout + done.stderr
         assert "ray_job: ended with exit status 0: all is done" in done.stdout
         assert [outcome(tmp_path / name) for name in ("a", "b")] == local_outcomes
+
+    def test_what_the_checker_names_is_done_again(self, submit, working_dir, make_config, sharmill, tmp_path):
+        config = make_config(tmp_path)
+        assert sharmill("run", config).returncode == 0
+        before = outcome(tmp_path)
+        report = damage(tmp_path)
+        done = submit(working_dir, "python", "jobs/ray_job.py", "all", config, "--redo", report)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert outcome(tmp_path) == before
 
     def test_relative_paths_without_a_root_are_refused(self, submit, working_dir, relative):
         done = submit(working_dir, "python", "jobs/ray_job.py", "all", *relative)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from dummies_pipelines import outcome
+from dummies_pipelines import damage, outcome
 from toy_cluster import REPOSITORY, slurm
 from toy_stage import wait_until
 
@@ -85,6 +85,17 @@ def test_a_unit_that_fails_shows_in_exit_status_closing_lines_and_status(tmp_pat
     assert "Traceback" in failed[0]["traceback"]
     shards = len(list(shard.parent.iterdir()))
     assert len(list((tmp_path / "a" / "dataset" / "codes_tiny" / "target_codes").iterdir())) == shards - 1
+
+
+def test_what_the_checker_names_is_done_again_on_the_cluster(tmp_path, make_config, profile, sharmill):
+    config = make_config(tmp_path)
+    assert sharmill("run", config).returncode == 0
+    before = outcome(tmp_path)
+    report = damage(tmp_path)
+    assert outcome(tmp_path) != before
+    shown = sharmill("submit", "all", config, "--redo", report, "--profile", profile, "--wait")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert outcome(tmp_path) == before
 
 
 def test_dry_run_submits_nothing(tmp_path, make_config, profile, sharmill):

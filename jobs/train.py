@@ -33,7 +33,7 @@ from speech_lm import Losses, SpeechLM
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from train_config import TrainConfig
-from train_data import TEXT_SIZE, codes_sizes, make_data
+from train_data import TEXT_SIZE, codes_sizes, end_readers, make_data
 
 from sharmill.config import load_typed
 from sharmill.errors import ConfigError
@@ -157,10 +157,19 @@ class Training:
     def run(self) -> None:
         """Trains until ``max_steps`` are done, or until it is told to leave."""
         signal.signal(signal.SIGTERM, self._on_signal)
+        try:
+            saved = self._run_steps(iter(self.data))
+        finally:
+            end_readers()
+        if self.world.rank == 0:
+            ended = "finished" if self.step == self.config.max_steps else "told to leave"
+            print(f"train: {ended} at step {self.step}, saved at step {saved}", flush=True)
+
+    def _run_steps(self, batches: Iterator[dict[str, Any]]) -> int:
+        """The step that was saved last."""
         saved = self.step
         with (self.out_dir / f"steps.rank{self.world.rank}.jsonl").open("a", buffering=1) as log:
             log.write(json.dumps(self._begin()) + "\n")
-            batches = iter(self.data)
             while self.step < self.config.max_steps:
                 started = time.perf_counter()
                 batch = next(batches)
@@ -175,9 +184,7 @@ class Training:
                     saved = self.step
                 if leave:
                     break
-        if self.world.rank == 0:
-            ended = "finished" if self.step == self.config.max_steps else "told to leave"
-            print(f"train: {ended} at step {self.step}, saved at step {saved}", flush=True)
+        return saved
 
     def _train(self, batch: dict[str, Any]) -> Losses:
         moved = {name: value.to(self.world.device) for name, value in batch.items() if torch.is_tensor(value)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,7 +99,9 @@ class ExactData:
 
     def _begun(self) -> StatefulDataLoader:
         if self._loader is None:
-            self._loader = StatefulDataLoader(self._dataset, batch_size=None, num_workers=self._num_workers)
+            self._loader = StatefulDataLoader(
+                self._dataset, batch_size=None, num_workers=self._num_workers, worker_init_fn=_outlive_sigterm
+            )
         return self._loader
 
 
@@ -115,6 +119,7 @@ class MixedData:
         settings = OmegaConf.load(str(config.loader))
         settings = OmegaConf.merge(settings.get("train_ds", settings), {"seed": seed, "shard_seed": config.shard_seed})
         self._loader = get_dataloader(settings, rank, world_size, load_tokenizer("bytes"), dataset=tensors)
+        self._loader.worker_init_fn = partial(_outlive_sigterm, then=self._loader.worker_init_fn)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
@@ -133,6 +138,21 @@ class MixedData:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         raise AssertionError("there is never a state to load")
+
+
+def end_readers() -> None:
+    """Ends the processes that read: at its exit Python would ask them to end by SIGTERM, and wait for ever."""
+    # torch takes the end of one for an accident.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+def _outlive_sigterm(worker: int, then: Callable[[int], None] | None = None) -> None:
+    """SLURM signals every process of a step, and a rank whose workers are gone cannot go on to its checkpoint."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
 
 
 def _by_duration(cuts: CutSet, max_duration: float) -> DynamicCutSampler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -32,8 +33,12 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 
 def rank_pids(process: subprocess.Popen[str]) -> list[int]:
     """The ranks that torchrun started."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in child_pids(process.pid) if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def child_pids(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def test_killed_and_resumed_it_has_the_data_of_an_uninterrupted_training(example) -> None:
@@ -66,7 +71,9 @@ def test_told_to_leave_it_saves_and_goes_on_with_other_ranks_and_workers(example
     elastic = example("elastic", checkpoint_every=1000, max_steps=1000, batch_seconds=1.5)
     process = elastic.start("num_workers=2")
     wait_for(lambda: len(elastic.steps(0)) >= 3, process)
-    for pid in rank_pids(process):
+    # As SLURM does it: every process gets the signal, those that read the data too.
+    ranks = rank_pids(process)
+    for pid in [*ranks, *(worker for rank in ranks for worker in child_pids(rank))]:
         os.kill(pid, signal.SIGTERM)
     printed, _ = process.communicate(timeout=LIMIT_SECONDS)
     left_at = elastic.saved_step()
@@ -80,6 +87,25 @@ def test_told_to_leave_it_saves_and_goes_on_with_other_ranks_and_workers(example
     after = [cut_id for values in elastic.steps(0) if values["step"] > left_at for cut_id in values["ids"]]
     # What the two ranks left of their epoch comes first, each cut once.
     assert Counter(before + after[: len(every) - len(before)]) == every
+
+
+@pytest.mark.parametrize("where", ["in a process that reads", "in a step"])
+def test_an_error_ends_it_at_once(example, speech: Path, tmp_path: Path, where: str) -> None:
+    """The processes that read, which outlive SIGTERM, do not keep it."""
+    dataset = tmp_path / "dataset"
+    shutil.copytree(speech, dataset)
+    broken = example("broken", dataset=str(dataset), num_workers=2, max_steps=100_000, checkpoint_every=3)
+    process = broken.start(ranks=1)
+    wait_for(lambda: broken.saved_step() >= 3, process)
+    if where == "in a step":
+        shutil.rmtree(broken.out_dir / "checkpoints")
+        (broken.out_dir / "checkpoints").touch()
+    else:
+        for path in dataset.glob("codes_*/target_codes/*"):
+            path.write_bytes(bytes(path.stat().st_size))
+    printed, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode != 0
+    assert ("FileExistsError" if where == "in a step" else "codes.0000") in printed
 
 
 def test_a_finished_training_ends_at_once(example) -> None:

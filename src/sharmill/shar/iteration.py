@@ -13,7 +13,7 @@ from lhotse.cut import Cut, MonoCut
 
 from sharmill.errors import ConfigError
 from sharmill.shar.attach import attach, decode_audio
-from sharmill.shar.order import END, Blocks, Order, Place
+from sharmill.shar.order import END, Order, Place, count_blocks
 from sharmill.shar.shard import OpenShard
 from sharmill.shar.source import Source
 from sharmill.shar.state import EpochProgress, Part, Progress, check_identity
@@ -77,8 +77,8 @@ class SharReader:
     def order(self) -> Order:
         """The order of all epochs."""
         options, source = self._options, self._source
-        blocks = Blocks.choose(source.num_shards, source.shard_size, options.block_size)
-        return Order(source.num_shards, blocks, options.shuffle, options.seed, options.mix)
+        blocks_per_shard = count_blocks(source.num_shards, source.shard_size, options.block_size)
+        return Order(source.num_shards, blocks_per_shard, options.shuffle, options.seed, options.mix)
 
     def set_epoch(self, epoch: int) -> None:
         """Makes ``epoch`` the next to be iterated over, from its beginning."""
@@ -110,7 +110,7 @@ class SharReader:
         return {
             **self._source.identity,
             "num_shards": order.num_shards,
-            "block_size": order.blocks.size,
+            "blocks_per_shard": order.blocks_per_shard,
             "shuffle": order.shuffle,
             **shuffled,
         }

@@ -72,7 +72,7 @@ class _TarColumn:
     """A field in a tar archive."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = str(path)
         self._table = TarTable(path)
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ class _TarColumn:
             return None
         try:
             metadata = _decode_json(self._table.read(2 * number + 1))
-            return make_data(metadata, extension, self._table.read(2 * number))
+            return make_data(metadata, self._table.read(2 * number), self._path, first)
         except NOT_JSON as error:
             raise self._damage(f"the metadata of {first!r} is not JSON: {error}") from error
         except MALFORMED as error:

@@ -20,6 +20,9 @@ from sharmill.shar.state import EpochProgress, Part, Progress, check_identity
 
 PADDING = "shar_padding"
 
+# Where cuts are hardly more than parts, a part may draw none in an epoch and some in the next.
+_MAX_EMPTY_EPOCHS = 20
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -116,18 +119,18 @@ class SharReader:
         }
 
     def _iterate(self, progress: Progress, part: Part) -> Iterator[Cut]:
+        num_empty = 0
         while True:
-            is_whole = not progress.current().reached
-            given = 0
+            num_empty += not progress.current().reached  # of a resumed one, the rest may be empty
             for place, cut in self._decoded(self._read_epoch(progress, part)):
                 progress.take(place)
-                given += 1
+                num_empty = 0
                 yield cut
             progress.take(END)
             if not self._options.infinite:
                 self._end_epoch(progress)
                 return
-            if is_whole and not given:
+            if num_empty >= (_MAX_EMPTY_EPOCHS if self._options.shuffle else 1):
                 raise ConfigError(
                     f"part {part.index} of {part.count} gets no cut in epoch {progress.epoch}: there are too few for "
                     "so many ranks and workers, or block_size is too large"

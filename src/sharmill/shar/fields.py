@@ -60,9 +60,18 @@ def read_cuts(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         DamagedShard: it is not there, cut off, or not JSON lines.
     """
+    for line in read_lines(path):
+        yield decode_cut(path, line)
+
+
+def decode_cut(path: Path, line: bytes) -> dict[str, Any]:
+    """One of the ``read_lines`` of a file of cuts.
+
+    Raises:
+        DamagedShard: it is not JSON.
+    """
     try:
-        for line in read_lines(path):
-            yield _decoder.decode(line)
+        return _decoder.decode(line)
     except NOT_JSON as error:
         raise DamagedShard(f"{path}: {error}") from error
 

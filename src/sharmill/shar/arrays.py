@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 import numpy as np
 from lhotse.array import Array, TemporalArray
@@ -22,23 +21,13 @@ _NPY = "memory_npy"
 
 @dataclass(eq=False)
 class MemoryArray(Array):
-    """An Array that is loaded without numpy's costly look at its header; equal to lhotse's with the same content.
-
-    Attributes:
-        origin: the archive and the member that it was read from, for messages.
-    """
-
-    origin: ClassVar[tuple[str, str] | None] = None
+    """An Array that is loaded without numpy's costly look at its header; equal to lhotse's with the same content."""
 
     def load(self) -> np.ndarray:
         if self.storage_type != _NPY or not isinstance(self.storage_key, bytes):
             return super().load()
         # A copy, since what lies in bytes cannot be written to.
-        return array_from_bytes(self.storage_key, self._where).copy(order="K")
-
-    @property
-    def _where(self) -> str:
-        return f"{self.origin[0]}: member {self.origin[1]!r}" if self.origin else "an array in memory"
+        return array_from_bytes(self.storage_key, "an array in memory").copy(order="K")
 
     def __eq__(self, other: object) -> bool:
         return _same_fields(self, other, Array)

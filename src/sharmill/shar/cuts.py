@@ -14,6 +14,7 @@ from lhotse.cut import Cut
 from lhotse.serialization import deserialize_custom_field, deserialize_item
 
 from sharmill.shar.arrays import MemoryArray, TimeLastArray
+from sharmill.shar.fields import array_from_bytes
 from sharmill.shar.safety import SAFE_SOURCES, disarm, forbidden_source, is_given_to_a_shell
 
 # What decoding raises of values that are not what they should be.
@@ -70,31 +71,25 @@ def make_cut(values: dict[str, Any]) -> Cut:
     return cut
 
 
-def make_data(metadata: dict[str, Any], data: bytes, archive: str, member: str) -> Any:
+def make_data(metadata: dict[str, Any], extension: str, data: bytes) -> Any:
     """What a tar field has for a cut: a Recording, Array, TemporalArray or Features with its data in memory.
-
-    Args:
-        metadata: lhotse's manifest.
-        data: what the member of the archive has.
-        archive: the file, for messages of arrays that are damaged.
-        member: its name, whose extension says what the data is.
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError, AssertionError (``MALFORMED``): it is none of these.
+        DamagedShard: it is an array that cannot be loaded.
     """
     keys = metadata.keys()
-    extension = member.rpartition(".")[2]
     if keys == _RECORDING_KEYS:
         (source,) = metadata["sources"]
         return _recording(metadata, [_source("memory", source["channels"], data)])
     if keys == _TEMPORAL_KEYS and metadata["array"].keys() == _ARRAY_KEYS:
-        array = _array(metadata["array"]["shape"], extension, data, (archive, member))
+        array = _array(metadata["array"]["shape"], extension, data)
         time_last = metadata["temporal_dim"] in (-1, len(array.shape) - 1)
         temporal = _new(TimeLastArray if time_last else TemporalArray)
         temporal.__dict__.update(metadata, array=array)
         return temporal
     if keys == _ARRAY_KEYS:
-        return _array(metadata["shape"], extension, data, (archive, member))
+        return _array(metadata["shape"], extension, data)
     return _fill(deserialize_item(metadata), extension, data)
 
 
@@ -145,10 +140,12 @@ def _source(type: str, channels: list[int], source: Any) -> AudioSource:
     return made
 
 
-def _array(shape: list[int], extension: str, data: bytes, origin: tuple[str, str]) -> Array:
+def _array(shape: list[int], extension: str, data: bytes) -> Array:
+    if extension == "npy":
+        array_from_bytes(data, "its array")  # where it is loaded, nobody knows where it came from
     array = _new(MemoryArray)
     storage = {"storage_type": _STORAGE_TYPES[extension], "storage_path": "", "storage_key": data, "shape": shape}
-    array.__dict__.update(storage, origin=origin)
+    array.__dict__.update(storage)
     return array
 
 

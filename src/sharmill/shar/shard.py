@@ -95,11 +95,13 @@ class _TarColumn:
             return None
         try:
             metadata = _decode_json(self._table.read(2 * number + 1))
-            return make_data(metadata, self._table.read(2 * number), self._path, first)
+            return make_data(metadata, extension, self._table.read(2 * number))
         except NOT_JSON as error:
             raise self._damage(f"the metadata of {first!r} is not JSON: {error}") from error
         except MALFORMED as error:
             raise self._damage(f"the metadata of {first!r} cannot be read: {error!r}") from error
+        except DamagedShard as error:
+            raise self._damage(f"member {first!r}: {error}") from error
 
     def _damage(self, what: str) -> DamagedShard:
         return DamagedShard(f"{self._path}: {what}")

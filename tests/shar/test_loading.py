@@ -6,12 +6,13 @@ import pytest
 import torch
 from dummies_reader import make_dataset, numbers
 from dummies_schedules import CONTEXT, PRELOAD, run_schedule
-from lhotse.dataset import DynamicCutSampler
+from lhotse.dataset import DynamicBucketingSampler, DynamicCutSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.shar.loading import ResumableDataset, merge_loader_states
+from sharmill.shar.tracking import UseTracker
 
 COUNTS = [9, 20, 1, 0, 20, 13]
 TOTAL = sum(COUNTS)
@@ -72,6 +73,40 @@ def test_what_a_sampler_holds_back_is_not_lost(dataset):
     for batch in loader(dataset, 0, state=merged, pipeline=batches, finish=numbers):
         used += batch
     assert sorted(used) == list(range(TOTAL))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_that_estimates_its_buckets_costs_no_cuts(dataset, num_workers):
+    def estimating(cuts):
+        return DynamicBucketingSampler(cuts, max_cuts=3, num_buckets=2, shuffle=True, world_size=1, rank=0)
+
+    interrupted = loader(dataset, num_workers, pipeline=estimating, finish=epochs_and_numbers)
+    stream = iter(interrupted)
+    begun = [pair for _ in range(4) for pair in next(stream)]
+    resumed = loader(dataset, num_workers, pipeline=estimating, finish=epochs_and_numbers)
+    resumed.load_state_dict(interrupted.state_dict())
+    rest = [pair for batch in resumed for pair in batch]
+    assert sorted(begun + rest) == [[0, number] for number in range(TOTAL)]
+
+
+def epochs_and_numbers(batch):
+    return [[cut.shar_position[0], *numbers([cut])] for cut in batch]
+
+
+def test_an_epoch_of_which_something_was_used_counts_and_an_empty_one_too(dataset):
+    tracker = UseTracker(open_shar(dataset, [], shuffle=True))
+    tracker.used([next(iter(tracker.cuts))])
+    first = list(tracker.cuts)
+    assert {cut.shar_position[0] for cut in first} == {0}
+    tracker.used(first[-1:])
+    state = tracker.state_dict()
+    assert {cut.shar_position[0] for cut in tracker.cuts} == {1}
+    ended = UseTracker(open_shar(dataset, [], shuffle=True))
+    ended.load_state_dict(state)
+    ended.used(ended.cuts)
+    again = UseTracker(open_shar(dataset, [], shuffle=True))
+    again.load_state_dict(ended.state_dict())
+    assert [len(list(again.cuts)), len(list(again.cuts))] == [0, TOTAL]
 
 
 def test_each_epoch_has_its_own_order(dataset):

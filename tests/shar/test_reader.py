@@ -7,6 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
+from dummies_reader import make_dataset
 from dummies_shar import ToyCodec, copy, lines, reindex, rewrite, voice
 from lhotse import CutSet
 
@@ -196,6 +197,20 @@ def test_a_damaged_field_raises_and_never_ends_early(damaged, damage, checksums)
         reindex(damaged)
     with pytest.raises(DamagedShard, match=r"shard 1|recording\.000001"):
         list(open_shar(damaged))
+
+
+def test_an_array_that_is_damaged_names_archive_and_member(tmp_path):
+    dataset = make_dataset(tmp_path, [3], codes=True)
+    path = dataset / "codes_toy/target_codes/codes.000000.tar"
+    members = list(read_tar(path))
+    with path.open("wb") as stream:
+        tar = TarWriter(stream)
+        for member in members:
+            tar.add(member.name, member.data[:-1] if member.name.endswith(".npy") else member.data)
+        tar.finish()
+    with pytest.raises(DamagedShard, match=r"target_codes/codes\.000000\.tar: member 'cut-rec-0-0\.00-0\.40\.npy'"):
+        next(iter(open_shar(dataset)))
+    assert len(list(open_shar(dataset, ["context_codes"]))) == 3
 
 
 def test_the_shards_before_the_damage_are_read(damaged):

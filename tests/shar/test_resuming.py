@@ -187,11 +187,22 @@ def test_tails(dataset, tail, count):
 
 def test_more_parts_than_cuts(tmp_path):
     dataset = make_dataset(tmp_path, [2, 1])
-    assert [numbers(reader) for reader in parts(dataset, 5)] == [[0], [1], [2], [], []]
-    assert [numbers(reader) for reader in parts(dataset, 5, tail="pad")] == [[0], [1], [2], [0], [0]]
+    assert [numbers(reader) for reader in parts(dataset, 5)] == [[0], [1], [], [2], []]
+    assert [numbers(reader) for reader in parts(dataset, 5, tail="pad")] == [[0], [1], [0], [2], [0]]
     assert [numbers(reader) for reader in parts(dataset, 5, tail="drop")] == [[]] * 5
     with pytest.raises(ConfigError, match="part 4 of 5 gets no cut in epoch 0"):
         next(iter(parts(dataset, 5, infinite=True)[4]))
+
+
+def test_an_endless_part_that_draws_no_cut_in_an_epoch_goes_on(tmp_path):
+    dataset = make_dataset(tmp_path, [2, 1, 1])
+    seen = Counter()
+    for reader in parts(dataset, 4, shuffle=True, infinite=True):
+        stream = (cut.shar_position[0] for cut in reader)
+        seen.update(epoch for epoch in islice(stream, 60) if epoch < 20)
+    assert seen == dict.fromkeys(range(20), 4)
+    with pytest.raises(ConfigError, match="part 2 of 3 gets no cut"):
+        next(iter(parts(make_dataset(tmp_path / "one", [2]), 3, shuffle=True, infinite=True, block_size=2)[2]))
 
 
 def test_states_that_do_not_belong_together_are_refused(dataset, tmp_path):

@@ -14,6 +14,7 @@ from lhotse.cut import Cut
 from lhotse.serialization import deserialize_custom_field, deserialize_item
 
 from sharmill.shar.arrays import MemoryArray, TimeLastArray
+from sharmill.shar.fields import array_layout
 from sharmill.shar.safety import SAFE_SOURCES, disarm, forbidden_source, is_given_to_a_shell
 
 # What decoding raises of values that are not what they should be.
@@ -75,6 +76,7 @@ def make_data(metadata: dict[str, Any], extension: str, data: bytes) -> Any:
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError, AssertionError (``MALFORMED``): it is none of these.
+        DamagedShard: it is an array that cannot be loaded.
     """
     keys = metadata.keys()
     if keys == _RECORDING_KEYS:
@@ -139,6 +141,8 @@ def _source(type: str, channels: list[int], source: Any) -> AudioSource:
 
 
 def _array(shape: list[int], extension: str, data: bytes) -> Array:
+    if extension == "npy":
+        array_layout(data, "its array")  # where it is loaded, nobody knows where it came from
     array = _new(MemoryArray)
     storage = {"storage_type": _STORAGE_TYPES[extension], "storage_path": "", "storage_key": data, "shape": shape}
     array.__dict__.update(storage)

@@ -60,9 +60,18 @@ def read_cuts(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         DamagedShard: it is not there, cut off, or not JSON lines.
     """
+    for line in read_lines(path):
+        yield decode_cut(path, line)
+
+
+def decode_cut(path: Path, line: bytes) -> dict[str, Any]:
+    """One of the ``read_lines`` of a file of cuts.
+
+    Raises:
+        DamagedShard: it is not JSON.
+    """
     try:
-        for line in read_lines(path):
-            yield _decoder.decode(line)
+        return _decoder.decode(line)
     except NOT_JSON as error:
         raise DamagedShard(f"{path}: {error}") from error
 
@@ -173,14 +182,23 @@ def array_from_bytes(data: bytes, where: str) -> np.ndarray:
     Raises:
         DamagedShard: it is not one; ``where`` says what in the message.
     """
+    dtype, shape, column_major, start = array_layout(data, where)
+    return np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if column_major else "C")
+
+
+def array_layout(data: bytes, where: str) -> tuple[np.dtype, tuple[int, ...], bool, int]:
+    """Type, shape, whether columns come first, and where the numbers begin in an ``.npy`` file; they are all there.
+
+    Raises:
+        DamagedShard: as ``array_from_bytes``.
+    """
     try:
         # Most arrays of a dataset share a few headers, and numpy parses one as Python.
-        dtype, shape, column_major, start = _parse_header(data[: _header_end(data)])
+        dtype, shape, _, start = layout = _parse_header(data[: _header_end(data)])
         size = len(data) - start
         if size != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{size} bytes are not an array of shape {shape} and type {dtype}")
-        array = np.frombuffer(data, dtype, offset=start)
-        return array.reshape(shape, order="F" if column_major else "C")
+        return layout
     except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # numpy parses a header as Python
         raise DamagedShard(f"{where}: {error}") from error
 
@@ -201,4 +219,6 @@ def _parse_header(header: bytes) -> tuple[np.dtype, tuple[int, ...], bool, int]:
     shape, column_major, dtype = _READ_HEADER[version](stream)
     if dtype.hasobject:
         raise ValueError("the array has pickled objects")
+    if min(shape, default=0) < 0 or not dtype.itemsize:
+        raise ValueError(f"there is no array of shape {shape} and type {dtype}")
     return dtype, shape, column_major, stream.tell()

@@ -13,12 +13,15 @@ from lhotse.cut import Cut, MonoCut
 
 from sharmill.errors import ConfigError
 from sharmill.shar.attach import attach, decode_audio
-from sharmill.shar.order import END, Blocks, Order, Place
+from sharmill.shar.order import END, Order, Place, count_blocks
 from sharmill.shar.shard import OpenShard
 from sharmill.shar.source import Source
 from sharmill.shar.state import EpochProgress, Part, Progress, check_identity
 
 PADDING = "shar_padding"
+
+# Where cuts are hardly more than parts, a part may draw none in an epoch and some in the next.
+_MAX_EMPTY_EPOCHS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +80,8 @@ class SharReader:
     def order(self) -> Order:
         """The order of all epochs."""
         options, source = self._options, self._source
-        blocks = Blocks.choose(source.num_shards, source.shard_size, options.block_size)
-        return Order(source.num_shards, blocks, options.shuffle, options.seed, options.mix)
+        blocks_per_shard = count_blocks(source.num_shards, source.shard_size, options.block_size)
+        return Order(source.num_shards, blocks_per_shard, options.shuffle, options.seed, options.mix)
 
     def set_epoch(self, epoch: int) -> None:
         """Makes ``epoch`` the next to be iterated over, from its beginning."""
@@ -110,24 +113,24 @@ class SharReader:
         return {
             **self._source.identity,
             "num_shards": order.num_shards,
-            "block_size": order.blocks.size,
+            "blocks_per_shard": order.blocks_per_shard,
             "shuffle": order.shuffle,
             **shuffled,
         }
 
     def _iterate(self, progress: Progress, part: Part) -> Iterator[Cut]:
+        num_empty = 0
         while True:
-            is_whole = not progress.current().reached
-            given = 0
+            num_empty += not progress.current().reached  # of a resumed one, the rest may be empty
             for place, cut in self._decoded(self._read_epoch(progress, part)):
                 progress.take(place)
-                given += 1
+                num_empty = 0
                 yield cut
             progress.take(END)
             if not self._options.infinite:
                 self._end_epoch(progress)
                 return
-            if is_whole and not given:
+            if num_empty >= (_MAX_EMPTY_EPOCHS if self._options.shuffle else 1):
                 raise ConfigError(
                     f"part {part.index} of {part.count} gets no cut in epoch {progress.epoch}: there are too few for "
                     "so many ranks and workers, or block_size is too large"

@@ -4,8 +4,9 @@ Shards are permuted; each ``mix`` consecutive shards of the permutation are a **
 number; the order of the epoch is that by (group, drawn number). So a cut's place follows from its shard and its
 position there, whatever else is read: nothing has to be replayed, or read at all, to know what comes after a place.
 
-A shard is cut into **blocks** of consecutive cuts, which are numbered along the permutation. Part p of P has the
-blocks whose number is p modulo P, in the order of the epoch. Blocks depend on the dataset alone, never on P.
+A shard is cut into **blocks** of consecutive cuts, all shards into as many. They are numbered along the permutation,
+within a shard as the epoch draws. Part p of P has the blocks whose number is p modulo P, in the order of the epoch: in
+every epoch others, and about equally many cuts. Blocks and their numbers never depend on P.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ import numpy as np
 
 # Few enough to make whole shards the blocks of large datasets, and enough to give hundreds of parts equal shares.
 _WANTED_BLOCKS = 4096
-# Whole shards.
-_NO_LIMIT = 1 << 40
 
 
 class Place(NamedTuple):
@@ -34,27 +33,17 @@ BEGINNING = Place(-1, 0, 0, 0)
 END = Place(1 << 40, 0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """How shards are cut into blocks: of ``size`` cuts, ``per_shard`` numbers for each shard."""
+def count_blocks(num_shards: int, shard_size: int, block_size: int | None) -> int:
+    """How many blocks a shard has: of ``block_size`` cuts at most, and of equal sizes.
 
-    size: int
-    per_shard: int
-
-    @classmethod
-    def choose(cls, num_shards: int, shard_size: int, block_size: int | None) -> Blocks:
-        """Blocks of ``block_size`` cuts; by default whole shards, or smaller ones where there are few shards.
-
-        Args:
-            num_shards: how many there are.
-            shard_size: cuts in a shard. Where a shard has more, blocks share numbers, which does no harm.
-            block_size: the wish of the caller.
-        """
-        if block_size is None:
-            block_size = max(1, num_shards * shard_size // _WANTED_BLOCKS)
-        if block_size >= shard_size:
-            return cls(_NO_LIMIT, 1)
-        return cls(block_size, -(-shard_size // block_size))
+    Args:
+        num_shards: how many there are.
+        shard_size: cuts in a usual shard. Where one has more, its blocks are larger.
+        block_size: the wish of the caller; by default whole shards, or smaller blocks where there are few shards.
+    """
+    if block_size is None:
+        block_size = max(1, num_shards * shard_size // _WANTED_BLOCKS)
+    return max(1, -(-shard_size // block_size))
 
 
 class ShardPlaces(NamedTuple):
@@ -70,14 +59,14 @@ class Order:
 
     Args:
         num_shards: how many there are.
-        blocks: how they are cut.
+        blocks_per_shard: into how many blocks each is cut.
         shuffle: whether there is any order but that of the dataset.
         seed: of permutations and drawn numbers.
         mix: shards of a group. Without ``shuffle`` each shard is a group of its own.
     """
 
     num_shards: int
-    blocks: Blocks
+    blocks_per_shard: int
     shuffle: bool = False
     seed: int = 0
     mix: int = 1
@@ -100,23 +89,35 @@ class Order:
         """The positions in the permutation that make a group."""
         return range(group * self.group_size, min((group + 1) * self.group_size, self.num_shards))
 
-    def group_of(self, place: tuple[int, int]) -> int:
-        """The group of (block, item)."""
-        block, item = place
-        return (block - item // self.blocks.size) // self.blocks.per_shard // self.group_size
+    def group_of(self, block: int) -> int:
+        """The group of a block."""
+        return block // self.blocks_per_shard // self.group_size
 
     def places(self, epoch: int, slot: int, count: int) -> ShardPlaces:
         """The places of the ``count`` cuts of the shard at a position of the permutation."""
         items = np.arange(count, dtype=np.int64)
-        blocks = slot * self.blocks.per_shard + items // self.blocks.size
+        number = min(count, self.blocks_per_shard)
+        blocks = self._block_numbers(epoch, slot, number)[items * number // max(1, count)]
         if not self.shuffle:
             return ShardPlaces(np.zeros(count, np.int64), blocks)
         draws = _draw(self._key(epoch, slot + 1), items.astype(np.uint64))
         return ShardPlaces(draws.astype(np.int64), blocks)
 
+    def _block_numbers(self, epoch: int, slot: int, number: int) -> np.ndarray:
+        """The numbers (number,) of the blocks of a shard.
+
+        With numbers that were always the same, the part of a cut would be the same in every epoch wherever P divides
+        the blocks of a shard; and with short shards that all began at their first number, so would be their parts.
+        """
+        key = self._key(epoch, -1 - slot)
+        first = slot * self.blocks_per_shard + _mix_bits(key) % (self.blocks_per_shard - number + 1)
+        if not self.shuffle:
+            return first + np.arange(number)
+        return first + np.argsort(_draw(key, np.arange(number, dtype=np.uint64)), kind="stable")
+
     def _key(self, epoch: int, stream: int) -> int:
         state = 0
-        for value in (self.seed, epoch, stream):
+        for value in (self.seed, epoch, stream) if self.shuffle else (0, 0, stream):
             state = _mix_bits((state + value) & _WORD)
         return state
 

@@ -42,8 +42,9 @@ def open_shar(
             alone. Shards are permuted, and the cuts of every ``mix`` consecutive ones are mixed.
         seed: of the shuffling.
         mix: shards that are open at once and mixed, with ``shuffle``.
-        block_size: cuts that stay together when the order is divided among ranks and workers; by default whole
-            shards, or less where there are few: then a dataset of fewer cuts than 4096 is divided cut by cut.
+        block_size: consecutive cuts of a shard, at most, that stay together when the order is divided among ranks and
+            workers; by default whole shards, or less where there are few: then a dataset of fewer cuts than 4096 is
+            divided cut by cut. With ``shuffle`` each epoch is divided anew.
         rank: this process among those that share the cuts.
         world_size: their number.
         split_by_worker: within a worker of a torch DataLoader, take this worker's part of the rank's cuts.

@@ -72,7 +72,7 @@ class _TarColumn:
     """A field in a tar archive."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = str(path)
         self._table = TarTable(path)
 
     def __len__(self) -> int:
@@ -100,6 +100,8 @@ class _TarColumn:
             raise self._damage(f"the metadata of {first!r} is not JSON: {error}") from error
         except MALFORMED as error:
             raise self._damage(f"the metadata of {first!r} cannot be read: {error!r}") from error
+        except DamagedShard as error:
+            raise self._damage(f"member {first!r}: {error}") from error
 
     def _damage(self, what: str) -> DamagedShard:
         return DamagedShard(f"{self._path}: {what}")

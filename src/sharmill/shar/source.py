@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.shar.fields import read_cuts, read_lines
-from sharmill.shar.foreign import ForeignShard, find_shards
+from sharmill.shar.fields import decode_cut, read_lines
+from sharmill.shar.foreign import find_shards
 from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset
 from sharmill.shar.layout import (
     CONTEXT_UNALIGNED,
@@ -205,13 +205,13 @@ class ForeignSource:
 
     def __init__(self, directory: Path, fields: Sequence[str] | None, codec: str | None) -> None:
         self._shards = find_shards(directory)
-        if _are_own(self._shards):
+        self._counts: dict[int, int] = {}
+        if self._is_own():
             raise ConfigError(
                 f"{directory} is not a finished dataset: there is no {DATASET_FILE}. Finish the run that writes it; "
                 "if the index was lost, sharmill index makes it again"
             )
         self._fields = _choose(directory, _by_attribute(self._shards[0].files), fields, codec)
-        self._counts: dict[int, int] = {}
 
     @property
     def num_shards(self) -> int:
@@ -238,12 +238,16 @@ class ForeignSource:
         paths = {name: found.files[field] for name, field in self._fields.items()}
         return ShardFiles(found.index, found.files[CUTS], paths, self._counts.get(shard))
 
-
-def _are_own(shards: Sequence[ForeignShard]) -> bool:
-    """Whether sharmill wrote them. Its dataset has an index when it is complete, and without one may lack shards."""
-    first = next((cut for shard in shards for cut in read_cuts(shard.files[CUTS])), {})
-    custom = first.get("custom")
-    return isinstance(custom, dict) and CONTEXT_UNALIGNED in custom
+    def _is_own(self) -> bool:
+        """Whether sharmill wrote it. Its dataset has an index when it is complete, and without one may lack shards."""
+        for shard, found in enumerate(self._shards):
+            path = found.files[CUTS]
+            lines = read_lines(path)
+            self._counts[shard] = len(lines)
+            if lines:
+                custom = decode_cut(path, lines[0]).get("custom")
+                return isinstance(custom, dict) and CONTEXT_UNALIGNED in custom
+        return False
 
 
 def _by_attribute(fields: Iterable[str]) -> dict[str, list[str]]:

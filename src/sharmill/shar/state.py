@@ -44,7 +44,7 @@ class EpochProgress:
 
     def groups_left(self, order: Order, part: Part) -> Iterator[int]:
         """The groups that may have anything left for a part, in order: those that surely have not are passed over."""
-        unused = {order.group_of((block, item)) for block, items in self.unused.items() for item in items}
+        unused = {order.group_of(block) for block in self.unused}
         first = self.reached.get(part, BEGINNING).group
         for count in {part.count for part in self.reached}:
             first = max(first, min(self.reached.get(Part(index, count), BEGINNING).group for index in range(count)))

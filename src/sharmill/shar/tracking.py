@@ -29,6 +29,9 @@ class UseTracker:
             By default there is no such limit, and every cut that is lost on the way stays in the state, to be read
             again after a resume.
 
+    A sampler may read the cuts once more than it uses them, to estimate its buckets. So a pass of which nothing was
+    used does not count, and the next one begins where it began. Do not ``repeat()`` the cuts: ``infinite=True`` does.
+
     Attributes:
         cuts: what to read instead of the reader's cuts.
 
@@ -49,13 +52,16 @@ class UseTracker:
         # Positions in the order in which they were read, as dictionaries keep it.
         self._open: dict[tuple[int, ...], int] = {}
         self._num_read = 0
+        # Where the pass began of which cuts were read and none was used.
+        self._begun: dict[str, Any] | None = None
         self.cuts = CutSet(_Tracked(self))
 
     def used(self, cuts: Iterable[Cut]) -> None:
         """Counts cuts as used; also those that a cut was mixed or joined from."""
         for cut in cuts:
             for position in positions_of(cut):
-                self._open.pop(position, None)
+                if self._open.pop(position, None) is not None:
+                    self._begun = None
 
     def dropped(self, cut: Cut) -> None:
         """Counts a cut as done with, because nobody will use it."""
@@ -77,16 +83,26 @@ class UseTracker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As the reader's."""
         self._reader.load_state_dict(state)
-        self._open.clear()
+        self._forget_all()
 
     def set_epoch(self, epoch: int) -> None:
         """As the reader's."""
         self._reader.set_epoch(epoch)
+        self._forget_all()
+
+    def _forget_all(self) -> None:
         self._open.clear()
+        self._begun = None
 
     def _iterate(self) -> Iterator[Cut]:
-        self._open.clear()
-        for cut in self._reader:
+        if self._begun is not None:
+            self._reader.load_state_dict(self._begun)
+        self._forget_all()
+        cuts = iter(self._reader)
+        begun = self._reader.state_dict()
+        for number, cut in enumerate(cuts):
+            if number == 0:
+                self._begun = begun
             self._num_read += 1
             for position in positions_of(cut):
                 self._open[position] = self._num_read

@@ -118,6 +118,9 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
     ``audio_16khz_lens``         int64 (B,)            samples
     ============================ ===================== =========================================================
 
+    Cuts may be truncated: the target is the cut's part, the context is whole. Where the target is audio, they may be
+    perturbed (speed, volume); a cut whose codes would have to follow is refused, like one that is padded or mixed.
+
     To predict the next frame, use ``target_codes[..., :-1]`` as input and ``target_codes[..., 1:]`` as labels.
 
     The slice of a context is a function of ``seed``, the epoch and the cut's id alone: not of the batch, the rank, the

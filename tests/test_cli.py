@@ -142,6 +142,17 @@ def test_wrong_configuration_of_the_second_dataset_ends_before_the_first_runs(co
     assert not (tmp_path / "run").exists()
 
 
+def test_the_first_argument_of_the_demo_may_be_an_override(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "match.min_similarty" in error_line(capsys, 2, "demo", "match.min_similarty=1")
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+
+
+def test_models_of_codecs_are_for_rechecking(capsys, tmp_path):
+    message = error_line(capsys, 2, "validate", str(tmp_path), "--codec-model", "mimi=models/mimi")
+    assert message == "Error: --codec-model goes with --recheck-codes"
+
+
 def test_an_unknown_option_is_wrong_use(capsys, config):
     assert ending("run", str(config()), "--retsart") == 2
     assert "--retsart" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def cli() -> None:
 @click.option("--restart", is_flag=True, help="Begin the stages anew: forget their plans and remove their output.")
 @redo_option
 def run(arguments: tuple[str, ...], restart: bool, redo: str | None) -> int:
-    """Run all stages, or those that are named, for one or several datasets.
+    """Run all stages, or those named, for datasets.
 
     CONFIG is a YAML file. STAGE is prepare, match (stage1), write (stage2), encode (stage3) or validate.
     KEY=VALUE overrides the configuration, as in match.min_similarity=0.7.
@@ -84,8 +84,9 @@ def validate(
     against: tuple[str, ...], rejects: tuple[str, ...], audio_roots: tuple[str, ...], json_file: str | None,
     workers: str,
 ) -> int:  # fmt: skip
-    """Check a dataset: its directory, or that of a configuration, by the executor that this names.
+    """Check a finished dataset.
 
+    DATASET is its directory; for a CONFIG it is that of the configuration, checked on the executor that this names.
     Exit status 3 means errors; warnings alone leave it at 0.
     """
     from sharmill.validation import Request, check_directory
@@ -109,7 +110,10 @@ def validate(
 @click.option("--codec", "codecs", multiple=True, metavar="NAME,KEY=VALUE,...",
               help="What the files cannot tell of a codec: codebook_size, sampling_rate ...")  # fmt: skip
 def index(dataset: str, name: str | None, codecs: tuple[str, ...]) -> int:
-    """Make shards.jsonl and dataset.json again from the files of a dataset, also one of another tool."""
+    """Make the index of a dataset from its files.
+
+    Writes shards.jsonl and dataset.json again, or for the first time for a Shar of another tool.
+    """
     from pathlib import Path
 
     from sharmill.shar.rebuild import parse_codec_facts, rebuild_index
@@ -125,13 +129,18 @@ def index(dataset: str, name: str | None, codecs: tuple[str, ...]) -> int:
 @click.argument("directory", default="demo", type=click.Path(path_type=str))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE...]")
 def demo(directory: str, overrides: tuple[str, ...]) -> int:
-    """Make a synthetic corpus in DIRECTORY and run all stages over it."""
+    """Run all stages on a synthetic corpus.
+
+    Makes corpus, run directory, dataset and demo.yaml in DIRECTORY (default: demo).
+    """
     from pathlib import Path
 
     from sharmill.config import STAGES
     from sharmill.demo.run import make_demo
     from sharmill.store import require_writable
 
+    if _OVERRIDE.match(directory):
+        directory, overrides = "demo", (directory, *overrides)
     require_writable(Path(directory))
     console = make_console()
     config = make_demo(Path(directory), overrides, tell=lambda line: console.print(line, markup=False))
@@ -142,7 +151,7 @@ def demo(directory: str, overrides: tuple[str, ...]) -> int:
 @click.argument("run_dir", type=click.Path(path_type=str))
 @click.option("--watch", is_flag=True, help="Go on showing it, every two seconds, until Ctrl-C.")
 def status(run_dir: str, watch: bool) -> int:
-    """Show the progress of every stage and rank, from the files of a run directory."""
+    """Show the progress of every stage and rank of a run directory."""
     import time
     from contextlib import suppress
     from pathlib import Path
@@ -163,7 +172,10 @@ def status(run_dir: str, watch: bool) -> int:
 @click.argument("arguments", nargs=-1, required=True, metavar="CONFIG... [KEY=VALUE...]")
 @click.option("--ranks", type=click.IntRange(1), help="Show the balance over this many ranks (default: the cores).")
 def plan(arguments: tuple[str, ...], ranks: int | None) -> int:
-    """Show what would run: units, hours, cost per rank, balance, disk needed. Runs nothing."""
+    """Show what would run, and run nothing.
+
+    That is units, hours, cost per rank, balance and the disk needed, of each stage whose input is there already.
+    """
     from sharmill.config import load_config
     from sharmill.preview import print_plan
 
@@ -189,7 +201,10 @@ def submit(
     arguments: tuple[str, ...], cluster: str, profile: str | None, restart: bool, redo: str | None, wait: bool,
     dry_run: bool,
 ) -> int:  # fmt: skip
-    """Run stages for one or several datasets on a cluster, each dataset in a chain of its own."""
+    """Run stages on a cluster, each dataset in a chain of its own.
+
+    CONFIG, STAGE and KEY=VALUE are those of sharmill run.
+    """
     from sharmill.config import STAGES, load_config, resolve_stage
     from sharmill.executors.profile import ClusterProfile, load_profile
     from sharmill.submission import show_submission, submit_all
@@ -226,13 +241,16 @@ def submit(
               help="Seconds of a frame (default: the codec's).")  # fmt: skip
 @click.option("--closed", is_flag=True, help="End with the longest cut, as bucket_batch_size and tune-batch need it.")
 @click.option("--min-duration", default=0.0, help="Leave out shorter cuts (seconds).")
-@click.option("--max-duration", default=float("inf"), help="Leave out longer cuts (seconds).")
+@click.option("--max-duration", default=float("inf"), help="Leave out longer cuts (seconds; default: no limit).")
 @click.option("--token-outlier-threshold", "outlier_threshold", default=4.0, show_default=True,
               help="Texts are too long this many standard deviations of tokens per second above the mean.")  # fmt: skip
 @click.option("--workers", default="auto", show_default=True, help="Worker processes: a number, or auto.")
 def bins(datasets: tuple[str, ...], tokenizer: tuple[str, ...], token_bins: bool, min_duration: float,
          max_duration: float, workers: str, **options: Any) -> int:  # fmt: skip
-    """Estimate buckets for batches from the cuts alone; prints YAML for NeMo's loader, with a histogram as comments."""
+    """Estimate buckets for batches from the cuts alone.
+
+    Prints YAML for NeMo's loader, with a histogram as comments: sharmill bins DATASET --closed > bins.yaml
+    """
     from sharmill.training.bins_report import BinsOptions, estimate_report
 
     report = estimate_report(
@@ -255,7 +273,11 @@ def bins(datasets: tuple[str, ...], tokenizer: tuple[str, ...], token_bins: bool
 @click.option("--tolerance", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True,
               help="Stop when the gap between fitting and not is at most this share.")  # fmt: skip
 def tune_batch(step: str, bins_text: str, memory_share: float, memory: str | None, device: str, **options: Any) -> int:
-    """Find the largest batch of each bucket that fits in memory, by running a training step until it does not."""
+    """Find the largest batch of each bucket that fits.
+
+    Runs your training step with larger and larger made-up batches, until it has not enough memory, and prints YAML for
+    NeMo's loader.
+    """
     from sharmill.training.batch_size import make_budget, read_buckets, to_yaml, tune_batch_sizes
     from sharmill.training.memory import parse_memory
 

@@ -33,6 +33,8 @@ class Request:
 
     def level(self) -> ValidateConfig:
         """Raises ConfigError where an option has no meaning."""
+        if self.codec_models and self.recheck_codes == "0":
+            raise ConfigError("--codec-model goes with --recheck-codes")
         try:
             return ValidateConfig(deep=self.deep, recheck_codes=self.recheck_codes, codec_models=self._models())
         except ValueError as error:

@@ -67,6 +67,19 @@ def lhotse_shar(tmp_path_factory, tone):
     return folder / "shar"
 
 
+def test_a_recording_beside_the_target_audio_stays(tone, tmp_path):
+    # Speech to speech: the recording is what is heard, the target audio what is answered.
+    heard, answered = (Recording.from_file(tone(tmp_path / f"{rate}.wav", 0.5, rate=rate)) for rate in (16000, 24000))
+    cut = MonoCut("dialogue", 0.0, heard.duration, 0, recording=heard, custom={"target_audio": answered})
+    (tmp_path / "shar").mkdir()
+    CutSet.from_cuts([cut]).to_shar(tmp_path / "shar", {"recording": "wav", "target_audio": "wav"})
+    (read,) = open_shar(tmp_path / "shar")
+    np.testing.assert_array_equal(read.load_audio(), heard.load_audio())
+    np.testing.assert_array_equal(read.load_target_audio(), answered.load_audio())
+    (alone,) = open_shar(tmp_path / "shar", ["target_audio"])
+    assert alone.sampling_rate == 24000
+
+
 def test_lhotses_own_shards_read_as_lhotse_reads_them(lhotse_shar):
     ours = list(open_shar(lhotse_shar))
     theirs = list(CutSet.from_shar(in_dir=lhotse_shar))

@@ -126,12 +126,29 @@ def test_an_error_caused_by_lack_of_memory_is_one():
         ("aborts", r"failed \(a batch of 1 of 2.*: its process ended by SIGABRT\nthe assertion that failed"),
         ("exits", r"its process ended with exit status 3"),
         ("tells_its_device", r"called with 1 2\.0 None cpu"),
-        ("missing", r"failed \(loading it.*\): cannot load the step 'dummies_steps:missing': module"),
     ],
 )  # fmt: skip
 def test_other_errors_end_the_search(step, what):
     with pytest.raises(FatalError, match=what):
         tune_batch_sizes(f"dummies_steps:{step}", [Bucket(2.0)], SMALL)
+
+
+@pytest.mark.parametrize(
+    ("step", "what"),
+    [
+        ("dummies_steps:missing", "cannot load the step 'dummies_steps:missing': module"),
+        ("no_such_module:step", "cannot load the step 'no_such_module:step': No module named"),
+        ("dummies_steps", "the step 'dummies_steps' is not of the form module:callable"),
+    ],
+)
+def test_a_step_that_is_not_there_is_wrong_use(step, what):
+    with pytest.raises(ConfigError, match=f"^{what}"):
+        tune_batch_sizes(step, [Bucket(2.0)], SMALL)
+
+
+def test_a_library_without_room_is_a_lack_of_memory():
+    assert is_out_of_memory(ImportError("_ctypes.so: failed to map segment from shared object"))
+    assert not is_out_of_memory(ImportError("No module named 'torch'"))
 
 
 def test_a_step_that_does_not_even_load_in_the_budget_is_named():

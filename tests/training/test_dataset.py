@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -11,12 +13,15 @@ import torch
 from dummies_shar import ToyCodec, shar_fields, voice
 from lhotse import CutSet
 from lhotse.array import TemporalArray
-from lhotse.dataset import SimpleCutSampler
+from lhotse.dataset import DynamicCutSampler, SimpleCutSampler
 from lhotse.utils import fastcopy
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
+from sharmill.shar.loading import ResumableDataset, merge_loader_states
 from sharmill.training import ContextSpeechDataset
+from sharmill.training.context import ContextLimits, ContextSlice
 from sharmill.training.dataset import CodecForm
 from sharmill.training.tokenizers import load_tokenizer
 
@@ -91,6 +96,19 @@ def test_similarity_and_language_may_be_unknown(coded, form):
     assert (batch["language"], batch["text"]) == ([None], [None])
 
 
+@pytest.mark.parametrize(("written", "similarity"), [(None, math.nan), ("0.5", 0.5), (1, 1.0)])
+def test_similarity_is_a_number_however_it_was_written(coded, form, written, similarity):
+    custom = coded[0].supervisions[0].custom | {"context_speaker_similarity": written}
+    cut = fastcopy(coded[0], supervisions=[fastcopy(coded[0].supervisions[0], custom=custom)])
+    np.testing.assert_equal(batch_of([cut], form)["similarity"].tolist(), [similarity])
+
+
+def test_text_may_have_no_token(coded, form):
+    batch = batch_of(coded[:2], form, tokenizer=lambda text: [])
+    assert batch["text_tokens"].shape == (2, 0)
+    assert batch["text_lens"].tolist() == [0, 0]
+
+
 def test_text_tokens_have_begin_end_and_padding(coded, form):
     batch = batch_of(coded[:2], form, tokenizer=lambda text: [5] * int(text[-6]), text_bos_id=1, text_eos_id=2)
     # Of "text of spk/utt0.flac" and "...utt1.flac": no token and one.
@@ -149,6 +167,35 @@ def test_a_truncated_cut_has_its_frames_only_and_its_whole_context(coded, form):
     batch = batch_of([part], form, context_duration_min=0.7, context_duration_max=0.7)
     np.testing.assert_array_equal(batch["target_codes"][0, :, 1:-1], coded[3].target_codes.load()[:, 50:75])
     np.testing.assert_array_equal(batch["context_codes"][0, :, 1:-1], coded[3].context_codes.load())
+
+
+def test_the_rest_that_windows_leave_has_the_last_frame(coded, form):
+    # 5 ms from 0.995 s on: the nearest frame would begin at 1 s, where the codes end.
+    _, rest = coded[0].cut_into_windows(0.995)
+    batch = batch_of([rest], form)
+    np.testing.assert_array_equal(batch["target_codes"][0, :, 1:-1], coded[0].target_codes.load()[:, 49:])
+
+
+@pytest.mark.parametrize("read", [{}, {"decode_threads": 1}])
+def test_perturbed_audio_is_that_of_the_cut(built, form, read):
+    cut = list(open_shar(built.dataset, ["target_audio"], **read))[1]
+    for perturbed in (cut.perturb_speed(1.25), cut.perturb_speed(0.8), cut.perturb_volume(0.5)):
+        batch = batch_of([perturbed], form, context=False)
+        assert batch["target_audio_lens"].tolist() == [perturbed.num_samples]
+        heard = batch["target_audio"][0, : perturbed.num_samples]
+        np.testing.assert_array_equal(heard, perturbed.load_audio()[0])
+
+
+def test_what_cannot_follow_a_perturbation_is_refused(built, coded, form):
+    for changed in (coded[1].perturb_speed(1.1), coded[1].perturb_volume(2.0)):
+        with pytest.raises(
+            ValueError, match=r"cut 'cut-.*utt1.*' was changed by \w+, and its codes were not: load audio"
+        ):
+            batch_of([changed], form)
+    assert batch_of([coded[1].resample(8000)], form)["target_code_lens"].tolist() == [103]
+    plain = list(CutSet.from_shar(fields=shar_fields(built.dataset)))[1]
+    with pytest.raises(ValueError, match="was changed by Speed, and its target_audio was not: read it with open_shar"):
+        batch_of([plain.perturb_speed(1.1)], form)
 
 
 def test_plain_lhotse_gives_the_same_batch(built, coded, form):
@@ -215,6 +262,33 @@ def test_a_slice_depends_on_seed_epoch_and_cut_alone(coded, form):
     assert slices(dataset, coded) != together
     dataset.set_epoch(0)
     assert slices(dataset, coded) == together
+
+
+def test_a_resumed_epoch_has_the_same_slices_on_other_workers(built, form):
+    dataset = ContextSpeechDataset(form, BYTES, context_duration_min=0.1, context_duration_max=0.5)
+
+    def slices(cuts):
+        batch = dataset[cuts]
+        lengths = batch["context_code_lens"].tolist()
+        rows = [row[:, :length].tolist() for row, length in zip(batch["context_codes"], lengths, strict=True)]
+        return {f"{cut.shar_position[0]} {cut.id}": row for cut, row in zip(cuts, rows, strict=True)}
+
+    def resumable():
+        cuts = open_shar(built.dataset, CODES, shuffle=True, seed=1, infinite=True)
+        return ResumableDataset(cuts, lambda cuts: DynamicCutSampler(cuts, max_cuts=2), finish=slices)
+
+    def taken(loader, batches):
+        return {name: row for batch in islice(loader, batches) for name, row in batch.items()}
+
+    whole = taken(StatefulDataLoader(resumable(), batch_size=None), 14)
+    first = StatefulDataLoader(resumable(), batch_size=None)
+    before = taken(first, 2)
+    second = resumable()
+    second.load_state_dict(merge_loader_states([first.state_dict()]))
+    after = taken(StatefulDataLoader(second, batch_size=None, num_workers=2), 4)
+    assert {name[0] for name in after} >= {"0", "1"}
+    assert all(whole[name] == row for name, row in {**before, **after}.items())
+    assert not all(whole["1" + name[1:]] == row for name, row in whole.items() if name[0] == "0")
 
 
 @pytest.mark.parametrize("told", [{"shar_epoch": 3}, {"shar_position": (3, 0, 0, 0, 0)}])
@@ -303,6 +377,28 @@ def test_audio_at_16_khz(cuts, form):
         np.testing.assert_array_equal(codec.codes(audio[: 320 * count].numpy()), codes[:, 1 : count + 1])
 
 
+def test_a_slice_at_another_rate_keeps_the_frames_of_the_context():
+    # 21504 Hz and 1024 samples per frame: three frames are 2285.7 samples at 16 kHz, and the audio may have 2286.
+    part = ContextSlice(first=0, length=4, num_frames=3, frame_shift=1024 / 21504)
+    for num_samples in (2284, 2285, 2286, 2287):
+        taken = part.of_samples(np.arange(1, num_samples + 1), 16000)
+        whole = np.array([n if n <= num_samples else 0 for n in range(1, 2287)])
+        np.testing.assert_array_equal(taken, np.concatenate([whole, whole])[: round(4 * 1024 / 21504 * 16000)])
+
+
+def test_starts_and_lengths_are_drawn_evenly():
+    limits = ContextLimits(0.06, 0.1, 0.02)
+    drawn = [limits.draw(10, f"0/{epoch}/cut") for epoch in range(6000)]
+    for length in (3, 4, 5):
+        starts = [one.first for one in drawn if one.length == length]
+        assert 1800 < len(starts) < 2200
+        counts = np.bincount(starts, minlength=10 - length + 1)
+        assert len(counts) == 10 - length + 1
+        # Each of n places is expected 2000 / n times: far outside five standard deviations none lies by chance.
+        expected = len(starts) / len(counts)
+        assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
+
+
 def test_codes_can_be_ignored(cuts, form):
     assert batch_of(cuts, form)["target_codes"].shape[0] == 7
     batch = batch_of(cuts, form, codes=False)
@@ -321,7 +417,7 @@ def test_data_without_contexts(built, form):
 @pytest.mark.parametrize(
     ("fields", "options", "what"),
     [
-        (["target_codes"], {}, "'cut-.*' has neither context_codes nor context_audio; name these fields in open_shar"),
+        (["target_codes"], {}, "'cut-.*' has neither context_codes nor context_audio; name .*, or give context=False"),
         (["context_codes"], {}, "'cut-.*' has neither target_codes nor target_audio"),
         ([], {}, "neither target_codes nor target_audio"),
         (CODES, {"codes": False}, "'cut-.*' has no target_audio; name"),
@@ -343,6 +439,9 @@ def test_codes_out_of_range_and_other_codecs_are_refused(coded, form):
     small = CodecForm(sampling_rate=16000, samples_per_frame=320, codebook_size=4)
     with pytest.raises(ValueError, match=r"the codes of cut 'cut-.*' are \d+ to \d+, not 0 to 3"):
         batch_of(coded, small)
+    slow = CodecForm(sampling_rate=16000, samples_per_frame=1280, codebook_size=64)
+    with pytest.raises(ValueError, match=r"the codes of cut 'cut-.*' have a frame each 0.02 s, .* one each 0.08 s"):
+        batch_of(coded, slow)
     fewer = fastcopy(coded[1], custom=coded[1].custom | {"target_codes": _two_codebooks(coded[1])})
     with pytest.raises(ValueError, match=r"utt0.*' has 3 codebooks and cut '.*utt1.*' has 2"):
         batch_of([coded[0], fewer], form)
@@ -359,16 +458,39 @@ def _two_codebooks(cut):
 def test_cuts_that_are_no_single_utterance_are_refused(coded, form):
     with pytest.raises(ValueError, match=r"is a MixedCut; batches are made of MonoCuts"):
         batch_of([coded[0].pad(duration=2.0)], form)
+    with pytest.raises(ValueError, match=r"is a MixedCut; batches are made of MonoCuts"):
+        batch_of([coded[0].append(coded[1])], form)
     with pytest.raises(ValueError, match=r"has 0 supervisions instead of one"):
         batch_of([fastcopy(coded[0], supervisions=[])], form)
     with pytest.raises(ValueError, match="without cuts"):
         batch_of([], form)
 
 
-@pytest.mark.parametrize(("shortest", "longest"), [(0.0, 1.0), (2.0, 1.0)])
+@pytest.mark.parametrize(("shortest", "longest"), [(0.0, 1.0), (2.0, 1.0), (1.0, math.inf), (1.0, math.nan)])
 def test_limits_that_cannot_be_are_refused(form, shortest, longest):
     with pytest.raises(ValueError, match="must be positive and not above"):
         ContextSpeechDataset(form, context_duration_min=shortest, context_duration_max=longest)
+
+
+def test_a_frame_shift_of_each_cut_is_the_codecs(coded, form):
+    # The published scripts write the cut's duration divided by its frames.
+    array = coded[1].target_codes
+    near = fastcopy(array, frame_shift=coded[1].duration / array.shape[1])
+    assert near.frame_shift != form.frame_shift
+    batch = batch_of([fastcopy(coded[1], custom=coded[1].custom | {"target_codes": near})], form)
+    np.testing.assert_array_equal(batch["target_codes"][0, :, 1:-1], array.load())
+
+
+def test_a_tokenizer_must_be_a_function(form):
+    for wrong in ("bytes", {"en": BYTES, "de": "bytes"}):
+        with pytest.raises(ConfigError, match="the tokenizer is 'bytes', which cannot be called: use load_tokenizer"):
+            ContextSpeechDataset(form, wrong)
+
+
+def test_it_reaches_processes_that_are_not_forked(coded, form):
+    dataset = ContextSpeechDataset(form, BYTES, context_duration_min=0.1, context_duration_max=0.5, seed=3)
+    again = pickle.loads(pickle.dumps(dataset))
+    assert torch.equal(again[coded]["context_codes"], dataset[coded]["context_codes"])
 
 
 def test_the_documented_entries_are_those_there_are(cuts, heard, form):

@@ -1,37 +1,50 @@
-"""The page on pipelines: all of its code runs, in its order, as it stands."""
+"""The page on pipelines and the README: all of their Python code runs, in its order, as it stands."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "src/sharmill/training/README.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "src/sharmill/training/README.md"
+README = ROOT / "README.md"
 
 
-def blocks():
-    """The ``python`` blocks of the page, each with the line on which it begins."""
-    text = PAGE.read_text()
-    for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        yield text[: match.start(1)].count("\n"), match[1]
+def run_blocks(page: Path) -> dict[str, Any]:
+    """Runs the ``python`` blocks of a page, and returns the names that they leave."""
+    text = page.read_text()
+    blocks = list(re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    assert len(blocks) == text.count("```python")
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for block in blocks:
+        # With its place in the file, so that a failure points into the page.
+        line = text[: block.start(1)].count("\n")
+        exec(compile("\n" * line + block[1], str(page), "exec"), namespace)
+    return namespace
 
 
 @pytest.fixture
 def in_page_folder(built, many, tmp_path, monkeypatch):
-    """A folder with the two datasets of the page."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/pairs").symlink_to(built.dataset)
-    (tmp_path / "data/speech").symlink_to(many.dataset)
+    """A folder with the datasets that the pages name."""
+    for name, project in (("data/pairs", built), ("data/speech", many), ("demo/dataset", built)):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(project.dataset)
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.usefixtures("in_page_folder")
 def test_the_page_runs():
-    namespace = {"__name__": "page"}
-    count = 0
-    for line, block in blocks():
-        # With its place in the file, so that a failure points into the page.
-        exec(compile("\n" * line + block, str(PAGE), "exec"), namespace)
-        count += 1
-    assert count == PAGE.read_text().count("```python")
+    run_blocks(PAGE)
+
+
+@pytest.mark.usefixtures("in_page_folder")
+def test_the_readme_runs():
+    names = run_blocks(README)
+    for batch in (names["batch"], next(iter(names["loader"]))):
+        assert batch["target_codes"].shape[1] == 3
+        assert batch["ids"]
+    names["Step"]()(2, 0.5, None, "cpu")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 
 import pytest
 
 from sharmill.errors import ConfigError
-from sharmill.training.tokenizers import choose_tokenizer, count_tokens, load_tokenizer, load_tokenizers
+from sharmill.training.tokenizers import choose_tokenizer, load_tokenizer, load_tokenizers, tokenize
 
 
 def test_those_built_in():
@@ -23,7 +24,9 @@ def test_a_tokenizer_json(tmp_path):
     tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 0)])
     path = tmp_path / "tokenizer.json"
     tokenizer.save(str(path))
-    assert load_tokenizer(str(path))("good good day sir") == [3, 3, 4, 1]
+    loaded = load_tokenizer(str(path))
+    assert loaded("good good day sir") == [3, 3, 4, 1]
+    assert pickle.loads(pickle.dumps(loaded))("day") == [4]
 
 
 def test_a_sentencepiece_model(tmp_path):
@@ -34,7 +37,9 @@ def test_a_sentencepiece_model(tmp_path):
     sentencepiece.SentencePieceTrainer.train(
         input=str(text), model_prefix=str(tmp_path / "small"), vocab_size=16, minloglevel=2
     )
-    ids = load_tokenizer(str(tmp_path / "small.model"))("good day")
+    loaded = load_tokenizer(str(tmp_path / "small.model"))
+    ids = loaded("good day")
+    assert pickle.loads(pickle.dumps(loaded))("good day") == ids
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "small.model"))
     assert len(ids) > 1
     assert processor.decode(ids) == "good day"
@@ -49,8 +54,8 @@ def test_a_function_of_a_module_in_the_current_folder(tmp_path, monkeypatch):
 
 def test_each_language_has_its_own():
     both = load_tokenizers(["en=bytes", "de-at=chars"])
-    assert count_tokens(both, "é", "en", "c") == 2
-    assert count_tokens(both, "é", "de-at", "c") == 1
+    assert tokenize(both, "é", "en", "c") == [195, 169]
+    assert tokenize(both, "é", "de-at", "c") == [233]
     with pytest.raises(ConfigError, match="no tokenizer for the language None of cut 'c'; there is en, de-at"):
         choose_tokenizer(both, None, "c")
     with pytest.raises(ConfigError, match="each language once"):
@@ -74,6 +79,14 @@ def test_each_language_has_its_own():
 def test_what_is_wrong_is_named(name, what):
     with pytest.raises(ConfigError, match=what):
         load_tokenizer(name)
+
+
+@pytest.mark.parametrize("given", [{"input_ids": [1, 2]}, ["a", "b"], [0.5], 7])
+def test_what_a_tokenizer_gives_must_be_ids(given):
+    with pytest.raises(
+        ConfigError, match=r"gave \w+ for the text of cut 'c': it must be a function from text to a list"
+    ):
+        tokenize(lambda text: given, "good day", "en", "c")
 
 
 @pytest.mark.parametrize("suffix", ["json", "model"])

@@ -42,7 +42,7 @@ class TimeLastArray(TemporalArray):
     def load(self, start: float | None = None, duration: float | None = None) -> np.ndarray:
         """The codes (codebooks, frames) of ``duration`` seconds from ``start`` on; by default all.
 
-        There are ``ceil(duration / frame_shift)`` frames, or as many as are left.
+        There are ``ceil(duration / frame_shift)`` frames, or as many as are left. What begins in the last frame has it.
 
         Raises:
             ValueError: ``start`` lies before the array.
@@ -51,7 +51,11 @@ class TimeLastArray(TemporalArray):
         offset = 0.0 if start is None else start - self.start
         if offset < -1e-5:
             raise ValueError(f"the array begins at {self.start} s, after {start} s")
-        first = math.floor(offset / self.frame_shift + 0.5)
+        frames = offset / self.frame_shift
+        first = math.floor(frames + 0.5)
+        if first == array.shape[-1] and frames < first - _TOLERANCE:
+            # The nearest beginning is behind the last frame, as for the short rest that windows leave.
+            first -= 1
         if duration is None:
             return array[..., first:]
         return array[..., first : first + math.ceil(duration / self.frame_shift - _TOLERANCE)]

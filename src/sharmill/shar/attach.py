@@ -50,7 +50,8 @@ def attach(cut: Cut, items: dict[str, Any], position: tuple[int, ...], *, foreig
     if foreign:
         _align(cut, custom)
     target = items.get(TARGET_AUDIO)
-    if target is not None:
+    # Others' Shars for speech-to-speech have a recording of their own beside it: what is answered.
+    if target is not None and items.get("recording") is None:
         _set(cut, "recording", with_id(target, cut.recording.id) if cut.recording is not None else target)
 
 

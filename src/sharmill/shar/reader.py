@@ -58,9 +58,10 @@ def open_shar(
         decode_ahead: cuts that may be decoded ahead of the one in use; by default 4 for each thread.
 
     Returns:
-        A lazy CutSet. With ``target_audio``, that audio is attached as ``recording`` too, so that ``load_audio()``
-        works; without, ``recording`` only tells where the audio came from. ``load_target_codes()`` of a truncated cut
-        has its frames only; ``load_context_audio()`` and ``load_context_codes()`` always have the whole context.
+        A lazy CutSet. With ``target_audio``, that audio is attached as ``recording`` too (unless others' shards have a
+        ``recording`` themselves), so that ``load_audio()`` works; without, ``recording`` only tells where the audio
+        came from. ``load_target_codes()`` of a truncated cut has its frames only; ``load_context_audio()`` and
+        ``load_context_codes()`` always have the whole context.
         Every cut has its place in the order as ``cut.shar_position``. The iterable in the CutSet, its ``data``, is a
         ``SharReader``, with ``state_dict()`` and ``load_state_dict()``: see there.
 

@@ -14,13 +14,13 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class ContextLimits:
-    """Between how many seconds a context has, and the codec's frames that these are counted in.
+    """How many seconds of a context are taken, and the codec's frames that these are counted in.
 
     ``min_frames`` is ``min_duration`` rounded up to whole frames, ``max_frames`` is ``max_duration`` rounded down, but
     never below ``min_frames``.
 
     Raises:
-        ValueError: ``min_duration`` is not positive, or above ``max_duration``.
+        ValueError: ``min_duration`` is not positive, or above ``max_duration``, or this has no end.
     """
 
     min_duration: float
@@ -28,10 +28,10 @@ class ContextLimits:
     frame_shift: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_duration <= self.max_duration:
+        if not 0 < self.min_duration <= self.max_duration < math.inf:
             raise ValueError(
                 f"context_duration_min ({self.min_duration}) must be positive and not above "
-                f"context_duration_max ({self.max_duration})"
+                f"context_duration_max ({self.max_duration}), a number of seconds"
             )
 
     @property
@@ -52,15 +52,16 @@ class ContextLimits:
         draws = random.Random(key)
         length = draws.randint(self.min_frames, max(self.min_frames, min(self.max_frames, num_frames)))
         first = draws.randint(0, max(0, num_frames - length))
-        return ContextSlice(first, length, self.frame_shift)
+        return ContextSlice(first, length, num_frames, self.frame_shift)
 
 
 @dataclass(frozen=True)
 class ContextSlice:
-    """``length`` frames from frame ``first`` on."""
+    """``length`` frames, from frame ``first`` on, of a context of ``num_frames``, which starts over at its end."""
 
     first: int
     length: int
+    num_frames: int
     frame_shift: float
 
     @property
@@ -69,20 +70,20 @@ class ContextSlice:
         return self.length * self.frame_shift
 
     def of_frames(self, codes: np.ndarray) -> np.ndarray:
-        """The slice of codes (codebooks, frames), which are repeated as often as needed."""
+        """The slice of codes (codebooks, frames)."""
         return _take(codes, self.first, self.length)
 
     def of_samples(self, samples: np.ndarray, sampling_rate: int) -> np.ndarray:
         """The same seconds of samples (time,) at ``sampling_rate``.
 
-        The last frame of the context is filled up with zeros before anything is repeated, so that a repeated context
-        stays in step with its codes.
+        The context is brought to its whole frames first, with zeros behind it or, where it was rounded up at another
+        rate, without its last sample: so what is repeated stays in step with the codes.
         """
         per_frame = self.frame_shift * sampling_rate
-        whole = round(math.ceil(len(samples) / per_frame - _TOLERANCE) * per_frame)
-        padded = np.pad(samples, (0, max(0, whole - len(samples))))
+        whole = round(self.num_frames * per_frame)
+        framed = np.pad(samples[:whole], (0, max(0, whole - len(samples))))
         first = round(self.first * per_frame)
-        return _take(padded, first, round((self.first + self.length) * per_frame) - first)
+        return _take(framed, first, round((self.first + self.length) * per_frame) - first)
 
 
 def _take(values: np.ndarray, first: int, length: int) -> np.ndarray:

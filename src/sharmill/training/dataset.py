@@ -5,6 +5,7 @@ Which cuts make a batch is the sampler's business. What a batch has is in the do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,11 @@ import torch
 from sharmill.errors import ConfigError
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
 from sharmill.training.context import ContextLimits, ContextSlice
-from sharmill.training.fields import epoch_of, holds, load_array, load_audio, text_of
-from sharmill.training.tokenizers import Tokenizers, choose_tokenizer
+from sharmill.training.fields import epoch_of, holds, load_array, load_audio, target_codes_on_time, text_of
+from sharmill.training.tokenizers import Tokenizers, check_tokenizers, tokenize
 
 if TYPE_CHECKING:
-    from lhotse import CutSet, MonoCut
+    from lhotse import CutSet, MonoCut, SupervisionSegment
 
 Batch = dict[str, torch.Tensor | list[Any]]
 
@@ -117,6 +118,9 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
     ``audio_16khz_lens``         int64 (B,)            samples
     ============================ ===================== =========================================================
 
+    Cuts may be truncated: the target is the cut's part, the context is whole. Where the target is audio, they may be
+    perturbed (speed, volume); a cut whose codes would have to follow is refused, like one that is padded or mixed.
+
     To predict the next frame, use ``target_codes[..., :-1]`` as input and ``target_codes[..., 1:]`` as labels.
 
     The slice of a context is a function of ``seed``, the epoch and the cut's id alone: not of the batch, the rank, the
@@ -155,6 +159,8 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
     ) -> None:
         if audio_16khz == "context" and not context:
             raise ValueError("audio_16khz='context' needs contexts")
+        if tokenizer is not None:
+            check_tokenizers(tokenizer)
         self.codec = codec
         self.tokenizer = tokenizer
         self.limits = ContextLimits(context_duration_min, context_duration_max, codec.frame_shift) if context else None
@@ -196,12 +202,14 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         text = text_of(cut, self.text_field)
         if not text:
             raise ValueError(f"cut {cut.id!r} has no {self.text_field!r}; use tokenizer=None for data without text")
-        ids = list(choose_tokenizer(self.tokenizer, cut.supervisions[0].language, cut.id)(text))
+        ids = tokenize(self.tokenizer, text, cut.supervisions[0].language, cut.id)
         bos, eos = self.text_marks
         return np.array([*([] if bos is None else [bos]), *ids, *([] if eos is None else [eos])], dtype=np.int64)
 
     def _targets(self, cuts: list[MonoCut]) -> Batch:
         if self._in_codes(cuts, TARGET_CODES, TARGET_AUDIO):
+            for cut in cuts:
+                self._require_frame_shift(cut)
             rows = [self._marked(load_array(cut, TARGET_CODES), self.codec.target_marks, cut) for cut in cuts]
             return _padded(TARGET_CODES, "target_code_lens", _same_codebooks(rows, cuts), self.code_pad_id)
         samples = [load_audio(cut, TARGET_AUDIO, self.codec.sampling_rate) for cut in cuts]
@@ -255,8 +263,22 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         for cut in cuts:
             if not holds(cut, audio):
                 wanted = f"neither {codes} nor {audio}" if self.codes else f"no {audio}"
-                raise ValueError(f"cut {cut.id!r} has {wanted}; name these fields in open_shar(..., fields=[...])")
+                otherwise = ", or give context=False" if audio == CONTEXT_AUDIO else ""
+                raise ValueError(
+                    f"cut {cut.id!r} has {wanted}; name these fields in open_shar(..., fields=[...]){otherwise}"
+                )
         return False
+
+    def _require_frame_shift(self, cut: MonoCut) -> None:
+        """Other tools give each cut a frame shift of its own, which misses the codec's by less than a frame a cut."""
+        array = target_codes_on_time(cut)
+        if array is not None:
+            frames = array.shape[array.temporal_dim]
+            if abs(array.frame_shift - self.codec.frame_shift) * frames > 2 * self.codec.frame_shift:
+                raise ValueError(
+                    f"the codes of cut {cut.id!r} have a frame each {array.frame_shift:.4g} s, and the codec has one "
+                    f"each {self.codec.frame_shift:.4g} s: give the CodecForm of the codec that open_shar reads"
+                )
 
     def _marked(self, codes: np.ndarray, marks: tuple[int, int], cut: MonoCut) -> np.ndarray:
         """Codes (codebooks, frames) with BOS before and EOS behind them."""
@@ -272,21 +294,29 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
 
 
 def _describe(cuts: list[MonoCut], text_field: str) -> Batch:
+    from lhotse import MonoCut
+
     if not cuts:
         raise ValueError("a batch without cuts")
     for cut in cuts:
+        if not isinstance(cut, MonoCut):
+            raise ValueError(f"cut {cut.id!r} is a {type(cut).__name__}; batches are made of MonoCuts, without padding")
         if len(cut.supervisions) != 1:
             raise ValueError(f"cut {cut.id!r} has {len(cut.supervisions)} supervisions instead of one")
     first = [cut.supervisions[0] for cut in cuts]
-    similarity = [(supervision.custom or {}).get(_SIMILARITY, float("nan")) for supervision in first]
     return {
         "ids": [cut.id for cut in cuts],
         "text": [text_of(cut, text_field) for cut in cuts],
         "language": [supervision.language for supervision in first],
         "speaker": [supervision.speaker for supervision in first],
         "durations": torch.tensor([cut.duration for cut in cuts], dtype=torch.float32),
-        "similarity": torch.tensor(similarity, dtype=torch.float32),
+        "similarity": torch.tensor([_similarity_of(supervision) for supervision in first], dtype=torch.float32),
     }
+
+
+def _similarity_of(supervision: SupervisionSegment) -> float:
+    found = (supervision.custom or {}).get(_SIMILARITY)
+    return math.nan if found is None else float(found)
 
 
 def _same_codebooks(rows: list[np.ndarray], cuts: list[MonoCut]) -> list[np.ndarray]:

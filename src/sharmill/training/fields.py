@@ -10,6 +10,7 @@ from sharmill.shar.layout import TARGET_AUDIO, TARGET_CODES
 
 if TYPE_CHECKING:
     from lhotse import MonoCut, Recording
+    from lhotse.array import TemporalArray
 
 # Sources of recordings whose data has been read; a file is where the audio came from, and nothing to load.
 _LOADED = ("memory", "shar")
@@ -17,38 +18,50 @@ _LOADED = ("memory", "shar")
 
 def holds(cut: MonoCut, field: str) -> bool:
     """Whether the cut carries this field."""
-    from lhotse import MonoCut
-
-    if not isinstance(cut, MonoCut):
-        raise ValueError(f"cut {cut.id!r} is a {type(cut).__name__}; batches are made of MonoCuts, without padding")
     return _recording(cut) is not None if field == TARGET_AUDIO else cut.has_custom(field)
 
 
 def load_array(cut: MonoCut, field: str) -> np.ndarray:
-    """Codes (codebooks, frames): the target's frames of this cut, or the whole context."""
-    from lhotse.array import TemporalArray
+    """Codes (codebooks, frames): the target's frames of this cut, or the whole context.
 
+    Raises:
+        ValueError: the target's audio was perturbed, which its codes cannot follow.
+    """
     from sharmill.shar.arrays import TimeLastArray
 
-    array = (cut.custom or {})[field]
-    if not isinstance(array, TemporalArray) or field != TARGET_CODES:
-        return array.load()
+    if field == TARGET_CODES and (done := _perturbations(cut)):
+        raise ValueError(
+            f"cut {cut.id!r} was changed by {done}, and its codes were not: load audio (codes=False), or leave that out"
+        )
+    array = target_codes_on_time(cut) if field == TARGET_CODES else None
+    if array is None:
+        return (cut.custom or {})[field].load()
     if not isinstance(array, TimeLastArray):
         # lhotse's own class cuts an array in memory along its codebooks.
         array = TimeLastArray(**vars(array))
     return array.load(cut.start, cut.duration)
 
 
+def target_codes_on_time(cut: MonoCut) -> TemporalArray | None:
+    """The manifest of the target's codes, where it says when its frames are."""
+    from lhotse.array import TemporalArray
+
+    array = (cut.custom or {}).get(TARGET_CODES)
+    return array if isinstance(array, TemporalArray) else None
+
+
 def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
     """Samples (time,) at ``sampling_rate``, float32: the target's part of this cut, or the whole context.
 
     Raises:
-        ValueError: the cut does not carry it, or it has several channels.
+        ValueError: the cut does not carry it, it has several channels, or it cannot follow a perturbation of the cut.
     """
     is_target = field == TARGET_AUDIO
     recording = _recording(cut) if is_target else (cut.custom or {}).get(field)
     if recording is None:
         raise ValueError(f"cut {cut.id!r} has no {field}; name it in open_shar(..., fields=[...])")
+    if is_target and recording is not cut.recording and (done := _perturbations(cut)):
+        raise ValueError(f"cut {cut.id!r} was changed by {done}, and its {field} was not: read it with open_shar")
     part = {"offset": cut.start, "duration": cut.duration} if is_target else {}
     samples = recording.resample(sampling_rate).load_audio(**part)
     if samples.shape[0] != 1:
@@ -71,8 +84,20 @@ def text_of(cut: MonoCut, field: str) -> str | None:
 
 def _recording(cut: MonoCut) -> Recording | None:
     """The target's audio: the field of that name, or the cut's own recording where its data has been read."""
-    if cut.has_custom(TARGET_AUDIO):
-        return (cut.custom or {})[TARGET_AUDIO]
-    if cut.has_recording and all(source.type in _LOADED for source in cut.recording.sources):
-        return cut.recording
-    return None
+    field = (cut.custom or {}).get(TARGET_AUDIO)
+    own = cut.recording
+    if own is None or not all(source.type in _LOADED for source in own.sources):
+        return field
+    # ``open_shar`` attaches the field as the recording too, and lhotse perturbs the recording alone.
+    return own if field is None or _same_data(own, field) else field
+
+
+def _same_data(one: Recording, other: Recording) -> bool:
+    return all(a.source is b.source for a, b in zip(one.sources, other.sources, strict=False))
+
+
+def _perturbations(cut: MonoCut) -> str:
+    """What lhotse is to do to the cut's recording, resampling apart: ``Speed``, or nothing."""
+    transforms = (cut.recording.transforms if cut.recording is not None else None) or []
+    names = [one["name"] if isinstance(one, dict) else type(one).__name__ for one in transforms]
+    return ", ".join(name for name in names if name != "Resample")

@@ -18,7 +18,7 @@ from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.fields import read_cuts
 from sharmill.shar.index import read_dataset, read_shards
 from sharmill.shar.layout import CUTS
-from sharmill.training.tokenizers import Tokenizers, count_tokens, load_tokenizers
+from sharmill.training.tokenizers import Tokenizers, load_tokenizers, tokenize
 
 
 @dataclass(frozen=True)
@@ -130,5 +130,5 @@ def _measure(file: tuple[Path, int], tokenizer: tuple[str, ...]) -> tuple[np.nda
 
 def _tokens_of(cut: dict[str, Any], tokenizers: Tokenizers) -> int:
     texts = [(supervision.get("text"), supervision.get("language")) for supervision in cut["supervisions"]]
-    counts = [count_tokens(tokenizers, text, language, cut["id"]) for text, language in texts if text]
+    counts = [len(tokenize(tokenizers, text, language, cut["id"])) for text, language in texts if text]
     return sum(counts) if counts else -1

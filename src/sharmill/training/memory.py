@@ -19,6 +19,7 @@ _MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "std::bad_alloc",
+    "failed to map segment from shared object",
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -104,7 +105,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    if isinstance(error, RuntimeError) and mentions_memory(str(error)):
+    # A library that finds no room when it is imported is an ImportError.
+    if isinstance(error, (RuntimeError, ImportError)) and mentions_memory(str(error)):
         return True
     return is_out_of_memory(error.__cause__)
 

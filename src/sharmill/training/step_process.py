@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from sharmill.errors import FatalError, SharmillError
+from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.training.memory import format_memory, is_out_of_memory, limit_memory, mentions_memory
 from sharmill.training.tokenizers import load_callable
 
@@ -70,6 +70,7 @@ class StepProcess:
         """Whether two steps of this size in a row have enough memory.
 
         Raises:
+            ConfigError: there is no such step.
             FatalError: the step failed for another reason; its traceback, or last output, is in the message.
         """
         if self._child is None:
@@ -94,6 +95,8 @@ class StepProcess:
             return False
         if kind == "died" and good == "fits" and not detail:
             return False
+        if kind == "wrong_use":
+            raise ConfigError(detail)
         why = "there is not enough memory" if kind == "out_of_memory" or not detail else detail
         raise FatalError(f"the step {self._step} failed ({doing}, {self._budget}): {why}")
 
@@ -162,6 +165,9 @@ def _serve(connection: Connection, name: str, budget: Budget, output: str) -> No
         _limit(budget)
         step = load_callable(name, "step")
         step = step() if isinstance(step, type) else step
+    except ConfigError as error:
+        connection.send(_describe(error) if is_out_of_memory(error) else ("wrong_use", str(error)))
+        return
     except Exception as error:  # noqa: BLE001  whatever it is, the parent tells it
         connection.send(_describe(error))
         return

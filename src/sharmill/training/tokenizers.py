@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +81,28 @@ def load_callable(name: str, what: str) -> Callable[..., Any]:
     return found
 
 
-def count_tokens(tokenizers: Tokenizers, text: str, language: str | None, cut_id: str) -> int:
-    """The number of tokens of a text in its language."""
-    return len(choose_tokenizer(tokenizers, language, cut_id)(text))
+def tokenize(tokenizers: Tokenizers, text: str, language: str | None, cut_id: str) -> list[int]:
+    """The token ids of a text in its language.
+
+    Raises:
+        ConfigError: see ``choose_tokenizer``; or what the tokenizer gives are no ids.
+    """
+    found: Any = choose_tokenizer(tokenizers, language, cut_id)(text)
+    try:
+        # Called by themselves, the tokenizers of transformers give a mapping, whose keys are no ids.
+        return [operator.index(token) for token in found]
+    except TypeError:
+        raise ConfigError(
+            f"the tokenizer gave {type(found).__name__} for the text of cut {cut_id!r}: it must be a function from "
+            "text to a list of ids, such as the encode of a tokenizer of transformers"
+        ) from None
+
+
+def check_tokenizers(tokenizers: Tokenizers) -> None:
+    """Raises ConfigError where these are no functions."""
+    for one in tokenizers.values() if isinstance(tokenizers, Mapping) else [tokenizers]:
+        if not callable(one):
+            raise ConfigError(f"the tokenizer is {one!r}, which cannot be called: use load_tokenizer, or its encode")
 
 
 def choose_tokenizer(tokenizers: Tokenizers, language: str | None, cut_id: str) -> Tokenizer:
@@ -120,7 +141,7 @@ def _from_json(path: Path) -> Tokenizer:
         tokenizer = Loaded.from_file(str(path))
     except Exception as error:
         raise ConfigError(f"{path} is not a tokenizer: {error}") from error
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    return _JsonTokenizer(tokenizer)
 
 
 def _from_sentencepiece(path: Path) -> Tokenizer:
@@ -132,4 +153,25 @@ def _from_sentencepiece(path: Path) -> Tokenizer:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as error:
         raise ConfigError(f"{path} is not a SentencePiece model: {error}") from error
-    return lambda text: processor.encode(text)
+    return _SentencePiece(processor)
+
+
+# Classes rather than lambdas, which do not reach worker processes that are not forked.
+
+
+@dataclass(frozen=True)
+class _JsonTokenizer:
+    tokenizer: Any
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+@dataclass(frozen=True)
+class _SentencePiece:
+    processor: Any
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self.processor.encode(text)
+        return ids

@@ -28,8 +28,8 @@ def queue(*options: str) -> str:
     return subprocess.run(["squeue", "-h", *options], capture_output=True, text=True, check=True).stdout
 
 
-def test_a_job_is_killed_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    example = make_example(tmp_path, "jobs", make_speech(tmp_path / "speech"), max_steps=60)
+def test_one_job_is_killed_another_told_to_leave_and_the_last_one_goes_on(tmp_path: Path) -> None:
+    example = make_example(tmp_path, "jobs", make_speech(tmp_path / "speech"), max_steps=150)
     profile = tmp_path / "profile.yaml"
     profile.write_text(PROFILE)
     log = tmp_path / "train-%j.log"
@@ -48,9 +48,14 @@ def test_a_job_is_killed_and_the_next_one_goes_on(tmp_path: Path) -> None:
     first, second, third = (line.split()[1].rstrip(",") for line in launched.stdout.splitlines())
     wait_for(lambda: len(example.steps(0)) >= 12)
     subprocess.run(["scancel", "--signal=KILL", first], check=True)
+    wait_for(lambda: len(example.steps(0)) >= 40)
+    # As before a time limit.
+    subprocess.run(["scancel", "--batch", "--signal=TERM", second], check=True)
     wait_for(lambda: not queue(f"--jobs={first},{second},{third}"))
-    assert 0 < example.saved_step() == 60, Path(str(log).replace("%j", second)).read_text()
-    whole = make_example(tmp_path, "whole", Path(tmp_path / "speech/dataset"), max_steps=60)
+    assert 0 < example.saved_step() == 150, Path(str(log).replace("%j", second)).read_text()
+    assert "train: told to leave at step" in Path(str(log).replace("%j", second)).read_text()
+    assert "train: finished at step 150" in Path(str(log).replace("%j", third)).read_text()
+    whole = make_example(tmp_path, "whole", Path(tmp_path / "speech/dataset"), max_steps=150)
     whole.run()
     for rank in range(2):
         assert example.ids_by_step(rank) == whole.ids_by_step(rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from sharmill.training.bins import (
 from sharmill.training.lengths import Lengths, read_lengths
 
 _BAR = 40
+_AnyBin = TypeVar("_AnyBin", float, Bin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +85,13 @@ def report_bins(lengths: Lengths, options: BinsOptions) -> str:
     bins: list[float] | list[Bin]
     if options.sub_buckets is None:
         found = estimate_bins(shown.lengths, options.num_buckets)
-        bins = close(found, shown.lengths) if options.closed or not found else found
+        bins = _distinct(close(found, shown.lengths) if options.closed or not found else found)
     else:
         assert counted.tokens is not None, "two dimensions need tokens"
-        bins = estimate_bins_2d(
+        two = estimate_bins_2d(
             counted.lengths, counted.tokens, options.num_buckets, options.sub_buckets, options.outlier_threshold
         )
+        bins = _distinct(two)
     closed = options.closed or options.sub_buckets is not None
     lines = [*_summary(lengths), *_histogram(shown, bins, closed=closed), *_keys(bins, closed=closed)]
     if options.sub_buckets is None and not closed:
@@ -100,6 +102,11 @@ def report_bins(lengths: Lengths, options: BinsOptions) -> str:
         lines.append(f"measure_total_length: {str(in_total).lower()}")
     lines += _max_ratio(counted, bins, options, "max_tps" if frames is None else "max_tpt")
     return "\n".join(lines) + "\n"
+
+
+def _distinct(bins: list[_AnyBin]) -> list[_AnyBin]:
+    """Without those that are as the one before, in which there is never a cut: a common length may end several."""
+    return [bound for number, bound in enumerate(bins) if number == 0 or bound != bins[number - 1]]
 
 
 def _summary(lengths: Lengths) -> Iterator[str]:

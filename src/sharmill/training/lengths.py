@@ -119,10 +119,12 @@ def _measure(file: tuple[Path, int], tokenizer: tuple[str, ...]) -> tuple[np.nda
     durations, tokens = [], []
     for cut in read_cuts(path):
         try:
-            durations.append(float(cut["duration"]))
+            durations.append(cut["duration"])
             tokens.append(_tokens_of(cut, _loaded[tokenizer]) if tokenizer else 0)
         except (KeyError, TypeError, AttributeError) as error:
             raise DamagedShard(f"{path}: {cut.get('id')!r} is not a cut: {error!r}") from error
+        if not (isinstance(durations[-1], (int, float)) and 0 < durations[-1] < math.inf):
+            raise DamagedShard(f"{path}: the duration of {cut.get('id')!r} is {durations[-1]!r}")
     if len(durations) != count:
         raise DamagedShard(f"{path}: there are {len(durations)} cuts instead of {count}")
     return np.array(durations, dtype=np.float64), np.array(tokens, dtype=np.int64)

@@ -53,6 +53,17 @@ def test_no_file_but_those_of_the_cuts_is_opened(many, tmp_path):
     )
 
 
+def test_a_shar_of_another_tool_has_bins_too(many, tmp_path):
+    (tmp_path / "cuts").mkdir()
+    for path in (many.dataset / "cuts").iterdir():
+        rewrite(tmp_path / "cuts" / path.name, [cut | {"custom": {}} for cut in lines(path)])
+    foreign, own = (read_lengths([folder], tokenizer=["bytes"], workers=1) for folder in (tmp_path, many.dataset))
+    np.testing.assert_array_equal(foreign.lengths, own.lengths)
+    np.testing.assert_array_equal(foreign.tokens, own.tokens)
+    with pytest.raises(ConfigError, match="the codecs are none: say how long a frame is"):
+        estimate_report([tmp_path], BinsOptions(), token_bins=True, workers=1)
+
+
 def test_several_datasets_are_one(many, built):
     both = read_lengths([many.dataset, built.dataset], workers=2)
     assert len(both.lengths) == 67

@@ -11,6 +11,7 @@ import numpy as np
 
 from sharmill.errors import ConfigError
 from sharmill.shar.index import read_dataset
+from sharmill.shar.layout import DATASET_FILE
 from sharmill.training.bins import (
     Bin,
     assign,
@@ -68,7 +69,9 @@ def estimate_report(
 
 
 def _frame_shift(datasets: Sequence[Path]) -> float:
-    codecs = [codec for dataset in datasets for codec in read_dataset(dataset).codecs]
+    # A Shar of another tool does not say what its codes are.
+    known = [read_dataset(dataset) for dataset in datasets if (dataset / DATASET_FILE).exists()]
+    codecs = [codec for dataset in known for codec in dataset.codecs]
     shifts = {codec.samples_per_frame / codec.sampling_rate for codec in codecs}
     if len(shifts) != 1:
         names = ", ".join(codec.name for codec in codecs) or "none"

@@ -242,6 +242,8 @@ def bins(datasets: tuple[str, ...], tokenizer: tuple[str, ...], token_bins: bool
 @click.option("--max-batch-size", type=click.IntRange(1), default=4096, show_default=True, help="Ask for no more.")
 @click.option("--tolerance", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True,
               help="Stop when the gap between fitting and not is at most this share.")  # fmt: skip
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=1800.0, show_default=True,
+              help="Seconds that the steps of one size may take.")  # fmt: skip
 def tune_batch(step: str, bins_text: str, memory_share: float, memory: str | None, device: str, **options: Any) -> int:
     """Find the largest batch of each bucket that fits in memory, by running a training step until it does not."""
     from sharmill.training.batch_size import make_budget, read_buckets, to_yaml, tune_batch_sizes
@@ -250,9 +252,12 @@ def tune_batch(step: str, bins_text: str, memory_share: float, memory: str | Non
     buckets = read_buckets(bins_text)
     budget = make_budget(device, memory_share, parse_memory(memory) if memory else None)
     click.echo(f"searching within {budget}", err=True)
+    most = options["max_batch_size"]
     sizes = tune_batch_sizes(
-        step, buckets, budget, tell=lambda bucket, size: click.echo(f"{bucket}: {size}", err=True), **options
-    )
+        step, buckets, budget, **options,
+        tell=lambda bucket, size: click.echo(f"{bucket}: {size}{' or more' * (size == most)}", err=True),
+        tell_try=lambda bucket, size, fits: click.echo(f"  {size} {'fits' if fits else 'does not fit'}", err=True),
+    )  # fmt: skip
     click.echo(to_yaml(step, buckets, sizes, budget), nl=False)
     return OK
 

@@ -115,6 +115,17 @@ def index(dataset: str, name: str | None, codecs: tuple[str, ...]) -> int:
 
 
 @cli.command()
+@click.argument("dataset", type=click.Path(path_type=str))
+@click.option("--into", type=click.Path(path_type=str), metavar="DIR", help="Where to write (default: into DATASET).")
+def sidecars(dataset: str, into: str | None) -> int:
+    """Write the index files with which lhotse 2 takes any cut by its number; sharmill's reader needs none."""
+    from sharmill.shar.sidecars import write_sidecars
+
+    write_sidecars(dataset, into)
+    return OK
+
+
+@cli.command()
 @click.argument("directory", default="demo", type=click.Path(path_type=str))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE...]")
 def demo(directory: str, overrides: tuple[str, ...]) -> int:

@@ -3,12 +3,13 @@
     python tests/bench_parallel.py DATASET
 
 Decoding, resampling to 16 kHz and a log-mel spectrogram of every target, then a function that holds Python's lock. Each
-way reads the same eager cuts three times, in turn with the others; the fastest counts. The start of processes is timed
-apart.
+way takes the same eager cuts, in turn with the others, in every round; the figures are medians of the rounds, whose
+ratios hold where other work distorts the times. Time counts from the first result: before it, processes start.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from lhotse.cut import Cut
 from sharmill.shar import open_shar
 from sharmill.training import parallel_map
 
-ROUNDS = 3
+ROUNDS, REPEATS = 5, 4
 
 
 def features(cut: Cut) -> np.ndarray:
@@ -34,40 +35,34 @@ def features(cut: Cut) -> np.ndarray:
 
 def letters(cut: Cut) -> int:
     """Plain Python: about as long as the features."""
-    return sum(ord(letter) * number % 7 for number, letter in enumerate(cut.supervisions[0].text * 3000))
+    return sum(ord(letter) * number % 7 for number, letter in enumerate(cut.supervisions[0].text * 800))
 
 
-def start(item: int) -> int:
-    """Nothing, but by a process that has imported what the others need."""
-    return item
-
-
-def timed(items: Callable[[], Iterable[Any]]) -> float:
+def rates(items: Iterable[Any]) -> tuple[float, float]:
+    """Results per second from the first on, and seconds until there was one."""
     began = time.perf_counter()
-    for _ in items():
-        pass
-    return time.perf_counter() - began
+    results = iter(items)
+    next(results)
+    first = time.perf_counter()
+    rest = sum(1 for _ in results)
+    return rest / (time.perf_counter() - first), first - began
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    cuts = list(open_shar(sys.argv[1], ["target_audio"]))
+    cuts = list(open_shar(sys.argv[1], ["target_audio"])) * REPEATS
     for fn in (features, letters):
         ways: dict[str, Callable[[], Iterable[Any]]] = {
             "loop": lambda fn=fn: map(fn, cuts),
             "2 threads": lambda fn=fn: parallel_map(cuts, fn, 2),
             "2 processes": lambda fn=fn: parallel_map(cuts, fn, 2, kind="process"),
         }
-        best = dict.fromkeys(ways, float("inf"))
-        for _ in range(ROUNDS):
-            for name, way in ways.items():
-                best[name] = min(best[name], timed(way))
-        started = min(timed(lambda: parallel_map(range(2), start, 2, kind="process")) for _ in range(2))
-        for name, seconds in best.items():
-            ratio = f"{best['loop'] / seconds:.2f} times"
-            print(f"{fn.__name__:10} {name:12} {seconds:7.2f} s  {ratio}")
-        without = best["loop"] / (best["2 processes"] - started)
-        print(f"{fn.__name__:10} {'':12} starting the processes took {started:.2f} s; without it {without:.2f} times")
+        rounds = [{name: rates(way()) for name, way in ways.items()} for _ in range(ROUNDS)]
+        for name in ways:
+            rate = statistics.median(one[name][0] for one in rounds)
+            ratio = statistics.median(one[name][0] / one["loop"][0] for one in rounds)
+            first = statistics.median(one[name][1] for one in rounds)
+            print(f"{fn.__name__:10} {name:12} {rate:7.1f} a second, {ratio:.2f} times; the first after {first:.2f} s")
 
 
 if __name__ == "__main__":

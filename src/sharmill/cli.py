@@ -126,6 +126,17 @@ def index(dataset: str, name: str | None, codecs: tuple[str, ...]) -> int:
 
 
 @cli.command()
+@click.argument("dataset", type=click.Path(path_type=str))
+@click.option("--into", type=click.Path(path_type=str), metavar="DIR", help="Where to write (default: into DATASET).")
+def sidecars(dataset: str, into: str | None) -> int:
+    """Write the index files with which lhotse 2 takes any cut by its number; sharmill's reader needs none."""
+    from sharmill.shar.sidecars import write_sidecars
+
+    write_sidecars(dataset, into)
+    return OK
+
+
+@cli.command()
 @click.argument("directory", default="demo", type=click.Path(path_type=str))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE...]")
 def demo(directory: str, overrides: tuple[str, ...]) -> int:
@@ -272,6 +283,8 @@ def bins(datasets: tuple[str, ...], tokenizer: tuple[str, ...], token_bins: bool
 @click.option("--max-batch-size", type=click.IntRange(1), default=4096, show_default=True, help="Ask for no more.")
 @click.option("--tolerance", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True,
               help="Stop when the gap between fitting and not is at most this share.")  # fmt: skip
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=1800.0, show_default=True,
+              help="Seconds that the steps of one size may take.")  # fmt: skip
 def tune_batch(step: str, bins_text: str, memory_share: float, memory: str | None, device: str, **options: Any) -> int:
     """Find the largest batch of each bucket that fits.
 
@@ -284,9 +297,12 @@ def tune_batch(step: str, bins_text: str, memory_share: float, memory: str | Non
     buckets = read_buckets(bins_text)
     budget = make_budget(device, memory_share, parse_memory(memory) if memory else None)
     click.echo(f"searching within {budget}", err=True)
+    most = options["max_batch_size"]
     sizes = tune_batch_sizes(
-        step, buckets, budget, tell=lambda bucket, size: click.echo(f"{bucket}: {size}", err=True), **options
-    )
+        step, buckets, budget, **options,
+        tell=lambda bucket, size: click.echo(f"{bucket}: {size}{' or more' * (size == most)}", err=True),
+        tell_try=lambda bucket, size, fits: click.echo(f"  {size} {'fits' if fits else 'does not fit'}", err=True),
+    )  # fmt: skip
     click.echo(to_yaml(step, buckets, sizes, budget), nl=False)
     return OK
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,19 @@ def aborts_for_memory(batch_size: int, length: float, num_tokens: int | None, de
     if batch_size > 6:
         os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
         os.abort()
+
+
+def hangs(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    if batch_size > 1:
+        time.sleep(600)
+
+
+def short_of_cuda(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    """As torch does on a GPU: from 100 items on."""
+    import torch
+
+    if batch_size >= 100:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
 
 def aborts(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
 from itertools import islice
 from unittest import mock
 
@@ -16,7 +15,6 @@ from lhotse import AudioSource, CutSet
 
 from sharmill.errors import DamagedShard
 from sharmill.shar import open_shar
-from sharmill.shar.ahead import map_ahead
 from sharmill.shar.index import read_shards
 
 
@@ -105,31 +103,6 @@ def test_the_state_does_not_count_what_is_only_decoded_ahead(built):
     resumed = open_shar(built.dataset)
     resumed.data.load_state_dict(reader.data.state_dict())
     assert begun + [cut.id for cut in resumed] == [cut.id for cut in open_shar(built.dataset)]
-
-
-def test_map_ahead_is_bounded_ordered_and_leaves_no_thread():
-    taken = []
-
-    def items():
-        for number in range(100):
-            taken.append(number)
-            yield number
-
-    before = threading.active_count()
-    stream = map_ahead(lambda number: number * 2, items(), num_threads=3, ahead=5)
-    for number in range(20):
-        assert next(stream) == number * 2
-        assert len(taken) <= number + 1 + 5
-    stream.close()
-    assert threading.active_count() == before
-    assert list(map_ahead(lambda number: number, range(4), num_threads=2, ahead=9)) == [0, 1, 2, 3]
-
-
-def test_map_ahead_raises_where_the_item_would_have_come():
-    stream = map_ahead(lambda number: 1 // (number - 2), range(5), num_threads=2, ahead=3)
-    assert [next(stream), next(stream)] == [-1, -1]
-    with pytest.raises(ZeroDivisionError):
-        next(stream)
 
 
 def test_no_folder_is_listed_however_many_shards_there_are(tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from types import SimpleNamespace
+
 import pytest
 import torch
 import yaml
@@ -9,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharmill.errors import ConfigError, FatalError
+from sharmill.training import step_process
 from sharmill.training.batch_size import (
     NothingFits,
     make_budget,
@@ -212,6 +216,92 @@ def test_available_memory_is_what_control_groups_leave(tmp_path):
     assert available_memory(proc, groups) == 0
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA driver error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "HIP out of memory. Tried to allocate",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "cuFFT error: CUFFT_ALLOC_FAILED",
+    ],
+)
+def test_libraries_of_gpus_say_it_each_in_its_way(message):
+    assert is_out_of_memory(RuntimeError(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["CUDA error: device-side assert triggered", "CUDA error: an illegal memory access was encountered",
+     "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"],
+)  # fmt: skip
+def test_other_errors_of_gpus_are_not_about_memory(message):
+    assert not is_out_of_memory(RuntimeError(message))
+
+
+def test_the_error_of_the_allocator_of_cuda_is_about_memory():
+    assert is_out_of_memory(torch.cuda.OutOfMemoryError("Allocation on device 0 would exceed allowed memory."))
+
+
+class FakeCuda:
+    """Two GPUs of 80 GiB, and what torch.cuda was asked to do."""
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=80 * 2**30)
+        )
+        for name in ("set_device", "set_per_process_memory_fraction", "synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: self.calls.append((name, *args)))
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return FakeCuda(monkeypatch)
+
+
+def test_the_budget_of_a_gpu_is_a_share_of_all_that_it_has(cuda):
+    assert make_budget("auto", 0.5, None) == Budget("cuda:0", 40 * 2**30, 80 * 2**30)
+    assert make_budget("cuda:1", 0.9, 10 * 2**30) == Budget("cuda:1", 9 * 2**30, 80 * 2**30)
+    with pytest.raises(ConfigError, match=r"--memory is 81\.00 GiB, and cuda:0 has 80\.00 GiB"):
+        make_budget("cuda", 0.9, 81 * 2**30)
+    with pytest.raises(ConfigError, match="no device 'cuda:2' here; there are 2 GPUs"):
+        make_budget("cuda:2", 0.9, None)
+
+
+def test_the_limit_of_a_gpu_is_set_in_the_process_of_the_step(cuda):
+    """And each size begins with no memory of the size before."""
+    connection, theirs = multiprocessing.Pipe()
+    connection.send((3, 2.0, None))
+    connection.send((300, 2.0, None))
+    connection.close()
+    answers = []
+    fake = SimpleNamespace(recv=theirs.recv, send=answers.append)
+    step_process._answer_all(fake, "dummies_steps:short_of_cuda", Budget("cuda:1", 20 * 2**30, 80 * 2**30))
+    assert answers == [("ready", ""), ("fits", ""), ("out_of_memory", "CUDA out of memory. Tried to allocate")]
+    assert cuda.calls == [
+        ("set_device", "cuda:1"), ("set_per_process_memory_fraction", 0.25, "cuda:1"),
+        ("synchronize", "cuda:1"), ("empty_cache",), ("empty_cache",),
+    ]  # fmt: skip
+
+
+def test_a_step_that_takes_too_long_is_an_error():
+    with pytest.raises(FatalError, match=r"a batch of 2 of 1, .*: it took more than 2 seconds; .* with --timeout$"):
+        tune_batch_sizes("dummies_steps:hangs", [Bucket(1.0)], SMALL, timeout=2.0)
+
+
+def test_every_try_is_told():
+    tries = []
+    tune_batch_sizes("dummies_steps:killed", [Bucket(1.0)], SMALL, tell_try=lambda *one: tries.append(one[1:]))
+    assert tries == [(1, True), (2, True), (4, True), (8, False), (6, False), (5, True)]
+
+
 def test_what_is_about_memory():
     caused = RuntimeError("x")
     caused.__cause__ = MemoryError()
@@ -258,6 +348,9 @@ def test_bins_are_read_from_the_file_of_the_other_command(tmp_path):
         "# 60 cuts\nuse_bucketing: true\nbucket_duration_bins: [[1.5, 20], [3.0, 30]]\nmax_tps: [3.0, 4.0]\n"
     )
     assert read_buckets(str(path)) == [Bucket(1.5, 20), Bucket(3.0, 30)]
+    path.write_text("num_buckets: 3\nbucket_duration_bins: [1.5, 3.0]\n")
+    with pytest.raises(ConfigError, match=r"the longest cuts are above the last bin; make it with: .* --closed"):
+        read_buckets(str(path))
     path.write_text("a: 1\n")
     with pytest.raises(ConfigError, match="no key bucket_duration_bins; make it with: sharmill bins DATASET --closed"):
         read_buckets(str(path))
@@ -273,6 +366,7 @@ def test_bins_are_read_from_the_file_of_the_other_command(tmp_path):
         ("cpu", 1.5, None, "at most 1"),
         ("tpu:x", 0.9, None, "--device is 'tpu:x'; use cpu, cuda or cuda:0"),
         ("cuda:77", 0.9, None, "there is no device 'cuda:77' here"),
+        ("cpu", 0.9, 2**60, "--memory is 1073741824.00 GiB, and .* GiB are available here"),
         ("mps", 0.9, None, "there is no device 'mps' here"),
     ],
 )
@@ -307,7 +401,10 @@ def test_the_command(sharmill, tmp_path):
     short, long = values["bucket_batch_size"]
     assert 20 <= short <= 72
     assert 2 <= long <= 9
-    assert result.stderr == f"searching within 0.35 GiB of cpu\n40: {long}\n5: {short}\n"
+    said = result.stderr.splitlines()
+    assert said[:2] == ["searching within 0.35 GiB of cpu", "  1 fits"]
+    assert [line for line in said[1:] if not line.startswith("  ")] == [f"40: {long}", f"5: {short}"]
+    assert f"  {short} fits" in said
     result = sharmill(*arguments, "--bins", "[1000.0]", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
     assert "Error: not even one item of 1000 fits" in result.stderr

@@ -7,15 +7,32 @@ import itertools
 import multiprocessing
 import operator
 import os
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
+import dummies_work
 import pytest
 import torch
-from dummies_work import end, half, inverse, process_id, samples
+from dummies_work import (
+    NotHere,
+    broken,
+    end,
+    half,
+    inverse,
+    killed_at_2,
+    nested,
+    particular,
+    process_id,
+    samples,
+    unpicklable,
+)
 from lhotse import CutSet
 from lhotse.dataset import DynamicCutSampler
 
-from sharmill.errors import ConfigError, DamagedShard
+from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.shar import open_shar
 from sharmill.training import parallel_map
 
@@ -119,8 +136,101 @@ def test_an_error_of_the_items_comes_in_its_place():
 
 
 def test_a_worker_that_dies_is_an_error():
-    with pytest.raises(RuntimeError, match="terminated abruptly"):
+    with pytest.raises(FatalError, match=r"a worker process of parallel_map ended with exit status 3, at 0$"):
         list(parallel_map(range(4), end, 2, kind="process"))
+
+
+def test_a_worker_that_is_killed_is_an_error_in_the_place_of_its_item():
+    results = iter(parallel_map(range(9), killed_at_2, 2, kind="process"))
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(FatalError, match=r"ended by SIGKILL, at 2$"):
+        next(results)
+
+
+def test_the_cut_at_which_a_worker_died_is_named(many):
+    (cut,) = open_shar(many.dataset, []).subset(first=1)
+    with pytest.raises(FatalError, match=f"exit status 3, at '{cut.id}'"):
+        list(parallel_map([cut], end, 1, kind="process"))
+
+
+def test_an_error_of_a_process_shows_where_it_came_from():
+    with pytest.raises(ZeroDivisionError) as raised:
+        list(parallel_map([0], inverse, 1, kind="process"))
+    assert "return 1 / number" in str(raised.value.__cause__)
+
+
+def test_an_error_that_cannot_be_made_again_is_told():
+    with pytest.raises(RuntimeError, match=r"^Particular: damage at 0$") as raised:
+        list(parallel_map(range(3), particular, 2, kind="process"))
+    assert "Particular" in str(raised.value.__cause__)
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_in_its_place():
+    results = iter(parallel_map(range(3), unpicklable, 2, kind="process"))
+    assert next(results) == 0
+    with pytest.raises(AttributeError, match="unpicklable"):
+        next(results)
+
+
+def test_a_result_that_cannot_be_received_is_an_error():
+    with pytest.raises(ValueError, match="no number"):
+        list(parallel_map(range(3), broken, 2, kind="process"))
+
+
+def test_a_function_that_a_worker_cannot_import_is_an_error():
+    with pytest.raises(ModuleNotFoundError, match="sharmill_no_such_module"):
+        list(parallel_map(range(3), NotHere(), 2, kind="process"))
+
+
+def test_each_process_has_one_thread_though_torch_was_imported_first(program):
+    """A new process imports the main module first. OpenMP's threads spin: with them, two processes are slow as none."""
+    with program("print(set(parallel_map(range(4), threads_of_torch, 2, kind='process')))") as running:
+        assert running.communicate(timeout=120) == ("{1}\n", "")
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_an_iteration_that_is_left_open_does_not_keep_the_program(program, kind):
+    with program(f"results = iter(parallel_map(range(99), slow, 2, kind='{kind}'))", "print(next(results))") as running:
+        assert running.communicate(timeout=120) == ("0\n", "")
+    assert running.returncode == 0
+
+
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_an_interrupt_ends_everything_quietly(program, send):
+    """Ctrl-C goes to the whole group of processes, that of a launcher may go to the parent alone."""
+    with program("for n in parallel_map(range(9999), slow, 2, kind='process'):", "    print(n, flush=True)") as running:
+        assert running.stdout.readline() == "0\n"
+        send(running.pid, signal.SIGINT)
+        _, errors = running.communicate(timeout=60)
+    assert errors.endswith("KeyboardInterrupt\n")
+    assert errors.count("Traceback") == 1
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Starts a program of its own group of processes with these lines."""
+    folder = Path(dummies_work.__file__).parent
+
+    def start(*lines):
+        script = tmp_path / "program.py"
+        main = "".join(f"    {line}\n" for line in lines)
+        script.write_text(
+            "import torch\n"
+            "from dummies_work import slow, threads_of_torch\n"
+            "from sharmill.training import parallel_map\n"
+            f"if __name__ == '__main__':\n{main}"
+        )
+        return subprocess.Popen(
+            [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+        )  # fmt: skip
+
+    return start
+
+
+def test_processes_of_a_process_are_refused():
+    with pytest.raises(ConfigError, match="may not start others: use kind='thread'"):
+        list(parallel_map(range(2), nested, 1, kind="process"))
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
@@ -185,7 +295,7 @@ class _InWorkers(torch.utils.data.IterableDataset):
 def test_threads_work_in_the_workers_of_a_loader_and_processes_are_refused():
     loader = torch.utils.data.DataLoader(_InWorkers("thread"), batch_size=None, num_workers=1)
     assert list(loader) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-    assert "use kind='thread' there" in _error_of(_InWorkers("process"))
+    assert "use kind='thread'" in _error_of(_InWorkers("process"))
     gc.collect()  # The loader that failed ends its worker when it goes, and does not wait for that.
     for worker in multiprocessing.active_children():
         if worker.name.startswith("Process-"):

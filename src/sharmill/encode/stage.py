@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from sharmill import audio
-from sharmill.batches import map_ahead, pad, padded_batches
+from sharmill.ahead import map_ahead
+from sharmill.batches import pad, padded_batches
 from sharmill.config import CodecConfig, Config
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up

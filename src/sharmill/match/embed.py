@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sharmill.ahead import map_ahead
 from sharmill.audio import resample
-from sharmill.batches import map_ahead, pad, padded_batches
+from sharmill.batches import pad, padded_batches
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Segment
 from sharmill.models.protocols import SpeakerEncoder

@@ -1,14 +1,11 @@
-"""Audio that is decoded ahead of its use, in threads: libsndfile works without Python's lock."""
+"""Audio that is decoded ahead of its use: by libsndfile, which works without Python's lock, so that threads serve."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import numpy as np
 import soundfile as sf
@@ -17,9 +14,6 @@ from lhotse.utils import compute_num_samples
 
 # FLAC and WAV. For others lhotse chooses among decoders, and resamples what Opus gives.
 _PLAIN = (b"fLaC", b"RIFF")
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class DecodedSource(AudioSource):
@@ -88,21 +82,3 @@ def _as_file(data: bytes) -> Iterator[int | io.BytesIO]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def map_ahead(function: Callable[[T], R], items: Iterable[T], num_threads: int, ahead: int) -> Iterator[R]:
-    """``function`` of all items, in their order, by threads that are at most ``ahead`` items in front of the use.
-
-    An exception is raised where its item would have come. Threads end with the iterator.
-    """
-    waiting: deque[Future[R]] = deque()
-    executor = ThreadPoolExecutor(num_threads, thread_name_prefix="sharmill-decode")
-    try:
-        for item in items:
-            waiting.append(executor.submit(function, item))
-            if len(waiting) > ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        executor.shutdown(wait=True, cancel_futures=True)

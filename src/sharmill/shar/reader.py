@@ -55,7 +55,7 @@ def open_shar(
             epoch's order once more, marked by ``cut.shar_padding = True``.
         decode_threads: threads that decode the chosen audio ahead, in order. The cuts then hold decoded samples, and
             ``load_audio()`` and the like decode nothing. 0: audio is decoded where it is loaded.
-        decode_ahead: cuts that may be decoded ahead of the one in use; by default 4 for each thread.
+        decode_ahead: cuts that may be decoded ahead of the one in use; by default 4 for each thread, at least 1.
 
     Returns:
         A lazy CutSet. With ``target_audio``, that audio is attached as ``recording`` too (unless others' shards have a

@@ -19,7 +19,7 @@ from sharmill.shar.index import read_dataset, read_shards
 from sharmill.shar.layout import CUTS, sidecar_files
 from sharmill.shar.source import IndexedSource
 from sharmill.shar.tar import TarTable
-from sharmill.store import write_atomic
+from sharmill.store import require_writable, write_atomic
 
 
 def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
@@ -31,7 +31,7 @@ def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
             them. Nothing else writes them, so a dataset that gets another codec needs them anew.
 
     Raises:
-        ConfigError: it is not a finished dataset.
+        ConfigError: it is not a finished dataset, or the folder cannot be written to.
         DamagedShard: a file of it is damaged.
 
     Example:
@@ -43,6 +43,7 @@ def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
     directory = Path(dataset)
     root = directory if into is None else Path(into)
     read_dataset(directory)
+    require_writable(root)
     for shard in read_shards(directory):
         for field, file in shard.fields.items():
             for sidecar in sidecar_files(file.file):

@@ -43,7 +43,9 @@ def tune_batch_sizes(
     *,
     max_batch_size: int = 4096,
     tolerance: float = 0.0,
+    timeout: float | None = None,
     tell: Callable[[Bucket, int], None] = lambda bucket, size: None,
+    tell_try: Callable[[Bucket, int, bool], None] = lambda bucket, size, fits: None,
 ) -> list[int]:
     """The largest batch of each bucket; see the module for what a step is.
 
@@ -51,14 +53,22 @@ def tune_batch_sizes(
         step: ``module:callable``.
         max_batch_size: where to stop asking for more.
         tolerance: stop when the gap between what fits and what does not is at most this share of the latter.
+        timeout: seconds that one size may take.
         tell: called with each result as soon as it is known, the longest bucket first.
+        tell_try: called with each size that was tried, and whether it fits.
 
     Raises:
-        FatalError: the step failed, or not even one item of a bucket fits.
+        FatalError: the step failed or took too long, or not even one item of a bucket fits.
     """
-    with StepProcess(step, budget) as process:
+    with StepProcess(step, budget, timeout) as process:
+
+        def fits(size: int, bucket: Bucket) -> bool:
+            found = process.fits(size, bucket)
+            tell_try(bucket, size, found)
+            return found
+
         try:
-            return search(process.fits, buckets, max_batch_size=max_batch_size, tolerance=tolerance, tell=tell)
+            return search(fits, buckets, max_batch_size=max_batch_size, tolerance=tolerance, tell=tell)
         except NothingFits as error:
             raise NothingFits(f"{error}\n{process.last_lack}".rstrip()) from error
 
@@ -122,6 +132,9 @@ def make_budget(device: str, share: float, memory: int | None) -> Budget:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         total = available_memory()
+        if memory is not None and memory > total:
+            # The kernel would end other processes for it.
+            raise ConfigError(f"--memory is {format_memory(memory)}, and {format_memory(total)} are available here")
         return Budget("cpu", int(share * (memory or total)), total)
     try:
         chosen = torch.device(device)
@@ -169,7 +182,13 @@ def _read_bins(text: str) -> Any:
         raise ConfigError(f"{text} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict) or "bucket_duration_bins" not in values:
         raise ConfigError(f"{text} has no key bucket_duration_bins; make it with: sharmill bins DATASET --closed")
-    return values["bucket_duration_bins"]
+    bins = values["bucket_duration_bins"]
+    if isinstance(bins, list) and values.get("num_buckets") == len(bins) + 1:
+        # With batch sizes, a loader drops what is longer than the last bin.
+        raise ConfigError(
+            f"{text}: the longest cuts are above the last bin; make it with: sharmill bins DATASET --closed"
+        )
+    return bins
 
 
 def _is_bin(pair: tuple[Any, ...]) -> bool:

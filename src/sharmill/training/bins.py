@@ -53,10 +53,11 @@ def estimate_bins_2d(
 ) -> list[Bin]:
     """The buckets by length, each divided by number of tokens, in ascending order.
 
-    Cuts whose ratio of tokens to length lies more than ``outlier_threshold`` standard deviations above the mean of
-    their bucket are left out; ``max_ratio`` is the largest of the others. Buckets that would end at the same length are
-    one, with as many more sub-buckets. Bounds of seconds are rounded to 3 decimals, but upwards: the last one must take
-    the longest cut.
+    What is exactly as long as a bound counts below it, where loaders put it; NeMo counts it above, and its loader then
+    leaves out what has too many tokens for the bucket below. Cuts whose ratio of tokens to length lies more than
+    ``outlier_threshold`` standard deviations above the mean of their bucket are left out; ``max_ratio`` is the largest
+    of the others. Buckets that would end at the same length are one, with as many more sub-buckets. Bounds of seconds
+    are rounded to 3 decimals, but upwards: the last one must take the longest cut.
 
     Raises:
         ConfigError: there are fewer than two buckets, no sub-bucket, or fewer cuts than buckets.
@@ -68,7 +69,8 @@ def estimate_bins_2d(
     lengths, tokens = lengths[order], tokens[order]
     begins = _begins(lengths, num_buckets)
     bounds = [round_up(lengths[index].item(), DECIMALS) for index in [*begins, -1]]
-    ends = [*begins, len(lengths)]
+    # A loader puts into a bucket whatever is not longer than its bound: its limits of tokens must be made for all that.
+    ends = np.searchsorted(lengths, bounds, side="right").tolist()
     bins: list[Bin] = []
     begin, share = 0, 1
     for number, (bound, end) in enumerate(zip(bounds, ends, strict=True)):

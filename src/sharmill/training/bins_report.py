@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from sharmill.errors import ConfigError
 from sharmill.shar.index import read_dataset
+from sharmill.shar.layout import DATASET_FILE
 from sharmill.training.bins import (
     Bin,
     assign,
@@ -24,6 +25,7 @@ from sharmill.training.bins import (
 from sharmill.training.lengths import Lengths, read_lengths
 
 _BAR = 40
+_AnyBin = TypeVar("_AnyBin", float, Bin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,9 @@ def estimate_report(
 
 
 def _frame_shift(datasets: Sequence[Path]) -> float:
-    codecs = [codec for dataset in datasets for codec in read_dataset(dataset).codecs]
+    # A Shar of another tool does not say what its codes are.
+    known = [read_dataset(dataset) for dataset in datasets if (dataset / DATASET_FILE).exists()]
+    codecs = [codec for dataset in known for codec in dataset.codecs]
     shifts = {codec.samples_per_frame / codec.sampling_rate for codec in codecs}
     if len(shifts) != 1:
         names = ", ".join(codec.name for codec in codecs) or "none"
@@ -84,12 +88,13 @@ def report_bins(lengths: Lengths, options: BinsOptions) -> str:
     bins: list[float] | list[Bin]
     if options.sub_buckets is None:
         found = estimate_bins(shown.lengths, options.num_buckets)
-        bins = close(found, shown.lengths) if options.closed or not found else found
+        bins = _distinct(close(found, shown.lengths) if options.closed or not found else found)
     else:
         assert counted.tokens is not None, "two dimensions need tokens"
-        bins = estimate_bins_2d(
+        two = estimate_bins_2d(
             counted.lengths, counted.tokens, options.num_buckets, options.sub_buckets, options.outlier_threshold
         )
+        bins = _distinct(two)
     closed = options.closed or options.sub_buckets is not None
     lines = [*_summary(lengths), *_histogram(shown, bins, closed=closed), *_keys(bins, closed=closed)]
     if options.sub_buckets is None and not closed:
@@ -100,6 +105,11 @@ def report_bins(lengths: Lengths, options: BinsOptions) -> str:
         lines.append(f"measure_total_length: {str(in_total).lower()}")
     lines += _max_ratio(counted, bins, options, "max_tps" if frames is None else "max_tpt")
     return "\n".join(lines) + "\n"
+
+
+def _distinct(bins: list[_AnyBin]) -> list[_AnyBin]:
+    """Without those that are as the one before, in which there is never a cut: a common length may end several."""
+    return [bound for number, bound in enumerate(bins) if number == 0 or bound != bins[number - 1]]
 
 
 def _summary(lengths: Lengths) -> Iterator[str]:

@@ -16,8 +16,7 @@ import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.fields import read_cuts
-from sharmill.shar.index import read_dataset, read_shards
-from sharmill.shar.layout import CUTS
+from sharmill.shar.source import open_source
 from sharmill.training.tokenizers import Tokenizers, load_tokenizers, tokenize
 
 
@@ -65,7 +64,7 @@ def read_lengths(
         workers: processes, or ``auto`` for one per core.
 
     Raises:
-        ConfigError: there is no finished dataset, or no such tokenizer, or no cut is left.
+        ConfigError: there is no finished dataset nor a Shar of another tool, or no such tokenizer, or no cut is left.
         DamagedShard: a file of cuts is not as it should be.
     """
     files = [file for dataset in datasets for file in _cut_files(Path(dataset))]
@@ -91,13 +90,12 @@ def read_lengths(
     )
 
 
-def _cut_files(dataset: Path) -> Iterator[tuple[Path, int]]:
-    """The files of the cuts, and how many cuts each has."""
-    read_dataset(dataset)
-    for shard in read_shards(dataset):
-        if CUTS not in shard.fields:
-            raise DamagedShard(f"{dataset}: shard {shard.index} has no {CUTS}")
-        yield dataset / shard.fields[CUTS].file, shard.count
+def _cut_files(dataset: Path) -> Iterator[tuple[Path, int | None]]:
+    """The files of the cuts, and how many cuts each has, where an index says so."""
+    source = open_source(dataset, [], None)
+    for shard in range(source.num_shards):
+        files = source.files(shard)
+        yield files.cuts, files.count
 
 
 def _each(measure: partial[tuple[np.ndarray, np.ndarray]], files: list[Any], workers: int) -> Iterable[Any]:
@@ -111,7 +109,7 @@ def _each(measure: partial[tuple[np.ndarray, np.ndarray]], files: list[Any], wor
 _loaded: dict[tuple[str, ...], Tokenizers] = {}
 
 
-def _measure(file: tuple[Path, int], tokenizer: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _measure(file: tuple[Path, int | None], tokenizer: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Durations, and numbers of tokens (-1 without a text), of one file of cuts."""
     path, count = file
     if tokenizer and tokenizer not in _loaded:
@@ -119,11 +117,13 @@ def _measure(file: tuple[Path, int], tokenizer: tuple[str, ...]) -> tuple[np.nda
     durations, tokens = [], []
     for cut in read_cuts(path):
         try:
-            durations.append(float(cut["duration"]))
+            durations.append(cut["duration"])
             tokens.append(_tokens_of(cut, _loaded[tokenizer]) if tokenizer else 0)
         except (KeyError, TypeError, AttributeError) as error:
             raise DamagedShard(f"{path}: {cut.get('id')!r} is not a cut: {error!r}") from error
-    if len(durations) != count:
+        if not (isinstance(durations[-1], (int, float)) and 0 < durations[-1] < math.inf):
+            raise DamagedShard(f"{path}: the duration of {cut.get('id')!r} is {durations[-1]!r}")
+    if count is not None and len(durations) != count:
         raise DamagedShard(f"{path}: there are {len(durations)} cuts instead of {count}")
     return np.array(durations, dtype=np.float64), np.array(tokens, dtype=np.int64)
 

@@ -16,14 +16,15 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
           "TIB": 2**40}  # fmt: skip
 # What torch and the libraries below it say in a plain RuntimeError, and C++ on its way down.
 _MESSAGES = (
+    # CUDA, HIP, its driver, Triton, NCCL: all in their own sentence.
+    "out of memory",
+    # cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE.
+    "_ALLOC_FAILED",
+    "_ALLOCATION_FAILED",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "std::bad_alloc",
     "failed to map segment from shared object",
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
     "Cannot allocate memory",
     # oneDNN says no more when it gets no memory for its code or its workspace.
     "could not create a primitive",

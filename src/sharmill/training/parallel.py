@@ -7,16 +7,16 @@ inside a shard.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import pickle
+import atexit
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from queue import SimpleQueue
 from typing import Any, Generic, Literal, TypeVar
 
 from sharmill.errors import ConfigError
+from sharmill.training.map_process import WorkerProcesses
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -42,13 +42,16 @@ def parallel_map(
 
     Args:
         items: cuts, or anything else.
-        fn: changes nothing that other items use. For processes, it, the items and the results can be pickled.
-        num_workers: threads or processes.
-        kind: ``process`` starts new ones for each iteration, which takes seconds where they import torch; they have one
-            thread each. Workers of a torch DataLoader may not have any: use threads there.
+        fn: changes nothing that other items use. For processes, it, the items and the results can be pickled; arrays of
+            numpy travel faster than tensors.
+        num_workers: threads or processes. Operations of torch that use all cores themselves gain nothing from either:
+            with threads, ``torch.set_num_threads(1)`` first; processes do so.
+        kind: ``process`` starts new ones for each iteration, which takes seconds where they import torch. Workers of a
+            torch DataLoader may not have any: use threads there.
         ahead: items that may be read and not yet delivered; by default 4 for each worker.
 
     Raises:
+        FatalError: while iterating: a worker process ended.
         ConfigError: there is no worker, or fewer items may be ahead than there are workers, or another kind.
 
     Example:
@@ -81,36 +84,25 @@ class ParallelMap(Generic[T, R]):
         return len(self._items)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[R]:
-        feeder = _Feeder(self._items, self._fn, self._executor(), self._ahead)
-        try:
+        with ExitStack() as stack:
+            # What is left open ends with the program, while there still are the modules that this takes.
+            atexit.register(stack.close)
+            stack.callback(atexit.unregister, stack.close)
+            fn = self._fn
+            if self._kind == "process":
+                fn = stack.enter_context(WorkerProcesses(fn, self._num_workers))
+            feeder = _Feeder(self._items, fn, self._num_workers, self._ahead)
+            stack.callback(feeder.stop)
             yield from feeder.results()
-        finally:
-            feeder.stop()
-
-    def _executor(self) -> Executor:
-        if self._kind == "thread":
-            return ThreadPoolExecutor(self._num_workers, thread_name_prefix="sharmill-map")
-        if multiprocessing.current_process().daemon:
-            raise ConfigError("a worker of a DataLoader may not start processes: use kind='thread' there")
-        # A wrong function is an error here, with its reason, and not that of a broken pool.
-        pickle.dumps(self._fn)
-        # Not forked: this process has threads, and locks that they hold.
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(self._num_workers, mp_context=context, initializer=_one_thread)
-
-
-def _one_thread() -> None:
-    """Before torch is imported: workers that each use all cores would be in each other's way."""
-    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 class _Feeder(Generic[T, R]):
     """The thread that reads items and hands them to the workers, as far ahead as it may."""
 
-    def __init__(self, items: Iterable[T], fn: Callable[[T], R], executor: Executor, ahead: int) -> None:
+    def __init__(self, items: Iterable[T], fn: Callable[[T], R], num_threads: int, ahead: int) -> None:
         self._items = items
         self._fn = fn
-        self._executor = executor
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="sharmill-map")
         self._room = threading.Semaphore(ahead)
         self._stopped = threading.Event()
         # Results to be, in order; None at the end. The room bounds it.

@@ -53,10 +53,11 @@ class Budget:
 class StepProcess:
     """Runs probes in a process of their own, which is replaced when it dies."""
 
-    def __init__(self, step: str, budget: Budget) -> None:
-        """``last_lack`` is what the last error of memory said."""
+    def __init__(self, step: str, budget: Budget, timeout: float | None = None) -> None:
+        """``last_lack`` is what the last error of memory said; ``timeout`` are seconds for one size, or for loading."""
         self._step = step
         self._budget = budget
+        self._timeout = timeout
         self._child: _Child | None = None
         self.last_lack = ""
 
@@ -75,10 +76,10 @@ class StepProcess:
         """
         if self._child is None:
             self._child = _Child(self._step, self._budget)
-            self._expect(self._child.answer(), "ready", "loading it")
+            self._expect(self._child.answer(self._timeout), "ready", "loading it")
         doing = f"a batch of {batch_size} of {bucket}"
         self._child.ask((batch_size, bucket.length, bucket.num_tokens))
-        return self._expect(self._child.answer(), "fits", doing)
+        return self._expect(self._child.answer(self._timeout), "fits", doing)
 
     def _expect(self, answer: tuple[str, str], good: str, doing: str) -> bool:
         """True for the good answer, False where memory was lacking."""
@@ -126,9 +127,11 @@ class _Child:
         except BrokenPipeError:
             pass  # It died in between; the missing answer tells.
 
-    def answer(self) -> tuple[str, str]:
+    def answer(self, timeout: float | None) -> tuple[str, str]:
         """What the process says, or ``died`` and why; without a reason, it was for lack of memory."""
         try:
+            if not self._connection.poll(timeout):
+                return "error", f"it took more than {timeout:g} seconds; allow it more with --timeout"
             answer: tuple[str, str] = self._connection.recv()
         except (EOFError, ConnectionResetError):
             return "died", self._cause_of_death()
@@ -156,11 +159,16 @@ class _Step(Protocol):
 
 
 def _serve(connection: Connection, name: str, budget: Budget, output: str) -> None:
-    """The process: loads the step under the limit, then answers until the other end is closed."""
+    """The process, whose output goes to a file."""
     descriptor = os.open(output, os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process.
+    _answer_all(connection, name, budget)
+
+
+def _answer_all(connection: Connection, name: str, budget: Budget) -> None:
+    """Loads the step under the limit, then answers until the other end is closed."""
     try:
         _limit(budget)
         step = load_callable(name, "step")

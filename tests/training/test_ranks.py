@@ -64,13 +64,27 @@ def test_endless_reading_gives_every_cut_once_per_epoch(corpora, num_workers, sh
     settings = {"shuffle": True, "shuffle_buffer_size": 1, "num_workers": num_workers, "shard_seed": shard_seed}
     cfg = {"input_cfg": [corpora.entry("small")], "batch_size": 2} | settings
     ranks = [flat(take(get_dataloader(cfg, rank, 2, dataset=AsIs()), 40)) for rank in (0, 1)]
-    reached = {(rank, cut.dataloading_info["worker_id"]): cut.shar_epoch for rank in (0, 1) for cut in ranks[rank]}
+    reached = {
+        (rank, cut.dataloading_info["worker_id"]): cut.shar_position[0] for rank in (0, 1) for cut in ranks[rank]
+    }
     assert len(reached) == 2 * max(1, num_workers)
     complete = min(reached.values())
-    epochs = [[number(cut) for cut in flat(ranks) if cut.shar_epoch == epoch] for epoch in range(complete)]
+    epochs = [[number(cut) for cut in flat(ranks) if cut.shar_position[0] == epoch] for epoch in range(complete)]
     assert len(epochs) > 8
     assert all(sorted(epoch) == list(range(100, 108)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 6
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_estimating_buckets_leaves_all_ranks_in_the_first_epoch(corpora, num_workers):
+    """Of 24 cuts, the ranks of five have 4 or 5 each, and read 100 of them before."""
+    settings = {"use_bucketing": True, "num_buckets": 2, "num_cuts_for_bins_estimate": 100, "bucket_buffer_size": 1}
+    settings |= {"shuffle": True, "shuffle_buffer_size": 1, "shard_seed": "randomized", "num_workers": num_workers}
+    cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 2, "keep": "fail"} | settings
+    ranks = [flat(take(get_dataloader(cfg, rank, 5, dataset=AsIs()), 9)) for rank in range(5)]
+    first = [number(cut) for cut in flat(ranks) if cut.shar_position[0] == 0]
+    assert len(first) > 20
+    assert len(first) == len(set(first))
 
 
 def test_the_order_is_a_function_of_the_seed(corpora):
@@ -110,7 +124,7 @@ def test_tensor_parallel_ranks_agree(corpora):
 
 
 def test_more_readers_than_cuts_is_an_error(corpora):
-    with pytest.raises(ConfigError, match="too few cuts for the workers of 12 ranks"):
+    with pytest.raises(ConfigError, match="part 11 of 12 gets no cut in epoch 0: there are too few"):
         read(corpora, 11, 12, name="small", batches=1)
 
 

@@ -44,7 +44,7 @@ def get_dataloader(
     from nemo.collections.common.data.lhotse.broadcasting import BroadcastingDataLoader, is_dp_source_rank
     from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
 
-    import sharmill.training.nemo_input  # noqa: F401 - registers the type
+    from sharmill.training.nemo_input import collected
 
     settings = settle(cfg, rank, world_size)
     prompted = any(section.get("prompt_format") is not None for section in sections_of(settings))
@@ -54,7 +54,10 @@ def get_dataloader(
         dataset = _default_dataset(settings, tokenizer)
     source = None
     if is_dp_source_rank(device_mesh):
-        source = get_lhotse_dataloader_from_config(settings, rank, world_size, dataset, tokenizer)
+        with collected() as read:
+            source = get_lhotse_dataloader_from_config(settings, rank, world_size, dataset, tokenizer)
+        for cuts in read:
+            cuts.restart()
     return source if device_mesh is None else BroadcastingDataLoader(source, device_mesh)
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
+from sharmill.training.fields import epoch_of
+
+if TYPE_CHECKING:
+    from lhotse import CutSet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,7 @@ class Place:
 
 
 class TrainingCuts:
-    """Iterates over this process's share of a dataset, each time in the order of the next epoch.
+    """Iterates over this process's share of a dataset: an epoch each time, or epochs without end; each in its order.
 
     The options ``selection`` are those of ``open_shar`` that choose what to read: ``fields``, ``codec`` and
     ``decode_threads``.
@@ -69,34 +73,43 @@ class TrainingCuts:
         self._dataset, self._order, self._selection = dataset, order, selection
         self._drawn_seed = secrets.randbelow(2**31)
         self._epoch = 0
+        self._process = os.getpid()
 
     def __iter__(self) -> Iterator[Any]:
-        place = find_place(self._order, self._drawn_seed)
-        count = 0
-        for cut in read_epoch(self._dataset, self._order.shuffle, place, self._epoch, self._selection):
-            cut.shar_epoch = self._epoch
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self.restart()
+        cuts = self._open()
+        self._epoch += 1  # whoever iterates again gets another order
+        for cut in cuts:
+            self._epoch = max(self._epoch, epoch_of(cut) + 1)
             yield cut
-            count += 1
-        if count == 0 and not self._order.finite:
-            raise ConfigError(
-                f"{self._dataset} has too few cuts for the workers of {place.world_size} ranks: use fewer workers, or "
-                "shard_seed: trng"
-            )
-        self._epoch += 1
 
     def __len__(self) -> int:
         return len(open_shar(self._dataset, **self._selection))
 
+    def restart(self) -> None:
+        """Makes the next iteration begin with the first epoch.
 
-def read_epoch(
-    dataset: str | Path, shuffle: bool, place: Place, epoch: int, selection: Mapping[str, Any]
-) -> Iterator[Any]:
-    """The cuts that a rank has in an epoch; in a worker process, those of the worker."""
-    cuts = open_shar(
-        dataset, shuffle=shuffle, seed=place.seed, rank=place.rank, world_size=place.world_size, **selection
-    )
-    cuts.data.set_epoch(epoch)
-    return iter(cuts)
+        To estimate buckets, NeMo reads cuts before the training does: each rank so many cuts, which may be another
+        number of epochs on each. The epochs that are divided among them must begin at the same one.
+        """
+        self._epoch = 0
+
+    def _open(self) -> CutSet:
+        """The cuts that a rank has from the epoch on that is next; in a worker process, those of the worker."""
+        place = find_place(self._order, self._drawn_seed)
+        cuts = open_shar(
+            self._dataset,
+            shuffle=self._order.shuffle,
+            seed=place.seed,
+            rank=place.rank,
+            world_size=place.world_size,
+            infinite=not self._order.finite,
+            **self._selection,
+        )
+        cuts.data.set_epoch(self._epoch)
+        return cuts
 
 
 def find_place(order: Order, drawn_seed: int) -> Place:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from itertools import islice
+from itertools import islice, takewhile
 
 import pytest
 from dummies_reader import make_dataset, numbers
@@ -190,8 +190,21 @@ def test_more_parts_than_cuts(tmp_path):
     assert [numbers(reader) for reader in parts(dataset, 5)] == [[0], [1], [2], [], []]
     assert [numbers(reader) for reader in parts(dataset, 5, tail="pad")] == [[0], [1], [2], [0], [0]]
     assert [numbers(reader) for reader in parts(dataset, 5, tail="drop")] == [[]] * 5
-    with pytest.raises(ConfigError, match="part 4 of 5 gets no cut in epoch 0"):
+    with pytest.raises(ConfigError, match="part 4 of 5 gets no cut in epoch"):
         next(iter(parts(dataset, 5, infinite=True)[4]))
+
+
+def test_a_part_that_gets_no_cut_in_an_epoch_goes_on_with_the_next(tmp_path):
+    """Three shards of which one is short: another part goes without, by the permutation of the epoch."""
+    dataset = make_dataset(tmp_path, [2, 2, 1])
+    options = {"infinite": True, "shuffle": True, "block_size": 1}
+    seen = Counter()
+    for reader in parts(dataset, 6, **options):
+        cuts = list(islice(takewhile(lambda cut: cut.shar_position[0] < 8, reader), 100))
+        assert 0 < len(cuts) <= 8
+        seen.update((cut.shar_position[0], cut.id) for cut in cuts)
+    assert len(seen) == 8 * 5
+    assert set(seen.values()) == {1}
 
 
 def test_states_that_do_not_belong_together_are_refused(dataset, tmp_path):

@@ -20,6 +20,10 @@ from sharmill.shar.state import EpochProgress, Part, Progress, check_identity
 
 PADDING = "shar_padding"
 
+# Epochs in a row. Where there are few cuts for the parts, another part goes without in each shuffled epoch, and that
+# is no reason to end a training in the middle.
+_MAX_EMPTY = 20
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -116,6 +120,7 @@ class SharReader:
         }
 
     def _iterate(self, progress: Progress, part: Part) -> Iterator[Cut]:
+        empty = 0
         while True:
             is_whole = not progress.current().reached
             given = 0
@@ -127,7 +132,8 @@ class SharReader:
             if not self._options.infinite:
                 self._end_epoch(progress)
                 return
-            if is_whole and not given:
+            empty = empty + 1 if is_whole and not given else 0
+            if empty == _MAX_EMPTY:
                 raise ConfigError(
                     f"part {part.index} of {part.count} gets no cut in epoch {progress.epoch}: there are too few for "
                     "so many ranks and workers, or block_size is too large"

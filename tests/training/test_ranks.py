@@ -124,8 +124,30 @@ def test_tensor_parallel_ranks_agree(corpora):
 
 
 def test_more_readers_than_cuts_is_an_error(corpora):
-    with pytest.raises(ConfigError, match="part 11 of 12 gets no cut in epoch 0: there are too few"):
+    with pytest.raises(ConfigError, match="part 11 of 12 gets no cut in epoch"):
         read(corpora, 11, 12, name="small", batches=1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_duration": 100},
+        {"max_cer": -1, "max_duration": 2.0, "num_workers": 1, "shuffle": True, "shard_seed": "randomized"},
+        {"bucket_duration_bins": [0.1], "bucket_batch_size": [2]},
+        {"force_map_dataset": True, "min_context_speaker_similarity": 2},
+    ],
+)
+def test_filters_that_nothing_passes_are_an_error(corpora, settings):
+    """Rather than a search without end."""
+    with pytest.raises(ConfigError, match="examples in a row passes the filters"):
+        read(corpora, 0, 1, batches=1, **settings)
+
+
+def test_filters_that_one_dataset_of_two_does_not_pass_leave_the_other(corpora):
+    entries = [corpora.entry("large", weight=0.01), corpora.entry("small", weight=0.99)]
+    cfg = {"input_cfg": entries, "batch_size": 4, "max_duration": 0.9, "shard_seed": 1}
+    found = flat(take(get_dataloader(cfg, 0, 1, dataset=AsIs()), 3))
+    assert {number(cut) for cut in found} <= set(range(5))
 
 
 def test_damage_is_an_error_also_behind_buckets(corpora, tmp_path):

@@ -80,6 +80,7 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
         decode_threads=options.get("decode_threads", 0),
     )
     if (made := _made.get()) is not None:
+        source.number = len(made)
         made.append(source)
     return CutSet(source).map(partial(as_nemo_expects, speaker_tags=options.get("speaker_tags", "kept"))), True
 

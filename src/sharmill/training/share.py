@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
+from sharmill.shar.tracking import UseTracker
 from sharmill.training.fields import epoch_of
 
 if TYPE_CHECKING:
     from lhotse import CutSet
+    from lhotse.cut import Cut
+
+
+READER: Final = "shar_reader"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,9 @@ class TrainingCuts:
 
     The options ``selection`` are those of ``open_shar`` that choose what to read: ``fields``, ``codec`` and
     ``decode_threads``.
+
+    Attributes:
+        number: tells it from the others of a loader; its cuts have it as ``shar_reader``.
     """
 
     def __init__(self, dataset: str | Path, order: Order, **selection: Any) -> None:
@@ -74,15 +82,20 @@ class TrainingCuts:
         self._drawn_seed = secrets.randbelow(2**31)
         self._epoch = 0
         self._process = os.getpid()
+        self.number = 0
+        self._is_tracked = False
+        self._state: Mapping[str, Any] | None = None
+        self._tracker: UseTracker | None = None
 
     def __iter__(self) -> Iterator[Any]:
         if self._process != os.getpid():
             self._process = os.getpid()
             self.restart()
-        cuts = self._open()
+        cuts = self._tracked().cuts if self._is_tracked else self._open()
         self._epoch += 1  # whoever iterates again gets another order
         for cut in cuts:
             self._epoch = max(self._epoch, epoch_of(cut) + 1)
+            setattr(cut, READER, self.number)
             yield cut
 
     def __len__(self) -> int:
@@ -95,6 +108,38 @@ class TrainingCuts:
         number of epochs on each. The epochs that are divided among them must begin at the same one.
         """
         self._epoch = 0
+
+    def track(self) -> None:
+        """Begins to count what is used.
+
+        Raises:
+            ConfigError: there is no one order without end, that every reader has a part of.
+        """
+        if self._order.finite or self._order.map_style or self._order.drawn:
+            raise ConfigError(
+                "resumable=True is for streaming without end in one order for all: neither force_finite nor "
+                "force_map_dataset, and shard_seed: randomized or a number"
+            )
+        self._is_tracked = True
+
+    def done_with(self, cut: Cut) -> None:
+        """Counts a cut as used, or as dropped, which is the same for a state."""
+        self._tracked().used([cut])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is left to read for this process, where uses are counted."""
+        return self._tracked().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state of this process, or from merged ones of all; before iterating."""
+        self._state, self._tracker = state, None
+
+    def _tracked(self) -> UseTracker:
+        if self._tracker is None:
+            self._tracker = UseTracker(self._open())
+            if self._state is not None:
+                self._tracker.load_state_dict(self._state)
+        return self._tracker
 
     def _open(self) -> CutSet:
         """The cuts that a rank has from the epoch on that is next; in a worker process, those of the worker."""

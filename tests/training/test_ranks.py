@@ -58,6 +58,17 @@ def test_map_style_ranks_have_as_many_batches_each(corpora):
     assert len(ids) == len(set(ids)) == 8
 
 
+def test_map_style_ranks_are_in_step_where_one_cut_is_left(corpora):
+    """Streaming, 12 and 11 cuts would be 2 batches and 1. The copy must be known as one, to be left out of scores."""
+    cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 11, "force_finite": True, "force_map_dataset": True}
+    found = [take(get_dataloader(cfg, rank, 2, dataset=Ids())) for rank in (0, 1)]
+    assert [len(one) for one in found] == [2, 2]
+    ids = flat(flat(found))
+    (copied,) = [one for one in ids if one.endswith("_dup0")]
+    assert copied.removesuffix("_dup0") in ids
+    assert len(set(ids)) == 23 + 1
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shard_seed", ["randomized", 5])
 def test_endless_reading_gives_every_cut_once_per_epoch(corpora, num_workers, shard_seed):

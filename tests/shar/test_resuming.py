@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from itertools import islice
+from itertools import islice, takewhile
 
 import pytest
 from dummies_reader import make_dataset, numbers
@@ -190,7 +190,7 @@ def test_more_parts_than_cuts(tmp_path):
     assert [numbers(reader) for reader in parts(dataset, 5)] == [[0], [1], [], [2], []]
     assert [numbers(reader) for reader in parts(dataset, 5, tail="pad")] == [[0], [1], [0], [2], [0]]
     assert [numbers(reader) for reader in parts(dataset, 5, tail="drop")] == [[]] * 5
-    with pytest.raises(ConfigError, match="part 4 of 5 gets no cut in epoch 0"):
+    with pytest.raises(ConfigError, match="part 4 of 5 gets no cut in epoch"):
         next(iter(parts(dataset, 5, infinite=True)[4]))
 
 

@@ -159,6 +159,15 @@ def test_all_types_in_one_loader_counted_in_tokens(everything):
         assert len(batch) * max(lengths[:-1], default=0) <= 120
 
 
+def test_quadratic_factor_counts_long_examples_as_longer(corpora):
+    """Ten tokens count as 10 + 10 * 10 / 20 = 15, of which four fill 60 up; six without the penalty."""
+    settings = {"use_multimodal_sampling": True, "token_equivalent_duration": 0.1, "batch_tokens": 60}
+    cfg = {"input_cfg": [corpora.entry("small")], "force_finite": True, "measure_total_length": False} | settings
+    for penalty, sizes in (({}, [6, 2]), ({"quadratic_factor": 20.0}, [4, 4])):
+        batches = take(get_dataloader(cfg | penalty, 0, 1, Letters(), dataset=AsIs()))
+        assert [len(batch) for batch in batches] == sizes
+
+
 def test_all_types_in_a_worker_and_shuffled(everything):
     settings = {"shuffle": True, "shuffle_buffer_size": 20, "num_workers": 1, "seed": 5, "shard_seed": "randomized"}
     cfg = {"input_cfg": everything, "batch_tokens": 120} | MULTIMODAL | settings

@@ -58,19 +58,44 @@ def test_map_style_ranks_have_as_many_batches_each(corpora):
     assert len(ids) == len(set(ids)) == 8
 
 
+def test_map_style_ranks_are_in_step_where_one_cut_is_left(corpora):
+    """Streaming, 12 and 11 cuts would be 2 batches and 1. The copy must be known as one, to be left out of scores."""
+    cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 11, "force_finite": True, "force_map_dataset": True}
+    found = [take(get_dataloader(cfg, rank, 2, dataset=Ids())) for rank in (0, 1)]
+    assert [len(one) for one in found] == [2, 2]
+    ids = flat(flat(found))
+    (copied,) = [one for one in ids if one.endswith("_dup0")]
+    assert copied.removesuffix("_dup0") in ids
+    assert len(set(ids)) == 23 + 1
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shard_seed", ["randomized", 5])
 def test_endless_reading_gives_every_cut_once_per_epoch(corpora, num_workers, shard_seed):
     settings = {"shuffle": True, "shuffle_buffer_size": 1, "num_workers": num_workers, "shard_seed": shard_seed}
     cfg = {"input_cfg": [corpora.entry("small")], "batch_size": 2} | settings
     ranks = [flat(take(get_dataloader(cfg, rank, 2, dataset=AsIs()), 40)) for rank in (0, 1)]
-    reached = {(rank, cut.dataloading_info["worker_id"]): cut.shar_epoch for rank in (0, 1) for cut in ranks[rank]}
+    reached = {
+        (rank, cut.dataloading_info["worker_id"]): cut.shar_position[0] for rank in (0, 1) for cut in ranks[rank]
+    }
     assert len(reached) == 2 * max(1, num_workers)
     complete = min(reached.values())
-    epochs = [[number(cut) for cut in flat(ranks) if cut.shar_epoch == epoch] for epoch in range(complete)]
+    epochs = [[number(cut) for cut in flat(ranks) if cut.shar_position[0] == epoch] for epoch in range(complete)]
     assert len(epochs) > 8
     assert all(sorted(epoch) == list(range(100, 108)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 6
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_estimating_buckets_leaves_all_ranks_in_the_first_epoch(corpora, num_workers):
+    """Of 24 cuts, the ranks of five have 4 or 5 each, and read 100 of them before."""
+    settings = {"use_bucketing": True, "num_buckets": 2, "num_cuts_for_bins_estimate": 100, "bucket_buffer_size": 1}
+    settings |= {"shuffle": True, "shuffle_buffer_size": 1, "shard_seed": "randomized", "num_workers": num_workers}
+    cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 2, "keep": "fail"} | settings
+    ranks = [flat(take(get_dataloader(cfg, rank, 5, dataset=AsIs()), 9)) for rank in range(5)]
+    first = [number(cut) for cut in flat(ranks) if cut.shar_position[0] == 0]
+    assert len(first) > 20
+    assert len(first) == len(set(first))
 
 
 def test_the_order_is_a_function_of_the_seed(corpora):
@@ -110,8 +135,30 @@ def test_tensor_parallel_ranks_agree(corpora):
 
 
 def test_more_readers_than_cuts_is_an_error(corpora):
-    with pytest.raises(ConfigError, match="too few cuts for the workers of 12 ranks"):
+    with pytest.raises(ConfigError, match="part 11 of 12 gets no cut in epoch"):
         read(corpora, 11, 12, name="small", batches=1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_duration": 100},
+        {"max_cer": -1, "max_duration": 2.0, "num_workers": 1, "shuffle": True, "shard_seed": "randomized"},
+        {"bucket_duration_bins": [0.1], "bucket_batch_size": [2]},
+        {"force_map_dataset": True, "min_context_speaker_similarity": 2},
+    ],
+)
+def test_filters_that_nothing_passes_are_an_error(corpora, settings):
+    """Rather than a search without end."""
+    with pytest.raises(ConfigError, match="examples in a row passes the filters"):
+        read(corpora, 0, 1, batches=1, **settings)
+
+
+def test_filters_that_one_dataset_of_two_does_not_pass_leave_the_other(corpora):
+    entries = [corpora.entry("large", weight=0.01), corpora.entry("small", weight=0.99)]
+    cfg = {"input_cfg": entries, "batch_size": 4, "max_duration": 0.9, "shard_seed": 1}
+    found = flat(take(get_dataloader(cfg, 0, 1, dataset=AsIs()), 3))
+    assert {number(cut) for cut in found} <= set(range(5))
 
 
 def test_damage_is_an_error_also_behind_buckets(corpora, tmp_path):

@@ -66,13 +66,47 @@ def test_randomized_outside_workers_is_the_seed(settings, expected):
         ({"shuffle": True, "force_finite": True, "seed": "trng"}, "set seed to a number"),
         ({"force_finite": True, "input_cfg": [OURS, TEXT]}, "each of 2 readers .* of type txt: set force_map_dataset"),
         ({"force_finite": True, "input_cfg": [{"type": "group", "input_cfg": [TEXT]}]}, "type txt"),
-        ({"multi_config": True, "a": {"batch_sizes": 1, "input_cfg": [OURS]}}, "did you mean 'batch_size'"),
-        ({"multi_config": True, "fusion": "zip", "a": {"input_cfg": [OURS]}}, "no setting 'fusion'"),
+        ({"input_cfg": [OURS, TEXT]}, "each of 2 readers .* would read the data of type txt in the same order"),
+        ({"input_cfg": [OURS, TEXT], "shuffle": True, "shard_seed": 3}, "in the same order: set shuffle: true"),
+        ({"input_cfg": OURS}, "input_cfg is a list of entries"),
+        ({"input_cfg": ["data/libritts"]}, "input_cfg is a list of entries"),
+        ({"input_cfg": [OURS | {"type": "sharmil"}], "shuffle": True}, "no type 'sharmil'; did you mean 'sharmill'"),
+        ({"input_cfg": [{"dataset": "d"}]}, "input_cfg has no type None"),
+        ({"input_cfg": [{"type": "sharmill"}]}, "needs dataset"),
+        (
+            {"input_cfg": [{"type": "group", "wieght": 0.5, "input_cfg": [OURS]}]},
+            "a group has no option 'wieght'; did you mean 'weight'",
+        ),
     ],
 )
 def test_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         settle({"input_cfg": [OURS]} | settings, 0, 2)
+
+
+SECTION = {"input_cfg": [OURS], "batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"a": SECTION | {"batch_sizes": 1}}, "did you mean 'batch_size'"),
+        ({"a": SECTION, "fusion": "zip"}, "no setting 'fusion'"),
+        ({"a": SECTION, "max_duration": 20}, "max_duration has no effect at the top level: set it in each section"),
+        ({"a": SECTION, "input_cfg": [OURS]}, "input_cfg has no effect at the top level"),
+        ({"a": SECTION | {"force_finite": True}}, "force_finite has no effect in a section: set it at the top level"),
+        ({"a": SECTION | {"shuffle": True}, "shuffle": False}, "shuffle has no effect in a section"),
+        ({}, "multi_config has no sections"),
+    ],
+)
+def test_refused_of_several_sections(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        settle({"multi_config": True} | settings, 0, 2)
+
+
+def test_a_section_may_say_what_the_top_level_says():
+    settings = {"multi_config": True, "force_finite": True, "a": SECTION | {"force_finite": True}}
+    assert settle(settings, 0, 2)["a"]["input_cfg"][0]["world_size"] == 2
 
 
 @pytest.mark.parametrize(
@@ -81,7 +115,8 @@ def test_refused(settings, message):
         {"force_map_dataset": True},
         {"force_map_dataset": True, "shuffle": True, "shard_seed": 3},
         {"shuffle": True, "seed": "trng"},
-        {"input_cfg": [OURS, TEXT]},
+        {"input_cfg": [OURS, TEXT], "shuffle": True},
+        {"input_cfg": [OURS | {"shard_seed": 3}, TEXT], "shuffle": True, "shard_seed": "randomized"},
         {"force_finite": True, "force_map_dataset": True, "shard_seed": 1, "input_cfg": [OURS, TEXT]},
     ],
 )

@@ -88,7 +88,7 @@ def merge_loader_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         ConfigError: a rank is missing, or they are no such states.
     """
-    return merge_states([found for state in states for found in _reader_states(state)])
+    return merge_states([found for state in states for found in dataset_states(state)])
 
 
 def _cuts_in(made: Any) -> Iterator[Cut]:
@@ -102,12 +102,17 @@ def _cuts_in(made: Any) -> Iterator[Cut]:
             yield from _cuts_in(one)
 
 
-def _reader_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def dataset_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The states of the dataset of a StatefulDataLoader, one for each worker.
+
+    Raises:
+        ConfigError: it is no state of such a loader, or its dataset has none.
+    """
     if "_snapshot" in state:
         workers = state["_snapshot"]["_worker_snapshots"].values()
         found = [worker["dataset_state"] for worker in workers]
     else:
         found = [state.get("dataset_state")]
     if not found or any(not isinstance(one, Mapping) for one in found):
-        raise ConfigError("this is not the state of a StatefulDataLoader over a ResumableDataset")
+        raise ConfigError("this is not the state of a StatefulDataLoader whose dataset has a state of its own")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sharmill.errors import ConfigError
@@ -21,6 +22,8 @@ def get_dataloader(
     *,
     dataset: Dataset[Any] | None = None,
     device_mesh: DeviceMesh | None = None,
+    resumable: bool = False,
+    state: Mapping[str, Any] | None = None,
 ) -> Any:
     """The loader that NeMo's ``get_lhotse_dataloader_from_config`` makes, with ``type: sharmill`` in ``input_cfg``.
 
@@ -33,6 +36,11 @@ def get_dataloader(
             entries of type sharmill, which must agree; audio then has the codec's rate, if ``sample_rate`` is not set.
         device_mesh: with axes ``cp`` or ``tp``: only the first rank along them reads, and the others get its batches.
 
+        resumable: returns a StatefulDataLoader: its ``state_dict()``s of all ranks, put together by
+            ``merge_data_states``, are a ``state``. For streaming without end in one order for all ranks.
+        state: where to go on, with the same entries of type sharmill, seed and shard seeds, on any number of ranks and
+            workers: each of their cuts that passes the filters comes once per epoch. Other data begin anew.
+
     Raises:
         ConfigError: an unknown key, or settings under which ranks would get samples twice or not at all.
 
@@ -41,10 +49,13 @@ def get_dataloader(
         >>> loader = get_dataloader(settings.train_ds, rank=0, world_size=1, tokenizer=my_tokenizer)  # doctest: +SKIP
         >>> batch = next(iter(loader))  # doctest: +SKIP
     """
+    from lhotse.dataset import IterableDatasetWrapper
     from nemo.collections.common.data.lhotse.broadcasting import BroadcastingDataLoader, is_dp_source_rank
     from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
 
-    import sharmill.training.nemo_input  # noqa: F401 - registers the type
+    from sharmill.training.nemo_input import collected
+    from sharmill.training.resuming import UseNoted, count_uses, done_with, with_state
+    from sharmill.training.sieve import sieve
 
     settings = settle(cfg, rank, world_size)
     prompted = any(section.get("prompt_format") is not None for section in sections_of(settings))
@@ -54,7 +65,16 @@ def get_dataloader(
         dataset = _default_dataset(settings, tokenizer)
     source = None
     if is_dp_source_rank(device_mesh):
-        source = get_lhotse_dataloader_from_config(settings, rank, world_size, dataset, tokenizer)
+        with collected() as readers:
+            noted = UseNoted(dataset, readers) if resumable else dataset
+            source = get_lhotse_dataloader_from_config(settings, rank, world_size, noted, tokenizer)
+        for reader in readers:
+            reader.restart()
+        sampler = source.dataset.sampler if isinstance(source.dataset, IterableDatasetWrapper) else source.sampler
+        sieve(sampler, partial(done_with, readers) if resumable else None)
+        if resumable:
+            count_uses(sections_of(settings), readers)
+            source = with_state(source, readers, state)
     return source if device_mesh is None else BroadcastingDataLoader(source, device_mesh)
 
 

@@ -5,6 +5,9 @@ What makes batches of the cuts is NeMo's. Scripts that call NeMo's loader themse
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final
 
@@ -43,6 +46,9 @@ _IGNORED: Final = (
 )
 
 
+_made: ContextVar[list[TrainingCuts] | None] = ContextVar("_made", default=None)
+
+
 @data_type_parser(TYPE)
 def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
     """The cuts of one entry, without end unless ``force_finite`` or ``metadata_only`` is set.
@@ -73,8 +79,21 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
         codec=options.get("codec"),
         decode_threads=options.get("decode_threads", 0),
     )
-    cuts = CutSet(source).map(partial(as_nemo_expects, speaker_tags=options.get("speaker_tags", "kept")))
-    return (cuts if finite else cuts.repeat(preserve_id=True)), True
+    if (made := _made.get()) is not None:
+        source.number = len(made)
+        made.append(source)
+    return CutSet(source).map(partial(as_nemo_expects, speaker_tags=options.get("speaker_tags", "kept"))), True
+
+
+@contextmanager
+def collected() -> Iterator[list[TrainingCuts]]:
+    """What the entries of type sharmill become that NeMo reads meanwhile, in their order."""
+    made: list[TrainingCuts] = []
+    token = _made.set(made)
+    try:
+        yield made
+    finally:
+        _made.reset(token)
 
 
 def _check(options: dict[str, Any]) -> None:

@@ -33,6 +33,44 @@ _STREAMS: Final = frozenset(
 )
 
 
+# What NeMo takes from the top level for all sections of a multi_config, over what they say themselves.
+_SHARED: Final = (
+    "seed",
+    "shard_seed",
+    "num_workers",
+    "pin_memory",
+    "shuffle",
+    "sampler_fusion",
+    "sampler_weights",
+    "multi_config",
+    "metadata_only",
+    "force_finite",
+)
+_OF_TOP: Final = (*_SHARED, "cuda_expandable_segments", "use_lhotse")
+
+# What a group can say: NeMo hands all but the first four down to its entries.
+_OF_GROUP: Final = (
+    "type",
+    "input_cfg",
+    "weight",
+    "tags",
+    "shuffle",
+    "shard_seed",
+    "text_field",
+    "lang_field",
+    "metadata_only",
+    "force_finite",
+    "max_open_streams",
+    "audio_locator_tag",
+    "token_equivalent_duration",
+    "skip_missing_manifest_entries",
+    "force_map_dataset",
+    "force_iterable_dataset",
+    "slice_length",
+    "reweight_temperature",
+)
+
+
 def settle(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:
     """The settings for NeMo's loader: a copy, checked and resolved, in which every sharmill entry has its readers.
 
@@ -49,6 +87,7 @@ def settle(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:
     sections = sections_of(settings)
     for section in sections:
         _inline_files(section)
+        _check_entries(section)
         # lhotse loses an error in the thread that would fill the buckets, and waits for it for ever.
         section.setdefault("concurrent_bucketing", False)
     common_seed = isinstance(settings.setdefault("seed", 0), int) or world_size == 1
@@ -87,13 +126,43 @@ def _check_keys(settings: Settings) -> None:
     from nemo.collections.common.data.lhotse.dataloader import LhotseDataLoadingConfig
 
     known = [*LhotseDataLoadingConfig.__dataclass_fields__, "use_lhotse"]
-    for section in sections_of(settings):
-        for key in section:
-            if key not in known:
-                raise ConfigError(f"the loader has no setting {key!r}{nearest(key, known)}")
-    for key, value in settings.items():
-        if key not in known and not isinstance(value, dict):
+    sections = sections_of(settings)
+    at_top = [key for key, value in settings.items() if not any(value is section for section in sections)]
+    for key in [*at_top, *(key for section in sections for key in section)]:
+        if key not in known:
             raise ConfigError(f"the loader has no setting {key!r}{nearest(key, known)}")
+    if settings.get("multi_config", False):
+        _check_levels(settings, at_top, sections)
+
+
+def _check_levels(settings: Settings, at_top: list[str], sections: list[Settings]) -> None:
+    """NeMo passes over in silence what stands at the wrong level of a multi_config."""
+    if not sections:
+        raise ConfigError("multi_config has no sections: each sampler has one, with an input_cfg of its own")
+    if misplaced := [key for key in at_top if key not in _OF_TOP]:
+        raise ConfigError(f"with multi_config, {misplaced[0]} has no effect at the top level: set it in each section")
+    for key in _SHARED:
+        if any(key in section and section[key] != settings.get(key) for section in sections):
+            raise ConfigError(f"with multi_config, {key} has no effect in a section: set it at the top level")
+
+
+def _check_entries(settings: Settings) -> None:
+    """At all levels: NeMo takes a group for what it is not where a key is misspelt."""
+    from nemo.collections.common.data.lhotse.cutset import get_known_config_data_types
+
+    types = [*get_known_config_data_types(), "sharmill"]
+    entries = settings.get("input_cfg")
+    if entries is not None and not (isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)):
+        raise ConfigError("input_cfg is a list of entries, each with its type")
+    for entry in entries or ():
+        if (kind := entry.get("type")) not in types:
+            raise ConfigError(f"input_cfg has no type {kind!r}{nearest(str(kind), types)}")
+        if kind == "sharmill" and "dataset" not in entry:
+            raise ConfigError("input_cfg: type sharmill needs dataset: the dataset directory")
+        for key in entry if kind == "group" else ():
+            if key not in _OF_GROUP:
+                raise ConfigError(f"input_cfg: a group has no option {key!r}{nearest(key, list(_OF_GROUP))}")
+        _check_entries(entry)
 
 
 def _inline_files(settings: Settings) -> None:
@@ -104,7 +173,8 @@ def _inline_files(settings: Settings) -> None:
     if isinstance(path := settings.get("input_cfg"), str):
         settings["input_cfg"] = OmegaConf.to_container(OmegaConf.create(load_yaml(path)), resolve=True)
     for entry in settings.get("input_cfg") or ():
-        _inline_files(entry)
+        if isinstance(entry, dict):
+            _inline_files(entry)
 
 
 def _sources(settings: Settings, shard_seed: int | str) -> Iterator[tuple[Settings, int | str]]:
@@ -155,9 +225,15 @@ def _check_streams(
     if not common_seed and settings["shuffle"] and any(finite or seed == "randomized" for seed in ours):
         raise ConfigError("the ranks share one order: set seed to a number, the same on all of them")
     readers = world_size * max(1, settings.get("num_workers", 0))
-    others = {str(entry.get("type")) for entry, _ in sources if entry.get("type") != "sharmill"}
+    others = [(str(entry.get("type")), seed) for entry, seed in sources if entry.get("type") != "sharmill"]
     if finite and readers > 1 and others:
         raise ConfigError(
             f"with force_finite, each of {readers} readers (ranks x workers) would read all data of type "
-            f"{', '.join(sorted(others))}: set force_map_dataset: true"
+            f"{', '.join(sorted({kind for kind, _ in others}))}: set force_map_dataset: true"
+        )
+    alike = sorted({kind for kind, seed in others if isinstance(seed, int) or not settings["shuffle"]})
+    if readers > 1 and alike:
+        raise ConfigError(
+            f"each of {readers} readers (ranks x workers) would read the data of type {', '.join(alike)} in the same "
+            "order: set shuffle: true, and a shard_seed of randomized or trng (an entry can have its own)"
         )

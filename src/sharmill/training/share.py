@@ -12,10 +12,19 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
+from sharmill.shar.tracking import UseTracker
+from sharmill.training.fields import epoch_of
+
+if TYPE_CHECKING:
+    from lhotse import CutSet
+    from lhotse.cut import Cut
+
+
+READER: Final = "shar_reader"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +67,13 @@ class Place:
 
 
 class TrainingCuts:
-    """Iterates over this process's share of a dataset, each time in the order of the next epoch.
+    """Iterates over this process's share of a dataset: an epoch each time, or epochs without end; each in its order.
 
     The options ``selection`` are those of ``open_shar`` that choose what to read: ``fields``, ``codec`` and
     ``decode_threads``.
+
+    Attributes:
+        number: tells it from the others of a loader; its cuts have it as ``shar_reader``.
     """
 
     def __init__(self, dataset: str | Path, order: Order, **selection: Any) -> None:
@@ -69,34 +81,80 @@ class TrainingCuts:
         self._dataset, self._order, self._selection = dataset, order, selection
         self._drawn_seed = secrets.randbelow(2**31)
         self._epoch = 0
+        self._process = os.getpid()
+        self.number = 0
+        self._is_tracked = False
+        self._state: Mapping[str, Any] | None = None
+        self._tracker: UseTracker | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        place = find_place(self._order, self._drawn_seed)
-        count = 0
-        for cut in read_epoch(self._dataset, self._order.shuffle, place, self._epoch, self._selection):
-            cut.shar_epoch = self._epoch
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self.restart()
+        cuts = self._tracked().cuts if self._is_tracked else self._open()
+        self._epoch += 1  # whoever iterates again gets another order
+        for cut in cuts:
+            self._epoch = max(self._epoch, epoch_of(cut) + 1)
+            setattr(cut, READER, self.number)
             yield cut
-            count += 1
-        if count == 0 and not self._order.finite:
-            raise ConfigError(
-                f"{self._dataset} has too few cuts for the workers of {place.world_size} ranks: use fewer workers, or "
-                "shard_seed: trng"
-            )
-        self._epoch += 1
 
     def __len__(self) -> int:
         return len(open_shar(self._dataset, **self._selection))
 
+    def restart(self) -> None:
+        """Makes the next iteration begin with the first epoch.
 
-def read_epoch(
-    dataset: str | Path, shuffle: bool, place: Place, epoch: int, selection: Mapping[str, Any]
-) -> Iterator[Any]:
-    """The cuts that a rank has in an epoch; in a worker process, those of the worker."""
-    cuts = open_shar(
-        dataset, shuffle=shuffle, seed=place.seed, rank=place.rank, world_size=place.world_size, **selection
-    )
-    cuts.data.set_epoch(epoch)
-    return iter(cuts)
+        To estimate buckets, NeMo reads cuts before the training does: each rank so many cuts, which may be another
+        number of epochs on each. The epochs that are divided among them must begin at the same one.
+        """
+        self._epoch = 0
+
+    def track(self) -> None:
+        """Begins to count what is used.
+
+        Raises:
+            ConfigError: there is no one order without end, that every reader has a part of.
+        """
+        if self._order.finite or self._order.map_style or self._order.drawn:
+            raise ConfigError(
+                "resumable=True is for streaming without end in one order for all: neither force_finite nor "
+                "force_map_dataset, and shard_seed: randomized or a number"
+            )
+        self._is_tracked = True
+
+    def done_with(self, cut: Cut) -> None:
+        """Counts a cut as used, or as dropped, which is the same for a state."""
+        self._tracked().used([cut])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is left to read for this process, where uses are counted."""
+        return self._tracked().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state of this process, or from merged ones of all; before iterating."""
+        self._state, self._tracker = state, None
+
+    def _tracked(self) -> UseTracker:
+        if self._tracker is None:
+            self._tracker = UseTracker(self._open())
+            if self._state is not None:
+                self._tracker.load_state_dict(self._state)
+        return self._tracker
+
+    def _open(self) -> CutSet:
+        """The cuts that a rank has from the epoch on that is next; in a worker process, those of the worker."""
+        place = find_place(self._order, self._drawn_seed)
+        cuts = open_shar(
+            self._dataset,
+            shuffle=self._order.shuffle,
+            seed=place.seed,
+            rank=place.rank,
+            world_size=place.world_size,
+            infinite=not self._order.finite,
+            **self._selection,
+        )
+        cuts.data.set_epoch(self._epoch)
+        return cuts
 
 
 def find_place(order: Order, drawn_seed: int) -> Place:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from itertools import islice, takewhile
+from itertools import islice
 
 import pytest
 from dummies_reader import make_dataset, numbers

@@ -35,7 +35,6 @@ def get_dataloader(
         dataset: makes a batch of a CutSet: ``dataset[cuts]``. Default: a ``ContextSpeechDataset`` for the codec of the
             entries of type sharmill, which must agree; audio then has the codec's rate, if ``sample_rate`` is not set.
         device_mesh: with axes ``cp`` or ``tp``: only the first rank along them reads, and the others get its batches.
-
         resumable: returns a StatefulDataLoader: its ``state_dict()``s of all ranks, put together by
             ``merge_data_states``, are a ``state``. For streaming without end in one order for all ranks.
         state: where to go on, with the same entries of type sharmill, seed and shard seeds, on any number of ranks and

@@ -262,7 +262,7 @@ def bins(datasets: tuple[str, ...], tokenizer: tuple[str, ...], token_bins: bool
 
     Prints YAML for NeMo's loader, with a histogram as comments: sharmill bins DATASET --closed > bins.yaml
     """
-    from sharmill.training.bins_report import BinsOptions, estimate_report
+    from sharmill.training.buckets.bins_report import BinsOptions, estimate_report
 
     report = estimate_report(
         datasets, BinsOptions(**options), tokenizer=tokenizer, token_bins=token_bins, min_duration=min_duration,
@@ -291,8 +291,8 @@ def tune_batch(step: str, bins_text: str, memory_share: float, memory: str | Non
     Runs your training step with larger and larger made-up batches, until it has not enough memory, and prints YAML for
     NeMo's loader.
     """
-    from sharmill.training.batch_size import make_budget, read_buckets, to_yaml, tune_batch_sizes
-    from sharmill.training.memory import parse_memory
+    from sharmill.training.buckets.batch_size import make_budget, read_buckets, to_yaml, tune_batch_sizes
+    from sharmill.training.buckets.memory import parse_memory
 
     buckets = read_buckets(bins_text)
     budget = make_budget(device, memory_share, parse_memory(memory) if memory else None)

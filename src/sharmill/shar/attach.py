@@ -61,7 +61,7 @@ def decode_audio(cut: Cut, shard: OpenShard) -> Cut:
     Raises:
         DamagedShard: it cannot be decoded.
     """
-    from sharmill.shar.ahead import decode_recording
+    from sharmill.shar.decoding import decode_recording
 
     decoded: dict[int, Recording] = {}
     for name, recording in list(cut.iter_data()) if hasattr(cut, "iter_data") else ():

@@ -10,11 +10,12 @@ from typing import Any
 
 _HOMES = {
     "ContextSpeechDataset": "sharmill.training.dataset",
-    "get_dataloader": "sharmill.training.loader",
+    "get_dataloader": "sharmill.training.multimodal.loader",
+    "merge_data_states": "sharmill.training.multimodal.resuming",
     "parallel_map": "sharmill.training.parallel",
 }
 
-__all__ = ["ContextSpeechDataset", "get_dataloader", "parallel_map"]
+__all__ = ["ContextSpeechDataset", "get_dataloader", "merge_data_states", "parallel_map"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from sharmill.training import get_dataloader
 
-CONFIGS = Path(__file__).parents[2] / "configs/training"
+CONFIGS = Path(__file__).parents[3] / "configs/training"
 
 
 @pytest.fixture

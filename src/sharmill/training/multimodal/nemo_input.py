@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sharmill.config import nearest
 from sharmill.errors import ConfigError
-from sharmill.training.share import Order, TrainingCuts
+from sharmill.training.multimodal.share import Order, TrainingCuts
 
 TYPE: Final = "sharmill"
 

@@ -17,8 +17,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from sharmill.errors import ConfigError
 from sharmill.shar.loading import dataset_states
 from sharmill.shar.state import merge_states
-from sharmill.training.share import READER, TrainingCuts
-from sharmill.training.sieve import cuts_of
+from sharmill.training.multimodal.share import READER, TrainingCuts
+from sharmill.training.multimodal.sieve import cuts_of
 
 # With these an example of a reader becomes several, or is read at another time than its neighbours.
 _INEXACT = ("perturb_speed", "cut_into_windows_duration", "max_open_streams", "concurrent_bucketing", "noise_path")

@@ -9,7 +9,7 @@ from dummies_shar import copy
 from dummies_training import AsIs, Ids, flat, number, take
 from nemo.collections.common.data.lhotse import get_lhotse_dataloader_from_config
 
-import sharmill.training.nemo_input  # noqa: F401 - registers the type, as a script of NeMo's does
+import sharmill.training.multimodal.nemo_input  # noqa: F401 - registers the type, as a script of NeMo's does
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.training import get_dataloader
 

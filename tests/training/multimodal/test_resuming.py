@@ -11,8 +11,8 @@ from dummies_training import AsIs, Letters, take
 
 from sharmill.errors import ConfigError
 from sharmill.training import get_dataloader
-from sharmill.training.resuming import merge_data_states
-from sharmill.training.sieve import cuts_of
+from sharmill.training.multimodal.resuming import merge_data_states
+from sharmill.training.multimodal.sieve import cuts_of
 
 # Through the filters come 17 of the large dataset's 24 cuts, and all of the small one.
 PASS = {"large": set(range(17)), "small": set(range(100, 108))}

@@ -1,7 +1,7 @@
 """A process that runs training steps of asked sizes under a limit of memory, and may die of it.
 
 The step is ``module:callable``, called as ``step(batch_size, length, num_tokens, device)``; a class is instantiated
-once per process without arguments, and the object called. The contract is in ``sharmill.training.batch_size``.
+once per process without arguments, and the object called. The contract is in ``sharmill.training.buckets.batch_size``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from sharmill.errors import ConfigError, FatalError, SharmillError
-from sharmill.training.memory import format_memory, is_out_of_memory, limit_memory, mentions_memory
+from sharmill.training.buckets.memory import format_memory, is_out_of_memory, limit_memory, mentions_memory
 from sharmill.training.tokenizers import load_callable
 
 # Optimizers make their state in the first step; only the second one has activations and state at once.

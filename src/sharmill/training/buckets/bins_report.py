@@ -12,7 +12,7 @@ import numpy as np
 from sharmill.errors import ConfigError
 from sharmill.shar.index import read_dataset
 from sharmill.shar.layout import DATASET_FILE
-from sharmill.training.bins import (
+from sharmill.training.buckets.bins import (
     Bin,
     assign,
     close,
@@ -22,7 +22,7 @@ from sharmill.training.bins import (
     num_buckets_of,
     round_up,
 )
-from sharmill.training.lengths import Lengths, read_lengths
+from sharmill.training.buckets.lengths import Lengths, read_lengths
 
 _BAR = 40
 _AnyBin = TypeVar("_AnyBin", float, Bin)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharmill.errors import ConfigError, FatalError
-from sharmill.training import step_process
-from sharmill.training.batch_size import (
+from sharmill.training.buckets import step_process
+from sharmill.training.buckets.batch_size import (
     NothingFits,
     make_budget,
     read_buckets,
@@ -21,8 +21,8 @@ from sharmill.training.batch_size import (
     to_yaml,
     tune_batch_sizes,
 )
-from sharmill.training.memory import available_memory, is_out_of_memory, parse_memory
-from sharmill.training.step_process import Bucket, Budget, StepProcess
+from sharmill.training.buckets.memory import available_memory, is_out_of_memory, parse_memory
+from sharmill.training.buckets.step_process import Bucket, Budget, StepProcess
 
 SMALL = Budget("cpu", 512 * 2**20, 2**34)
 MIB = 2**20

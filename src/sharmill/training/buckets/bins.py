@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sharmill.errors import ConfigError
-from sharmill.training.lengths import Lengths
+from sharmill.training.buckets.lengths import Lengths
 
 DECIMALS = 3
 

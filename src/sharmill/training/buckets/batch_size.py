@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from sharmill.errors import ConfigError, FatalError
-from sharmill.training.memory import available_memory, format_memory
-from sharmill.training.step_process import Bucket, Budget, StepProcess
+from sharmill.training.buckets.memory import available_memory, format_memory
+from sharmill.training.buckets.step_process import Bucket, Budget, StepProcess
 
 
 class NothingFits(FatalError):

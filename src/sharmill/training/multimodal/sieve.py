@@ -16,7 +16,7 @@ from lhotse.lazy import LazyFilter
 
 from sharmill.errors import ConfigError
 from sharmill.training.fields import epoch_of
-from sharmill.training.share import READER
+from sharmill.training.multimodal.share import READER
 
 # So many examples in a row, and a whole epoch of every dataset, must be dropped before nothing more is hoped for.
 _MIN_DROPPED: Final = 1000

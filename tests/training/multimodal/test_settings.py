@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from sharmill.errors import ConfigError
 from sharmill.training import get_dataloader
-from sharmill.training.settings import settle
+from sharmill.training.multimodal.settings import settle
 
 OURS = {"type": "sharmill", "dataset": "d"}
 TEXT = {"type": "txt", "paths": "t", "language": "en"}

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sharmill.errors import ConfigError
-from sharmill.training.settings import Settings, sections_of, settle, sources_of
+from sharmill.training.multimodal.settings import Settings, sections_of, settle, sources_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,9 +52,9 @@ def get_dataloader(
     from nemo.collections.common.data.lhotse.broadcasting import BroadcastingDataLoader, is_dp_source_rank
     from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
 
-    from sharmill.training.nemo_input import collected
-    from sharmill.training.resuming import UseNoted, count_uses, done_with, with_state
-    from sharmill.training.sieve import sieve
+    from sharmill.training.multimodal.nemo_input import collected
+    from sharmill.training.multimodal.resuming import UseNoted, count_uses, done_with, with_state
+    from sharmill.training.multimodal.sieve import sieve
 
     settings = settle(cfg, rank, world_size)
     prompted = any(section.get("prompt_format") is not None for section in sections_of(settings))

@@ -16,9 +16,9 @@ from lhotse.dataset.sampling.dynamic_bucketing import estimate_duration_buckets
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
-from sharmill.training.bins import Bin, assign, estimate_bins, estimate_bins_2d, max_ratio_of, round_up
-from sharmill.training.bins_report import BinsOptions, estimate_report, report_bins
-from sharmill.training.lengths import Lengths, read_lengths
+from sharmill.training.buckets.bins import Bin, assign, estimate_bins, estimate_bins_2d, max_ratio_of, round_up
+from sharmill.training.buckets.bins_report import BinsOptions, estimate_report, report_bins
+from sharmill.training.buckets.lengths import Lengths, read_lengths
 
 
 def lengths_of(seconds, tokens=None):

@@ -1,0 +1,1 @@
+"""NeMo's multimodal loader over our datasets: settings, who reads what, states."""

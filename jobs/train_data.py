@@ -18,7 +18,7 @@ from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
 from sharmill.shar.layout import CONTEXT_CODES, TARGET_CODES
-from sharmill.shar.loading import ResumableDataset, merge_loader_states
+from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
 from sharmill.training.dataset import CodecForm, ContextSpeechDataset
 from sharmill.training.tokenizers import load_tokenizer
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOAD = ["lhotse", "lhotse.dataset", "torchdata.stateful_dataloader", "sharmill.shar.loading"]
+PRELOAD = ["lhotse", "lhotse.dataset", "torchdata.stateful_dataloader", "sharmill.shar.reading.loading"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def rank_process(setting: Setting, attempt: int, rank: int, world_size: int, num
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     from sharmill.shar import open_shar
-    from sharmill.shar.loading import ResumableDataset
+    from sharmill.shar.reading.loading import ResumableDataset
 
     cuts = open_shar(
         setting.dataset, [], shuffle=True, seed=setting.seed, infinite=True, rank=rank, world_size=world_size,
@@ -77,7 +77,7 @@ def describe(made) -> list:
 
 def run_attempt(setting: Setting, attempt: int, rng: random.Random, max_ranks: int) -> tuple[list, int, int]:
     """Starts ranks, kills them at some moment, and leaves their merged state for the next; what they used."""
-    from sharmill.shar.loading import merge_loader_states
+    from sharmill.shar.reading.loading import merge_loader_states
 
     world_size, num_workers = rng.randint(1, max_ranks), rng.randint(0, 3)
     wanted = rng.randint(1, setting.num_cuts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sharmill.errors import ConfigError
-from sharmill.shar.foreign import ForeignShard, find_shards
+from sharmill.shar.reading.foreign import ForeignShard, find_shards
 
 NESTED = ["cuts/cuts", "target_audio/recording", "codes_x/target_codes/codes"]
 

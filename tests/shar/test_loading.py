@@ -11,8 +11,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
-from sharmill.shar.loading import ResumableDataset, merge_loader_states
-from sharmill.shar.tracking import UseTracker
+from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
+from sharmill.shar.reading.tracking import UseTracker
 
 COUNTS = [9, 20, 1, 0, 20, 13]
 TOTAL = sum(COUNTS)

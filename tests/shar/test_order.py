@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharmill.shar.order import BEGINNING, END, Order, Place, count_blocks
+from sharmill.shar.reading.order import BEGINNING, END, Order, Place, count_blocks
 
 ORDERS = st.builds(
     lambda shards, size, block, shuffle, seed, mix: Order(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sharmill.errors import ConfigError
 from sharmill.shar import merge_states, open_shar
-from sharmill.shar.tracking import UseTracker
+from sharmill.shar.reading.tracking import UseTracker
 
 COUNTS = [7, 30, 1, 0, 12, 30, 5, 23]
 TOTAL = sum(COUNTS)

@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
-from sharmill.shar.loading import ResumableDataset, merge_loader_states
+from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
 from sharmill.training import ContextSpeechDataset
 from sharmill.training.context import ContextLimits, ContextSlice
 from sharmill.training.dataset import CodecForm

@@ -15,7 +15,6 @@ import msgspec
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.fields import Item, read_cuts, read_field
-from sharmill.shar.foreign import ForeignShard, find_shards
 from sharmill.shar.index import (
     CodecRecord,
     DatasetRecord,
@@ -35,6 +34,7 @@ from sharmill.shar.layout import (
     TARGET_AUDIO,
     codec_of_field,
 )
+from sharmill.shar.reading.foreign import ForeignShard, find_shards
 from sharmill.store import checksum
 
 UNKNOWN = "unknown"

@@ -17,7 +17,7 @@ from sharmill.errors import DamagedShard
 from sharmill.shar.fields import read_lines
 from sharmill.shar.index import read_dataset, read_shards
 from sharmill.shar.layout import CUTS, sidecar_files
-from sharmill.shar.source import IndexedSource
+from sharmill.shar.reading.source import IndexedSource
 from sharmill.shar.tar import TarTable
 from sharmill.store import require_writable, write_atomic
 

@@ -27,7 +27,7 @@ def load_array(cut: MonoCut, field: str) -> np.ndarray:
     Raises:
         ValueError: the target's audio was perturbed, which its codes cannot follow.
     """
-    from sharmill.shar.arrays import TimeLastArray
+    from sharmill.shar.reading.arrays import TimeLastArray
 
     if field == TARGET_CODES and (done := _perturbations(cut)):
         raise ValueError(

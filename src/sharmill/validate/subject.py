@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.shar.foreign import find_shards
 from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
 from sharmill.shar.layout import CONTEXT_CODES, DATASET_FILE, SHARDS_FILE, TARGET_CODES, codes_field
+from sharmill.shar.reading.foreign import find_shards
 from sharmill.validate.findings import Finding
 
 Read = TypeVar("Read")

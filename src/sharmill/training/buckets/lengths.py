@@ -16,7 +16,7 @@ import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.fields import read_cuts
-from sharmill.shar.source import open_source
+from sharmill.shar.reading.source import open_source
 from sharmill.training.tokenizers import Tokenizers, load_tokenizers, tokenize
 
 

@@ -15,8 +15,8 @@ from lhotse.dataset import IterableDatasetWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.errors import ConfigError
-from sharmill.shar.loading import dataset_states
-from sharmill.shar.state import merge_states
+from sharmill.shar.reading.loading import dataset_states
+from sharmill.shar.reading.state import merge_states
 from sharmill.training.multimodal.share import READER, TrainingCuts
 from sharmill.training.multimodal.sieve import cuts_of
 

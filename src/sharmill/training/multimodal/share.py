@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
-from sharmill.shar.tracking import UseTracker
+from sharmill.shar.reading.tracking import UseTracker
 from sharmill.training.fields import epoch_of
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import numpy as np
 from lhotse.cut import Cut, MonoCut
 
 from sharmill.errors import ConfigError
-from sharmill.shar.attach import attach, decode_audio
-from sharmill.shar.order import END, Order, Place, count_blocks
-from sharmill.shar.shard import OpenShard
-from sharmill.shar.source import Source
-from sharmill.shar.state import EpochProgress, Part, Progress, check_identity
+from sharmill.shar.reading.attach import attach, decode_audio
+from sharmill.shar.reading.order import END, Order, Place, count_blocks
+from sharmill.shar.reading.shard import OpenShard
+from sharmill.shar.reading.source import Source
+from sharmill.shar.reading.state import EpochProgress, Part, Progress, check_identity
 
 PADDING = "shar_padding"
 

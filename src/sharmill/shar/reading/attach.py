@@ -10,9 +10,9 @@ from lhotse.array import TemporalArray
 from lhotse.audio import AudioLoadingError, DurationMismatchError
 from lhotse.cut import Cut
 
-from sharmill.shar.cuts import as_array, with_id
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, CONTEXT_UNALIGNED, TARGET_AUDIO, TARGET_CODES
-from sharmill.shar.shard import OpenShard
+from sharmill.shar.reading.cuts import as_array, with_id
+from sharmill.shar.reading.shard import OpenShard
 
 POSITION: Final = "shar_position"
 
@@ -61,7 +61,7 @@ def decode_audio(cut: Cut, shard: OpenShard) -> Cut:
     Raises:
         DamagedShard: it cannot be decoded.
     """
-    from sharmill.shar.decoding import decode_recording
+    from sharmill.shar.reading.decoding import decode_recording
 
     decoded: dict[int, Recording] = {}
     for name, recording in list(cut.iter_data()) if hasattr(cut, "iter_data") else ():

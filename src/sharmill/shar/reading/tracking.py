@@ -13,10 +13,10 @@ from lhotse import CutSet
 from lhotse.cut import Cut
 
 from sharmill.errors import ConfigError
-from sharmill.shar.attach import positions_of
-from sharmill.shar.iteration import SharReader
-from sharmill.shar.order import END
-from sharmill.shar.state import EpochProgress
+from sharmill.shar.reading.attach import positions_of
+from sharmill.shar.reading.iteration import SharReader
+from sharmill.shar.reading.order import END
+from sharmill.shar.reading.state import EpochProgress
 
 
 class UseTracker:

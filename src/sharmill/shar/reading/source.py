@@ -14,7 +14,6 @@ import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.fields import decode_cut, read_lines
-from sharmill.shar.foreign import find_shards
 from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset
 from sharmill.shar.layout import (
     CONTEXT_UNALIGNED,
@@ -24,6 +23,7 @@ from sharmill.shar.layout import (
     codec_of_field,
     shard_file,
 )
+from sharmill.shar.reading.foreign import find_shards
 from sharmill.store import STAGING_NAME, checksum_bytes
 
 

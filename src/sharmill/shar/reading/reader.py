@@ -76,8 +76,8 @@ def open_shar(
     _check(rank, world_size, mix, block_size, infinite, tail, decode_threads, decode_ahead)
     from lhotse import CutSet
 
-    from sharmill.shar.iteration import Options, SharReader
-    from sharmill.shar.source import open_source
+    from sharmill.shar.reading.iteration import Options, SharReader
+    from sharmill.shar.reading.source import open_source
 
     options = Options(
         shuffle=shuffle,

@@ -10,8 +10,8 @@ from lhotse import CutSet
 from lhotse.cut import Cut
 
 from sharmill.errors import ConfigError
-from sharmill.shar.state import merge_states
-from sharmill.shar.tracking import UseTracker
+from sharmill.shar.reading.state import merge_states
+from sharmill.shar.reading.tracking import UseTracker
 
 
 class ResumableDataset(torch.utils.data.IterableDataset):

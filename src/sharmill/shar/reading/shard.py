@@ -10,10 +10,10 @@ import msgspec
 from lhotse.cut import Cut
 
 from sharmill.errors import DamagedShard
-from sharmill.shar.cuts import MALFORMED, make_cut, make_data
 from sharmill.shar.fields import NO_DATA, NO_METADATA, NOT_JSON, read_lines
 from sharmill.shar.layout import CUTS
-from sharmill.shar.source import ShardFiles
+from sharmill.shar.reading.cuts import MALFORMED, make_cut, make_data
+from sharmill.shar.reading.source import ShardFiles
 from sharmill.shar.tar import TarTable
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sharmill.errors import ConfigError
-from sharmill.shar.order import BEGINNING, END, Order, Place, ShardPlaces
+from sharmill.shar.reading.order import BEGINNING, END, Order, Place, ShardPlaces
 
 _VERSION = 1
 

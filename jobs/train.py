@@ -241,7 +241,7 @@ class Training:
         model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
-        if state["data"] is not None and self.config.loader is None:
+        if state["data"] is not None:
             self.data.load_state_dict(state["data"])
         self.step = state["step"]
 

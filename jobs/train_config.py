@@ -28,14 +28,16 @@ class TrainConfig:
     drawn and logged). ``keep`` is how many checkpoints stay.
 
     With ``loader``, a YAML file for ``sharmill.training.get_dataloader``, NeMo's loader makes the batches, of this
-    dataset and whatever else is in it, in an order that follows from ``seed`` and ``shard_seed``. Such a loader cannot
-    say how far it has come: each job then begins an order of its own.
+    dataset and whatever else is in it. Our datasets are then read in the order of ``order_seed``, and a job goes on in
+    it where the one before ended; other data begin anew, in an order that follows from ``seed`` and ``shard_seed``.
+    Settings under which that cannot be are refused, unless ``resumable`` is false: then each job begins all data anew.
     """
 
     dataset: str
     out_dir: str
     codec: str | None = None
     loader: str | None = None
+    resumable: bool = True
     shard_seed: Literal["randomized", "trng"] | int = "randomized"
     max_steps: int = 1000
     checkpoint_every: int = 100

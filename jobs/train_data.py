@@ -106,38 +106,66 @@ class ExactData:
 
 
 class MixedData:
-    """NeMo's multimodal loader."""
+    """NeMo's multimodal loader. Of our datasets every cut comes once per epoch, unless ``resumable`` is false."""
 
     def __init__(
         self, config: TrainConfig, tensors: ContextSpeechDataset, *, rank: int, world_size: int, seed: int
     ) -> None:
-        from omegaconf import OmegaConf
-
-        from sharmill.training import get_dataloader
-
-        self._path = config.loader
-        settings = OmegaConf.load(str(config.loader))
-        settings = OmegaConf.merge(settings.get("train_ds", settings), {"seed": seed, "shard_seed": config.shard_seed})
-        self._loader = get_dataloader(settings, rank, world_size, load_tokenizer("bytes"), dataset=tensors)
-        self._loader.worker_init_fn = partial(_outlive_sigterm, then=self._loader.worker_init_fn)
+        self._config, self._tensors = config, tensors
+        self._rank, self._world_size, self._seed = rank, world_size, seed
+        self._state: Mapping[str, Any] | None = None
+        self._loader: Any = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
             is_empty = True
-            for batch in self._loader:
+            for batch in self._begun():
                 is_empty = False
                 yield batch
             if is_empty:
-                raise ConfigError(f"{self._path} gives this rank no batch: look at its filters and limits")
+                raise ConfigError(f"{self._config.loader} gives this rank no batch: look at its filters and limits")
 
-    def state_dict(self) -> None:
-        return None
+    def state_dict(self) -> dict[str, Any] | None:
+        return self._begun().state_dict() if self._config.resumable else None
 
-    def merge(self, states: Sequence[Any]) -> None:
-        return None
+    def merge(self, states: Sequence[Any]) -> dict[str, Any] | None:
+        from sharmill.training import merge_data_states
+
+        return merge_data_states(states) if self._config.resumable else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        raise AssertionError("there is never a state to load")
+        assert self._loader is None, "a state is loaded before its workers start"
+        self._state = state if self._config.resumable else None
+
+    def _begun(self) -> Any:
+        if self._loader is None:
+            from sharmill.training import get_dataloader
+
+            self._loader = get_dataloader(
+                self._settings(),
+                self._rank,
+                self._world_size,
+                load_tokenizer("bytes"),
+                dataset=self._tensors,
+                resumable=self._config.resumable,
+                state=self._state,
+            )
+            self._loader.worker_init_fn = partial(_outlive_sigterm, then=self._loader.worker_init_fn)
+        return self._loader
+
+    def _settings(self) -> dict[str, Any]:
+        """The order of our datasets belongs to the whole training; that of other data, and the mixing, to the job."""
+        from omegaconf import OmegaConf
+
+        from sharmill.training.multimodal.settings import resolve, sources_of
+
+        loaded: Any = OmegaConf.load(str(self._config.loader))
+        settings = resolve(loaded.get("train_ds", loaded))
+        settings |= {"seed": self._seed, "shard_seed": self._config.shard_seed}
+        for entry in sources_of(settings) if self._config.resumable else ():
+            if entry.get("type") == "sharmill":
+                entry["shard_seed"] = self._config.order_seed
+        return settings
 
 
 def end_readers() -> None:

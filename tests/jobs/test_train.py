@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -29,6 +30,14 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end, "it takes too long"
         time.sleep(0.02)
+
+
+def write_loader(folder: Path, dataset: Path, **settings: Any) -> str:
+    """The settings of NeMo's loader for a dataset, as a file."""
+    entry = {"type": "sharmill", "dataset": str(dataset), "fields": ["target_codes", "context_codes"]}
+    path = folder / "loader.yaml"
+    path.write_text(json.dumps({"input_cfg": [entry], "batch_duration": 1.5} | settings))  # JSON is YAML
+    return str(path)
 
 
 def rank_pids(process: subprocess.Popen[str]) -> list[int]:
@@ -67,8 +76,14 @@ def test_it_learns(example) -> None:
     assert all(values["samples"] == len(values["ids"]) for values in steps)
 
 
-def test_told_to_leave_it_saves_and_goes_on_with_other_ranks_and_workers(example, speech: Path) -> None:
-    elastic = example("elastic", checkpoint_every=1000, max_steps=1000, batch_seconds=1.5)
+@pytest.mark.parametrize("data", ["our reader", "NeMo's loader"])
+def test_told_to_leave_it_saves_and_goes_on_with_other_ranks_and_workers(
+    example, speech: Path, tmp_path: Path, data: str
+) -> None:
+    loader = write_loader(tmp_path, speech, num_workers=2) if data == "NeMo's loader" else None
+    # Each job has another seed, as those of launch_training.py have.
+    options = {"batch_seconds": 1.5, "loader": loader, "seed": None}
+    elastic = example("elastic", checkpoint_every=1000, max_steps=1000, **options)
     process = elastic.start("num_workers=2")
     wait_for(lambda: len(elastic.steps(0)) >= 3, process)
     # As SLURM does it: every process gets the signal, those that read the data too.
@@ -125,11 +140,8 @@ def test_checkpoints_of_another_model_are_refused(example) -> None:
 
 
 def test_a_loader_without_batches_ends_it(example, speech: Path, tmp_path: Path) -> None:
-    entry = {"type": "sharmill", "dataset": str(speech), "fields": ["target_codes", "context_codes"]}
-    settings = {"input_cfg": [entry], "force_finite": True, "batch_duration": 3.0, "max_duration": 0.01}
-    loader = tmp_path / "loader.yaml"
-    loader.write_text(json.dumps(settings))  # JSON is YAML
-    process = example("idle", loader=str(loader)).start(ranks=1)
+    loader = write_loader(tmp_path, speech, force_finite=True, max_duration=0.01)
+    process = example("idle", loader=loader, resumable=False).start(ranks=1)
     printed, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert f"Error: {loader} gives this rank no batch" in printed
     assert process.returncode != 0

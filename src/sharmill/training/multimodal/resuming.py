@@ -94,9 +94,10 @@ class ResumableBatches(torch.utils.data.IterableDataset):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes a state of this part, or merged states, before iterating."""
-        if len(state["readers"]) != len(self._readers):
-            raise ConfigError(f"the state is of {len(state['readers'])} datasets, and there are {len(self._readers)}")
-        for reader, known in zip(self._readers, state["readers"], strict=True):
+        states = state.get("readers", ())
+        if len(states) != len(self._readers):
+            raise ConfigError(f"the state is of {len(states)} datasets of this loader, which has {len(self._readers)}")
+        for reader, known in zip(self._readers, states, strict=True):
             reader.load_state_dict(known)
 
 

@@ -78,15 +78,13 @@ def settle(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:
         ConfigError: an unknown key, or settings under which ranks would get samples twice or not at all.
     """
     from lhotse.dataset.dataloading import resolve_seed
-    from omegaconf import OmegaConf
 
     if not 0 <= rank < world_size:
         raise ConfigError(f"there is no rank {rank} among {world_size} data-parallel ranks")
-    settings: Settings = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)  # type: ignore[assignment,call-overload]
+    settings = resolve(cfg)
     _check_keys(settings)
     sections = sections_of(settings)
     for section in sections:
-        _inline_files(section)
         _check_entries(section)
         # lhotse loses an error in the thread that would fill the buckets, and waits for it for ever.
         section.setdefault("concurrent_bucketing", False)
@@ -107,6 +105,16 @@ def settle(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:
     if shard_seed == "randomized" and (map_style or not settings.get("num_workers", 0)):
         # Outside a worker process, lhotse takes for it a number that is the same for every seed.
         settings["shard_seed"] = settings["seed"] + (0 if map_style else _SEEDS_PER_RANK * rank)
+    return settings
+
+
+def resolve(cfg: Mapping[str, Any]) -> Settings:
+    """A copy of the settings, with the contents of the files that ``input_cfg`` names in their place."""
+    from omegaconf import OmegaConf
+
+    settings: Settings = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)  # type: ignore[assignment,call-overload]
+    for section in sections_of(settings):
+        _inline_files(section)
     return settings
 
 

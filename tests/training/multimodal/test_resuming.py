@@ -135,8 +135,10 @@ def test_a_state_of_other_data_is_refused(corpora):
     cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 3} | ORDER
     _, state = session(cfg, 2, [2, 2], None)
     both = cfg | {"input_cfg": [corpora.entry("large"), corpora.entry("small")]}
-    with pytest.raises(ConfigError, match="the state is of 1 datasets, and there are 2"):
+    with pytest.raises(ConfigError, match="the state is of 1 datasets of this loader, which has 2"):
         session(both, 1, [1], state)
+    with pytest.raises(ConfigError, match="the state is of 0 datasets"):
+        session(both, 1, [1], {"epoch": 1})  # of another reader
     with pytest.raises(ConfigError, match="differ in seed: 3 and 4"):
         session(cfg | {"seed": 4}, 1, [1], state)
     with pytest.raises(ConfigError, match="not the states of one loader"):

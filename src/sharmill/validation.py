@@ -33,8 +33,6 @@ class Request:
 
     def level(self) -> ValidateConfig:
         """Raises ConfigError where an option has no meaning."""
-        if self.codec_models and self.recheck_codes == "0":
-            raise ConfigError("--codec-model goes with --recheck-codes")
         try:
             return ValidateConfig(deep=self.deep, recheck_codes=self.recheck_codes, codec_models=self._models())
         except ValueError as error:
@@ -58,7 +56,10 @@ class Request:
             options.append(f"validate.recheck_codes={self.recheck_codes}")
         if self.workers != "auto":
             options.append(f"executor.workers={self.workers}")
-        return [load_config(path, [*overrides, *options]) for path in paths]
+        configs = [load_config(path, [*overrides, *options]) for path in paths]
+        for config in configs:
+            self.check_models(config.validate)
+        return configs
 
     def accounts(self) -> Against | None:
         """What the dataset is to be compared with."""
@@ -67,6 +68,11 @@ class Request:
                 raise ConfigError("--rejects and --audio-root go with --against")
             return None
         return Against(manifests=self.against, rejects=self.rejects, audio_roots=self.audio_roots)
+
+    def check_models(self, level: ValidateConfig) -> None:
+        """Raises ConfigError where models are named and nothing is encoded again."""
+        if self.codec_models and not level.recheck_share:
+            raise ConfigError("--codec-model goes with --recheck-codes")
 
     def _models(self) -> dict[str, str]:
         pairs = [text.partition("=") for text in self.codec_models]
@@ -92,13 +98,14 @@ def check_directory(console: Console, arguments: Sequence[str], request: Request
     if len(arguments) > 1:
         raise ConfigError(f"'validate' takes one dataset, or configurations that end in .yaml: {' '.join(arguments)}")
     request.check_json_file()
+    level = request.level()
+    request.check_models(level)
     with (
         tempfile.TemporaryDirectory(prefix="sharmill-validate-") as scratch,
         ProgressListener(console) as listener,
     ):
         report = validate_dataset(
-            Path(arguments[0]), Path(scratch), listener, request.level(), workers=request.workers,
-            against=request.accounts(),
+            Path(arguments[0]), Path(scratch), listener, level, workers=request.workers, against=request.accounts(),
         )  # fmt: skip
     print_report(console, report)
     if request.json_file is not None:

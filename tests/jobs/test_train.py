@@ -96,12 +96,15 @@ def test_told_to_leave_it_saves_and_goes_on_with_other_ranks_and_workers(
     assert f"told to leave at step {left_at}" in printed
     before = [cut_id for rank in range(2) for ids in elastic.ids_by_step(rank).values() for cut_id in ids]
     every = Counter(cut.id for cut in open_shar(speech, []))
-    if len(before) >= len(every):
-        pytest.fail("it went on for more than an epoch before it left")
-    elastic.run(f"max_steps={left_at + 60}", "num_workers=0", ranks=1)
+    # A worker that is ahead may have begun the second epoch by then, but none the third.
+    assert len(before) < 1.5 * len(every), "it went on for too long before it left"
+    if loader is not None:
+        write_loader(tmp_path, speech, num_workers=0)
+    # One reader alone gives what is left of an epoch before it begins the next one.
+    elastic.run(f"max_steps={left_at + 90}", "num_workers=0", ranks=1)
     after = [cut_id for values in elastic.steps(0) if values["step"] > left_at for cut_id in values["ids"]]
-    # What the two ranks left of their epoch comes first, each cut once.
-    assert Counter(before + after[: len(every) - len(before)]) == every
+    # Each cut once in each of two epochs.
+    assert Counter(before + after[: 2 * len(every) - len(before)]) == every + every
 
 
 @pytest.mark.parametrize("where", ["in a process that reads", "in a step"])

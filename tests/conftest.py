@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,10 @@ from sharmill.engine.run import StageResult, run_stage
 from sharmill.executors.local import LocalExecutor
 from sharmill.manifest import Utterance
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
+
+# A shell starts what goes on in the background with this signal ignored, and every process of the tests would inherit
+# that: those of interrupts then fail.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TAG = "| Language:en Dataset:Tests Speaker:{} |"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +26,4 @@ def toy(options: str) -> int:
 
 
 if __name__ == "__main__":
-    # A shell starts what goes on in the background with this signal ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     main(["toy", sys.argv[1]])

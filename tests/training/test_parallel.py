@@ -215,10 +215,7 @@ def program(tmp_path):
         script = tmp_path / "program.py"
         main = "".join(f"    {line}\n" for line in lines)
         script.write_text(
-            "import signal\n"
             "import torch\n"
-            # A shell starts what goes on in the background with this signal ignored.
-            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "from dummies_work import slow, threads_of_torch\n"
             "from sharmill.training import parallel_map\n"
             f"if __name__ == '__main__':\n{main}"

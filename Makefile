@@ -24,7 +24,7 @@ test-cluster: venv
 
 # The seed is printed; the same one, and OUTPUT, go on where an interrupted run has stopped.
 torture: venv
-	PYTHONPATH=tests/dummies $(BIN)/python tests/faults/torture.py $(if $(SEED),--seed $(SEED)) \
+	PYTHONPATH=tests $(BIN)/python tests/faults/torture.py $(if $(SEED),--seed $(SEED)) \
 	  $(if $(KILLS),--kills $(KILLS)) $(if $(EVERY),--every $(EVERY)) $(if $(OUTPUT),--output $(OUTPUT))
 
 lint: venv
@@ -33,10 +33,10 @@ lint: venv
 	$(BIN)/mypy
 
 bench: venv
-	$(BIN)/python tests/bench_select.py
-	$(BIN)/python tests/bench_pipeline.py
-	$(BIN)/python tests/bench_reader.py
-	$(BIN)/python tests/bench_validate.py
+	$(BIN)/python tests/bench/bench_select.py
+	$(BIN)/python tests/bench/bench_pipeline.py
+	$(BIN)/python tests/bench/bench_reader.py
+	$(BIN)/python tests/bench/bench_validate.py
 
 venv:
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(WANTED)" ]; then $(MAKE) --no-print-directory install; fi

@@ -21,8 +21,8 @@ from train_config import TrainConfig
 
 from sharmill.config import load_typed
 from sharmill.errors import ConfigError
-from sharmill.executors.profile import ClusterProfile, load_profile
-from sharmill.executors.slurm_queue import outside_own_job
+from sharmill.executors.slurm.profile import ClusterProfile, load_profile
+from sharmill.executors.slurm.queue import outside_own_job
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SCRIPT = _ROOT / "jobs" / "sbatch" / "train.sbatch"

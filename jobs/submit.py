@@ -5,7 +5,7 @@ python jobs/submit.py stage1|stage2|stage3|prepare|validate|all CONFIG... --clus
 
 import sys
 
-from sharmill.cli import main
+from sharmill.cli.main import main
 
 if __name__ == "__main__":
     main(["submit", *sys.argv[1:]])

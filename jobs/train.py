@@ -37,7 +37,7 @@ from train_data import TEXT_SIZE, codes_sizes, end_readers, make_data
 
 from sharmill.config import load_typed
 from sharmill.errors import ConfigError
-from sharmill.store import write_atomic
+from sharmill.storage import write_atomic
 
 _CHECKPOINT = re.compile(r"step-(\d{9})\.pt")
 # The job before may be on its way out.

@@ -157,7 +157,7 @@ class MixedData:
         """The order of our datasets belongs to the whole training; that of other data, and the mixing, to the job."""
         from omegaconf import OmegaConf
 
-        from sharmill.training.multimodal.settings import resolve, sources_of
+        from sharmill.training.nemo.settings import resolve, sources_of
 
         loaded: Any = OmegaConf.load(str(self._config.loader))
         settings = resolve(loaded.get("train_ds", loaded))

@@ -5,7 +5,7 @@ python pipelines/encode_codes.py CONFIG... [KEY=VALUE...] [--restart]
 
 import sys
 
-from sharmill.cli import main
+from sharmill.cli.main import main
 
 if __name__ == "__main__":
     main(["run", *sys.argv[1:], "encode"])

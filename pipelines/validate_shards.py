@@ -5,7 +5,7 @@ python pipelines/validate_shards.py DATASET|CONFIG... [--deep] [--against MANIFE
 
 import sys
 
-from sharmill.cli import main
+from sharmill.cli.main import main
 
 if __name__ == "__main__":
     main(["validate", *sys.argv[1:]])

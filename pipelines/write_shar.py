@@ -5,7 +5,7 @@ python pipelines/write_shar.py CONFIG... [KEY=VALUE...] [--restart]
 
 import sys
 
-from sharmill.cli import main
+from sharmill.cli.main import main
 
 if __name__ == "__main__":
     main(["run", *sys.argv[1:], "write"])

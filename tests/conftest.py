@@ -16,16 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile as sf
+from support.paths import TESTS
 
 from sharmill.config import Config, to_config
 from sharmill.engine.run import StageResult, run_stage
-from sharmill.executors.local import LocalExecutor
+from sharmill.executors.local.executor import LocalExecutor
 from sharmill.manifest import Utterance
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
 
 # A shell starts what goes on in the background with this signal ignored, and every process of the tests would inherit
 # that: those of interrupts then fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Ranks, jobs and actors import toy stages from ``support``.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 TAG = "| Language:en Dataset:Tests Speaker:{} |"
 
@@ -196,7 +199,7 @@ def small_disk(tmp_path):
 @pytest.fixture(scope="session")
 def sharmill():
     """The function ``run_sharmill``: arguments of the command line -> a CompletedProcess with text output."""
-    from dummies_pipelines import run_sharmill
+    from support.pipelines import run_sharmill
 
     return run_sharmill
 
@@ -213,7 +216,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="session")
 def encodec(tmp_path_factory):
     """The folder of a tiny EnCodec."""
-    from dummies_pipelines import save_encodec
+    from support.pipelines import save_encodec
 
     return save_encodec(tmp_path_factory.mktemp("models") / "encodec")
 
@@ -221,7 +224,7 @@ def encodec(tmp_path_factory):
 @pytest.fixture(scope="session")
 def write_config(corpus, encodec):
     """Returns a function: folder, changes -> the path of a configuration over ``corpus`` with small units."""
-    from dummies_pipelines import write_config
+    from support.pipelines import write_config
 
     def write(folder: Path, **changes: Any) -> Path:
         return write_config(folder, corpus.manifest, corpus.audio_root, encodec, **changes)
@@ -238,7 +241,7 @@ def make_config(write_config):
 @pytest.fixture(scope="session")
 def local_outcomes(write_config, sharmill, tmp_path_factory):
     """What the local executor makes of two datasets, by their place in a call."""
-    from dummies_pipelines import outcome, second_dataset
+    from support.pipelines import outcome, second_dataset
 
     folder = tmp_path_factory.mktemp("local")
     configs = [write_config(folder / "a"), write_config(folder / "b", **second_dataset())]
@@ -252,7 +255,7 @@ def local_outcomes(write_config, sharmill, tmp_path_factory):
 @pytest.fixture
 def make_two_configs(make_config):
     """Returns a function: folder, changes -> the configurations of the datasets of ``local_outcomes``."""
-    from dummies_pipelines import second_dataset
+    from support.pipelines import second_dataset
 
     def make(folder: Path, **changes: Any) -> list[Path]:
         return [make_config(folder / "a", **changes), make_config(folder / "b", **second_dataset() | changes)]
@@ -263,7 +266,7 @@ def make_two_configs(make_config):
 @pytest.fixture(scope="session")
 def dataset_digest():
     """The function ``digest``: folder -> the checksum of every file by its name."""
-    from dummies_pipelines import digest
+    from support.pipelines import digest
 
     return digest
 
@@ -271,7 +274,7 @@ def dataset_digest():
 @pytest.fixture
 def project(tmp_path):
     """An empty project: a small corpus to be, with the stages that are run over it."""
-    from dummies_shar import Project
+    from support.shar import Project
 
     return Project(tmp_path)
 
@@ -282,7 +285,7 @@ def built(tmp_path_factory):
 
     Cut n has the context n + 1; some contexts are longer than their targets and some are shorter.
     """
-    from dummies_shar import Project, voice
+    from support.shar import Project, voice
 
     project = Project(tmp_path_factory.mktemp("built"))
     for number, seconds in enumerate([1.0, 2.005, 0.5, 3.1, 0.7, 1.3, 0.25]):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.paths import REPOSITORY
 
 from sharmill.config import STAGES, CodecConfig, load_config, resolve_stage, to_yaml
 from sharmill.errors import ConfigError
 
-REPOSITORY = Path(__file__).parents[1]
 BASE = "name: n\nrun_dir: r\ndataset_dir: d\nsources: [{manifest: m.json, audio_root: audio}]\n"
 
 

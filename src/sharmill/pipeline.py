@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from sharmill.audio import check_encoder
+from sharmill.audio.files import check_encoder
 from sharmill.config import STAGES, Config, ValidateConfig, to_yaml
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.run import Executor, Listener, StageResult, locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError, FatalError
-from sharmill.executors.local import LocalExecutor
-from sharmill.executors.ray import RayExecutor
+from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.ray.executor import RayExecutor
 from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.stage import MatchStage
 from sharmill.models import describe_codec, describe_speaker_encoder
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.paths import AudioRoot
 from sharmill.prepare.stage import PrepareStage
-from sharmill.redo import forget_damaged_units
 from sharmill.sources import open_source
-from sharmill.store import disk_errors, open_atomic, require_writable, write_atomic
-from sharmill.validate.accounts import Against
+from sharmill.storage import disk_errors, open_atomic, require_writable, write_atomic
+from sharmill.validate.accounts import ExpectedRecords
+from sharmill.validate.redo import forget_damaged_units
 from sharmill.validate.report import Report
 from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage
@@ -72,7 +72,7 @@ def _validate_stage(config: Config) -> ValidateStage:
     level, run_dir = config.validate, RunDir(Path(config.run_dir))
     against = None
     if level.against_sources:
-        against = Against(
+        against = ExpectedRecords(
             manifests=tuple(source.manifest for source in config.sources),
             rejects=(str(run_dir.rejects),),
             audio_roots=tuple(source.audio_root for source in config.sources),
@@ -193,7 +193,7 @@ def validate_dataset(
     level: ValidateConfig,
     *,
     workers: int | str = "auto",
-    against: Against | None = None,
+    against: ExpectedRecords | None = None,
 ) -> Report:
     """Checks a dataset that need not have a run directory; ``scratch`` is a folder for the time being.
 

@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from dummies_pipelines import REPOSITORY, command
+from support.paths import REPOSITORY
+from support.pipelines import command
 
 
 @pytest.fixture

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-REPOSITORY = Path(__file__).parents[2]
+from support.paths import REPOSITORY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

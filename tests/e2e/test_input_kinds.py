@@ -10,10 +10,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from odd_inputs import KINDS
-from odd_kinds import OUTPUT, Kind
-from odd_manifests import WHOLE_INPUTS
-from odd_run import OddRun, describe, read_cuts, run_kinds, run_sharmill, run_whole_input, without_privileges
+from support.odd_inputs import KINDS
+from support.odd_kinds import OUTPUT, Kind
+from support.odd_manifests import WHOLE_INPUTS
+from support.odd_run import OddRun, describe, read_cuts, run_kinds, run_sharmill, run_whole_input, without_privileges
 
 from sharmill.errors import REASONS
 from sharmill.shar import open_shar

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile as sf
+from support.paths import DATA, REPOSITORY
 
 from sharmill.shar import open_shar
 
-DATA = Path(__file__).parents[3] / "shared/data"
-CONFIG = Path(__file__).parents[2] / "configs/librispeech.yaml"
+CONFIG = REPOSITORY / "configs/librispeech.yaml"
 
 pytestmark = [
     pytest.mark.e2e,

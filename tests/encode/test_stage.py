@@ -8,7 +8,8 @@ from unittest import mock
 import msgspec
 import numpy as np
 import pytest
-from dummies_shar import (
+from lhotse import CutSet
+from support.shar import (
     Project,
     Silent,
     ToyCodec,
@@ -22,14 +23,13 @@ from dummies_shar import (
     snapshot,
     voice,
 )
-from lhotse import CutSet
 
-from sharmill import audio
+from sharmill.audio import files as audio
 from sharmill.config import CodecConfig
 from sharmill.encode.stage import EncodeStage, codes_dtype, sorted_fields
 from sharmill.engine.run import run_stage
 from sharmill.errors import ConfigError, DamagedShard, FatalError
-from sharmill.executors.local import LocalExecutor
+from sharmill.executors.local.executor import LocalExecutor
 from sharmill.shar import open_shar
 from sharmill.shar.fields import FieldWriter, Item, read_field
 from sharmill.shar.index import read_dataset

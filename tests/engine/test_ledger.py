@@ -7,7 +7,7 @@ import os
 import subprocess
 
 import pytest
-from toy_stage import ToyStage, output_bytes, run
+from support.toy_stage import ToyStage, output_bytes, run
 
 from sharmill.engine.ledger import LedgerWriter, read_ledger
 from sharmill.engine.plan import load

@@ -6,9 +6,9 @@ import multiprocessing
 import signal
 
 import pytest
-from toy_stage import ToyStage, output_bytes, run
+from support.toy_stage import ToyStage, output_bytes, run
 
-from sharmill.engine.plan import describe_differences, load, load_or_freeze
+from sharmill.engine.plan import describe_differences, load, read_or_make_plan
 from sharmill.errors import ConfigError
 
 
@@ -24,13 +24,13 @@ class TestFreeze:
 
     def test_what_is_loaded_is_what_was_planned(self, tmp_path):
         stage = ToyStage(tmp_path)
-        assert load_or_freeze(stage, restart=False) == load(stage) == load_or_freeze(stage, restart=False)
+        assert read_or_make_plan(stage, restart=False) == load(stage) == read_or_make_plan(stage, restart=False)
 
     def test_planner_killed_half_way_leaves_nothing_that_counts(self, tmp_path):
         stage = ToyStage(tmp_path)
         stage.mark("die_in_plan")
         process = multiprocessing.get_context("spawn").Process(
-            target=load_or_freeze, args=(stage,), kwargs={"restart": False}
+            target=read_or_make_plan, args=(stage,), kwargs={"restart": False}
         )
         process.start()
         process.join()
@@ -44,7 +44,7 @@ class TestFreeze:
         stage = ToyStage(tmp_path)
         monkeypatch.setattr(stage, "plan", lambda folder: iter([1 / 0 for _ in range(1)]))
         with pytest.raises(ZeroDivisionError):
-            load_or_freeze(stage, restart=False)
+            read_or_make_plan(stage, restart=False)
         assert list(stage.dir.path.iterdir()) == []
 
 

@@ -10,12 +10,12 @@ import threading
 
 import msgspec
 import pytest
-from toy_stage import RECORDS_PER_UNIT, ToyStage, output_bytes, run, wait_until
+from support.toy_stage import RECORDS_PER_UNIT, ToyStage, output_bytes, run, wait_until
 
 from sharmill.engine.progress import ProgressWriter, read_progress
 from sharmill.engine.run import locked, read_totals
 from sharmill.errors import ConfigError, FatalError
-from sharmill.store import path_aside
+from sharmill.storage import path_aside
 
 
 class TestAccounts:
@@ -266,8 +266,9 @@ class TestAtomic:
 
 
 def test_engine_imports_no_stage_no_audio_and_no_torch():
-    code = "import sys, sharmill.engine.run, sharmill.executors.local\nprint(*sorted(name for name in sys.modules))"
+    code = "import sys, sharmill.engine.run, sharmill.executors.local.executor\n"
+    code += "print(*sorted(name for name in sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {"torch", "soundfile", "lhotse", "librosa", "nemo", "ray", "sharmill.audio"}.isdisjoint(loaded)
+    assert {"torch", "soundfile", "lhotse", "librosa", "nemo", "ray", "sharmill.audio.files"}.isdisjoint(loaded)
     stages = ("prepare", "match", "write", "encode", "validate", "shar", "models", "sources")
     assert [name for name in loaded if name.startswith(tuple(f"sharmill.{stage}" for stage in stages))] == []

@@ -6,11 +6,11 @@ import time
 import tracemalloc
 
 import msgspec
-from toy_stage import ToyStage, run
+from support.toy_stage import ToyStage, run
 
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.unit import Commit, make_unit
-from sharmill.store import PublishedFile
+from sharmill.storage import PublishedFile
 
 LIMIT_MS_PER_UNIT = 50.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from toy_stage import GpuStage, run
+from support.toy_stage import GpuStage, run
 
 from sharmill.errors import ConfigError
 from sharmill.executors.devices import Device, plan_devices, visible_gpus
@@ -66,7 +66,7 @@ class TestVisibleGpus:
 class TestRestriction:
     @pytest.fixture
     def stage(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("sharmill.executors.local.visible_gpus", lambda: GPUS)
+        monkeypatch.setattr("sharmill.executors.local.executor.visible_gpus", lambda: GPUS)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(GPUS))
         return GpuStage(tmp_path, units=9, everywhere="environment:CUDA_VISIBLE_DEVICES")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from dummies_small_run import SmallRun
+from support.small_run import SmallRun
 
 
 @pytest.fixture(scope="session")

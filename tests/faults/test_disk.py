@@ -12,8 +12,8 @@ import shutil
 import subprocess
 
 import pytest
-from dummies_disk import KINDS, FaultyDisk, relaunch, trouble
-from dummies_small_run import STAGES
+from support.disk import KINDS, FaultyDisk, relaunch, trouble
+from support.small_run import STAGES
 
 # Many whole launches a test.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from dummies_kills import VICTIMS, torture
-from dummies_small_run import STAGES
+from support.kills import VICTIMS, torture
+from support.small_run import STAGES
 
 # Many whole launches a test.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -17,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dummies_disk import KINDS, FaultyDisk, relaunch, trouble
-from dummies_kills import VICTIMS, torture
-from dummies_small_run import STAGES, SmallRun
+from support.disk import KINDS, FaultyDisk, relaunch, trouble
+from support.kills import VICTIMS, torture
+from support.small_run import STAGES, SmallRun
 
 _MAX_KILLS_A_RUN = 3
 

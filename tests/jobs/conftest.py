@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from dummies_example import Example, make_example, make_speech
+from support.example import Example, make_example, make_speech
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import soundfile as sf
 import torch
-from dummies_shar import put, voice
+from support.shar import put, voice
 
+from sharmill.audio.segments import SegmentReader
 from sharmill.manifest import Segment
 from sharmill.match.embed import Embedder
 from sharmill.models import load_speaker_encoder
-from sharmill.segments import SegmentReader
 
 
 class LengthEncoder:

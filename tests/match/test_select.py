@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.paths import TESTS
 
 from sharmill.match.select import select_context
 
-BENCH = Path(__file__).parents[1] / "bench_select.py"
+BENCH = TESTS / "bench" / "bench_select.py"
 # Squares of similarities (with sign) that small integer vectors reach exactly, and some that they do not.
 SIGNED_SQUARES = [-1.0, -0.5, 0.0, 0.1, 0.2, 0.25, 0.36, 0.5, 0.64, 0.8, 0.9, 1.0, 1.5]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 import torch
-from dummies_shar import Project, lines, run, voice
+from support.shar import Project, lines, run, voice
 
 from sharmill.errors import ConfigError
 from sharmill.match.stage import MatchStage, matched_manifest

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-import dummies_models as dummies
 import pytest
 import torch
+from support import models as dummies
 
 from sharmill.models.nemo_checkpoint import quiet_nemo
 

@@ -13,12 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from dummies_pipelines import REPOSITORY
+from support.toy_stage import RecordingListener, is_running
 from tenacity import Retrying, stop_after_attempt
-from toy_stage import Heard, is_running
 
 from sharmill.engine.run import locked, run_stage
-from sharmill.executors.ray import RayExecutor
+from sharmill.executors.ray.executor import RayExecutor
 
 # Ray listens on all interfaces unless it takes itself for a cluster of one machine, which this makes it do. It is read
 # when Ray is imported.
@@ -65,9 +64,7 @@ def loopback():
 def cluster(ray_folder):
     """A cluster with one node of two CPUs; tests may add nodes and remove what they have added."""
     before = dict(os.environ)
-    # The actors' processes inherit it from their node: they import the toy stages too.
-    folders = [f"{REPOSITORY}/tests/engine", *filter(None, [before.get("PYTHONPATH")])]
-    os.environ.update(LOOPBACK, RAY_TMPDIR=str(ray_folder), PYTHONPATH=":".join(folders))
+    os.environ.update(LOOPBACK, RAY_TMPDIR=str(ray_folder))
     import ray
     from ray.cluster_utils import Cluster
 
@@ -102,7 +99,7 @@ def on_ray(cluster):
 
     def run(stage, workers="auto", *, max_reject_fraction=0.5, **options):
         stages.append(stage)
-        heard = Heard()
+        heard = RecordingListener()
         executor = RayExecutor(workers=workers, address=cluster.address, **options)
         with locked(stage.run_dir):
             result = run_stage(stage, executor, heard, max_reject_fraction=max_reject_fraction)

@@ -9,12 +9,12 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from toy_stage import ToyStage, is_running, output_bytes, run, wait_until
+from support.paths import TESTS
+from support.toy_stage import ToyStage, is_running, output_bytes, run, wait_until
 
-DRIVER = Path(__file__).with_name("ray_driver.py")
+DRIVER = TESTS / "support" / "ray_driver.py"
 
 
 def ledger_counts(stage) -> Counter[int]:

@@ -6,7 +6,7 @@ import os
 import sys
 
 import pytest
-from toy_stage import GpuStage, ToyStage, Unloadable, output_bytes, run
+from support.toy_stage import GpuStage, ToyStage, Unloadable, output_bytes, run
 
 from sharmill.config import ExecutorConfig
 from sharmill.engine.ledger import read_ledger

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from dummies_pipelines import REPOSITORY, damage, outcome
-from toy_stage import wait_until
+from support.paths import REPOSITORY
+from support.pipelines import damage, outcome
+from support.toy_stage import wait_until
 
-from sharmill.executors.ray_node import free_port
+from sharmill.executors.ray.node import free_port
 
 
 def run_to_end(command: list, **options) -> subprocess.CompletedProcess[str]:

@@ -17,9 +17,9 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
-import odd_audio as odd
 import pytest
-from dummies_shar import copy, lines, reindex, rewrite, run, snapshot
+from support import odd_audio as odd
+from support.shar import copy, lines, reindex, rewrite, run, snapshot
 
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import DamagedShard
@@ -245,8 +245,7 @@ def bounded(dataset: Path) -> subprocess.CompletedProcess[str]:
 import resource, sys
 from pathlib import Path
 import lhotse, torch, torchaudio
-sys.path.insert(0, sys.argv[2])
-from dummies_shar import run
+from support.shar import run
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import DamagedShard
 from sharmill.shar import open_shar
@@ -264,7 +263,7 @@ stage = ValidateStage(dataset, RunDir(dataset.parent / "check"), deep=True)
 result = run(stage)
 print(sorted({finding.code for finding in stage.findings()}) if result.ok else result.failures)
 """
-    command = [sys.executable, "-c", script, str(dataset), str(Path(__file__).parents[1] / "dummies")]
+    command = [sys.executable, "-c", script, str(dataset)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

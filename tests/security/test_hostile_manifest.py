@@ -12,18 +12,18 @@ import unicodedata
 
 import msgspec
 import pytest
-from dummies_shar import Project, lines, put, reindex, rewrite, run, voice
+from support.shar import Project, lines, put, reindex, rewrite, run, voice
 
-from sharmill.cli import main
+from sharmill.audio.segments import SegmentReader
+from sharmill.cli.main import main
+from sharmill.cli.terminal import plain
 from sharmill.config import to_yaml
-from sharmill.engine.worker import UnitError
+from sharmill.engine.worker import FailedAttempt
 from sharmill.errors import RejectRecord
-from sharmill.executors.logs import logging_to
+from sharmill.executors.logs import logging_to, printable
 from sharmill.manifest import Segment
 from sharmill.match.stage import matched_manifest
-from sharmill.segments import SegmentReader
 from sharmill.shar import open_shar
-from sharmill.terminal import plain, printable
 from sharmill.write.stage import WriteStage
 
 # Clears the screen, names the window, rings, turns the line around, ends the line; C1 controls; HTML; rich's markup.
@@ -105,7 +105,7 @@ def test_units_that_fail_say_nothing_to_the_terminal(project, capsys):
     config = write_config(project)
     assert command_line(capsys, "run", config, "prepare")[0] == 0
     failures = project.run_dir / "prepare/failures.jsonl"
-    failures.write_bytes(msgspec.json.encode(UnitError(0, f"OSError: {NASTY}", "")) + b"\n")
+    failures.write_bytes(msgspec.json.encode(FailedAttempt(0, f"OSError: {NASTY}", "")) + b"\n")
     status, said = command_line(capsys, "status", project.run_dir)
     assert (status, controls(said)) == (0, [])
     assert "<script>alert(1)</script>[red]x[/red]" in said

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from dummies_models import save_encodec, save_nemo_speaker
+from support.models import save_encodec, save_nemo_speaker
 
 from sharmill.errors import ConfigError
 from sharmill.models import load_codec, load_speaker_encoder

@@ -6,13 +6,12 @@ No cluster is started here; ``tests/ray`` has one, on 127.0.0.1.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from support.paths import REPOSITORY
 
-from sharmill.executors.ray_node import LOOPBACK_VARIABLE, node_command
+from sharmill.executors.ray.node import LOOPBACK_VARIABLE, node_command
 
-REPOSITORY = Path(__file__).parents[2]
 SOURCES = [path for folder in ("src", "jobs", "pipelines") for path in sorted((REPOSITORY / folder).rglob("*"))
            if path.suffix in (".py", ".sbatch", ".sh")]  # fmt: skip
 SERVER = re.compile(r"\.listen\(|http\.server|socketserver|TCPServer|start_server|uvicorn|flask|\.serve\(", re.I)
@@ -49,7 +48,7 @@ def test_no_node_listens_on_every_address_by_its_options(head):
 
 def test_a_cluster_in_an_allocation_asks_for_a_token_of_its_own():
     script = (REPOSITORY / "jobs/sbatch/ray.sbatch").read_text()
-    started = script.index('sharmill.executors.ray_node "$head_address"')
+    started = script.index('sharmill.executors.ray.node "$head_address"')
     assert script.index("export RAY_AUTH_MODE=token") < started
     assert script.index("secrets.token_hex(32)") < started
     # Where all nodes are one machine, Ray is told to believe it.

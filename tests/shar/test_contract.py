@@ -9,10 +9,10 @@ import math
 import numpy as np
 import pytest
 import soundfile as sf
-from dummies_shar import TAG, lines, shar_fields, voice
 from lhotse import CutSet, MonoCut, compute_num_samples
 from lhotse.array import Array, TemporalArray
 from lhotse.qa import validate
+from support.shar import TAG, lines, shar_fields, voice
 
 from sharmill.shar import open_shar
 
@@ -22,7 +22,7 @@ LONG = "deep/" * 30 + "utterance"
 @pytest.fixture(scope="module")
 def contract(tmp_path_factory):
     """Six cuts with offsets, further keys, long ids, contexts longer and shorter than their targets, 22.05 kHz."""
-    from dummies_shar import Project
+    from support.shar import Project
 
     project = Project(tmp_path_factory.mktemp("contract"))
     long = voice(6.0, rate=22050, seed=1)

@@ -7,12 +7,12 @@ import random
 
 import numpy as np
 import pytest
-from dummies_shar import voice
 from lhotse import CutSet, Fbank, MonoCut, MultiCut, Recording, SupervisionSegment
 from lhotse.array import Array, TemporalArray
 from lhotse.features.io import MemoryRawWriter, NumpyFilesWriter
+from support.shar import voice
 
-from sharmill.audio import encode
+from sharmill.audio.files import encode
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.fields import FieldWriter, Item, array_to_bytes, write_cuts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dummies_reader import make_dataset, numbers
-from dummies_schedules import CONTEXT, PRELOAD, run_schedule
 from lhotse.dataset import DynamicBucketingSampler, DynamicCutSampler
+from support.reader import make_dataset, numbers
+from support.schedules import CONTEXT, PRELOAD, run_schedule
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.errors import ConfigError

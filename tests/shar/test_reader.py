@@ -7,9 +7,9 @@ import pickle
 
 import numpy as np
 import pytest
-from dummies_reader import make_dataset
-from dummies_shar import ToyCodec, copy, lines, reindex, rewrite, voice
 from lhotse import CutSet
+from support.reader import make_dataset
+from support.shar import ToyCodec, copy, lines, reindex, rewrite, voice
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar

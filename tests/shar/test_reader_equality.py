@@ -9,9 +9,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from dummies_reader import make_dataset
-from dummies_shar import shar_fields, voice
 from lhotse import AudioSource, CutSet
+from support.reader import make_dataset
+from support.shar import shar_fields, voice
 
 from sharmill.errors import DamagedShard
 from sharmill.shar import open_shar
@@ -58,7 +58,7 @@ def test_arrays_differ_where_their_content_does(pairs):
 
 @pytest.fixture(scope="module", params=["flac", "wav", "mp3", "opus"])
 def formats(request, tmp_path_factory):
-    from dummies_shar import Project
+    from support.shar import Project
 
     project = Project(tmp_path_factory.mktemp(request.param))
     for number, seconds in enumerate([1.0, 2.005, 0.5]):

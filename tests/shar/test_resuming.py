@@ -8,9 +8,9 @@ from collections import Counter
 from itertools import islice
 
 import pytest
-from dummies_reader import make_dataset, numbers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.reader import make_dataset, numbers
 
 from sharmill.errors import ConfigError
 from sharmill.shar import merge_states, open_shar

@@ -10,13 +10,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from dummies_shar import copy, snapshot
+from support.shar import copy, snapshot
 
 from sharmill.errors import DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.sidecars import indexed_shar, write_sidecars
-from sharmill.validate.subject import read_subject
-from sharmill.validate.whole import check_strays
+from sharmill.validate.across_shards import check_strays
+from sharmill.validate.checked_dataset import read_checked_dataset
 
 READ = """
 import json, sys
@@ -92,7 +92,7 @@ def test_the_checker_knows_them_and_the_reader_does_not_mind(dataset):
 
 
 def strays(dataset):
-    return [finding.file for finding in check_strays(read_subject(dataset))]
+    return [finding.file for finding in check_strays(read_checked_dataset(dataset))]
 
 
 def test_a_damaged_archive_gets_no_index(dataset):

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_cluster import SleepyStage, ToyChain, cancel_all, make_profile
+from support.toy_cluster import SleepyStage, ToyChain, cancel_all, make_profile
 
 from sharmill.config import to_config
-from sharmill.executors.profile import ClusterProfile
+from sharmill.executors.slurm.profile import ClusterProfile
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

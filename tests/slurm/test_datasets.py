@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from dummies_pipelines import damage, outcome
-from toy_cluster import REPOSITORY, slurm
-from toy_stage import wait_until
+from support.paths import REPOSITORY
+from support.pipelines import damage, outcome
+from support.toy_cluster import slurm
+from support.toy_stage import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

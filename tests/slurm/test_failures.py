@@ -8,15 +8,15 @@ import sys
 from dataclasses import replace
 
 import pytest
-from toy_cluster import SETUP, make_profile, slurm
-from toy_stage import output_bytes, wait_until
+from support.toy_cluster import SETUP, make_profile, slurm
+from support.toy_stage import output_bytes, wait_until
 
-from sharmill.chain import read_state, wait_for_end
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load
 from sharmill.errors import ConfigError, FatalError
-from sharmill.executors import slurm as slurm_executor
-from sharmill.executors.slurm_queue import queued_jobs
+from sharmill.executors.slurm import executor as slurm_executor
+from sharmill.executors.slurm.chain import read_state, wait_for_end
+from sharmill.executors.slurm.queue import queued_jobs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -137,7 +137,7 @@ SUBMIT = """
 import sys
 from pathlib import Path
 import cloudpickle, os, signal
-from sharmill.executors.slurm import SlurmExecutor
+from sharmill.executors.slurm.executor import SlurmExecutor
 chain = cloudpickle.loads(Path(sys.argv[1]).read_bytes())
 def die(self, name, ranks):
     os.kill(os.getpid(), signal.SIGKILL)

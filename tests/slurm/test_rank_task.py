@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
-from toy_cluster import SleepyStage
+from support.paths import REPOSITORY
+from support.toy_cluster import SleepyStage
 
 from sharmill.engine.attempts import AttemptLog, Attempts
-from sharmill.engine.plan import load_or_freeze
+from sharmill.engine.plan import read_or_make_plan
 from sharmill.errors import ConfigError, FatalError
-from sharmill.executors import rank_task
-from sharmill.executors.profile import load_profile
-from sharmill.executors.rank_task import RankTask
+from sharmill.executors.slurm import task as rank_task
+from sharmill.executors.slurm.profile import load_profile
+from sharmill.executors.slurm.task import RankTask
 
-CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
+CLUSTERS = REPOSITORY / "configs" / "clusters"
 
 
 @pytest.fixture
 def stage(tmp_path):
     stage = SleepyStage(tmp_path, units=2)
-    load_or_freeze(stage, restart=False)
+    read_or_make_plan(stage, restart=False)
     return stage
 
 
@@ -62,7 +62,7 @@ def test_too_many_rejects_stop_the_stage_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_task, "_SECONDS_BETWEEN_LEDGERS", 0.0)
     monkeypatch.setattr(rank_task, "_LEDGER_SHARE", 0.0)
     stage = SleepyStage(tmp_path, units=8, everywhere="reject:too_short,too_short")
-    load_or_freeze(stage, restart=False)
+    read_or_make_plan(stage, restart=False)
     with pytest.raises(FatalError, match="toy stopped: 14 of 24 records are rejected, more than max_reject_fraction"):
         RankTask(stage, 0, list(range(8)), "cpu", max_reject_fraction=0.5)()
     assert sum(stage.begun().values()) == 7
@@ -71,7 +71,7 @@ def test_too_many_rejects_stop_the_stage_at_once(tmp_path, monkeypatch):
 
 def test_the_rejects_of_other_ranks_count(tmp_path):
     stage = SleepyStage(tmp_path, units=4, everywhere="reject:too_short,too_short")
-    load_or_freeze(stage, restart=False)
+    read_or_make_plan(stage, restart=False)
     RankTask(stage, 0, [0], "cpu", max_reject_fraction=0.4)()
     with pytest.raises(FatalError, match="4 of 12 records are rejected"):
         RankTask(stage, 1, [1, 2, 3], "cpu", max_reject_fraction=0.3)()
@@ -80,7 +80,7 @@ def test_the_rejects_of_other_ranks_count(tmp_path):
 
 def test_the_ledger_is_not_read_after_every_unit(tmp_path):
     stage = SleepyStage(tmp_path, units=8, everywhere="reject:too_short,too_short")
-    load_or_freeze(stage, restart=False)
+    read_or_make_plan(stage, restart=False)
     assert RankTask(stage, 0, list(range(8)), "cpu", max_reject_fraction=0.5)() == 8
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 
 import pytest
-from toy_cluster import (
+from support.toy_cluster import (
     KILL_NODE,
     assert_same_as_local,
     make_profile,
@@ -17,12 +17,12 @@ from toy_cluster import (
     slurm,
     wait_for_units,
 )
-from toy_stage import wait_until
+from support.toy_stage import wait_until
 
-from sharmill.chain import wait_for_end
 from sharmill.engine.progress import read_progress
-from sharmill.executors.slurm import is_step
-from sharmill.executors.slurm_queue import queued_jobs
+from sharmill.executors.slurm.chain import wait_for_end
+from sharmill.executors.slurm.executor import is_step
+from sharmill.executors.slurm.queue import queued_jobs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -7,15 +7,15 @@ import time
 from dataclasses import replace
 
 import pytest
-from toy_cluster import assert_same_as_local, make_profile, running_ranks, slurm
-from toy_stage import wait_until
+from support.toy_cluster import assert_same_as_local, make_profile, running_ranks, slurm
+from support.toy_stage import wait_until
 
-from sharmill.chain import read_state, wait_for_end
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.run import locked
 from sharmill.errors import ConfigError
-from sharmill.executors.slurm import is_step
-from sharmill.executors.slurm_queue import outside_own_job, queued_jobs
+from sharmill.executors.slurm.chain import read_state, wait_for_end
+from sharmill.executors.slurm.executor import is_step
+from sharmill.executors.slurm.queue import outside_own_job, queued_jobs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

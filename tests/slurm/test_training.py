@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from dummies_example import REPOSITORY, make_example, make_speech
+from support.example import make_example, make_speech
+from support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slurm
 

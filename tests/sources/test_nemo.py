@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sharmill.errors import ConfigError
 from sharmill.sources.nemo import NemoSource, expand_shards
-from sharmill.store import checksum
+from sharmill.storage import checksum
 
 LINE = b'{"audio_filepath": "a.wav"}\n'
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from dummies_corpora import make_corpora
-from dummies_shar import Project, voice
+from support.corpora import make_corpora
+from support.shar import Project, voice
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,11 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from dummies_shar import ToyCodec, shar_fields, voice
 from lhotse import CutSet
 from lhotse.array import TemporalArray
 from lhotse.dataset import DynamicCutSampler, SimpleCutSampler
 from lhotse.utils import fastcopy
+from support.shar import ToyCodec, shar_fields, voice
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.errors import ConfigError

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "src/sharmill/training/README.md"
-README = ROOT / "README.md"
+PAGE = REPOSITORY / "src/sharmill/training/README.md"
+README = REPOSITORY / "README.md"
 
 
 def run_blocks(page: Path) -> dict[str, Any]:

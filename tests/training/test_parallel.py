@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
-import dummies_work
 import pytest
 import torch
-from dummies_work import (
+from lhotse import CutSet
+from lhotse.dataset import DynamicCutSampler
+from support.paths import TESTS
+from support.work import (
     NotHere,
     broken,
     end,
@@ -29,8 +30,6 @@ from dummies_work import (
     samples,
     unpicklable,
 )
-from lhotse import CutSet
-from lhotse.dataset import DynamicCutSampler
 
 from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.shar import open_shar
@@ -209,14 +208,14 @@ def test_an_interrupt_ends_everything_quietly(program, send):
 @pytest.fixture
 def program(tmp_path):
     """Starts a program of its own group of processes with these lines."""
-    folder = Path(dummies_work.__file__).parent
+    folder = TESTS
 
     def start(*lines):
         script = tmp_path / "program.py"
         main = "".join(f"    {line}\n" for line in lines)
         script.write_text(
             "import torch\n"
-            "from dummies_work import slow, threads_of_torch\n"
+            "from support.work import slow, threads_of_torch\n"
             "from sharmill.training import parallel_map\n"
             f"if __name__ == '__main__':\n{main}"
         )

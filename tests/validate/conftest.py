@@ -30,7 +30,7 @@ def finished(tmp_path_factory):
 
 
 def _build(folder: Path, name: str, rate: int, samples_per_frame: int, speaker: str) -> None:
-    from dummies_shar import Project, ToyCodec, voice
+    from support.shar import Project, ToyCodec, voice
 
     project = Project(folder / ("project" if name == "dataset" else f"{name}.project"))
     project.folder.mkdir()

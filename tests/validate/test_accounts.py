@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from dummies_shar import TAG, lines, rewrite, run, voice
 from hypothesis import given
 from hypothesis import strategies as st
+from support.shar import TAG, lines, rewrite, run, voice
 
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.shar.fields import read_cuts
-from sharmill.validate.accounts import Against, _difference, _hash_record, record_hash
+from sharmill.validate.accounts import ExpectedRecords, _difference, _hash_record, record_hash
 from sharmill.validate.stage import ValidateStage
 
 
@@ -23,7 +23,7 @@ def account(project, scratch, **changes):
         "rejects": tuple(str(path) for path in sorted(project.run_dir.glob("*/rejects.jsonl"))),
         "audio_roots": (str(project.root),),
     }
-    stage = ValidateStage(project.dataset, RunDir(scratch), against=Against(**(options | changes)))
+    stage = ValidateStage(project.dataset, RunDir(scratch), against=ExpectedRecords(**(options | changes)))
     assert run(stage).ok
     return [(f.code, f.shard, f.member) for f in stage.findings() if f.code.endswith("_record")]
 
@@ -104,7 +104,9 @@ def test_of_a_manifest_that_was_not_given_all_is_unknown_and_only_a_warning(many
         account(many_kinds, tmp_path / "check", manifests=(str(other),))
     record = {"audio_filepath": "x.wav", "duration": 1.0, "speaker": TAG.format("x"), "text": "x"}
     other.write_text(json.dumps(record) + "\n")
-    stage = ValidateStage(many_kinds.dataset, RunDir(tmp_path / "check"), against=Against(manifests=(str(other),)))
+    stage = ValidateStage(
+        many_kinds.dataset, RunDir(tmp_path / "check"), against=ExpectedRecords(manifests=(str(other),))
+    )
     assert run(stage).ok
     report = stage.report()
     counts = {kind.code: (kind.severity, kind.count) for kind in report.kinds}

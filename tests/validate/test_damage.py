@@ -11,15 +11,15 @@ import random
 import re
 
 import pytest
-from damage_content import CONTENT_DAMAGED, DESCRIPTION_DAMAGED, RECORDS_LOST
-from damage_structure import DIRECTORY_DAMAGED, FILES_DAMAGED
-from dummies_damage import FILES, change_codec, change_description, index_as_written
-from dummies_shar import ToyCodec, copy, run, snapshot
+from support.damage import FILES, change_codec, change_description, index_as_written
+from support.damage_content import CONTENT_DAMAGED, DESCRIPTION_DAMAGED, RECORDS_LOST
+from support.damage_structure import DIRECTORY_DAMAGED, FILES_DAMAGED
+from support.shar import ToyCodec, copy, run, snapshot
 
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
-from sharmill.validate.accounts import Against
+from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.stage import ValidateStage
 
 IN_TWO_WAYS = FILES_DAMAGED | CONTENT_DAMAGED
@@ -32,7 +32,9 @@ LEVELS = {
     "default": lambda dataset: {},
     "deep": lambda dataset: {"deep": True},
     "recheck-codes": lambda dataset: {"recheck_codes": 1.0},
-    "against": lambda dataset: {"against": Against(manifests=(str(dataset.with_name("project") / "small.json"),))},
+    "against": lambda dataset: {
+        "against": ExpectedRecords(manifests=(str(dataset.with_name("project") / "small.json"),))
+    },
 }
 FIELDS = ["target_audio", "context_audio", "target_codes", "context_codes"]
 CHANGED_BYTES = {"wrong_size", "wrong_checksum"}

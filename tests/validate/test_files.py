@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sharmill import audio
+from sharmill.audio import files as audio
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.shar.fields import FieldWriter, Item, read_field
-from sharmill.store import checksum
+from sharmill.storage import checksum
 from sharmill.validate.files import FileReader, _walk
-from sharmill.validate.sound import probe
+from sharmill.validate.levels import probe
 
 
 def strict(path):

@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from dummies_shar import copy, lines, put, rewrite, run, snapshot, voice
 from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
+from support.shar import copy, lines, put, rewrite, run, snapshot, voice
 
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, DamagedShard

@@ -6,13 +6,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from dummies_shar import Project, ToyCodec, copy, run, voice
+from support.shar import Project, ToyCodec, copy, run, voice
 
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.shar.fields import FieldWriter, Item, array_from_bytes, array_to_bytes, read_field
+from sharmill.validate.levels import MAX_CLIPPING_SHARE, MAX_SILENCE_SHARE, listen
 from sharmill.validate.recheck import MAX_DIFFERENT_CODES
-from sharmill.validate.sound import MAX_CLIPPING_SHARE, MAX_SILENCE_SHARE, listen
 from sharmill.validate.stage import ValidateStage
 
 
@@ -27,7 +27,7 @@ def kinds(report):
 
 
 def heard(samples, rate=16000):
-    from sharmill import audio
+    from sharmill.audio import files as audio
 
     return listen(Item("x", "wav", audio.encode(samples.astype(np.float32), rate, "wav"), {}))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from dummies_shar import Project, ToyCodec, lines, loading, put, rewrite, run, snapshot, voice
+from support.shar import Project, ToyCodec, lines, loading, put, rewrite, run, snapshot, voice
 
 from sharmill.config import CodecConfig
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine import ledger
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
-from sharmill.redo import forget_damaged_units
+from sharmill.validate.redo import forget_damaged_units
 from sharmill.validate.report import Redo, encode_report, read_report
 from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage

@@ -6,8 +6,8 @@ import os
 
 import numpy as np
 import pytest
-from dummies_damage import CODES, CUTS, TARGETS, change_codes, change_item, change_items, flip_bit, swap_items
-from dummies_shar import Project, ToyCodec, copy, lines, loading, put, reindex, run, snapshot, voice
+from support.damage import CODES, CUTS, TARGETS, change_codes, change_item, change_items, flip_bit, swap_items
+from support.shar import Project, ToyCodec, copy, lines, loading, put, reindex, run, snapshot, voice
 
 from sharmill.config import CodecConfig
 from sharmill.encode.stage import EncodeStage

@@ -8,14 +8,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import soundfile as sf
-from dummies_shar import put, voice
 from lhotse import Recording
+from support.shar import put, voice
 
-from sharmill import audio
+from sharmill.audio import files as audio
+from sharmill.audio.segments import SegmentReader
 from sharmill.config import WriteConfig
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Segment
-from sharmill.segments import SegmentReader
 from sharmill.write.encoder import SegmentEncoder
 
 SAMPLES = voice(1.0)
@@ -182,7 +182,7 @@ def test_an_error_of_the_machine_is_no_reject(root):
 def test_each_segment_is_made_once_and_forgotten_after_its_last_use(root):
     uses = [part("a.wav", 0.1, 0.5), whole("a.flac"), part("a.wav", 0.1, 0.5), part("a.wav", 0.2, 0.5)]
     encoder = SegmentEncoder(WriteConfig(), SegmentReader((root,)), uses)
-    with mock.patch("sharmill.audio.encode", wraps=audio.encode) as encode:
+    with mock.patch("sharmill.audio.files.encode", wraps=audio.encode) as encode:
         stored = [encoder(segment) for segment in uses]
     assert encode.call_count == 2
     assert stored[0] is stored[2]
@@ -192,7 +192,7 @@ def test_each_segment_is_made_once_and_forgotten_after_its_last_use(root):
 def test_a_reject_too_is_found_once(root):
     uses = [whole("gone.wav")] * 3
     encoder = SegmentEncoder(WriteConfig(), SegmentReader((root,)), uses)
-    with mock.patch("sharmill.audio.probe", wraps=audio.probe) as probe:
+    with mock.patch("sharmill.audio.files.probe", wraps=audio.probe) as probe:
         for segment in uses:
             with pytest.raises(RejectRecord):
                 encoder(segment)

@@ -7,10 +7,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from dummies_shar import Project, lines, put, run, shar_fields, snapshot, voice
 from lhotse import CutSet
+from support.shar import Project, lines, put, run, shar_fields, snapshot, voice
 
-from sharmill import audio
+from sharmill.audio import files as audio
 from sharmill.errors import ConfigError
 from sharmill.manifest import Utterance
 from sharmill.match.stage import matched_manifest
@@ -73,7 +73,7 @@ def test_whole_files_are_copied_byte_for_byte_into_the_shards(project):
 
 def test_a_segment_is_encoded_once_in_a_unit_be_it_target_or_context(project):
     fill(project, 6, "wav")
-    with mock.patch("sharmill.audio.encode", wraps=audio.encode) as encode:
+    with mock.patch("sharmill.audio.files.encode", wraps=audio.encode) as encode:
         project.write([1, 0, 0, 0, 0, 0])
     assert encode.call_count == 6
 

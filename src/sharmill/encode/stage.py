@@ -9,9 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from sharmill import audio
-from sharmill.ahead import map_ahead
-from sharmill.batches import pad, padded_batches
+from sharmill.audio import files as audio
 from sharmill.config import CodecConfig, Config
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
@@ -19,9 +17,11 @@ from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed
 from sharmill.models import describe_codec, load_codec
+from sharmill.models.batches import pad, padded_batches
+from sharmill.models.determinism import make_deterministic
 from sharmill.models.names import parse_codec_name
 from sharmill.models.protocols import Codec
-from sharmill.models.ranks import settle_torch
+from sharmill.prefetch import prefetch
 from sharmill.shar.fields import FieldWriter, Item, array_to_bytes, read_field
 from sharmill.shar.index import (
     CodecRecord,
@@ -45,7 +45,7 @@ from sharmill.shar.layout import (
 )
 from sharmill.shar.manifests import make_array, make_temporal_array
 from sharmill.shar.ownership import was_planned_for
-from sharmill.store import Staging, checksum, remove_tree
+from sharmill.storage import Staging, checksum, remove_tree
 
 
 class EncodeStage(Stage):
@@ -83,7 +83,7 @@ class EncodeStage(Stage):
             yield make_unit(shard.index, cost=cost, size=shard.count, params=params)
 
     def setup(self, device: str) -> None:
-        self._threads = settle_torch(device)
+        self._threads = make_deterministic(device)
         self._codec = load_codec(self.codec_config.model, device)
 
     def process(self, unit: Unit, staging: Staging) -> Output:
@@ -173,7 +173,7 @@ class EncodeStage(Stage):
         padded_frames = self.batch_seconds * codec.sampling_rate / codec.samples_per_frame
         batches = padded_batches(frames, padded_frames, equal_only=codec.equal_lengths_only)
         in_order = [items[index] for batch in batches for index in batch]
-        loaded = map_ahead(
+        loaded = prefetch(
             lambda item: _load(item, codec.sampling_rate),
             in_order,
             threads=self._threads,

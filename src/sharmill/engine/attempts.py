@@ -12,8 +12,8 @@ from uuid import uuid4
 
 import msgspec
 
-from sharmill.engine.worker import UnitError
-from sharmill.store import stopping_errors, write_atomic
+from sharmill.engine.worker import FailedAttempt
+from sharmill.storage import stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class AttemptLog:
         """The attempt was broken off for no fault of the unit, and does not count."""
         self._append(_Note(unit, given_up=True))
 
-    def fail(self, error: UnitError) -> None:
+    def fail(self, error: FailedAttempt) -> None:
         """The attempt that was begun has failed with an error."""
         self._append(_Note(error.index, message=error.message, traceback=error.traceback))
 
@@ -79,7 +79,7 @@ class Attempts:
 
     def __init__(self, folder: Path) -> None:
         self.counts: Counter[int] = Counter()
-        self.errors: dict[int, UnitError] = {}
+        self.errors: dict[int, FailedAttempt] = {}
         self.trouble = ""
         self.stopped = _stopped_path(folder).read_text() if _stopped_path(folder).exists() else ""
         for path in sorted(folder.glob("*.jsonl")):
@@ -97,7 +97,7 @@ class Attempts:
         if note.unit == _NO_UNIT:
             self.trouble = note.message
         elif note.message:
-            self.errors[note.unit] = UnitError(note.unit, note.message, note.traceback)
+            self.errors[note.unit] = FailedAttempt(note.unit, note.message, note.traceback)
         else:
             self.counts[note.unit] += -1 if note.given_up else 1
 

@@ -18,7 +18,7 @@ import msgspec
 from sharmill.engine.plan import load
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
-from sharmill.store import fsync_directory, stopping_errors, write_atomic
+from sharmill.storage import fsync_directory, stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import msgspec
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError
-from sharmill.store import publish_directory, remove_tree, stopping_errors
+from sharmill.storage import publish_directory, remove_tree, stopping_errors
 
 _unit_decoder = msgspec.json.Decoder(Unit)
 
 
-def load_or_freeze(stage: Stage, *, restart: bool) -> list[Unit]:
+def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     """The units of the stage's plan; the plan is made if there is none.
 
     Raises:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from sharmill.store import path_aside, stopping_errors
+from sharmill.storage import path_aside, stopping_errors
 
 INTERVAL_SECONDS = 10.0
 

@@ -13,13 +13,13 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from sharmill.engine.ledger import outputs_in_place, read_ledger, read_revoked
-from sharmill.engine.plan import load_or_freeze
+from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Totals, Unit
-from sharmill.engine.worker import UnitError
+from sharmill.engine.worker import FailedAttempt
 from sharmill.errors import REASONS, ConfigError, FatalError
-from sharmill.store import (
+from sharmill.storage import (
     PROBE,
     open_atomic,
     remove_asides,
@@ -39,7 +39,7 @@ class Listener(Protocol):
 
     def unit_done(self, unit: Unit, commit: Commit) -> None: ...
 
-    def unit_failed(self, unit: Unit, error: UnitError, attempts: int) -> None: ...
+    def unit_failed(self, unit: Unit, error: FailedAttempt, attempts: int) -> None: ...
 
     def stage_ended(self, stage: Stage, result: StageResult) -> None: ...
 
@@ -47,7 +47,7 @@ class Listener(Protocol):
 class Executor(Protocol):
     """Runs the worker loop on ranks."""
 
-    def run(self, stage: Stage, units: Sequence[Unit], listener: Listener) -> dict[int, UnitError]:
+    def run(self, stage: Stage, units: Sequence[Unit], listener: Listener) -> dict[int, FailedAttempt]:
         """Does the units and returns those that failed for good. Calls ``listener.unit_done`` for each commit.
 
         Raises:
@@ -60,7 +60,7 @@ class StageResult:
     """How a stage ended: its totals, or the units that failed."""
 
     totals: Totals | None
-    failures: dict[int, UnitError] = field(default_factory=dict)
+    failures: dict[int, FailedAttempt] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -88,7 +88,7 @@ class RejectGuard:
         self._reasons.update(commit.rejects)
         self.check(self._reasons)
 
-    def unit_failed(self, unit: Unit, error: UnitError, attempts: int) -> None:
+    def unit_failed(self, unit: Unit, error: FailedAttempt, attempts: int) -> None:
         self._listener.unit_failed(unit, error, attempts)
 
     def stage_ended(self, stage: Stage, result: StageResult) -> None:
@@ -144,7 +144,7 @@ def run_stage(
         FatalError: the stage stopped: too many rejects, a full disk, accounts that do not add up.
     """
     require_writable(stage.run_dir.path)
-    units = load_or_freeze(stage, restart=restart)
+    units = read_or_make_plan(stage, restart=restart)
     _remove_leftovers(stage)
     commits, missing = _outstanding(stage, units, check=units)
     if missing or not stage.is_finalized():
@@ -232,10 +232,10 @@ def _merge_rejects(stage: Stage, commits: Sequence[Commit]) -> None:
 
 
 def _report_failures(
-    stage: Stage, missing: Sequence[Unit], failures: dict[int, UnitError], listener: Listener
+    stage: Stage, missing: Sequence[Unit], failures: dict[int, FailedAttempt], listener: Listener
 ) -> StageResult:
     gone = "its output has vanished since it was committed"
-    errors = {unit.index: failures.get(unit.index) or UnitError(unit.index, gone, gone) for unit in missing}
+    errors = {unit.index: failures.get(unit.index) or FailedAttempt(unit.index, gone, gone) for unit in missing}
     write_atomic(stage.dir.failures, b"".join(msgspec.json.encode(error) + b"\n" for error in errors.values()))
     result = StageResult(None, errors)
     listener.stage_ended(stage, result)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from sharmill.config import MetricsConfig
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.unit import Commit, Output, Totals, Unit
-from sharmill.store import Staging
+from sharmill.storage import Staging
 
 
 class Stage(ABC):

@@ -9,7 +9,7 @@ import msgspec
 
 from sharmill.errors import FatalError
 from sharmill.manifest import Reject
-from sharmill.store import PublishedFile, checksum_bytes
+from sharmill.storage import PublishedFile, checksum_bytes
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):

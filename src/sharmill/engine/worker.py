@@ -16,7 +16,7 @@ from sharmill.engine.progress import ProgressWriter
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.errors import ConfigError, FatalError
-from sharmill.store import WRITE_ERRNOS, Staging, stopping_errors, write_atomic
+from sharmill.storage import WRITE_ERRNOS, Staging, stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ MAX_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
-class UnitError:
+class FailedAttempt:
     """Why an attempt at a unit failed: one line, and the traceback or the signal."""
 
     index: int
@@ -77,7 +77,7 @@ class Worker:
                 f"see {self.stage.dir.rank_log(self.rank)}"
             ) from error
 
-    def run(self, unit: Unit) -> Commit | UnitError:
+    def run(self, unit: Unit) -> Commit | FailedAttempt:
         """One attempt at a unit: its commit record, or why it failed.
 
         Raises:
@@ -96,7 +96,7 @@ class Worker:
         except (Exception, SystemExit) as error:
             log.warning("unit %d failed", unit.index, exc_info=True)
             self._progress.give_up()
-            return UnitError(unit.index, _one_line(error), _format(error))
+            return FailedAttempt(unit.index, _one_line(error), _format(error))
         self._progress.end(unit.cost)
         self._metrics.commit(unit, commit)
         log.info("unit %d is done in %.1f s: %d out, rejects %s", unit.index, commit.seconds, commit.num_out,

@@ -10,10 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sharmill.store import stopping_errors
-from sharmill.terminal import PrintableFormatter
+from sharmill.storage import stopping_errors
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which could move the cursor, rename the window or hide what follows."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Log records without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 @contextmanager

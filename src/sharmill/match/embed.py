@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sharmill.ahead import map_ahead
-from sharmill.audio import resample
-from sharmill.batches import pad, padded_batches
+from sharmill.audio.files import resample
+from sharmill.audio.segments import SegmentReader
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Segment
+from sharmill.models.batches import pad, padded_batches
 from sharmill.models.protocols import SpeakerEncoder
-from sharmill.segments import SegmentReader
+from sharmill.prefetch import prefetch
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Embedder:
         rejects: dict[int, RejectRecord] = {}
         batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
         in_order = [index for batch in batches for index in batch]
-        loaded = map_ahead(
+        loaded = prefetch(
             lambda index: self._load(segments[index]),
             in_order,
             threads=self.threads,

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import xxhash
 
+from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
@@ -26,10 +27,9 @@ from sharmill.match.groups import divide, index_manifest
 from sharmill.match.select import select_context
 from sharmill.match.speaker_key import make_speaker_key
 from sharmill.models import describe_speaker_encoder, load_speaker_encoder
-from sharmill.models.ranks import settle_torch
+from sharmill.models.determinism import make_deterministic
 from sharmill.prepare.stage import manifest_stem, prepared_manifest
-from sharmill.segments import SegmentReader
-from sharmill.store import Staging, checksum, open_atomic
+from sharmill.storage import Staging, checksum, open_atomic
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies.
 _UNITS_WANTED = 64
@@ -77,7 +77,7 @@ class MatchStage(Stage):
             yield make_unit(number, cost=span.seconds, size=span.stop - span.start, params=params)
 
     def setup(self, device: str) -> None:
-        threads = settle_torch(device)
+        threads = make_deterministic(device)
         self._embed = Embedder(
             encoder=load_speaker_encoder(self.config.match.encoder, device),
             reader=SegmentReader(tuple(Path(source.audio_root) for source in self.config.sources)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from sharmill.audio import AudioInfo, probe
+from sharmill.audio.files import AudioInfo, probe
 from sharmill.config import PrepareConfig
 from sharmill.errors import RejectRecord
 from sharmill.manifest import OWN_KEYS, TYPED_KEYS, Utterance, parse_speaker_tag, recording_id, segment_id

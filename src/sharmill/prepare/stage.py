@@ -33,7 +33,7 @@ from sharmill.prepare.ids import (
 from sharmill.prepare.paths import AudioRoot
 from sharmill.prepare.stats import HoursTable
 from sharmill.sources import open_source
-from sharmill.store import Staging, open_atomic, write_atomic
+from sharmill.storage import Staging, open_atomic, write_atomic
 
 
 class PrepareStage(Stage):

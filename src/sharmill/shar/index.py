@@ -13,7 +13,7 @@ import msgspec
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.layout import BASE_FIELDS, DATASET_FILE, FORMAT_VERSION, SHARDS_FILE
-from sharmill.store import checksum_bytes, open_atomic, write_atomic
+from sharmill.storage import checksum_bytes, open_atomic, write_atomic
 
 
 class FieldFile(msgspec.Struct, frozen=True):

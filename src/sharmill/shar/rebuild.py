@@ -35,7 +35,7 @@ from sharmill.shar.layout import (
     codec_of_field,
 )
 from sharmill.shar.reading.foreign import ForeignShard, find_shards
-from sharmill.store import checksum
+from sharmill.storage import checksum
 
 UNKNOWN = "unknown"
 

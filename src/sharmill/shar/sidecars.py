@@ -19,7 +19,7 @@ from sharmill.shar.index import read_dataset, read_shards
 from sharmill.shar.layout import CUTS, sidecar_files
 from sharmill.shar.reading.source import IndexedSource
 from sharmill.shar.tar import TarTable
-from sharmill.store import require_writable, write_atomic
+from sharmill.storage import require_writable, write_atomic
 
 
 def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:

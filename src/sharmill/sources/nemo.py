@@ -12,7 +12,7 @@ import msgspec
 
 from sharmill.errors import ConfigError
 from sharmill.sources.pieces import Piece
-from sharmill.store import checksum
+from sharmill.storage import checksum
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_SHARDS = 1_000_000

@@ -10,8 +10,8 @@ from typing import Any
 
 _HOMES = {
     "ContextSpeechDataset": "sharmill.training.dataset",
-    "get_dataloader": "sharmill.training.multimodal.loader",
-    "merge_data_states": "sharmill.training.multimodal.resuming",
+    "get_dataloader": "sharmill.training.nemo.loader",
+    "merge_data_states": "sharmill.training.nemo.resuming",
     "parallel_map": "sharmill.training.parallel",
 }
 

@@ -20,7 +20,7 @@ import xxhash
 from sharmill.errors import ConfigError
 from sharmill.manifest import iterate_lines
 from sharmill.sources.nemo import NemoSource
-from sharmill.store import checksum
+from sharmill.storage import checksum
 from sharmill.validate.findings import Finding
 
 _decoder = msgspec.json.Decoder()
@@ -33,7 +33,7 @@ NameRecords = Callable[[set[int]], Iterator[tuple[int, int | None, str]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Against:
+class ExpectedRecords:
     """What a dataset is compared with: manifests (NeMo's, shard patterns too), and files of rejects.
 
     ``audio_roots`` are the folders that absolute paths in the manifests are meant below.
@@ -76,7 +76,7 @@ def record_hash(cut: dict[str, Any]) -> int:
         return 0
 
 
-def check_accounts(against: Against, dataset: np.ndarray, name_cuts: NameRecords) -> Iterator[Finding]:
+def check_accounts(against: ExpectedRecords, dataset: np.ndarray, name_cuts: NameRecords) -> Iterator[Finding]:
     """What does not add up. ``dataset`` are the hashes (N,) of the records of the cuts, which ``name_cuts`` names."""
     manifests = _read_side(against, _manifest_lines)
     rejects = _read_side(against, _reject_lines)
@@ -95,7 +95,7 @@ def check_accounts(against: Against, dataset: np.ndarray, name_cuts: NameRecords
         yield from _report(code, sentence, wanted, sides)
 
 
-def _read_side(against: Against, lines: Callable[[Against], Iterator[tuple[str, Any]]]) -> _Side:
+def _read_side(against: ExpectedRecords, lines: Callable[[ExpectedRecords], Iterator[tuple[str, Any]]]) -> _Side:
     def name(wanted: set[int]) -> Iterator[tuple[int, None, str]]:
         for text, record in lines(against):
             if (key := _hash_record(record, roots)) in wanted:
@@ -130,7 +130,7 @@ def _difference(left: np.ndarray, right: np.ndarray) -> dict[int, int]:
     return dict(zip(keys[more].tolist(), left_over[more].tolist(), strict=True))
 
 
-def _manifest_lines(against: Against) -> Iterator[tuple[str, Any]]:
+def _manifest_lines(against: ExpectedRecords) -> Iterator[tuple[str, Any]]:
     """(text, record) of all manifests."""
     for manifest in against.manifests:
         for file in NemoSource(manifest).files:
@@ -139,7 +139,7 @@ def _manifest_lines(against: Against) -> Iterator[tuple[str, Any]]:
                 yield text, _parse(text)
 
 
-def _reject_lines(against: Against) -> Iterator[tuple[str, Any]]:
+def _reject_lines(against: ExpectedRecords) -> Iterator[tuple[str, Any]]:
     """(text, record) of all rejects."""
     for name in against.rejects:
         for line in iterate_lines(Path(name)):
@@ -163,7 +163,7 @@ def _parse(text: str) -> Any:
     return record if isinstance(record, dict) else text
 
 
-def _roots(against: Against) -> list[str]:
+def _roots(against: ExpectedRecords) -> list[str]:
     return [posixpath.normpath(path) for root in against.audio_roots
             for path in (str(Path(root).absolute()), str(Path(root).resolve()))]  # fmt: skip
 

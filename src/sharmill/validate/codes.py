@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from sharmill import audio
+from sharmill.audio import files as audio
 from sharmill.encode.stage import codes_dtype
 from sharmill.errors import DamagedShard
 from sharmill.shar.fields import Item, array_from_bytes

@@ -8,11 +8,11 @@ from typing import Any, Final
 from sharmill.errors import RejectRecord
 from sharmill.shar.fields import Item
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS
+from sharmill.validate.checked_dataset import CheckedDataset, Shard
 from sharmill.validate.codes import foreign_codes_problem
 from sharmill.validate.cuts import MALFORMED
 from sharmill.validate.findings import Finding
-from sharmill.validate.sound import probe
-from sharmill.validate.subject import Shard, Subject
+from sharmill.validate.levels import probe
 
 # As far as lhotse itself lets durations and samples be apart (LHOTSE_AUDIO_DURATION_MISMATCH_TOLERANCE).
 _DURATION_TOLERANCE: Final = 0.025
@@ -21,7 +21,7 @@ _ALIGNED_AUDIO: Final = ("recording", "target_audio")
 
 
 def check_foreign(
-    subject: Subject,
+    subject: CheckedDataset,
     shard: Shard,
     cuts: list[dict[str, Any]],
     contents: dict[str, list[Item]],

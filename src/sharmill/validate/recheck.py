@@ -10,17 +10,17 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from sharmill import audio
-from sharmill.batches import pad
+from sharmill.audio import files as audio
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.models import describe_codec, load_codec
+from sharmill.models.batches import pad
 from sharmill.models.protocols import Codec
 from sharmill.shar.fields import Item
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, TARGET_AUDIO
+from sharmill.validate.checked_dataset import CheckedDataset, Shard, codec_fields
 from sharmill.validate.codes import read_codes
 from sharmill.validate.findings import Finding
-from sharmill.validate.subject import Shard, Subject, codec_fields
 
 # The share of a segment's codes that may differ. Batch neighbours and other hardware change the last bits of a codec's
 # arithmetic, and with them single codes; the codes of other audio, or of another model, differ in nearly all.
@@ -39,7 +39,7 @@ class Rechecker:
         models: by codec, what to load instead of what the dataset names, where that has moved.
     """
 
-    subject: Subject
+    subject: CheckedDataset
     share: float
     models: Mapping[str, str] = field(default_factory=dict)
     seed: int = 42

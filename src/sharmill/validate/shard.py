@@ -24,14 +24,14 @@ from sharmill.shar.layout import (
 )
 from sharmill.validate.accounts import record_hash
 from sharmill.validate.agreement import same_audio_problem
+from sharmill.validate.checked_dataset import CheckedDataset, Shard
 from sharmill.validate.codes import codes_problems
 from sharmill.validate.cuts import MALFORMED, context_problem, cut_problem
 from sharmill.validate.files import FileReader, Looked
 from sharmill.validate.findings import Finding
 from sharmill.validate.foreign import check_foreign
+from sharmill.validate.levels import Levels, header_problem, listen, loudness_problem, metadata_problem
 from sharmill.validate.recheck import Rechecker
-from sharmill.validate.sound import Heard, header_problem, listen, loudness_problem, metadata_problem
-from sharmill.validate.subject import Shard, Subject
 
 # The index has seconds with three decimals.
 _SECONDS_TOLERANCE: Final = 2e-3
@@ -61,12 +61,12 @@ class Checked:
 class ShardCheck:
     """Checks shards of one dataset, one after the other. ``deep`` decodes every audio item as well."""
 
-    def __init__(self, subject: Subject, *, deep: bool = False, recheck: Rechecker | None = None) -> None:
+    def __init__(self, subject: CheckedDataset, *, deep: bool = False, recheck: Rechecker | None = None) -> None:
         self.subject = subject
         self.deep = deep
         self.recheck = recheck
         self._reader = FileReader()
-        self._heard: dict[str, Heard | RejectRecord] = {}
+        self._heard: dict[str, Levels | RejectRecord] = {}
 
     def __call__(self, shard: Shard) -> Checked:
         checked = Checked(findings=list(self._check_names(shard)))
@@ -175,7 +175,7 @@ class ShardCheck:
                 if found:
                     checked.findings.append(_finding(found[0], shard, found[1], field=name, member=item.cut_id))
 
-    def _listen(self, item: Item, checked: Checked) -> Heard | RejectRecord:
+    def _listen(self, item: Item, checked: Checked) -> Levels | RejectRecord:
         assert item.data is not None
         key = xxhash.xxh3_128_hexdigest(item.data)
         if key not in self._heard:

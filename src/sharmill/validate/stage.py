@@ -14,14 +14,14 @@ from sharmill.engine.stage import Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
-from sharmill.store import Staging, checksum, open_atomic, write_atomic
-from sharmill.validate.accounts import Against, check_accounts
+from sharmill.storage import Staging, checksum, open_atomic, write_atomic
+from sharmill.validate.accounts import ExpectedRecords, check_accounts
+from sharmill.validate.across_shards import CUT_HASHES, CutHashes, check_index, check_strays
+from sharmill.validate.checked_dataset import CheckedDataset, Shard, read_checked_dataset
 from sharmill.validate.findings import Finding, findings_to_lines, read_findings
 from sharmill.validate.recheck import Rechecker
 from sharmill.validate.report import Report, encode_report, make_report, read_report
 from sharmill.validate.shard import ShardCheck
-from sharmill.validate.subject import Shard, Subject, read_subject
-from sharmill.validate.whole import CUT_HASHES, CutHashes, check_index, check_strays
 
 # For shards of unknown length, in seconds of audio a byte: FLAC at 16 kHz has some 20 kB a second.
 _SECONDS_PER_BYTE: Final = 5e-5
@@ -51,7 +51,7 @@ class ValidateStage(Stage):
         deep: bool = False,
         recheck_codes: float = 0.0,
         codec_models: Mapping[str, str] | None = None,
-        against: Against | None = None,
+        against: ExpectedRecords | None = None,
     ) -> None:
         self.name = "validate"
         self.run_dir = run_dir
@@ -84,7 +84,7 @@ class ValidateStage(Stage):
     def identity(self) -> dict[str, Any]:
         if self.against is not None:
             self.against.check()
-        subject = read_subject(self.dataset_dir)
+        subject = read_checked_dataset(self.dataset_dir)
         if self.recheck_codes:
             self._rechecker(subject).check()
         index = [self.dataset_dir / name for name in (DATASET_FILE, SHARDS_FILE)]
@@ -98,11 +98,11 @@ class ValidateStage(Stage):
         }
 
     def plan(self, folder: Path) -> Iterator[Unit]:
-        for position, shard in enumerate(read_subject(self.dataset_dir).shards):
+        for position, shard in enumerate(read_checked_dataset(self.dataset_dir).shards):
             yield make_unit(position, cost=self._cost(shard), size=shard.size, params={"line": position})
 
     def setup(self, device: str) -> None:
-        subject = read_subject(self.dataset_dir)
+        subject = read_checked_dataset(self.dataset_dir)
         recheck = self._rechecker(subject) if self.recheck_codes else None
         if recheck is not None:
             recheck.load()
@@ -124,7 +124,7 @@ class ValidateStage(Stage):
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
-        subject = read_subject(self.dataset_dir)
+        subject = read_checked_dataset(self.dataset_dir)
         hashes = CutHashes.load(subject, [self.root / commit.files[1].name for commit in commits])
         with open_atomic(self.findings_file) as merged:
             merged.write(findings_to_lines(self._check_whole(subject, hashes)))
@@ -152,7 +152,7 @@ class ValidateStage(Stage):
         """The report of the finished validation."""
         return read_report(self.report_file)
 
-    def _check_whole(self, subject: Subject, hashes: CutHashes) -> Iterator[Finding]:
+    def _check_whole(self, subject: CheckedDataset, hashes: CutHashes) -> Iterator[Finding]:
         yield from check_index(subject)
         yield from check_strays(subject)
         yield from hashes.find_duplicates()
@@ -176,7 +176,7 @@ class ValidateStage(Stage):
         elif unknown := int((hashes.column("record") == 0).sum()):
             yield f"which records {unknown} cuts came from: they do not say"
 
-    def _rechecker(self, subject: Subject) -> Rechecker:
+    def _rechecker(self, subject: CheckedDataset) -> Rechecker:
         return Rechecker(subject, self.recheck_codes, self.codec_models)
 
     def _cost(self, shard: Shard) -> float:

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sharmill import audio
+from sharmill.audio import files as audio
+from sharmill.audio.segments import Location, SegmentReader
 from sharmill.config import WriteConfig
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Segment
-from sharmill.segments import Location, SegmentReader
 
 _ORIGINAL = "original"
 _FALLBACK_FORMAT = "flac"

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
@@ -19,7 +20,6 @@ from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.manifest import Reject, Utterance, read_lines_at
 from sharmill.match.stage import matched_manifest
-from sharmill.segments import SegmentReader
 from sharmill.shar.fields import FieldWriter, Item, write_cuts
 from sharmill.shar.index import (
     DatasetRecord,
@@ -46,7 +46,7 @@ from sharmill.shar.layout import (
 )
 from sharmill.shar.manifests import make_cut, make_recording
 from sharmill.shar.ownership import was_planned_for
-from sharmill.store import STAGING_NAME, Staging, checksum, remove_tree
+from sharmill.storage import STAGING_NAME, Staging, checksum, remove_tree
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
 from sharmill.write.order import index_matched, order_lines
 

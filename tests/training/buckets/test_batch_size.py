@@ -85,12 +85,12 @@ def test_a_bucket_of_which_nothing_fits_is_named():
 
 def test_memory_decides():
     buckets = [Bucket(8.0), Bucket(32.0)]
-    found = tune_batch_sizes("dummies_steps:arrays", buckets, SMALL)
+    found = tune_batch_sizes("support.steps:arrays", buckets, SMALL)
     assert found == sorted(found, reverse=True)
     for bucket, size in zip(buckets, found, strict=True):
         # Python and numpy are in the budget as well.
         assert 256 <= size * bucket.length <= 512
-        with StepProcess("dummies_steps:arrays", SMALL) as process:
+        with StepProcess("support.steps:arrays", SMALL) as process:
             assert process.fits(size, bucket)
             assert not process.fits(size + 1, bucket)
             assert process.last_lack.startswith("Unable to allocate")
@@ -98,34 +98,34 @@ def test_memory_decides():
 
 def test_tokens_count_too():
     buckets = [Bucket(4.0, 0), Bucket(4.0, 100), Bucket(8.0, 50)]
-    none, many, some = tune_batch_sizes("dummies_steps:arrays", buckets, SMALL)
+    none, many, some = tune_batch_sizes("support.steps:arrays", buckets, SMALL)
     assert none > many
     assert none > some
-    with StepProcess("dummies_steps:arrays", SMALL) as process:
+    with StepProcess("support.steps:arrays", SMALL) as process:
         assert process.fits(many, buckets[1])
         assert not process.fits(many + 1, buckets[1])
 
 
 def test_state_of_the_optimizer_counts_though_it_comes_after_the_first_step():
     plain, with_state = (
-        tune_batch_sizes(f"dummies_steps:{step}", [Bucket(1.0)], SMALL)[0] for step in ("arrays", "Optimizer")
+        tune_batch_sizes(f"support.steps:{step}", [Bucket(1.0)], SMALL)[0] for step in ("arrays", "Optimizer")
     )
     assert 195 <= plain - with_state <= 205
 
 
 def test_a_process_that_dies_for_memory_is_replaced():
-    assert tune_batch_sizes("dummies_steps:killed", [Bucket(1.0), Bucket(2.0)], SMALL) == [5, 5]
-    assert tune_batch_sizes("dummies_steps:aborts_for_memory", [Bucket(1.0)], SMALL) == [6]
+    assert tune_batch_sizes("support.steps:killed", [Bucket(1.0), Bucket(2.0)], SMALL) == [5, 5]
+    assert tune_batch_sizes("support.steps:aborts_for_memory", [Bucket(1.0)], SMALL) == [6]
 
 
 def test_an_error_caused_by_lack_of_memory_is_one():
-    assert tune_batch_sizes("dummies_steps:wraps", [Bucket(1.0)], SMALL) == [9]
+    assert tune_batch_sizes("support.steps:wraps", [Bucket(1.0)], SMALL) == [9]
 
 
 @pytest.mark.parametrize(
     ("step", "what"),
     [
-        ("is_wrong", r"dummies_steps:is_wrong failed \(a batch of 4 of 2, 0.50 GiB of cpu\): Traceback(.|\n)*"
+        ("is_wrong", r"support.steps:is_wrong failed \(a batch of 4 of 2, 0.50 GiB of cpu\): Traceback(.|\n)*"
                      r"ValueError: the shapes do not match"),
         ("aborts", r"failed \(a batch of 1 of 2.*: its process ended by SIGABRT\nthe assertion that failed"),
         ("exits", r"its process ended with exit status 3"),
@@ -134,15 +134,15 @@ def test_an_error_caused_by_lack_of_memory_is_one():
 )  # fmt: skip
 def test_other_errors_end_the_search(step, what):
     with pytest.raises(FatalError, match=what):
-        tune_batch_sizes(f"dummies_steps:{step}", [Bucket(2.0)], SMALL)
+        tune_batch_sizes(f"support.steps:{step}", [Bucket(2.0)], SMALL)
 
 
 @pytest.mark.parametrize(
     ("step", "what"),
     [
-        ("dummies_steps:missing", "cannot load the step 'dummies_steps:missing': module"),
+        ("support.steps:missing", "cannot load the step 'support.steps:missing': module"),
         ("no_such_module:step", "cannot load the step 'no_such_module:step': No module named"),
-        ("dummies_steps", "the step 'dummies_steps' is not of the form module:callable"),
+        ("support.steps", "the step 'support.steps' is not of the form module:callable"),
     ],
 )
 def test_a_step_that_is_not_there_is_wrong_use(step, what):
@@ -157,15 +157,15 @@ def test_a_library_without_room_is_a_lack_of_memory():
 
 def test_a_step_that_does_not_even_load_in_the_budget_is_named():
     tiny = Budget("cpu", 60 * MIB, 2**34)
-    with pytest.raises(FatalError, match=r"dummies_steps:Tiny failed \(loading it, 0.06 GiB of cpu\)"):
-        tune_batch_sizes("dummies_steps:Tiny", [Bucket(1.0)], tiny)
+    with pytest.raises(FatalError, match=r"support.steps:Tiny failed \(loading it, 0.06 GiB of cpu\)"):
+        tune_batch_sizes("support.steps:Tiny", [Bucket(1.0)], tiny)
 
 
 @pytest.mark.slow
 def test_a_real_model_on_the_cpu():
     budget = Budget("cpu", 1200 * MIB, 2**34)
     buckets = [Bucket(20.0), Bucket(80.0)]
-    found = tune_batch_sizes("dummies_steps:Tiny", buckets, budget, tolerance=0.3)
+    found = tune_batch_sizes("support.steps:Tiny", buckets, budget, tolerance=0.3)
     # Two layers of 64 channels and their gradients take at least 1 KiB for each of 100 frames a second.
     assert 1 <= found[1] < found[0] < 1200 * 1024 / (20.0 * 100)
 
@@ -177,9 +177,9 @@ def test_a_real_model_on_a_gpu():
         pytest.skip("there is no CUDA device")
     budget = make_budget("cuda:0", 0.9, 2**31)
     buckets = [Bucket(2.0), Bucket(8.0), Bucket(32.0)]
-    found = tune_batch_sizes("dummies_steps:Tiny", buckets, budget)
+    found = tune_batch_sizes("support.steps:Tiny", buckets, budget)
     assert found == sorted(found, reverse=True)
-    with StepProcess("dummies_steps:Tiny", budget) as process:
+    with StepProcess("support.steps:Tiny", budget) as process:
         assert process.fits(found[2], buckets[2])
         assert not process.fits(2 * found[2], buckets[2])
         assert process.fits(found[2], buckets[2])
@@ -283,7 +283,7 @@ def test_the_limit_of_a_gpu_is_set_in_the_process_of_the_step(cuda):
     connection.close()
     answers = []
     fake = SimpleNamespace(recv=theirs.recv, send=answers.append)
-    step_process._answer_all(fake, "dummies_steps:short_of_cuda", Budget("cuda:1", 20 * 2**30, 80 * 2**30))
+    step_process._answer_all(fake, "support.steps:short_of_cuda", Budget("cuda:1", 20 * 2**30, 80 * 2**30))
     assert answers == [("ready", ""), ("fits", ""), ("out_of_memory", "CUDA out of memory. Tried to allocate")]
     assert cuda.calls == [
         ("set_device", "cuda:1"), ("set_per_process_memory_fraction", 0.25, "cuda:1"),
@@ -293,12 +293,12 @@ def test_the_limit_of_a_gpu_is_set_in_the_process_of_the_step(cuda):
 
 def test_a_step_that_takes_too_long_is_an_error():
     with pytest.raises(FatalError, match=r"a batch of 2 of 1, .*: it took more than 2 seconds; .* with --timeout$"):
-        tune_batch_sizes("dummies_steps:hangs", [Bucket(1.0)], SMALL, timeout=2.0)
+        tune_batch_sizes("support.steps:hangs", [Bucket(1.0)], SMALL, timeout=2.0)
 
 
 def test_every_try_is_told():
     tries = []
-    tune_batch_sizes("dummies_steps:killed", [Bucket(1.0)], SMALL, tell_try=lambda *one: tries.append(one[1:]))
+    tune_batch_sizes("support.steps:killed", [Bucket(1.0)], SMALL, tell_try=lambda *one: tries.append(one[1:]))
     assert tries == [(1, True), (2, True), (4, True), (8, False), (6, False), (5, True)]
 
 

@@ -8,11 +8,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import yaml
-from dummies_shar import ToyCodec, copy, lines, rewrite, shar_fields, voice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lhotse import CutSet
 from lhotse.dataset.sampling.dynamic_bucketing import estimate_duration_buckets
+from support.shar import ToyCodec, copy, lines, rewrite, shar_fields, voice
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar

@@ -15,7 +15,7 @@ from lhotse.serialization import deserialize_custom_field, deserialize_item
 
 from sharmill.shar.fields import array_layout
 from sharmill.shar.reading.arrays import MemoryArray, TimeLastArray
-from sharmill.shar.reading.safety import SAFE_SOURCES, disarm, forbidden_source, is_given_to_a_shell
+from sharmill.shar.reading.safety import SAFE_SOURCES, block_sph_sources, forbidden_source, is_given_to_a_shell
 
 # What decoding raises of values that are not what they should be.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
@@ -175,4 +175,4 @@ def _require_safe(values: Any) -> None:
     """Raises ValueError where lhotse would load what does not lie in the dataset; see the module ``safety``."""
     if found := forbidden_source(values):
         raise ValueError(f"it has {found}, which is not loaded")
-    disarm(values)
+    block_sph_sources(values)

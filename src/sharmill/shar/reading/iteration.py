@@ -147,13 +147,13 @@ class SharReader:
         options = self._options
         if not options.decode_threads:
             return ((place, cut) for place, cut, _ in cuts)
-        from sharmill.ahead import map_ahead
+        from sharmill.prefetch import prefetch
 
         def decode(found: _Found) -> tuple[Place | None, Cut]:
             place, cut, shard = found
             return place, decode_audio(cut, shard)
 
-        return map_ahead(decode, cuts, threads=options.decode_threads, ahead=options.decode_ahead)
+        return prefetch(decode, cuts, threads=options.decode_threads, ahead=options.decode_ahead)
 
     def _read_epoch(self, progress: Progress, part: Part) -> Iterator[_Found]:
         """The cuts that are left for a part."""

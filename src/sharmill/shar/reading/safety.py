@@ -45,7 +45,7 @@ def is_given_to_a_shell(source: dict[str, Any]) -> bool:
     return source["type"] == "file" and str(source["source"]).lower().endswith(".sph")
 
 
-def disarm(values: Any) -> None:
+def block_sph_sources(values: Any) -> None:
     """Makes recordings that lie in ``.sph`` files, in a cut or a part of one, say where they came from, and no more."""
     if isinstance(values, dict):
         if values.keys() >= _RECORDING_KEYS:
@@ -56,4 +56,4 @@ def disarm(values: Any) -> None:
     elif not isinstance(values, list):
         return
     for value in values:
-        disarm(value)
+        block_sph_sources(value)

@@ -24,7 +24,7 @@ from sharmill.shar.layout import (
     shard_file,
 )
 from sharmill.shar.reading.foreign import find_shards
-from sharmill.store import STAGING_NAME, checksum_bytes
+from sharmill.storage import STAGING_NAME, checksum_bytes
 
 
 @dataclass(frozen=True, slots=True)

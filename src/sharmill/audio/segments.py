@@ -1,0 +1,69 @@
+"""Where the samples of a manifest's segments lie, and how they are read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from sharmill.audio import files as audio
+from sharmill.audio.files import AudioInfo
+from sharmill.errors import RejectRecord
+from sharmill.manifest import Segment
+
+
+@dataclass(frozen=True)
+class Location:
+    """A segment as samples of a file: ``start`` and ``num_samples`` at the file's own rate."""
+
+    path: Path
+    info: AudioInfo
+    start: int
+    num_samples: int
+
+    @property
+    def is_whole_file(self) -> bool:
+        return self.start == 0 and self.num_samples == self.info.num_samples
+
+
+@dataclass(frozen=True)
+class SegmentReader:
+    """Reads segments below the audio roots of the sources, in their order in the configuration."""
+
+    roots: tuple[Path, ...]
+
+    def locate(self, segment: Segment) -> Location:
+        """Raises RejectRecord where the file is missing, unreadable or outside its root, or the segment is empty."""
+        path = self.roots[segment.source] / segment.audio_filepath
+        # Again, since a link may have changed since the stage prepare saw it.
+        if not os.path.realpath(path).startswith(_real(self.roots[segment.source])):
+            raise RejectRecord("outside_root", "the audio path leaves the audio root by a symbolic link")
+        info = audio.probe(path)
+        if segment.whole_file:
+            return Location(path, info, 0, info.num_samples)
+        start, num_samples = audio.segment_bounds(segment.offset, segment.duration, info.sampling_rate)
+        # The header check allows a segment to end a little after its file; there are no samples there.
+        num_samples = min(num_samples, info.num_samples - start)
+        if num_samples <= 0:
+            raise RejectRecord("empty_audio", "the segment has no samples")
+        return Location(path, info, start, num_samples)
+
+    def read(self, segment: Segment) -> tuple[np.ndarray, int]:
+        """The samples, float32 of shape (samples,), and their rate.
+
+        Raises:
+            RejectRecord: the audio cannot be used.
+        """
+        location = self.locate(segment)
+        if location.is_whole_file:
+            return audio.read(location.path)
+        return audio.read(location.path, location.start, location.num_samples)
+
+
+@lru_cache(maxsize=256)
+def _real(root: Path) -> str:
+    """Where an audio root lies, with the separator behind it."""
+    return os.path.join(os.path.realpath(root), "")  # noqa: PTH118 - a Path has no separator at its end

@@ -1,0 +1,38 @@
+"""Configuration of one dataset: the dataclasses, and their reading from YAML with ``key=value`` overrides."""
+
+from sharmill.config.loading import load_config, load_typed, nearest, resolve_stage, to_config, to_yaml
+from sharmill.config.schema import (
+    STAGE_ALIASES,
+    STAGES,
+    CodecConfig,
+    Config,
+    EncodeConfig,
+    ExecutorConfig,
+    MatchConfig,
+    MetricsConfig,
+    PrepareConfig,
+    SourceConfig,
+    ValidateConfig,
+    WriteConfig,
+)
+
+__all__ = [
+    "STAGES",
+    "STAGE_ALIASES",
+    "CodecConfig",
+    "Config",
+    "EncodeConfig",
+    "ExecutorConfig",
+    "MatchConfig",
+    "MetricsConfig",
+    "PrepareConfig",
+    "SourceConfig",
+    "ValidateConfig",
+    "WriteConfig",
+    "load_config",
+    "load_typed",
+    "nearest",
+    "resolve_stage",
+    "to_config",
+    "to_yaml",
+]

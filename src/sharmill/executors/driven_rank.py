@@ -1,0 +1,107 @@
+"""What ranks answer to a driver that hands units out one by one, and what becomes of it; for processes and actors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sharmill.engine.unit import Commit, Unit
+from sharmill.engine.worker import MAX_ATTEMPTS, FailedAttempt
+from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.executors.unit_queue import UnitQueue
+
+log = logging.getLogger(__name__)
+
+# A rank whose units fail one after the other may itself be what is broken, as after an error on its GPU.
+_FAILURES_IN_A_ROW = 2
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The first answer of a rank: it has loaded its model."""
+
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+
+
+Answer = Ready | Commit | FailedAttempt | SharmillError
+
+
+def as_answer(error: ConfigError | FatalError) -> SharmillError:
+    """An error that ends the stage, made anew: what a library hung on to it may not go through a pipe or Ray."""
+    kind = ConfigError if isinstance(error, ConfigError) else FatalError
+    return kind(str(error))
+
+
+@dataclass(kw_only=True)
+class DrivenRank:
+    """A rank as its driver sees it, whatever it runs as."""
+
+    number: int
+    ready: bool = False
+    unit: Unit | None = None
+    failures_in_a_row: int = 0
+
+    def hear(self, answer: Answer, queue: UnitQueue) -> None:
+        """Takes the answer to the request to get ready or to do ``unit``.
+
+        Raises:
+            ConfigError, FatalError: the answer is that the stage cannot go on.
+        """
+        if isinstance(answer, SharmillError):
+            raise answer
+        if isinstance(answer, Ready):
+            log.info("rank %d is ready: process %d on %s", self.number, answer.pid, answer.host)
+            self.ready = True
+            return
+        unit, self.unit = self.unit, None
+        assert unit is not None
+        if isinstance(answer, Commit):
+            self.failures_in_a_row = 0
+            queue.done(unit, answer)
+            return
+        self.failures_in_a_row += 1
+        queue.failed(unit, answer)
+
+    def needs_replacing(self) -> bool:
+        """Whether a fresh rank has to take its place."""
+        if self.failures_in_a_row < _FAILURES_IN_A_ROW:
+            return False
+        log.warning("rank %d makes way for a fresh one after %d failures", self.number, self.failures_in_a_row)
+        return True
+
+    def report_lost_unit(
+        self, queue: UnitQueue, how: str, log_path: Path, details: str = "", *, excused: bool = False
+    ) -> None:
+        """The rank is gone, and with it its attempt at a unit, if it had one; the attempt counts unless excused."""
+        if self.unit is None:
+            return
+        message = f"{how}; its log is {log_path}"
+        lost = queue.interrupted if excused else queue.failed
+        lost(self.unit, FailedAttempt(self.unit.index, message, details or message))
+
+
+class FailedStarts:
+    """Ranks that ended before they were ready, since the last that was ready in the same place."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Hashable] = Counter()
+        self.last = ""
+
+    def add(self, how: str, place: Hashable = None) -> int:
+        """How many there are in this place now."""
+        self._counts[place] += 1
+        self.last = how
+        return self._counts[place]
+
+    def forget(self, place: Hashable = None) -> None:
+        """A rank is ready there."""
+        del self._counts[place]
+
+    def too_many(self, place: Hashable = None) -> bool:
+        return self._counts[place] >= MAX_ATTEMPTS

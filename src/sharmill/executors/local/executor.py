@@ -1,0 +1,226 @@
+"""The local executor: ranks are processes on this machine, and one rank runs inline.
+
+Units are handed out to whichever rank is free. A rank that dies costs only the attempt at the unit that it had: a fresh
+rank takes its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from sharmill.engine.progress import mark_ended
+from sharmill.engine.run import Listener
+from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Commit, Unit
+from sharmill.engine.worker import FailedAttempt, Worker
+from sharmill.errors import FatalError
+from sharmill.executors.devices import Device, plan_devices, visible_gpus
+from sharmill.executors.driven_rank import Answer, DrivenRank, FailedStarts, Ready
+from sharmill.executors.local.rank_process import RankStart, rank_main
+from sharmill.executors.logs import logging_to
+from sharmill.executors.signals import deferred_interrupts
+from sharmill.executors.unit_queue import UnitQueue
+from sharmill.storage import remove_staging
+
+log = logging.getLogger(__name__)
+
+_SECONDS_TO_LEAVE = 10.0
+_SECONDS_TO_END = 2.0
+# The end of a rank shows in its pipe at once, unless a process that it started holds the pipe open.
+_SECONDS_BETWEEN_LOOKS = 2.0
+
+
+@dataclass(frozen=True)
+class LocalExecutor:
+    """Runs a stage on ``workers`` ranks of this machine (a number, or ``auto``)."""
+
+    workers: int | str = "auto"
+
+    def run(self, stage: Stage, units: Sequence[Unit], listener: Listener) -> dict[int, FailedAttempt]:
+        """See ``engine.run.Executor``."""
+        gpus = visible_gpus() if stage.uses_gpu else []
+        cores = len(os.sched_getaffinity(0))
+        devices = plan_devices(self.workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=cores)[: len(units)]
+        queue = UnitQueue(units, listener)
+        try:
+            if len(devices) == 1:
+                _run_inline(stage, devices[0], queue)
+            else:
+                with logging_to(stage.dir.driver_log):
+                    _Pool(stage, devices, queue).run()
+        finally:
+            # No rank is left that could do it for itself.
+            remove_staging(stage.root)
+            mark_ended(stage.dir.progress)
+        return queue.failures
+
+
+def _run_inline(stage: Stage, device: Device, queue: UnitQueue) -> None:
+    with device.only_visible(), logging_to(stage.dir.rank_log(0)), Worker(stage, 0, device.kind) as worker:
+        while unit := queue.take():
+            outcome = worker.run(unit)
+            if isinstance(outcome, Commit):
+                queue.done(unit, outcome)
+            else:
+                queue.failed(unit, outcome)
+
+
+@dataclass(kw_only=True)
+class _Rank(DrivenRank):
+    process: SpawnProcess
+    connection: Connection
+
+
+@dataclass
+class _Pool:
+    """The driver's side: hands out units, hears the outcomes, replaces ranks that die."""
+
+    stage: Stage
+    devices: list[Device]
+    queue: UnitQueue
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+    failed_starts: FailedStarts = field(default_factory=FailedStarts)
+
+    def run(self) -> None:
+        resource_tracker.ensure_running()  # which unblocks signals, so not in the middle of the first start
+        try:
+            while self.queue or any(rank.unit for rank in self.ranks.values()):
+                self._start_missing()
+                self._hand_out()
+                self._listen()
+            self._dismiss_all()
+        finally:
+            self._end(self.ranks.values())
+
+    def _start_missing(self) -> None:
+        """Starts ranks while there are units for them; a rank that cannot start is given up, the others go on."""
+        for number in range(len(self.devices)):
+            free = sum(rank.unit is None for rank in self.ranks.values())
+            if number not in self.ranks and free < len(self.queue) and not self.failed_starts.too_many(number):
+                try:
+                    self._start(number)
+                except OSError as error:
+                    self._count_failed_start(number, f"could not be started: {error}")
+        if not self.ranks and all(map(self.failed_starts.too_many, range(len(self.devices)))):
+            raise FatalError(
+                f"{self.stage.name}: worker processes cannot start: the last one {self.failed_starts.last}; "
+                f"see {self.stage.dir.logs}"
+            )
+
+    def _start(self, number: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        log_path = self.stage.dir.rank_log(number)
+        start = RankStart(pickle.dumps(self.stage), number, self.devices[number], log_path)
+        process = context.Process(target=rank_main, args=(start, theirs), name=f"sharmill-rank-{number}")
+        # An interrupt in here would leave a process that nobody knows of.
+        with deferred_interrupts():
+            process.start()
+            self.ranks[number] = _Rank(number=number, process=process, connection=ours)
+        theirs.close()
+
+    def _hand_out(self) -> None:
+        for rank in self.ranks.values():
+            if not rank.ready or rank.unit or not rank.process.is_alive():
+                continue
+            rank.unit = self.queue.take()
+            if rank.unit is None:
+                return
+            # A rank that has died since is buried as one that had a unit. The attempt counts, so that a rank that
+            # always dies there does not go on for ever.
+            with suppress(OSError):
+                rank.connection.send(rank.unit)
+
+    def _listen(self) -> None:
+        handles: list[Any] = []
+        for rank in self.ranks.values():
+            handles += [rank.connection, rank.process.sentinel]
+        wait(handles, timeout=_SECONDS_BETWEEN_LOOKS)
+        for rank in list(self.ranks.values()):
+            self._attend(rank)
+
+    def _attend(self, rank: _Rank) -> None:
+        # Asked first: what a dead rank has said is then all there, and its last word may be a commit.
+        alive = rank.process.is_alive()
+        try:
+            if rank.connection.poll():
+                self._hear(rank, rank.connection.recv())
+            elif not alive:
+                self._bury(rank)
+        except (EOFError, OSError):
+            self._bury(rank)
+
+    def _hear(self, rank: _Rank, answer: Answer) -> None:
+        rank.hear(answer, self.queue)
+        if isinstance(answer, Ready):
+            self.failed_starts.forget(rank.number)
+        if rank.needs_replacing():
+            self._end([rank])
+            del self.ranks[rank.number]
+
+    def _bury(self, rank: _Rank) -> None:
+        # Its pipe is closed before its status is known; if it does not end by itself, it is made to.
+        rank.process.join(_SECONDS_TO_END)
+        self._end([rank])
+        del self.ranks[rank.number]
+        how = _describe_exit(rank.process.exitcode)
+        log.warning("rank %d %s", rank.number, how)
+        if not rank.ready:
+            self._count_failed_start(rank.number, how)
+        rank.report_lost_unit(self.queue, f"the worker process {how}", self.stage.dir.rank_log(rank.number))
+
+    def _count_failed_start(self, number: int, how: str) -> None:
+        self.failed_starts.add(how, number)
+        if self.failed_starts.too_many(number):
+            log.error("rank %d cannot start and is given up: it %s", number, how)
+
+    def _dismiss_all(self) -> None:
+        """All is done: ranks that wait for units leave by themselves; those still loading are not waited for."""
+        leaving = [rank for rank in self.ranks.values() if rank.ready]
+        for rank in leaving:
+            with suppress(OSError):
+                rank.connection.send(None)
+        _join_all(leaving, _SECONDS_TO_LEAVE)
+
+    def _end(self, ranks: Iterable[_Rank]) -> None:
+        """Ends processes by force; returns when there are none."""
+        ranks = list(ranks)
+        with deferred_interrupts():
+            for rank in ranks:
+                rank.process.terminate()
+            _join_all(ranks, _SECONDS_TO_END)
+            for rank in ranks:
+                rank.process.kill()
+            _join_all(ranks, _SECONDS_TO_END)
+            for rank in ranks:
+                rank.connection.close()
+
+
+def _join_all(ranks: Iterable[_Rank], seconds: float) -> None:
+    """Waits for the ends of processes, ``seconds`` in all."""
+    deadline = time.monotonic() + seconds
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _describe_exit(exitcode: int | None) -> str:
+    if exitcode is None or exitcode >= 0:
+        return f"ended with exit status {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:  # a real-time signal
+        name = str(-exitcode)
+    hint = " (as the kernel does when memory runs out)" if -exitcode == signal.SIGKILL else ""
+    return f"was ended by signal {name}{hint}"

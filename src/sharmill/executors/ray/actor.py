@@ -1,0 +1,111 @@
+"""The worker's side of the Ray executor: what runs in the process of an actor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import sharmill
+from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Unit
+from sharmill.engine.worker import Worker
+from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.executors.driven_rank import Answer, Ready, as_answer
+from sharmill.executors.logs import logging_to, redirect_output
+
+log = logging.getLogger(__name__)
+
+# A network file system may show a new file on other nodes some seconds late.
+_SECONDS_UNTIL_VISIBLE = 30.0
+
+
+@dataclass(frozen=True)
+class ActorStart:
+    """What an actor is started with.
+
+    Attributes:
+        stage: pickled; unpacking it imports its modules, once the log is in place.
+        folder: what relative paths are meant from; None where the driver itself has only a copy that Ray made.
+        must_exist: a file that the driver has written to the run directory.
+        version: the driver's version of sharmill.
+    """
+
+    stage: bytes
+    number: int
+    device: str
+    folder: Path | None
+    must_exist: Path
+    log: Path
+    version: str
+
+
+class RankActor:
+    """One rank. An error that ends the stage is returned and not raised, since Ray would wrap it."""
+
+    def __init__(self, start: ActorStart) -> None:
+        self._start = start
+        self._stack = ExitStack()
+        self._worker: Worker | None = None
+
+    def set_up(self) -> Answer:
+        """Loads the model; the first call."""
+        start = self._start
+        try:
+            self._check_node()
+            redirect_output(start.log)
+            self._stack.enter_context(logging_to(start.log))
+            stage: Stage = pickle.loads(start.stage)
+            self._worker = self._stack.enter_context(Worker(stage, start.number, start.device))
+        except (ConfigError, FatalError) as error:
+            return self._stop(error)
+        return Ready()
+
+    def run(self, unit: Unit) -> Answer:
+        """One attempt at a unit."""
+        assert self._worker is not None
+        try:
+            return self._worker.run(unit)
+        except (ConfigError, FatalError) as error:
+            return self._stop(error)
+
+    def answer(self) -> None:
+        """Says by returning that the actor is there."""
+
+    def close(self) -> None:
+        """Ends the process once the progress record says so."""
+        import ray
+
+        self._stack.close()
+        ray.actor.exit_actor()
+
+    def _check_node(self) -> None:
+        """What differs between a driver and its nodes would otherwise show as output that has vanished."""
+        start, host = self._start, socket.gethostname()
+        if sharmill.__version__ != start.version:
+            raise ConfigError(f"node {host} has sharmill {sharmill.__version__}, but the driver has {start.version}")
+        try:
+            if start.folder is not None:
+                os.chdir(start.folder)
+        except OSError as error:
+            raise ConfigError(
+                f"node {host} does not have the driver's folder {start.folder} ({error.strerror}): "
+                "work in one that all nodes share"
+            ) from error
+        deadline = time.monotonic() + _SECONDS_UNTIL_VISIBLE
+        while not start.must_exist.exists():
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"node {host} does not see {start.must_exist}: run_dir and dataset_dir must lie on a file system "
+                    "that all nodes share"
+                )
+            time.sleep(0.5)
+
+    def _stop(self, error: ConfigError | FatalError) -> SharmillError:
+        log.warning("rank %d stops", self._start.number, exc_info=error)
+        return as_answer(error)

@@ -1,0 +1,267 @@
+"""The Ray executor: ranks are actors on the nodes of a cluster.
+
+Units are handed out one by one to whichever actor is free. An actor or a node that dies costs only the attempt at the
+unit that it had: Ray restarts nothing, the driver asks for a fresh actor. As long as units wait it asks for more actors
+than there is room for, so that nodes that join later are used and an autoscaler sees the demand.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import sharmill
+from sharmill.config import Config
+from sharmill.engine.progress import mark_ended
+from sharmill.engine.run import Listener
+from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Unit
+from sharmill.engine.worker import MAX_ATTEMPTS, FailedAttempt
+from sharmill.errors import FatalError
+from sharmill.executors.driven_rank import Answer, DrivenRank, FailedStarts, Ready
+from sharmill.executors.logs import logging_to
+from sharmill.executors.ray.actor import ActorStart, RankActor
+from sharmill.executors.ray.cluster import RankNeeds, check_paths, connect, import_ray, in_working_dir_copy
+from sharmill.executors.unit_queue import UnitQueue
+from sharmill.storage import remove_staging
+
+log = logging.getLogger(__name__)
+
+_SECONDS_TO_LEAVE = 10.0
+_SECONDS_BETWEEN_LOOKS = 2.0
+# A node on which actors cannot start would otherwise be tried without a pause.
+_SECONDS_BETWEEN_BAD_STARTS = 30.0
+_SECONDS_UNTIL_WARNING = 60.0
+_NODE_DIED = "its node has died"
+
+
+@dataclass(frozen=True)
+class RayExecutor:
+    """Runs a stage on at most ``workers`` actors of a Ray cluster (``auto``: as many as there is room for).
+
+    ``cores`` are set aside for each; a stage that uses GPUs gets one GPU as well, where the cluster has any (``device:
+    auto``) or in any case (``cuda``, for clusters whose GPU nodes come only when they are asked for).
+    """
+
+    workers: int | str = "auto"
+    address: str = "auto"
+    cores: int = 1
+    device: str = "auto"
+
+    @classmethod
+    def from_config(cls, config: Config) -> RayExecutor:
+        """Raises ConfigError where relative paths would lead into a folder that Ray removes, or Ray is missing."""
+        import_ray()
+        check_paths(config)
+        wanted = config.executor
+        return cls(workers=wanted.workers, address=wanted.address, cores=wanted.cores, device=wanted.device)
+
+    def run(self, stage: Stage, units: Sequence[Unit], listener: Listener) -> dict[int, FailedAttempt]:
+        """See ``engine.run.Executor``."""
+        connect(self.address)
+        queue = UnitQueue(units, listener)
+        try:
+            with logging_to(stage.dir.driver_log):
+                _Pool(stage, self._needs(stage), self.workers, queue).run()
+        finally:
+            # No actor is left that could do it for itself.
+            remove_staging(stage.root)
+            mark_ended(stage.dir.progress)
+        return queue.failures
+
+    def _needs(self, stage: Stage) -> RankNeeds:
+        if stage.uses_gpu and self.device != "cpu":
+            on_gpu = RankNeeds(self.cores, gpus=1)
+            if self.device == "cuda" or on_gpu.capacity() > 0:
+                return on_gpu
+        return RankNeeds(self.cores, gpus=0)
+
+
+@dataclass(kw_only=True)
+class _Rank(DrivenRank):
+    """``call`` is the reference of what the actor does: its set-up or a unit. ``out_of_reach`` is what came instead of
+    its answer; ``call`` then asks what has become of it."""
+
+    actor: Any
+    call: Any
+    out_of_reach: Exception | None = None
+
+
+@dataclass
+class _Pool:
+    """The driver's side: asks for actors, hands out units, hears the outcomes."""
+
+    stage: Stage
+    needs: RankNeeds
+    workers: int | str
+    queue: UnitQueue
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+    leaving: list[_Rank] = field(default_factory=list)
+    failed_starts: FailedStarts = field(default_factory=FailedStarts)
+    next_start: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._ray = import_ray()
+        self._pickled = pickle.dumps(self.stage)
+        self._actor_class = self._ray.remote(**self.needs.options())(RankActor)
+        self._began = time.monotonic()
+        self._limit_as_of = (float("-inf"), 0)
+
+    def run(self) -> None:
+        try:
+            while self.queue or any(rank.unit for rank in self.ranks.values()):
+                self._ask_for_ranks()
+                self._hand_out()
+                self._let_go()
+                self._listen()
+            self._dismiss(self.ranks.values())
+            if farewells := [rank.call for rank in self.leaving]:
+                self._ray.wait(farewells, num_returns=len(farewells), timeout=_SECONDS_TO_LEAVE)
+        finally:
+            for rank in [*self.ranks.values(), *self.leaving]:
+                self._ray.kill(rank.actor)
+
+    def _limit(self) -> int:
+        """How many actors there may be. Without a number in the configuration, one more than there is room for: it
+        waits for nodes that join and for what others on the cluster leave."""
+        if self.workers != "auto":
+            return int(self.workers)
+        as_of, limit = self._limit_as_of
+        if time.monotonic() - as_of > _SECONDS_BETWEEN_LOOKS:
+            limit = self.needs.capacity() + 1
+            self._limit_as_of = (time.monotonic(), limit)
+        return limit
+
+    def _ask_for_ranks(self) -> None:
+        if time.monotonic() < self.next_start:
+            return
+        useful = len(self.queue) + sum(rank.unit is not None for rank in self.ranks.values())
+        for _ in range(min(useful, self._limit()) - len(self.ranks)):
+            self._start(next(number for number in count() if number not in self.ranks))
+
+    def _start(self, number: int) -> None:
+        start = ActorStart(
+            stage=self._pickled,
+            number=number,
+            device=self.needs.device,
+            folder=None if in_working_dir_copy() else Path.cwd(),
+            must_exist=self.stage.dir.identity,
+            log=self.stage.dir.rank_log(number),
+            version=sharmill.__version__,
+        )
+        actor = self._actor_class.remote(start)
+        self.ranks[number] = _Rank(number=number, actor=actor, call=actor.set_up.remote())
+
+    def _hand_out(self) -> None:
+        for rank in self.ranks.values():
+            if rank.ready and rank.unit is None:
+                rank.unit = self.queue.take()
+                if rank.unit is None:
+                    return
+                rank.call = rank.actor.run.remote(rank.unit)
+
+    def _let_go(self) -> None:
+        """When no unit waits, actors without one leave to others what they hold; one stays, should a unit fail."""
+        if not self.queue:
+            idle = sorted((rank for rank in self.ranks.values() if rank.unit is None), key=lambda rank: not rank.ready)
+            self._dismiss(idle[1:])
+
+    def _listen(self) -> None:
+        calls = {rank.call: rank for rank in self.ranks.values() if rank.unit or not rank.ready}
+        if not calls:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)  # until the next start
+            return
+        heard, _ = self._ray.wait(list(calls), num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
+        if heard:
+            heard, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0)
+        elif not any(rank.ready for rank in self.ranks.values()):
+            self._warn_of_no_room()
+        for call in heard:
+            self._attend(calls[call], call)
+
+    def _attend(self, rank: _Rank, call: Any) -> None:
+        try:
+            answer: Answer = self._ray.get(call)
+        except self._ray.exceptions.ActorUnavailableError as error:
+            self._ask_what_became_of(rank, error)
+            return
+        except self._ray.exceptions.RayError as error:
+            self._bury(rank, error)
+            return
+        if rank.out_of_reach is not None:
+            # It is there again; what it had to say is lost.
+            self._bury(rank, rank.out_of_reach)
+            return
+        rank.hear(answer, self.queue)
+        if isinstance(answer, Ready):
+            self.failed_starts.forget()
+        if rank.needs_replacing():
+            self._dismiss([rank])
+
+    def _ask_what_became_of(self, rank: _Rank, error: Exception) -> None:
+        """Ray has lost the connection and does not know yet whether actor or node has died: its next answer says."""
+        if rank.out_of_reach is not None:
+            self._bury(rank, error)
+            return
+        rank.out_of_reach = error
+        rank.call = rank.actor.answer.remote()
+
+    def _bury(self, rank: _Rank, error: Exception) -> None:
+        # An actor that cannot be reached may still run. It must not go on beside the one that takes its place.
+        self._ray.kill(rank.actor)
+        del self.ranks[rank.number]
+        how = self._describe(error)
+        log.warning("rank %d: %s", rank.number, how, exc_info=error)
+        excused = _NODE_DIED in how or isinstance(error, self._ray.exceptions.ActorUnavailableError)
+        # Ray goes on placing actors on a node for some seconds after it has died.
+        if not rank.ready and not excused:
+            self._count_failed_start(how)
+        log_path = self.stage.dir.rank_log(rank.number)
+        rank.report_lost_unit(self.queue, how, log_path, str(error), excused=excused)
+
+    def _count_failed_start(self, how: str) -> None:
+        """Goes on while there is hope: one node may be broken, and actors on others still be loading."""
+        failed_starts = self.failed_starts.add(how)
+        if not self.failed_starts.too_many():
+            return
+        self.next_start = time.monotonic() + _SECONDS_BETWEEN_BAD_STARTS
+        hopeless = not self.ranks or failed_starts >= MAX_ATTEMPTS * self._limit()
+        if hopeless and not any(rank.ready for rank in self.ranks.values()):
+            raise FatalError(
+                f"{self.stage.name}: actors cannot start: {how}; see {self.stage.dir.logs}. "
+                "Every node needs sharmill and what the stage imports"
+            )
+
+    def _dismiss(self, ranks: Iterable[_Rank]) -> None:
+        """Actors that wait leave by themselves; those that are loading or wait for room are not waited for."""
+        for rank in list(ranks):
+            del self.ranks[rank.number]
+            if rank.ready:
+                rank.call = rank.actor.close.remote()
+                self.leaving.append(rank)
+            else:
+                self._ray.kill(rank.actor)
+
+    def _warn_of_no_room(self) -> None:
+        if time.monotonic() - self._began > _SECONDS_UNTIL_WARNING:
+            self._began = float("inf")
+            log.error("%s: no actor is ready after %.0f s: they are loading (see %s), or the cluster has no room for "
+                      "them; each needs %d cores and %d GPUs, and there is room for %d; waiting", self.stage.name,
+                      _SECONDS_UNTIL_WARNING, self.stage.dir.logs, self.needs.cores, self.needs.gpus,
+                      self.needs.capacity())  # fmt: skip
+
+    def _describe(self, error: Exception) -> str:
+        """One line of what Ray says in many."""
+        if isinstance(error, self._ray.exceptions.RayTaskError):
+            return f"the actor failed: {type(error.cause).__name__}: {' '.join(str(error.cause).split())}"
+        text = " ".join(str(error).split())
+        reason = re.split(r"The actor (?:is dead|died) because ", text)[-1]
+        reason, _, _ = reason.partition(" Some common causes include")
+        return f"the actor died: {reason[:400].rstrip('. ')}"

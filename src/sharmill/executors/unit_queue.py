@@ -1,0 +1,68 @@
+"""The units of a stage that are still to do, for executors that hand them out one by one."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from sharmill.engine.run import Listener
+from sharmill.engine.unit import Commit, Unit
+from sharmill.engine.worker import MAX_ATTEMPTS, FailedAttempt
+
+log = logging.getLogger(__name__)
+
+# A unit that takes its node down each time has to come to an end; no other is interrupted this often.
+_MOST_INTERRUPTIONS = 10
+
+
+class UnitQueue:
+    """Units in the order of their cost, largest first, and how often each was tried.
+
+    Taken by whichever rank is free, this is greedy bin packing done as the work goes.
+
+    Attributes:
+        failures: the last error of every unit that has failed for good, by unit index.
+    """
+
+    def __init__(self, units: Sequence[Unit], listener: Listener) -> None:
+        self._waiting = deque(sorted(units, key=lambda unit: (-unit.cost, unit.index)))
+        self._attempts: Counter[int] = Counter()
+        self._interruptions: Counter[int] = Counter()
+        self._listener = listener
+        self.failures: dict[int, FailedAttempt] = {}
+
+    def __len__(self) -> int:
+        """How many units wait for a rank."""
+        return len(self._waiting)
+
+    def take(self) -> Unit | None:
+        """The next unit to do, or None."""
+        return self._waiting.popleft() if self._waiting else None
+
+    def done(self, unit: Unit, commit: Commit) -> None:
+        """An attempt has succeeded."""
+        self._listener.unit_done(unit, commit)
+
+    def failed(self, unit: Unit, error: FailedAttempt) -> None:
+        """An attempt has failed: the unit waits again, or is given up."""
+        self._attempts[unit.index] += 1
+        attempts = self._attempts[unit.index]
+        if attempts < MAX_ATTEMPTS:
+            log.warning("unit %d failed (%s); it is tried again", unit.index, error.message)
+            # Last in line: trouble that passes, or that lies with one rank, then costs many units one attempt each
+            # rather than a few units all of theirs.
+            self._waiting.append(unit)
+            return
+        log.warning("unit %d failed %d times: %s", unit.index, attempts, error.message)
+        self.failures[unit.index] = error
+        self._listener.unit_failed(unit, error, attempts)
+
+    def interrupted(self, unit: Unit, error: FailedAttempt) -> None:
+        """An attempt was broken off for no fault of the unit, as far as one can tell: it waits again."""
+        self._interruptions[unit.index] += 1
+        if self._interruptions[unit.index] > _MOST_INTERRUPTIONS:
+            self.failed(unit, error)
+            return
+        log.warning("unit %d was interrupted (%s); it is done again", unit.index, error.message)
+        self._waiting.append(unit)

@@ -1,0 +1,43 @@
+"""Results made ahead of their use, in threads: what decodes while a model, a checker or a training works."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def prefetch(
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    *,
+    threads: int,
+    ahead: float,
+    weigh: Callable[[Item], float] = lambda item: 1.0,
+) -> Iterator[Result]:
+    """The results in the order of the items, some of them made before they are asked for.
+
+    Those that wait, or are being made, together weigh at most ``ahead``, unless they are no more than ``threads``.
+    Threads serve, since decoding and resampling release the interpreter's lock. An error is raised where its result
+    would have come.
+    """
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="ahead") as pool:
+        pending: deque[tuple[Future[Result], float]] = deque()
+        weight = 0.0
+        try:
+            for item in items:
+                pending.append((pool.submit(function, item), weigh(item)))
+                weight += pending[-1][1]
+                while len(pending) > threads and weight > ahead:
+                    future, own = pending.popleft()
+                    weight -= own
+                    yield future.result()
+            while pending:
+                yield pending.popleft()[0].result()
+        finally:
+            for future, _ in pending:
+                future.cancel()

@@ -1,0 +1,133 @@
+"""Our datasets as a type of NeMo's ``input_cfg``: importing this module registers ``type: sharmill``.
+
+What makes batches of the cuts is NeMo's. Scripts that call NeMo's loader themselves need nothing but the import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Final
+
+from lhotse import CutSet
+from lhotse.cut import MonoCut
+from nemo.collections.common.data.lhotse.cutset import data_type_parser
+from omegaconf import DictConfig, OmegaConf
+
+from sharmill.config import nearest
+from sharmill.errors import ConfigError
+from sharmill.training.nemo.partition import Order, PartitionedCuts
+
+TYPE: Final = "sharmill"
+
+_OPTIONS: Final = ("dataset", "fields", "codec", "decode_threads", "speaker_tags", "seed", "rank", "world_size")
+_OF_NEMO: Final = (
+    "type",
+    "weight",
+    "tags",
+    "shuffle",
+    "shard_seed",
+    "force_finite",
+    "force_map_dataset",
+    "metadata_only",
+)
+# NeMo hands these down to every entry. What is there has no meaning for our datasets.
+_IGNORED: Final = (
+    "text_field",
+    "lang_field",
+    "max_open_streams",
+    "audio_locator_tag",
+    "token_equivalent_duration",
+    "skip_missing_manifest_entries",
+    "force_iterable_dataset",
+    "reweight_temperature",
+)
+
+
+_made: ContextVar[list[PartitionedCuts] | None] = ContextVar("_made", default=None)
+
+
+@data_type_parser(TYPE)
+def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
+    """The cuts of one entry, without end unless ``force_finite`` or ``metadata_only`` is set.
+
+    Returns:
+        The CutSet, and True: like tarred data and text it is read where the batches are made.
+
+    Raises:
+        ConfigError: an unknown option, or no such dataset, field or codec.
+    """
+    options: dict[str, Any] = OmegaConf.to_container(entry, resolve=True)  # type: ignore[assignment]
+    _check(options)
+    metadata_only = options.get("metadata_only", False)
+    finite = options.get("force_finite", False) or metadata_only
+    order = Order(
+        shuffle=options.get("shuffle", False),
+        shard_seed=options.get("shard_seed", "trng"),
+        finite=finite,
+        map_style=options.get("force_map_dataset", False),
+        seed=options.get("seed"),
+        rank=options.get("rank"),
+        world_size=options.get("world_size"),
+    )
+    source = PartitionedCuts(
+        options["dataset"],
+        order,
+        fields=[] if metadata_only else options.get("fields"),
+        codec=options.get("codec"),
+        decode_threads=options.get("decode_threads", 0),
+    )
+    if (made := _made.get()) is not None:
+        source.number = len(made)
+        made.append(source)
+    return CutSet(source).map(partial(as_nemo_expects, speaker_tags=options.get("speaker_tags", "kept"))), True
+
+
+@contextmanager
+def collected() -> Iterator[list[PartitionedCuts]]:
+    """What the entries of type sharmill become that NeMo reads meanwhile, in their order."""
+    made: list[PartitionedCuts] = []
+    token = _made.set(made)
+    try:
+        yield made
+    finally:
+        _made.reset(token)
+
+
+def _check(options: dict[str, Any]) -> None:
+    if options.pop("slice_length", None) is not None:
+        raise ConfigError("slice_length is not for datasets of sharmill: their order is shuffled as a whole")
+    for key in options:
+        if key not in (*_OPTIONS, *_OF_NEMO, *_IGNORED):
+            raise ConfigError(f"input_cfg: type sharmill has no option {key!r}{nearest(key, [*_OPTIONS, *_OF_NEMO])}")
+    if "dataset" not in options:
+        raise ConfigError("input_cfg: type sharmill needs dataset: the dataset directory")
+    if options.get("speaker_tags", "kept") not in ("kept", "nemo"):
+        raise ConfigError(f"input_cfg: speaker_tags is kept or nemo, not {options['speaker_tags']!r}")
+
+
+def as_nemo_expects(cut: MonoCut, speaker_tags: str = "kept") -> MonoCut:
+    """The cut with what NeMo's filters and datasets look for where they look for it.
+
+    ``validation_status`` is sought in the cut, and is a manifest key, which we keep in the supervision. A ``cer`` or
+    ``context_speaker_similarity`` of null would be compared with a number. ``speaker_tags="nemo"`` writes the
+    language of a speaker tag as MagpieTTSLhotseDataset wants it: ``en_US`` for ``en-US``.
+    """
+    for supervision in cut.supervisions:
+        custom = supervision.custom or {}
+        for key in ("cer", "context_speaker_similarity"):
+            if key in custom and custom[key] is None:
+                del custom[key]
+        if "validation_status" in custom and not cut.has_custom("validation_status"):
+            cut.validation_status = custom["validation_status"]
+        if speaker_tags == "nemo" and supervision.speaker is not None:
+            supervision.speaker = _with_word_language(supervision.speaker)
+    return cut
+
+
+def _with_word_language(tag: str) -> str:
+    before, found, rest = tag.partition("Language:")
+    language, space, after = rest.partition(" ")
+    return before + found + language.replace("-", "_") + space + after

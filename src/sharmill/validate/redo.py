@@ -1,0 +1,72 @@
+"""Doing units of a finished dataset again that the checker found damaged, by way of the ordinary relaunch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sharmill.config import Config
+from sharmill.encode.stage import EncodeStage
+from sharmill.engine.ledger import revoke
+from sharmill.engine.plan import load
+from sharmill.engine.stage import Stage
+from sharmill.errors import ConfigError
+from sharmill.shar.layout import TARGET_CODES, codec_of_field
+from sharmill.storage import remove_tree
+from sharmill.validate.report import ENCODE, INDEX, WRITE, Report
+from sharmill.write.stage import WriteStage
+
+
+def forget_damaged_units(config: Config, report: Report, stages: Sequence[str]) -> None:
+    """Takes back the commits of the units that a report names, so that a run of ``stages`` does them again.
+
+    A shard whose audio or cuts are damaged is encoded again by every codec of the configuration too. The index of the
+    dataset is compared with the ledger again in any case. The caller holds the run directory's lock.
+
+    Raises:
+        ConfigError: the report is of another dataset, names nothing that can be done again, or what it names was not
+            made by this configuration, or not by these stages; nothing has been done then.
+    """
+    _check_report(config, report)
+    wanted: dict[str, set[int]] = {}
+    for unit in report.redo:
+        wanted.setdefault(unit.stage, set()).update(() if unit.shard is None else {unit.shard})
+    write: Stage = WriteStage(config)
+    encodes = {f"{ENCODE}{codec.name}": EncodeStage(config, codec) for codec in config.encode.codecs}
+    _check_codecs(config, wanted, set(encodes))
+    shards = {write.name: wanted.get(WRITE, set())}
+    shards |= {name: wanted.get(name, set()) | shards[write.name] for name in encodes}
+    concerned = [stage for stage in (write, *encodes.values()) if shards[stage.name] or INDEX in wanted]
+    for stage in concerned:
+        if (name := stage.name.partition("/")[0]) not in stages:
+            raise ConfigError(f"these findings concern the stage {name}: name it too, or no stage at all")
+        if not stage.dir.units.exists():
+            raise ConfigError(f"{config.run_dir} has no plan of {stage.name}: it is not the run that made this dataset")
+    for stage in concerned:
+        remove_tree(stage.dir.done)
+        if known := shards[stage.name] & {unit.index for unit in load(stage)}:
+            revoke(stage, known)
+
+
+def _check_report(config: Config, report: Report) -> None:
+    if Path(report.dataset).resolve() != Path(config.dataset_dir).resolve():
+        raise ConfigError(f"these findings are of {report.dataset}, and {config.name} is in {config.dataset_dir}")
+    if not report.redo:
+        raise ConfigError(
+            "these findings name no unit that could be done again"
+            + ("; see to_do of each" if report.findings else ": there are none")
+        )
+
+
+def _check_codecs(config: Config, wanted: dict[str, set[int]], known: set[str]) -> None:
+    """What the configuration does not have it can neither encode again nor put back into the index."""
+    named = {name for name in wanted if name.startswith(ENCODE)}
+    if INDEX in wanted:
+        folders = {path.name for path in Path(config.dataset_dir).glob("codes_*") if path.is_dir()}
+        named |= {f"{ENCODE}{codec_of_field(f'{folder}/{TARGET_CODES}')}" for folder in folders}
+    if missing := sorted(named - known):
+        codec = missing[0].removeprefix(ENCODE)
+        raise ConfigError(
+            f"the codes called {codec!r} are not of this configuration: add that codec to encode.codecs, with the "
+            "run_dir that they were made from" + ("; or make the index with sharmill index" if INDEX in wanted else "")
+        )

@@ -1,0 +1,81 @@
+"""Where the samples of a segment lie, and that exactly these are read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import soundfile as sf
+
+from sharmill.audio.segments import SegmentReader
+from sharmill.errors import RejectRecord
+from sharmill.manifest import Segment
+
+RATE = 16000
+
+
+@pytest.fixture
+def noise(tmp_path):
+    """One second of noise in two roots: ``0/a.wav`` and ``1/a.wav``; returns the samples of both."""
+    samples = []
+    for source in range(2):
+        path = tmp_path / str(source) / "a.wav"
+        path.parent.mkdir()
+        sf.write(path, 0.1 * np.random.default_rng(source).normal(size=RATE), RATE)
+        samples.append(sf.read(path, dtype="float32")[0])
+    return samples
+
+
+@pytest.fixture
+def reader(noise, tmp_path):
+    return SegmentReader((tmp_path / "0", tmp_path / "1"))
+
+
+def segment(offset, duration, *, source=0, whole_file=False, path="a.wav"):
+    return Segment(source, path, offset, duration, whole_file)
+
+
+@pytest.mark.parametrize(
+    ("offset", "duration", "start", "stop"),
+    [
+        (0.0, 1.0, 0, 16000),
+        (0.25, 0.5, 4000, 12000),
+        (0.123456, 0.1, 1975, 3575),
+        (0.95, 0.1, 15200, 16000),  # ends after the file, as the tolerance of prepare allows
+        (0.5, 1 / RATE, 8000, 8001),
+    ],
+)
+def test_samples_of_a_segment(offset, duration, start, stop, reader, noise):
+    samples, rate = reader.read(segment(offset, duration))
+    assert rate == RATE
+    np.testing.assert_array_equal(samples, noise[0][start:stop])
+
+
+@pytest.mark.parametrize("duration", [0.9, 1.0, 1.1])
+def test_whole_file_is_read_whatever_the_manifest_says(duration, reader, noise):
+    samples, _ = reader.read(segment(0.0, duration, whole_file=True))
+    np.testing.assert_array_equal(samples, noise[0])
+
+
+def test_each_source_has_its_root(reader, noise):
+    np.testing.assert_array_equal(reader.read(segment(0.0, 1.0, source=1))[0], noise[1])
+
+
+@pytest.mark.parametrize(
+    ("offset", "duration", "whole_file", "expected"),
+    [(0.0, 1.0, False, True), (0.0, 1.2, False, True), (0.0, 0.5, True, True), (0.0, 0.5, False, False)],
+)
+def test_whether_a_segment_is_the_whole_file(offset, duration, whole_file, expected, reader):
+    assert reader.locate(segment(offset, duration, whole_file=whole_file)).is_whole_file == expected
+
+
+@pytest.mark.parametrize(("offset", "duration"), [(1.0, 0.1), (5.0, 1.0), (0.5, 0.0), (0.5, 1e-6)])
+def test_segment_without_samples(offset, duration, reader):
+    with pytest.raises(RejectRecord) as caught:
+        reader.read(segment(offset, duration))
+    assert caught.value.reason == "empty_audio"
+
+
+def test_missing_file(reader):
+    with pytest.raises(RejectRecord) as caught:
+        reader.locate(segment(0.0, 1.0, path="none.wav"))
+    assert caught.value.reason == "missing_audio"

@@ -1,0 +1,98 @@
+"""Prints time and peak memory of planning: ``python tests/bench/bench_planning.py [N]`` (default 1,000,000 records).
+
+Every figure comes from a process of its own, since the peak of a process never goes down.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from sharmill.match.groups import divide, index_manifest
+from sharmill.match.speaker_key import make_speaker_key
+from sharmill.prepare.ids import HASH_FIELDS, ambiguous_cuts, ambiguous_recordings, find_suspects, repeated_segments
+from sharmill.sources.nemo import NemoSource
+from sharmill.write.order import index_matched, order_lines
+
+RECORDS_PER_SPEAKER = 50
+
+
+def write_manifest(path: Path, num_records: int) -> None:
+    """Short records with the keys that planning reads, each speaker's scattered over the file."""
+    num_speakers = max(1, num_records // RECORDS_PER_SPEAKER)
+    with path.open("w") as stream:
+        for number in range(num_records):
+            speaker = number * 7919 % num_speakers
+            stream.write(
+                f'{{"audio_filepath":"{speaker}/{number}.flac","duration":{2 + number % 97 / 10},'
+                f'"speaker":"| Language:en Dataset:Bench Speaker:{speaker} |",'
+                f'"_index":{number},"context_audio_duration":5.0}}\n'
+            )
+
+
+def plan_prepare(path: Path) -> int:
+    return sum(1 for _ in NemoSource(str(path)).pieces(2000))
+
+
+def settle_ids(path: Path) -> int:
+    """What ``prepare`` holds while it looks for duplicates; one record in a hundred is one."""
+    with path.open("rb") as stream:
+        num_records = sum(1 for _ in stream)
+    hashes = np.empty(num_records, dtype=HASH_FIELDS)
+    rng = np.random.default_rng(1)
+    for name in HASH_FIELDS.names or ():
+        hashes[name] = rng.integers(0, 2**63, num_records, dtype=np.uint64)
+    hashes[::100] = hashes[0]
+    ambiguous_recordings(hashes)
+    ambiguous_cuts(hashes)
+    return int(find_suspects(hashes).sum() + repeated_segments(hashes).sum())
+
+
+def plan_match(path: Path) -> int:
+    index = index_manifest(path, make_speaker_key("speaker"))
+    order = np.argsort(index.groups, kind="stable")
+    return sum(1 for _ in divide(index, order, unit_seconds=3600.0, max_group=None))
+
+
+def plan_write(path: Path) -> int:
+    return len(order_lines(index_matched(path), "shuffle", 42))
+
+
+STEPS: dict[str, Callable[[Path], int]] = {
+    step.__name__: step for step in (plan_prepare, settle_ids, plan_match, plan_write)
+}
+
+
+def measure(step: str, path: Path) -> dict[str, float]:
+    """Runs one step and returns its seconds, the peak of this process and what the step returned."""
+    started = time.perf_counter()
+    result = STEPS[step](path)
+    seconds = time.perf_counter() - started
+    # Not getrusage: its ru_maxrss also counts what the parent held when it started this process.
+    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+    return {"seconds": seconds, "peak_mib": peak, "result": result}
+
+
+def main(num_records: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "m.json"
+        write_manifest(path, num_records)
+        print(f"{num_records:,} records, {path.stat().st_size / 2**20:.0f} MiB")
+        for step in STEPS:
+            command = [sys.executable, __file__, step, str(path)]
+            figure = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+            print(f"{step:12}: {figure['seconds']:7.2f} s, peak {figure['peak_mib']:6.0f} MiB", flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))
+    else:
+        main(int(sys.argv[1].replace(",", "")) if len(sys.argv) == 2 else 1_000_000)

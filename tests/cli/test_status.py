@@ -1,0 +1,182 @@
+"""What `sharmill status` says, from files whose content and age are known."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from datetime import datetime
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from sharmill.cli import status
+from sharmill.cli.status import StageStatus, print_status, read_stage
+from sharmill.config import to_yaml
+from sharmill.engine.plan import read_or_make_plan
+from sharmill.engine.progress import RankProgress
+from sharmill.engine.worker import FailedAttempt, Worker
+from sharmill.executors.slurm.chain import ChainState
+from sharmill.prepare.stage import PrepareStage
+from sharmill.storage import write_atomic
+
+NOW = datetime(2026, 3, 1, 12, 0, 0)
+
+
+class NoonClock(datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return NOW
+
+
+@pytest.fixture
+def noon(monkeypatch):
+    """The time at which the status is asked for, in Unix seconds."""
+    monkeypatch.setattr(status, "datetime", NoonClock)
+    monkeypatch.setattr(status.time, "time", NOW.timestamp)
+    return NOW.timestamp()
+
+
+@pytest.fixture
+def stage(tmp_path, configure, manifest, audio_root, record):
+    """``prepare`` over four units of two records, of which the first is done and rejected one."""
+    records = [record(audio_filepath="a.wav", offset=0.1 * number, duration=0.5) for number in range(8)]
+    records[1]["text"] = ""
+    config = configure(tmp_path, [(manifest(tmp_path / "m.json", records), audio_root)], prepare={"unit_records": 2})
+    stage = PrepareStage(config)
+    units = read_or_make_plan(stage, restart=False)
+    write_atomic(stage.run_dir.config, to_yaml(config))
+    with Worker(stage, 0, "cpu") as worker:
+        worker.run(units[0])
+    stage.dir.rank_progress(0).unlink()
+    return stage
+
+
+def put_rank(stage, rank, *, started, updated, **values):
+    record = RankProgress(rank=rank, pid=1234, host="node7", started=started, updated=updated, **values)
+    stage.dir.rank_progress(rank).write_bytes(msgspec.json.encode(record))
+
+
+def shown(stage) -> str:
+    console = Console(width=160, highlight=False)
+    with console.capture() as capture:
+        print_status(console, stage.run_dir.path)
+    return capture.get()
+
+
+def row(text, stage_name) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"│ {stage_name} ")]
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_units_done_running_failed_and_left(stage, noon):
+    put_rank(stage, 0, started=noon - 100, updated=noon - 4, unit=1, units_done=1, audio_seconds=2.0)
+    write_atomic(stage.dir.failures, msgspec.json.encode(FailedAttempt(2, "ValueError: no", "Traceback")) + b"\n")
+    seen = read_stage(stage)
+    assert (seen.units, seen.units_done, seen.units_running, seen.units_failed, seen.units_left) == (4, 1, 1, 1, 1)
+    assert seen.state == "under way"
+    text = shown(stage)
+    assert row(text, "prepare")[:7] == ["prepare", "under way", "4", "1", "1", "1", "1"]
+    assert row(text, "match")[:2] == ["match", "not begun"]
+    assert "prepare unit 2 failed: ValueError: no" in text
+    assert f"tracebacks: {stage.dir.failures}" in text
+
+
+def test_rejects_are_listed_by_reason(stage, noon):
+    assert "prepare rejects: empty_text 1" in shown(stage)
+    assert row(shown(stage), "prepare")[-1] == "1"
+
+
+def test_the_end_is_predicted_from_the_rate_of_all_living_ranks(stage, noon):
+    """Two ranks with 2 records in 100 s each leave 6 of 8 records for 150 s."""
+    (stage.dir.ledger / "other.jsonl").touch()
+    put_rank(stage, 0, started=noon - 100, updated=noon, audio_seconds=2.0)
+    put_rank(stage, 1, started=noon - 100, updated=noon, audio_seconds=2.0)
+    assert read_stage(stage).seconds_left == pytest.approx(150.0)
+    assert "150 s, until 12:02:30" in " ".join(shown(stage).split())
+
+
+def test_hours_and_hours_per_hour(noon):
+    seen = StageStatus(
+        name="match", state="under way", units=4, units_done=1, cost=14400.0, cost_done=3600.0, rate=50.0
+    )
+    assert seen.seconds_left == 216.0
+    assert status._cells(seen)[7:10] == ["1.00/4.00", "50", "216 s, until 12:03:36"]
+
+
+def test_an_end_that_is_far_off_has_its_date(noon):
+    assert status._describe_end(2 * 86400) == "172800 s, until 2026-03-03 12:00"
+
+
+def test_a_rank_that_is_silent_for_more_than_five_minutes_is_marked(stage, noon):
+    put_rank(stage, 0, started=noon - 1000, updated=noon - 299, unit=1, audio_seconds=2.0)
+    put_rank(stage, 1, started=noon - 1000, updated=noon - 301, unit=2, audio_seconds=2.0)
+    lively, silent = [line for line in shown(stage).splitlines() if line.startswith("prepare rank")]
+    assert lively.startswith("prepare rank 0 on node7 (pid 1234): unit 1, 0 done,")
+    assert lively.endswith("last sign of life 299 s ago")
+    assert silent.endswith("last sign of life 301 s ago: SILENT")
+    seen = read_stage(stage)
+    assert seen.state == "under way"
+    assert seen.rate == pytest.approx(2.0 / 701)
+    assert seen.units_running == 1
+    stage.dir.rank_progress(0).unlink()
+    assert read_stage(stage, queued=True).state == "silent"
+
+
+def test_a_rank_without_a_unit_is_loading_or_between_two(stage, noon):
+    put_rank(stage, 0, started=noon - 10, updated=noon)
+    put_rank(stage, 1, started=noon - 10, updated=noon, units_done=2)
+    loading, between = [line for line in shown(stage).splitlines() if line.startswith("prepare rank")]
+    assert "(pid 1234): loading, 0 done" in loading
+    assert "(pid 1234): between units, 2 done" in between
+
+
+def test_ranks_that_have_ended_are_not_shown(stage, noon):
+    put_rank(stage, 0, started=noon - 100, updated=noon, ended=True, audio_seconds=2.0)
+    assert "prepare rank" not in shown(stage)
+    assert read_stage(stage).state == "stopped"
+    assert read_stage(stage).seconds_left is None
+
+
+def test_a_stage_whose_jobs_wait_is_in_the_queue(stage, noon):
+    state = ChainState(state="waiting", message="prepare: 3 units on 3 ranks (job 8), continued by job 9")
+    write_atomic(stage.run_dir.chain, msgspec.json.encode(state))
+    os.utime(stage.run_dir.chain, (noon, noon))
+    text = shown(stage)
+    assert row(text, "prepare")[1] == "in the queue"
+    assert "chain of jobs: waiting since 2026-03-01 12:00:00: prepare: 3 units on 3 ranks" in text
+
+
+def test_watch_shows_it_again_until_it_is_interrupted(stage):
+    command = [sys.executable, "-m", "sharmill", "status", str(stage.run_dir.path), "--watch"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    seen = []
+    for line in process.stdout:
+        if line.startswith("│ prepare"):
+            seen.append(line.split("│")[4].strip())
+            if len(seen) == 1:
+                with Worker(stage, 1, "cpu") as worker:
+                    worker.run(read_or_make_plan(stage, restart=False)[1])
+            elif seen[-1] == "2":
+                break
+    process.send_signal(2)
+    _, errors = process.communicate(timeout=60)
+    assert seen[0] == "1"
+    assert process.returncode == 0
+    assert errors == ""
+
+
+def test_a_folder_that_is_no_run_directory_is_refused(sharmill, tmp_path):
+    outcome = sharmill("status", tmp_path)
+    assert outcome.returncode == 2
+    assert "is not a run directory" in outcome.stderr
+
+
+def test_nothing_is_written(stage):
+    before = {path: path.stat().st_mtime_ns for path in stage.run_dir.path.rglob("*")}
+    began = time.time_ns()
+    shown(stage)
+    assert {path: path.stat().st_mtime_ns for path in stage.run_dir.path.rglob("*")} == before
+    assert max(before.values()) < began

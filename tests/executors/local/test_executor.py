@@ -1,0 +1,227 @@
+"""The local executor: real processes, and every way in which one can die."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from multiprocessing.context import SpawnProcess
+
+import pytest
+from support.toy_stage import (
+    DiesBesideAnIdleRank,
+    DiesIdle,
+    HalfBroken,
+    ToyStage,
+    Unloadable,
+    is_running,
+    output_bytes,
+    run,
+)
+
+from sharmill.errors import FatalError
+from sharmill.executors.local.executor import _describe_exit
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left(tmp_path):
+    yield
+    stage = ToyStage(tmp_path)
+    assert [pid for pid in stage.pids() - {os.getpid()} if is_running(pid)] == []
+
+
+class TestWorkers:
+    def test_any_number_of_workers_gives_the_same_bytes(self, tmp_path):
+        outputs = []
+        for workers in (1, 2, 3):
+            stage = ToyStage(
+                tmp_path / str(workers), units=12, behaviour={4: "reject:too_short"}, setup_does=f"meet:{workers}"
+            )
+            assert run(stage, workers)[0].ok
+            assert len(stage.pids()) == workers
+            outputs.append((output_bytes(stage), stage.dir.rejects.read_bytes()))
+        assert outputs[0] == outputs[1] == outputs[2]
+
+    def test_one_worker_runs_inline(self, tmp_path):
+        stage = ToyStage(tmp_path)
+        run(stage, 1)
+        assert stage.pids() == {os.getpid()}
+
+    def test_there_are_no_more_ranks_than_units(self, tmp_path):
+        stage = ToyStage(tmp_path, units=2, setup_does="meet:2")
+        run(stage, 5)
+        assert len(stage.pids()) == 2
+
+    def test_largest_units_come_first(self, tmp_path):
+        stage = ToyStage(tmp_path, units=8)
+        run(stage, 1)
+        order = [int(line.split()[0]) for line in stage.marked("attempts")]
+        assert order == [3, 7, 2, 6, 1, 5, 0, 4]
+
+
+class TestDeaths:
+    def test_a_killed_worker_costs_one_attempt(self, tmp_path):
+        stage = ToyStage(tmp_path, behaviour={2: "kill_once"})
+        result, heard = run(stage, 2)
+        assert result.ok
+        assert sorted(heard.done) == list(range(6))
+        assert stage.attempts() == {0: 1, 1: 1, 2: 2, 3: 1, 4: 1, 5: 1}
+        assert len({line for line in stage.marked("attempts") if line.startswith("2 ")}) == 2
+        whole = ToyStage(tmp_path / "whole")
+        run(whole)
+        assert output_bytes(stage) == output_bytes(whole)
+
+    @pytest.mark.parametrize(
+        ("does", "how"),
+        [
+            ("kill", r"was ended by signal SIGKILL \(as the kernel does when memory runs out\)"),
+            ("kill:SIGABRT", "was ended by signal SIGABRT"),
+            ("segfault", "was ended by signal SIGSEGV"),
+            ("exit:3", "ended with exit status 3"),
+        ],
+    )
+    def test_a_unit_that_always_kills_its_worker_fails_and_the_others_finish(self, tmp_path, does, how):
+        stage = ToyStage(tmp_path, behaviour={2: does})
+        result, heard = run(stage, 2)
+        assert list(result.failures) == [2]
+        assert re.search(rf"^the worker process {how}; its log is \S+/rank-00\d\.log$", result.failures[2].message)
+        assert sorted(heard.done) == [0, 1, 3, 4, 5]
+        assert stage.attempts()[2] == 3
+
+    def test_several_units_that_kill_their_workers(self, tmp_path):
+        stage = ToyStage(tmp_path, behaviour={1: "kill", 3: "exit:1", 4: "segfault"})
+        result, heard = run(stage, 2)
+        assert sorted(result.failures) == [1, 3, 4]
+        assert sorted(heard.done) == [0, 2, 5]
+
+    def test_a_worker_that_dies_after_its_commit_counts_once(self, tmp_path):
+        stage = ToyStage(tmp_path, setup_does="die_after_commit:2")
+        result, heard = run(stage, 2)
+        assert result.ok
+        assert (result.totals.num_in, result.totals.num_out) == (18, 18)
+        assert sorted(heard.done) == list(range(6))
+        assert stage.attempts()[2] == 2
+
+    def test_a_rank_that_fails_twice_in_a_row_makes_way_for_a_fresh_one(self, tmp_path):
+        stage = ToyStage(tmp_path, units=2, behaviour={0: "raise", 1: "raise"})
+        run(stage, 2)
+        assert stage.attempts() == {0: 3, 1: 3}
+        assert len(stage.pids()) > 2
+
+    def test_a_segfault_leaves_its_stack_in_the_log(self, tmp_path):
+        stage = ToyStage(tmp_path, behaviour={2: "segfault"})
+        run(stage, 2)
+        logs = "".join(path.read_text() for path in stage.dir.logs.iterdir())
+        assert "Segmentation fault" in logs
+        assert "in _do_segfault" in logs
+
+
+class TestStarts:
+    @pytest.mark.parametrize(
+        ("does", "how"), [("kill", "was ended by signal SIGKILL"), ("exit:7", "ended with exit status 7")]
+    )
+    def test_setup_that_always_dies_ends_the_stage(self, tmp_path, does, how):
+        stage = ToyStage(tmp_path, setup_does=does)
+        with pytest.raises(FatalError, match=f"toy: worker processes cannot start: the last one {how}.*logs"):
+            run(stage, 2)
+        assert len(stage.pids()) == 6
+
+    def test_setup_that_dies_once_is_tried_again(self, tmp_path):
+        stage = ToyStage(tmp_path, setup_does="kill_once")
+        assert run(stage, 2)[0].ok
+
+    def test_a_rank_that_cannot_start_is_given_up_and_the_others_go_on(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("sharmill.executors.local.executor.visible_gpus", lambda: ("0", "1"))
+        stage = HalfBroken(tmp_path, units=8, everywhere="wait:given-up")
+        result, heard = run(stage, 2)
+        assert result.ok
+        assert sorted(heard.done) == list(range(8))
+        assert len(stage.marked("died-on-1")) == 3
+
+    def test_a_stage_that_cannot_be_unpickled_leaves_its_traceback_in_the_log(self, tmp_path):
+        stage = Unloadable(tmp_path)
+        with pytest.raises(FatalError, match="worker processes cannot start"):
+            run(stage, 2)
+        assert "these are not the bytes" in stage.dir.rank_log(0).read_text()
+
+    def test_a_process_that_cannot_be_started_is_a_failed_start(self, tmp_path, monkeypatch):
+        def start(self):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        monkeypatch.setattr(SpawnProcess, "start", start)
+        monkeypatch.setattr("sharmill.executors.local.executor._SECONDS_BETWEEN_LOOKS", 0.01)
+        with pytest.raises(FatalError, match=r"could not be started: .*Resource temporarily unavailable"):
+            run(ToyStage(tmp_path), 2)
+
+
+class TestIdleRanks:
+    def test_an_idle_rank_takes_over_what_a_dead_one_left(self, tmp_path):
+        """The rank that has nothing more to do stays until all is done: no other has to load the model again."""
+        stage = DiesBesideAnIdleRank(tmp_path, units=2, setup_does="meet:2")
+        assert run(stage, 2)[0].ok
+        assert stage.attempts() == {0: 1, 1: 2}
+        assert len(stage.pids()) == 2
+
+    def test_a_rank_that_dies_idle_does_no_harm(self, tmp_path):
+        stage = DiesIdle(tmp_path, units=2, setup_does="meet:2")
+        result, _ = run(stage, 2)
+        assert result.ok
+        assert stage.attempts() == {0: 1, 1: 1}
+
+    def test_a_rank_that_hangs_at_its_end_is_ended(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("sharmill.executors.local.executor._SECONDS_TO_LEAVE", 0.3)
+        stage = ToyStage(tmp_path, setup_does="hang_at_exit")
+        assert run(stage, 2)[0].ok
+
+    def test_ranks_that_still_load_are_not_waited_for(self, tmp_path):
+        stage = ToyStage(tmp_path, units=2, setup_does="one_is_slow")
+        assert run(stage, 2)[0].ok
+        assert sorted(stage.attempts()) == [0, 1]
+
+    def test_a_rank_that_closes_its_pipe_and_lives_on_is_ended(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("sharmill.executors.local.executor._SECONDS_TO_END", 0.3)
+        stage = ToyStage(tmp_path, units=3, behaviour={2: "deaf_once"})
+        result, _ = run(stage, 2)
+        assert result.ok
+        assert stage.attempts()[2] == 2
+
+    def test_a_death_that_a_child_process_hides_is_noticed(self, tmp_path, monkeypatch):
+        """A process that the rank forked holds its pipe and its sentinel open."""
+        monkeypatch.setattr("sharmill.executors.local.executor._SECONDS_BETWEEN_LOOKS", 0.2)
+        stage = ToyStage(tmp_path, units=3, behaviour={2: "fork_and_die_once"})
+        try:
+            assert run(stage, 2)[0].ok
+        finally:
+            for line in stage.marked("children"):
+                os.kill(int(line), signal.SIGKILL)
+
+
+class TestLogs:
+    def test_the_log_of_a_rank_has_its_traceback(self, tmp_path):
+        stage = ToyStage(tmp_path, behaviour={2: "raise"})
+        run(stage, 1)  # a second rank may still be loading when all is done, and is not waited for
+        logs = _rank_logs(stage)
+        assert logs.count("in _do_raise") == 3
+        assert logs.count("is ready for toy on cpu") == len(stage.pids())
+
+    def test_what_a_rank_prints_goes_to_its_log_even_if_it_is_killed(self, tmp_path, capfd):
+        stage = ToyStage(tmp_path, behaviour={2: "print:hello from unit 2"})
+        run(stage, 2)
+        logs = _rank_logs(stage)
+        assert logs.count("hello from unit 2\n") == 3
+        assert logs.count("from native code\n") == 3
+        out = capfd.readouterr()
+        assert "hello" not in out.out + out.err
+
+    def test_the_driver_logs_what_it_saw(self, tmp_path):
+        stage = ToyStage(tmp_path, behaviour={2: "exit:9"})
+        run(stage, 2)
+        assert stage.dir.driver_log.read_text().count("ended with exit status 9") >= 3
+
+
+def _rank_logs(stage):
+    return "".join(path.read_text() for path in stage.dir.logs.glob("rank-*.log"))
+
+
+def test_a_real_time_signal_has_a_number():
+    assert _describe_exit(-(signal.SIGRTMIN + 1)).startswith(f"was ended by signal {signal.SIGRTMIN + 1}")

@@ -1,0 +1,97 @@
+"""Nodes that do not come up at once, and clusters that do not answer at once; Ray itself is a stand-in here."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from sharmill.errors import ConfigError
+from sharmill.executors.ray import cluster as ray_cluster
+from sharmill.executors.ray import node as ray_node
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """Returns a function: a shell script that is Ray -> the exit status of the node and how often it was started."""
+    monkeypatch.setattr(ray_node, "_SECONDS_BETWEEN_STARTS", 0.01)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
+    starts = tmp_path / "starts"
+
+    def run(script: str) -> tuple[int, int]:
+        script = f"echo start >> {starts}; starts=$(wc -l < {starts}); {script}"
+        monkeypatch.setattr(ray_node, "node_command", lambda *arguments: ["bash", "-c", script])
+        status = ray_node.main(["127.0.0.1", "1"])
+        return status, len(starts.read_text().splitlines())
+
+    yield run
+    signal.alarm(0)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_node_that_does_not_come_up_in_time_is_started_again(node):
+    assert node("[ $starts = 2 ]") == (0, 2)
+
+
+def test_a_node_that_never_comes_up_is_given_up(node):
+    assert node("exit 7") == (7, 3)
+
+
+def test_a_node_that_is_told_to_end_is_not_started_again(node):
+    assert node("kill -TERM $PPID; sleep 60") == (-signal.SIGTERM, 1)
+
+
+def test_a_node_that_does_not_listen_is_killed(node, monkeypatch):
+    monkeypatch.setattr(ray_node, "_SECONDS_TO_END", 1)
+    assert node("trap '' TERM; kill -TERM $PPID; while :; do sleep 0.1; done") == (-signal.SIGKILL, 1)
+
+
+class Ray(SimpleNamespace):
+    """A cluster that answers after so many calls."""
+
+    def __init__(self, silent: int, error: Exception) -> None:
+        super().__init__(calls=0, left=0, silent=silent, error=error)
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def shutdown(self) -> None:
+        self.left += 1
+
+    def init(self, **options) -> None:
+        self.calls += 1
+        if self.calls <= self.silent:
+            raise self.error
+
+
+@pytest.fixture
+def join(monkeypatch):
+    """Returns a function: a cluster -> it, after a driver has joined."""
+    monkeypatch.setattr(ray_cluster._join.retry, "wait", lambda state: 0.01)
+
+    def join(ray: Ray) -> Ray:
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        ray_cluster.connect("auto")
+        return ray
+
+    return join
+
+
+def test_a_cluster_that_does_not_answer_at_once_is_asked_again(join):
+    ray = join(Ray(2, RuntimeError("failed to get node info")))
+    assert (ray.calls, ray.left) == (3, 2)
+
+
+def test_a_cluster_that_never_answers_is_named(join):
+    with pytest.raises(ConfigError, match=r"no Ray cluster is running here .failed to get node info"):
+        join(Ray(9, RuntimeError("failed to get node info")))
+
+
+def test_where_there_is_no_cluster_one_question_is_enough(join):
+    ray = Ray(9, ConnectionError("nobody is there"))
+    with pytest.raises(ConfigError, match="nobody is there"):
+        join(ray)
+    assert ray.calls == 1

@@ -1,0 +1,126 @@
+"""The SLURM executor where the cluster is a few scripts: what it does when the controller is busy, and with arrays."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.toy_stage import ToyStage
+
+from sharmill.engine.plan import read_or_make_plan
+from sharmill.errors import FatalError
+from sharmill.executors.slurm import executor as slurm
+from sharmill.executors.slurm import queue as slurm_queue
+from sharmill.executors.slurm.executor import SlurmExecutor, Submitted
+from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
+from sharmill.executors.slurm.queue import SlurmSilent, queued_jobs
+
+
+def do_nothing() -> None:
+    pass
+
+
+class Cluster:
+    """Stands in for the commands of SLURM; each notes that it was called, and fails as often as it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script("scontrol", "echo 'MaxArraySize            = 4'")
+        self.script("squeue", "true")
+        self.script("scancel", 'echo "$@" >> cancelled')
+        self.script("sbatch", "echo Submitted batch job $(wc -l < sbatch.calls)")
+
+    def script(self, name: str, does: str, *, fails: int = 0, says: str = "") -> None:
+        path = self.folder / name
+        path.write_text(
+            f"#!/bin/bash\ncd {self.folder}\necho call >> {name}.calls\n"
+            f'if (( $(wc -l < {name}.calls) <= {fails} )); then echo "{says}" >&2; exit 1; fi\n{does}\n'
+        )
+        path.chmod(0o755)
+
+    def calls(self, name: str) -> int:
+        return len((self.folder / f"{name}.calls").read_text().splitlines())
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(slurm_queue._output.retry, "wait", lambda state: 0.01)
+    return Cluster(folder)
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """Returns a function: profile -> what was handed over of a toy stage of eight units."""
+
+    def submit(**profile) -> Submitted:
+        stage = ToyStage(tmp_path, units=8)
+        ranks = RankProfile(max_ranks=profile.pop("max_ranks", 2))
+        executor = SlurmExecutor(ClusterProfile(cpu=ranks, **profile), tmp_path / "jobs", do_nothing, "toy")
+        with pytest.raises(Submitted) as handed_over:
+            executor.run(stage, read_or_make_plan(stage, restart=False), listener=None)
+        return handed_over.value
+
+    return submit
+
+
+def test_a_busy_controller_is_asked_again(cluster, submit):
+    cluster.script("squeue", "true", fails=2, says="slurm_load_jobs error: Unable to contact slurm controller")
+    cluster.script(
+        "sbatch", "echo Submitted batch job 7", fails=2, says="Batch job submission failed: Socket timed out"
+    )
+    assert submit().ranks == ["7_0", "7_1"]
+    assert cluster.calls("squeue") == 3
+    assert cluster.calls("sbatch") == 2 + 1 + 1
+
+
+def test_what_is_wrong_with_a_request_is_told_at_once(cluster, tmp_path):
+    cluster.script("sbatch", "", fails=9, says="Batch job submission failed: Invalid qos specification")
+    stage = ToyStage(tmp_path, units=8)
+    executor = SlurmExecutor(ClusterProfile(qos="gold"), tmp_path / "jobs", do_nothing, "toy")
+    with pytest.raises(FatalError, match=r"^SLURM refuses the jobs: .*Invalid qos specification"):
+        executor.run(stage, read_or_make_plan(stage, restart=False), listener=None)
+    assert cluster.calls("sbatch") == 1
+
+
+def test_a_controller_that_stays_silent_is_named(cluster, tmp_path):
+    cluster.script("squeue", "", fails=9, says="slurm_load_jobs error: Unable to contact slurm controller")
+    with pytest.raises(SlurmSilent, match=r"SLURM does not answer squeue: .*Unable to contact"):
+        queued_jobs(tmp_path)
+    assert cluster.calls("squeue") == 3
+
+
+@pytest.mark.parametrize(
+    ("max_ranks", "max_parallel", "arrays", "parallel"),
+    [
+        (8, 8, [3, 3, 2], [3, 3, 2]),
+        (99, 8, [3, 3, 2], [3, 3, 2]),
+        (8, 4, [3, 3, 2], [1, 1, 1]),
+        (8, 2, [3, 3], [1, 1]),
+        (8, 1, [3], [1]),
+        (2, 9, [2], [9]),
+    ],
+)
+def test_arrays_are_no_larger_than_the_cluster_allows_and_never_run_too_many_at_once(
+    cluster, tmp_path, max_ranks, max_parallel, arrays, parallel
+):
+    profile = ClusterProfile(cpu=RankProfile(max_ranks=max_ranks), max_parallel=max_parallel)
+    executor = SlurmExecutor(profile, tmp_path / "jobs", do_nothing, "toy")
+    stage = ToyStage(tmp_path, units=8)
+    bins = executor.bins(stage, read_or_make_plan(stage, restart=False))
+    assert sorted(unit.index for part in bins for unit in part) == list(range(8))
+    shares = executor.arrays(len(bins))
+    assert [len(ranks) for ranks, _ in shares] == arrays
+    assert [share for _, share in shares] == parallel
+    assert f"--array=0-{arrays[0] - 1}%{min(parallel[0], arrays[0])}\n" in executor.script(stage, len(bins))
+
+
+def test_split_arrays_are_all_submitted(cluster, submit):
+    """In the order of their numbers, and the continuation last."""
+    handed_over = submit(max_ranks=8)
+    assert handed_over.ranks == [*(f"1_{n}" for n in range(3)), *(f"2_{n}" for n in range(3)), "3_0", "3_1"]
+    assert handed_over.continuation == "4"

@@ -1,0 +1,95 @@
+"""A small dataset with codes, and the training example on it in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from support.paths import REPOSITORY
+from support.shar import Project, voice
+
+NUM_CUTS = 60
+
+
+def make_speech(folder: Path) -> Path:
+    """A dataset of 60 cuts in 6 shards with codes of a toy codec."""
+    project = Project(folder)
+    draws = np.random.default_rng(7)
+    for number in range(NUM_CUTS):
+        samples = voice(draws.uniform(0.3, 0.9), pitch=draws.uniform(100, 300), seed=number)
+        project.add(f"{number:02}.wav", samples, text=f"number {number}", speaker=f"s{number % 2}")
+    config = project.write(write={"shard_size": 10, "order": "manifest"}, match={"min_duration": 0.0})
+    project.encode(config)
+    return project.dataset
+
+
+@dataclass(frozen=True)
+class Example:
+    """The training example with a small model, and what it logged."""
+
+    config: Path
+    out_dir: Path
+
+    def command(self, *overrides: str, ranks: int = 2) -> list[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        return [*torchrun, str(REPOSITORY / "jobs/train.py"), str(self.config), *overrides]
+
+    def start(self, *overrides: str, ranks: int = 2) -> subprocess.Popen[str]:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            self.command(*overrides, ranks=ranks), env=environment, text=True, stdout=pipe, stderr=subprocess.STDOUT
+        )
+
+    def run(self, *overrides: str, ranks: int = 2) -> str:
+        """What it printed; it must end well."""
+        process = self.start(*overrides, ranks=ranks)
+        printed, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, printed
+        return printed
+
+    def steps(self, rank: int) -> list[dict[str, Any]]:
+        """The steps that a rank logged, whole lines only, in the order in which they ran."""
+        path = self.out_dir / f"steps.rank{rank}.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        logged = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [values for values in logged if "step" in values]
+
+    def ids_by_step(self, rank: int) -> dict[int, list[str]]:
+        """Of each step the ids that were trained on; a step that was done again must have had the same ones."""
+        ids: dict[int, list[str]] = {}
+        for values in self.steps(rank):
+            assert ids.setdefault(values["step"], values["ids"]) == values["ids"]
+        return ids
+
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint, 0 where there is none."""
+        folder = self.out_dir / "checkpoints"
+        steps = [int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.pt")]
+        return max(steps, default=0)
+
+
+def make_example(folder: Path, name: str, dataset: Path, **changes: Any) -> Example:
+    """The example with a folder of its own; changes are keys of its configuration."""
+    out_dir = folder / name
+    values = {
+        "dataset": str(dataset),
+        "out_dir": str(out_dir),
+        "max_steps": 40,
+        "checkpoint_every": 5,
+        "batch_seconds": 3.0,
+        "seed": 1,
+        "log_ids": True,
+        "warmup_steps": 5,
+        "model": {"dim": 16, "num_layers": 1, "num_heads": 2},
+    }
+    config = folder / f"{name}.yaml"
+    config.write_text(json.dumps(values | changes))  # JSON is YAML
+    return Example(config, out_dir)

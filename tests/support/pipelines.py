@@ -1,0 +1,98 @@
+"""Whole pipelines over a small corpus: a codec, a configuration, the command line in a process of its own, digests."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from support.paths import REPOSITORY
+
+# Real speech, which is not part of the repository.
+LIBRISPEECH = REPOSITORY.parent / "shared/data/librispeech_10x10"
+
+
+def command(*arguments: Any) -> list[str]:
+    """``sharmill`` as a command of this interpreter."""
+    return [sys.executable, "-m", "sharmill", *map(str, arguments)]
+
+
+def run_sharmill(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs ``sharmill`` to its end, from the root of the repository unless ``options`` say otherwise."""
+    options = {"cwd": REPOSITORY, "timeout": 500} | options
+    return subprocess.run(command(*arguments), capture_output=True, text=True, check=False, **options)
+
+
+def save_encodec(folder: Path) -> Path:
+    """A tiny EnCodec with seeded weights: its classes load faster than NeMo's."""
+    import torch
+    from transformers import EncodecConfig, EncodecModel
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = EncodecConfig(
+            num_filters=4, hidden_size=16, codebook_size=64, codebook_dim=16, upsampling_ratios=[8, 5, 4, 2],
+            target_bandwidths=[1.5], num_lstm_layers=1,
+        )  # fmt: skip
+        EncodecModel(config).save_pretrained(folder)
+    return folder
+
+
+def write_config(folder: Path, manifest: Path, audio_root: Path, codec: Path, **changes: Any) -> Path:
+    """Writes ``folder/config.yaml``, with small units and its directories below ``folder``, and returns its path."""
+    values = {
+        "name": "small",
+        "run_dir": str(folder / "run"),
+        "dataset_dir": str(folder / "dataset"),
+        "sources": [{"manifest": str(manifest), "audio_root": str(audio_root)}],
+        "prepare": {"unit_records": 10},
+        "match": {"unit_seconds": 30.0},
+        "write": {"shard_size": 8},
+        "encode": {"codecs": [{"name": "tiny", "model": f"transformers:{codec}"}]},
+        "executor": {"workers": 1},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values | changes))
+    return path
+
+
+def digest(directory: Path) -> dict[str, str]:
+    """The checksum of every file of a directory, by its relative name."""
+    return {
+        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def outcome(folder: Path) -> tuple[dict[str, str], bytes]:
+    """What must not depend on the executor: the dataset and the rejects of a configuration by ``write_config``."""
+    return digest(folder / "dataset"), (folder / "run/rejects.jsonl").read_bytes()
+
+
+def damage(folder: Path) -> Path:
+    """Damages a shard of the finished dataset of a configuration by ``write_config``; what the checker says of it."""
+    shard, report = folder / "dataset/target_audio/recording.000001.tar", folder / "findings.json"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert run_sharmill("validate", folder / "dataset", "--json", report).returncode == 3
+    return report
+
+
+def second_dataset() -> dict[str, Any]:
+    """Changes for ``write_config``: real speech, or where there is none the same corpus in other shards."""
+    if not LIBRISPEECH.is_dir():
+        return {"name": "other", "write": {"shard_size": 5}}
+    source = {"manifest": str(LIBRISPEECH / "manifest.json"), "audio_root": str(LIBRISPEECH / "audio")}
+    return {
+        "name": "librispeech",
+        "sources": [source],
+        "speaker_key": "librispeech",
+        "prepare": {"unit_records": 25},
+        "match": {"unit_seconds": 60.0},
+        "write": {"shard_size": 10},
+    }

@@ -1,0 +1,240 @@
+"""Small manufactured corpora, stages run in this process, and a speaker encoder and a codec whose output is known."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import numpy as np
+import soundfile as sf
+import torch
+
+from sharmill.config import CodecConfig, Config, to_config
+from sharmill.encode.stage import EncodeStage
+from sharmill.engine.run import StageResult, run_stage
+from sharmill.engine.stage import Stage
+from sharmill.executors.local.executor import LocalExecutor
+from sharmill.manifest import Utterance
+from sharmill.match.stage import matched_manifest
+from sharmill.prepare.stage import PrepareStage, prepared_manifest
+from sharmill.storage import checksum
+from sharmill.write.stage import WriteStage
+
+TAG = "| Language:en Dataset:Tests Speaker:{} |"
+
+
+class Silent:
+    """A listener that keeps the errors of units."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def stage_started(self, stage, units, done):
+        pass
+
+    def unit_done(self, unit, commit):
+        pass
+
+    def unit_failed(self, unit, error, attempts):
+        self.errors.append(error.message)
+
+    def stage_ended(self, stage, result):
+        pass
+
+
+def run(stage: Stage, *, restart: bool = False) -> StageResult:
+    """Runs a stage to its end in this process."""
+    return run_stage(stage, LocalExecutor(1), Silent(), max_reject_fraction=1.0, restart=restart)
+
+
+def voice(seconds: float, rate: int = 16000, pitch: float = 200.0, seed: int = 0) -> np.ndarray:
+    """A tone that glides a little, over quiet noise, rounded to 16 bits."""
+    num_samples = round(seconds * rate)
+    time = np.arange(num_samples) / rate
+    noise = np.random.default_rng(seed).standard_normal(num_samples)
+    samples = 0.3 * np.sin(2 * np.pi * pitch * time + np.sin(3 * time)) + 0.01 * noise
+    return (np.round(samples * 32767) / 32768).astype(np.float32)
+
+
+def put(path: Path, samples: np.ndarray, rate: int = 16000, subtype: str | None = None) -> Path:
+    """Writes an audio file in the format of its suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    format = {"opus": "OGG"}.get(path.suffix[1:])
+    sf.write(path, samples, rate, format=format, subtype="OPUS" if format else subtype)
+    return path
+
+
+class Project:
+    """A folder with audio, a manifest that grows, and a run directory and a dataset directory made from them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.root = folder / "audio"
+        self.run_dir = folder / "run"
+        self.dataset = folder / "dataset"
+        self.records: list[dict[str, Any]] = []
+
+    def add(self, name: str, samples: np.ndarray | None = None, rate: int = 16000, **keys: Any) -> Path:
+        """A record, and its file if samples are given. ``speaker`` is the name in the tag."""
+        path = self.root / name
+        if samples is not None:
+            put(path, samples, rate, keys.pop("subtype", None))
+            keys.setdefault("duration", len(samples) / rate)
+        record = {
+            "audio_filepath": name,
+            "duration": 0.0,
+            "speaker": TAG.format(keys.pop("speaker", "anna")),
+            "text": f"text of {name}",
+        }
+        self.records.append(record | keys)
+        return path
+
+    def configure(self, **changes: Any) -> Config:
+        manifest = self.folder / "small.json"
+        manifest.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        values = {
+            "name": "small",
+            "run_dir": str(self.run_dir),
+            "dataset_dir": str(self.dataset),
+            "sources": [{"manifest": str(manifest), "audio_root": str(self.root)}],
+            "prepare": {"min_duration": 0.0},
+        }
+        return to_config(values | changes, "test")
+
+    def prepare(self, config: Config) -> list[Utterance]:
+        """Runs ``prepare``; the utterances that it kept."""
+        assert run(PrepareStage(config)).ok
+        return [Utterance.from_json(line) for line in prepared_manifest(config).read_bytes().splitlines()]
+
+    def match_by_hand(
+        self, config: Config, contexts: list[int] | None = None, similarities: list[float] | None = None
+    ) -> list[Utterance]:
+        """Runs ``prepare`` and gives utterance n the context ``contexts[n]`` (by default n + 1)."""
+        utterances = self.prepare(config)
+        for index, utterance in enumerate(utterances):
+            context = utterances[contexts[index] if contexts else (index + 1) % len(utterances)]
+            utterance.index = index
+            utterance.context_source, utterance.context_whole_file = context.source, context.whole_file
+            utterance.custom |= {
+                "context_audio_filepath": context.audio_filepath,
+                "context_audio_offset": context.offset,
+                "context_audio_duration": context.duration,
+                "context_audio_text": context.text,
+                "context_speaker_similarity": similarities[index] if similarities else 0.75,
+                "context_recording_id": context.recording_id,
+            }
+        matched_manifest(config).write_bytes(b"".join(u.to_json() + b"\n" for u in utterances))
+        return utterances
+
+    def write(
+        self, contexts: list[int] | None = None, similarities: list[float] | None = None, **changes: Any
+    ) -> Config:
+        """Makes the dataset directory, without codes."""
+        config = self.configure(**changes)
+        self.match_by_hand(config, contexts, similarities)
+        assert run(WriteStage(config)).ok
+        return config
+
+    def encode(self, config: Config, name: str = "toy", codec: ToyCodec | None = None) -> ToyCodec:
+        """Adds the codes of a toy codec."""
+        codec = codec or ToyCodec()
+        with loading(codec):
+            assert run(EncodeStage(config, CodecConfig(name=name, model="builtin"))).ok
+        return codec
+
+    def rejects(self, stage: str) -> list[dict[str, Any]]:
+        return lines(self.run_dir / stage / "rejects.jsonl")
+
+
+class ToyCodec:
+    """The codes of codebook c are the frame's mean magnitude in 50 steps, plus c."""
+
+    checksum = "toy"
+    trained = False
+
+    def __init__(
+        self,
+        sampling_rate: int = 16000,
+        samples_per_frame: int = 320,
+        codebook_size: int = 64,
+        equal_lengths_only: bool = False,
+    ) -> None:
+        self.sampling_rate = sampling_rate
+        self.samples_per_frame = samples_per_frame
+        self.num_codebooks = 3
+        self.codebook_size = codebook_size
+        self.equal_lengths_only = equal_lengths_only
+        self.batches: list[list[int]] = []
+
+    def encode(self, audio: torch.Tensor, num_samples: torch.Tensor) -> torch.Tensor:
+        self.batches.append(num_samples.tolist())
+        rows = [self.codes(a[:n].numpy()) for a, n in zip(audio, num_samples.tolist(), strict=True)]
+        result = torch.zeros(len(rows), self.num_codebooks, max(row.shape[1] for row in rows), dtype=torch.int64)
+        for target, row in zip(result, rows, strict=True):
+            target[:, : row.shape[1]] = torch.from_numpy(row)
+        return result
+
+    def codes(self, samples: np.ndarray) -> np.ndarray:
+        """Codes (codebooks, frames) of samples at the codec's rate."""
+        frames = math.ceil(len(samples) / self.samples_per_frame)
+        whole = np.pad(samples, (0, frames * self.samples_per_frame - len(samples)))
+        level = np.abs(whole.reshape(frames, self.samples_per_frame)).mean(axis=1)
+        steps = np.minimum(level * 50, 50).astype(np.int64)
+        return np.stack([steps + codebook for codebook in range(self.num_codebooks)])
+
+
+@contextmanager
+def loading(codec: Any):
+    """Makes ``codec`` what is loaded, whatever its name."""
+    with mock.patch("sharmill.encode.stage.load_codec", return_value=codec):
+        yield
+
+
+def lines(path: Path) -> list[Any]:
+    """The JSON lines of a file, compressed or not."""
+    data = path.read_bytes()
+    data = gzip.decompress(data) if path.suffix == ".gz" else data
+    return [msgspec.json.decode(line) for line in data.splitlines()]
+
+
+def shar_fields(directory: Path, *codecs: str) -> dict[str, list[str]]:
+    """The files of a dataset as ``lhotse.CutSet.from_shar`` takes them."""
+    folders = {name: name for name in ("cuts", "target_audio", "context_audio")}
+    for codec in codecs:
+        folders |= {name: f"codes_{codec}/{name}" for name in ("target_codes", "context_codes")}
+    return {name: [str(path) for path in sorted((directory / folder).iterdir())] for name, folder in folders.items()}
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    """The bytes of every file of a directory."""
+    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def copy(directory: Path, to: Path) -> Path:
+    """A copy that a test may damage."""
+    shutil.copytree(directory, to)
+    return to
+
+
+def reindex(directory: Path) -> None:
+    """Brings sizes and checksums in ``shards.jsonl`` up to date, so that only deeper checks can see a damage."""
+    shards = lines(directory / "shards.jsonl")
+    for shard in shards:
+        for file in shard["fields"].values():
+            path = directory / file["file"]
+            if path.exists():
+                file.update(size=path.stat().st_size, xxh3=checksum(path))
+    rewrite(directory / "shards.jsonl", shards)
+
+
+def rewrite(path: Path, records: list[Any]) -> None:
+    """JSON lines, compressed if the name says so."""
+    data = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)

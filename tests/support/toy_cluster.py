@@ -1,0 +1,114 @@
+"""Chains over a toy stage, and the cluster that they run on; importable in the cluster's jobs, which unpickle them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sharmill.engine.ledger import read_ledger
+from sharmill.engine.plan import load
+from sharmill.engine.run import locked, read_totals, run_stage
+from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Output, Unit
+from sharmill.executors.slurm.chain import Chain, LogListener
+from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
+from sharmill.executors.slurm.queue import cancel, queued_jobs
+from sharmill.pipeline import DatasetResult
+from sharmill.storage import Staging
+from support.paths import SHARED
+from support.toy_stage import ToyStage, output_bytes, run, wait_until
+
+KILL_NODE = SHARED / "slurm" / "kill_node.sh"
+SETUP = [f"export PYTHONPATH={os.environ['PYTHONPATH']}", "export OMP_NUM_THREADS=1"]
+
+
+class SleepyStage(ToyStage):
+    """Takes its time over every unit. Once set up it cannot be pickled, as stages with a model in them."""
+
+    def __init__(self, *arguments: Any, seconds: float = 0.0, uses_gpu: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.seconds = seconds
+        self.uses_gpu = uses_gpu  # type: ignore[misc]
+
+    def setup(self, device: str) -> None:
+        super().setup(device)
+        self.model = threading.Lock()
+
+    def process(self, unit: Unit, staging: Staging) -> Output:
+        self.mark("begun", str(unit.index))
+        if not (self.marks / "hurry").exists():
+            time.sleep(self.seconds)
+        return super().process(unit, staging)
+
+    def begun(self) -> Counter[int]:
+        """How often each unit was begun."""
+        return Counter(int(line) for line in self.marked("begun"))
+
+    def redone(self) -> int:
+        """How many attempts there were beyond one a unit."""
+        return sum(self.begun().values()) - len(self.begun())
+
+
+@dataclass(frozen=True)
+class ToyChain(Chain):
+    stage: SleepyStage | None = None
+
+    def _make_stages(self) -> list[Stage]:
+        assert self.stage is not None
+        return [self.stage]
+
+    def _run_dataset(self, wait_seconds: float) -> DatasetResult:
+        assert self.stage is not None
+        with locked(self.run_dir, wait_seconds):
+            result = run_stage(
+                self.stage, self._executor(), LogListener(), max_reject_fraction=0.5, restart=self.restart
+            )
+        return DatasetResult(self.config, [(self.stage, result)])
+
+
+def slurm(*command: Any) -> str:
+    """What a SLURM command prints."""
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
+
+
+def make_profile(**changes: Any) -> ClusterProfile:
+    """Four ranks that need little; ``partition`` and the other values of ranks go to them."""
+    cluster = {key: changes.pop(key) for key in list(changes) if key in ClusterProfile.__dataclass_fields__}
+    ranks = RankProfile(**({"partition": "cpu", "max_ranks": 4, "memory_gb": 0.25, "timeout_min": 60} | changes))
+    return ClusterProfile(**({"cpu": ranks, "gpu": replace(ranks), "signal_s": 30, "setup": SETUP} | cluster))
+
+
+def cancel_all(folder: Path) -> None:
+    """Ends the jobs of a folder, and returns when they are gone."""
+    cancel([job.id for job in queued_jobs(folder)])
+    wait_until(lambda: not queued_jobs(folder), 60)
+
+
+def assert_same_as_local(chain: ToyChain, folder: Path) -> None:
+    """The output has the bytes of an undisturbed local run, every unit is in the ledger, and the accounts add up."""
+    stage = chain.stage
+    assert stage is not None
+    reference = SleepyStage(folder / "reference", units=stage.units)
+    run(reference)
+    assert output_bytes(stage) == output_bytes(reference)
+    units = load(stage)
+    assert sorted(read_ledger(stage.dir.ledger, units)) == list(range(stage.units))
+    assert read_totals(stage) == read_totals(reference)
+
+
+def running_ranks(chain: ToyChain) -> list[str]:
+    """The tasks of the ranks' array that run."""
+    return [job.id for job in queued_jobs(chain.run_dir.jobs) if job.state == "RUNNING" and "_" in job.id]
+
+
+def wait_for_units(chain: ToyChain, count: int, seconds: float = 90.0) -> None:
+    """Returns when at least ``count`` units are in the ledger."""
+    assert chain.stage is not None
+    stage = chain.stage
+    wait_until(lambda: stage.dir.units.exists() and len(read_ledger(stage.dir.ledger, load(stage))) >= count, seconds)

@@ -1,0 +1,365 @@
+"""A stage that misbehaves on request, for tests of engine and executors; importable by spawned ranks.
+
+Nothing here is heavy to import, so that a rank starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sharmill.engine.ledger import LedgerWriter
+from sharmill.engine.run import StageResult, locked, run_stage
+from sharmill.engine.rundir import RunDir
+from sharmill.engine.stage import Stage, add_up
+from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.engine.worker import FailedAttempt
+from sharmill.errors import ConfigError, FatalError
+from sharmill.executors.local.executor import LocalExecutor
+from sharmill.manifest import Reject
+from sharmill.storage import Staging
+
+RECORDS_PER_UNIT = 3
+
+
+class ToyStage(Stage):
+    """Writes two files a unit below ``folder/out``. ``behaviour`` says by unit index what else happens, ``setup_does``
+    what happens on setup; both are names of ``_do_...`` functions with an optional ``:argument``.
+
+    A name that ends in ``_once`` happens at the first attempt only.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        units: int = 6,
+        behaviour: dict[int, str] | None = None,
+        everywhere: str = "",
+        setup_does: str = "",
+        option: Any = 1,
+        lost_in_finalize: int = 0,
+    ) -> None:
+        self.name = "toy"
+        self.run_dir = RunDir(folder / "run")
+        self.root = folder / "out"
+        self.marks = folder / "marks"
+        self.units = units
+        self.behaviour = behaviour or {}
+        self.everywhere = everywhere
+        self.setup_does = setup_does
+        self.option = option
+        self.lost_in_finalize = lost_in_finalize
+
+    def identity(self) -> dict[str, Any]:
+        return {"option": self.option, "units": self.units, "tuple": (1, 2), "list": [{"b": 1, "a": 2}]}
+
+    def plan(self, folder: Path) -> Iterator[Unit]:
+        self.mark("plan", str(os.getpid()))
+        (folder / "beside.txt").write_text("beside the units")
+        for index in range(self.units):
+            if (self.marks / "die_in_plan").exists() and index == self.units // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield make_unit(index, cost=float(index % 4 + 1), size=RECORDS_PER_UNIT, params={"index": index})
+
+    def setup(self, device: str) -> None:
+        self.mark("setup", f"{os.getpid()} {device}")
+        self._misbehave(self.setup_does, "setup", None)
+
+    def process(self, unit: Unit, staging: Staging) -> Output:
+        assert (self.dir.plan / "beside.txt").exists()
+        self.mark("attempts", f"{unit.index} {os.getpid()}")
+        first, last = f"first/{unit.index:06d}.txt", f"last/{unit.index:06d}.txt"
+        staging.path(first).write_text(f"unit {unit.index}\n" * 2000)
+        does = self.behaviour.get(unit.index, self.everywhere)
+        output = self._misbehave(does, f"unit-{unit.index}", unit)
+        staging.path(last).write_text(f"end of unit {unit.index}\n" * 2000)
+        return output or Output(files=[first, last], num_out=unit.size, stats={"seconds": 3600.0})
+
+    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
+        commits = list(commits)
+        parts = [self.root / file.name for commit in commits for file in commit.files[1:]]
+        (self.root / "merged.txt").write_text("".join(part.read_text() for part in parts))
+        totals = add_up(commits)
+        return Totals(
+            num_in=totals.num_in,
+            num_out=totals.num_out - self.lost_in_finalize,
+            rejects=totals.rejects,
+            hours=totals.hours,
+        )
+
+    def discard(self) -> None:
+        for name in ("first", "last"):
+            for path in (self.root / name).glob("*"):
+                path.unlink()
+        (self.root / "merged.txt").unlink(missing_ok=True)
+
+    def mark(self, name: str, line: str = "") -> None:
+        """Adds a line to a file that the test reads; one write, so that ranks do not mix."""
+        self.marks.mkdir(parents=True, exist_ok=True)
+        with (self.marks / name).open("a") as stream:
+            stream.write(line + "\n")
+
+    def marked(self, name: str) -> list[str]:
+        path = self.marks / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def attempts(self) -> Counter[int]:
+        """How often ``process`` was called, by unit index."""
+        return Counter(int(line.split()[0]) for line in self.marked("attempts"))
+
+    def pids(self) -> set[int]:
+        return {int(line.split()[0]) for line in self.marked("setup")}
+
+    def _misbehave(self, does: str, where: str, unit: Unit | None) -> Output | None:
+        if not does:
+            return None
+        name, _, argument = does.partition(":")
+        if name.endswith("_once"):
+            if self.marked(f"once-{where}"):
+                return None
+            self.mark(f"once-{where}")
+            name = name.removesuffix("_once")
+        return globals()[f"_do_{name}"](self, unit, argument)
+
+
+def _do_raise(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    raise ValueError(argument or "a bad day\nwith two lines")
+
+
+def _do_kill(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    os.kill(os.getpid(), getattr(signal, argument or "SIGKILL"))
+
+
+def _do_segfault(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    ctypes.string_at(0)
+
+
+def _do_exit(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    os._exit(int(argument))
+
+
+def _do_sysexit(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    sys.exit(int(argument))
+
+
+def _do_memory(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    raise MemoryError("93 TiB are not to be had")
+
+
+def _do_config(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    raise ConfigError("model 'x' is unknown; use 'y'")
+
+
+class UnpicklableFatal(FatalError):
+    """Cannot go through a pipe: it holds a generator and has an __init__ of its own."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+        self.held = (character for character in first)
+
+
+def _do_fatal(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    raise UnpicklableFatal("the disk is full", "that is that")
+
+
+def _do_import(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    import no_such_module_at_all  # noqa: F401
+
+
+def _do_print(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    print(argument)
+    os.write(2, b"from native code\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _do_miscount(stage: ToyStage, unit: Unit | None, argument: str) -> Output:
+    return Output(files=[], num_out=RECORDS_PER_UNIT - 1)
+
+
+def _do_reject(stage: ToyStage, unit: Unit | None, argument: str) -> Output:
+    """``reasons`` joined by commas, one for each record that is rejected."""
+    assert unit is not None
+    rejects = [Reject("toy", reason, "for the test", {"unit": unit.index}) for reason in argument.split(",")]
+    return Output(files=[], num_out=unit.size - len(rejects), rejects=rejects)
+
+
+def _do_wait(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    """Computes until the file ``argument`` is among the marks."""
+    while not (stage.marks / argument).exists():
+        sum(range(10_000))
+
+
+def _do_hold_gil(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    """Native code that does not let any other thread run, for minutes."""
+    stage.mark("holding")
+    sum(range(10**12))
+
+
+def _do_hang_at_exit(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    threading.Thread(target=time.sleep, args=(600,)).start()
+
+
+def _do_environment(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    stage.mark("environment", f"{os.getpid()} {os.environ.get(argument)}")
+
+
+def _do_die_after_commit(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    """The process dies when the record is on disk and before anybody hears of it."""
+
+    append = LedgerWriter.append
+
+    def append_and_die(writer: LedgerWriter, commit: Commit) -> None:
+        append(writer, commit)
+        if commit.index == int(argument) and not stage.marked("died-after-commit"):
+            stage.mark("died-after-commit")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    LedgerWriter.append = append_and_die  # type: ignore[method-assign]
+
+
+def _do_one_is_slow(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    """The second rank to get here loads for ever."""
+    if len(stage.pids()) == 2:
+        time.sleep(600)
+
+
+def _do_meet(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    """Waits until ``argument`` ranks are there."""
+    wait_until(lambda: len(stage.pids()) >= int(argument))
+
+
+def _do_deaf(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    """Closes the pipe to the driver, whichever it is, and goes on."""
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        if int(entry.name) > 2 and entry.exists() and str(entry.readlink()).startswith("socket:"):
+            os.close(int(entry.name))
+    time.sleep(600)
+
+
+def _do_fork_and_die(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    stage.mark("children", str(child))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class GpuStage(ToyStage):
+    uses_gpu = True
+
+
+class HalfBroken(GpuStage):
+    """Dies on the second GPU, at once and always; the first works once it has died three times."""
+
+    def setup(self, device: str) -> None:
+        super().setup(device)
+        if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
+            self.mark("died-on-1")
+            if len(self.marked("died-on-1")) == 3:
+                self.mark("given-up")
+            os._exit(1)
+
+
+class Unloadable(ToyStage):
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise ValueError("these are not the bytes")
+
+
+class DiesIdle(ToyStage):
+    """The rank that did unit 0 dies when it has nothing more to do; unit 1 waits for that."""
+
+    def process(self, unit: Unit, staging: Staging) -> Output:
+        if unit.index == 0:
+            pid = os.getpid()
+            self.mark("idle", str(pid))
+            threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        else:
+            wait_until(lambda: self.marked("idle") and not is_running(int(self.marked("idle")[0])))
+        return super().process(unit, staging)
+
+
+class DiesBesideAnIdleRank(ToyStage):
+    """The rank of unit 1 dies when the other has done unit 0 and waits."""
+
+    def process(self, unit: Unit, staging: Staging) -> Output:
+        if unit.index == 1 and not self.attempts()[1]:
+            self.mark("attempts", f"1 {os.getpid()}")
+            wait_until(lambda: any("unit 0 is done" in path.read_text() for path in self.dir.logs.glob("rank*")))
+            time.sleep(0.3)  # what the driver has heard shows nowhere
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().process(unit, staging)
+
+
+@dataclass
+class RecordingListener:
+    """A listener that remembers."""
+
+    done: list[int] = field(default_factory=list)
+    failed: dict[int, tuple[FailedAttempt, int]] = field(default_factory=dict)
+    already: list[int] = field(default_factory=list)
+    ended: list[StageResult] = field(default_factory=list)
+
+    def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
+        self.already = [commit.index for commit in done]
+
+    def unit_done(self, unit: Unit, commit: Commit) -> None:
+        self.done.append(unit.index)
+
+    def unit_failed(self, unit: Unit, error: FailedAttempt, attempts: int) -> None:
+        self.failed[unit.index] = (error, attempts)
+
+    def stage_ended(self, stage: Stage, result: StageResult) -> None:
+        self.ended.append(result)
+
+
+def run(
+    stage: ToyStage, workers: int = 1, *, max_reject_fraction: float = 0.5, restart: bool = False
+) -> tuple[StageResult, RecordingListener]:
+    """Runs the stage as the pipeline would."""
+    heard = RecordingListener()
+    with locked(stage.run_dir):
+        result = run_stage(
+            stage, LocalExecutor(workers), heard, max_reject_fraction=max_reject_fraction, restart=restart
+        )
+    return result, heard
+
+
+def output_bytes(stage: ToyStage) -> dict[str, bytes]:
+    """All that lies in the output folder, by name."""
+    return {
+        path.relative_to(stage.root).as_posix(): path.read_bytes()
+        for path in sorted(stage.root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def wait_until(condition: Any, seconds: float = 20.0) -> None:
+    """Returns when ``condition()`` holds; fails the test if it does not within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process that has not ended; a zombie has."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -1,0 +1,229 @@
+"""Atomic publishing, and what happens where nothing can be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import xxhash
+
+from sharmill import storage as store
+from sharmill.errors import ConfigError, FatalError
+from sharmill.storage import (
+    STAGING_NAME,
+    PublishedFile,
+    Staging,
+    disk_errors,
+    open_atomic,
+    path_aside,
+    publish_directory,
+    remove_asides,
+    remove_staging,
+    remove_tree,
+    require_writable,
+    write_atomic,
+)
+
+
+def names(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def fail_after(written):
+    return written // 0
+
+
+def test_open_atomic_publishes_the_content(tmp_path):
+    with open_atomic(tmp_path / "new/folder/file") as stream:
+        stream.write(b"content")
+        assert not (tmp_path / "new/folder/file").exists()
+    assert (tmp_path / "new/folder/file").read_bytes() == b"content"
+    assert names(tmp_path) == ["new", "new/folder", "new/folder/file"]
+
+
+def test_open_atomic_leaves_nothing_after_an_error(tmp_path):
+    with pytest.raises(ZeroDivisionError), open_atomic(tmp_path / "file") as stream:
+        fail_after(stream.write(b"half"))
+    assert names(tmp_path) == []
+
+
+def test_open_atomic_leaves_the_earlier_file_after_an_error(tmp_path):
+    write_atomic(tmp_path / "file", b"earlier")
+    with pytest.raises(ZeroDivisionError), open_atomic(tmp_path / "file") as stream:
+        fail_after(stream.write(b"half"))
+    assert (tmp_path / "file").read_bytes() == b"earlier"
+    assert names(tmp_path) == ["file"]
+
+
+def test_file_is_synced_before_its_rename_and_the_folder_after(tmp_path, monkeypatch):
+    events = []
+    sync = os.fsync
+
+    def record(descriptor):
+        target = Path(f"/proc/self/fd/{descriptor}").resolve()
+        events.append(("folder" if target.is_dir() else "file", (tmp_path / "file").exists()))
+        sync(descriptor)
+
+    monkeypatch.setattr(store.os, "fsync", record)
+    write_atomic(tmp_path / "file", b"x")
+    assert events == [("file", False), ("folder", True)]
+
+
+def test_staging_publishes_in_the_order_given(tmp_path, monkeypatch):
+    order = []
+    sync = store.fsync_directory
+    wanted = ["b/2", "a/1", "cuts/0"]
+
+    def record(folder):
+        order.append([name for name in wanted if (tmp_path / name).exists()])
+        sync(folder)
+
+    monkeypatch.setattr(store, "fsync_directory", record)
+    with Staging(tmp_path, 3) as staging:
+        for name in reversed(wanted):
+            staging.path(name).write_bytes(name.encode())
+        assert [name for name in wanted if (tmp_path / name).exists()] == []
+        staging.publish(wanted)
+    assert order == [wanted[:1], wanted[:2], wanted[:3]]
+
+
+def test_published_files_are_described_by_size_and_checksum(tmp_path):
+    with Staging(tmp_path, 0) as staging:
+        staging.path("a/b").write_bytes(b"content")
+        (published,) = staging.publish(["a/b"])
+    assert published == PublishedFile("a/b", 7, xxhash.xxh3_64_hexdigest(b"content"))
+
+
+def test_staging_leaves_nothing_after_an_error(tmp_path):
+    staging = Staging(tmp_path, 0)
+    with pytest.raises(ZeroDivisionError), staging:
+        fail_after(staging.path("a/b").write_bytes(b"half"))
+    assert names(tmp_path) == [STAGING_NAME]
+    remove_staging(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_what_killed_processes_left_aside_is_removed_and_nothing_else(tmp_path):
+    for name in ("kept", ".kept.tmp", ".hidden", "below/kept"):
+        write_atomic(tmp_path / name, b"")
+    for name in ("mine", "others", "below/mine"):
+        path_aside(tmp_path / name).touch()
+    remove_asides(tmp_path, {"mine"})
+    assert [name.split(".")[1] for name in names(tmp_path) if name.endswith(".tmp")] == ["kept", "others", "mine"]
+    remove_asides(tmp_path)
+    remove_asides(tmp_path / "below")
+    assert names(tmp_path) == [".hidden", ".kept.tmp", "below", "below/kept", "kept"]
+
+
+def test_a_probe_that_a_killed_process_left_is_taken_for_what_it_is(tmp_path):
+    with mock.patch.object(Path, "unlink", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        require_writable(tmp_path)
+    assert len(names(tmp_path)) == 1
+    remove_staging(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_two_attempts_at_a_unit_do_not_meet(tmp_path):
+    with Staging(tmp_path, 0) as first, Staging(tmp_path, 0) as second:
+        first.path("a").write_bytes(b"same")
+        second.path("a").write_bytes(b"same")
+        assert first.publish(["a"]) == second.publish(["a"])
+    assert (tmp_path / "a").read_bytes() == b"same"
+
+
+def test_publish_directory_brings_all_files_at_once(tmp_path):
+    (tmp_path / "aside/deep").mkdir(parents=True)
+    (tmp_path / "aside/deep/file").write_bytes(b"x")
+    publish_directory(tmp_path / "aside", tmp_path / "final")
+    assert names(tmp_path) == ["final", "final/deep", "final/deep/file"]
+
+
+def test_remove_tree_takes_a_link_and_not_what_it_points_to(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    remove_tree(tmp_path / "link")
+    assert names(tmp_path) == ["real", "real/file"]
+
+
+def test_remove_tree_of_nothing(tmp_path):
+    remove_tree(tmp_path / "nothing")
+    assert names(tmp_path) == []
+
+
+def test_full_disk_is_a_fatal_error_without_leftovers(small_disk):
+    disk = small_disk("64k")
+    write_atomic(disk / "earlier", b"x" * 1000)
+    with pytest.raises(FatalError) as caught:
+        write_atomic(disk / "file", b"x" * 200_000)
+    assert str(caught.value).startswith(f"cannot write {disk / 'file'}: No space left on device; make room")
+    assert "\n" not in str(caught.value)
+    assert names(disk) == ["earlier"]
+
+
+def test_full_disk_does_not_harm_the_earlier_file(small_disk):
+    disk = small_disk("64k")
+    write_atomic(disk / "file", b"earlier")
+    with pytest.raises(FatalError):
+        write_atomic(disk / "file", b"x" * 200_000)
+    assert (disk / "file").read_bytes() == b"earlier"
+
+
+def test_read_only_disk_is_a_fatal_error_for_a_writer(small_disk):
+    disk = small_disk("64k")
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    with pytest.raises(FatalError, match="Read-only file system"):
+        write_atomic(disk / "file", b"x")
+
+
+@pytest.mark.parametrize("name", [".", "new/folder"])
+def test_read_only_disk_is_a_configuration_error_before_any_work(name, small_disk):
+    disk = small_disk("64k")
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    with pytest.raises(ConfigError) as caught:
+        require_writable(disk / name)
+    assert str(caught.value).startswith(f"cannot write to {disk / name}: Read-only file system; choose a folder")
+
+
+def test_require_writable_makes_the_folder_and_leaves_it_empty(tmp_path):
+    require_writable(tmp_path / "new/folder")
+    assert names(tmp_path) == ["new", "new/folder"]
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_file_in_the_place_of_a_folder(name, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot write to"):
+        require_writable(tmp_path / name)
+
+
+def test_what_cannot_be_removed_is_a_fatal_error(small_disk):
+    disk = small_disk("64k")
+    for name in ("file", "folder/file"):
+        write_atomic(disk / name, b"")
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    for name in ("file", "folder"):
+        with pytest.raises(FatalError, match="Read-only file system"):
+            remove_tree(disk / name)
+
+
+@pytest.mark.parametrize(
+    ("error", "place"), [(OSError(5, "", "/data/a"), "/data/a"), (OSError(5, ""), "a file of /data")]
+)
+def test_failing_disk_is_a_fatal_error_around_a_run(error, place):
+    with pytest.raises(FatalError) as caught, disk_errors(Path("/data")):
+        raise error
+    assert str(caught.value).startswith(f"cannot read or write {place}: Input/output error; see to the disk")
+
+
+def test_what_no_disk_is_to_blame_for_is_left_as_it_is_around_a_run():
+    with pytest.raises(FileNotFoundError), disk_errors(Path("/data")):
+        raise FileNotFoundError(2, "", "/data/a")
+
+
+def test_other_errors_of_the_system_are_left_as_they_are(tmp_path):
+    with pytest.raises(FileNotFoundError), open_atomic(tmp_path / "file"):
+        (tmp_path / "missing").read_bytes()

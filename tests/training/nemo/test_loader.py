@@ -1,0 +1,68 @@
+"""``get_dataloader`` with the dataset class that it makes itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.shar import Project, ToyCodec, voice
+from support.training import Letters, take
+
+from sharmill.errors import ConfigError
+from sharmill.shar import open_shar
+from sharmill.training import ContextSpeechDataset, get_dataloader
+from sharmill.training.dataset import CodecForm
+
+
+def test_batches_of_our_own_dataset_class(corpora):
+    cfg = {"input_cfg": [corpora.entry("large")], "force_finite": True, "batch_size": 4}
+    batch = take(get_dataloader(cfg, 0, 1, Letters()), 2)[1]
+    cuts = {cut.id: cut for cut in open_shar(corpora.large)}
+    assert [cuts[one].supervisions[0].custom["number"] for one in batch["ids"]] == [4, 5, 6, 7]
+    for row, cut_id in enumerate(batch["ids"]):
+        cut = cuts[cut_id]
+        length = int(batch["target_code_lens"][row])
+        codes = batch["target_codes"][row, :, 1 : length - 1]
+        assert np.array_equal(codes, cut.load_target_codes())
+        assert batch["target_codes"][row, :, 0].tolist() == [64] * 3  # BOS: the first id that is no code
+        assert batch["text_tokens"][row, : batch["text_lens"][row]].tolist() == [ord("x")] * len(
+            cut.supervisions[0].text
+        )
+        assert batch["similarity"][row].item() == pytest.approx(cut.supervisions[0].context_speaker_similarity)
+
+
+def test_context_slices_change_with_the_epoch(corpora):
+    cfg = {"input_cfg": [corpora.entry("small")], "batch_size": 8}
+    form = CodecForm.of_dataset(corpora.small)
+    dataset = ContextSpeechDataset(form, context_duration_min=0.2, context_duration_max=0.6)
+    first, second = take(get_dataloader(cfg, 0, 1, dataset=dataset), 2)
+    assert first["ids"] == second["ids"]
+    assert first["context_durations"].tolist() != second["context_durations"].tolist()
+
+
+def test_audio_has_the_codecs_rate(tmp_path):
+    project = Project(tmp_path)
+    for name in ("a.flac", "b.flac"):
+        project.add(name, voice(1.0, rate=24000), rate=24000)
+    config = project.write(match={"min_duration": 0.0})
+    project.encode(config, codec=ToyCodec(sampling_rate=24000))
+    entry = {"type": "sharmill", "dataset": str(project.dataset), "fields": ["target_audio", "context_audio"]}
+    (batch,) = take(get_dataloader({"input_cfg": [entry], "force_finite": True, "batch_size": 2}, 0, 1))
+    assert batch["target_audio_lens"].tolist() == [24000, 24000]
+    assert torch.equal(batch["target_audio"][0], torch.from_numpy(voice(1.0, rate=24000)))
+
+
+def test_other_data_need_a_dataset_of_their_own(corpora):
+    text = {"type": "txt", "paths": str(corpora.text), "language": "en"}
+    with pytest.raises(ConfigError, match="type txt need a dataset="):
+        get_dataloader({"input_cfg": [corpora.entry("large"), text], "batch_size": 1}, 0, 1)
+
+
+def test_datasets_of_two_codecs_need_a_dataset_of_their_own(corpora, tmp_path):
+    project = Project(tmp_path)
+    for name in ("a.flac", "b.flac"):
+        project.add(name, voice(1.0))
+    project.encode(project.write(match={"min_duration": 0.0}), codec=ToyCodec(samples_per_frame=160))
+    entries = [corpora.entry("large"), {"type": "sharmill", "dataset": str(project.dataset)}]
+    with pytest.raises(ConfigError, match="different forms"):
+        get_dataloader({"input_cfg": entries, "batch_size": 1}, 0, 1)

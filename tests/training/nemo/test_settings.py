@@ -1,0 +1,158 @@
+"""Settings that would train on wrong data are errors that say what to change."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+from support.training import AsIs, Letters
+
+from sharmill.errors import ConfigError
+from sharmill.training import get_dataloader
+from sharmill.training.nemo.settings import settle
+
+OURS = {"type": "sharmill", "dataset": "d"}
+TEXT = {"type": "txt", "paths": "t", "language": "en"}
+
+
+def test_the_users_settings_stay_as_they_are():
+    cfg = OmegaConf.create({"input_cfg": [OURS], "batch_size": 1, "seed": "${oc.decode:'3'}"})
+    before = OmegaConf.to_yaml(cfg)
+    settled = settle(cfg, 1, 4)
+    assert OmegaConf.to_yaml(cfg) == before
+    assert settled["seed"] == 3
+    assert settled["input_cfg"][0] == OURS | {
+        "seed": 3,
+        "rank": 1,
+        "world_size": 4,
+        "shard_seed": "trng",
+        "force_map_dataset": False,
+    }
+
+
+def test_a_group_hands_down_its_shard_seed():
+    cfg = {"shard_seed": "randomized", "input_cfg": [{"type": "group", "shard_seed": 8, "input_cfg": [OURS]}, OURS]}
+    group, entry = settle(cfg, 0, 2)["input_cfg"]
+    assert group["input_cfg"][0]["shard_seed"] == 8
+    assert entry["shard_seed"] == "randomized"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"force_map_dataset": True, "num_workers": 2}, 6),
+        ({"force_map_dataset": True}, 6),
+        ({}, 100006),
+        ({"num_workers": 2}, "randomized"),
+        ({"shard_seed": 4}, 4),
+    ],
+)
+def test_randomized_outside_workers_is_the_seed(settings, expected):
+    cfg = {"input_cfg": [OURS], "seed": 6, "shard_seed": "randomized"} | settings
+    assert settle(cfg, 1, 2)["shard_seed"] == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_duratoin": 5}, "no setting 'batch_duratoin'; did you mean 'batch_duration'"),
+        ({"input_cfg": []}, "input_cfg has no entries"),
+        ({"force_map_dataset": True, "shuffle": True}, "shard_seed: trng"),
+        ({"force_map_dataset": True, "input_cfg": [OURS, OURS]}, "shard_seed: trng"),
+        (
+            {"force_map_dataset": True, "shuffle": True, "shard_seed": "randomized", "seed": "trng"},
+            "set seed to a number",
+        ),
+        ({"shuffle": True, "shard_seed": "randomized", "seed": "trng"}, "set seed to a number"),
+        ({"shuffle": True, "force_finite": True, "seed": "trng"}, "set seed to a number"),
+        ({"force_finite": True, "input_cfg": [OURS, TEXT]}, "each of 2 readers .* of type txt: set force_map_dataset"),
+        ({"force_finite": True, "input_cfg": [{"type": "group", "input_cfg": [TEXT]}]}, "type txt"),
+        ({"input_cfg": [OURS, TEXT]}, "each of 2 readers .* would read the data of type txt in the same order"),
+        ({"input_cfg": [OURS, TEXT], "shuffle": True, "shard_seed": 3}, "in the same order: set shuffle: true"),
+        ({"input_cfg": OURS}, "input_cfg is a list of entries"),
+        ({"input_cfg": ["data/libritts"]}, "input_cfg is a list of entries"),
+        ({"input_cfg": [OURS | {"type": "sharmil"}], "shuffle": True}, "no type 'sharmil'; did you mean 'sharmill'"),
+        ({"input_cfg": [{"dataset": "d"}]}, "input_cfg has no type None"),
+        ({"input_cfg": [{"type": "sharmill"}]}, "needs dataset"),
+        (
+            {"input_cfg": [{"type": "group", "wieght": 0.5, "input_cfg": [OURS]}]},
+            "a group has no option 'wieght'; did you mean 'weight'",
+        ),
+    ],
+)
+def test_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        settle({"input_cfg": [OURS]} | settings, 0, 2)
+
+
+SECTION = {"input_cfg": [OURS], "batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"a": SECTION | {"batch_sizes": 1}}, "did you mean 'batch_size'"),
+        ({"a": SECTION, "fusion": "zip"}, "no setting 'fusion'"),
+        ({"a": SECTION, "max_duration": 20}, "max_duration has no effect at the top level: set it in each section"),
+        ({"a": SECTION, "input_cfg": [OURS]}, "input_cfg has no effect at the top level"),
+        ({"a": SECTION | {"force_finite": True}}, "force_finite has no effect in a section: set it at the top level"),
+        ({"a": SECTION | {"shuffle": True}, "shuffle": False}, "shuffle has no effect in a section"),
+        ({}, "multi_config has no sections"),
+    ],
+)
+def test_refused_of_several_sections(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        settle({"multi_config": True} | settings, 0, 2)
+
+
+def test_a_section_may_say_what_the_top_level_says():
+    settings = {"multi_config": True, "force_finite": True, "a": SECTION | {"force_finite": True}}
+    assert settle(settings, 0, 2)["a"]["input_cfg"][0]["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"force_map_dataset": True},
+        {"force_map_dataset": True, "shuffle": True, "shard_seed": 3},
+        {"shuffle": True, "seed": "trng"},
+        {"input_cfg": [OURS, TEXT], "shuffle": True},
+        {"input_cfg": [OURS | {"shard_seed": 3}, TEXT], "shuffle": True, "shard_seed": "randomized"},
+        {"force_finite": True, "force_map_dataset": True, "shard_seed": 1, "input_cfg": [OURS, TEXT]},
+    ],
+)
+def test_accepted(settings):
+    assert settle({"input_cfg": [OURS]} | settings, 0, 2)["concurrent_bucketing"] is False
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+def test_no_such_rank(rank, world_size):
+    with pytest.raises(ConfigError, match="there is no rank"):
+        settle({"input_cfg": [OURS]}, rank, world_size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"datasett": "x"}, "no option 'datasett'; did you mean 'dataset'"),
+        ({"fields": ["codes"]}, "no field 'codes'"),
+        ({"codec": "nano"}, "no codec 'nano'"),
+        ({"speaker_tags": "magpie"}, "speaker_tags is kept or nemo"),
+        ({"shard_seed": "random"}, "shard_seed is a number"),
+        ({"slice_length": 3}, "slice_length"),
+    ],
+)
+def test_options_of_an_entry(corpora, changes, message):
+    cfg = {"input_cfg": [corpora.entry("small") | changes], "batch_size": 1}
+    with pytest.raises(ConfigError, match=message):
+        get_dataloader(cfg, 0, 1, dataset=AsIs())
+
+
+def test_an_entry_needs_a_dataset():
+    with pytest.raises(ConfigError, match="needs dataset"):
+        get_dataloader({"input_cfg": [{"type": "sharmill"}], "batch_size": 1}, 0, 1, dataset=AsIs())
+
+
+def test_a_prompt_needs_a_tokenizer_of_nemo(corpora):
+    cfg = {"input_cfg": [corpora.entry("small")], "batch_size": 1, "prompt_format": "plain"}
+    with pytest.raises(ConfigError, match="text_to_ids"):
+        get_dataloader(cfg, 0, 1, Letters().text_to_ids, dataset=AsIs())

@@ -1,11 +1,11 @@
-"""What can go wrong, by what it ends: one record, one unit, or the run.
+"""Errors, by what they end: one record, one unit, or the run.
 
-The reason codes of rejects are listed here and nowhere else.
+The reason codes of rejects and the codes of errors are listed here and nowhere else.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 REASONS: Final[dict[str, str]] = {
     "skipped": "the record is marked with _skipme",
@@ -31,8 +31,31 @@ REASONS: Final[dict[str, str]] = {
 }
 
 
+# One code names one kind of mistake or fault, whatever the sentence says; tests and callers compare codes.
+CODES: Final[dict[str, str]] = {
+    "unspecified": "an error without a code of its own",
+}
+
+
 class SharmillError(Exception):
-    """Base of all errors that sharmill raises on purpose; the message is one line for the user."""
+    """Base of all errors that sharmill raises on purpose; the message is one line for the user.
+
+    Args:
+        message: what is wrong and what to do about it.
+        code: a key of ``CODES``.
+    """
+
+    def __init__(self, message: str, *, code: str = "unspecified") -> None:
+        assert code in CODES, f"unknown error code {code!r}"
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), self.code)
+
+
+def _rebuild(kind: type[SharmillError], message: str, code: str) -> SharmillError:
+    return kind(message, code=code)
 
 
 class ConfigError(SharmillError):
@@ -49,9 +72,12 @@ class RejectRecord(SharmillError):
 
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in REASONS, f"unknown reason code {reason!r}"
-        super().__init__(reason, detail)
+        super().__init__(detail)
         self.reason = reason
         self.detail = detail
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RejectRecord, (self.reason, self.detail)
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"

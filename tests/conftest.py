@@ -1,148 +1,22 @@
-"""Manufactured test data: audio files, manifest records, and whole runs of ``prepare``.
-
-Builders are fixtures, since tests are imported without packages.
-"""
+"""The environment of all tests, and the data that several folders of them read."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import soundfile as sf
+from support.manifests import Prepared, config_for, run_prepare, write_manifest, write_tone
 from support.paths import TESTS
-
-from sharmill.config import Config, to_config
-from sharmill.engine.run import StageResult, run_stage
-from sharmill.executors.local.executor import LocalExecutor
-from sharmill.manifest import Utterance
-from sharmill.prepare.stage import PrepareStage, prepared_manifest
 
 # A shell starts what goes on in the background with this signal ignored, and every process of the tests would inherit
 # that: those of interrupts then fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ranks, jobs and actors import toy stages from ``support``.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-TAG = "| Language:en Dataset:Tests Speaker:{} |"
-
-
-class SilentListener:
-    """Hears what happens and keeps nothing of it."""
-
-    def stage_started(self, stage, units, done):
-        pass
-
-    def unit_done(self, unit, commit):
-        pass
-
-    def unit_failed(self, unit, error, attempts):
-        pass
-
-    def stage_ended(self, stage, result):
-        pass
-
-
-def make_record(**changes: Any) -> dict[str, Any]:
-    """A good record of ``a.wav`` of the audio root; a change to ``...`` removes the key."""
-    record = {"audio_filepath": "a.wav", "duration": 2.0, "speaker": TAG.format("anna"), "text": "Good day."} | changes
-    return {key: value for key, value in record.items() if value is not ...}
-
-
-def write_tone(path: Path, seconds: float = 2.0, *, rate: int = 16000, channels: int = 1) -> Path:
-    """A quiet tone; the format is that of the suffix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tone = 0.1 * np.sin(2 * np.pi * 220 * np.arange(round(seconds * rate)) / rate)
-    sf.write(path, np.repeat(tone[:, None], channels, axis=1), rate)
-    return path
-
-
-def write_manifest(path: Path, records: list[Any]) -> Path:
-    """Records as JSON lines; ``bytes`` are lines as they are."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [record if isinstance(record, bytes) else json.dumps(record).encode() for record in records]
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    return path
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a run of ``prepare`` left."""
-
-    config: Config
-    stage: PrepareStage
-    result: StageResult
-
-    @property
-    def kept(self) -> list[Utterance]:
-        return [Utterance.from_json(line) for line in prepared_manifest(self.config).read_bytes().splitlines()]
-
-    @property
-    def rejects(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.stage.dir.rejects.read_bytes().splitlines()]
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        return json.loads(self.stage.run_dir.stats.read_bytes())
-
-
-def config_for(folder: Path, sources: list[tuple[Path | str, Path | str]], **changes: Any) -> Config:
-    """A configuration with its directories below ``folder``, of (manifest, audio root) pairs."""
-    values = {
-        "name": "small",
-        "run_dir": str(folder / "run"),
-        "dataset_dir": str(folder / "dataset"),
-        "sources": [{"manifest": str(manifest), "audio_root": str(root)} for manifest, root in sources],
-    }
-    return to_config(values | changes, "test")
-
-
-def run_prepare_stage(config: Config) -> Prepared:
-    """Runs the stage to its end, in this process."""
-    stage = PrepareStage(config)
-    return Prepared(config, stage, run_stage(stage, LocalExecutor(1), SilentListener(), max_reject_fraction=1.0))
-
-
-@pytest.fixture(scope="session")
-def record():
-    """The function ``make_record``."""
-    return make_record
-
-
-@pytest.fixture(scope="session")
-def tag():
-    """Returns a function: speaker -> speaker tag."""
-    return TAG.format
-
-
-@pytest.fixture(scope="session")
-def tone():
-    """The function ``write_tone``."""
-    return write_tone
-
-
-@pytest.fixture(scope="session")
-def manifest():
-    """The function ``write_manifest``."""
-    return write_manifest
-
-
-@pytest.fixture(scope="session")
-def configure():
-    """The function ``config_for``."""
-    return config_for
-
-
-@pytest.fixture(scope="session")
-def run_prepare():
-    """The function ``run_prepare_stage``."""
-    return run_prepare_stage
 
 
 @pytest.fixture(scope="session")
@@ -151,7 +25,7 @@ def prepare_records(audio_root):
 
     def prepare(folder: Path, records: list[Any], *, root: Path = audio_root, **options: Any) -> Prepared:
         path = write_manifest(folder / "m.json", records)
-        return run_prepare_stage(config_for(folder, [(path, root)], prepare=options))
+        return run_prepare(config_for(folder, [(path, root)], prepare=options))
 
     return prepare
 
@@ -197,14 +71,6 @@ def small_disk(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def sharmill():
-    """The function ``run_sharmill``: arguments of the command line -> a CompletedProcess with text output."""
-    from support.pipelines import run_sharmill
-
-    return run_sharmill
-
-
-@pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """Four synthetic voices with ten utterances each, bad records included."""
     pytest.importorskip("espeakng_loader")
@@ -239,13 +105,13 @@ def make_config(write_config):
 
 
 @pytest.fixture(scope="session")
-def local_outcomes(write_config, sharmill, tmp_path_factory):
+def local_outcomes(write_config, tmp_path_factory):
     """What the local executor makes of two datasets, by their place in a call."""
-    from support.pipelines import outcome, second_dataset
+    from support.pipelines import outcome, run_sharmill, second_dataset
 
     folder = tmp_path_factory.mktemp("local")
     configs = [write_config(folder / "a"), write_config(folder / "b", **second_dataset())]
-    done = sharmill("run", *configs)
+    done = run_sharmill("run", *configs)
     assert done.returncode == 0, done.stderr
     outcomes = [outcome(config.parent) for config in configs]
     assert all(len(files) > 8 for files, _ in outcomes)
@@ -261,14 +127,6 @@ def make_two_configs(make_config):
         return [make_config(folder / "a", **changes), make_config(folder / "b", **second_dataset() | changes)]
 
     return make
-
-
-@pytest.fixture(scope="session")
-def dataset_digest():
-    """The function ``digest``: folder -> the checksum of every file by its name."""
-    from support.pipelines import digest
-
-    return digest
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from support.manifests import make_record, write_manifest
+from support.pipelines import run_sharmill
 
 from sharmill import pipeline
 from sharmill.cli import main as cli
@@ -57,13 +59,13 @@ def ending(*arguments) -> int:
 
 
 @pytest.fixture
-def config(record, manifest, configure, audio_root, tmp_path):
+def config(audio_root, tmp_path):
     """Returns a function: content of the manifest, or a function that makes it -> path of a configuration."""
 
     def write(content=None, **changes):
         path = tmp_path / "m.json"
         if content is None:
-            manifest(path, [record()])
+            write_manifest(path, [make_record()])
         elif content is not ...:
             path.write_bytes(content)
         values = {
@@ -182,16 +184,18 @@ def test_prepare_alone_ends_well(config, tmp_path, capsys):
     assert not (tmp_path / "dataset").exists()
 
 
-def test_too_many_rejects_end_with_one_line_that_names_the_reasons(config, capsys, record, manifest, tmp_path):
+def test_too_many_rejects_end_with_one_line_that_names_the_reasons(config, capsys, tmp_path):
     path = config()
-    manifest(tmp_path / "m.json", [record(audio_filepath="none.wav")] * 3 + [record(text=""), record()])
+    write_manifest(
+        tmp_path / "m.json", [make_record(audio_filepath="none.wav")] * 3 + [make_record(text=""), make_record()]
+    )
     line = error_line(capsys, 1, "run", path, "prepare")
     assert "4 of 5 records are rejected, more than max_reject_fraction=0.5 allows" in line
     assert "missing_audio 3 (the audio file does not exist), empty_text 1" in line
 
 
-def test_errors_show_no_traceback_in_a_process_of_its_own(sharmill, config):
-    outcome = sharmill("run", config(b""))
+def test_errors_show_no_traceback_in_a_process_of_its_own(config):
+    outcome = run_sharmill("run", config(b""))
     assert outcome.returncode == 2
     assert outcome.stderr.startswith("Error: the manifest ")
     assert outcome.stderr.count("\n") == 1

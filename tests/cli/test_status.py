@@ -11,6 +11,8 @@ from datetime import datetime
 import msgspec
 import pytest
 from rich.console import Console
+from support.manifests import config_for, make_record, write_manifest
+from support.pipelines import run_sharmill
 
 from sharmill.cli import status
 from sharmill.cli.status import StageStatus, print_status, read_stage
@@ -40,11 +42,13 @@ def noon(monkeypatch):
 
 
 @pytest.fixture
-def stage(tmp_path, configure, manifest, audio_root, record):
+def stage(tmp_path, audio_root):
     """``prepare`` over four units of two records, of which the first is done and rejected one."""
-    records = [record(audio_filepath="a.wav", offset=0.1 * number, duration=0.5) for number in range(8)]
+    records = [make_record(audio_filepath="a.wav", offset=0.1 * number, duration=0.5) for number in range(8)]
     records[1]["text"] = ""
-    config = configure(tmp_path, [(manifest(tmp_path / "m.json", records), audio_root)], prepare={"unit_records": 2})
+    config = config_for(
+        tmp_path, [(write_manifest(tmp_path / "m.json", records), audio_root)], prepare={"unit_records": 2}
+    )
     stage = PrepareStage(config)
     units = read_or_make_plan(stage, restart=False)
     write_atomic(stage.run_dir.config, to_yaml(config))
@@ -168,8 +172,8 @@ def test_watch_shows_it_again_until_it_is_interrupted(stage):
     assert errors == ""
 
 
-def test_a_folder_that_is_no_run_directory_is_refused(sharmill, tmp_path):
-    outcome = sharmill("status", tmp_path)
+def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):
+    outcome = run_sharmill("status", tmp_path)
     assert outcome.returncode == 2
     assert "is not a run directory" in outcome.stderr
 

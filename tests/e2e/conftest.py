@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 from support.paths import REPOSITORY
@@ -33,22 +32,3 @@ def start_sharmill():
         if process.poll() is None:
             os.killpg(process.pid, 9)
         process.wait()
-
-
-def shar_fields(directory: Path, codec: str | None = None) -> dict[str, list[str]]:
-    """The files of a dataset as ``lhotse.CutSet.from_shar`` takes them."""
-    folders = {"cuts": "cuts", "target_audio": "target_audio", "context_audio": "context_audio"}
-    if codec is not None:
-        folders |= {name: f"codes_{codec}/{name}" for name in ("target_codes", "context_codes")}
-    return {name: [str(path) for path in sorted((directory / folder).iterdir())] for name, folder in folders.items()}
-
-
-@pytest.fixture
-def lhotse_cuts():
-    """Returns a function: dataset directory, codec -> the cuts as plain lhotse reads them."""
-    from lhotse import CutSet
-
-    def read(directory: Path, codec: str | None = None) -> CutSet:
-        return CutSet.from_shar(fields=shar_fields(directory, codec))
-
-    return read

@@ -9,6 +9,7 @@ import subprocess
 import time
 
 import pytest
+from support.pipelines import digest, run_sharmill
 
 pytestmark = pytest.mark.e2e
 
@@ -30,57 +31,57 @@ def error_lines(outcome):
         ({"prepare": {"filters": {"cer": "small"}}}, "prepare.filters.cer"),
     ],
 )
-def test_wrong_configuration_ends_the_run_before_any_work(changes, expected, make_config, sharmill, tmp_path):
-    outcome = sharmill("run", make_config(tmp_path, **changes))
+def test_wrong_configuration_ends_the_run_before_any_work(changes, expected, make_config, tmp_path):
+    outcome = run_sharmill("run", make_config(tmp_path, **changes))
     assert outcome.returncode == 2
     (line,) = error_lines(outcome)
     assert expected in line
     assert not (tmp_path / "dataset").exists()
 
 
-def test_a_codec_file_that_is_none(make_config, sharmill, tmp_path):
+def test_a_codec_file_that_is_none(make_config, tmp_path):
     model = tmp_path / "model.nemo"
     model.write_bytes(b"not a model")
     config = make_config(tmp_path, encode={"codecs": [{"name": "c", "model": f"nemo:{model}"}]})
-    outcome = sharmill("run", config)
+    outcome = run_sharmill("run", config)
     assert outcome.returncode == 2
     (line,) = error_lines(outcome)
     assert "is not a NeMo checkpoint" in line
     assert not (tmp_path / "dataset").exists()
 
 
-def test_an_output_folder_with_another_dataset_is_left_alone(make_config, sharmill, tmp_path, dataset_digest):
+def test_an_output_folder_with_another_dataset_is_left_alone(make_config, tmp_path):
     other = tmp_path / "dataset"
     (other / "cuts").mkdir(parents=True)
     (other / "cuts/cuts.000000.jsonl.gz").write_bytes(b"somebody's")
-    before = dataset_digest(other)
+    before = digest(other)
     for options in ([], ["--restart"]):
-        outcome = sharmill("run", make_config(tmp_path), *options)
+        outcome = run_sharmill("run", make_config(tmp_path), *options)
         assert outcome.returncode == 2
         (line,) = error_lines(outcome)
         assert "is not empty" in line
-        assert dataset_digest(other) == before
+        assert digest(other) == before
 
 
-def test_another_configuration_is_refused_until_restart(make_config, sharmill, tmp_path):
+def test_another_configuration_is_refused_until_restart(make_config, tmp_path):
     config = make_config(tmp_path, encode={"codecs": []})
-    assert sharmill("run", config, "prepare", "match", "write").returncode == 0
-    changed = sharmill("run", config, "prepare", "match", "write", "write.shard_size=5")
+    assert run_sharmill("run", config, "prepare", "match", "write").returncode == 0
+    changed = run_sharmill("run", config, "prepare", "match", "write", "write.shard_size=5")
     assert changed.returncode == 2
     (line,) = error_lines(changed)
     assert "write.shard_size (8, now 5)" in line
     assert "--restart" in line
-    restarted = sharmill("run", config, "write", "write.shard_size=5", "--restart")
+    restarted = run_sharmill("run", config, "write", "write.shard_size=5", "--restart")
     assert restarted.returncode == 0, restarted.stderr
     shards = (tmp_path / "dataset/shards.jsonl").read_text().splitlines()
     assert [json.loads(shard)["count"] for shard in shards] == [5] * 8
 
 
 @pytest.mark.parametrize("which", ["run_dir", "dataset_dir"])
-def test_a_read_only_output_folder(which, make_config, sharmill, small_disk, tmp_path):
+def test_a_read_only_output_folder(which, make_config, small_disk, tmp_path):
     folder = small_disk("10m")
     subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
-    outcome = sharmill(
+    outcome = run_sharmill(
         "run", make_config(tmp_path, **{which: str(folder / "out")}, encode={"codecs": []}), "prepare", "match", "write"
     )
     assert outcome.returncode == 2
@@ -96,9 +97,7 @@ def wait_for(condition, seconds):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_ctrl_c_ends_within_five_seconds_and_a_relaunch_goes_on(
-    workers, make_config, start_sharmill, sharmill, tmp_path
-):
+def test_ctrl_c_ends_within_five_seconds_and_a_relaunch_goes_on(workers, make_config, start_sharmill, tmp_path):
     config = make_config(tmp_path, executor={"workers": workers})
     process = start_sharmill("run", config, "prepare", "match")
     wait_for(lambda: any((tmp_path / "run/match/ledger").glob("*")), 120)
@@ -111,6 +110,6 @@ def test_ctrl_c_ends_within_five_seconds_and_a_relaunch_goes_on(
         assert "run the same command again" in errors
         assert "Traceback" not in errors
     kept = {path.name: path.read_bytes() for path in (tmp_path / "run/match/ledger").iterdir()}
-    assert sharmill("run", config, "prepare", "match").returncode == 0
+    assert run_sharmill("run", config, "prepare", "match").returncode == 0
     for name, content in kept.items():
         assert (tmp_path / "run/match/ledger" / name).read_bytes() == content

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from support.paths import REPOSITORY
+from support.pipelines import read_with_lhotse, run_sharmill
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -37,9 +38,9 @@ def test_makes_a_dataset_of_all_good_records(demo):
     assert "validation: no findings" in output
 
 
-def test_plain_lhotse_loads_everything(demo, lhotse_cuts):
+def test_plain_lhotse_loads_everything(demo):
     count = 0
-    for cut in lhotse_cuts(demo[0] / "dataset", "builtin"):
+    for cut in read_with_lhotse(demo[0] / "dataset", "builtin"):
         count += 1
         assert np.abs(cut.load_target_audio()).max() > 0.01
         assert np.abs(cut.load_context_audio()).max() > 0.01
@@ -48,15 +49,15 @@ def test_plain_lhotse_loads_everything(demo, lhotse_cuts):
     assert count == 240
 
 
-def test_status_shows_every_stage_as_done(demo, sharmill):
-    output = sharmill("status", demo[0] / "run").stdout
+def test_status_shows_every_stage_as_done(demo):
+    output = run_sharmill("status", demo[0] / "run").stdout
     for stage in ("prepare", "match", "write", "encode/builtin", "validate"):
         (row,) = [line for line in output.splitlines() if f" {stage} " in line]
         assert " done " in row
 
 
-def test_plan_of_a_finished_run_has_nothing_left(demo, sharmill):
-    outcome = sharmill("plan", demo[0] / "demo.yaml")
+def test_plan_of_a_finished_run_has_nothing_left(demo):
+    outcome = run_sharmill("plan", demo[0] / "demo.yaml")
     assert outcome.returncode == 0, outcome.stderr
     (row,) = [line for line in outcome.stdout.splitlines() if " write " in line]
     assert [cell.strip() for cell in row.split("│")[2:5]] == ["5", "5", "0.00 h"]

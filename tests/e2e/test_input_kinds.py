@@ -14,6 +14,7 @@ from support.odd_inputs import KINDS
 from support.odd_kinds import OUTPUT, Kind
 from support.odd_manifests import WHOLE_INPUTS
 from support.odd_run import OddRun, describe, read_cuts, run_kinds, run_sharmill, run_whole_input, without_privileges
+from support.pipelines import read_with_lhotse
 
 from sharmill.errors import REASONS
 from sharmill.shar import open_shar
@@ -104,12 +105,12 @@ def test_of_a_key_that_comes_twice_the_last_one_counts(odd: OddRun):
     assert ending.record["supervisions"][0]["text"] == "the last one"
 
 
-def test_own_readers_and_plain_lhotse_read_every_cut(odd: OddRun, lhotse_cuts):
+def test_own_readers_and_plain_lhotse_read_every_cut(odd: OddRun):
     dataset = odd.folder / "dataset"
     ids = [cut["id"] for cut in read_cuts(dataset)]
     assert len(set(ids)) == len(ids)
     assert [cut.id for cut in open_shar(dataset)] == ids
-    for cut, number in zip(lhotse_cuts(dataset, "builtin"), range(len(ids)), strict=True):
+    for cut, number in zip(read_with_lhotse(dataset, "builtin"), range(len(ids)), strict=True):
         assert cut.id == ids[number]
         for samples in (cut.load_target_audio(), cut.load_context_audio()):
             assert np.isfinite(samples).all()

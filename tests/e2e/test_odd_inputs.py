@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import soundfile as sf
+from support.pipelines import read_with_lhotse, run_sharmill
 
 pytestmark = pytest.mark.e2e
 
@@ -38,81 +39,79 @@ def rejects(folder):
     return [json.loads(line) for line in (folder / "run/rejects.jsonl").read_text().splitlines()]
 
 
-def test_tags_are_made_canonical_and_a_blank_normalized_text_is_not_kept(
-    small_corpus, make_config, sharmill, tmp_path, lhotse_cuts
-):
+def test_tags_are_made_canonical_and_a_blank_normalized_text_is_not_kept(small_corpus, make_config, tmp_path):
     corpus = small_corpus({"a.wav": 16000, "b.wav": 16000}, normalized_text=" ")
-    outcome = sharmill("run", make_config(tmp_path, **corpus), *STAGES)
+    outcome = run_sharmill("run", make_config(tmp_path, **corpus), *STAGES)
     assert outcome.returncode == 0, outcome.stderr + outcome.stdout
-    for cut in lhotse_cuts(tmp_path / "dataset"):
+    for cut in read_with_lhotse(tmp_path / "dataset"):
         (supervision,) = cut.supervisions
         assert supervision.speaker == "| Language:en Dataset:T Speaker:anna |"
         assert not supervision.has_custom("normalized_text")
         assert "context_audio_normalized_text" not in supervision.custom
 
 
-def test_an_utterance_under_another_name_is_not_its_context(small_corpus, make_config, sharmill, tmp_path):
+def test_an_utterance_under_another_name_is_not_its_context(small_corpus, make_config, tmp_path):
     corpus = small_corpus({"a.wav": 16000})
     (tmp_path / "audio/same.wav").symlink_to(tmp_path / "audio/a.wav")
     manifest = tmp_path / "m.json"
     manifest.write_text(manifest.read_text() + manifest.read_text().replace("a.wav", "same.wav"))
-    outcome = sharmill("run", make_config(tmp_path, **corpus), *STAGES, "max_reject_fraction=1")
+    outcome = run_sharmill("run", make_config(tmp_path, **corpus), *STAGES, "max_reject_fraction=1")
     assert outcome.returncode == 0, outcome.stderr + outcome.stdout
     assert [reject["reason"] for reject in rejects(tmp_path)] == ["no_long_context"] * 2
 
 
-def test_files_in_the_run_directory_that_are_not_its_own_stay(small_corpus, make_config, sharmill, tmp_path):
+def test_files_in_the_run_directory_that_are_not_its_own_stay(small_corpus, make_config, tmp_path):
     config = make_config(tmp_path, **small_corpus({"a.wav": 16000, "b.wav": 16000}))
     notes = tmp_path / "run/write/notes.txt"
     notes.parent.mkdir(parents=True)
     notes.write_text("precious")
     own = tmp_path / "run/config.yaml"
     own.write_text(config.read_text())
-    outcome = sharmill("run", own, *STAGES)
+    outcome = run_sharmill("run", own, *STAGES)
     assert outcome.returncode == 2
     assert "notes.txt" in outcome.stderr
     assert notes.read_text() == "precious"
     assert own.read_text() == config.read_text()
 
 
-def test_a_file_left_aside_by_a_killed_process_is_swept(small_corpus, make_config, sharmill, tmp_path):
+def test_a_file_left_aside_by_a_killed_process_is_swept(small_corpus, make_config, tmp_path):
     config = make_config(tmp_path, **small_corpus({"a.wav": 16000, "b.wav": 16000}))
-    assert sharmill("run", config, "prepare", "match", "write").returncode == 0
+    assert run_sharmill("run", config, "prepare", "match", "write").returncode == 0
     (tmp_path / f"dataset/.dataset.json.{'0' * 32}.tmp").write_text("{")
     (tmp_path / "dataset/dataset.json").unlink()
-    outcome = sharmill("run", config, *STAGES)
+    outcome = run_sharmill("run", config, *STAGES)
     assert outcome.returncode == 0, outcome.stderr + outcome.stdout
 
 
-def test_a_bad_second_configuration_keeps_the_first_from_running(small_corpus, make_config, sharmill, tmp_path):
+def test_a_bad_second_configuration_keeps_the_first_from_running(small_corpus, make_config, tmp_path):
     good = make_config(tmp_path / "good", **small_corpus({"a.wav": 16000, "b.wav": 16000}))
     bad = make_config(tmp_path / "bad", sources=[{"manifest": "m.json", "audio_root": "/no/such/root"}])
-    outcome = sharmill("run", good, bad, "prepare")
+    outcome = run_sharmill("run", good, bad, "prepare")
     assert outcome.returncode == 2
     assert not (tmp_path / "good/run/prepare").exists()
 
 
-def test_a_stage_in_which_nothing_is_done_takes_another_configuration(make_config, sharmill, tmp_path):
+def test_a_stage_in_which_nothing_is_done_takes_another_configuration(make_config, tmp_path):
     config = make_config(tmp_path, encode={"codecs": []}, max_reject_fraction=0.0)
-    assert sharmill("run", config, "prepare").returncode == 1
-    wrong = sharmill("run", config, "match", "max_reject_fraction=1", "match.encoder=nemo:no_such_model")
+    assert run_sharmill("run", config, "prepare").returncode == 1
+    wrong = run_sharmill("run", config, "match", "max_reject_fraction=1", "match.encoder=nemo:no_such_model")
     assert wrong.returncode == 2
-    assert sharmill("run", config, "prepare", "match", "max_reject_fraction=1").returncode == 0
+    assert run_sharmill("run", config, "prepare", "match", "max_reject_fraction=1").returncode == 0
 
 
-def test_status_does_not_depend_on_the_working_folder(small_corpus, make_config, sharmill, tmp_path, monkeypatch):
+def test_status_does_not_depend_on_the_working_folder(small_corpus, make_config, tmp_path, monkeypatch):
     import subprocess
     import sys
 
     make_config(tmp_path, run_dir="run", dataset_dir="dataset", **small_corpus({"a.wav": 16000, "b.wav": 16000}))
     run = [sys.executable, "-m", "sharmill", "run", "config.yaml", "prepare"]
     assert subprocess.run(run, cwd=tmp_path, capture_output=True, check=False).returncode == 0
-    output = sharmill("status", tmp_path / "run").stdout
+    output = run_sharmill("status", tmp_path / "run").stdout
     (row,) = [line for line in output.splitlines() if " prepare " in line]
     assert " done " in row
 
 
-def test_an_override_with_a_number_sign_is_taken_whole(make_config, sharmill, tmp_path):
-    outcome = sharmill("run", make_config(tmp_path), "prepare", "sources.0.audio_root=/no/root #2")
+def test_an_override_with_a_number_sign_is_taken_whole(make_config, tmp_path):
+    outcome = run_sharmill("run", make_config(tmp_path), "prepare", "sources.0.audio_root=/no/root #2")
     assert outcome.returncode == 2
     assert "/no/root #2" in outcome.stderr

@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+from support.pipelines import digest, read_with_lhotse, run_sharmill
 
 pytestmark = pytest.mark.e2e
 
@@ -21,10 +22,10 @@ def built(tmp_path_factory, request):
 
 
 @pytest.fixture
-def dataset(built, make_config, sharmill):
+def dataset(built, make_config):
     if "config" not in built:
         config = make_config(built["folder"])
-        outcome = sharmill("run", config)
+        outcome = run_sharmill("run", config)
         assert outcome.returncode == 0, outcome.stderr + outcome.stdout
         built["config"], built["stdout"] = config, outcome.stdout
     return built
@@ -48,11 +49,11 @@ def test_the_defects_of_the_corpus_are_rejected_with_their_reasons(dataset):
     assert [r["reason"] for r in rejects if not isinstance(r["record"], dict)] == ["malformed"]
 
 
-def test_plain_lhotse_loads_every_audio_and_every_code(dataset, lhotse_cuts):
+def test_plain_lhotse_loads_every_audio_and_every_code(dataset):
     directory = dataset["folder"] / "dataset"
     codec = json.loads((directory / "dataset.json").read_text())["codecs"][0]
     count = 0
-    for cut in lhotse_cuts(directory, "tiny"):
+    for cut in read_with_lhotse(directory, "tiny"):
         count += 1
         target, context = cut.load_target_audio(), cut.load_context_audio()
         assert target.shape == (1, cut.target_audio.num_samples)
@@ -68,8 +69,8 @@ def test_plain_lhotse_loads_every_audio_and_every_code(dataset, lhotse_cuts):
     assert count == 40
 
 
-def test_context_is_another_utterance_of_the_same_speaker_and_long_enough(dataset, lhotse_cuts):
-    for cut in lhotse_cuts(dataset["folder"] / "dataset"):
+def test_context_is_another_utterance_of_the_same_speaker_and_long_enough(dataset):
+    for cut in read_with_lhotse(dataset["folder"] / "dataset"):
         custom = cut.supervisions[0].custom
         speaker = custom["speaker"].split("Speaker:")[1].split()[0]
         assert custom["context_audio_filepath"].startswith(f"{speaker}/")
@@ -79,9 +80,9 @@ def test_context_is_another_utterance_of_the_same_speaker_and_long_enough(datase
         assert custom["context_speaker_similarity"] >= 0.6
 
 
-def test_lhotse_never_shortens_a_context(dataset, lhotse_cuts):
+def test_lhotse_never_shortens_a_context(dataset):
     longer = shorter = 0
-    for cut in lhotse_cuts(dataset["folder"] / "dataset", "tiny"):
+    for cut in read_with_lhotse(dataset["folder"] / "dataset", "tiny"):
         longer += cut.context_audio.duration > cut.duration
         shorter += cut.context_audio.duration < cut.duration
         codes = cut.context_codes.load()
@@ -120,16 +121,16 @@ def test_summary_names_stages_and_rejects(dataset):
         assert expected in dataset["stdout"]
 
 
-def test_second_run_does_nothing_and_succeeds(dataset, sharmill, dataset_digest):
-    before = dataset_digest(dataset["folder"] / "dataset")
+def test_second_run_does_nothing_and_succeeds(dataset):
+    before = digest(dataset["folder"] / "dataset")
     ledger = sorted((dataset["folder"] / "run/write/ledger").iterdir())
-    outcome = sharmill("run", dataset["config"])
+    outcome = run_sharmill("run", dataset["config"])
     assert outcome.returncode == 0, outcome.stderr
-    assert dataset_digest(dataset["folder"] / "dataset") == before
+    assert digest(dataset["folder"] / "dataset") == before
     assert sorted((dataset["folder"] / "run/write/ledger").iterdir()) == ledger
 
 
-def test_validate_command_finds_a_flipped_bit(dataset, sharmill, tmp_path):
+def test_validate_command_finds_a_flipped_bit(dataset, tmp_path):
     import shutil
 
     copy = tmp_path / "copy"
@@ -138,7 +139,7 @@ def test_validate_command_finds_a_flipped_bit(dataset, sharmill, tmp_path):
     data = bytearray(tar.read_bytes())
     data[2000] ^= 1
     tar.write_bytes(data)
-    outcome = sharmill("validate", copy, "--json", tmp_path / "findings.json", "--workers", 1)
+    outcome = run_sharmill("validate", copy, "--json", tmp_path / "findings.json", "--workers", 1)
     assert outcome.returncode == 3
     findings = json.loads((tmp_path / "findings.json").read_text())["findings"]
     assert {(f["code"], f["shard"], f["where"]) for f in findings} >= {
@@ -146,33 +147,31 @@ def test_validate_command_finds_a_flipped_bit(dataset, sharmill, tmp_path):
     }
 
 
-def test_a_codec_is_added_to_a_finished_dataset_with_one_command(
-    dataset, sharmill, make_config, encodec, tmp_path, dataset_digest, lhotse_cuts
-):
+def test_a_codec_is_added_to_a_finished_dataset_with_one_command(dataset, make_config, encodec, tmp_path):
     import shutil
 
     copy = tmp_path / "copy"
     shutil.copytree(dataset["folder"] / "dataset", copy)
-    before = dataset_digest(copy)
+    before = digest(copy)
     second = [{"name": "second", "model": f"transformers:{encodec}"}]
     config = make_config(tmp_path, run_dir=str(tmp_path / "run2"), dataset_dir=str(copy))
-    outcome = sharmill("run", config, "encode", "validate", f"encode.codecs={json.dumps(second)}")
+    outcome = run_sharmill("run", config, "encode", "validate", f"encode.codecs={json.dumps(second)}")
     assert outcome.returncode == 0, outcome.stderr + outcome.stdout
-    after = dataset_digest(copy)
+    after = digest(copy)
     index = ("dataset.json", "shards.jsonl")
     assert {n: d for n, d in before.items() if n not in index} == {
         n: d for n, d in after.items() if n in before and n not in index
     }
     described = json.loads((copy / "dataset.json").read_text())
     assert [codec["name"] for codec in described["codecs"]] == ["second", "tiny"]
-    for first, again in zip(lhotse_cuts(copy, "tiny"), lhotse_cuts(copy, "second"), strict=True):
+    for first, again in zip(read_with_lhotse(copy, "tiny"), read_with_lhotse(copy, "second"), strict=True):
         assert (first.target_codes.load() == again.target_codes.load()).all()
 
 
-def test_a_lost_manifest_or_index_is_made_again(dataset, sharmill, dataset_digest):
-    before = dataset_digest(dataset["folder"] / "dataset")
+def test_a_lost_manifest_or_index_is_made_again(dataset):
+    before = digest(dataset["folder"] / "dataset")
     (dataset["folder"] / "run/manifests/manifest_prepared.json").unlink()
     (dataset["folder"] / "dataset/shards.jsonl").unlink()
-    outcome = sharmill("run", dataset["config"])
+    outcome = run_sharmill("run", dataset["config"])
     assert outcome.returncode == 0, outcome.stderr
-    assert dataset_digest(dataset["folder"] / "dataset") == before
+    assert digest(dataset["folder"] / "dataset") == before

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 from support.paths import DATA, REPOSITORY
+from support.pipelines import run_sharmill
 
 from sharmill.shar import open_shar
 
@@ -26,11 +27,11 @@ def lines(path):
 
 
 @pytest.fixture
-def build(sharmill, tmp_path):
+def build(tmp_path):
     """Returns a function: name of a data set, overrides -> the finished process and the folder of run and dataset."""
 
     def run(name, *overrides, stages=("prepare", "match", "write")):
-        return sharmill(
+        return run_sharmill(
             "run", CONFIG, *stages, "encode.codecs=[]",
             f"sources.0.manifest={DATA / name / 'manifest.json'}", f"sources.0.audio_root={DATA / name / 'audio'}",
             f"run_dir={tmp_path / 'run'}", f"dataset_dir={tmp_path / 'dataset'}", *overrides,
@@ -70,13 +71,13 @@ def test_one_utterance_per_speaker_stops_the_run_with_the_reason(build, tmp_path
     assert not (tmp_path / "dataset").exists()
 
 
-def test_one_utterance_per_speaker_gives_an_empty_dataset_where_that_is_allowed(build, tmp_path, sharmill):
+def test_one_utterance_per_speaker_gives_an_empty_dataset_where_that_is_allowed(build, tmp_path):
     outcome = build("librispeech_248x1", "speaker_key=speaker", "prepare.require_text=false", "max_reject_fraction=1")
     assert outcome.returncode == 0, outcome.stderr
     rejects = lines(tmp_path / "run/rejects.jsonl")
     assert [reject["reason"] for reject in rejects] == ["single_utterance_speaker"] * 248
     assert list(open_shar(tmp_path / "dataset")) == []
-    assert sharmill("validate", tmp_path / "dataset", "--workers", 1).returncode == 0
+    assert run_sharmill("validate", tmp_path / "dataset", "--workers", 1).returncode == 0
 
 
 def test_three_formats_give_the_same_durations_and_other_texts_as_context(build, tmp_path):

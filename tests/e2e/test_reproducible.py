@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.pipelines import digest, run_sharmill
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -13,19 +14,17 @@ def reference(tmp_path_factory):
 
 
 @pytest.fixture
-def reference_digest(reference, make_config, sharmill, dataset_digest):
+def reference_digest(reference, make_config):
     """The dataset of an uninterrupted run with one worker."""
     if "digest" not in reference:
-        outcome = sharmill("run", make_config(reference["folder"]))
+        outcome = run_sharmill("run", make_config(reference["folder"]))
         assert outcome.returncode == 0, outcome.stderr
-        reference["digest"] = dataset_digest(reference["folder"] / "dataset")
+        reference["digest"] = digest(reference["folder"] / "dataset")
     return reference["digest"]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_same_bytes_on_any_number_of_workers(
-    workers, reference_digest, make_config, sharmill, dataset_digest, tmp_path
-):
-    outcome = sharmill("run", make_config(tmp_path, executor={"workers": workers}))
+def test_same_bytes_on_any_number_of_workers(workers, reference_digest, make_config, tmp_path):
+    outcome = run_sharmill("run", make_config(tmp_path, executor={"workers": workers}))
     assert outcome.returncode == 0, outcome.stderr
-    assert dataset_digest(tmp_path / "dataset") == reference_digest
+    assert digest(tmp_path / "dataset") == reference_digest

@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 from lhotse import CutSet
+from support.manifests import KeepErrors
+from support.pipelines import shar_fields
 from support.shar import (
     Project,
-    Silent,
     ToyCodec,
     copy,
     lines,
@@ -19,7 +20,6 @@ from support.shar import (
     reindex,
     rewrite,
     run,
-    shar_fields,
     snapshot,
     voice,
 )
@@ -270,7 +270,7 @@ DAMAGES = {
 
 def encode_damaged(config):
     """Runs the stage over a damaged dataset; the result and the errors heard."""
-    listener = Silent()
+    listener = KeepErrors()
     with loading(ToyCodec()):
         result = run_stage(stage_of(config), LocalExecutor(1), listener, max_reject_fraction=1.0)
     return result, listener.errors

@@ -7,6 +7,8 @@ import tarfile
 
 import pytest
 import torch
+from support import models
+from support.models import make_audio
 
 from sharmill.errors import ConfigError, FatalError
 from sharmill.models import Codec, load_codec
@@ -67,7 +69,7 @@ def test_attributes_come_from_the_model(
     assert len(codec.checksum) == 16
 
 
-def test_frames_are_the_ceiling_around_every_multiple(codec, make_audio):
+def test_frames_are_the_ceiling_around_every_multiple(codec):
     lengths = [frames * codec.samples_per_frame + more for frames in (1, 2, 3, 8, 50) for more in (-1, 0, 1)]
     for length in lengths:
         codes = codec.encode(*make_audio([length]))
@@ -75,7 +77,7 @@ def test_frames_are_the_ceiling_around_every_multiple(codec, make_audio):
         assert codes.dtype == torch.int64
 
 
-def test_codes_do_not_depend_on_batch_neighbours(codec, make_audio):
+def test_codes_do_not_depend_on_batch_neighbours(codec):
     frame = codec.samples_per_frame
     lengths = [
         1,
@@ -103,7 +105,7 @@ def test_codes_do_not_depend_on_batch_neighbours(codec, make_audio):
         ("encodec", {"min_frames_in_batch": 0}),
     ],
 )
-def test_the_guard_against_padding_is_needed(codecs, kind, unguarded, make_audio):
+def test_the_guard_against_padding_is_needed(codecs, kind, unguarded):
     codec = codecs[kind]
     loose = type(codec).__new__(type(codec))
     loose.__dict__.update(codec.__dict__ | unguarded, spec=dataclasses.replace(codec.spec, **unguarded))
@@ -112,7 +114,7 @@ def test_the_guard_against_padding_is_needed(codecs, kind, unguarded, make_audio
     assert agreement(loose, audio, num_samples) < 0.95
 
 
-def test_codes_beyond_an_item_are_zero_and_audio_beyond_it_is_ignored(codec, make_audio):
+def test_codes_beyond_an_item_are_zero_and_audio_beyond_it_is_ignored(codec):
     frame = codec.samples_per_frame
     audio, num_samples = make_audio([10 * frame, 3 * frame - 5])
     codes = codec.encode(audio, num_samples)
@@ -121,19 +123,19 @@ def test_codes_beyond_an_item_are_zero_and_audio_beyond_it_is_ignored(codec, mak
     assert torch.equal(codec.encode(audio, num_samples), codes)
 
 
-def test_an_item_without_samples_has_no_frames(codec, make_audio):
+def test_an_item_without_samples_has_no_frames(codec):
     audio, num_samples = make_audio([5 * codec.samples_per_frame, 0])
     assert torch.equal(codec.encode(audio, num_samples)[:1], codec.encode(audio[:1], num_samples[:1]))
     assert codec.encode(torch.zeros(0, 10), torch.zeros(0, dtype=torch.int64)).shape == (0, codec.num_codebooks, 0)
 
 
-def test_codes_are_not_all_the_same(codec, make_audio):
+def test_codes_are_not_all_the_same(codec):
     codes = codec.encode(*make_audio([100 * codec.samples_per_frame]))[0]
     assert min(row.unique().numel() for row in codes) > 3
 
 
 @pytest.mark.parametrize("kind", ["nemo_codec", "nemo_codec_noncausal"])
-def test_nemo_codes_are_those_of_the_model(codecs, checkpoints, kind, make_audio):
+def test_nemo_codes_are_those_of_the_model(codecs, checkpoints, kind):
     from nemo.collections.tts.models import AudioCodecModel
 
     with quiet_nemo():
@@ -146,7 +148,7 @@ def test_nemo_codes_are_those_of_the_model(codecs, checkpoints, kind, make_audio
 
 
 @pytest.mark.parametrize("kind", ["encodec", "mimi", "dac"])
-def test_transformers_codes_are_those_of_the_model(codecs, checkpoints, kind, make_audio):
+def test_transformers_codes_are_those_of_the_model(codecs, checkpoints, kind):
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(checkpoints[kind]).eval()
@@ -159,12 +161,12 @@ def test_transformers_codes_are_those_of_the_model(codecs, checkpoints, kind, ma
     assert torch.equal(codecs[kind].encode(audio, num_samples), expected)
 
 
-def test_the_checksum_is_of_the_weights(codecs, checkpoints, model_dummies, tmp_path):
+def test_the_checksum_is_of_the_weights(codecs, checkpoints, tmp_path):
     again = load_codec(f"nemo:{checkpoints['nemo_codec']}")
     assert again.checksum == codecs["nemo_codec"].checksum
-    other = model_dummies.nemo_codec_config()
+    other = models.nemo_codec_config()
     other["audio_encoder"]["in_kernel_size"] = 5
-    path = model_dummies.save_nemo_codec(tmp_path / "other.nemo", other)
+    path = models.save_nemo_codec(tmp_path / "other.nemo", other)
     assert load_codec(f"nemo:{path}").checksum != again.checksum
 
 
@@ -176,30 +178,30 @@ def test_loading_leaves_the_random_state_alone(checkpoints):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_indices_outside_the_codebook_are_fatal(checkpoints, make_audio):
+def test_indices_outside_the_codebook_are_fatal(checkpoints):
     codec = load_codec(f"nemo:{checkpoints['nemo_codec']}")
     codec.codebook_size = 5
     with pytest.raises(FatalError, match=r"gave the indices \d+ to \d+, outside its codebook of 5"):
         codec.encode(*make_audio([3200]))
 
 
-def test_another_number_of_frames_is_fatal(checkpoints, make_audio):
+def test_another_number_of_frames_is_fatal(checkpoints):
     codec = load_codec(f"nemo:{checkpoints['nemo_codec']}")
     codec.samples_per_frame = 64
     with pytest.raises(FatalError, match=r"\(1, 3, 20\) where .* are \(1, 3, 10\)"):
         codec.encode(*make_audio([640]))
 
 
-def test_a_model_that_claims_another_frame_size_is_refused(model_dummies, tmp_path):
-    path = model_dummies.save_nemo_codec(tmp_path / "codec.nemo", model_dummies.nemo_codec_config(samples_per_frame=64))
+def test_a_model_that_claims_another_frame_size_is_refused(tmp_path):
+    path = models.save_nemo_codec(tmp_path / "codec.nemo", models.nemo_codec_config(samples_per_frame=64))
     with pytest.raises(ConfigError, match="use another codec"):
         load_codec(f"nemo:{path}")
 
 
-def test_a_second_semantic_codec_is_refused(model_dummies, tmp_path):
-    config = model_dummies.nemo_codec_config()
-    config["semantic_codec"] = model_dummies.nemo_codec_config()
-    path = model_dummies.save_nemo_codec(tmp_path / "codec.nemo", config)
+def test_a_second_semantic_codec_is_refused(tmp_path):
+    config = models.nemo_codec_config()
+    config["semantic_codec"] = models.nemo_codec_config()
+    path = models.save_nemo_codec(tmp_path / "codec.nemo", config)
     with pytest.raises(ConfigError, match="semantic codec"):
         load_codec(f"nemo:{path}")
 
@@ -241,15 +243,15 @@ def test_a_speaker_encoder_is_no_codec(checkpoints):
         ({"chunk_length_s": 1.0, "overlap": 0.01}, "works on overlapping chunks"),
     ],
 )
-def test_an_encodec_for_stereo_or_chunks_is_refused(model_dummies, tmp_path, changes, message):
-    path = model_dummies.save_encodec(tmp_path / "encodec", **changes)
+def test_an_encodec_for_stereo_or_chunks_is_refused(tmp_path, changes, message):
+    path = models.save_encodec(tmp_path / "encodec", **changes)
     with pytest.raises(ConfigError, match=message):
         load_codec(f"transformers:{path}")
 
 
 @pytest.mark.parametrize("changes", [{"use_causal_conv": False}, {"normalize": True}, {"norm_type": "time_group_norm"}])
-def test_an_encodec_that_sees_all_of_its_input_wants_equal_lengths(model_dummies, tmp_path, changes, make_audio):
-    codec = load_codec(f"transformers:{model_dummies.save_encodec(tmp_path / 'encodec', **changes)}")
+def test_an_encodec_that_sees_all_of_its_input_wants_equal_lengths(tmp_path, changes):
+    codec = load_codec(f"transformers:{models.save_encodec(tmp_path / 'encodec', **changes)}")
     assert codec.equal_lengths_only
     assert agreement(codec, *make_audio([32, 70, 96, 400, 3200])) >= MIN_AGREEMENT
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.models import make_audio
 
 from sharmill.errors import ConfigError
 from sharmill.models import SpeakerEncoder, load_speaker_encoder
@@ -40,7 +41,7 @@ def test_resemblyzer_meets_the_protocol(resemblyzer):
     assert resemblyzer.checksum == "4276b0160fc13d1b"
 
 
-def test_resemblyzer_equals_embed_utterance_in_a_mixed_batch(resemblyzer, voice_encoder, make_audio):
+def test_resemblyzer_equals_embed_utterance_in_a_mixed_batch(resemblyzer, voice_encoder):
     seconds = [0.1, 0.37, 1.0, 1.5, 1.6, 1.61, 2.0, 2.37, 2.8, 4.444, 7.9, 20.0]
     audio, num_samples = make_audio([int(s * 16000) for s in seconds])
     embeddings = resemblyzer.embed(audio, num_samples)
@@ -56,7 +57,7 @@ def test_partial_utterances_are_those_of_resemblyzer(voice_encoder):
         assert partial_starts(num_samples) == [part.start for part in slices]
 
 
-def test_what_lies_beyond_an_utterance_is_ignored(resemblyzer, nemo_speaker, make_audio):
+def test_what_lies_beyond_an_utterance_is_ignored(resemblyzer, nemo_speaker):
     audio, num_samples = make_audio([20000, 48000])
     dirty = audio.clone()
     dirty[0, 20000:] = 0.5
@@ -65,7 +66,7 @@ def test_what_lies_beyond_an_utterance_is_ignored(resemblyzer, nemo_speaker, mak
 
 
 @pytest.mark.parametrize("fixture", ["resemblyzer", "nemo_speaker", "nemo_speaker_unmasked"])
-def test_silence_has_the_zero_vector_and_all_else_length_one(fixture, request, make_audio):
+def test_silence_has_the_zero_vector_and_all_else_length_one(fixture, request):
     encoder = request.getfixturevalue(fixture)
     audio, num_samples = make_audio([16000, 24000, 800, 1, 0])
     audio[0] = 0.0
@@ -87,7 +88,7 @@ def test_lengths_that_do_not_fit_the_audio_are_refused(resemblyzer, num_samples)
         resemblyzer.embed(torch.zeros(2, 10), num_samples)
 
 
-def test_nemo_speaker_equals_the_model_itself(checkpoints, nemo_speaker, make_audio):
+def test_nemo_speaker_equals_the_model_itself(checkpoints, nemo_speaker):
     from nemo.collections.asr.models import EncDecSpeakerLabelModel
 
     with quiet_nemo():
@@ -100,7 +101,7 @@ def test_nemo_speaker_equals_the_model_itself(checkpoints, nemo_speaker, make_au
 
 
 @pytest.mark.parametrize("fixture", ["resemblyzer", "nemo_speaker", "nemo_speaker_unmasked"])
-def test_embeddings_do_not_depend_on_batch_neighbours(fixture, request, make_audio):
+def test_embeddings_do_not_depend_on_batch_neighbours(fixture, request):
     encoder = request.getfixturevalue(fixture)
     audio, num_samples = make_audio([1700, 16000, 47123, 80000])
     together = encoder.embed(audio, num_samples)

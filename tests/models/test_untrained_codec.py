@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from support.models import make_audio
 
 from sharmill.models import load_codec
 
@@ -59,11 +60,11 @@ def test_its_construction_leaves_the_random_state_alone():
 
 
 @pytest.mark.parametrize("num_samples", [1, 1023, 1024, 1025, 20479, 20480, 20481])
-def test_frames_are_the_ceiling(builtin, make_audio, num_samples):
+def test_frames_are_the_ceiling(builtin, num_samples):
     assert builtin.encode(*make_audio([num_samples])).shape == (1, 8, -(-num_samples // 1024))
 
 
-def test_codes_follow_the_audio_and_not_the_batch(builtin, make_audio):
+def test_codes_follow_the_audio_and_not_the_batch(builtin):
     audio, num_samples = make_audio([66150, 500, 30000, 400000])
     together = builtin.encode(audio, num_samples)
     for item, length in enumerate(num_samples):

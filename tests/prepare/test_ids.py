@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.manifests import config_for, make_record, run_prepare, write_manifest, write_tone
 
 from sharmill.manifest import Utterance, recording_id, segment_id
 from sharmill.prepare.ids import (
@@ -22,15 +23,17 @@ from sharmill.prepare.ids import (
 
 
 @pytest.fixture
-def ids(record, tone, prepare_records, tmp_path):
+def ids(prepare_records, tmp_path):
     """Returns a function: (path, offset, duration) of some records -> their (recording id, cut id) by this triple."""
 
     def prepare(segments, folder="run0"):
         root = tmp_path / "audio"
         for path, _, _ in segments:
             if not (root / path).exists():
-                tone(root / path)
-        records = [record(audio_filepath=path, offset=offset, duration=seconds) for path, offset, seconds in segments]
+                write_tone(root / path)
+        records = [
+            make_record(audio_filepath=path, offset=offset, duration=seconds) for path, offset, seconds in segments
+        ]
         prepared = prepare_records(tmp_path / folder, records, root=root, unit_records=2)
         assert prepared.rejects == []
         return {(u.audio_filepath, u.offset, u.duration): (u.recording_id, u.cut_id) for u in prepared.kept}
@@ -83,12 +86,12 @@ def test_long_ids(ids):
     assert len(cut) > 180
 
 
-def test_the_same_path_below_two_roots_is_two_recordings(record, manifest, configure, run_prepare, tone, tmp_path):
+def test_the_same_path_below_two_roots_is_two_recordings(tmp_path):
     sources = []
     for name in ("first", "second"):
-        tone(tmp_path / name / "a.wav")
-        sources.append((manifest(tmp_path / f"{name}.json", [record()]), tmp_path / name))
-    prepared = run_prepare(configure(tmp_path, sources))
+        write_tone(tmp_path / name / "a.wav")
+        sources.append((write_manifest(tmp_path / f"{name}.json", [make_record()]), tmp_path / name))
+    prepared = run_prepare(config_for(tmp_path, sources))
     assert prepared.rejects == []
     assert len({utterance.cut_id for utterance in prepared.kept}) == 2
     assert [utterance.source for utterance in prepared.kept] == [0, 1]
@@ -143,10 +146,10 @@ def test_ids_do_not_depend_on_the_order(segments, data):
     assert sorted(settle(segments)) == sorted(settle(shuffled))
 
 
-def test_duplicate_of_a_segment_with_an_ambiguous_id(record, tone, prepare_records, tmp_path):
+def test_duplicate_of_a_segment_with_an_ambiguous_id(prepare_records, tmp_path):
     for name in ("a.wav", "a.flac"):
-        tone(tmp_path / "audio" / name)
-    records = [record(audio_filepath=name) for name in ("a.wav", "a.flac", "a.wav")]
+        write_tone(tmp_path / "audio" / name)
+    records = [make_record(audio_filepath=name) for name in ("a.wav", "a.flac", "a.wav")]
     prepared = prepare_records(tmp_path, records, root=tmp_path / "audio")
     assert [utterance.audio_filepath for utterance in prepared.kept] == ["a.wav", "a.flac"]
     assert [reject["record"]["audio_filepath"] for reject in prepared.rejects] == ["a.wav"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.manifests import config_for, make_record, run_prepare, write_manifest
 
 from sharmill.errors import REASONS
 
@@ -87,9 +88,9 @@ NOT_JSON = [
 
 
 @pytest.mark.parametrize(("reason", "changes", "options", "detail"), CASES)
-def test_reason(reason, changes, options, detail, record, prepare_records, tmp_path):
-    bad = record(**changes)
-    prepared = prepare_records(tmp_path, [bad, record(audio_filepath="b.wav", cer=0.0, duration=1.9, offset=0.0)],
+def test_reason(reason, changes, options, detail, prepare_records, tmp_path):
+    bad = make_record(**changes)
+    prepared = prepare_records(tmp_path, [bad, make_record(audio_filepath="b.wav", cer=0.0, duration=1.9, offset=0.0)],
                                **options)  # fmt: skip
     (reject,) = prepared.rejects
     assert reject["record"] == bad
@@ -100,8 +101,8 @@ def test_reason(reason, changes, options, detail, record, prepare_records, tmp_p
 
 
 @pytest.mark.parametrize(("line", "detail"), NOT_JSON, ids=[line[:20].decode("latin-1") for line, _ in NOT_JSON])
-def test_line_that_is_no_record_is_kept_as_text(line, detail, record, prepare_records, tmp_path):
-    prepared = prepare_records(tmp_path, [record(), line])
+def test_line_that_is_no_record_is_kept_as_text(line, detail, prepare_records, tmp_path):
+    prepared = prepare_records(tmp_path, [make_record(), line])
     (reject,) = prepared.rejects
     assert reject["record"] == line.decode("utf-8", "replace")
     assert (reject["stage"], reject["reason"]) == ("prepare", "malformed")
@@ -109,9 +110,9 @@ def test_line_that_is_no_record_is_kept_as_text(line, detail, record, prepare_re
     assert len(prepared.kept) == 1
 
 
-def test_the_same_segment_again(record, prepare_records, tmp_path):
-    again = record(text="Again.", duration=2, offset=0)
-    prepared = prepare_records(tmp_path, [record(), record(offset=0.5, duration=1.0), again, record()])
+def test_the_same_segment_again(prepare_records, tmp_path):
+    again = make_record(text="Again.", duration=2, offset=0)
+    prepared = prepare_records(tmp_path, [make_record(), make_record(offset=0.5, duration=1.0), again, make_record()])
     assert [utterance.text for utterance in prepared.kept] == ["Good day.", "Good day."]
     assert [(reject["reason"], reject["stage"], reject["record"]["text"]) for reject in prepared.rejects] == [
         ("duplicate_id", "prepare", "Again."),
@@ -120,26 +121,26 @@ def test_the_same_segment_again(record, prepare_records, tmp_path):
     assert prepared.rejects[0]["detail"] == "cut-rec-a-0.00-2.00 is the same segment as an earlier record"
 
 
-def test_the_same_segment_by_another_name_of_the_path(record, prepare_records, audio_root, tmp_path):
+def test_the_same_segment_by_another_name_of_the_path(prepare_records, audio_root, tmp_path):
     paths = ["a.wav", "./a.wav", "deep/../a.wav", ".//a.wav", str(audio_root / "a.wav")]
-    prepared = prepare_records(tmp_path, [record(audio_filepath=path) for path in paths])
+    prepared = prepare_records(tmp_path, [make_record(audio_filepath=path) for path in paths])
     assert [utterance.audio_filepath for utterance in prepared.kept] == ["a.wav"]
     assert prepared.result.totals.rejects == {"duplicate_id": 4}
 
 
-def test_the_same_segment_in_two_manifests_of_one_root(record, manifest, configure, run_prepare, audio_root, tmp_path):
-    paths = [manifest(tmp_path / f"{number}.json", [record()]) for number in range(2)]
+def test_the_same_segment_in_two_manifests_of_one_root(audio_root, tmp_path):
+    paths = [write_manifest(tmp_path / f"{number}.json", [make_record()]) for number in range(2)]
     link = tmp_path / "link"
     link.symlink_to(audio_root)
-    prepared = run_prepare(configure(tmp_path, [(paths[0], audio_root), (paths[1], link)]))
+    prepared = run_prepare(config_for(tmp_path, [(paths[0], audio_root), (paths[1], link)]))
     assert prepared.result.totals.rejects == {"duplicate_id": 1}
 
 
-def test_commands_of_a_manifest_are_not_run(record, prepare_records, tmp_path, monkeypatch):
+def test_commands_of_a_manifest_are_not_run(prepare_records, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wrapped = ["pipe:{}", "{}|", "| {}", "cmd:{}", "$({})", "`{}`", ";{}"]
     command = f"touch {tmp_path}/marker"
-    prepare_records(tmp_path, [record(audio_filepath=form.format(command)) for form in wrapped])
+    prepare_records(tmp_path, [make_record(audio_filepath=form.format(command)) for form in wrapped])
     assert not (tmp_path / "marker").exists()
 
 

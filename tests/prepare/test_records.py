@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.manifests import config_for, make_record, run_prepare, write_manifest
 
 from sharmill.errors import ConfigError
 from sharmill.prepare.filters import parse_filters
@@ -28,70 +29,70 @@ def only(prepared):
         ({"text": " A. "}, " A. "),
     ],
 )
-def test_text_falls_back_to_normalized_text(changes, expected, record, prepare_records, tmp_path):
-    assert only(prepare_records(tmp_path, [record(**changes)])).text == expected
+def test_text_falls_back_to_normalized_text(changes, expected, prepare_records, tmp_path):
+    assert only(prepare_records(tmp_path, [make_record(**changes)])).text == expected
 
 
 @pytest.mark.parametrize("changes", [{"text": ...}, {"text": ""}, {"text": None, "normalized_text": " "}])
-def test_text_may_be_absent_if_so_configured(changes, record, prepare_records, tmp_path):
-    assert only(prepare_records(tmp_path, [record(**changes)], require_text=False)).text == ""
+def test_text_may_be_absent_if_so_configured(changes, prepare_records, tmp_path):
+    assert only(prepare_records(tmp_path, [make_record(**changes)], require_text=False)).text == ""
 
 
-def test_further_keys_are_kept_as_they_came(record, prepare_records, tmp_path):
+def test_further_keys_are_kept_as_they_came(prepare_records, tmp_path):
     further = {
         "normalized_text": "good day", "cer": 0.0, "big": 10**30, "none": None, "list": [1, {"a": "ü"}], "ключ": True,
         "context_audio_filepath": "x", "index": 5, "custom": {}, "source": "s", "_mine": 1,
     }  # fmt: skip
-    utterance = only(prepare_records(tmp_path, [record(**further)]))
+    utterance = only(prepare_records(tmp_path, [make_record(**further)]))
     assert utterance.custom == further
 
 
-def test_keys_of_sharmill_in_the_input_are_not_taken_over(record, prepare_records, tmp_path):
-    utterance = only(prepare_records(tmp_path, [record(_source=9, _index=3, _cut_id="x", _skipme=False)]))
+def test_keys_of_sharmill_in_the_input_are_not_taken_over(prepare_records, tmp_path):
+    utterance = only(prepare_records(tmp_path, [make_record(_source=9, _index=3, _cut_id="x", _skipme=False)]))
     assert (utterance.source, utterance.index, utterance.cut_id) == (0, -1, "cut-rec-a-0.00-2.00")
     assert utterance.custom == {}
 
 
-def test_without_offset_it_is_the_whole_file(record, prepare_records, tmp_path):
-    utterance = only(prepare_records(tmp_path, [record(duration=1.95)]))
+def test_without_offset_it_is_the_whole_file(prepare_records, tmp_path):
+    utterance = only(prepare_records(tmp_path, [make_record(duration=1.95)]))
     assert (utterance.whole_file, utterance.offset, utterance.duration) == (True, 0.0, 1.95)
 
 
-def test_with_offset_it_is_exactly_that_segment(record, prepare_records, tmp_path):
-    utterance = only(prepare_records(tmp_path, [record(offset=0.123456, duration=1)]))
+def test_with_offset_it_is_exactly_that_segment(prepare_records, tmp_path):
+    utterance = only(prepare_records(tmp_path, [make_record(offset=0.123456, duration=1)]))
     assert (utterance.whole_file, utterance.offset, utterance.duration) == (False, 0.123456, 1.0)
 
 
 @pytest.mark.parametrize(("offset", "zero"), [(0, 0.0), (0.0, 0.0), (-0.0, 0.0)])
-def test_offset_of_nothing_is_an_offset(offset, zero, record, prepare_records, tmp_path):
-    utterance = only(prepare_records(tmp_path, [record(offset=offset, duration=1.0)]))
+def test_offset_of_nothing_is_an_offset(offset, zero, prepare_records, tmp_path):
+    utterance = only(prepare_records(tmp_path, [make_record(offset=offset, duration=1.0)]))
     assert (utterance.whole_file, utterance.cut_id) == (False, "cut-rec-a-0.00-1.00")
 
 
 @pytest.mark.parametrize("duration", [1.91, 2.0, 2.09])
-def test_duration_within_the_tolerance(duration, record, prepare_records, tmp_path):
-    assert only(prepare_records(tmp_path, [record(duration=duration)])).duration == duration
+def test_duration_within_the_tolerance(duration, prepare_records, tmp_path):
+    assert only(prepare_records(tmp_path, [make_record(duration=duration)])).duration == duration
 
 
 @pytest.mark.parametrize(
     ("duration", "options"), [(0.1, {}), (0.05, {"min_duration": 0.05}), (1.0, {"max_duration": 1.0})]
 )
-def test_limits_on_the_duration_are_inclusive(duration, options, record, prepare_records, tmp_path):
-    assert only(prepare_records(tmp_path, [record(duration=duration, offset=0.0)], **options)).duration == duration
+def test_limits_on_the_duration_are_inclusive(duration, options, prepare_records, tmp_path):
+    assert only(prepare_records(tmp_path, [make_record(duration=duration, offset=0.0)], **options)).duration == duration
 
 
-def test_links_inside_the_root_are_followed(record, prepare_records, tmp_path):
-    assert only(prepare_records(tmp_path, [record(audio_filepath="link_in.wav")])).audio_filepath == "link_in.wav"
+def test_links_inside_the_root_are_followed(prepare_records, tmp_path):
+    assert only(prepare_records(tmp_path, [make_record(audio_filepath="link_in.wav")])).audio_filepath == "link_in.wav"
 
 
-def test_absolute_path_below_the_root_becomes_relative(record, prepare_records, audio_root, tmp_path):
+def test_absolute_path_below_the_root_becomes_relative(prepare_records, audio_root, tmp_path):
     path = audio_root / "deep/c.flac"
-    assert only(prepare_records(tmp_path, [record(audio_filepath=str(path))])).audio_filepath == "deep/c.flac"
+    assert only(prepare_records(tmp_path, [make_record(audio_filepath=str(path))])).audio_filepath == "deep/c.flac"
 
 
-def test_group_key_that_cannot_be_made_is_a_bad_speaker(record, manifest, configure, run_prepare, audio_root, tmp_path):
-    path = manifest(tmp_path / "m.json", [record(), record(audio_filepath="deep/c.flac")])
-    config = configure(tmp_path, [(path, audio_root)], speaker_key="(?P<folder>[^/]+)/")
+def test_group_key_that_cannot_be_made_is_a_bad_speaker(audio_root, tmp_path):
+    path = write_manifest(tmp_path / "m.json", [make_record(), make_record(audio_filepath="deep/c.flac")])
+    config = config_for(tmp_path, [(path, audio_root)], speaker_key="(?P<folder>[^/]+)/")
     prepared = run_prepare(config)
     assert [(r["reason"], r["record"]["audio_filepath"]) for r in prepared.rejects] == [("bad_speaker", "a.wav")]
 
@@ -111,27 +112,27 @@ def test_group_key_that_cannot_be_made_is_a_bad_speaker(record, manifest, config
         ("<= inf", {1, 2, 3}),
     ],
 )
-def test_filter(comparison, passing, record, prepare_records, tmp_path):
-    records = [record(offset=0.1 * value, duration=1.0, value=value) for value in (1, 2, 3)]
+def test_filter(comparison, passing, prepare_records, tmp_path):
+    records = [make_record(offset=0.1 * value, duration=1.0, value=value) for value in (1, 2, 3)]
     prepared = prepare_records(tmp_path, records, filters={"value": comparison})
     assert {utterance.custom["value"] for utterance in prepared.kept} == passing
 
 
 @pytest.mark.parametrize("value", [None, "0.01", True, [0.01], {}])
-def test_filter_on_what_is_no_number(value, record, prepare_records, tmp_path):
-    prepared = prepare_records(tmp_path, [record(cer=value)], filters={"cer": "<= 1"})
+def test_filter_on_what_is_no_number(value, prepare_records, tmp_path):
+    prepared = prepare_records(tmp_path, [make_record(cer=value)], filters={"cer": "<= 1"})
     assert prepared.result.totals.rejects == {"filtered": 1}
 
 
-def test_all_filters_must_hold(record, prepare_records, tmp_path):
-    records = [record(offset=0.1 * number, duration=1.0, cer=cer, bandwidth=bandwidth)
+def test_all_filters_must_hold(prepare_records, tmp_path):
+    records = [make_record(offset=0.1 * number, duration=1.0, cer=cer, bandwidth=bandwidth)
                for number, (cer, bandwidth) in enumerate([(0.01, 9000), (0.01, 7000), (0.1, 9000)])]  # fmt: skip
     prepared = prepare_records(tmp_path, records, filters={"cer": "<= 0.03", "bandwidth": ">= 8000"})
     assert [utterance.custom["bandwidth"] for utterance in prepared.kept] == [9000]
 
 
-def test_filter_on_the_duration(record, prepare_records, tmp_path):
-    prepared = prepare_records(tmp_path, [record()], filters={"duration": "< 2"})
+def test_filter_on_the_duration(prepare_records, tmp_path):
+    prepared = prepare_records(tmp_path, [make_record()], filters={"duration": "< 2"})
     assert prepared.result.totals.rejects == {"filtered": 1}
 
 
@@ -143,8 +144,8 @@ def test_filter_that_is_no_comparison(text):
     assert str(caught.value) == expected
 
 
-def test_output_is_in_the_order_of_the_input_whatever_the_units(record, prepare_records, tmp_path):
-    records = [record(offset=round(1 - 0.1 * number, 1), duration=0.5) for number in range(7)]
+def test_output_is_in_the_order_of_the_input_whatever_the_units(prepare_records, tmp_path):
+    records = [make_record(offset=round(1 - 0.1 * number, 1), duration=0.5) for number in range(7)]
     outputs = []
     for size in (1, 3, 100):
         prepared = prepare_records(tmp_path / str(size), records, unit_records=size)
@@ -153,37 +154,40 @@ def test_output_is_in_the_order_of_the_input_whatever_the_units(record, prepare_
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_manifest_in_shards(record, manifest, configure, run_prepare, audio_root, tmp_path):
+def test_manifest_in_shards(audio_root, tmp_path):
     for number in range(4):
-        manifest(tmp_path / f"m_{number:02d}.json", [record(offset=0.1 * number, duration=1.0, n=number)])
-    prepared = run_prepare(configure(tmp_path, [(tmp_path / "m__OP_00..03_CL_.json", audio_root)]))
+        write_manifest(tmp_path / f"m_{number:02d}.json", [make_record(offset=0.1 * number, duration=1.0, n=number)])
+    prepared = run_prepare(config_for(tmp_path, [(tmp_path / "m__OP_00..03_CL_.json", audio_root)]))
     assert [utterance.custom["n"] for utterance in prepared.kept] == [0, 1, 2, 3]
     assert prepared_manifest(prepared.config) == tmp_path / "run/manifests/small_prepared.json"
 
 
-def test_prepared_manifest_is_named_after_the_only_manifest(record, prepare_records, tmp_path):
-    prepared = prepare_records(tmp_path, [record()])
+def test_prepared_manifest_is_named_after_the_only_manifest(prepare_records, tmp_path):
+    prepared = prepare_records(tmp_path, [make_record()])
     assert prepared_manifest(prepared.config) == tmp_path / "run/manifests/m_prepared.json"
 
 
-def test_missing_shard_is_named_before_any_work(record, manifest, configure, run_prepare, audio_root, tmp_path):
-    manifest(tmp_path / "m_0.json", [record()])
+def test_missing_shard_is_named_before_any_work(audio_root, tmp_path):
+    write_manifest(tmp_path / "m_0.json", [make_record()])
     with pytest.raises(ConfigError, match=r"m_1\.json"):
-        run_prepare(configure(tmp_path, [(tmp_path / "m_{0..1}.json", audio_root)]))
+        run_prepare(config_for(tmp_path, [(tmp_path / "m_{0..1}.json", audio_root)]))
     assert not (tmp_path / "run/prepare").exists()
 
 
 @pytest.mark.parametrize("root", ["none", "file"])
-def test_audio_root_that_is_no_folder(root, record, manifest, configure, tmp_path):
+def test_audio_root_that_is_no_folder(root, tmp_path):
     (tmp_path / "file").touch()
-    stage = PrepareStage(configure(tmp_path, [(manifest(tmp_path / "m.json", [record()]), tmp_path / root)]))
+    stage = PrepareStage(
+        config_for(tmp_path, [(write_manifest(tmp_path / "m.json", [make_record()]), tmp_path / root)])
+    )
     with pytest.raises(ConfigError, match="is not a folder; correct audio_root in sources"):
         stage.identity()
 
 
-def test_a_run_that_died_before_its_last_record_ends_the_same(record, prepare_records, run_prepare, tmp_path):
+def test_a_run_that_died_before_its_last_record_ends_the_same(prepare_records, tmp_path):
     prepared = prepare_records(
-        tmp_path, [record(), record(), record(audio_filepath="none.wav"), record(offset=0.5, duration=1.0)]
+        tmp_path,
+        [make_record(), make_record(), make_record(audio_filepath="none.wav"), make_record(offset=0.5, duration=1.0)],
     )
     outputs = [prepared.stage.dir.rejects, prepared.stage.run_dir.stats, prepared_manifest(prepared.config)]
     before = [path.read_bytes() for path in outputs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.manifests import make_record, speaker_tag
 
 from sharmill.prepare.stats import HoursTable
 
@@ -11,19 +12,19 @@ def cell(records_in, records_out, hours_in, hours_out):
     return {"records_in": records_in, "records_out": records_out, "hours_in": hours_in, "hours_out": hours_out}
 
 
-def test_values(record, tag, prepare_records, tmp_path):
+def test_values(prepare_records, tmp_path):
     german = "| Language:de Dataset:Other Speaker:eva |"
     prepared = prepare_records(
         tmp_path,
         [
-            record(),  # 2 s
-            record(speaker=tag("bert"), offset=0.0, duration=1.8),
-            record(speaker=german, offset=0.2, duration=0.36),
-            record(speaker=german, audio_filepath="none.wav", duration=36),
-            record(speaker="nobody", duration=3.6),
-            record(),
+            make_record(),  # 2 s
+            make_record(speaker=speaker_tag("bert"), offset=0.0, duration=1.8),
+            make_record(speaker=german, offset=0.2, duration=0.36),
+            make_record(speaker=german, audio_filepath="none.wav", duration=36),
+            make_record(speaker="nobody", duration=3.6),
+            make_record(),
             b"no JSON",
-            record(duration="long"),
+            make_record(duration="long"),
         ],
     )
     assert prepared.stats == {
@@ -48,13 +49,15 @@ def test_values(record, tag, prepare_records, tmp_path):
     }
 
 
-def test_totals_of_the_stage_say_the_same_hours(record, prepare_records, tmp_path):
-    prepared = prepare_records(tmp_path, [record(), record(), record(offset=0.5, duration=1.7), record(duration=9)])
+def test_totals_of_the_stage_say_the_same_hours(prepare_records, tmp_path):
+    prepared = prepare_records(
+        tmp_path, [make_record(), make_record(), make_record(offset=0.5, duration=1.7), make_record(duration=9)]
+    )
     assert prepared.result.totals.hours == pytest.approx(2 / 3600, abs=1e-12)
 
 
-def test_stats_do_not_depend_on_the_units(record, tag, prepare_records, tmp_path):
-    records = [record(offset=0.1 * number, duration=0.7, speaker=tag(number % 3)) for number in range(9)]
+def test_stats_do_not_depend_on_the_units(prepare_records, tmp_path):
+    records = [make_record(offset=0.1 * number, duration=0.7, speaker=speaker_tag(number % 3)) for number in range(9)]
     one, many = (prepare_records(tmp_path / str(size), records, unit_records=size) for size in (100, 2))
     assert one.stats == many.stats
 
@@ -64,18 +67,18 @@ def test_stats_do_not_depend_on_the_units(record, tag, prepare_records, tmp_path
     [1e300, 10**400, -5, True, "9", [], None],
     ids=["float", "integer", "negative", "bool", "text", "list", "null"],
 )
-def test_what_is_no_duration_does_not_enter_the_hours(duration, record, prepare_records, tmp_path):
-    bad = record(duration=duration)
-    prepared = prepare_records(tmp_path, [bad, bad, record(duration=3.6, offset=0.0)])
+def test_what_is_no_duration_does_not_enter_the_hours(duration, prepare_records, tmp_path):
+    bad = make_record(duration=duration)
+    prepared = prepare_records(tmp_path, [bad, bad, make_record(duration=3.6, offset=0.0)])
     assert prepared.stats["hours_in"] == 0.001
 
 
-def test_tables_of_units_add_up(record):
+def test_tables_of_units_add_up():
     tables = [HoursTable(), HoursTable()]
-    tables[0].count_rejected(record(duration=36))
-    tables[1].count_rejected(record(duration=36))
+    tables[0].count_rejected(make_record(duration=36))
+    tables[1].count_rejected(make_record(duration=36))
     tables[0].add(HoursTable.from_json(tables[1].to_json()))
     single = HoursTable()
-    single.count_rejected(record(duration=36))
-    single.count_rejected(record(duration=36))
+    single.count_rejected(make_record(duration=36))
+    single.count_rejected(make_record(duration=36))
     assert tables[0].to_json() == single.to_json()

@@ -6,6 +6,8 @@ import os
 import sys
 
 import pytest
+from support.manifests import config_for
+from support.pipelines import run_sharmill
 from support.toy_stage import GpuStage, ToyStage, Unloadable, output_bytes, run
 
 from sharmill.config import ExecutorConfig
@@ -172,24 +174,24 @@ class TestFailures:
 
 
 class TestConfiguration:
-    def test_without_ray_the_message_names_the_package(self, monkeypatch, configure, tmp_path):
+    def test_without_ray_the_message_names_the_package(self, monkeypatch, tmp_path):
         from sharmill.pipeline import make_executor
 
         monkeypatch.setitem(sys.modules, "ray", None)
         with pytest.raises(ConfigError, match=r"pip install 'sharmill\[ray\]'"):
-            make_executor(configure(tmp_path, [("m.json", "audio")], executor={"kind": "ray"}))
+            make_executor(config_for(tmp_path, [("m.json", "audio")], executor={"kind": "ray"}))
 
-    def test_relative_paths_are_refused_in_a_copy_of_the_working_directory(self, monkeypatch, configure, tmp_path):
+    def test_relative_paths_are_refused_in_a_copy_of_the_working_directory(self, monkeypatch, tmp_path):
         from sharmill.pipeline import make_executor
 
         copy = tmp_path / "working_dir_files" / "_ray_pkg_1"
         copy.mkdir(parents=True)
         monkeypatch.chdir(copy)
-        config = configure(tmp_path, [("m.json", tmp_path)], executor={"kind": "ray"})
+        config = config_for(tmp_path, [("m.json", tmp_path)], executor={"kind": "ray"})
         with pytest.raises(ConfigError, match=r"sources\[0\]\.manifest is 'm\.json'.*absolute paths.*--root DIR"):
             make_executor(config)
 
-    def test_no_cluster_is_a_configuration_error(self, tmp_path, sharmill, ray_folder):
+    def test_no_cluster_is_a_configuration_error(self, tmp_path, ray_folder):
         (tmp_path / "m.json").write_text("{}\n")
         config = tmp_path / "config.yaml"
         config.write_text(
@@ -197,7 +199,7 @@ class TestConfiguration:
             f" executor: {{kind: ray, address: '127.0.0.1:1023'}},"
             f" sources: [{{manifest: {tmp_path}/m.json, audio_root: {tmp_path}}}]}}"
         )
-        done = sharmill("run", config, "prepare")
+        done = run_sharmill("run", config, "prepare")
         assert "there is no Ray cluster at 127.0.0.1:1023" in done.stderr
         assert done.returncode == 2
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 from support.paths import REPOSITORY
-from support.pipelines import damage, outcome
+from support.pipelines import damage, outcome, run_sharmill
+from support.ray_node import LOOPBACK
 from support.toy_stage import wait_until
 
 from sharmill.executors.ray.node import free_port
@@ -22,21 +23,19 @@ def run_to_end(command: list, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240, **options)
 
 
-def test_two_datasets_on_ray_have_the_bytes_of_a_local_run(
-    cluster, make_two_configs, sharmill, tmp_path, local_outcomes
-):
+def test_two_datasets_on_ray_have_the_bytes_of_a_local_run(cluster, make_two_configs, tmp_path, local_outcomes):
     configs = make_two_configs(tmp_path, executor={"workers": 2})
-    done = sharmill("run", *configs, "executor.kind=ray")
+    done = run_sharmill("run", *configs, "executor.kind=ray")
     assert done.returncode == 0, done.stderr
     assert [outcome(config.parent) for config in configs] == local_outcomes
 
 
 class TestJobs:
     @pytest.fixture(scope="class")
-    def submit(self, tmp_path_factory, ray_folder, loopback):
+    def submit(self, tmp_path_factory, ray_folder):
         """Starts a head with a dashboard on 127.0.0.1; returns a function that submits a job and follows it."""
         port, dashboard = free_port(), free_port()
-        environment = {**os.environ, **loopback, "RAY_TMPDIR": str(ray_folder / "jobs")}
+        environment = {**os.environ, **LOOPBACK, "RAY_TMPDIR": str(ray_folder / "jobs")}
         environment.pop("RAY_ADDRESS", None)
         # As in a shell with the virtual environment active: `python` is the one that has sharmill.
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
@@ -92,9 +91,9 @@ class TestJobs:
         assert "ray_job: ended with exit status 0: all is done" in done.stdout
         assert [outcome(tmp_path / name) for name in ("a", "b")] == local_outcomes
 
-    def test_what_the_checker_names_is_done_again(self, submit, working_dir, make_config, sharmill, tmp_path):
+    def test_what_the_checker_names_is_done_again(self, submit, working_dir, make_config, tmp_path):
         config = make_config(tmp_path)
-        assert sharmill("run", config).returncode == 0
+        assert run_sharmill("run", config).returncode == 0
         before = outcome(tmp_path)
         report = damage(tmp_path)
         done = submit(working_dir, "python", "jobs/ray_job.py", "all", config, "--redo", report)
@@ -109,9 +108,9 @@ class TestJobs:
         assert "exit code 2" in output
         assert "failed" in output
 
-    def test_a_unit_that_fails_fails_the_job_and_is_named(self, submit, working_dir, make_config, sharmill, tmp_path):
+    def test_a_unit_that_fails_fails_the_job_and_is_named(self, submit, working_dir, make_config, tmp_path):
         config = make_config(tmp_path)
-        first = sharmill("run", config, "prepare", "match", "write")
+        first = run_sharmill("run", config, "prepare", "match", "write")
         assert first.returncode == 0, first.stderr
         # A folder stands where the cuts of shard 1 have to be: no attempt can publish them.
         cuts = tmp_path / "dataset/cuts/cuts.000001.jsonl.gz"

@@ -12,7 +12,9 @@ import soundfile as sf
 from lhotse import CutSet, MonoCut, compute_num_samples
 from lhotse.array import Array, TemporalArray
 from lhotse.qa import validate
-from support.shar import TAG, lines, shar_fields, voice
+from support.manifests import speaker_tag
+from support.pipelines import shar_fields
+from support.shar import lines, voice
 
 from sharmill.shar import open_shar
 
@@ -61,13 +63,13 @@ def test_the_cut_has_exactly_the_contracts_keys(contract):
                 "channel": 0,
                 "text": "text of book/ch.1/long.wav",
                 "language": "en",
-                "speaker": TAG.format("anna"),
+                "speaker": speaker_tag("anna"),
                 "custom": {
                     "audio_filepath": "book/ch.1/long.wav",
                     "offset": 0.5,
                     "duration": 1.25,
                     "text": "text of book/ch.1/long.wav",
-                    "speaker": TAG.format("anna"),
+                    "speaker": speaker_tag("anna"),
                     "language": "en",
                     "context_audio_filepath": "book/ch.1/long.wav",
                     "context_audio_offset": 2.0,
@@ -125,7 +127,7 @@ def test_no_key_of_sharmills_own_is_left(cuts):
 
 def test_text_and_speaker_keep_their_letters(cuts):
     supervision = cuts[2].supervisions[0]
-    assert (supervision.text, supervision.speaker) == ("größer 日本", TAG.format("Ödön"))
+    assert (supervision.text, supervision.speaker) == ("größer 日本", speaker_tag("Ödön"))
 
 
 def test_ids_are_unique_where_the_paths_collide(cuts):

@@ -10,6 +10,7 @@ import pytest
 from lhotse import CutSet, Fbank, MonoCut, MultiCut, Recording, SupervisionSegment
 from lhotse.array import Array, TemporalArray
 from lhotse.features.io import MemoryRawWriter, NumpyFilesWriter
+from support.manifests import write_tone
 from support.shar import voice
 
 from sharmill.audio.files import encode
@@ -57,9 +58,9 @@ def stored(array):
 
 
 @pytest.fixture(scope="module")
-def lhotse_shar(tmp_path_factory, tone):
+def lhotse_shar(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lhotse")
-    cuts = list(make_cuts(tone, folder / "audio"))
+    cuts = list(make_cuts(write_tone, folder / "audio"))
     (folder / "shar").mkdir()
     CutSet.from_cuts(cuts).to_shar(
         folder / "shar", {"recording": "flac", "tokens": "numpy", "embedding": "numpy"}, shard_size=3
@@ -67,9 +68,11 @@ def lhotse_shar(tmp_path_factory, tone):
     return folder / "shar"
 
 
-def test_a_recording_beside_the_target_audio_stays(tone, tmp_path):
+def test_a_recording_beside_the_target_audio_stays(tmp_path):
     # Speech to speech: the recording is what is heard, the target audio what is answered.
-    heard, answered = (Recording.from_file(tone(tmp_path / f"{rate}.wav", 0.5, rate=rate)) for rate in (16000, 24000))
+    heard, answered = (
+        Recording.from_file(write_tone(tmp_path / f"{rate}.wav", 0.5, rate=rate)) for rate in (16000, 24000)
+    )
     cut = MonoCut("dialogue", 0.0, heard.duration, 0, recording=heard, custom={"target_audio": answered})
     (tmp_path / "shar").mkdir()
     CutSet.from_cuts([cut]).to_shar(tmp_path / "shar", {"recording": "wav", "target_audio": "wav"})
@@ -111,8 +114,8 @@ def test_only_the_chosen_fields_of_lhotses_shards_are_opened(lhotse_shar, tmp_pa
     assert all(cut.recording.is_placeholder for cut in cuts)
 
 
-def test_features_and_json_fields(tmp_path, tone):
-    cuts = [cut.drop_supervisions() for cut in make_cuts(tone, tmp_path / "audio", 2)]
+def test_features_and_json_fields(tmp_path):
+    cuts = [cut.drop_supervisions() for cut in make_cuts(write_tone, tmp_path / "audio", 2)]
     for cut in cuts:
         cut.drop_custom("tokens")
         cut.drop_custom("embedding")

@@ -10,8 +10,9 @@ from unittest import mock
 import numpy as np
 import pytest
 from lhotse import AudioSource, CutSet
+from support.pipelines import shar_fields
 from support.reader import make_dataset
-from support.shar import shar_fields, voice
+from support.shar import voice
 
 from sharmill.errors import DamagedShard
 from sharmill.shar import open_shar

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from support.pipelines import run_sharmill
 from support.shar import copy, snapshot
 
 from sharmill.errors import DamagedShard
@@ -104,22 +105,22 @@ def test_a_damaged_archive_gets_no_index(dataset):
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_the_command_writes_what_the_function_does(sharmill, built, dataset, tmp_path, apart):
+def test_the_command_writes_what_the_function_does(built, dataset, tmp_path, apart):
     again = copy(built.dataset, tmp_path / "again")
     into = tmp_path / "index" if apart else None
     write_sidecars(again, into)
     there = tmp_path / "there"
-    result = sharmill("sidecars", dataset, *(("--into", there) if apart else ()))
+    result = run_sharmill("sidecars", dataset, *(("--into", there) if apart else ()))
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert snapshot(there if apart else dataset) == snapshot(into or again)
 
 
-def test_the_command_names_what_it_cannot_use(sharmill, dataset, tmp_path):
-    result = sharmill("sidecars", tmp_path / "nothing")
+def test_the_command_names_what_it_cannot_use(dataset, tmp_path):
+    result = run_sharmill("sidecars", tmp_path / "nothing")
     assert result.returncode == 2
     assert result.stderr.startswith("Error: ")
     assert "is not a finished dataset" in result.stderr
     (tmp_path / "file").touch()
-    result = sharmill("sidecars", dataset, "--into", tmp_path / "file")
+    result = run_sharmill("sidecars", dataset, "--into", tmp_path / "file")
     assert result.returncode == 2
     assert result.stderr.startswith("Error: cannot write to ")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.paths import REPOSITORY
-from support.pipelines import damage, outcome
+from support.pipelines import damage, outcome, run_sharmill
 from support.toy_cluster import slurm
 from support.toy_stage import wait_until
 
@@ -36,16 +36,16 @@ def profile(tmp_path):
     return path
 
 
-def test_two_datasets_have_the_bytes_of_a_local_run(tmp_path, make_two_configs, profile, sharmill, local_outcomes):
+def test_two_datasets_have_the_bytes_of_a_local_run(tmp_path, make_two_configs, profile, local_outcomes):
     configs = make_two_configs(tmp_path)
     began = datetime.now()
-    shown = sharmill("submit", "all", *configs, "--profile", profile, "--wait")
+    shown = run_sharmill("submit", "all", *configs, "--profile", profile, "--wait")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert shown.stdout.count(": done: all stages are done") == 2
     assert [outcome(config.parent) for config in configs] == local_outcomes
     for config in configs:
         accounts(config.parent / "run")
-        status = sharmill("status", config.parent / "run").stdout
+        status = run_sharmill("status", config.parent / "run").stdout
         assert "chain of jobs: done since" in status
         assert status.count(" done ") >= 5
         name = yaml.safe_load(config.read_text())["name"]
@@ -68,15 +68,15 @@ def accounts(run_dir: Path) -> None:
         assert totals["num_in"] == totals["num_out"] + sum(totals.get("rejects", {}).values())
 
 
-def test_a_unit_that_fails_shows_in_exit_status_closing_lines_and_status(tmp_path, make_config, profile, sharmill):
+def test_a_unit_that_fails_shows_in_exit_status_closing_lines_and_status(tmp_path, make_config, profile):
     config = make_config(tmp_path / "a")
-    assert sharmill("run", config, "prepare", "stage1", "stage2").returncode == 0
+    assert run_sharmill("run", config, "prepare", "stage1", "stage2").returncode == 0
     shard = tmp_path / "a" / "dataset" / "target_audio" / "recording.000001.tar"
     shard.write_bytes(bytes(shard.stat().st_size))
-    shown = sharmill("submit", "stage3", config, "--profile", profile, "--wait")
+    shown = run_sharmill("submit", "stage3", config, "--profile", profile, "--wait")
     assert shown.returncode == 1
     stage = tmp_path / "a" / "run" / "encode" / "tiny"
-    for text in (shown.stdout, sharmill("status", tmp_path / "a" / "run").stdout):
+    for text in (shown.stdout, run_sharmill("status", tmp_path / "a" / "run").stdout):
         lines = " ".join(text.split())
         assert "1 units failed" in lines
         assert "recording.000001.tar" in lines
@@ -88,21 +88,21 @@ def test_a_unit_that_fails_shows_in_exit_status_closing_lines_and_status(tmp_pat
     assert len(list((tmp_path / "a" / "dataset" / "codes_tiny" / "target_codes").iterdir())) == shards - 1
 
 
-def test_what_the_checker_names_is_done_again_on_the_cluster(tmp_path, make_config, profile, sharmill):
+def test_what_the_checker_names_is_done_again_on_the_cluster(tmp_path, make_config, profile):
     config = make_config(tmp_path)
-    assert sharmill("run", config).returncode == 0
+    assert run_sharmill("run", config).returncode == 0
     before = outcome(tmp_path)
     report = damage(tmp_path)
     assert outcome(tmp_path) != before
-    shown = sharmill("submit", "all", config, "--redo", report, "--profile", profile, "--wait")
+    shown = run_sharmill("submit", "all", config, "--redo", report, "--profile", profile, "--wait")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert outcome(tmp_path) == before
 
 
-def test_dry_run_submits_nothing(tmp_path, make_config, profile, sharmill):
+def test_dry_run_submits_nothing(tmp_path, make_config, profile):
     config = make_config(tmp_path / "a" / ("long-" * 20))
     before = slurm("squeue", "--noheader", "--array", "--states=all", "--format=%i")
-    shown = sharmill("submit", "all", config, "--profile", profile, "--dry-run")
+    shown = run_sharmill("submit", "all", config, "--profile", profile, "--dry-run")
     assert shown.returncode == 0, shown.stderr
     assert slurm("squeue", "--noheader", "--array", "--states=all", "--format=%i") == before
     assert "small, prepare: 6 units on 4 ranks; at most 4 run at once" in shown.stdout
@@ -118,12 +118,12 @@ def test_dry_run_submits_nothing(tmp_path, make_config, profile, sharmill):
     assert not (config.parent / "run" / "chain.json").exists()
 
 
-def test_an_error_of_one_dataset_does_not_keep_the_others_back(tmp_path, make_config, profile, sharmill):
+def test_an_error_of_one_dataset_does_not_keep_the_others_back(tmp_path, make_config, profile):
     good = make_config(tmp_path / "good")
     bad = make_config(
         tmp_path / "bad", sources=[{"manifest": str(tmp_path / "none.json"), "audio_root": str(tmp_path)}]
     )
-    shown = sharmill("submit", "prepare", bad, good, "--profile", profile, "--wait")
+    shown = run_sharmill("submit", "prepare", bad, good, "--profile", profile, "--wait")
     assert shown.returncode == 2
     assert "Error: small:" in shown.stdout
     assert "small: done: all stages are done" in shown.stdout

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.shar import TAG, Project, put, voice
+from support.manifests import speaker_tag
+from support.shar import Project, put, voice
 
 DURATIONS = [0.5 + 0.1 * number for number in range(24)]
 SIMILARITIES = [round(0.5 + 0.02 * number, 2) for number in range(24)]
@@ -64,7 +65,7 @@ def _small(folder: Path) -> Path:
     project = Project(folder / "small")
     for number in range(100, 108):
         project.add(f"klein{number}.flac", voice(1.0, pitch=2 * number, seed=number), number=number, text="y" * 5)
-        project.records[-1]["speaker"] = TAG.replace("Language:en", "Language:de-DE").format("bert")
+        project.records[-1]["speaker"] = speaker_tag("bert", language="de-DE")
     config = project.write(write={"shard_size": 3, "order": "manifest"}, match={"min_duration": 0.0})
     project.encode(config)
     return project.dataset

@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import soundfile as sf
-from support.shar import lines, reindex, rewrite
 
 from sharmill.errors import DamagedShard
 from sharmill.shar.fields import FieldWriter, Item, array_from_bytes, array_to_bytes, read_cuts, read_field
+from support.shar import lines, reindex, rewrite
 
 Damage = Callable[[Path], object]
 CUTS = "cuts/cuts.000001.jsonl.gz"

@@ -1,6 +1,6 @@
-"""Small seeded models of the real classes, written as real checkpoints: stand-ins for what would be downloaded.
+"""Small seeded models of the real classes, written as real checkpoints, and audio for them.
 
-Every builder writes to a path and returns it. The caller's random state is left alone.
+Every ``save_`` function writes to a path and returns it. The caller's random state is left alone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,17 @@ import torch
 
 TTS = "nemo.collections.tts"
 ASR = "nemo.collections.asr.modules"
+
+
+def make_audio(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 audio (batch, longest) like voices, zero beyond each item, and the lengths in samples."""
+    generator = torch.Generator().manual_seed(seed)
+    audio = torch.zeros(len(lengths), max(lengths))
+    for item, length in enumerate(lengths):
+        time = torch.arange(length) / 16000
+        tone = torch.sin(2 * torch.pi * (110 + 40 * item) * time) * torch.sin(2 * torch.pi * 3 * time)
+        audio[item, :length] = 0.2 * tone + 0.05 * torch.randn(length, generator=generator)
+    return audio, torch.tensor(lengths)
 
 
 def save_nemo_speaker(path: Path, *, masked: bool = True) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import soundfile as sf
+
 from support.shar import voice
 
 SECONDS = 2.0

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from support import odd_audio as odd
+from support.manifests import speaker_tag
 from support.odd_kinds import OUTPUT, Kind, Record, audio, entry, later, line, named, pair, place, record, slug
-from support.shar import TAG, voice
+from support.shar import voice
 
 
 def _good(root: Path, kind: str) -> list[Record]:
@@ -29,7 +31,7 @@ def _context_vanishes(root: Path, kind: str) -> list[Record]:
     names = [f"{slug(kind)}.wav", "stays.wav"]
     for number, name in enumerate(names):
         (root / name).write_bytes(odd.container(samples=voice(4.0, seed=number)))
-    return [record(kind, audio_filepath=name, duration=4.0, speaker=TAG.format("berta")) for name in names]
+    return [record(kind, audio_filepath=name, duration=4.0, speaker=speaker_tag("berta")) for name in names]
 
 
 def _three_hours(root: Path, kind: str) -> list[Record]:
@@ -252,7 +254,7 @@ RECORDS = [
     entry("a speaker that is an object", "prepare/malformed", speaker={"id": 3}),
     entry("no speaker", "prepare/missing_field", speaker=...),
     entry("a speaker tag of another form", "prepare/bad_speaker", speaker="anna"),
-    entry("a speaker without companion", "match/single_utterance_speaker", speaker=TAG.format("alone")),
+    entry("a speaker without companion", "match/single_utterance_speaker", speaker=speaker_tag("alone")),
     entry("_skipme", "prepare/skipped", _skipme=True),
     entry("keys of sharmill's own", OUTPUT, _index=7, _cut_id="../../x", _source=99, _whole_file="no",
           _recording_id="x", context_audio_filepath="/etc/passwd", context_speaker_similarity="high"),

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from support import odd_audio as odd
-from support.shar import TAG, voice
+from support.manifests import speaker_tag
+from support.shar import voice
 
 OUTPUT = "output"
 Record = dict[str, Any] | bytes
@@ -43,7 +44,7 @@ def record(kind: str, **changes: Any) -> dict[str, Any]:
     """A good record of the kind's own file; a change to ``...`` removes the key."""
     # The kind comes first, so that it is in what is left of a record that is cut off.
     good = {"kind": kind, "audio_filepath": f"{slug(kind)}.wav", "duration": odd.SECONDS,
-            "text": f"Text of {slug(kind)}.", "speaker": TAG.format("anna")}  # fmt: skip
+            "text": f"Text of {slug(kind)}.", "speaker": speaker_tag("anna")}  # fmt: skip
     return {key: value for key, value in (good | changes).items() if value is not ...}
 
 

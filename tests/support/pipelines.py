@@ -6,11 +6,14 @@ import hashlib
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from support.paths import REPOSITORY
+
+if TYPE_CHECKING:
+    from lhotse import CutSet
 
 # Real speech, which is not part of the repository.
 LIBRISPEECH = REPOSITORY.parent / "shared/data/librispeech_10x10"
@@ -68,6 +71,21 @@ def digest(directory: Path) -> dict[str, str]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
+
+
+def read_with_lhotse(directory: Path, *codecs: str) -> CutSet:
+    """Return the cuts of a dataset as plain lhotse reads them, with the codes of the codecs named."""
+    from lhotse import CutSet
+
+    return CutSet.from_shar(fields=shar_fields(directory, *codecs))
+
+
+def shar_fields(directory: Path, *codecs: str) -> dict[str, list[str]]:
+    """Return the files of a dataset as ``lhotse.CutSet.from_shar`` takes them."""
+    folders = {name: name for name in ("cuts", "target_audio", "context_audio")}
+    for codec in codecs:
+        folders |= {name: f"codes_{codec}/{name}" for name in ("target_codes", "context_codes")}
+    return {name: [str(path) for path in sorted((directory / folder).iterdir())] for name, folder in folders.items()}
 
 
 def outcome(folder: Path) -> tuple[dict[str, str], bytes]:

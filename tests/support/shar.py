@@ -26,32 +26,12 @@ from sharmill.match.stage import matched_manifest
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
 from sharmill.storage import checksum
 from sharmill.write.stage import WriteStage
-
-TAG = "| Language:en Dataset:Tests Speaker:{} |"
-
-
-class Silent:
-    """A listener that keeps the errors of units."""
-
-    def __init__(self) -> None:
-        self.errors: list[str] = []
-
-    def stage_started(self, stage, units, done):
-        pass
-
-    def unit_done(self, unit, commit):
-        pass
-
-    def unit_failed(self, unit, error, attempts):
-        self.errors.append(error.message)
-
-    def stage_ended(self, stage, result):
-        pass
+from support.manifests import KeepErrors, speaker_tag
 
 
 def run(stage: Stage, *, restart: bool = False) -> StageResult:
     """Runs a stage to its end in this process."""
-    return run_stage(stage, LocalExecutor(1), Silent(), max_reject_fraction=1.0, restart=restart)
+    return run_stage(stage, LocalExecutor(1), KeepErrors(), max_reject_fraction=1.0, restart=restart)
 
 
 def voice(seconds: float, rate: int = 16000, pitch: float = 200.0, seed: int = 0) -> np.ndarray:
@@ -90,7 +70,7 @@ class Project:
         record = {
             "audio_filepath": name,
             "duration": 0.0,
-            "speaker": TAG.format(keys.pop("speaker", "anna")),
+            "speaker": speaker_tag(keys.pop("speaker", "anna")),
             "text": f"text of {name}",
         }
         self.records.append(record | keys)
@@ -202,14 +182,6 @@ def lines(path: Path) -> list[Any]:
     data = path.read_bytes()
     data = gzip.decompress(data) if path.suffix == ".gz" else data
     return [msgspec.json.decode(line) for line in data.splitlines()]
-
-
-def shar_fields(directory: Path, *codecs: str) -> dict[str, list[str]]:
-    """The files of a dataset as ``lhotse.CutSet.from_shar`` takes them."""
-    folders = {name: name for name in ("cuts", "target_audio", "context_audio")}
-    for codec in codecs:
-        folders |= {name: f"codes_{codec}/{name}" for name in ("target_codes", "context_codes")}
-    return {name: [str(path) for path in sorted((directory / folder).iterdir())] for name, folder in folders.items()}
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:

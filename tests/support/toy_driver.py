@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import click
-from support.toy_stage import ToyStage, run
 
 from sharmill.cli.main import cli, main
+from support.toy_stage import ToyStage, run
 
 
 @cli.command()

@@ -14,7 +14,8 @@ from lhotse import CutSet
 from lhotse.array import TemporalArray
 from lhotse.dataset import DynamicCutSampler, SimpleCutSampler
 from lhotse.utils import fastcopy
-from support.shar import ToyCodec, shar_fields, voice
+from support.pipelines import shar_fields
+from support.shar import ToyCodec, voice
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.errors import ConfigError

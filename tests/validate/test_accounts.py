@@ -7,7 +7,8 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.shar import TAG, lines, rewrite, run, voice
+from support.manifests import speaker_tag
+from support.shar import lines, rewrite, run, voice
 
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
@@ -102,7 +103,7 @@ def test_of_a_manifest_that_was_not_given_all_is_unknown_and_only_a_warning(many
     other.write_text("")
     with pytest.raises(ConfigError, match="is empty"):
         account(many_kinds, tmp_path / "check", manifests=(str(other),))
-    record = {"audio_filepath": "x.wav", "duration": 1.0, "speaker": TAG.format("x"), "text": "x"}
+    record = {"audio_filepath": "x.wav", "duration": 1.0, "speaker": speaker_tag("x"), "text": "x"}
     other.write_text(json.dumps(record) + "\n")
     stage = ValidateStage(
         many_kinds.dataset, RunDir(tmp_path / "check"), against=ExpectedRecords(manifests=(str(other),))

@@ -8,7 +8,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from lhotse import CutSet
-from support.shar import Project, lines, put, run, shar_fields, snapshot, voice
+from support.pipelines import shar_fields
+from support.shar import Project, lines, put, run, snapshot, voice
 
 from sharmill.audio import files as audio
 from sharmill.errors import ConfigError

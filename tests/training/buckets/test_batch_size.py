@@ -10,6 +10,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.pipelines import run_sharmill
 
 from sharmill.errors import ConfigError, FatalError
 from sharmill.training.buckets import step_process
@@ -387,14 +388,14 @@ def test_results_are_yaml():
     }  # fmt: skip
 
 
-def test_the_command(sharmill, tmp_path):
+def test_the_command(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def step(batch_size, length, num_tokens, device):\n"
         "    print('noise')\n"
         "    bytearray(int(batch_size * length * 2**20))\n"
     )
     arguments = ["tune-batch", "--step", "mine:step", "--device", "cpu", "--memory", "400MiB", "--tolerance", "0.2"]
-    result = sharmill(*arguments, "--bins", "[5.0, 40.0]", cwd=tmp_path)
+    result = run_sharmill(*arguments, "--bins", "[5.0, 40.0]", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     values = yaml.safe_load(result.stdout)
     assert values["bucket_duration_bins"] == [5.0, 40.0]
@@ -405,8 +406,8 @@ def test_the_command(sharmill, tmp_path):
     assert said[:2] == ["searching within 0.35 GiB of cpu", "  1 fits"]
     assert [line for line in said[1:] if not line.startswith("  ")] == [f"40: {long}", f"5: {short}"]
     assert f"  {short} fits" in said
-    result = sharmill(*arguments, "--bins", "[1000.0]", cwd=tmp_path)
+    result = run_sharmill(*arguments, "--bins", "[1000.0]", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
     assert "Error: not even one item of 1000 fits" in result.stderr
-    result = sharmill(*arguments, "--bins", "[]", cwd=tmp_path)
+    result = run_sharmill(*arguments, "--bins", "[]", cwd=tmp_path)
     assert result.returncode == 2

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lhotse import CutSet
 from lhotse.dataset.sampling.dynamic_bucketing import estimate_duration_buckets
-from support.shar import ToyCodec, copy, lines, rewrite, shar_fields, voice
+from support.pipelines import run_sharmill, shar_fields
+from support.shar import ToyCodec, copy, lines, rewrite, voice
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
@@ -292,15 +293,15 @@ def test_the_histogram_counts_every_cut(many):
     assert sum(int(row[3]) for row in rows) + sum(left_out) == 60
 
 
-def test_the_command_prints_yaml(many, sharmill, tmp_path):
-    result = sharmill("bins", many.dataset, "-b", "5", "--closed", "-t", "bytes")
+def test_the_command_prints_yaml(many, tmp_path):
+    result = run_sharmill("bins", many.dataset, "-b", "5", "--closed", "-t", "bytes")
     assert (result.returncode, result.stderr) == (0, "")
     values = yaml.safe_load(result.stdout)
     durations = [cut.duration for cut in open_shar(many.dataset, [])]
     assert values["bucket_duration_bins"][-1] == max(durations)
     assert values["num_buckets"] == len(values["bucket_duration_bins"]) == 5
     assert values["max_tps"] > 8.0
-    wrong = sharmill("bins", many.dataset, "-t", "nothing")
+    wrong = run_sharmill("bins", many.dataset, "-t", "nothing")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("Error: there is no tokenizer 'nothing'; it is 'bytes'")
 

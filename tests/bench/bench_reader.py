@@ -25,8 +25,10 @@ from support.reader import make_dataset
 
 from sharmill.audio.files import encode
 from sharmill.shar import open_shar
-from sharmill.shar.fields import FieldWriter, Item, array_to_bytes, write_cuts
-from sharmill.shar.manifests import make_array, make_recording, make_temporal_array
+from sharmill.shar.cut_lines import write_cuts
+from sharmill.shar.items import FieldWriter, Item
+from sharmill.shar.lhotse_json import array_json, recording_json, temporal_array_json
+from sharmill.shar.npy import array_to_bytes
 
 RATE, FRAME_SHIFT, CODEBOOKS = 16000, 0.02, 8
 SHARDS = 4
@@ -71,7 +73,7 @@ def cut(cut_id: str, num_samples: int) -> dict[str, Any]:
         "id": f"sup-{cut_id}", "recording_id": "rec", "start": 0.0, "duration": duration, "channel": 0,
         "text": custom["text"], "language": "en", "speaker": custom["speaker"], "custom": custom,
     }  # fmt: skip
-    recording = make_recording("rec", RATE, num_samples)
+    recording = recording_json("rec", RATE, num_samples)
     recording["sources"] = [{"type": "file", "channels": [0], "source": custom["audio_filepath"]}]
     return {
         "id": cut_id, "start": 0.0, "duration": duration, "channel": 0, "supervisions": [supervision],
@@ -81,9 +83,9 @@ def cut(cut_id: str, num_samples: int) -> dict[str, Any]:
 
 def item(name: str, cut_id: str, data: bytes, num_samples: int, rng: np.random.Generator) -> Item:
     if name in AUDIO:
-        return Item(cut_id, "flac", data, make_recording(cut_id, RATE, num_samples))
+        return Item(cut_id, "flac", data, recording_json(cut_id, RATE, num_samples))
     shape = (CODEBOOKS, -(-num_samples // round(RATE * FRAME_SHIFT)))
-    metadata = make_temporal_array(shape, FRAME_SHIFT) if name == "target_codes" else make_array(shape)
+    metadata = temporal_array_json(shape, FRAME_SHIFT) if name == "target_codes" else array_json(shape)
     return Item(cut_id, "npy", array_to_bytes(rng.integers(0, 1024, shape, dtype=np.int16)), metadata)
 
 

@@ -31,8 +31,8 @@ from sharmill.engine.run import run_stage
 from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.shar import open_shar
-from sharmill.shar.fields import FieldWriter, Item, read_field
 from sharmill.shar.index import read_dataset
+from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.write.stage import WriteStage
 
 SECONDS = [1.0, 0.5, 1.25, 0.31, 2.0]

@@ -24,7 +24,7 @@ from support.shar import copy, lines, reindex, rewrite, run, snapshot
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import DamagedShard
 from sharmill.shar import open_shar
-from sharmill.shar.fields import FieldWriter, Item, read_field
+from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.validate.stage import ValidateStage
 
 CUTS = "cuts/cuts.000000.jsonl.gz"

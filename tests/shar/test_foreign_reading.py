@@ -16,8 +16,10 @@ from support.shar import voice
 from sharmill.audio.files import encode
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
-from sharmill.shar.fields import FieldWriter, Item, array_to_bytes, write_cuts
-from sharmill.shar.manifests import make_recording, make_temporal_array
+from sharmill.shar.cut_lines import write_cuts
+from sharmill.shar.items import FieldWriter, Item
+from sharmill.shar.lhotse_json import recording_json, temporal_array_json
+from sharmill.shar.npy import array_to_bytes
 from sharmill.shar.tar import TarWriter, read_tar
 
 KEPT = ("shar_position", "shard_origin", "shar_epoch")
@@ -170,7 +172,7 @@ def published(tmp_path):
         for number in range(3):
             offset, duration, context = 100.0 + number, 1.0 + 0.5 * number, rng.choice([0.5, 4.0])
             cut_id = f"cut-rec-a-{offset:.2f}-{index}-{duration:.2f}"
-            recording = {**make_recording("rec-a", RATE, 3600 * RATE), "sources": [SOURCE]}
+            recording = {**recording_json("rec-a", RATE, 3600 * RATE), "sources": [SOURCE]}
             cuts.append(
                 bare(cut_id, start=offset, duration=duration, recording=recording, custom={"validation_status": "pass"})
             )
@@ -196,12 +198,12 @@ def published(tmp_path):
 
 
 def audio_item(cut_id, recording_id, samples):
-    metadata = make_recording(recording_id, RATE, len(samples))
+    metadata = recording_json(recording_id, RATE, len(samples))
     return Item(cut_id, "flac", encode(samples, RATE, "flac"), metadata)
 
 
 def codes_item(cut_id, frames, start):
-    metadata = {**make_temporal_array((2, frames), SHIFT), "start": start}
+    metadata = {**temporal_array_json((2, frames), SHIFT), "start": start}
     return Item(cut_id, "npy", array_to_bytes(np.arange(2 * frames, dtype=np.int16).reshape(2, frames)), metadata)
 
 
@@ -304,7 +306,7 @@ def test_audio_that_cannot_be_decoded_is_damage_of_its_shard(published):
 @pytest.mark.parametrize("place", ["recording", "custom", "supervision"])
 def test_audio_that_is_a_command_or_far_away_is_refused(tmp_path, kind, place):
     source = {"type": kind, "channels": [0], "source": f"touch {tmp_path}/ran"}
-    recording = {**make_recording("r", 16000, 16000), "sources": [source]}
+    recording = {**recording_json("r", 16000, 16000), "sources": [source]}
     supervision = {"id": "s", "recording_id": "r", "start": 0, "duration": 1, "custom": {"audio": recording}}
     changes = {"recording": {"recording": recording}, "custom": {"custom": {"audio": recording}},
                "supervision": {"supervisions": [supervision]}}[place]  # fmt: skip

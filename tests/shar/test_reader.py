@@ -13,7 +13,7 @@ from support.shar import ToyCodec, copy, lines, reindex, rewrite, voice
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
-from sharmill.shar.fields import read_field
+from sharmill.shar.items import read_field
 from sharmill.shar.tar import TarWriter, read_tar
 
 FIELDS = {

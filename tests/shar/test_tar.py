@@ -17,8 +17,8 @@ from lhotse.shar import ArrayTarWriter, AudioTarWriter
 from lhotse.shar.readers.tar import TarIterator
 
 from sharmill.errors import DamagedShard
-from sharmill.shar.fields import FieldWriter, Item, read_field
-from sharmill.shar.manifests import make_recording
+from sharmill.shar.items import FieldWriter, Item, read_field
+from sharmill.shar.lhotse_json import recording_json
 from sharmill.shar.tar import TarWriter, read_tar
 
 NAMES = ["a.flac", "a.json", "x" * 101 + ".flac", "y" * 300 + ".json", "größe-日本語.wav", "ü" * 99, "with space'\".b"]
@@ -110,7 +110,7 @@ def test_lhotse_reads_our_fields(tmp_path):
     ids = ["cut-a-0.00-1.00", "cut-" + "b" * 250 + "-0.00-1.00", "cut-größe.x-0.00-1.00"]
     with FieldWriter(path) as writer:
         for number, cut_id in enumerate(ids):
-            writer.add(Item(cut_id, "flac", b"f" * number, make_recording(cut_id, 16000, 16000)))
+            writer.add(Item(cut_id, "flac", b"f" * number, recording_json(cut_id, 16000, 16000)))
         writer.add(Item("cut-nothing", "flac", None, None))
     found = list(TarIterator(path))
     assert [manifest.id for manifest, _ in found[:3]] == ids

@@ -9,7 +9,7 @@ import io
 
 import numpy as np
 
-from sharmill.shar.fields import read_field
+from sharmill.shar.items import read_field
 from support import damage as do
 from support.damage import CODES, CONTEXT_CODES, CONTEXTS, CUTS, FILES, TARGETS, Kind
 from support.damage_structure import files_of, shards_but

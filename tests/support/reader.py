@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sharmill.shar.fields import FieldWriter, Item, array_to_bytes, write_cuts
+from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.index import (
     CodecRecord,
     DatasetRecord,
@@ -15,8 +15,10 @@ from sharmill.shar.index import (
     write_dataset,
     write_shards,
 )
+from sharmill.shar.items import FieldWriter, Item
 from sharmill.shar.layout import codes_field, shard_file
-from sharmill.shar.manifests import make_array, make_recording, make_temporal_array
+from sharmill.shar.lhotse_json import array_json, recording_json, temporal_array_json
+from sharmill.shar.npy import array_to_bytes
 
 TARGET_CODES = codes_field("toy", "target_codes")
 CONTEXT_CODES = codes_field("toy", "context_codes")
@@ -61,7 +63,7 @@ def make_dataset(directory: Path, counts: list[int], *, codes: bool = False) -> 
 
 
 def _cut(number: int) -> dict:
-    recording = make_recording(f"rec-{number}", 16000, 6400)
+    recording = recording_json(f"rec-{number}", 16000, 6400)
     recording["sources"] = [{"type": "file", "channels": [0], "source": f"{number}.flac"}]
     return {
         "id": cut_id(number),
@@ -80,7 +82,7 @@ def _cut(number: int) -> dict:
 
 def _codes(number: int, *, temporal: bool) -> Item:
     codes = np.full((2, 20), number % 1024, np.int16)
-    metadata = make_temporal_array(codes.shape, FRAME_SHIFT) if temporal else make_array(codes.shape)
+    metadata = temporal_array_json(codes.shape, FRAME_SHIFT) if temporal else array_json(codes.shape)
     return Item(cut_id(number), "npy", array_to_bytes(codes), metadata)
 
 

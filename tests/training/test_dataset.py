@@ -449,7 +449,7 @@ def test_codes_out_of_range_and_other_codecs_are_refused(coded, form):
 
 
 def _two_codebooks(cut):
-    from sharmill.shar.fields import array_to_bytes
+    from sharmill.shar.npy import array_to_bytes
 
     array = cut.target_codes
     stored = fastcopy(array.array, storage_key=array_to_bytes(array.load()[:2]), shape=[2, array.shape[1]])

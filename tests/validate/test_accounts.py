@@ -12,7 +12,7 @@ from support.shar import lines, rewrite, run, voice
 
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
-from sharmill.shar.fields import read_cuts
+from sharmill.shar.cut_lines import read_cuts
 from sharmill.validate.accounts import ExpectedRecords, _difference, _hash_record, record_hash
 from sharmill.validate.stage import ValidateStage
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sharmill.audio import files as audio
 from sharmill.errors import DamagedShard, RejectRecord
-from sharmill.shar.fields import FieldWriter, Item, read_field
+from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.storage import checksum
 from sharmill.validate.files import FileReader, _walk
 from sharmill.validate.levels import probe

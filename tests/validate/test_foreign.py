@@ -12,7 +12,8 @@ from support.shar import copy, lines, put, rewrite, run, snapshot, voice
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
-from sharmill.shar.fields import FieldWriter, Item, array_from_bytes, array_to_bytes, read_field
+from sharmill.shar.items import FieldWriter, Item, read_field
+from sharmill.shar.npy import array_from_bytes, array_to_bytes
 from sharmill.shar.rebuild import parse_codec_facts, rebuild_index
 from sharmill.validate.stage import ValidateStage
 

@@ -10,7 +10,8 @@ from support.shar import Project, ToyCodec, copy, run, voice
 
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
-from sharmill.shar.fields import FieldWriter, Item, array_from_bytes, array_to_bytes, read_field
+from sharmill.shar.items import FieldWriter, Item, read_field
+from sharmill.shar.npy import array_from_bytes, array_to_bytes
 from sharmill.validate.levels import MAX_CLIPPING_SHARE, MAX_SILENCE_SHARE, listen
 from sharmill.validate.recheck import MAX_DIFFERENT_CODES
 from sharmill.validate.stage import ValidateStage

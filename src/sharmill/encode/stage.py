@@ -22,7 +22,6 @@ from sharmill.models.determinism import make_deterministic
 from sharmill.models.names import parse_codec_name
 from sharmill.models.protocols import Codec
 from sharmill.prefetch import prefetch
-from sharmill.shar.fields import FieldWriter, Item, array_to_bytes, read_field
 from sharmill.shar.index import (
     CodecRecord,
     FieldFile,
@@ -34,6 +33,7 @@ from sharmill.shar.index import (
     write_dataset,
     write_shards,
 )
+from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.shar.layout import (
     CONTEXT_AUDIO,
     CONTEXT_CODES,
@@ -43,7 +43,8 @@ from sharmill.shar.layout import (
     codes_field,
     shard_file,
 )
-from sharmill.shar.manifests import make_array, make_temporal_array
+from sharmill.shar.lhotse_json import array_json, temporal_array_json
+from sharmill.shar.npy import array_to_bytes
 from sharmill.shar.ownership import was_planned_for
 from sharmill.storage import Staging, checksum, remove_tree
 
@@ -100,11 +101,11 @@ class EncodeStage(Stage):
         with FieldWriter(staging.path(files[0])) as writer:
             for item in targets:
                 array = codes[item.data]
-                writer.add(_codes_item(item.cut_id, array, make_temporal_array(array.shape, frame_shift)))
+                writer.add(_codes_item(item.cut_id, array, temporal_array_json(array.shape, frame_shift)))
         with FieldWriter(staging.path(files[1])) as writer:
             for item in contexts:
                 array = codes[item.data]
-                writer.add(_codes_item(item.cut_id, array, make_array(array.shape)))
+                writer.add(_codes_item(item.cut_id, array, array_json(array.shape)))
         return Output(
             files=files,
             num_out=len(targets),

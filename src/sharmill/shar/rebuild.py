@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.shar.fields import Item, read_cuts, read_field
+from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.index import (
     CodecRecord,
     DatasetRecord,
@@ -25,6 +25,7 @@ from sharmill.shar.index import (
     write_dataset,
     write_shards,
 )
+from sharmill.shar.items import Item, read_field
 from sharmill.shar.layout import (
     BASE_FIELDS,
     CONTEXT_AUDIO,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sharmill.errors import DamagedShard
-from sharmill.shar.fields import read_lines
+from sharmill.shar.cut_lines import read_lines
 from sharmill.shar.index import read_dataset, read_shards
 from sharmill.shar.layout import CUTS, sidecar_files
 from sharmill.shar.reading.source import IndexedSource

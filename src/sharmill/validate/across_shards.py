@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from sharmill.errors import DamagedShard
-from sharmill.shar.fields import read_cuts
+from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.index import DatasetRecord, ShardRecord
 from sharmill.shar.layout import BASE_FIELDS, CUTS, DATASET_FILE, SHARDS_FILE, sidecar_files
 from sharmill.validate.accounts import describe_segment, record_hash

@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import Any, Final
 
 from sharmill.manifest import parse_speaker_tag, segment_id
-from sharmill.shar.fields import Item
-from sharmill.shar.manifests import is_taken_by_lhotse
+from sharmill.shar.items import Item
+from sharmill.shar.lhotse_json import is_taken_by_lhotse
 
 # What sharmill writes. Further keys mean something to lhotse: data elsewhere (features), other samples (transforms).
 _CUT_KEYS: Final = frozenset({"id", "start", "duration", "channel", "supervisions", "recording", "custom", "type"})

@@ -12,8 +12,9 @@ import numpy as np
 from sharmill.audio import files as audio
 from sharmill.encode.stage import codes_dtype
 from sharmill.errors import DamagedShard
-from sharmill.shar.fields import Item, array_from_bytes
 from sharmill.shar.index import CodecRecord
+from sharmill.shar.items import Item
+from sharmill.shar.npy import array_from_bytes
 from sharmill.validate.cuts import MALFORMED
 
 # The header that numpy writes for an array (codebooks, frames) in C order; parsing any other as Python takes longer.

@@ -17,7 +17,8 @@ import numpy as np
 import xxhash
 
 from sharmill.errors import DamagedShard
-from sharmill.shar.fields import NO_DATA, Item, decompress, read_cuts, read_field
+from sharmill.shar.cut_lines import decompress, read_cuts
+from sharmill.shar.items import NO_DATA, Item, read_field
 
 _BLOCK: Final = 512
 _CHECKSUM: Final = slice(148, 156)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from sharmill.errors import RejectRecord
-from sharmill.shar.fields import Item
+from sharmill.shar.items import Item
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS
 from sharmill.validate.checked_dataset import CheckedDataset, Shard
 from sharmill.validate.codes import foreign_codes_problem

@@ -10,7 +10,7 @@ import numpy as np
 from sharmill.audio import files as audio
 from sharmill.audio.files import AudioInfo
 from sharmill.errors import RejectRecord
-from sharmill.shar.fields import Item
+from sharmill.shar.items import Item
 from sharmill.validate.agreement import recording_problem
 
 # What stands in a manifest in an archive where lhotse puts the data; anything else, lhotse might try to load.

@@ -15,8 +15,8 @@ from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.models import describe_codec, load_codec
 from sharmill.models.batches import pad
 from sharmill.models.protocols import Codec
-from sharmill.shar.fields import Item
 from sharmill.shar.index import CodecRecord
+from sharmill.shar.items import Item
 from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, TARGET_AUDIO
 from sharmill.validate.checked_dataset import CheckedDataset, Shard, codec_fields
 from sharmill.validate.codes import read_codes

@@ -10,7 +10,7 @@ from typing import Any, Final
 import xxhash
 
 from sharmill.errors import RejectRecord
-from sharmill.shar.fields import Item
+from sharmill.shar.items import Item
 from sharmill.shar.layout import (
     CONTEXT_AUDIO,
     CONTEXT_CODES,

@@ -20,7 +20,7 @@ from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.manifest import Reject, Utterance, read_lines_at
 from sharmill.match.stage import matched_manifest
-from sharmill.shar.fields import FieldWriter, Item, write_cuts
+from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.index import (
     DatasetRecord,
     FieldFile,
@@ -30,6 +30,7 @@ from sharmill.shar.index import (
     write_dataset,
     write_shards,
 )
+from sharmill.shar.items import FieldWriter, Item
 from sharmill.shar.layout import (
     BASE_FIELDS,
     CONTEXT_AUDIO,
@@ -44,7 +45,7 @@ from sharmill.shar.layout import (
     context_id,
     shard_file,
 )
-from sharmill.shar.manifests import make_cut, make_recording
+from sharmill.shar.lhotse_json import cut_json, recording_json
 from sharmill.shar.ownership import was_planned_for
 from sharmill.storage import STAGING_NAME, Staging, checksum, remove_tree
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
@@ -106,7 +107,7 @@ class WriteStage(Stage):
                     continue
                 targets.add(_item(utterance.cut_id, utterance.cut_id, target))
                 contexts.add(_item(utterance.cut_id, _context_id(utterance), context))
-                cuts.append(make_cut(utterance, sampling_rate=target.sampling_rate, num_samples=target.num_samples))
+                cuts.append(cut_json(utterance, sampling_rate=target.sampling_rate, num_samples=target.num_samples))
                 seconds += target.seconds
                 context_seconds += context.seconds
         write_cuts(staging.path(files[CUTS]), cuts)
@@ -208,7 +209,7 @@ def _encode_pair(
 
 
 def _item(cut_id: str, recording_id: str, stored: StoredAudio) -> Item:
-    recording = make_recording(recording_id, stored.sampling_rate, stored.num_samples)
+    recording = recording_json(recording_id, stored.sampling_rate, stored.num_samples)
     return Item(cut_id, stored.extension, stored.data, recording)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from lhotse.array import Array, TemporalArray
 
-from sharmill.shar.fields import array_from_bytes
+from sharmill.shar.npy import array_from_bytes
 
 # A frame that is asked for by less than this share of it is not: times are sums of floats.
 _TOLERANCE = 1e-6

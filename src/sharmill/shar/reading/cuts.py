@@ -13,7 +13,7 @@ from lhotse.array import Array, TemporalArray
 from lhotse.cut import Cut
 from lhotse.serialization import deserialize_custom_field, deserialize_item
 
-from sharmill.shar.fields import array_layout
+from sharmill.shar.npy import array_layout
 from sharmill.shar.reading.arrays import MemoryArray, TimeLastArray
 from sharmill.shar.reading.safety import SAFE_SOURCES, block_sph_sources, forbidden_source, is_given_to_a_shell
 

@@ -10,7 +10,8 @@ import msgspec
 from lhotse.cut import Cut
 
 from sharmill.errors import DamagedShard
-from sharmill.shar.fields import NO_DATA, NO_METADATA, NOT_JSON, read_lines
+from sharmill.shar.cut_lines import NOT_JSON, read_lines
+from sharmill.shar.items import NO_DATA, NO_METADATA
 from sharmill.shar.layout import CUTS
 from sharmill.shar.reading.cuts import MALFORMED, make_cut, make_data
 from sharmill.shar.reading.source import ShardFiles

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.shar.fields import decode_cut, read_lines
+from sharmill.shar.cut_lines import decode_cut, read_lines
 from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset
 from sharmill.shar.layout import (
     CONTEXT_UNALIGNED,

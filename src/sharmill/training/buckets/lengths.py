@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.shar.fields import read_cuts
+from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.reading.source import open_source
 from sharmill.training.tokenizers import Tokenizers, load_tokenizers, tokenize
 

@@ -16,20 +16,20 @@ from sharmill.shar.layout import CONTEXT_UNALIGNED
 _TAKEN_BY_LHOTSE: Final = ({"width"}, {"shape"}, {"array"}, {"id", "sources", "sampling_rate"})
 
 
-def make_cut(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> dict[str, Any]:
+def cut_json(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> dict[str, Any]:
     """The MonoCut of an utterance whose stored audio has ``num_samples`` samples at ``sampling_rate``.
 
     ``recording`` tells where the audio came from and is nothing to load; the audio itself is in ``target_audio``.
     """
     duration = num_samples / sampling_rate
-    recording = make_recording(utterance.recording_id, sampling_rate, num_samples)
+    recording = recording_json(utterance.recording_id, sampling_rate, num_samples)
     recording["sources"] = [{"type": "file", "channels": [0], "source": utterance.audio_filepath}]
     return {
         "id": utterance.cut_id,
         "start": 0.0,
         "duration": duration,
         "channel": 0,
-        "supervisions": [make_supervision(utterance, duration)],
+        "supervisions": [supervision_json(utterance, duration)],
         "recording": recording,
         # Makes lhotse load the whole context: it lives on another time line than the cut.
         "custom": {CONTEXT_UNALIGNED: True},
@@ -37,7 +37,7 @@ def make_cut(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> d
     }
 
 
-def make_supervision(utterance: Utterance, duration: float) -> dict[str, Any]:
+def supervision_json(utterance: Utterance, duration: float) -> dict[str, Any]:
     """The one supervision of a cut. All manifest keys are under ``custom``, where NeMo looks for some of them."""
     language = parse_speaker_tag(utterance.speaker).language
     typed = {key: getattr(utterance, key) for key in TYPED_KEYS}
@@ -64,7 +64,7 @@ def is_taken_by_lhotse(value: Any) -> bool:
     return isinstance(value, dict) and any(keys <= value.keys() for keys in _TAKEN_BY_LHOTSE)
 
 
-def make_recording(recording_id: str, sampling_rate: int, num_samples: int) -> dict[str, Any]:
+def recording_json(recording_id: str, sampling_rate: int, num_samples: int) -> dict[str, Any]:
     """A Recording whose data lies beside it in the archive."""
     return {
         "id": recording_id,
@@ -76,11 +76,11 @@ def make_recording(recording_id: str, sampling_rate: int, num_samples: int) -> d
     }
 
 
-def make_array(shape: tuple[int, ...]) -> dict[str, Any]:
+def array_json(shape: tuple[int, ...]) -> dict[str, Any]:
     """An Array whose data lies beside it in the archive."""
     return {"storage_type": "shar", "storage_path": "", "storage_key": "", "shape": list(shape)}
 
 
-def make_temporal_array(shape: tuple[int, ...], frame_shift: float) -> dict[str, Any]:
+def temporal_array_json(shape: tuple[int, ...], frame_shift: float) -> dict[str, Any]:
     """A TemporalArray whose last dimension is time, in frames of ``frame_shift`` seconds."""
-    return {"array": make_array(shape), "temporal_dim": -1, "frame_shift": frame_shift, "start": 0}
+    return {"array": array_json(shape), "temporal_dim": -1, "frame_shift": frame_shift, "start": 0}

@@ -1,0 +1,72 @@
+"""Arrays as ``.npy`` files in memory, written and read without pickled objects."""
+
+from __future__ import annotations
+
+import io
+import math
+import tokenize
+from functools import lru_cache
+
+import numpy as np
+
+from sharmill.errors import DamagedShard
+
+_READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+def array_to_bytes(array: np.ndarray) -> bytes:
+    """An array as an ``.npy`` file."""
+    stream = io.BytesIO()
+    np.save(stream, array, allow_pickle=False)
+    return stream.getvalue()
+
+
+def array_from_bytes(data: bytes, where: str) -> np.ndarray:
+    """The array of an ``.npy`` file; pickled objects are refused.
+
+    Not by ``np.load``, which also takes archives of arrays, ignores what follows the array, and reserves whatever
+    memory a header asks for.
+
+    Raises:
+        DamagedShard: it is not one; ``where`` says what in the message.
+    """
+    dtype, shape, column_major, start = array_layout(data, where)
+    return np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if column_major else "C")
+
+
+def array_layout(data: bytes, where: str) -> tuple[np.dtype, tuple[int, ...], bool, int]:
+    """Type, shape, whether columns come first, and where the numbers begin in an ``.npy`` file; they are all there.
+
+    Raises:
+        DamagedShard: as ``array_from_bytes``.
+    """
+    try:
+        # Most arrays of a dataset share a few headers, and numpy parses one as Python.
+        dtype, shape, _, start = layout = _parse_header(data[: _header_end(data)])
+        size = len(data) - start
+        if size != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{size} bytes are not an array of shape {shape} and type {dtype}")
+        return layout
+    except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # numpy parses a header as Python
+        raise DamagedShard(f"{where}: {error}") from error
+
+
+def _header_end(data: bytes) -> int:
+    if data[6:7] == b"\1":
+        return 10 + int.from_bytes(data[8:10], "little")
+    return 12 + int.from_bytes(data[8:12], "little")
+
+
+@lru_cache(maxsize=4096)
+def _parse_header(header: bytes) -> tuple[np.dtype, tuple[int, ...], bool, int]:
+    """Type, shape, whether columns come first, and where the numbers begin."""
+    stream = io.BytesIO(header)
+    version = np.lib.format.read_magic(stream)
+    if version not in _READ_HEADER:
+        raise ValueError(f"arrays of version {version} are not read")
+    shape, column_major, dtype = _READ_HEADER[version](stream)
+    if dtype.hasobject:
+        raise ValueError("the array has pickled objects")
+    if min(shape, default=0) < 0 or not dtype.itemsize:
+        raise ValueError(f"there is no array of shape {shape} and type {dtype}")
+    return dtype, shape, column_major, stream.tell()

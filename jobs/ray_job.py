@@ -12,7 +12,8 @@ import os
 import sys
 from pathlib import Path
 
-from sharmill.cli.main import main, split_arguments
+from sharmill.cli.arguments import split_arguments
+from sharmill.cli.main import main
 from sharmill.errors import ConfigError
 
 _MEANINGS = {0: "all is done", 1: "something failed, see above", 2: "wrong use or configuration", 3: "findings"}

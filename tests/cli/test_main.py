@@ -9,14 +9,17 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 import yaml
 from support.manifests import make_record, write_manifest
 from support.pipelines import run_sharmill
 
 from sharmill import pipeline
-from sharmill.cli import main as cli
-from sharmill.cli.main import main, run_configs, split_arguments
+from sharmill.cli import run
+from sharmill.cli.arguments import split_arguments
+from sharmill.cli.main import COMMANDS, cli, main
+from sharmill.cli.run import run_configs
 from sharmill.errors import ConfigError, FatalError
 
 HEAVY = ("torch", "nemo", "ray", "omegaconf", "lhotse", "numpy", "transformers", "rich")
@@ -226,7 +229,7 @@ def test_the_worst_of_several_datasets_counts(outcomes, expected, monkeypatch):
             raise outcome
         return outcome
 
-    monkeypatch.setattr(cli, "_run_one", run_one)
+    monkeypatch.setattr(run, "_run_one", run_one)
     monkeypatch.setattr(pipeline, "check_config", lambda config, stages: None)
     configs = [SimpleNamespace(name=str(number)) for number in range(len(outcomes))]
     assert run_configs(configs, ["prepare"], restart=False) == expected
@@ -239,7 +242,7 @@ def test_a_dataset_that_stops_does_not_stop_the_next(monkeypatch, capsys):
         ran.append(config.name)
         raise FatalError("the disk is full")
 
-    monkeypatch.setattr(cli, "_run_one", run_one)
+    monkeypatch.setattr(run, "_run_one", run_one)
     monkeypatch.setattr(pipeline, "check_config", lambda config, stages: None)
     run_configs([SimpleNamespace(name="a"), SimpleNamespace(name="b")], ["prepare"], restart=False)
     assert ran == ["a", "b"]
@@ -261,6 +264,34 @@ def test_importing_the_package_imports_nothing_heavy():
     code = f"import sys, sharmill; print([name for name in {HEAVY!r} if name in sys.modules])"
     outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert outcome.stdout == "[]\n"
+
+
+def test_help_lists_the_commands_in_groups(capsys):
+    assert ending("--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    found: dict[str, list[str]] = {}
+    for line in lines[lines.index("Make:") :]:
+        if line.endswith(":"):
+            names = found.setdefault(line[:-1], [])
+        elif line.strip():
+            names.append(line.split()[0])
+    assert found == {heading: list(names) for heading, names in COMMANDS.items()}
+
+
+def test_help_fits_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert ending("--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line.endswith("...")] == ["Usage: sharmill [OPTIONS] COMMAND [ARGS]..."]
+
+
+def test_every_command_can_be_asked_for_help(capsys):
+    context = click.Context(cli)
+    for name in cli.list_commands(context):
+        assert cli.get_command(context, name).name == name
+        assert ending(name, "--help") == 0
+        assert capsys.readouterr().out.startswith(f"Usage: sharmill {name} ")
 
 
 def test_help_takes_less_than_half_a_second():

@@ -14,8 +14,9 @@ from rich.console import Console
 from support.manifests import config_for, make_record, write_manifest
 from support.pipelines import run_sharmill
 
-from sharmill.cli import status
-from sharmill.cli.status import StageStatus, print_status, read_stage
+from sharmill.cli import stage_status, status
+from sharmill.cli.stage_status import StageStatus, read_stage
+from sharmill.cli.status import print_status
 from sharmill.config import to_yaml
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.progress import RankProgress
@@ -37,7 +38,7 @@ class NoonClock(datetime):
 def noon(monkeypatch):
     """The time at which the status is asked for, in Unix seconds."""
     monkeypatch.setattr(status, "datetime", NoonClock)
-    monkeypatch.setattr(status.time, "time", NOW.timestamp)
+    monkeypatch.setattr(stage_status.time, "time", NOW.timestamp)
     return NOW.timestamp()
 
 

@@ -15,8 +15,8 @@ import pytest
 from support.shar import Project, lines, put, reindex, rewrite, run, voice
 
 from sharmill.audio.segments import SegmentReader
+from sharmill.cli.console import plain
 from sharmill.cli.main import main
-from sharmill.cli.terminal import plain
 from sharmill.config import to_yaml
 from sharmill.engine.worker import FailedAttempt
 from sharmill.errors import RejectRecord

@@ -1,0 +1,1 @@
+"""The command line: one module per command, which converts options and calls one function."""

@@ -1,4 +1,4 @@
-"""The progress of a run, read from the files of its run directory only."""
+"""``sharmill status``: the progress of a run."""
 
 from __future__ import annotations
 
@@ -6,38 +6,58 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import click
 
-from sharmill.cli.terminal import plain
-from sharmill.config import load_config
-from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load
-from sharmill.engine.progress import RankProgress, read_progress
-from sharmill.engine.run import read_totals
-from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage
-from sharmill.engine.worker import FailedAttempt
+from sharmill.cli.console import make_console, make_table, plain
+from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError
-from sharmill.executors.slurm.chain import ChainState, read_state
-from sharmill.pipeline import make_stages
 
-SILENT_SECONDS = 300.0
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from sharmill.cli.stage_status import StageStatus
+    from sharmill.engine.progress import RankProgress
+    from sharmill.engine.rundir import RunDir
+    from sharmill.engine.stage import Stage
+    from sharmill.executors.slurm.chain import ChainState
+
 _MAX_FAILURES = 5
 
 
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=str))
+@click.option("--watch", is_flag=True, help="Go on showing it, every two seconds, until Ctrl-C.")
+def status(run_dir: str, watch: bool) -> int:
+    """Show the progress of every stage and rank of a run directory."""
+    console = make_console()
+    print_status(console, Path(run_dir))
+    with suppress(KeyboardInterrupt):
+        while watch:
+            time.sleep(2)
+            console.clear()
+            print_status(console, Path(run_dir))
+    return OK
+
+
 def print_status(console: Console, run_dir: Path) -> None:
-    """Prints a row per stage, and one per rank of the stages that are under way.
+    """Print a row per stage, and one per rank of the stages that are under way.
 
     Raises:
         ConfigError: there is no run directory.
     """
+    from sharmill.cli.stage_status import read_stage
+    from sharmill.config import load_config
+    from sharmill.engine.rundir import RunDir
+    from sharmill.executors.slurm.chain import read_state
+    from sharmill.pipeline import make_stages
+
     paths = RunDir(run_dir)
     if not paths.config.exists():
         raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it")
@@ -60,78 +80,8 @@ def print_status(console: Console, run_dir: Path) -> None:
         console.print(_chain_line(chain, paths))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageStatus:
-    """What the files say of a stage.
-
-    Costs are seconds of audio, or records for prepare. ``rate`` is how much of them all ranks do in a second. ``ranks``
-    are those that have not ended; ``rejects`` counts by reason.
-    """
-
-    name: str
-    state: str
-    units: int = 0
-    units_done: int = 0
-    units_running: int = 0
-    units_failed: int = 0
-    cost: float = 0.0
-    cost_done: float = 0.0
-    rate: float = 0.0
-    rejects: dict[str, int] = field(default_factory=dict)
-    ranks: list[RankProgress] = field(default_factory=list)
-
-    @property
-    def units_left(self) -> int:
-        return self.units - self.units_done - self.units_running - self.units_failed
-
-    @property
-    def seconds_left(self) -> float | None:
-        """None where nothing tells how long it takes."""
-        return (self.cost - self.cost_done) / self.rate if self.rate and self.state == "under way" else None
-
-
-def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
-    """``queued`` says that a stage without ranks is one that waits for them."""
-    if not stage.dir.units.exists():
-        return StageStatus(name=stage.name, state="not begun")
-    units = load(stage)
-    commits = read_ledger(stage.dir.ledger, units)
-    totals = read_totals(stage)
-    rejects: Counter[str] = Counter()
-    for commit in commits.values():
-        rejects.update(commit.rejects)
-    failed = {error.index for error in _failures(stage)} - set(commits)
-    ranks = [] if totals else [rank for rank in read_progress(stage.dir.progress) if not rank.ended]
-    alive = [rank for rank in ranks if not _is_silent(rank)]
-    return StageStatus(
-        name=stage.name,
-        state=_state(totals is not None, ranks, bool(failed), queued),
-        units=len(units),
-        units_done=len(commits),
-        units_running=len({rank.unit for rank in alive} - set(commits) - {None}),
-        units_failed=len(failed),
-        cost=sum(unit.cost for unit in units),
-        cost_done=sum(unit.cost for unit in units if unit.index in commits),
-        rate=sum(rank.audio_seconds / max(rank.updated - rank.started, 1.0) for rank in alive),
-        rejects=totals.rejects if totals else dict(rejects),
-        ranks=ranks,
-    )
-
-
-def _state(finished: bool, ranks: Sequence[RankProgress], failed: bool, queued: bool) -> str:
-    if finished:
-        return "done"
-    if not all(map(_is_silent, ranks)):
-        return "under way"
-    if failed:
-        return "failed"
-    if ranks:
-        return "silent"
-    return "in the queue" if queued else "stopped"
-
-
 def _table(title: str, statuses: Sequence[StageStatus]) -> Table:
-    table = Table(title=plain(title), title_justify="left")
+    table = make_table(title)
     columns = ("stage", "state", "units", "done", "running", "failed", "left", "hours done", "hours/hour", "time left",
                "rejects")  # fmt: skip
     for column in columns:
@@ -158,25 +108,16 @@ def _cells(status: StageStatus) -> list[str]:
 
 
 def _describe_end(seconds: float) -> str:
-    """The time left, and when that is over by this machine's clock."""
+    """Return the time left, and the time of day at its end by this machine's clock."""
     end = datetime.now() + timedelta(seconds=seconds)
     return f"{seconds:.0f} s, until {end:{'%H:%M:%S' if seconds < 12 * 3600 else '%Y-%m-%d %H:%M'}}"
 
 
-def _is_silent(rank: RankProgress) -> bool:
-    return time.time() - rank.updated > SILENT_SECONDS
-
-
-def _failures(stage: Stage) -> list[FailedAttempt]:
-    """The units that failed for good when the stage ended last."""
-    if not stage.dir.failures.exists():
-        return []
-    return [msgspec.json.decode(line, type=FailedAttempt) for line in stage.dir.failures.read_bytes().splitlines()]
-
-
 def _failure_lines(stage: Stage) -> Iterator[Text]:
-    """A line for each of the first units that failed, and where their tracebacks are."""
-    failures = _failures(stage)
+    """Yield a line for each of the first units that failed, and one that names the file of their tracebacks."""
+    from sharmill.cli.stage_status import read_failures
+
+    failures = read_failures(stage)
     for error in failures[:_MAX_FAILURES]:
         yield plain(f"{stage.name} unit {error.index} failed: {error.message}", style="red")
     if failures:
@@ -184,13 +125,15 @@ def _failure_lines(stage: Stage) -> Iterator[Text]:
 
 
 def _chain_line(state: ChainState, run_dir: RunDir) -> Text:
-    """How far the chain of a cluster has got."""
+    """Return the state of the chain of jobs on a cluster."""
     since = datetime.fromtimestamp(run_dir.chain.stat().st_mtime)
     line = f"chain of jobs: {state.state} since {since:%Y-%m-%d %H:%M:%S}: {state.message}"
     return plain(line, style="red" if state.state == "failed" else "")
 
 
 def _rank_line(stage: str, rank: RankProgress) -> Text:
+    from sharmill.cli.stage_status import is_silent
+
     silent = time.time() - rank.updated
     idle = "between units" if rank.units_done else "loading"
     unit = idle if rank.unit is None else f"unit {rank.unit}"
@@ -198,6 +141,6 @@ def _rank_line(stage: str, rank: RankProgress) -> Text:
         f"{stage} rank {rank.rank} on {rank.host} (pid {rank.pid}): {unit}, {rank.units_done} done, "
         f"{rank.peak_memory_mb:.0f} MB, last sign of life {silent:.0f} s ago"
     )
-    if not _is_silent(rank):
+    if not is_silent(rank):
         return plain(line)
     return plain(f"{line}: SILENT", style="red")

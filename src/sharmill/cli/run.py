@@ -1,0 +1,83 @@
+"""``sharmill run``: all stages, or those named, of one or several datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from sharmill.cli.arguments import read_findings, redo_option, restart_option, split_arguments
+from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
+from sharmill.errors import SharmillError
+from sharmill.executors.logs import printable
+
+if TYPE_CHECKING:
+    from sharmill.config import Config
+    from sharmill.validate.report import Report
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.argument("arguments", nargs=-1, required=True, metavar="CONFIG... [STAGE...] [KEY=VALUE...]")
+@restart_option
+@redo_option
+def run(arguments: tuple[str, ...], restart: bool, redo: str | None) -> int:
+    """Run all stages, or those named, for datasets.
+
+    CONFIG is a YAML file. STAGE is prepare, match (stage1), write (stage2), encode (stage3) or validate.
+    KEY=VALUE overrides the configuration, as in match.min_similarity=0.7.
+    """
+    from sharmill.config import STAGES, load_config, resolve_stage
+
+    paths, overrides, names = split_arguments(arguments)
+    stages = [resolve_stage(name) for name in names] or list(STAGES)
+    configs = [load_config(path, overrides) for path in paths]
+    named = read_findings(redo, configs, restart=restart)
+    return run_configs(configs, stages, restart=restart, redo=named)
+
+
+def run_configs(
+    configs: Sequence[Config], stages: Sequence[str], *, restart: bool = False, redo: Report | None = None,
+    json_file: str | None = None,
+) -> int:  # fmt: skip
+    """Run the datasets one after the other and return the worst exit status."""
+    from sharmill.pipeline import check_config
+
+    # One dataset is checked by its own run; of several, a bad one must not show only after the others have run.
+    for config in configs if len(configs) > 1 else ():
+        check_config(config, stages)
+    statuses = []
+    for config in configs:
+        try:
+            statuses.append(_run_one(config, stages, restart=restart, redo=redo, json_file=json_file))
+        except SharmillError as error:
+            if len(configs) == 1:
+                raise
+            click.echo(printable(f"Error: {config.name}: {error}"), err=True)
+            statuses.append(status_of_error(error))
+    return worst(statuses)
+
+
+def _run_one(
+    config: Config, stages: Sequence[str], *, restart: bool, redo: Report | None, json_file: str | None
+) -> int:
+    from sharmill.cli.console import make_console
+    from sharmill.cli.progress import ProgressListener
+    from sharmill.cli.results import print_report, print_result
+    from sharmill.pipeline import run_dataset
+    from sharmill.storage import write_atomic
+    from sharmill.validate.report import encode_report
+
+    console = make_console()
+    with ProgressListener(console) as listener:
+        result = run_dataset(config, listener, stages=stages, restart=restart, redo=redo)
+    print_result(console, result)
+    if not result.ok:
+        return FAILED
+    if (report := result.report) is None:
+        return OK
+    print_report(console, report)
+    if json_file is not None:
+        write_atomic(Path(json_file), encode_report(report))
+    return FINDINGS if report.errors else OK

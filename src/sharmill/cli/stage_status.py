@@ -1,0 +1,118 @@
+"""The state of a stage, read from the files of its run directory; nothing is written there."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from sharmill.engine.ledger import read_ledger
+from sharmill.engine.plan import load
+from sharmill.engine.progress import RankProgress, read_progress
+from sharmill.engine.run import read_totals
+from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Commit, Unit
+from sharmill.engine.worker import FailedAttempt
+
+SILENT_SECONDS = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageStatus:
+    """The state of a stage according to its files.
+
+    Costs are seconds of audio, or records for prepare. ``rate`` is how much of them all ranks do in a second. ``ranks``
+    are those that have not ended; ``rejects`` counts by reason.
+    """
+
+    name: str
+    state: str
+    units: int = 0
+    units_done: int = 0
+    units_running: int = 0
+    units_failed: int = 0
+    cost: float = 0.0
+    cost_done: float = 0.0
+    rate: float = 0.0
+    rejects: dict[str, int] = field(default_factory=dict)
+    ranks: list[RankProgress] = field(default_factory=list)
+
+    @property
+    def units_left(self) -> int:
+        return self.units - self.units_done - self.units_running - self.units_failed
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The predicted time, or None where no rank has a rate yet."""
+        return (self.cost - self.cost_done) / self.rate if self.rate and self.state == "under way" else None
+
+
+def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
+    """Return the state of a stage. ``queued`` says that a stage without ranks is one that waits for them."""
+    if not stage.dir.units.exists():
+        return StageStatus(name=stage.name, state="not begun")
+    units = load(stage)
+    commits = read_ledger(stage.dir.ledger, units)
+    totals = read_totals(stage)
+    rejects: Counter[str] = Counter()
+    for commit in commits.values():
+        rejects.update(commit.rejects)
+    failed = {error.index for error in read_failures(stage)} - set(commits)
+    ranks = [] if totals else [rank for rank in read_progress(stage.dir.progress) if not rank.ended]
+    alive = [rank for rank in ranks if not is_silent(rank)]
+    return StageStatus(
+        name=stage.name,
+        state=_state(totals is not None, ranks, bool(failed), queued),
+        units=len(units),
+        units_done=len(commits),
+        units_running=len({rank.unit for rank in alive} - set(commits) - {None}),
+        units_failed=len(failed),
+        cost=sum(unit.cost for unit in units),
+        cost_done=sum(unit.cost for unit in units if unit.index in commits),
+        rate=sum(rank.audio_seconds / max(rank.updated - rank.started, 1.0) for rank in alive),
+        rejects=totals.rejects if totals else dict(rejects),
+        ranks=ranks,
+    )
+
+
+def _state(finished: bool, ranks: Sequence[RankProgress], failed: bool, queued: bool) -> str:
+    if finished:
+        return "done"
+    if not all(map(is_silent, ranks)):
+        return "under way"
+    if failed:
+        return "failed"
+    if ranks:
+        return "silent"
+    return "in the queue" if queued else "stopped"
+
+
+def is_silent(rank: RankProgress) -> bool:
+    """Return True if a rank has written no progress for five minutes."""
+    return time.time() - rank.updated > SILENT_SECONDS
+
+
+def read_failures(stage: Stage) -> list[FailedAttempt]:
+    """Return the units that failed for good when the stage ended last."""
+    if not stage.dir.failures.exists():
+        return []
+    return [msgspec.json.decode(line, type=FailedAttempt) for line in stage.dir.failures.read_bytes().splitlines()]
+
+
+def read_or_preview_units(stage: Stage) -> tuple[list[Unit], dict[int, Commit]]:
+    """Return the units of a stage and the commits of those that are done. Without a frozen plan they are planned aside.
+
+    Raises:
+        ConfigError: it cannot be planned, as long as the stage before it is not finished.
+    """
+    stage.identity()
+    if stage.dir.units.exists():
+        units = load(stage)
+        return units, read_ledger(stage.dir.ledger, units)
+    with tempfile.TemporaryDirectory(prefix="sharmill-plan-") as folder:
+        return list(stage.plan(Path(folder))), {}

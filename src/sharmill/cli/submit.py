@@ -1,0 +1,158 @@
+"""``sharmill submit``: the chains of several datasets on SLURM, submitted, shown, or waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from sharmill.cli.arguments import read_findings, redo_option, restart_option, split_arguments
+from sharmill.cli.console import make_console, plain
+from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
+from sharmill.cli.run import run_configs
+from sharmill.errors import ConfigError, SharmillError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sharmill.config import Config
+    from sharmill.engine.stage import Stage
+    from sharmill.engine.unit import Unit
+    from sharmill.executors.slurm.chain import Chain, ChainState
+    from sharmill.executors.slurm.profile import ClusterProfile
+    from sharmill.validate.report import Report
+
+
+@click.command()
+@click.argument("arguments", nargs=-1, required=True, metavar="STAGE|all CONFIG... [KEY=VALUE...]")
+@click.option("--cluster", type=click.Choice(["slurm", "local", "debug"]), default="slurm", show_default=True,
+              help="slurm: job arrays; local: processes here; debug: in this process.")  # fmt: skip
+@click.option("--profile", type=click.Path(path_type=str), help="What ranks need: a YAML file in configs/clusters.")
+@restart_option
+@redo_option
+@click.option("--wait", is_flag=True, help="Wait until all datasets are done, and return how that ended.")
+@click.option("--dry-run", is_flag=True, help="Show the sbatch scripts and the balance; submit nothing.")
+def submit(
+    arguments: tuple[str, ...], cluster: str, profile: str | None, restart: bool, redo: str | None, wait: bool,
+    dry_run: bool,
+) -> int:  # fmt: skip
+    """Run stages on a cluster, each dataset in a chain of its own.
+
+    CONFIG, STAGE and KEY=VALUE are those of sharmill run.
+    """
+    from sharmill.config import STAGES, load_config, resolve_stage
+    from sharmill.executors.slurm.profile import ClusterProfile, load_profile
+
+    paths, overrides, names = split_arguments(arguments)
+    stages = list(STAGES) if names == ["all"] else [resolve_stage(name) for name in names]
+    if not stages:
+        raise ConfigError("name a stage, or 'all'")
+    if cluster == "debug":
+        overrides.append("executor.workers=1")
+    configs = [load_config(path, overrides) for path in paths]
+    named = read_findings(redo, configs, restart=restart)
+    if cluster != "slurm":
+        return run_configs(configs, stages, restart=restart, redo=named)
+    loaded = load_profile(profile) if profile else ClusterProfile()
+    console = make_console()
+    if dry_run:
+        if named is not None:
+            raise ConfigError("--dry-run shows what is left to do; with --redo that would have to be taken back first")
+        show_submission(console, configs, stages, loaded)
+        return OK
+    return worst(submit_all(console, configs, stages, loaded, restart=restart, wait=wait, redo=named))
+
+
+def submit_all(
+    console: Console,
+    configs: Sequence[Config],
+    stages: Sequence[str],
+    profile: ClusterProfile,
+    *,
+    restart: bool,
+    wait: bool,
+    redo: Report | None = None,
+) -> list[int]:
+    """Submit each dataset and return the exit statuses: of the submissions, or with ``wait`` of the ends.
+
+    An error of one dataset is printed and does not keep the others from being submitted. The units that ``redo`` names
+    are done again.
+    """
+    from sharmill.executors.slurm.chain import Chain
+
+    chains = [Chain(config, tuple(stages), profile, restart, redo) for config in configs]
+    started = [_guarded(console, chain, _start) for chain in chains]
+    if not wait:
+        return started
+    return [
+        status if status != OK else _guarded(console, chain, _finish)
+        for chain, status in zip(chains, started, strict=True)
+    ]
+
+
+def show_submission(
+    console: Console, configs: Sequence[Config], stages: Sequence[str], profile: ClusterProfile
+) -> None:
+    """Print, for each dataset, the sbatch script and the balance of the first stage that has something to do; what
+    comes after it depends on its outcome."""
+    from sharmill.cli.stage_status import read_or_preview_units
+    from sharmill.executors.slurm.chain import Chain
+    from sharmill.executors.slurm.executor import SlurmExecutor
+    from sharmill.pipeline import check_config, make_stages
+
+    for config in configs:
+        check_config(config, stages)
+        chain = Chain(config, tuple(stages), profile)
+        executor = SlurmExecutor(profile, chain.run_dir.jobs, chain, config.name)
+        for stage in make_stages(config, stages):
+            units, done = read_or_preview_units(stage)
+            left = [unit for unit in units if unit.index not in done]
+            if not left:
+                continue
+            bins = executor.bins(stage, left)
+            for line in _describe_balance(stage, bins, executor.arrays(len(bins))):
+                console.print(plain(f"{config.name}, {stage.name}: {line}"))
+            # As it is: a script with wrapped lines would be another one.
+            console.print(plain(executor.script(stage, len(bins))), soft_wrap=True)
+            break
+
+
+def _describe_balance(stage: Stage, bins: Sequence[Sequence[Unit]], arrays: Sequence[tuple[range, int]]) -> list[str]:
+    loads = [sum(unit.cost for unit in units) for units in bins]
+    what = "records" if stage.name == "prepare" else "seconds of audio"
+    balance = f", balance {sum(loads) / len(loads) / max(loads):.0%}" if max(loads) else ""
+    parallel = sum(parallel for _, parallel in arrays)
+    split = f" in {len(arrays)} job arrays, of which the first is shown" if len(arrays) > 1 else ""
+    return [
+        f"{sum(map(len, bins))} units on {len(bins)} ranks{split}; at most {min(parallel, len(bins))} run at once",
+        f"{min(loads):.1f} to {max(loads):.1f} {what} per rank{balance}",
+    ]
+
+
+def _start(console: Console, chain: Chain) -> int:
+    state = chain.start()
+    console.print(plain(f"{chain.config.name}: {state.message}"))
+    return _status(state) if state.state != "waiting" else OK
+
+
+def _finish(console: Console, chain: Chain) -> int:
+    from sharmill.executors.slurm.chain import wait_for_end
+
+    state = wait_for_end(chain)
+    console.print(plain(f"{chain.config.name}: {state.state}: {state.message}"))
+    return _status(state)
+
+
+def _status(state: ChainState) -> int:
+    if state.state == "failed":
+        return FAILED
+    return FINDINGS if state.findings else OK
+
+
+def _guarded(console: Console, chain: Chain, step: Callable[[Console, Chain], int]) -> int:
+    try:
+        return step(console, chain)
+    except SharmillError as error:
+        console.print(plain(f"Error: {chain.config.name}: {error}", style="red"))
+        return status_of_error(error)

@@ -1,0 +1,44 @@
+"""``sharmill tune-batch``: the batch size of each bucket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from sharmill.cli.exit_status import OK
+
+
+@click.command("tune-batch")
+@click.option("--step", required=True, metavar="MODULE:CALLABLE",
+              help="Runs one step: step(batch_size, length, num_tokens, device), or a class of such.")  # fmt: skip
+@click.option("--bins", "bins_text", required=True, metavar="FILE|LIST",
+              help="What sharmill bins --closed printed, or [1.5, 3.0].")  # fmt: skip
+@click.option("--memory-share", default=0.9, show_default=True, help="Share of the memory to use.")
+@click.option("--memory", help="Of how much, as in 8GiB (default: all of the GPU, or what is available to the CPU).")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, or cuda:0.")
+@click.option("--max-batch-size", type=click.IntRange(1), default=4096, show_default=True, help="Ask for no more.")
+@click.option("--tolerance", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True,
+              help="Stop when the gap between fitting and not is at most this share.")  # fmt: skip
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=1800.0, show_default=True,
+              help="Seconds that the steps of one size may take.")  # fmt: skip
+def tune_batch(step: str, bins_text: str, memory_share: float, memory: str | None, device: str, **options: Any) -> int:
+    """Find the largest batch of each bucket that fits.
+
+    Runs your training step with larger and larger made-up batches, until it has not enough memory, and prints YAML for
+    NeMo's loader.
+    """
+    from sharmill.training.buckets.batch_size import make_budget, read_buckets, to_yaml, tune_batch_sizes
+    from sharmill.training.buckets.memory import parse_memory
+
+    buckets = read_buckets(bins_text)
+    budget = make_budget(device, memory_share, parse_memory(memory) if memory else None)
+    click.echo(f"searching within {budget}", err=True)
+    most = options["max_batch_size"]
+    sizes = tune_batch_sizes(
+        step, buckets, budget, **options,
+        tell=lambda bucket, size: click.echo(f"{bucket}: {size}{' or more' * (size == most)}", err=True),
+        tell_try=lambda bucket, size, fits: click.echo(f"  {size} {'fits' if fits else 'does not fit'}", err=True),
+    )  # fmt: skip
+    click.echo(to_yaml(step, buckets, sizes, budget), nl=False)
+    return OK

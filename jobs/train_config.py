@@ -11,8 +11,11 @@ class ModelConfig:
     """Sizes of the transformer."""
 
     dim: int = 256
+    """Width: a multiple of twice ``num_heads``."""
     num_layers: int = 4
+    """Number of layers."""
     num_heads: int = 4
+    """Number of attention heads."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_heads < 1 or self.dim % (2 * self.num_heads):
@@ -21,36 +24,47 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What to train on, how long, and where to keep it.
-
-    ``batch_seconds`` limits the padded target audio of a batch, on each rank. ``order_seed`` makes the order of the
-    data and belongs to the whole training; ``seed`` is of one job: the first weights and the slices of contexts (null:
-    drawn and logged). ``keep`` is how many checkpoints stay.
-
-    With ``loader``, a YAML file for ``sharmill.training.get_dataloader``, NeMo's loader makes the batches, of this
-    dataset and whatever else is in it. Our datasets are then read in the order of ``order_seed``, and a job goes on in
-    it where the one before ended; other data begin anew, in an order that follows from ``seed`` and ``shard_seed``.
-    Settings under which that cannot be are refused, unless ``resumable`` is false: then each job begins all data anew.
-    """
+    """Data, length, checkpoints and model of a training."""
 
     dataset: str
+    """Dataset directory to train on."""
     out_dir: str
+    """Folder of checkpoints and logs."""
     codec: str | None = None
+    """Codec whose codes are the model's tokens; needed where the dataset has several."""
     loader: str | None = None
+    """YAML file with settings of ``sharmill.training.get_dataloader``. NeMo's loader then makes the batches, of this
+    dataset and whatever else the settings name; ``null`` is the reader with lhotse's sampler."""
     resumable: bool = True
+    """With ``loader``: a job goes on in the data where the one before ended, in the order of ``order_seed``; data of
+    other types begin anew. Settings under which that is impossible are errors. ``false``: each job begins all data
+    anew."""
     shard_seed: Literal["randomized", "trng"] | int = "randomized"
+    """With ``loader``: NeMo's setting for the order of data of other types."""
     max_steps: int = 1000
+    """Number of training steps."""
     checkpoint_every: int = 100
+    """Steps between checkpoints."""
     keep: int = 2
+    """Number of checkpoints that are kept."""
     batch_seconds: float = 60.0
+    """Target audio of a batch on each rank, in seconds, padding included."""
     num_workers: int = 1
+    """Processes that read data, per rank."""
     order_seed: int = 0
+    """Seed of the order of the data; one for the whole training."""
     seed: int | None = None
+    """Seed of one job: first weights and slices of contexts; ``null`` draws one and logs it."""
     learning_rate: float = 1e-3
+    """Learning rate of AdamW after the warm-up."""
     warmup_steps: int = 50
+    """Steps over which the learning rate rises."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model; ``auto`` is a GPU where there is one."""
     log_ids: bool = False
+    """Write the ids of the cuts of every step to ``steps.rank<n>.jsonl``."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    """Sizes of the model: see below."""
 
     def __post_init__(self) -> None:
         if min(self.max_steps, self.checkpoint_every, self.keep, self.warmup_steps) < 1:

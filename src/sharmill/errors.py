@@ -33,6 +33,13 @@ REASONS: Final[dict[str, str]] = {
 
 # One code names one kind of mistake or fault, whatever the sentence says; tests and callers compare codes.
 CODES: Final[dict[str, str]] = {
+    # Configuration
+    "bad_config_file": "a YAML file cannot be read, or is not a mapping of a reasonable size",
+    "bad_config_value": "a value of a configuration has the wrong type or is out of range",
+    "missing_key": "a key of a configuration that has no default is missing",
+    "unknown_key": "a configuration has a key that does not exist",
+    "unknown_stage": "there is no stage of this name",
+    # Everything else
     "unspecified": "an error without a code of its own",
 }
 

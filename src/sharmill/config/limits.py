@@ -1,4 +1,4 @@
-"""What a YAML file unfolds to, found without doing it: a few lines of aliases can stand for more than memory holds."""
+"""Limits on YAML files, checked before their aliases are expanded: a few lines can stand for more than memory holds."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ _MAX_VALUES = 100_000
 
 
 def check_yaml(path: Path) -> None:
-    """Proves that a file is YAML of a size that a configuration can have.
+    """Check that a file is YAML of a size that a configuration can have.
 
     Raises:
-        ConfigError: it is too large, too deep, or contains itself.
-        yaml.YAMLError: it is no YAML.
-        OSError: it cannot be read.
+        ConfigError: the file is not regular, too large, nested too deeply, or contains itself.
+        yaml.YAMLError: the file is not YAML.
+        OSError: the file cannot be read.
     """
     # Before opening: a FIFO would wait for its writer, a device may have no end.
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise ConfigError(f"{path} is not a regular file")
+        raise ConfigError(f"{path} is not a regular file", code="bad_config_file")
     with path.open("rb") as stream:
         data = stream.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{path} is larger than 1 MiB: it is no configuration")
+        raise ConfigError(f"{path} is larger than 1 MiB: it is no configuration", code="bad_config_file")
     try:
         root = yaml.compose(data, Loader=yaml.SafeLoader)
         count = _count(root, {}) if root is not None else 0
     except RecursionError as error:
-        raise ConfigError(f"{path}: values are nested too deeply, or contain themselves") from error
+        raise ConfigError(
+            f"{path}: values are nested too deeply, or contain themselves", code="bad_config_file"
+        ) from error
     if count > _MAX_VALUES:
-        raise ConfigError(f"{path}: its aliases unfold to more than {_MAX_VALUES:,} values")
+        raise ConfigError(f"{path}: its aliases unfold to more than {_MAX_VALUES:,} values", code="bad_config_file")
 
 
 def _count(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node unfolds to; an alias is the node that it stands for, looked at once."""
+    """Count the values that a node expands to; a node that aliases refer to is counted once and looked up."""
     if id(node) not in known:
         children: list[yaml.Node] = []
         if isinstance(node, yaml.SequenceNode):

@@ -1,6 +1,6 @@
-"""Reading of configurations: YAML, ``key=value`` overrides, and errors that name file, key and the nearest valid key.
+"""Reading of YAML into dataclasses, with ``key=value`` overrides and errors that name the file and the key.
 
-Any of the program's dataclasses can be read so: configurations of datasets and cluster profiles.
+Configurations of datasets, cluster profiles and the training example are read with these functions.
 """
 
 from __future__ import annotations
@@ -22,26 +22,44 @@ Loaded = TypeVar("Loaded")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file, applies ``key=value`` overrides (``match.min_similarity=0.7``) and checks everything.
+    """Read the configuration of a dataset from a YAML file.
+
+    Args:
+        path: the file.
+        overrides: ``key=value`` texts that replace values of the file, such as ``match.min_similarity=0.7``.
 
     Raises:
-        ConfigError: with the file, the key and what to change.
+        ConfigError: the file cannot be read, or a key or value is wrong; the message names file, key and remedy.
+
+    >>> config = load_config("configs/demo.yaml", ["write.shard_size=20"])
+    >>> config.write.shard_size
+    20
     """
     return load_typed(Config, path, overrides)
 
 
 def load_typed(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """A YAML file as the dataclass ``kind``, with the same overrides, checks and errors as a configuration."""
+    """Read a YAML file as the dataclass ``kind``, with the overrides, checks and errors of ``load_config``."""
     return _to_typed(kind, _read_merged(kind, Path(path), overrides), str(path))
 
 
 def to_config(values: dict[str, Any], origin: str) -> Config:
-    """The typed configuration of plain values that came from ``origin``."""
+    """Make a configuration from plain values.
+
+    Args:
+        values: what a YAML file would contain.
+        origin: where the values came from; error messages begin with it.
+
+    >>> source = {"manifest": "manifest.json", "audio_root": "audio"}
+    >>> config = to_config({"name": "a", "run_dir": "run", "dataset_dir": "data", "sources": [source]}, "example")
+    >>> config.match.encoder
+    'resemblyzer'
+    """
     return _to_typed(Config, values, origin)
 
 
 def to_yaml(config: Config) -> bytes:
-    """The whole configuration, with its defaults, as YAML that ``load_config`` reads."""
+    """Return the whole configuration, defaults included, as YAML that ``load_config`` reads."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))).encode()
@@ -62,15 +80,17 @@ def _read_merged(kind: type, path: Path, overrides: Sequence[str]) -> dict[str, 
             OmegaConf.update(config, key, _override_value(value, _type_at(kind, key)))
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no configuration file {path}") from error
+        raise ConfigError(f"there is no configuration file {path}", code="bad_config_file") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {error}", code="bad_config_file") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"{path} is not valid YAML: {' '.join(str(error).split())}", code="bad_config_file"
+        ) from error
     except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}", code="bad_config_value") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a configuration is a mapping of keys to values")
+        raise ConfigError(f"{path}: a configuration is a mapping of keys to values", code="bad_config_file")
     return typing.cast("dict[str, Any]", values)
 
 
@@ -80,11 +100,12 @@ def _to_typed(kind: type[Loaded], values: dict[str, Any], origin: str) -> Loaded
         # Not strict: a number may be quoted, and YAML takes 1e3 for text.
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {_readable(kind, str(error))}") from error
+        code = "missing_key" if "missing required field" in str(error) else "bad_config_value"
+        raise ConfigError(f"{origin}: {_readable(kind, str(error))}", code=code) from error
 
 
 def _override_value(text: str, expected: Any) -> Any:
-    """What the right side of an override means: YAML, or the text itself where text is asked for.
+    """Return the value that the right side of an override stands for: YAML, or the text itself where text is expected.
 
     ``name=0123`` is a name, and what is no YAML is text as well: ``prepare.filters.cer=>= 3``, ``speaker_key=[^/]+``.
     """
@@ -101,7 +122,7 @@ def _override_value(text: str, expected: Any) -> Any:
 
 
 def _type_at(kind: type, key: str) -> Any:
-    """The type declared for a key such as ``sources[0].manifest`` or ``sources.0.manifest``; None if there is none."""
+    """Return the type declared for a key such as ``sources[0].manifest`` or ``sources.0.manifest``, or None."""
     owner: Any = kind
     for part in re.findall(r"[^.\[\]]+", key):
         if typing.get_origin(owner) is list:
@@ -116,7 +137,7 @@ def _type_at(kind: type, key: str) -> Any:
 
 
 def _check_keys(owner: Any, values: Any, origin: str, prefix: str) -> None:
-    """Walks the values beside the dataclasses and stops at the first key that no dataclass has."""
+    """Raise ConfigError for the first key that the dataclass ``owner``, or one within it, does not have."""
     if typing.get_origin(owner) is list and isinstance(values, list):
         for number, value in enumerate(values):
             _check_keys(typing.get_args(owner)[0], value, origin, f"{prefix.rstrip('.')}[{number}].")
@@ -125,18 +146,24 @@ def _check_keys(owner: Any, values: Any, origin: str, prefix: str) -> None:
     types = typing.get_type_hints(owner)
     for key, value in values.items():
         if key not in types:
-            raise ConfigError(f"{origin}: unknown key '{prefix}{key}'{nearest(str(key), list(types))}")
+            raise ConfigError(
+                f"{origin}: unknown key '{prefix}{key}'{nearest(str(key), list(types))}", code="unknown_key"
+            )
         _check_keys(types[key], value, origin, f"{prefix}{key}.")
 
 
 def nearest(name: str, valid: list[str]) -> str:
-    """What to say after a name that is not valid: the one probably meant, or all."""
+    """Return the end of a sentence about a name that is not valid: the name probably meant, or all valid ones.
+
+    >>> nearest("shufle", ["manifest", "shuffle"])
+    "; did you mean 'shuffle'?"
+    """
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
     return f"; did you mean '{close[0]}'?" if close else f"; the valid names are {', '.join(valid)}"
 
 
 def _readable(kind: type, message: str) -> str:
-    """msgspec's ``... - at `$.match.min_similarity``` with the key first, in the words of YAML."""
+    """Rewrite a message of msgspec, ``... - at `$.match.min_similarity```, with the key first, in words of YAML."""
     text, _, where = message.partition(" - at `$")
     where = where.strip("`.").replace("[...]", "")
     if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
@@ -150,7 +177,7 @@ def _readable(kind: type, message: str) -> str:
 
 
 def _choices(expected: Any) -> list[str]:
-    """The values that a ``Literal`` allows, also as part of a union."""
+    """List the values that a ``Literal`` allows, also as part of a union."""
     if typing.get_origin(expected) is Literal:
         return [str(value) for value in typing.get_args(expected)]
     if expected is int:
@@ -159,12 +186,15 @@ def _choices(expected: Any) -> list[str]:
 
 
 def resolve_stage(name: str) -> str:
-    """The stage of a name or an alias (``stage1``).
+    """Return the name of a stage that is given by its name or its alias.
 
     Raises:
         ConfigError: there is no such stage.
+
+    >>> resolve_stage("stage1")
+    'match'
     """
     stage = STAGE_ALIASES.get(name, name)
     if stage not in STAGES:
-        raise ConfigError(f"there is no stage {name!r}{nearest(name, [*STAGES, *STAGE_ALIASES])}")
+        raise ConfigError(f"there is no stage {name!r}{nearest(name, [*STAGES, *STAGE_ALIASES])}", code="unknown_stage")
     return stage

@@ -1,4 +1,7 @@
-"""Typed configuration of one dataset: one frozen dataclass per section, checked when it is made."""
+"""Typed configuration of one dataset: one frozen dataclass per section, checked when it is made.
+
+The string below each key is its documentation: docs/configuration.md is generated from these strings.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,14 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """One manifest. ``manifest`` may name shards: ``manifest__OP_0..63_CL_.json`` or ``manifest_{0..63}.json``."""
+    """One input of the dataset: a manifest and the folder of its audio."""
 
     type: Literal["nemo"] = "nemo"
+    """Format of the manifest. ``nemo``: JSON lines, one utterance a line."""
     manifest: str
+    """Path of the manifest. It may name shards: ``manifest__OP_0..63_CL_.json`` or ``manifest_{0..63}.json``."""
     audio_root: str
+    """Folder that ``audio_filepath`` is relative to. Audio outside this folder is rejected."""
 
     def __post_init__(self) -> None:
         _require(bool(self.manifest.strip()), "manifest must not be empty")
@@ -32,19 +38,21 @@ class SourceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """Which records are usable. Durations in seconds.
-
-    ``filters`` maps a manifest key to a comparison with a number, such as ``cer: "<= 0.03"``. ``duration_tolerance``
-    is how far the manifest and the audio header may be apart. ``require_text: false`` keeps untranscribed speech.
-    ``max_duration: null`` is no limit: a codec takes an utterance at once, and one of three hours more than 20 GB.
-    """
+    """Conditions that a record must meet. Records that do not are rejected with a reason."""
 
     min_duration: float = 0.1
+    """Shortest utterance, in seconds."""
     max_duration: float | None = 600.0
+    """Longest utterance, in seconds; ``null`` is no limit. A codec takes an utterance at once, and one of three hours
+    needs more than 20 GB of memory."""
     duration_tolerance: float = 0.1
+    """Largest difference between the durations in the manifest and in the audio header, in seconds."""
     require_text: bool = True
+    """Reject records without text. ``false`` keeps untranscribed speech."""
     filters: dict[str, str] = field(default_factory=dict)
+    """Comparisons of manifest keys with numbers, such as ``{cer: "<= 0.03", bandwidth: ">= 8000"}``."""
     unit_records: int = 2000
+    """Number of records in one unit of work."""
 
     def __post_init__(self) -> None:
         _require(self.min_duration >= 0, "min_duration must not be negative")
@@ -56,23 +64,33 @@ class PrepareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MatchConfig:
-    """Which utterance becomes the context. Durations in seconds.
-
-    ``max_group`` splits larger speaker groups into parts. ``choice: sample`` draws among the ``sample_size`` best
-    candidates that satisfy the limits. ``unit_seconds`` is how much audio one unit gathers (null: from the total).
-    """
+    """Choice of the context: the most similar utterance of the same speaker group that meets these conditions."""
 
     encoder: str = "resemblyzer"
+    """Speaker encoder: ``resemblyzer`` (its weights come with the Python package), ``nemo:titanet_large`` or another
+    pretrained name, or ``nemo:/path/model.nemo``."""
     min_similarity: float = 0.6
+    """Lowest cosine similarity of a context to its target."""
     min_duration: float = 3.0
+    """Shortest context, in seconds."""
     max_duration: float | None = None
+    """Longest context, in seconds; ``null`` is no limit."""
     batch_seconds: float = 60.0
+    """Audio in one batch of the encoder, in seconds, padding included. About 600 suits a GPU with 40 GB."""
     max_group: int | None = None
+    """Split speaker groups with more utterances than this into parts, so that a corpus of few speakers uses every rank.
+    A context then comes from the same part. ``null`` splits nothing."""
     exclude_same_text: bool = False
+    """Leave out candidates that have the target's text."""
     choice: Literal["best", "sample"] = "best"
+    """``best`` takes the most similar candidate. ``sample`` draws among the ``sample_size`` most similar, so that a
+    popular clip does not become the context of everything."""
     sample_size: int = 5
+    """Number of candidates that ``choice: sample`` draws from."""
     seed: int = 42
+    """Seed of ``choice: sample``."""
     unit_seconds: float | None = None
+    """Audio that one unit of work gathers, in seconds; ``null`` derives it from the total."""
 
     def __post_init__(self) -> None:
         _require(-1 <= self.min_similarity <= 1, "min_similarity must be between -1 and 1")
@@ -88,13 +106,19 @@ class MatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteConfig:
-    """How the shards look. ``sampling_rate: null`` keeps the rate of each recording."""
+    """Form of the shards: their size, their order and the format of their audio."""
 
     shard_size: int = 1000
+    """Number of cuts in one shard."""
     audio_format: Literal["flac", "wav", "mp3", "opus", "original"] = "flac"
+    """Format of the stored audio; ``original`` is that of each source file (FLAC where it cannot be written). A record
+    that is a whole mono file in this format and at ``sampling_rate`` is copied byte for byte."""
     sampling_rate: int | None = None
+    """Sampling rate of the stored audio, in Hz; ``null`` keeps the rate of each recording."""
     order: Literal["manifest", "speaker", "shuffle"] = "shuffle"
+    """Order of the cuts: as in the manifest, by speaker group, or shuffled by ``seed``."""
     seed: int = 42
+    """Seed of ``order: shuffle``."""
 
     def __post_init__(self) -> None:
         _require(self.shard_size > 0, "shard_size must be positive")
@@ -104,10 +128,13 @@ class WriteConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecConfig:
-    """One codec: ``name`` names its folder in the dataset (``codes_<name>``), ``model`` what is loaded."""
+    """One codec whose codes the dataset has."""
 
     name: str
+    """Name of the codes in the dataset: they lie in the folder ``codes_<name>``."""
     model: str
+    """Model to load: ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>`` (EnCodec
+    without chunks, DAC, Mimi), or ``builtin``, which is untrained and only for trying the program."""
 
     def __post_init__(self) -> None:
         _require(
@@ -118,10 +145,12 @@ class CodecConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeConfig:
-    """Which codecs' codes the dataset has."""
+    """Codecs whose codes the dataset has, side by side."""
 
     codecs: list[CodecConfig] = field(default_factory=lambda: [CodecConfig(name="builtin", model="builtin")])
+    """List of codecs; each has the keys below."""
     batch_seconds: float = 30.0
+    """Audio in one batch of a codec, in seconds, padding included."""
 
     def __post_init__(self) -> None:
         _require(self.batch_seconds > 0, "batch_seconds must be positive")
@@ -131,17 +160,16 @@ class EncodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateConfig:
-    """What the checker looks at beside the default level.
-
-    ``deep`` decodes all audio; ``recheck_codes`` is the share of segments that are encoded again, such as ``0.001`` or
-    ``0.1%``; ``codec_models`` says, by codec, where its model is now; ``against_sources`` accounts for every record of
-    the sources.
-    """
+    """Checks beyond those that the stage ``validate`` always makes."""
 
     deep: bool = False
+    """Decode all audio as well."""
     recheck_codes: float | str = 0.0
+    """Share of the segments to encode again, such as ``0.001`` or ``0.1%``."""
     codec_models: dict[str, str] = field(default_factory=dict)
+    """Model of each codec, where it is not the one that made the codes: ``{nano: "nemo:/new/place/model.nemo"}``."""
     against_sources: bool = False
+    """Account for every record of the sources: each is in the dataset or among the rejects."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.recheck_share <= 1, "recheck_codes must be a share between 0 and 1, or a percentage")
@@ -158,17 +186,20 @@ class ValidateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorConfig:
-    """Where the stages run. The other keys are for ``kind: ray``.
-
-    ``address`` is that of the cluster; ``cores`` are set aside for each worker. ``device: auto`` is a GPU for each
-    worker of match and encode where the cluster has any when the stage begins; ``cuda`` waits for GPU nodes.
-    """
+    """Place where the stages run. SLURM has no key here: `sharmill submit` takes a cluster profile."""
 
     kind: Literal["local", "ray"] = "local"
+    """``local``: processes on this machine. ``ray``: actors on a Ray cluster."""
     workers: int | Literal["auto"] = "auto"
+    """Number of ranks. ``auto``: one per visible GPU for match and encode where there are any, else one per core. One
+    worker runs inside the process, so that a debugger works."""
     address: str = "auto"
+    """Address of the Ray cluster (``kind: ray``)."""
     cores: int = 1
+    """Cores set aside for each rank (``kind: ray``)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of match and encode (``kind: ray``). ``auto``: a GPU for each rank if the cluster has any when the stage
+    begins. ``cuda``: wait for GPU nodes."""
 
     def __post_init__(self) -> None:
         _require(self.workers == "auto" or int(self.workers) >= 1, "workers must be 'auto' or a number from 1")
@@ -179,10 +210,12 @@ class ExecutorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Curves of throughput and rejects per rank: TensorBoard files in the run directory, a Weights & Biases project."""
+    """Curves of throughput and rejects, one per rank. A missing package or network never stops a run."""
 
     tensorboard: bool = False
+    """Write TensorBoard files to the run directory."""
     wandb_project: str | None = None
+    """Weights & Biases project to log to; ``null`` logs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,18 +223,34 @@ class Config:
     """One dataset, from its manifests to its shards."""
 
     name: str
+    """Name of the dataset: letters, digits, ``_``, ``-`` and ``.``."""
     run_dir: str
+    """Run directory: plans, ledgers, logs, progress, rejects and intermediate manifests."""
     dataset_dir: str
+    """Dataset directory: the finished Shar. Neither directory may lie within the other."""
     sources: list[SourceConfig]
+    """Inputs, in order; each has the keys below."""
     speaker_key: str = "speaker"
+    """Rule that makes speaker groups, among whose members contexts are chosen. A preset (``speaker``, ``librispeech``,
+    ``libritts``, ``hifitts``, ``hifitts2``, ``nvyt2505``, ``rivaLindyRodney``, ``rivaEmmaMeganSeanTom``,
+    ``jhsdGtc20Amp20Keynote``, ``all``), or a regular expression with named groups that is searched in
+    ``audio_filepath``, such as ``'^(?P<speaker>[^/]+)/(?P<session>[^/]+)/'``."""
     max_reject_fraction: float = 0.5
+    """Stop a stage when more than this fraction of its records is rejected."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    """Stage prepare: see below."""
     match: MatchConfig = field(default_factory=MatchConfig)
+    """Stage match: see below."""
     write: WriteConfig = field(default_factory=WriteConfig)
+    """Stage write: see below."""
     encode: EncodeConfig = field(default_factory=EncodeConfig)
+    """Stage encode: see below."""
     validate: ValidateConfig = field(default_factory=ValidateConfig)
+    """Stage validate: see below."""
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    """Where the stages run: see below."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    """Curves of the run: see below."""
 
     def __post_init__(self) -> None:
         _require(bool(_NAME.fullmatch(self.name)), f"name {self.name!r} must be letters, digits, '_', '-', '.'")

@@ -11,19 +11,24 @@ from sharmill.config import load_typed
 
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
-    """What one rank of a kind of stage asks for. ``extra`` are further sbatch options, by their long names.
-
-    ``device`` is what the model runs on: ``cuda`` is an error where the rank finds no GPU, never a slow success.
-    """
+    """Resources of one rank."""
 
     partition: str | None = None
+    """Partition to submit to; ``null`` is the cluster's default."""
     max_ranks: int = 64
+    """Most ranks of one stage; there are never more than units."""
     gpus: int = 0
+    """GPUs of a rank."""
     cores: int = 1
+    """CPU cores of a rank."""
     memory_gb: float = 4.0
+    """Memory of a rank, in GB."""
     timeout_min: int = 240
+    """Time limit of a rank, in minutes. A rank that reaches it is requeued and goes on."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Device that models run on. With ``cuda``, a rank that finds no GPU ends with an error."""
     extra: dict[str, Any] = field(default_factory=dict)
+    """Further sbatch options by their long names, such as ``{constraint: a100, exclude: "node[7-8]"}``."""
 
     def __post_init__(self) -> None:
         if self.max_ranks < 1 or self.cores < 1 or self.timeout_min < 1 or self.gpus < 0 or self.memory_gb <= 0:
@@ -32,25 +37,30 @@ class RankProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterProfile:
-    """A cluster: ``gpu`` for match and encode, ``cpu`` for all else and for the steps between stages.
-
-    ``max_parallel`` limits how many ranks of one stage run at once; ``signal_s`` is how long before its time limit a
-    rank is told to leave; ``max_requeues`` how often a rank may be requeued for its time limit. ``setup`` are shell
-    lines before a rank starts. With a ``container_image`` the rank runs in it (pyxis), with ``container_mounts``, and
-    ``python`` is the interpreter there; the steps between stages run outside, with the interpreter that submits.
-    """
+    """A cluster and what a rank gets of it."""
 
     gpu: RankProfile = field(default_factory=lambda: RankProfile(gpus=1, device="cuda"))
+    """Ranks of match and encode: see below."""
     cpu: RankProfile = field(default_factory=RankProfile)
+    """Ranks of the other stages, and the driver jobs between the stages: see below."""
     account: str | None = None
+    """Account to charge (``sbatch --account``)."""
     qos: str | None = None
+    """Quality of service (``sbatch --qos``)."""
     max_parallel: int = 256
+    """Most ranks of one stage that run at once."""
     signal_s: int = 90
+    """Seconds before its time limit at which a rank is told to leave."""
     max_requeues: int = 100
+    """How often one rank may be requeued for its time limit."""
     python: str | None = None
+    """Python interpreter of the ranks; ``null`` is the one that submits. In a container, the interpreter inside it."""
     setup: list[str] = field(default_factory=list)
+    """Shell lines that run before a rank starts, such as ``export HF_HUB_OFFLINE=1``."""
     container_image: str | None = None
+    """Container image that ranks run in (needs pyxis). Driver jobs run outside it."""
     container_mounts: list[str] = field(default_factory=list)
+    """Mounts of the container, such as ``/data:/data``."""
 
     def __post_init__(self) -> None:
         if self.max_parallel < 1 or self.max_requeues < 0 or self.signal_s < 1:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from sharmill.audio.files import check_encoder
+from sharmill.audio.encoding import check_encoder
 from sharmill.config import STAGES, Config, ValidateConfig, to_yaml
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.run import Executor, Listener, StageResult, locked, run_stage

@@ -13,7 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from sharmill.audio import files as audio
+from sharmill.audio.encoding import encode
+from sharmill.audio.resample import resample
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import WriteConfig
 from sharmill.demo.corpus import make_corpus
@@ -68,7 +69,7 @@ def write_all(config, reader, segments) -> None:
 
 def encode_every_time(reader, segments) -> None:
     for segment in segments:
-        audio.encode(*reader.read(segment), "flac")
+        encode(*reader.read(segment), "flac")
 
 
 def main() -> None:
@@ -80,7 +81,7 @@ def main() -> None:
         corpus = make_corpus(Path(folder) / "corpus", num_voices=voices)
         segments = good_segments(corpus.manifest)
         reader = SegmentReader((corpus.audio_root,))
-        waves = [audio.resample(*reader.read(segment), 16000) for segment in segments]
+        waves = [resample(*reader.read(segment), 16000) for segment in segments]
         hours = sum(len(wave) for wave in waves) / 16000 / 3600
         print(f"{len(segments)} utterances, {hours * 60:.1f} minutes, one rank of one thread")
 

@@ -23,7 +23,7 @@ import numpy as np
 from lhotse import CutSet
 from support.reader import make_dataset
 
-from sharmill.audio.files import encode
+from sharmill.audio.encoding import encode
 from sharmill.shar import open_shar
 from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.items import FieldWriter, Item

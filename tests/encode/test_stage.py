@@ -24,7 +24,7 @@ from support.shar import (
     voice,
 )
 
-from sharmill.audio import files as audio
+from sharmill.audio.resample import resample
 from sharmill.config import CodecConfig
 from sharmill.encode.stage import EncodeStage, codes_dtype, sorted_fields
 from sharmill.engine.run import run_stage
@@ -373,7 +373,7 @@ def test_real_codecs_codes_are_those_of_each_item_alone(project, config, tmp_pat
     assert str(tmp_path) not in (project.dataset / "dataset.json").read_text()
     same = total = 0
     for cut in open_shar(project.dataset):
-        samples = torch.from_numpy(audio.resample(cut.load_target_audio()[0], 16000, codec.sampling_rate))
+        samples = torch.from_numpy(resample(cut.load_target_audio()[0], 16000, codec.sampling_rate))
         alone = codec.encode(samples[None], torch.tensor([len(samples)]))[0].numpy()
         stored = cut.target_codes.load()
         assert stored.shape == alone.shape

@@ -13,7 +13,7 @@ from lhotse.features.io import MemoryRawWriter, NumpyFilesWriter
 from support.manifests import write_tone
 from support.shar import voice
 
-from sharmill.audio.files import encode
+from sharmill.audio.encoding import encode
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.cut_lines import write_cuts

@@ -28,9 +28,9 @@ def kinds(report):
 
 
 def heard(samples, rate=16000):
-    from sharmill.audio import files as audio
+    from sharmill.audio.encoding import encode
 
-    return listen(Item("x", "wav", audio.encode(samples.astype(np.float32), rate, "wav"), {}))
+    return listen(Item("x", "wav", encode(samples.astype(np.float32), rate, "wav"), {}))
 
 
 def test_shares_of_silence_and_clipping():

@@ -11,7 +11,8 @@ import soundfile as sf
 from lhotse import Recording
 from support.shar import put, voice
 
-from sharmill.audio import files as audio
+from sharmill.audio.encoding import encode
+from sharmill.audio.files import decode, probe, probe_bytes
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import WriteConfig
 from sharmill.errors import RejectRecord
@@ -65,7 +66,7 @@ def test_a_file_that_is_what_is_wanted_is_copied(root, name, format, rate, exten
     stored = store(root, whole(name), format=format, rate=rate)
     assert stored.data == (root / name).read_bytes()
     assert stored.extension == extension
-    samples, found_rate = audio.decode(stored.data)
+    samples, found_rate = decode(stored.data)
     assert (stored.num_samples, stored.sampling_rate) == (len(samples), found_rate)
 
 
@@ -89,7 +90,7 @@ def test_a_segment_that_is_the_whole_file_is_copied_too(root):
 def test_anything_else_is_encoded(root, segment, format, rate):
     stored = store(root, segment, format=format, rate=rate)
     assert stored.data != (root / segment.audio_filepath).read_bytes()
-    info = audio.probe_bytes(stored.data)
+    info = probe_bytes(stored.data)
     assert (info.num_samples, info.sampling_rate) == (stored.num_samples, stored.sampling_rate)
     assert info.format == ("flac" if format == "original" else format)
 
@@ -104,7 +105,7 @@ def test_original_keeps_the_format_of_what_has_to_be_encoded(root, name, expecte
 )
 def test_original_falls_back_to_flac_where_the_format_cannot_be_written(root, segment, rate):
     stored = store(root, segment, format="original", rate=rate)
-    assert (stored.extension, audio.probe_bytes(stored.data).format) == ("flac", "flac")
+    assert (stored.extension, probe_bytes(stored.data).format) == ("flac", "flac")
 
 
 @pytest.mark.parametrize("format", ["flac", "wav"])
@@ -114,18 +115,18 @@ def test_original_falls_back_to_flac_where_the_format_cannot_be_written(root, se
 def test_a_segment_is_extracted_to_the_sample(root, format, offset, duration):
     stored = store(root, part("a.wav", offset, duration), format=format)
     start, length = round(offset * 16000), round(duration * 16000)
-    np.testing.assert_array_equal(audio.decode(stored.data)[0], SAMPLES[start : start + length])
+    np.testing.assert_array_equal(decode(stored.data)[0], SAMPLES[start : start + length])
 
 
 def test_a_segment_that_ends_a_little_after_its_file_has_the_samples_that_there_are(root):
     stored = store(root, part("a.wav", 0.5, 0.55))
-    np.testing.assert_array_equal(audio.decode(stored.data)[0], SAMPLES[8000:])
+    np.testing.assert_array_equal(decode(stored.data)[0], SAMPLES[8000:])
 
 
 @pytest.mark.parametrize("format", ["mp3", "opus"])
 def test_lossy_formats_keep_rate_and_number_of_samples(root, format):
     stored = store(root, part("a.wav", 0.1, 0.7), format=format)
-    samples, rate = audio.decode(stored.data)
+    samples, rate = decode(stored.data)
     assert (len(samples), rate, stored.num_samples) == (11200, 16000, 11200)
     assert np.corrcoef(samples, SAMPLES[1600:12800])[0, 1] > 0.9
 
@@ -137,7 +138,7 @@ def test_resampled_samples_are_lhotses(tmp_path, from_rate, to_rate):
     expected = Recording.from_file(path).resample(to_rate).load_audio()[0]
     # libsndfile takes the next lower of the 16-bit values.
     quantised = np.clip(np.floor(expected.astype(np.float64) * 32768), -32768, 32767)
-    np.testing.assert_array_equal(audio.decode(stored.data)[0].astype(np.float64) * 32768, quantised)
+    np.testing.assert_array_equal(decode(stored.data)[0].astype(np.float64) * 32768, quantised)
 
 
 def test_opus_cannot_hold_22050_hz(tmp_path):
@@ -182,9 +183,9 @@ def test_an_error_of_the_machine_is_no_reject(root):
 def test_each_segment_is_made_once_and_forgotten_after_its_last_use(root):
     uses = [part("a.wav", 0.1, 0.5), whole("a.flac"), part("a.wav", 0.1, 0.5), part("a.wav", 0.2, 0.5)]
     encoder = SegmentEncoder(WriteConfig(), SegmentReader((root,)), uses)
-    with mock.patch("sharmill.audio.files.encode", wraps=audio.encode) as encode:
+    with mock.patch("sharmill.write.encoder.encode", wraps=encode) as encoded:
         stored = [encoder(segment) for segment in uses]
-    assert encode.call_count == 2
+    assert encoded.call_count == 2
     assert stored[0] is stored[2]
     assert encoder._kept == {}
 
@@ -192,8 +193,8 @@ def test_each_segment_is_made_once_and_forgotten_after_its_last_use(root):
 def test_a_reject_too_is_found_once(root):
     uses = [whole("gone.wav")] * 3
     encoder = SegmentEncoder(WriteConfig(), SegmentReader((root,)), uses)
-    with mock.patch("sharmill.audio.files.probe", wraps=audio.probe) as probe:
+    with mock.patch("sharmill.audio.segments.probe", wraps=probe) as probed:
         for segment in uses:
             with pytest.raises(RejectRecord):
                 encoder(segment)
-    assert probe.call_count == 1
+    assert probed.call_count == 1

@@ -1,4 +1,4 @@
-"""Audio files and arrays: look at, decode, cut, resample, encode.
+"""Reading of audio files: their headers, and their samples as a whole or in part.
 
 Everything goes through libsndfile, by a file's content and never by its name. What is wrong with a recording
 becomes a ``RejectRecord``; what is wrong with the machine (say, too many open files) stays an ``OSError``, so
@@ -9,35 +9,22 @@ from __future__ import annotations
 
 import errno
 import io
-import math
 import os
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from decimal import ROUND_HALF_UP, Decimal
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import BinaryIO, Final
 
 import numpy as np
 import soundfile as sf
 
-from sharmill.audio import ogg
-from sharmill.errors import ConfigError, RejectRecord
+from sharmill.audio import mp3, ogg
+from sharmill.errors import RejectRecord
 
-if TYPE_CHECKING:
-    import torch
-
-# Our name -> libsndfile's format and subtype, and the sampling rates that can be written (None: any).
-_ENCODINGS: Final[dict[str, tuple[str, str, tuple[int, ...] | None]]] = {
-    "flac": ("FLAC", "PCM_16", None),
-    "wav": ("WAV", "PCM_16", None),
-    "mp3": ("MP3", "MPEG_LAYER_III", (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)),
-    "opus": ("OGG", "OPUS", (8000, 12000, 16000, 24000, 48000)),
-}
-ENCODERS: Final[tuple[str, ...]] = tuple(_ENCODINGS)
 # Our names where they are not libsndfile's format in lower case.
 _OTHER_NAMES: Final = {"OPUS": "opus", "MPEG_LAYER_I": "mp1", "MPEG_LAYER_II": "mp2", "WAVEX": "wav"}
 
@@ -45,9 +32,6 @@ _OTHER_NAMES: Final = {"OPUS": "opus", "MPEG_LAYER_I": "mp1", "MPEG_LAYER_II": "
 _MEMORYLESS: Final = ("PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW")
 _NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _BLOCK_SAMPLES: Final = 1 << 20
-_OGG_SERIAL: Final = 1
-_FLAC_MAX_ANY_RATE: Final = 65535  # beyond, only multiples of 10 Hz
-_MAX_FILTER_SIZE: Final = 1 << 23
 _MIN_SAMPLING_RATE: Final = 1000  # below, no speech is left
 _MAX_SAMPLING_RATE: Final = 655350  # of FLAC
 _UNKNOWN_LENGTH: Final = (1 << 63) - 1  # libsndfile's SF_COUNT_MAX
@@ -59,12 +43,6 @@ _STREAMED_BYTES: Final = 0x7FFF0000
 _SHORTENED_CHUNK: Final = re.compile(
     r"^\s*(?:data|SSND|Data Size|Riff size|riff)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE
 )
-
-# Bit rates in kbit/s by index, and sampling rates, by the version bits of a frame header: MPEG 1, 2 and 2.5.
-_MPEG1_KBPS: Final = (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
-_MPEG2_KBPS: Final = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
-_MP3_RATES: Final = {3: (44100, 48000, 32000), 2: (22050, 24000, 16000), 0: (11025, 12000, 8000)}
-_MP3_TRAILERS: Final = (b"TAG", b"APETAGEX", b"LYRICSBEGIN", b"ID3")
 
 
 @dataclass(frozen=True)
@@ -131,97 +109,10 @@ def decode(data: bytes) -> tuple[np.ndarray, int]:
     return _decode(io.BytesIO(data), "audio data", 0, None)
 
 
-def segment_bounds(offset: float, duration: float, sampling_rate: int) -> tuple[int, int]:
-    """First sample and number of samples of a segment given in seconds; each is rounded as Lhotse rounds it.
-
-    Raises:
-        ValueError: ``offset`` or ``duration`` is negative or not finite.
-    """
-    if not (0 <= offset < math.inf and 0 <= duration < math.inf):
-        raise ValueError(f"not a segment: offset {offset}, duration {duration}")
-    return _round_half_up(offset * sampling_rate), _round_half_up(duration * sampling_rate)
-
-
-def resampled_length(num_samples: int, from_rate: int, to_rate: int) -> int:
-    """Number of samples that ``resample`` makes of ``num_samples``; of a handful it can make 0."""
-    if from_rate == to_rate:
-        return num_samples
-    # Through seconds in floating point, since that is how Lhotse's Recording.resample computes it.
-    return _round_half_up(num_samples / from_rate * to_rate)
-
-
-def resample(audio: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
-    """Resample float32 ``audio`` (samples,) with torchaudio's default windowed sinc; no-op for equal rates.
-
-    The samples and their number are those of Lhotse's ``Recording.resample(to_rate).load_audio()`` in a
-    process with one torch thread, such as a DataLoader worker.
-
-    Returns:
-        float32 samples (resampled_length(len(audio), from_rate, to_rate),).
-    """
-    if from_rate == to_rate or len(audio) == 0:
-        return audio
-    _check_ratio(from_rate, to_rate)
-    import torch
-
-    waveform = torch.from_numpy(np.require(audio, np.float32, ["C", "W"]))[None]
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the last bits of a convolution depend on the number of threads
-    try:
-        with torch.no_grad():
-            resampled = _resampler(from_rate, to_rate)(waveform)[0].numpy()
-    finally:
-        torch.set_num_threads(num_threads)
-    length = resampled_length(len(audio), from_rate, to_rate)
-    if len(resampled) < length:  # torchaudio computes its length in float32: short above some 2**24 samples
-        return np.pad(resampled, (0, length - len(resampled)), mode="reflect")
-    return resampled[:length]
-
-
-def check_encoder(format: str, sampling_rate: int) -> None:
-    """Check, before any work, that ``encode`` can write this format at this rate.
-
-    Raises:
-        ConfigError: it cannot; the message says what to set instead.
-    """
-    if format not in _ENCODINGS:
-        raise ConfigError(f"audio format {format!r} cannot be written; choose one of {', '.join(ENCODERS)}")
-    rates = _ENCODINGS[format][2]
-    if rates is not None and sampling_rate not in rates:
-        raise ConfigError(
-            f"{format} cannot hold audio at {sampling_rate} Hz: set sampling_rate to one of "
-            f"{', '.join(map(str, rates))}, or audio_format to flac"
-        )
-    if format == "flac" and sampling_rate > _FLAC_MAX_ANY_RATE and sampling_rate % 10:
-        raise ConfigError(f"flac cannot hold audio at {sampling_rate} Hz: set sampling_rate, or audio_format to wav")
-
-
-def encode(audio: np.ndarray, sampling_rate: int, format: str) -> bytes:
-    """Encode mono ``audio`` (samples,) as one of ``ENCODERS``; values outside [-1, 1] are clipped.
-
-    Same samples, same bytes, in every process and at every time (one build of libsndfile, one kind of CPU).
-    flac and wav hold 16 bits: what was decoded from 16 bits comes back exactly. All four keep rate and number
-    of samples as ``probe_bytes`` and ``decode`` report them: mp3 by the delays in its Info frame, opus by
-    pre-skip and last granule position. Other readers may find more samples (mp3) or 48 kHz (opus).
-
-    Raises:
-        ConfigError: unknown format, or a sampling rate that it cannot hold.
-        RejectRecord: empty_audio, non_finite_audio.
-        ValueError: ``audio`` is not one-dimensional.
-    """
-    check_encoder(format, sampling_rate)
-    if audio.ndim != 1:
-        raise ValueError(f"expected audio of shape (samples,), got {audio.shape}")
-    if len(audio) == 0:
-        raise RejectRecord("empty_audio", "there are no samples to encode")
-    _check_finite(audio, "audio to encode")
-    # libsndfile clips for the 16-bit formats only; MP3 and Opus would keep the overshoot.
-    clipped = np.clip(np.asarray(audio, dtype=np.float32), -1.0, 1.0)
-    container, subtype, _ = _ENCODINGS[format]
-    buffer = io.BytesIO()
-    sf.write(buffer, clipped, sampling_rate, format=container, subtype=subtype)
-    data = buffer.getvalue()
-    return ogg.with_serial(data, _OGG_SERIAL) if container == "OGG" else data
+def check_finite(audio: np.ndarray, name: str) -> None:
+    """Raise RejectRecord ``non_finite_audio`` where samples are NaN or infinite."""
+    if not np.isfinite(audio).all():
+        raise RejectRecord("non_finite_audio", f"{name} has NaN or infinite samples")
 
 
 def _open_file(path: str | os.PathLike[str]) -> BinaryIO:
@@ -264,7 +155,7 @@ def _header(sound: sf.SoundFile, source: BinaryIO, name: str) -> AudioInfo:
     if num_samples == _UNKNOWN_LENGTH:
         raise RejectRecord("unreadable_audio", f"{name} was written to a pipe and does not state its length")
     if sound.subtype == "MPEG_LAYER_III":
-        num_samples = _mp3_length(source, name, num_samples)
+        num_samples = mp3.count_samples(partial(_bytes_from, source), name, num_samples)
     if num_samples <= 0:
         raise RejectRecord("empty_audio", f"{name} has no samples")
     format = _OTHER_NAMES.get(sound.subtype) or _OTHER_NAMES.get(sound.format) or sound.format.lower()
@@ -287,7 +178,7 @@ def _decode(source: BinaryIO, name: str, start: int, num_samples: int | None) ->
         audio = _decode_samples(sound, start, wanted, _size(source), name)
     if len(audio) < wanted:
         raise RejectRecord("duration_mismatch", f"{name}: {len(audio)} samples decoded instead of {wanted}")
-    _check_finite(audio, name)
+    check_finite(audio, name)
     return audio, info.sampling_rate
 
 
@@ -338,73 +229,3 @@ def _bytes_from(source: BinaryIO, start: int, size: int | None = None) -> bytes:
 
 def _size(source: BinaryIO) -> int:
     return source.getbuffer().nbytes if isinstance(source, io.BytesIO) else os.fstat(source.fileno()).st_size
-
-
-def _mp3_length(source: BinaryIO, name: str, estimate: int) -> int:
-    """Samples in an MP3: libsndfile's number where a Xing or Info frame states it, else counted.
-
-    Without such a frame libsndfile extrapolates from the size of the first: wrong by a frame or so at a
-    constant bit rate, by any factor at a variable one.
-    """
-    head = _bytes_from(source, 0, 10)
-    first = 0
-    if head[:3] == b"ID3" and len(head) == 10:  # 28-bit size, and a footer if flagged
-        size = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
-        first = 10 + size + (10 if head[5] & 0x10 else 0)
-    if re.search(rb"(?s)(?:Xing|Info)...[\x01\x03\x05\x07\x09\x0b\x0d\x0f]", _bytes_from(source, first, 256)):
-        return estimate
-    counted = _count_mp3_samples(_bytes_from(source, first).lstrip(b"\0"), name)
-    if counted > estimate:  # where libsndfile would stop
-        raise RejectRecord("unreadable_audio", f"{name}: MP3 of variable bit rate without a Xing frame")
-    return counted
-
-
-def _count_mp3_samples(data: bytes, name: str) -> int:
-    """Samples per channel in the complete layer III frames of ``data``."""
-    position = num_samples = 0
-    while position + 4 <= len(data):
-        size, samples = _mp3_frame(data[position : position + 4])
-        if size == 0:
-            rest = data[position : position + 16]
-            if rest.startswith(_MP3_TRAILERS) or not any(rest):
-                break
-            raise RejectRecord("unreadable_audio", f"{name}: no MPEG frame where one should begin")
-        position += size
-        num_samples += samples if position <= len(data) else 0
-    return num_samples
-
-
-def _mp3_frame(header: bytes) -> tuple[int, int]:
-    """Bytes and samples per channel of the layer III frame with this 4-byte header; (0, 0) if it is none."""
-    version, layer = (header[1] >> 3) & 3, (header[1] >> 1) & 3
-    kbps, rate = header[2] >> 4, (header[2] >> 2) & 3
-    if header[0] != 0xFF or header[1] < 0xE0 or version == 1 or layer != 1 or kbps in (0, 15) or rate == 3:
-        return 0, 0
-    samples, kbps_table = (1152, _MPEG1_KBPS) if version == 3 else (576, _MPEG2_KBPS)
-    padding = (header[2] >> 1) & 1
-    return samples // 8 * kbps_table[kbps - 1] * 1000 // _MP3_RATES[version][rate] + padding, samples
-
-
-def _check_finite(audio: np.ndarray, name: str) -> None:
-    if not np.isfinite(audio).all():
-        raise RejectRecord("non_finite_audio", f"{name} has NaN or infinite samples")
-
-
-def _round_half_up(num_samples: float) -> int:
-    """Lhotse's ``compute_num_samples``, which cannot be imported without torch."""
-    return int(Decimal(round(num_samples, ndigits=8)).quantize(Decimal(0), rounding=ROUND_HALF_UP))
-
-
-def _check_ratio(from_rate: int, to_rate: int) -> None:
-    """The filter has a phase for every output sample until the two rates meet again: for rates without a common divisor
-    that is gigabytes, which one odd recording must not cost."""
-    divisor = math.gcd(from_rate, to_rate)
-    if (from_rate // divisor) * (to_rate // divisor) > _MAX_FILTER_SIZE:
-        raise RejectRecord("unsupported_rate", f"{from_rate} Hz and {to_rate} Hz have no small common ratio")
-
-
-@lru_cache(maxsize=16)
-def _resampler(from_rate: int, to_rate: int) -> torch.nn.Module:
-    import torchaudio
-
-    return torchaudio.transforms.Resample(from_rate, to_rate)

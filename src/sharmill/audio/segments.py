@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sharmill.audio import files as audio
-from sharmill.audio.files import AudioInfo
+from sharmill.audio.files import AudioInfo, probe, read
+from sharmill.audio.resample import segment_bounds
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Segment
 
@@ -41,10 +41,10 @@ class SegmentReader:
         # Again, since a link may have changed since the stage prepare saw it.
         if not os.path.realpath(path).startswith(_real(self.roots[segment.source])):
             raise RejectRecord("outside_root", "the audio path leaves the audio root by a symbolic link")
-        info = audio.probe(path)
+        info = probe(path)
         if segment.whole_file:
             return Location(path, info, 0, info.num_samples)
-        start, num_samples = audio.segment_bounds(segment.offset, segment.duration, info.sampling_rate)
+        start, num_samples = segment_bounds(segment.offset, segment.duration, info.sampling_rate)
         # The header check allows a segment to end a little after its file; there are no samples there.
         num_samples = min(num_samples, info.num_samples - start)
         if num_samples <= 0:
@@ -59,8 +59,8 @@ class SegmentReader:
         """
         location = self.locate(segment)
         if location.is_whole_file:
-            return audio.read(location.path)
-        return audio.read(location.path, location.start, location.num_samples)
+            return read(location.path)
+        return read(location.path, location.start, location.num_samples)
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from sharmill.audio import files as audio
+from sharmill.audio.files import decode
+from sharmill.audio.resample import resample, resampled_length
 from sharmill.config import CodecConfig, Config
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
@@ -219,7 +220,7 @@ def num_frames(item: Item, codec: Codec) -> int:
     """ceil(samples at the codec's rate / samples per frame) of a stored audio item."""
     assert item.metadata is not None
     metadata = item.metadata
-    samples = audio.resampled_length(metadata["num_samples"], metadata["sampling_rate"], codec.sampling_rate)
+    samples = resampled_length(metadata["num_samples"], metadata["sampling_rate"], codec.sampling_rate)
     return -(-samples // codec.samples_per_frame)
 
 
@@ -240,13 +241,13 @@ def _load(item: Item, sampling_rate: int) -> np.ndarray:
     assert item.data is not None
     assert item.metadata is not None
     try:
-        samples, rate = audio.decode(item.data)
+        samples, rate = decode(item.data)
     except RejectRecord as error:
         raise UnitFailed(f"the stored audio of {item.cut_id} cannot be decoded: {error}") from error
     promised = (item.metadata["num_samples"], item.metadata["sampling_rate"])
     if (len(samples), rate) != promised:
         raise UnitFailed(f"the stored audio of {item.cut_id} has {len(samples)} samples at {rate} Hz, not {promised}")
-    return audio.resample(samples, rate, sampling_rate)
+    return resample(samples, rate, sampling_rate)
 
 
 def _codes_item(cut_id: str, array: np.ndarray, metadata: dict[str, Any]) -> Item:

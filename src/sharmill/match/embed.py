@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sharmill.audio.files import resample
+from sharmill.audio.resample import resample
 from sharmill.audio.segments import SegmentReader
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Segment

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from sharmill.audio import files as audio
+from sharmill.audio.resample import resampled_length
 from sharmill.encode.stage import codes_dtype
 from sharmill.errors import DamagedShard
 from sharmill.shar.index import CodecRecord
@@ -104,7 +104,7 @@ def num_frames(metadata: dict[str, Any], codec: CodecRecord) -> int:
     """ceil(samples at the codec's rate / samples per frame) of the audio that a Recording describes."""
     samples, rate = metadata["num_samples"], metadata["sampling_rate"]
     if rate != codec.sampling_rate:
-        samples = audio.resampled_length(samples, rate, codec.sampling_rate)
+        samples = resampled_length(samples, rate, codec.sampling_rate)
     return -(-samples // codec.samples_per_frame)
 
 

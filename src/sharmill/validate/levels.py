@@ -7,8 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from sharmill.audio import files as audio
-from sharmill.audio.files import AudioInfo
+from sharmill.audio.files import AudioInfo, decode, probe_bytes
 from sharmill.errors import RejectRecord
 from sharmill.shar.items import Item
 from sharmill.validate.agreement import recording_problem
@@ -77,7 +76,7 @@ def listen(item: Item) -> Levels:
         RejectRecord: it cannot be decoded, or has values that are not finite.
     """
     assert item.data is not None
-    samples, rate = audio.decode(item.data)
+    samples, rate = decode(item.data)
     magnitude = np.abs(samples)
     clipping = float(np.count_nonzero(magnitude >= CLIPPING_LEVEL) / len(samples))
     length = max(1, round(SILENCE_SECONDS * rate))
@@ -98,8 +97,8 @@ def loudness_problem(heard: Levels) -> tuple[str, str] | None:
 
 
 def probe(data: bytes) -> AudioInfo:
-    """Like ``audio.probe_bytes``, faster for what sharmill writes: the headers of FLAC and of 16-bit WAV."""
-    return _probe_flac(data) or _probe_wav(data) or audio.probe_bytes(bytes(data))
+    """Like ``probe_bytes``, faster for what sharmill writes: the headers of FLAC and of 16-bit WAV."""
+    return _probe_flac(data) or _probe_wav(data) or probe_bytes(bytes(data))
 
 
 def _probe_flac(data: bytes) -> AudioInfo | None:

@@ -10,7 +10,8 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from sharmill.audio import files as audio
+from sharmill.audio.files import decode
+from sharmill.audio.resample import resample
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.models import describe_codec, load_codec
 from sharmill.models.batches import pad
@@ -100,11 +101,11 @@ class Rechecker:
             return None
         try:
             stored = read_codes(item.data, item.cut_id)
-            samples, rate = audio.decode(sound.data)
+            samples, rate = decode(sound.data)
         except (DamagedShard, RejectRecord):
             return None
         codec = self._codecs[record.name]
-        made = codec.encode(*pad([audio.resample(samples, rate, codec.sampling_rate)]))[0].numpy()
+        made = codec.encode(*pad([resample(samples, rate, codec.sampling_rate)]))[0].numpy()
         count("segments encoded again", 1)
         if made.shape != stored.shape:
             return f"the codec gives codes of shape {made.shape}, stored are {stored.shape}"

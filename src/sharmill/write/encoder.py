@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sharmill.audio import files as audio
+from sharmill.audio.encoding import check_encoder, encode
+from sharmill.audio.files import decode, probe_bytes
+from sharmill.audio.resample import resample
 from sharmill.audio.segments import Location, SegmentReader
 from sharmill.config import WriteConfig
 from sharmill.errors import ConfigError, RejectRecord
@@ -71,17 +73,17 @@ class SegmentEncoder:
     def _encode(self, segment: Segment, location: Location) -> StoredAudio:
         samples, rate = self._reader.read(segment)
         if self._config.sampling_rate is not None:
-            samples = audio.resample(samples, rate, self._config.sampling_rate)
+            samples = resample(samples, rate, self._config.sampling_rate)
             rate = self._config.sampling_rate
         extension: str = self._config.audio_format
         if extension == _ORIGINAL:
             extension = location.info.format if _can_encode(location.info.format, rate) else _FALLBACK_FORMAT
         try:
-            audio.check_encoder(extension, rate)
+            check_encoder(extension, rate)
         except ConfigError as error:
             raise RejectRecord("unsupported_rate", str(error)) from error
-        data = audio.encode(samples, rate, extension)
-        stored = audio.probe_bytes(data)
+        data = encode(samples, rate, extension)
+        stored = probe_bytes(data)
         return StoredAudio(data, extension, stored.sampling_rate, stored.num_samples)
 
 
@@ -91,13 +93,13 @@ def _copy(location: Location) -> StoredAudio:
         data = location.path.read_bytes()
     except FileNotFoundError as error:  # between the look at its header and now
         raise RejectRecord("missing_audio", f"{location.path}: {error.strerror}") from error
-    samples, rate = audio.decode(data)
+    samples, rate = decode(data)
     return StoredAudio(data, location.info.format, rate, len(samples))
 
 
 def _can_encode(format: str, sampling_rate: int) -> bool:
     try:
-        audio.check_encoder(format, sampling_rate)
+        check_encoder(format, sampling_rate)
     except ConfigError:
         return False
     return True

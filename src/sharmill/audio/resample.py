@@ -1,0 +1,84 @@
+"""Resampling, and the number of samples that times and other rates come to, all as Lhotse computes them."""
+
+from __future__ import annotations
+
+import math
+from decimal import ROUND_HALF_UP, Decimal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from sharmill.errors import RejectRecord
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_FILTER_SIZE: Final = 1 << 23
+
+
+def segment_bounds(offset: float, duration: float, sampling_rate: int) -> tuple[int, int]:
+    """First sample and number of samples of a segment given in seconds; each is rounded as Lhotse rounds it.
+
+    Raises:
+        ValueError: ``offset`` or ``duration`` is negative or not finite.
+    """
+    if not (0 <= offset < math.inf and 0 <= duration < math.inf):
+        raise ValueError(f"not a segment: offset {offset}, duration {duration}")
+    return _round_half_up(offset * sampling_rate), _round_half_up(duration * sampling_rate)
+
+
+def resampled_length(num_samples: int, from_rate: int, to_rate: int) -> int:
+    """Number of samples that ``resample`` makes of ``num_samples``; of a handful it can make 0."""
+    if from_rate == to_rate:
+        return num_samples
+    # Through seconds in floating point, since that is how Lhotse's Recording.resample computes it.
+    return _round_half_up(num_samples / from_rate * to_rate)
+
+
+def resample(audio: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
+    """Resample float32 ``audio`` (samples,) with torchaudio's default windowed sinc; no-op for equal rates.
+
+    The samples and their number are those of Lhotse's ``Recording.resample(to_rate).load_audio()`` in a
+    process with one torch thread, such as a DataLoader worker.
+
+    Returns:
+        float32 samples (resampled_length(len(audio), from_rate, to_rate),).
+    """
+    if from_rate == to_rate or len(audio) == 0:
+        return audio
+    _check_ratio(from_rate, to_rate)
+    import torch
+
+    waveform = torch.from_numpy(np.require(audio, np.float32, ["C", "W"]))[None]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the last bits of a convolution depend on the number of threads
+    try:
+        with torch.no_grad():
+            resampled = _resampler(from_rate, to_rate)(waveform)[0].numpy()
+    finally:
+        torch.set_num_threads(num_threads)
+    length = resampled_length(len(audio), from_rate, to_rate)
+    if len(resampled) < length:  # torchaudio computes its length in float32: short above some 2**24 samples
+        return np.pad(resampled, (0, length - len(resampled)), mode="reflect")
+    return resampled[:length]
+
+
+def _round_half_up(num_samples: float) -> int:
+    """Lhotse's ``compute_num_samples``, which cannot be imported without torch."""
+    return int(Decimal(round(num_samples, ndigits=8)).quantize(Decimal(0), rounding=ROUND_HALF_UP))
+
+
+def _check_ratio(from_rate: int, to_rate: int) -> None:
+    """The filter has a phase for every output sample until the two rates meet again: for rates without a common divisor
+    that is gigabytes, which one odd recording must not cost."""
+    divisor = math.gcd(from_rate, to_rate)
+    if (from_rate // divisor) * (to_rate // divisor) > _MAX_FILTER_SIZE:
+        raise RejectRecord("unsupported_rate", f"{from_rate} Hz and {to_rate} Hz have no small common ratio")
+
+
+@lru_cache(maxsize=16)
+def _resampler(from_rate: int, to_rate: int) -> torch.nn.Module:
+    import torchaudio
+
+    return torchaudio.transforms.Resample(from_rate, to_rate)

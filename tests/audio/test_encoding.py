@@ -1,0 +1,92 @@
+"""Encoding of samples: what comes back, the same bytes every time, and what a format cannot hold."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from support.audio import container, reason_of, speech_like
+
+from sharmill.audio import encoding
+from sharmill.audio.encoding import ENCODERS, check_encoder, encode
+from sharmill.audio.files import AudioInfo, decode, probe_bytes
+from sharmill.errors import ConfigError
+
+
+def test_16_bit_samples_survive_flac_and_wav():
+    every_value = (np.arange(-32768, 32768) / 32768).astype(np.float32)
+    source, _ = decode(container(every_value, 16000, "FLAC", "PCM_16"))
+    np.testing.assert_array_equal(source, every_value)
+    for format in ("flac", "wav"):
+        decoded, rate = decode(encode(source, 16000, format))
+        assert rate == 16000
+        np.testing.assert_array_equal(decoded, every_value)
+
+
+@pytest.mark.parametrize("format", ENCODERS)
+@pytest.mark.parametrize("rate", [8000, 16000, 24000, 48000])
+@pytest.mark.parametrize("num_samples", [1, 100, 16001])
+def test_encoders_keep_rate_and_number_of_samples(format, rate, num_samples):
+    data = encode(speech_like(num_samples, rate), rate, format)
+    assert probe_bytes(data) == AudioInfo(rate, num_samples, 1, format)
+    assert len(decode(data)[0]) == num_samples
+
+
+@pytest.mark.parametrize("format", ["mp3", "opus"])
+def test_lossy_encoders_keep_the_samples_in_place(format):
+    samples = speech_like(32000, 16000)
+    decoded, _ = decode(encode(samples, 16000, format))
+    middle = slice(8000, 24000)
+    products = {lag: float(samples[middle] @ np.roll(decoded, -lag)[middle]) for lag in range(-50, 51)}
+    assert max(products, key=products.__getitem__) == 0
+
+
+@pytest.mark.parametrize("format", ENCODERS)
+def test_overshoot_is_clipped(format):
+    samples = 3 * speech_like(16000, 16000)
+    assert np.abs(samples).max() > 1
+    assert encode(samples, 16000, format) == encode(np.clip(samples, -1, 1), 16000, format)
+    if format in ("flac", "wav"):
+        decoded, _ = decode(encode(np.array([1.5, -1.5], np.float32), 16000, format))
+        np.testing.assert_array_equal(decoded, np.array([32767 / 32768, -1], np.float32))
+
+
+def test_encoders_write_the_same_bytes_in_every_process_and_at_every_time():
+    script = """
+import hashlib, sys, numpy as np
+from sharmill.audio.encoding import ENCODERS, encode
+samples = np.random.default_rng(0).uniform(-0.5, 0.5, 50000).astype(np.float32)
+for format in ENCODERS:
+    print(format, hashlib.sha256(encode(samples, 16000, format)).hexdigest())
+"""
+    outputs = set()
+    start = int(time.time())
+    for second in range(2):
+        while int(time.time()) < start + 2 * second:  # another second of the clock: headers with a date would differ
+            time.sleep(0.05)
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        outputs.add(result.stdout)
+    assert len(outputs) == 1
+    assert [line.split()[0] for line in outputs.pop().splitlines()] == list(ENCODERS)
+
+
+def test_rates_that_a_format_cannot_hold_are_a_configuration_error():
+    samples = speech_like(100, 22050)
+    with pytest.raises(ConfigError, match="22050 Hz: set sampling_rate to one of 8000, 12000, 16000, 24000, 48000"):
+        encode(samples, 22050, "opus")
+    with pytest.raises(ConfigError, match="mp3 cannot hold audio at 96000 Hz"):
+        check_encoder("mp3", 96000)
+    with pytest.raises(ConfigError, match="'aac' cannot be written; choose one of flac, wav, mp3, opus"):
+        check_encoder("aac", 16000)
+    for rate in encoding._ENCODINGS["mp3"][2] or ():
+        assert probe_bytes(encode(speech_like(5000, rate), rate, "mp3")).num_samples == 5000
+
+
+def test_what_cannot_be_encoded():
+    assert reason_of(encode, np.zeros(0, np.float32), 16000, "flac") == "empty_audio"
+    assert reason_of(encode, np.array([0, np.nan], np.float32), 16000, "flac") == "non_finite_audio"
+    with pytest.raises(ValueError, match="shape"):
+        encode(np.zeros((1, 100), np.float32), 16000, "flac")

@@ -138,7 +138,7 @@ def first_cut(directory: Path, num_shards: int) -> None:
 
 def memory(directory: Path, num_cuts: int, epochs: int) -> None:
     """The resident memory after each epoch, reading all fields shuffled and decoding ahead."""
-    cuts = iter(open_shar(directory, shuffle=True, mix=2, infinite=True, decode_threads=2))
+    cuts = iter(open_shar(directory, shuffle=True, mix_shards=2, infinite=True, decode_threads=2))
     found = []
     for _ in range(epochs):
         for _ in islice(cuts, num_cuts):

@@ -57,7 +57,7 @@ def test_without_shuffling_the_order_is_that_of_the_dataset():
 
 
 def test_the_order_is_fixed_for_all_times():
-    order = Order(10, count_blocks(10, 5, 2), shuffle=True, seed=42, mix=4)
+    order = Order(10, count_blocks(10, 5, 2), shuffle=True, seed=42, mix_shards=4)
     assert order.permutation(3).tolist() == [7, 4, 5, 6, 8, 0, 1, 3, 9, 2]
     assert order.places(3, 1, 3).draws.tolist() == [3382524837571898, 1526206355727367, 3220001052938495]
 
@@ -112,14 +112,14 @@ SPLITS = [
 @pytest.mark.parametrize(("counts", "num_parts"), SPLITS)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_parts_are_about_equal(counts, num_parts, shuffle):
-    order = Order(len(counts), count_blocks(len(counts), int(counts.max()), None), shuffle, mix=8)
+    order = Order(len(counts), count_blocks(len(counts), int(counts.max()), None), shuffle, mix_shards=8)
     sizes = np.bincount(owners(order, 0, counts, num_parts), minlength=num_parts)
     assert sizes == pytest.approx(sizes.mean(), rel=0.02 if counts is not UNEVEN else 0.12)
 
 
 @pytest.mark.parametrize(("counts", "num_parts"), SPLITS)
 def test_shuffled_parts_have_other_cuts_in_every_epoch(counts, num_parts):
-    order = Order(len(counts), count_blocks(len(counts), int(counts.max()), None), shuffle=True, mix=8)
+    order = Order(len(counts), count_blocks(len(counts), int(counts.max()), None), shuffle=True, mix_shards=8)
     first, second, third = (owners(order, epoch, counts, num_parts) for epoch in range(3))
     for one, other in ((first, second), (second, third), (first, third)):
         assert np.mean(one == other) == pytest.approx(1 / num_parts, abs=0.02)

@@ -99,7 +99,7 @@ def test_decoding_ahead_keeps_order_and_position(built):
 
 
 def test_the_state_does_not_count_what_is_only_decoded_ahead(built):
-    reader = open_shar(built.dataset, decode_threads=2, decode_ahead=7)
+    reader = open_shar(built.dataset, decode_threads=2, decode_prefetch=7)
     begun = [cut.id for cut in islice(iter(reader), 2)]
     resumed = open_shar(built.dataset)
     resumed.data.load_state_dict(reader.data.state_dict())

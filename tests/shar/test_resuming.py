@@ -42,7 +42,7 @@ OPTIONS = st.fixed_dictionaries(
     {
         "shuffle": st.booleans(),
         "seed": st.integers(0, 100),
-        "mix": st.integers(1, 9),
+        "mix_shards": st.integers(1, 9),
         "block_size": st.sampled_from([None, 1, 4, 100]),
     }
 )
@@ -84,7 +84,7 @@ def test_every_cut_comes_once_per_epoch_whatever_the_interruptions(dataset, seed
     options = {
         "shuffle": True,
         "seed": seed,
-        "mix": rng.choice([1, 3, 8]),
+        "mix_shards": rng.choice([1, 3, 8]),
         "infinite": True,
         "block_size": 1,
     }
@@ -240,7 +240,7 @@ def test_states_that_do_not_belong_together_are_refused(dataset, tmp_path):
     [
         ({"rank": 2, "world_size": 2}, "rank is 2"),
         ({"rank": -1}, "rank is -1"),
-        ({"mix": 0}, "mix is 0"),
+        ({"mix_shards": 0}, "mix_shards is 0"),
         ({"block_size": 0}, "block_size is 0"),
         ({"tail": "cut"}, "keep, drop or pad"),
         ({"tail": "drop", "infinite": True}, "there is no tail"),

@@ -87,7 +87,7 @@ def test_no_more_is_read_than_may_be_ahead():
             room.release()
             yield number
 
-    results = iter(parallel_map(items(), half, 2, ahead=5))
+    results = iter(parallel_map(items(), half, 2, prefetch=5))
     assert next(results) == 0.0
     # One was delivered, and five may follow it.
     for _ in range(6):
@@ -107,7 +107,7 @@ def test_work_goes_on_while_nobody_asks():
         done.release()
         return number
 
-    results = iter(parallel_map(range(100), work, 2, ahead=8))
+    results = iter(parallel_map(range(100), work, 2, prefetch=8))
     assert next(results) == 0
     for _ in range(9):
         assert done.acquire(timeout=30)
@@ -263,7 +263,7 @@ def test_items_that_cannot_be_sent_raise_in_their_place():
     ("options", "what"),
     [
         ({"num_workers": 0}, "at least 1"),
-        ({"num_workers": 4, "ahead": 3}, "ahead is 3, which leaves some of the 4 workers without work"),
+        ({"num_workers": 4, "prefetch": 3}, "prefetch is 3, which leaves some of the 4 workers without work"),
         ({"kind": "fiber"}, "'thread' or 'process'"),
     ],
 )

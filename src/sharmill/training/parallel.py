@@ -28,7 +28,7 @@ def parallel_map(
     num_workers: int = 2,
     *,
     kind: Literal["thread", "process"] = "thread",
-    ahead: int | None = None,
+    prefetch: int | None = None,
 ) -> ParallelMap[T, R]:
     """``fn`` of every item, in the order of the items; as often as it is iterated over.
 
@@ -36,7 +36,7 @@ def parallel_map(
     ``fn`` or of the items, is raised where its item would have come, after all before it; nothing comes after it. The
     workers end with the iteration, also where it is given up early.
 
-    **State.** This keeps none, and that of the reader is up to ``ahead`` items in front of what was delivered. Put
+    **State.** This keeps none, and that of the reader is up to ``prefetch`` items in front of what was delivered. Put
     ``sharmill.shar.reading.loading.ResumableDataset`` around the pipeline, or tell a
     ``sharmill.shar.reading.tracking.UseTracker`` what came out: they count that, by the ``shar_position`` of the cuts,
     which ``fn`` must leave there.
@@ -49,7 +49,7 @@ def parallel_map(
             with threads, ``torch.set_num_threads(1)`` first; processes do so.
         kind: ``process`` starts new ones for each iteration, which takes seconds where they import torch. Workers of a
             torch DataLoader may not have any: use threads there.
-        ahead: items that may be read and not yet delivered; by default 4 for each worker.
+        prefetch: items that may be read and not yet delivered; by default 4 for each worker.
 
     Raises:
         FatalError: while iterating: a worker process ended.
@@ -64,21 +64,21 @@ def parallel_map(
         raise ConfigError(f"kind is {kind!r}: it is 'thread' or 'process'")
     if num_workers < 1:
         raise ConfigError(f"num_workers is {num_workers}: there must be at least 1")
-    ahead = 4 * num_workers if ahead is None else ahead
-    if ahead < num_workers:
-        raise ConfigError(f"ahead is {ahead}, which leaves some of the {num_workers} workers without work")
-    return ParallelMap(items, fn, num_workers, kind, ahead)
+    prefetch = 4 * num_workers if prefetch is None else prefetch
+    if prefetch < num_workers:
+        raise ConfigError(f"prefetch is {prefetch}, which leaves some of the {num_workers} workers without work")
+    return ParallelMap(items, fn, num_workers, kind, prefetch)
 
 
 class ParallelMap(Generic[T, R]):
     """What ``parallel_map`` gives."""
 
-    def __init__(self, items: Iterable[T], fn: Callable[[T], R], num_workers: int, kind: str, ahead: int) -> None:
+    def __init__(self, items: Iterable[T], fn: Callable[[T], R], num_workers: int, kind: str, prefetch: int) -> None:
         self._items = items
         self._fn = fn
         self._num_workers = num_workers
         self._kind = kind
-        self._ahead = ahead
+        self._prefetch = prefetch
 
     def __len__(self) -> int:
         """That of the items, if they have one."""
@@ -92,7 +92,7 @@ class ParallelMap(Generic[T, R]):
             fn = self._fn
             if self._kind == "process":
                 fn = stack.enter_context(WorkerProcesses(fn, self._num_workers))
-            feeder = _Feeder(self._items, fn, self._num_workers, self._ahead)
+            feeder = _Feeder(self._items, fn, self._num_workers, self._prefetch)
             stack.callback(feeder.stop)
             yield from feeder.results()
 
@@ -100,11 +100,11 @@ class ParallelMap(Generic[T, R]):
 class _Feeder(Generic[T, R]):
     """The thread that reads items and hands them to the workers, as far ahead as it may."""
 
-    def __init__(self, items: Iterable[T], fn: Callable[[T], R], num_threads: int, ahead: int) -> None:
+    def __init__(self, items: Iterable[T], fn: Callable[[T], R], num_threads: int, prefetch: int) -> None:
         self._items = items
         self._fn = fn
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="sharmill-map")
-        self._room = threading.Semaphore(ahead)
+        self._room = threading.Semaphore(prefetch)
         self._stopped = threading.Event()
         # Results to be, in order; None at the end. The room bounds it.
         self._futures: SimpleQueue[Future[R] | None] = SimpleQueue()

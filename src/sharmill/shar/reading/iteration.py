@@ -30,7 +30,7 @@ class Options:
 
     shuffle: bool = False
     seed: int = 0
-    mix: int = 8
+    mix_shards: int = 8
     block_size: int | None = None
     rank: int = 0
     world_size: int = 1
@@ -38,7 +38,7 @@ class Options:
     infinite: bool = False
     tail: str = "keep"
     decode_threads: int = 0
-    decode_ahead: int = 0
+    decode_prefetch: int = 0
 
 
 class SharReader:
@@ -81,7 +81,7 @@ class SharReader:
         """The order of all epochs."""
         options, source = self._options, self._source
         blocks_per_shard = count_blocks(source.num_shards, source.shard_size, options.block_size)
-        return Order(source.num_shards, blocks_per_shard, options.shuffle, options.seed, options.mix)
+        return Order(source.num_shards, blocks_per_shard, options.shuffle, options.seed, options.mix_shards)
 
     def set_epoch(self, epoch: int) -> None:
         """Makes ``epoch`` the next to be iterated over, from its beginning."""
@@ -109,7 +109,7 @@ class SharReader:
     @cached_property
     def _identity(self) -> dict[str, Any]:
         order = self.order
-        shuffled = {"seed": order.seed, "mix": order.mix} if order.shuffle else {}
+        shuffled = {"seed": order.seed, "mix_shards": order.mix_shards} if order.shuffle else {}
         return {
             **self._source.identity,
             "num_shards": order.num_shards,
@@ -153,7 +153,7 @@ class SharReader:
             place, cut, shard = found
             return place, decode_audio(cut, shard)
 
-        return prefetch(decode, cuts, threads=options.decode_threads, ahead=options.decode_ahead)
+        return prefetch(decode, cuts, threads=options.decode_threads, ahead=options.decode_prefetch)
 
     def _read_epoch(self, progress: Progress, part: Part) -> Iterator[_Found]:
         """The cuts that are left for a part."""

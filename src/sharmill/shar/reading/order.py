@@ -1,6 +1,6 @@
 """The order of an epoch, as pure functions of (seed, epoch), and who reads which part of it.
 
-Shards are permuted; each ``mix`` consecutive shards of the permutation are a **group**, in which every cut draws a
+Shards are permuted; each ``mix_shards`` consecutive shards of the permutation are a **group**, in which every cut draws a
 number; the order of the epoch is that by (group, drawn number). So a cut's place follows from its shard and its
 position there, whatever else is read: nothing has to be replayed, or read at all, to know what comes after a place.
 
@@ -62,18 +62,18 @@ class Order:
         blocks_per_shard: into how many blocks each is cut.
         shuffle: whether there is any order but that of the dataset.
         seed: of permutations and drawn numbers.
-        mix: shards of a group. Without ``shuffle`` each shard is a group of its own.
+        mix_shards: shards of a group. Without ``shuffle`` each shard is a group of its own.
     """
 
     num_shards: int
     blocks_per_shard: int
     shuffle: bool = False
     seed: int = 0
-    mix: int = 1
+    mix_shards: int = 1
 
     @property
     def group_size(self) -> int:
-        return self.mix if self.shuffle else 1
+        return self.mix_shards if self.shuffle else 1
 
     @property
     def num_groups(self) -> int:

@@ -19,7 +19,7 @@ def open_shar(
     codec: str | None = None,
     shuffle: bool = False,
     seed: int = 0,
-    mix: int = 8,
+    mix_shards: int = 8,
     block_size: int | None = None,
     rank: int = 0,
     world_size: int = 1,
@@ -27,7 +27,7 @@ def open_shar(
     infinite: bool = False,
     tail: Literal["keep", "drop", "pad"] = "keep",
     decode_threads: int = 0,
-    decode_ahead: int | None = None,
+    decode_prefetch: int | None = None,
 ) -> CutSet:
     """The cuts of a dataset, read lazily and a few shards at a time.
 
@@ -39,9 +39,9 @@ def open_shar(
             opened.
         codec: whose codes, where there are several.
         shuffle: False: the order of the dataset. True: an order that follows from ``seed`` and the number of the epoch
-            alone. Shards are permuted, and the cuts of every ``mix`` consecutive ones are mixed.
+            alone. Shards are permuted, and the cuts of every ``mix_shards`` consecutive ones are mixed.
         seed: of the shuffling.
-        mix: shards that are open at once and mixed, with ``shuffle``.
+        mix_shards: shards that are open at once and mixed, with ``shuffle``.
         block_size: consecutive cuts of a shard, at most, that stay together when the order is divided among ranks and
             workers; by default whole shards, or less where there are few: then a dataset of fewer cuts than 4096 is
             divided cut by cut. With ``shuffle`` each epoch is divided anew.
@@ -55,7 +55,7 @@ def open_shar(
             epoch's order once more, marked by ``cut.shar_padding = True``.
         decode_threads: threads that decode the chosen audio ahead, in order. The cuts then hold decoded samples, and
             ``load_audio()`` and the like decode nothing. 0: audio is decoded where it is loaded.
-        decode_ahead: cuts that may be decoded ahead of the one in use; by default 4 for each thread, at least 1.
+        decode_prefetch: cuts that may be decoded ahead of the one in use; by default 4 for each thread, at least 1.
 
     Returns:
         A lazy CutSet. With ``target_audio``, that audio is attached as ``recording`` too (unless others' shards have a
@@ -73,7 +73,7 @@ def open_shar(
         >>> for cut in open_shar("data/librispeech", ["target_codes", "context_codes"]):  # doctest: +SKIP
         ...     cut.load_target_codes(), cut.load_context_codes()
     """
-    _check(rank, world_size, mix, block_size, infinite, tail, decode_threads, decode_ahead)
+    _check(rank, world_size, mix_shards, block_size, infinite, tail, decode_threads, decode_prefetch)
     from lhotse import CutSet
 
     from sharmill.shar.reading.iteration import Options, SharReader
@@ -82,7 +82,7 @@ def open_shar(
     options = Options(
         shuffle=shuffle,
         seed=seed,
-        mix=mix,
+        mix_shards=mix_shards,
         block_size=block_size,
         rank=rank,
         world_size=world_size,
@@ -90,7 +90,7 @@ def open_shar(
         infinite=infinite,
         tail=tail,
         decode_threads=decode_threads,
-        decode_ahead=4 * decode_threads if decode_ahead is None else decode_ahead,
+        decode_prefetch=4 * decode_threads if decode_prefetch is None else decode_prefetch,
     )
     return CutSet(SharReader(open_source(Path(dataset), fields, codec), options))
 
@@ -98,22 +98,22 @@ def open_shar(
 def _check(
     rank: int,
     world_size: int,
-    mix: int,
+    mix_shards: int,
     block_size: int | None,
     infinite: bool,
     tail: str,
     decode_threads: int,
-    decode_ahead: int | None,
+    decode_prefetch: int | None,
 ) -> None:
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank is {rank}: it must be from 0 to world_size - 1, and world_size is {world_size}")
-    if mix < 1:
-        raise ConfigError(f"mix is {mix}: at least 1 shard must be open")
+    if mix_shards < 1:
+        raise ConfigError(f"mix_shards is {mix_shards}: at least 1 shard must be open")
     if block_size is not None and block_size < 1:
         raise ConfigError(f"block_size is {block_size}: it must be at least 1")
     if tail not in ("keep", "drop", "pad"):
         raise ConfigError(f"tail is {tail!r}: it must be keep, drop or pad")
     if infinite and tail != "keep":
         raise ConfigError(f"tail={tail!r} is for single epochs, and with infinite=True there is no tail")
-    if decode_threads < 0 or (decode_ahead is not None and decode_ahead < 0):
-        raise ConfigError("decode_threads and decode_ahead cannot be negative")
+    if decode_threads < 0 or (decode_prefetch is not None and decode_prefetch < 0):
+        raise ConfigError("decode_threads and decode_prefetch cannot be negative")

@@ -157,10 +157,10 @@ class MixedData:
         """The order of our datasets belongs to the whole training; that of other data, and the mixing, to the job."""
         from omegaconf import OmegaConf
 
-        from sharmill.training.nemo.settings import resolve, sources_of
+        from sharmill.training.nemo.loader_settings import resolve_settings, sources_of
 
         loaded: Any = OmegaConf.load(str(self._config.loader))
-        settings = resolve(loaded.get("train_ds", loaded))
+        settings = resolve_settings(loaded.get("train_ds", loaded))
         settings |= {"seed": self._seed, "shard_seed": self._config.shard_seed}
         for entry in sources_of(settings) if self._config.resumable else ():
             if entry.get("type") == "sharmill":

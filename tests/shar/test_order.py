@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharmill.shar.reading.order import BEGINNING, END, Order, Place, count_blocks
+from sharmill.shar.reading.order import BEGINNING, END, Order, Position, count_blocks
 
 ORDERS = st.builds(
     lambda shards, size, block, shuffle, seed, mix: Order(
@@ -22,15 +22,15 @@ ORDERS = st.builds(
 )
 
 
-def all_places(order: Order, epoch: int, count: int) -> list[Place]:
-    places = []
+def all_positions(order: Order, epoch: int, count: int) -> list[Position]:
+    positions = []
     for group in range(order.num_groups):
         for slot in order.slots(group):
-            draws, blocks = order.places(epoch, slot, count)
-            places += [
-                Place(group, *values) for values in zip(draws.tolist(), blocks.tolist(), range(count), strict=True)
+            draws, blocks = order.positions(epoch, slot, count)
+            positions += [
+                Position(group, *values) for values in zip(draws.tolist(), blocks.tolist(), range(count), strict=True)
             ]
-    return places
+    return positions
 
 
 @given(ORDERS, st.integers(0, 5))
@@ -42,24 +42,24 @@ def test_every_shard_has_one_slot_and_every_slot_one_group(order, epoch):
 
 @given(ORDERS, st.integers(0, 5), st.integers(1, 30))
 def test_places_are_different_and_tell_their_group(order, epoch, count):
-    places = all_places(order, epoch, count)
-    assert len({(place.block, place.item) for place in places}) == len(places)
-    assert all(order.group_of(place.block) == place.group for place in places)
-    assert all(BEGINNING < place < END for place in places)
+    positions = all_positions(order, epoch, count)
+    assert len({(position.block, position.item) for position in positions}) == len(positions)
+    assert all(order.group_of(position.block) == position.group for position in positions)
+    assert all(BEGINNING < position < END for position in positions)
 
 
 def test_without_shuffling_the_order_is_that_of_the_dataset():
     order = Order(3, count_blocks(3, 4, 2))
-    places = all_places(order, 7, 4)
-    assert places == sorted(places)
+    positions = all_positions(order, 7, 4)
+    assert positions == sorted(positions)
     assert order.permutation(7).tolist() == [0, 1, 2]
-    assert [place.block for place in places] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert [position.block for position in positions] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 def test_the_order_is_fixed_for_all_times():
     order = Order(10, count_blocks(10, 5, 2), shuffle=True, seed=42, mix_shards=4)
     assert order.permutation(3).tolist() == [7, 4, 5, 6, 8, 0, 1, 3, 9, 2]
-    assert order.places(3, 1, 3).draws.tolist() == [3382524837571898, 1526206355727367, 3220001052938495]
+    assert order.positions(3, 1, 3).draws.tolist() == [3382524837571898, 1526206355727367, 3220001052938495]
 
 
 def test_seed_and_epoch_change_the_order():
@@ -72,7 +72,7 @@ def test_seed_and_epoch_change_the_order():
 
 def test_draws_are_spread_evenly():
     order = Order(1, 1, shuffle=True)
-    draws = order.places(0, 0, 100_000).draws / 2**53
+    draws = order.positions(0, 0, 100_000).draws / 2**53
     assert np.histogram(draws, bins=10, range=(0, 1))[0] == pytest.approx(10_000, rel=0.05)
 
 
@@ -95,7 +95,7 @@ def owners(order: Order, epoch: int, counts: np.ndarray, num_parts: int) -> np.n
     """The part of each cut, in the order of the dataset."""
     found = [np.zeros(0, np.int64)] * len(counts)
     for slot, shard in enumerate(order.permutation(epoch).tolist()):
-        found[shard] = order.places(epoch, slot, int(counts[shard])).blocks % num_parts
+        found[shard] = order.positions(epoch, slot, int(counts[shard])).blocks % num_parts
     return np.concatenate(found)
 
 

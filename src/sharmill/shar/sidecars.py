@@ -17,7 +17,7 @@ from sharmill.errors import DamagedShard
 from sharmill.shar.cut_lines import read_lines
 from sharmill.shar.index import read_dataset, read_shards
 from sharmill.shar.layout import CUTS, sidecar_files
-from sharmill.shar.reading.source import IndexedSource
+from sharmill.shar.reading.shard_source import IndexedShardSource
 from sharmill.shar.tar import TarTable
 from sharmill.storage import require_writable, write_atomic
 
@@ -71,7 +71,7 @@ def indexed_shar(
     """
     directory = Path(dataset)
     root = directory if into is None else Path(into)
-    source = IndexedSource(directory, fields, codec)
+    source = IndexedShardSource(directory, fields, codec)
     files: dict[str, list[str]] = {}
     indices: dict[str, list[str]] = {}
     for shard in range(source.num_shards):

@@ -11,7 +11,7 @@ from typing import Any
 _HOMES = {
     "ContextSpeechDataset": "sharmill.training.dataset",
     "get_dataloader": "sharmill.training.nemo.loader",
-    "merge_data_states": "sharmill.training.nemo.resuming",
+    "merge_data_states": "sharmill.training.nemo.resumable",
     "parallel_map": "sharmill.training.parallel",
 }
 

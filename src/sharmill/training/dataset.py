@@ -17,7 +17,7 @@ import torch
 from sharmill.errors import ConfigError
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
 from sharmill.training.context import ContextLimits, ContextSlice
-from sharmill.training.fields import epoch_of, holds, load_array, load_audio, target_codes_on_time, text_of
+from sharmill.training.cut_data import epoch_of, holds, load_array, load_audio, target_codes_on_time, text_of
 from sharmill.training.tokenizers import Tokenizers, check_tokenizers, tokenize
 
 if TYPE_CHECKING:

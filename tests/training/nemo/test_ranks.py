@@ -9,7 +9,7 @@ from nemo.collections.common.data.lhotse import get_lhotse_dataloader_from_confi
 from support.shar import copy
 from support.training import AsIs, Ids, flat, number, take
 
-import sharmill.training.nemo.nemo_input  # noqa: F401 - registers the type, as a script of NeMo's does
+import sharmill.training.nemo.input_type  # noqa: F401 - registers the type, as a script of NeMo's does
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.training import get_dataloader
 

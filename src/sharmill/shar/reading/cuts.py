@@ -39,7 +39,7 @@ _new = object.__new__
 _set = object.__setattr__
 
 
-def make_cut(values: dict[str, Any]) -> Cut:
+def read_cut(values: dict[str, Any]) -> Cut:
     """The cut that lhotse's ``deserialize_item`` makes. ``values`` are used up.
 
     Raises:
@@ -71,7 +71,7 @@ def make_cut(values: dict[str, Any]) -> Cut:
     return cut
 
 
-def make_data(metadata: dict[str, Any], extension: str, data: bytes) -> Any:
+def read_item(metadata: dict[str, Any], extension: str, data: bytes) -> Any:
     """What a tar field has for a cut: a Recording, Array, TemporalArray or Features with its data in memory.
 
     Raises:

@@ -13,9 +13,9 @@ from lhotse.cut import Cut, MonoCut
 
 from sharmill.errors import ConfigError
 from sharmill.shar.reading.attach import attach, decode_audio
-from sharmill.shar.reading.order import END, Order, Place, count_blocks
+from sharmill.shar.reading.order import END, Order, Position, count_blocks
 from sharmill.shar.reading.shard import OpenShard
-from sharmill.shar.reading.source import Source
+from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.shar.reading.state import EpochProgress, Part, Progress, check_identity
 
 PADDING = "shar_padding"
@@ -51,7 +51,7 @@ class SharReader:
     then be another one.
     """
 
-    def __init__(self, source: Source, options: Options) -> None:
+    def __init__(self, source: ShardSource, options: Options) -> None:
         self._source = source
         self._options = options
         self._epoch = 0
@@ -122,8 +122,8 @@ class SharReader:
         num_empty = 0
         while True:
             num_empty += not progress.current().reached  # of a resumed one, the rest may be empty
-            for place, cut in self._decoded(self._read_epoch(progress, part)):
-                progress.take(place)
+            for position, cut in self._decoded(self._read_epoch(progress, part)):
+                progress.take(position)
                 num_empty = 0
                 yield cut
             progress.take(END)
@@ -143,15 +143,15 @@ class SharReader:
         if later := {epoch: known for epoch, known in progress.epochs.items() if epoch > progress.epoch}:
             self._start = Progress(progress.identity, self._epoch, None, later)
 
-    def _decoded(self, cuts: Iterator[_Found]) -> Iterator[tuple[Place | None, Cut]]:
+    def _decoded(self, cuts: Iterator[_Found]) -> Iterator[tuple[Position | None, Cut]]:
         options = self._options
         if not options.decode_threads:
-            return ((place, cut) for place, cut, _ in cuts)
+            return ((position, cut) for position, cut, _ in cuts)
         from sharmill.prefetch import prefetch
 
-        def decode(found: _Found) -> tuple[Place | None, Cut]:
-            place, cut, shard = found
-            return place, decode_audio(cut, shard)
+        def decode(found: _Found) -> tuple[Position | None, Cut]:
+            position, cut, shard = found
+            return position, decode_audio(cut, shard)
 
         return prefetch(decode, cuts, threads=options.decode_threads, ahead=options.decode_prefetch)
 
@@ -185,12 +185,12 @@ class SharReader:
                 for slot in sorted(set(slots)):
                     shards[slot] = OpenShard(self._source.files(int(permutation[slot])))
                 for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
-                    place, shard = Place(group, draw, block, item), shards[slot]
+                    position, shard = Position(group, draw, block, item), shards[slot]
                     cut, found = shard.read(item)
                     if type(cut) is not MonoCut and not foreign:
                         raise shard.damage(f"{cut.id!r} is not a MonoCut")
                     attach(cut, found, (epoch, group, draw, block, item), foreign=foreign)
-                    yield place, cut, shard
+                    yield position, cut, shard
             finally:
                 for shard in shards.values():
                     shard.close()
@@ -201,9 +201,9 @@ class SharReader:
         """Draws, blocks, items and slots of the cuts of a group that are left for a part, in the order of the epoch."""
         columns = []
         for slot in self.order.slots(group):
-            places = self.order.places(epoch, slot, self._source.count(int(permutation[slot])))
-            chosen = np.flatnonzero((places.blocks % part.count == part.index) & known.left(group, places))
-            columns.append((places.draws[chosen], places.blocks[chosen], chosen, np.full(len(chosen), slot)))
+            positions = self.order.positions(epoch, slot, self._source.count(int(permutation[slot])))
+            chosen = np.flatnonzero((positions.blocks % part.count == part.index) & known.left(group, positions))
+            columns.append((positions.draws[chosen], positions.blocks[chosen], chosen, np.full(len(chosen), slot)))
         draws, blocks, items, slots = (np.concatenate(column) for column in zip(*columns, strict=True))
         order = np.lexsort((items, blocks, draws))
         return draws[order].tolist(), blocks[order].tolist(), items[order].tolist(), slots[order].tolist()
@@ -214,13 +214,13 @@ class SharReader:
         permutation = self.order.permutation(epoch)
         for group in range(self.order.num_groups):
             for slot in self.order.slots(group):
-                places = self.order.places(epoch, slot, self._source.count(int(permutation[slot])))
-                left += np.bincount(places.blocks[known.left(group, places)] % num_parts, minlength=num_parts)
+                positions = self.order.positions(epoch, slot, self._source.count(int(permutation[slot])))
+                left += np.bincount(positions.blocks[known.left(group, positions)] % num_parts, minlength=num_parts)
         return left
 
 
-# A cut with its place, which padding has none of, and the shard that it comes from.
-_Found = tuple[Place | None, Cut, OpenShard]
+# A cut with its position, which padding has none of, and the shard that it comes from.
+_Found = tuple[Position | None, Cut, OpenShard]
 
 
 def _worker() -> tuple[int, int]:

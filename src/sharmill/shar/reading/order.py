@@ -1,8 +1,8 @@
-"""The order of an epoch, as pure functions of (seed, epoch), and who reads which part of it.
+"""The order of an epoch, and the part that each reader has of it, as pure functions of (seed, epoch).
 
-Shards are permuted; each ``mix_shards`` consecutive shards of the permutation are a **group**, in which every cut draws a
-number; the order of the epoch is that by (group, drawn number). So a cut's place follows from its shard and its
-position there, whatever else is read: nothing has to be replayed, or read at all, to know what comes after a place.
+Shards are permuted; each ``mix_shards`` consecutive shards of the permutation are a **group**, in which every cut draws
+a number; the order of the epoch is that by (group, drawn number). So a cut's position follows from its shard and its
+index in the shard, whatever else is read: nothing has to be replayed, or read at all, to know what comes after it.
 
 A shard is cut into **blocks** of consecutive cuts, all shards into as many. They are numbered along the permutation,
 within a shard as the epoch draws. Part p of P has the blocks whose number is p modulo P, in the order of the epoch: in
@@ -20,8 +20,8 @@ import numpy as np
 _WANTED_BLOCKS = 4096
 
 
-class Place(NamedTuple):
-    """Where a cut comes in an epoch: places compare like the cuts they belong to follow each other."""
+class Position(NamedTuple):
+    """The position of a cut within an epoch: positions compare as the cuts follow each other."""
 
     group: int
     draw: int
@@ -29,8 +29,8 @@ class Place(NamedTuple):
     item: int
 
 
-BEGINNING = Place(-1, 0, 0, 0)
-END = Place(1 << 40, 0, 0, 0)
+BEGINNING = Position(-1, 0, 0, 0)
+END = Position(1 << 40, 0, 0, 0)
 
 
 def count_blocks(num_shards: int, shard_size: int, block_size: int | None) -> int:
@@ -46,8 +46,8 @@ def count_blocks(num_shards: int, shard_size: int, block_size: int | None) -> in
     return max(1, -(-shard_size // block_size))
 
 
-class ShardPlaces(NamedTuple):
-    """The places of a shard's cuts: for cut n, those of its group, ``draws[n]``, ``blocks[n]`` and n."""
+class ShardPositions(NamedTuple):
+    """The positions of a shard's cuts: for cut n, those of its group, ``draws[n]``, ``blocks[n]`` and n."""
 
     draws: np.ndarray
     blocks: np.ndarray
@@ -86,22 +86,22 @@ class Order:
         return np.argsort(_draw(self._key(epoch, 0), np.arange(self.num_shards, dtype=np.uint64)), kind="stable")
 
     def slots(self, group: int) -> range:
-        """The positions in the permutation that make a group."""
+        """The slots of the permutation that make a group."""
         return range(group * self.group_size, min((group + 1) * self.group_size, self.num_shards))
 
     def group_of(self, block: int) -> int:
         """The group of a block."""
         return block // self.blocks_per_shard // self.group_size
 
-    def places(self, epoch: int, slot: int, count: int) -> ShardPlaces:
-        """The places of the ``count`` cuts of the shard at a position of the permutation."""
+    def positions(self, epoch: int, slot: int, count: int) -> ShardPositions:
+        """The positions of the ``count`` cuts of the shard at a slot of the permutation."""
         items = np.arange(count, dtype=np.int64)
         number = min(count, self.blocks_per_shard)
         blocks = self._block_numbers(epoch, slot, number)[items * number // max(1, count)]
         if not self.shuffle:
-            return ShardPlaces(np.zeros(count, np.int64), blocks)
+            return ShardPositions(np.zeros(count, np.int64), blocks)
         draws = _draw(self._key(epoch, slot + 1), items.astype(np.uint64))
-        return ShardPlaces(draws.astype(np.int64), blocks)
+        return ShardPositions(draws.astype(np.int64), blocks)
 
     def _block_numbers(self, epoch: int, slot: int, number: int) -> np.ndarray:
         """The numbers (number,) of the blocks of a shard.

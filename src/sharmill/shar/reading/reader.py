@@ -77,7 +77,7 @@ def open_shar(
     from lhotse import CutSet
 
     from sharmill.shar.reading.iteration import Options, SharReader
-    from sharmill.shar.reading.source import open_source
+    from sharmill.shar.reading.shard_source import open_shard_source
 
     options = Options(
         shuffle=shuffle,
@@ -92,7 +92,7 @@ def open_shar(
         decode_threads=decode_threads,
         decode_prefetch=4 * decode_threads if decode_prefetch is None else decode_prefetch,
     )
-    return CutSet(SharReader(open_source(Path(dataset), fields, codec), options))
+    return CutSet(SharReader(open_shard_source(Path(dataset), fields, codec), options))
 
 
 def _check(

@@ -13,8 +13,8 @@ from sharmill.errors import DamagedShard
 from sharmill.shar.cut_lines import NOT_JSON, read_lines
 from sharmill.shar.items import NO_DATA, NO_METADATA
 from sharmill.shar.layout import CUTS
-from sharmill.shar.reading.cuts import MALFORMED, make_cut, make_data
-from sharmill.shar.reading.source import ShardFiles
+from sharmill.shar.reading.cuts import MALFORMED, read_cut, read_item
+from sharmill.shar.reading.shard_source import ShardFiles
 from sharmill.shar.tar import TarTable
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -57,7 +57,7 @@ class OpenShard:
             DamagedShard: anything is not as it should be.
         """
         try:
-            cut = make_cut(_decode_json(self._lines[number]))
+            cut = read_cut(_decode_json(self._lines[number]))
             cut_id = cut.id
         except NOT_JSON as error:
             raise self.damage(f"cut {number} is not JSON: {error}") from error
@@ -96,7 +96,7 @@ class _TarColumn:
             return None
         try:
             metadata = _decode_json(self._table.read(2 * number + 1))
-            return make_data(metadata, extension, self._table.read(2 * number))
+            return read_item(metadata, extension, self._table.read(2 * number))
         except NOT_JSON as error:
             raise self._damage(f"the metadata of {first!r} is not JSON: {error}") from error
         except MALFORMED as error:

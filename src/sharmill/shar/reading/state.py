@@ -1,8 +1,8 @@
-"""How far an epoch has been read, by whom, so that others in any number can read the rest.
+"""The progress of an epoch: what has been read of it and by which parts, so that any number of parts can read the rest.
 
-For every number of parts P that read at an epoch, and every part, there is the last place that it came to. A cut is
-left if it comes after that place for each of these P, the part being the one that the cut belonged to then. Cuts that
-were taken but never used can be named as well; they are left whatever the places say.
+For every number of parts P that read an epoch, and every part, the last position that it reached is kept. A cut is left
+if it comes after that position for each of these P, the part being the one that the cut belonged to then. Cuts that
+were read but not consumed can be named as well; they are left whatever the positions say.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sharmill.errors import ConfigError
-from sharmill.shar.reading.order import BEGINNING, END, Order, Place, ShardPlaces
+from sharmill.shar.reading.order import BEGINNING, END, Order, Position, ShardPositions
 
 _VERSION = 1
 
@@ -35,11 +35,11 @@ class EpochProgress:
     """What has been read of one epoch.
 
     Args:
-        reached: the last place read, by the part that read it.
+        reached: the last position read, by the part that read it.
         unused: items by block, that were read and are left all the same.
     """
 
-    reached: dict[Part, Place] = field(default_factory=dict)
+    reached: dict[Part, Position] = field(default_factory=dict)
     unused: dict[int, set[int]] = field(default_factory=dict)
 
     def groups_left(self, order: Order, part: Part) -> Iterator[int]:
@@ -51,25 +51,25 @@ class EpochProgress:
         yield from sorted(group for group in unused if group < first)
         yield from range(max(first, 0), order.num_groups)
 
-    def left(self, group: int, places: ShardPlaces) -> np.ndarray:
+    def left(self, group: int, positions: ShardPositions) -> np.ndarray:
         """Which cuts of a shard are left, as a mask (count,)."""
-        items = np.arange(len(places.blocks))
+        items = np.arange(len(positions.blocks))
         left = np.ones(len(items), bool)
         for count in {part.count for part in self.reached}:
             ends = [self.reached.get(Part(index, count), BEGINNING) for index in range(count)]
-            last = np.array(ends, np.int64)[places.blocks % count]
+            last = np.array(ends, np.int64)[positions.blocks % count]
             after = items > last[:, 3]
-            for found, limit in ((places.blocks, last[:, 2]), (places.draws, last[:, 1]), (group, last[:, 0])):
+            for found, limit in ((positions.blocks, last[:, 2]), (positions.draws, last[:, 1]), (group, last[:, 0])):
                 after = (found > limit) | ((found == limit) & after)
             left &= after
         for block, unused in self.unused.items():
-            left |= (places.blocks == block) & np.isin(items, list(unused))
+            left |= (positions.blocks == block) & np.isin(items, list(unused))
         return left
 
     def add(self, other: EpochProgress) -> None:
         """Takes over what another reader of the epoch knows."""
-        for part, place in other.reached.items():
-            self.reached[part] = max(self.reached.get(part, BEGINNING), place)
+        for part, position in other.reached.items():
+            self.reached[part] = max(self.reached.get(part, BEGINNING), position)
         for block, items in other.unused.items():
             self.unused.setdefault(block, set()).update(items)
 
@@ -79,7 +79,7 @@ class Progress:
     """How far one part has come, or, where ``part`` is None, all parts together.
 
     Args:
-        identity: what the places mean: dataset, seed and so on. States of other readers are refused.
+        identity: what the positions mean: dataset, seed and so on. States of other readers are refused.
         epoch: the epoch being read. Of earlier ones nothing is left.
         part: whose progress it is.
         epochs: what is known of ``epoch`` and later ones.
@@ -96,21 +96,21 @@ class Progress:
             known = self.epochs[self.epoch] = EpochProgress()
         return known
 
-    def take(self, place: Place | None) -> None:
-        """Notes that the part came to a place. Padding, which has none, changes nothing."""
-        if place is None:
+    def take(self, position: Position | None) -> None:
+        """Notes that the part came to a position. Padding, which has none, changes nothing."""
+        if position is None:
             return
         assert self.part is not None
         known = self.current()
-        # Cuts that were left unused come from before the place that the part had reached.
-        if place > known.reached.get(self.part, BEGINNING):
-            known.reached[self.part] = place
-        if place == END:
+        # Cuts that were left unused come from before the position that the part had reached.
+        if position > known.reached.get(self.part, BEGINNING):
+            known.reached[self.part] = position
+        if position == END:
             known.unused.clear()
-        elif items := known.unused.get(place.block):
-            items.discard(place.item)
+        elif items := known.unused.get(position.block):
+            items.discard(position.item)
             if not items:
-                del known.unused[place.block]
+                del known.unused[position.block]
 
     def next_epoch(self) -> None:
         self.epochs.pop(self.epoch, None)
@@ -140,7 +140,7 @@ class Progress:
             "part": None if self.part is None else [self.part.index, self.part.count],
             "epochs": {
                 str(epoch): {
-                    "reached": [[part.index, part.count, *place] for part, place in known.reached.items()],
+                    "reached": [[part.index, part.count, *position] for part, position in known.reached.items()],
                     "unused": [[block, *sorted(items)] for block, items in sorted(known.unused.items())],
                 }
                 for epoch, known in self.epochs.items()
@@ -156,7 +156,7 @@ class Progress:
                 raise ConfigError(f"the state has version {state['version']}; this sharmill reads {_VERSION}")
             epochs = {
                 int(epoch): EpochProgress(
-                    {Part(*row[:2]): Place(*row[2:]) for row in known["reached"]},
+                    {Part(*row[:2]): Position(*row[2:]) for row in known["reached"]},
                     {row[0]: set(row[1:]) for row in known["unused"]},
                 )
                 for epoch, known in state["epochs"].items()

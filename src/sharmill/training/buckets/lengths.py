@@ -16,7 +16,7 @@ import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.cut_lines import read_cuts
-from sharmill.shar.reading.source import open_source
+from sharmill.shar.reading.shard_source import open_shard_source
 from sharmill.training.tokenizers import Tokenizers, load_tokenizers, tokenize
 
 
@@ -92,7 +92,7 @@ def read_lengths(
 
 def _cut_files(dataset: Path) -> Iterator[tuple[Path, int | None]]:
     """The files of the cuts, and how many cuts each has, where an index says so."""
-    source = open_source(dataset, [], None)
+    source = open_shard_source(dataset, [], None)
     for shard in range(source.num_shards):
         files = source.files(shard)
         yield files.cuts, files.count

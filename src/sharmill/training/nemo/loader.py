@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sharmill.errors import ConfigError
-from sharmill.training.nemo.settings import Settings, sections_of, settle, sources_of
+from sharmill.training.nemo.loader_settings import Settings, prepare_settings, sections_of, sources_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,11 +52,11 @@ def get_dataloader(
     from nemo.collections.common.data.lhotse.broadcasting import BroadcastingDataLoader, is_dp_source_rank
     from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
 
-    from sharmill.training.nemo.filtering import sieve
-    from sharmill.training.nemo.nemo_input import collected
-    from sharmill.training.nemo.resuming import CountingDataset, count_uses, mark_consumed, with_state
+    from sharmill.training.nemo.input_type import collected
+    from sharmill.training.nemo.reporting_filter import report_dropped
+    from sharmill.training.nemo.resumable import CountingDataset, count_uses, mark_consumed, with_state
 
-    settings = settle(cfg, rank, world_size)
+    settings = prepare_settings(cfg, rank, world_size)
     prompted = any(section.get("prompt_format") is not None for section in sections_of(settings))
     if prompted and not hasattr(tokenizer, "text_to_ids"):
         raise ConfigError("prompt_format needs a tokenizer of NeMo, one with text_to_ids")
@@ -70,7 +70,7 @@ def get_dataloader(
         for reader in readers:
             reader.restart()
         sampler = source.dataset.sampler if isinstance(source.dataset, IterableDatasetWrapper) else source.sampler
-        sieve(sampler, partial(mark_consumed, readers) if resumable else None)
+        report_dropped(sampler, partial(mark_consumed, readers) if resumable else None)
         if resumable:
             count_uses(sections_of(settings), readers)
             source = with_state(source, readers, state)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.shar.reading.tracking import UseTracker
-from sharmill.training.fields import epoch_of
+from sharmill.training.cut_data import epoch_of
 
 if TYPE_CHECKING:
     from lhotse import CutSet
@@ -28,7 +28,7 @@ READER: Final = "shar_reader"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class Partition:
     """NeMo's settings that decide about order and split.
 
     ``shard_seed`` is a number: one order, made from it, of which every reader gets its part. ``randomized``: the same,
@@ -56,14 +56,18 @@ class Order:
         """Whether the rank draws an order of its own."""
         return self.shuffle and self.shard_seed == "trng" and not self.finite
 
-
-@dataclass(frozen=True)
-class Place:
-    """A rank among all that share one order, which is made from ``seed``."""
-
-    seed: int
-    rank: int
-    world_size: int
+    def part_options(self, drawn_seed: int) -> dict[str, Any]:
+        """Return the ``seed``, ``rank`` and ``world_size`` for ``open_shar`` in the process that calls this."""
+        rank, world_size, seed = self.rank, self.world_size, self.seed
+        if rank is None or world_size is None:
+            rank, world_size, seed = _told_by_nemo(self)
+        if self.drawn or self.map_style:
+            rank, world_size = 0, 1
+        if self.drawn:
+            seed = drawn_seed
+        elif isinstance(self.shard_seed, int):
+            seed = self.shard_seed
+        return {"seed": seed or 0, "rank": rank, "world_size": world_size}
 
 
 class PartitionedCuts:
@@ -76,9 +80,9 @@ class PartitionedCuts:
         number: tells it from the others of a loader; its cuts have it as ``shar_reader``.
     """
 
-    def __init__(self, dataset: str | Path, order: Order, **selection: Any) -> None:
+    def __init__(self, dataset: str | Path, partition: Partition, **selection: Any) -> None:
         open_shar(dataset, **selection)  # a wrong name is an error here rather than in a worker
-        self._dataset, self._order, self._selection = dataset, order, selection
+        self._dataset, self._partition, self._selection = dataset, partition, selection
         self._drawn_seed = secrets.randbelow(2**31)
         self._epoch = 0
         self._process = os.getpid()
@@ -115,7 +119,7 @@ class PartitionedCuts:
         Raises:
             ConfigError: there is no one order without end, that every reader has a part of.
         """
-        if self._order.finite or self._order.map_style or self._order.drawn:
+        if self._partition.finite or self._partition.map_style or self._partition.drawn:
             raise ConfigError(
                 "resumable=True is for streaming without end in one order for all: neither force_finite nor "
                 "force_map_dataset, and shard_seed: randomized or a number"
@@ -143,45 +147,28 @@ class PartitionedCuts:
 
     def _open(self) -> CutSet:
         """The cuts that a rank has from the epoch on that is next; in a worker process, those of the worker."""
-        place = find_place(self._order, self._drawn_seed)
         cuts = open_shar(
             self._dataset,
-            shuffle=self._order.shuffle,
-            seed=place.seed,
-            rank=place.rank,
-            world_size=place.world_size,
-            infinite=not self._order.finite,
+            shuffle=self._partition.shuffle,
+            **self._partition.part_options(self._drawn_seed),
+            infinite=not self._partition.finite,
             **self._selection,
         )
         cuts.data.set_epoch(self._epoch)
         return cuts
 
 
-def find_place(order: Order, drawn_seed: int) -> Place:
-    """What the process that calls this is to read."""
-    rank, world_size, seed = order.rank, order.world_size, order.seed
-    if rank is None or world_size is None:
-        rank, world_size, seed = _told_by_nemo(order)
-    if order.drawn or order.map_style:
-        rank, world_size = 0, 1
-    if order.drawn:
-        seed = drawn_seed
-    elif isinstance(order.shard_seed, int):
-        seed = order.shard_seed
-    return Place(seed or 0, rank, world_size)
-
-
-def _told_by_nemo(order: Order) -> tuple[int, int, int | None]:
+def _told_by_nemo(partition: Partition) -> tuple[int, int, int | None]:
     """Rank, world size and seed as ``lhotse.dataset.dataloading.worker_init_fn`` left them in this worker."""
     from lhotse.dataset.dataloading import LHOTSE_PROCESS_SEED, get_rank, get_world_size
     from torch.utils.data import get_worker_info
 
     rank, world_size, worker = get_rank(), get_world_size(), get_worker_info()
     if worker is None:
-        if world_size > 1 and not order.drawn and not order.map_style:
+        if world_size > 1 and not partition.drawn and not partition.map_style:
             # The rank of this process need not be its data-parallel rank.
             raise ConfigError("with num_workers 0 and several ranks, use sharmill.training.get_dataloader")
-        return 0, 1, order.seed
-    if order.seed is not None:
-        return rank, world_size, order.seed
+        return 0, 1, partition.seed
+    if partition.seed is not None:
+        return rank, world_size, partition.seed
     return rank, world_size, int(os.environ[LHOTSE_PROCESS_SEED]) - 100 * worker.id - 100_000 * rank

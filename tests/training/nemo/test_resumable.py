@@ -11,8 +11,8 @@ from support.training import AsIs, Letters, take
 
 from sharmill.errors import ConfigError
 from sharmill.training import get_dataloader
-from sharmill.training.nemo.filtering import cuts_of
-from sharmill.training.nemo.resuming import merge_data_states
+from sharmill.training.nemo.reporting_filter import cuts_of
+from sharmill.training.nemo.resumable import merge_data_states
 
 # Through the filters come 17 of the large dataset's 24 cuts, and all of the small one.
 PASS = {"large": set(range(17)), "small": set(range(100, 108))}

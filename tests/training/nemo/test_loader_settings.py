@@ -8,7 +8,7 @@ from support.training import AsIs, Letters
 
 from sharmill.errors import ConfigError
 from sharmill.training import get_dataloader
-from sharmill.training.nemo.settings import settle
+from sharmill.training.nemo.loader_settings import prepare_settings
 
 OURS = {"type": "sharmill", "dataset": "d"}
 TEXT = {"type": "txt", "paths": "t", "language": "en"}
@@ -17,7 +17,7 @@ TEXT = {"type": "txt", "paths": "t", "language": "en"}
 def test_the_users_settings_stay_as_they_are():
     cfg = OmegaConf.create({"input_cfg": [OURS], "batch_size": 1, "seed": "${oc.decode:'3'}"})
     before = OmegaConf.to_yaml(cfg)
-    settled = settle(cfg, 1, 4)
+    settled = prepare_settings(cfg, 1, 4)
     assert OmegaConf.to_yaml(cfg) == before
     assert settled["seed"] == 3
     assert settled["input_cfg"][0] == OURS | {
@@ -31,7 +31,7 @@ def test_the_users_settings_stay_as_they_are():
 
 def test_a_group_hands_down_its_shard_seed():
     cfg = {"shard_seed": "randomized", "input_cfg": [{"type": "group", "shard_seed": 8, "input_cfg": [OURS]}, OURS]}
-    group, entry = settle(cfg, 0, 2)["input_cfg"]
+    group, entry = prepare_settings(cfg, 0, 2)["input_cfg"]
     assert group["input_cfg"][0]["shard_seed"] == 8
     assert entry["shard_seed"] == "randomized"
 
@@ -48,7 +48,7 @@ def test_a_group_hands_down_its_shard_seed():
 )
 def test_randomized_outside_workers_is_the_seed(settings, expected):
     cfg = {"input_cfg": [OURS], "seed": 6, "shard_seed": "randomized"} | settings
-    assert settle(cfg, 1, 2)["shard_seed"] == expected
+    assert prepare_settings(cfg, 1, 2)["shard_seed"] == expected
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_randomized_outside_workers_is_the_seed(settings, expected):
 )
 def test_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        settle({"input_cfg": [OURS]} | settings, 0, 2)
+        prepare_settings({"input_cfg": [OURS]} | settings, 0, 2)
 
 
 SECTION = {"input_cfg": [OURS], "batch_size": 1}
@@ -101,12 +101,12 @@ SECTION = {"input_cfg": [OURS], "batch_size": 1}
 )
 def test_refused_of_several_sections(settings, message):
     with pytest.raises(ConfigError, match=message):
-        settle({"multi_config": True} | settings, 0, 2)
+        prepare_settings({"multi_config": True} | settings, 0, 2)
 
 
 def test_a_section_may_say_what_the_top_level_says():
     settings = {"multi_config": True, "force_finite": True, "a": SECTION | {"force_finite": True}}
-    assert settle(settings, 0, 2)["a"]["input_cfg"][0]["world_size"] == 2
+    assert prepare_settings(settings, 0, 2)["a"]["input_cfg"][0]["world_size"] == 2
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,13 @@ def test_a_section_may_say_what_the_top_level_says():
     ],
 )
 def test_accepted(settings):
-    assert settle({"input_cfg": [OURS]} | settings, 0, 2)["concurrent_bucketing"] is False
+    assert prepare_settings({"input_cfg": [OURS]} | settings, 0, 2)["concurrent_bucketing"] is False
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
 def test_no_such_rank(rank, world_size):
     with pytest.raises(ConfigError, match="there is no rank"):
-        settle({"input_cfg": [OURS]}, rank, world_size)
+        prepare_settings({"input_cfg": [OURS]}, rank, world_size)
 
 
 @pytest.mark.parametrize(

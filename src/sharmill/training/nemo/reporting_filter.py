@@ -15,14 +15,14 @@ from lhotse.dataset.sampling.base import CutSampler
 from lhotse.lazy import LazyFilter
 
 from sharmill.errors import ConfigError
-from sharmill.training.fields import epoch_of
+from sharmill.training.cut_data import epoch_of
 from sharmill.training.nemo.partition import READER
 
 # So many examples in a row, and a whole epoch of every dataset, must be dropped before nothing more is hoped for.
 _MIN_DROPPED: Final = 1000
 
 
-def sieve(sampler: CutSampler, dropped: Callable[[Any], None] | None = None) -> None:
+def report_dropped(sampler: CutSampler, dropped: Callable[[Any], None] | None = None) -> None:
     """Replace the filters before a sampler, or before each of those that it is made of, by ``ReportingFilter``."""
     for one in getattr(sampler, "samplers", [sampler]):
         one.cuts = tuple(CutSet(ReportingFilter(cuts, dropped)) for cuts in one.cuts)

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sharmill.config import nearest
 from sharmill.errors import ConfigError
-from sharmill.training.nemo.partition import Order, PartitionedCuts
+from sharmill.training.nemo.partition import Partition, PartitionedCuts
 
 TYPE: Final = "sharmill"
 
@@ -63,7 +63,7 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
     _check(options)
     metadata_only = options.get("metadata_only", False)
     finite = options.get("force_finite", False) or metadata_only
-    order = Order(
+    partition = Partition(
         shuffle=options.get("shuffle", False),
         shard_seed=options.get("shard_seed", "trng"),
         finite=finite,
@@ -74,7 +74,7 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
     )
     source = PartitionedCuts(
         options["dataset"],
-        order,
+        partition,
         fields=[] if metadata_only else options.get("fields"),
         codec=options.get("codec"),
         decode_threads=options.get("decode_threads", 0),

@@ -44,7 +44,7 @@ class ShardFiles:
     count: int | None
 
 
-class Source(Protocol):
+class ShardSource(Protocol):
     """Shards in a fixed order, with chosen fields."""
 
     foreign: bool
@@ -68,7 +68,7 @@ class Source(Protocol):
     def files(self, shard: int) -> ShardFiles: ...
 
 
-def open_source(directory: Path, fields: Sequence[str] | None, codec: str | None) -> Source:
+def open_shard_source(directory: Path, fields: Sequence[str] | None, codec: str | None) -> ShardSource:
     """The shards of a folder.
 
     Raises:
@@ -77,8 +77,8 @@ def open_source(directory: Path, fields: Sequence[str] | None, codec: str | None
     unfinished = (directory / SHARDS_FILE).exists() or (directory / STAGING_NAME).exists()
     has_cuts = (directory / CUTS).is_dir() or any(directory.glob(f"{CUTS}.*"))
     if (directory / DATASET_FILE).exists() or unfinished or not has_cuts:
-        return IndexedSource(directory, fields, codec)
-    return ForeignSource(directory, fields, codec)
+        return IndexedShardSource(directory, fields, codec)
+    return ForeignShardSource(directory, fields, codec)
 
 
 class _Line(msgspec.Struct):
@@ -151,7 +151,7 @@ def _version_of(stream: BinaryIO) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-class IndexedSource:
+class IndexedShardSource:
     """A finished dataset, read through ``shards.jsonl``: no folder is listed, however many shards there are."""
 
     def __init__(self, directory: Path, fields: Sequence[str] | None, codec: str | None) -> None:
@@ -198,7 +198,7 @@ class IndexedSource:
         return ShardFiles(record.index, self._directory / record.fields[CUTS].file, paths, record.count)
 
 
-class ForeignSource:
+class ForeignShardSource:
     """A folder without an index, listed once. Cuts are counted where their number is needed, by reading them."""
 
     foreign = True

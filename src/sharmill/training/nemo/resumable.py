@@ -17,8 +17,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from sharmill.errors import ConfigError
 from sharmill.shar.reading.loading import dataset_states
 from sharmill.shar.reading.state import merge_states
-from sharmill.training.nemo.filtering import cuts_of
 from sharmill.training.nemo.partition import READER, PartitionedCuts
+from sharmill.training.nemo.reporting_filter import cuts_of
 
 # With these an example of a reader becomes several, or is read at another time than its neighbours.
 _INEXACT = ("perturb_speed", "cut_into_windows_duration", "max_open_streams", "concurrent_bucketing", "noise_path")

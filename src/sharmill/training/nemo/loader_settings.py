@@ -71,7 +71,7 @@ _OF_GROUP: Final = (
 )
 
 
-def settle(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:
+def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:
     """The settings for NeMo's loader: a copy, checked and resolved, in which every sharmill entry has its readers.
 
     Raises:
@@ -81,7 +81,7 @@ def settle(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:
 
     if not 0 <= rank < world_size:
         raise ConfigError(f"there is no rank {rank} among {world_size} data-parallel ranks")
-    settings = resolve(cfg)
+    settings = resolve_settings(cfg)
     _check_keys(settings)
     sections = sections_of(settings)
     for section in sections:
@@ -108,7 +108,7 @@ def settle(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:
     return settings
 
 
-def resolve(cfg: Mapping[str, Any]) -> Settings:
+def resolve_settings(cfg: Mapping[str, Any]) -> Settings:
     """A copy of the settings, with the contents of the files that ``input_cfg`` names in their place."""
     from omegaconf import OmegaConf
 

@@ -105,7 +105,14 @@ def test_the_end_is_predicted_from_the_rate_of_all_living_ranks(stage, noon):
 
 def test_hours_and_hours_per_hour(noon):
     seen = StageStatus(
-        name="match", state="under way", units=4, units_done=1, cost=14400.0, cost_done=3600.0, rate=50.0
+        name="match",
+        state="under way",
+        cost_unit="seconds of audio",
+        units=4,
+        units_done=1,
+        cost=14400.0,
+        cost_done=3600.0,
+        rate=50.0,
     )
     assert seen.seconds_left == 216.0
     assert status._cells(seen)[7:10] == ["1.00/4.00", "50", "216 s, until 12:03:36"]

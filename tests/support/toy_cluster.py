@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -29,22 +28,18 @@ SETUP = [f"export PYTHONPATH={os.environ['PYTHONPATH']}", "export OMP_NUM_THREAD
 
 
 class SleepyStage(ToyStage):
-    """Takes its time over every unit. Once set up it cannot be pickled, as stages with a model in them."""
+    """Takes its time over every unit."""
 
     def __init__(self, *arguments: Any, seconds: float = 0.0, uses_gpu: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.seconds = seconds
         self.uses_gpu = uses_gpu  # type: ignore[misc]
 
-    def setup(self, device: str) -> None:
-        super().setup(device)
-        self.model = threading.Lock()
-
-    def process(self, unit: Unit, staging: Staging) -> Output:
+    def work(self, unit: Unit, staging: Staging) -> Output:
         self.mark("begun", str(unit.index))
         if not (self.marks / "hurry").exists():
             time.sleep(self.seconds)
-        return super().process(unit, staging)
+        return super().work(unit, staging)
 
     def begun(self) -> Counter[int]:
         """How often each unit was begun."""

@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.run import StageResult, locked, run_stage
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage, add_up
+from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.worker import FailedAttempt
 from sharmill.errors import ConfigError, FatalError
@@ -33,10 +33,13 @@ RECORDS_PER_UNIT = 3
 
 class ToyStage(Stage):
     """Writes two files a unit below ``folder/out``. ``behaviour`` says by unit index what else happens, ``setup_does``
-    what happens on setup; both are names of ``_do_...`` functions with an optional ``:argument``.
+    what happens when it is opened; both are names of ``_do_...`` functions with an optional ``:argument``.
 
-    A name that ends in ``_once`` happens at the first attempt only.
+    A name that ends in ``_once`` happens at the first attempt only. Subclasses override ``load``, which is called in
+    the rank before the first unit, and ``work``.
     """
+
+    kind: ClassVar[str] = "toy"
 
     def __init__(
         self,
@@ -49,7 +52,6 @@ class ToyStage(Stage):
         option: Any = 1,
         lost_in_finalize: int = 0,
     ) -> None:
-        self.name = "toy"
         self.run_dir = RunDir(folder / "run")
         self.root = folder / "out"
         self.marks = folder / "marks"
@@ -71,11 +73,15 @@ class ToyStage(Stage):
                 os.kill(os.getpid(), signal.SIGKILL)
             yield make_unit(index, cost=float(index % 4 + 1), size=RECORDS_PER_UNIT, params={"index": index})
 
-    def setup(self, device: str) -> None:
+    def open(self, device: str) -> Processor:
+        self.load(device)
+        return ToyProcessor(self)
+
+    def load(self, device: str) -> None:
         self.mark("setup", f"{os.getpid()} {device}")
         self._misbehave(self.setup_does, "setup", None)
 
-    def process(self, unit: Unit, staging: Staging) -> Output:
+    def work(self, unit: Unit, staging: Staging) -> Output:
         assert (self.dir.plan / "beside.txt").exists()
         self.mark("attempts", f"{unit.index} {os.getpid()}")
         first, last = f"first/{unit.index:06d}.txt", f"last/{unit.index:06d}.txt"
@@ -114,7 +120,7 @@ class ToyStage(Stage):
         return path.read_text().splitlines() if path.exists() else []
 
     def attempts(self) -> Counter[int]:
-        """How often ``process`` was called, by unit index."""
+        """How often ``work`` was called, by unit index."""
         return Counter(int(line.split()[0]) for line in self.marked("attempts"))
 
     def pids(self) -> set[int]:
@@ -130,6 +136,17 @@ class ToyStage(Stage):
             self.mark(f"once-{where}")
             name = name.removesuffix("_once")
         return globals()[f"_do_{name}"](self, unit, argument)
+
+
+class ToyProcessor(Processor):
+    """Cannot be pickled, as processors with a model in them."""
+
+    def __init__(self, stage: ToyStage) -> None:
+        self.stage = stage
+        self.model = threading.Lock()
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        return self.stage.work(unit, staging)
 
 
 def _do_raise(stage: ToyStage, unit: Unit | None, argument: str) -> None:
@@ -262,8 +279,8 @@ class GpuStage(ToyStage):
 class HalfBroken(GpuStage):
     """Dies on the second GPU, at once and always; the first works once it has died three times."""
 
-    def setup(self, device: str) -> None:
-        super().setup(device)
+    def load(self, device: str) -> None:
+        super().load(device)
         if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
             self.mark("died-on-1")
             if len(self.marked("died-on-1")) == 3:
@@ -283,26 +300,26 @@ def _refuse() -> None:
 class DiesIdle(ToyStage):
     """The rank that did unit 0 dies when it has nothing more to do; unit 1 waits for that."""
 
-    def process(self, unit: Unit, staging: Staging) -> Output:
+    def work(self, unit: Unit, staging: Staging) -> Output:
         if unit.index == 0:
             pid = os.getpid()
             self.mark("idle", str(pid))
             threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
         else:
             wait_until(lambda: self.marked("idle") and not is_running(int(self.marked("idle")[0])))
-        return super().process(unit, staging)
+        return super().work(unit, staging)
 
 
 class DiesBesideAnIdleRank(ToyStage):
     """The rank of unit 1 dies when the other has done unit 0 and waits."""
 
-    def process(self, unit: Unit, staging: Staging) -> Output:
+    def work(self, unit: Unit, staging: Staging) -> Output:
         if unit.index == 1 and not self.attempts()[1]:
             self.mark("attempts", f"1 {os.getpid()}")
             wait_until(lambda: any("unit 0 is done" in path.read_text() for path in self.dir.logs.glob("rank*")))
             time.sleep(0.3)  # what the driver has heard shows nowhere
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().process(unit, staging)
+        return super().work(unit, staging)
 
 
 @dataclass

@@ -81,4 +81,4 @@ def _row(stage: Stage, ranks: int) -> tuple[str, ...]:
 
 
 def _amount(stage: Stage, cost: float) -> str:
-    return f"{cost:.0f} records" if stage.name == "prepare" else f"{cost / 3600:.2f} h"
+    return f"{cost:.0f} records" if stage.cost_unit == "records" else f"{cost / 3600:.2f} h"

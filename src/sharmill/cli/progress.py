@@ -45,7 +45,7 @@ class ProgressListener:
 
     def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
         costs = {unit.index: unit.cost for unit in units}
-        self._counts_audio = stage.name != "prepare"
+        self._counts_audio = stage.cost_unit == "seconds of audio"
         self._units = (len(done), len(units))
         self._rejects = sum(commit.num_rejected for commit in done)
         self._task = self._progress.add_task(stage.name, total=sum(costs.values()) or 1, units="", hours="", rejects=0)

@@ -26,12 +26,13 @@ SILENT_SECONDS = 300.0
 class StageStatus:
     """The state of a stage according to its files.
 
-    Costs are seconds of audio, or records for prepare. ``rate`` is how much of them all ranks do in a second. ``ranks``
+    Costs are in ``cost_unit``. ``rate`` is how much of them all ranks do in a second. ``ranks``
     are those that have not ended; ``rejects`` counts by reason.
     """
 
     name: str
     state: str
+    cost_unit: str
     units: int = 0
     units_done: int = 0
     units_running: int = 0
@@ -55,7 +56,7 @@ class StageStatus:
 def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
     """Return the state of a stage. ``queued`` says that a stage without ranks is one that waits for them."""
     if not stage.dir.units.exists():
-        return StageStatus(name=stage.name, state="not begun")
+        return StageStatus(name=stage.name, state="not begun", cost_unit=stage.cost_unit)
     units = load(stage)
     commits = read_ledger(stage.dir.ledger, units)
     totals = read_totals(stage)
@@ -67,6 +68,7 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
     alive = [rank for rank in ranks if not is_silent(rank)]
     return StageStatus(
         name=stage.name,
+        cost_unit=stage.cost_unit,
         state=_state(totals is not None, ranks, bool(failed), queued),
         units=len(units),
         units_done=len(commits),

@@ -95,7 +95,7 @@ def _cells(status: StageStatus) -> list[str]:
     if status.state == "not begun":
         return [status.name, status.state]
     counts = (status.units, status.units_done, status.units_running, status.units_failed, status.units_left)
-    has_audio = status.name != "prepare"
+    has_audio = status.cost_unit == "seconds of audio"
     return [
         status.name,
         status.state,

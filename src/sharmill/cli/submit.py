@@ -120,13 +120,12 @@ def show_submission(
 
 def _describe_balance(stage: Stage, bins: Sequence[Sequence[Unit]], arrays: Sequence[tuple[range, int]]) -> list[str]:
     loads = [sum(unit.cost for unit in units) for units in bins]
-    what = "records" if stage.name == "prepare" else "seconds of audio"
     balance = f", balance {sum(loads) / len(loads) / max(loads):.0%}" if max(loads) else ""
     parallel = sum(parallel for _, parallel in arrays)
     split = f" in {len(arrays)} job arrays, of which the first is shown" if len(arrays) > 1 else ""
     return [
         f"{sum(map(len, bins))} units on {len(bins)} ranks{split}; at most {min(parallel, len(bins))} run at once",
-        f"{min(loads):.1f} to {max(loads):.1f} {what} per rank{balance}",
+        f"{min(loads):.1f} to {max(loads):.1f} {stage.cost_unit} per rank{balance}",
     ]
 
 

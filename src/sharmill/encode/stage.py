@@ -13,7 +13,7 @@ from sharmill.audio.files import decode
 from sharmill.audio.resample import resample, resampled_length
 from sharmill.config import CodecConfig, Config
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage, add_up
+from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed
@@ -53,17 +53,19 @@ from sharmill.storage import Staging, checksum, remove_tree
 class EncodeStage(Stage):
     """Reads the audio of a dataset and adds the fields of one codec to it. One unit is one shard."""
 
+    kind: ClassVar[str] = "encode"
     uses_gpu: ClassVar[bool] = True
 
     def __init__(self, config: Config, codec: CodecConfig) -> None:
-        self.name = f"encode/{codec.name}"
         self.run_dir = RunDir(Path(config.run_dir))
         self.root = Path(config.dataset_dir)
         self.codec_config = codec
         self.batch_seconds = config.encode.batch_seconds
         self.fields = (codes_field(codec.name, TARGET_CODES), codes_field(codec.name, CONTEXT_CODES))
-        self._codec: Codec | None = None
-        self._threads = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}/{self.codec_config.name}"
 
     def identity(self) -> dict[str, Any]:
         read_dataset(self.root)
@@ -84,35 +86,9 @@ class EncodeStage(Stage):
             params = {"shard": shard.index, "checksums": checksums}
             yield make_unit(shard.index, cost=cost, size=shard.count, params=params)
 
-    def setup(self, device: str) -> None:
-        self._threads = make_deterministic(device)
-        self._codec = load_codec(self.codec_config.model, device)
-
-    def process(self, unit: Unit, staging: Staging) -> Output:
-        assert self._codec is not None
-        shard = unit.params["shard"]
-        targets, contexts = (self._read(unit, field) for field in (TARGET_AUDIO, CONTEXT_AUDIO))
-        if [item.cut_id for item in targets] != [item.cut_id for item in contexts]:
-            raise UnitFailed(f"shard {shard}: target_audio and context_audio do not have the same ids")
-        # The same audio is encoded once, be it target or context, and however often.
-        unique = {item.data: item for item in [*targets, *contexts]}
-        codes = dict(zip(unique, self._encode(list(unique.values())), strict=True))
-        frame_shift = self._codec.samples_per_frame / self._codec.sampling_rate
-        files = [shard_file(field, shard) for field in self.fields]
-        with FieldWriter(staging.path(files[0])) as writer:
-            for item in targets:
-                array = codes[item.data]
-                writer.add(_codes_item(item.cut_id, array, temporal_array_json(array.shape, frame_shift)))
-        with FieldWriter(staging.path(files[1])) as writer:
-            for item in contexts:
-                array = codes[item.data]
-                writer.add(_codes_item(item.cut_id, array, array_json(array.shape)))
-        return Output(
-            files=files,
-            num_out=len(targets),
-            stats={"seconds": sum(item.metadata["duration"] for item in targets if item.metadata),
-                   "codec": msgspec.to_builtins(self._record())},
-        )  # fmt: skip
+    def open(self, device: str) -> Processor:
+        threads = make_deterministic(device)
+        return EncodeProcessor(self, load_codec(self.codec_config.model, device), threads)
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
@@ -157,9 +133,58 @@ class EncodeStage(Stage):
                 "give this codec another name"
             )
 
+    def _extend(self, shard: ShardRecord, commit: Commit) -> ShardRecord:
+        added = {
+            field: FieldFile(file.name, file.size, file.xxh3)
+            for field, file in zip(self.fields, commit.files, strict=True)
+        }
+        return msgspec.structs.replace(shard, fields={**shard.fields, **added})
+
+    def _without(self, shard: ShardRecord) -> ShardRecord:
+        kept = {field: file for field, file in shard.fields.items() if field not in self.fields}
+        return msgspec.structs.replace(shard, fields=kept)
+
+
+class EncodeProcessor(Processor):
+    """Encodes the audio of shards with one codec.
+
+    Args:
+        threads: how many may read and resample audio beside the codec.
+    """
+
+    def __init__(self, stage: EncodeStage, codec: Codec, threads: int) -> None:
+        self._stage = stage
+        self._codec = codec
+        self._threads = threads
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        shard = unit.params["shard"]
+        targets, contexts = (self._read(unit, field) for field in (TARGET_AUDIO, CONTEXT_AUDIO))
+        if [item.cut_id for item in targets] != [item.cut_id for item in contexts]:
+            raise UnitFailed(f"shard {shard}: target_audio and context_audio do not have the same ids")
+        # The same audio is encoded once, be it target or context, and however often.
+        unique = {item.data: item for item in [*targets, *contexts]}
+        codes = dict(zip(unique, self._encode(list(unique.values())), strict=True))
+        frame_shift = self._codec.samples_per_frame / self._codec.sampling_rate
+        files = [shard_file(field, shard) for field in self._stage.fields]
+        with FieldWriter(staging.path(files[0])) as writer:
+            for item in targets:
+                array = codes[item.data]
+                writer.add(_codes_item(item.cut_id, array, temporal_array_json(array.shape, frame_shift)))
+        with FieldWriter(staging.path(files[1])) as writer:
+            for item in contexts:
+                array = codes[item.data]
+                writer.add(_codes_item(item.cut_id, array, array_json(array.shape)))
+        return Output(
+            files=files,
+            num_out=len(targets),
+            stats={"seconds": sum(item.metadata["duration"] for item in targets if item.metadata),
+                   "codec": msgspec.to_builtins(self._record())},
+        )  # fmt: skip
+
     def _read(self, unit: Unit, field: str) -> list[Item]:
         """The items of an audio field, if it still is as it was written: damaged audio would give codes as well."""
-        path = self.root / shard_file(field, unit.params["shard"])
+        path = self._stage.root / shard_file(field, unit.params["shard"])
         if checksum(path) != unit.params["checksums"][field]:
             raise UnitFailed(f"{path} has changed since it was written: remove it and run the stage write again")
         items = list(read_field(path))
@@ -170,9 +195,8 @@ class EncodeStage(Stage):
     def _encode(self, items: Sequence[Item]) -> list[np.ndarray]:
         """Codes (codebooks, frames) of each item, in the order of the items."""
         codec = self._codec
-        assert codec is not None
         frames = [num_frames(item, codec) for item in items]
-        padded_frames = self.batch_seconds * codec.sampling_rate / codec.samples_per_frame
+        padded_frames = self._stage.batch_seconds * codec.sampling_rate / codec.samples_per_frame
         batches = padded_batches(frames, padded_frames, equal_only=codec.equal_lengths_only)
         in_order = [items[index] for batch in batches for index in batch]
         loaded = prefetch(
@@ -191,11 +215,10 @@ class EncodeStage(Stage):
         return results
 
     def _record(self) -> CodecRecord:
-        codec = self._codec
-        assert codec is not None
+        codec, config = self._codec, self._stage.codec_config
         return CodecRecord(
-            name=self.codec_config.name,
-            model=parse_codec_name(self.codec_config.model).portable,
+            name=config.name,
+            model=parse_codec_name(config.model).portable,
             checksum=codec.checksum,
             trained=codec.trained,
             sampling_rate=codec.sampling_rate,
@@ -203,17 +226,6 @@ class EncodeStage(Stage):
             num_codebooks=codec.num_codebooks,
             codebook_size=codec.codebook_size,
         )
-
-    def _extend(self, shard: ShardRecord, commit: Commit) -> ShardRecord:
-        added = {
-            field: FieldFile(file.name, file.size, file.xxh3)
-            for field, file in zip(self.fields, commit.files, strict=True)
-        }
-        return msgspec.structs.replace(shard, fields={**shard.fields, **added})
-
-    def _without(self, shard: ShardRecord) -> ShardRecord:
-        kept = {field: file for field, file in shard.fields.items() if field not in self.fields}
-        return msgspec.structs.replace(shard, fields=kept)
 
 
 def num_frames(item: Item, codec: Codec) -> int:

@@ -34,7 +34,7 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
             raise ConfigError(
                 f"{stage.name}: {stage.run_dir.path} was made with another {'; '.join(differences[:4])}. "
                 "Restore that, choose another run_dir, or begin it anew: "
-                f"sharmill run CONFIG {stage.name.partition('/')[0]} --restart"
+                f"sharmill run CONFIG {stage.kind} --restart"
             )
         forget(stage)
     return _freeze(stage, identity)

@@ -219,7 +219,7 @@ def _check_redone(stage: Stage, commits: dict[int, Commit]) -> None:
             continue
         raise FatalError(
             f"{stage.name}: unit {index} was done again with another outcome: {what}. Its input has changed since: "
-            f"restore that and use --redo again, or begin anew with sharmill run CONFIG {stage.name.partition('/')[0]} "
+            f"restore that and use --redo again, or begin anew with sharmill run CONFIG {stage.kind} "
             "--restart"
         )
 

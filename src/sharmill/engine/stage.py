@@ -1,25 +1,50 @@
-"""What a stage has to provide. The engine does the rest: skip what is done, log, retry, publish, record."""
+"""Stages and their processors. The engine does the rest: skip what is done, log, retry, publish, record.
+
+A stage is configuration: cheap to make, to pickle and to ask for its plan. A processor is what a rank works with: the
+stage's model, loaded.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from sharmill.config import MetricsConfig
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.unit import Commit, Output, Totals, Unit
 from sharmill.storage import Staging
 
+# Called by a processor with the part of a unit's cost that it has done since the last call.
+Advance = Callable[[float], None]
+
+
+class Processor(ABC):
+    """A stage in one rank, ready to do units."""
+
+    @abstractmethod
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        """Do one unit: write its files into ``staging`` and return their names, the rejects and the counts.
+
+        ``advance`` is for people who watch: call it now and then with the cost done since the last call. What is not
+        reported is added when the unit ends.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most processors hold nothing that has to be closed
+        """Release what the processor holds; called once, when the rank ends."""
+
 
 class Stage(ABC):
-    """One step of the pipeline over one dataset.
+    """One step of the pipeline over one dataset: its configuration.
 
-    An instance is cheap to make and to pickle until ``setup`` has run in a rank: it holds configuration only.
+    An instance is cheap to make and to pickle, and nothing changes it.
 
     Attributes:
-        name: the folder of the stage in the run directory, and its name in messages.
+        kind: the stage as the command line calls it, such as ``encode``.
+        cost_unit: the measure of the costs of its units.
+        name: the folder of the stage in the run directory, and its name in messages: the kind, and where there are
+            several of one kind something more, as in ``encode/mimi``.
         run_dir: the run directory of the dataset.
         root: published files are named relative to this directory.
         metrics: which curves its ranks write.
@@ -27,12 +52,17 @@ class Stage(ABC):
         replan_when_changed: a check, which loses nothing by starting anew when its input has changed.
     """
 
-    name: str
+    kind: ClassVar[str]
+    cost_unit: ClassVar[Literal["records", "seconds of audio"]] = "seconds of audio"
     run_dir: RunDir
     root: Path
     metrics: MetricsConfig = MetricsConfig()
     uses_gpu: ClassVar[bool] = False
     replan_when_changed: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return self.kind
 
     @property
     def dir(self) -> StageDir:
@@ -48,15 +78,12 @@ class Stage(ABC):
 
     @abstractmethod
     def plan(self, folder: Path) -> Iterator[Unit]:
-        """The units, in order. Files that ``process`` needs beside them may be written to ``folder``, which will be
+        """The units, in order. Files that the processor needs beside them may be written to ``folder``, which will be
         ``self.dir.plan``."""
 
-    def setup(self, device: str) -> None:  # noqa: B027 - most stages have nothing to set up
-        """Loads the model, once per rank. ``device`` is ``cpu`` or ``cuda``."""
-
     @abstractmethod
-    def process(self, unit: Unit, staging: Staging) -> Output:
-        """Does one unit: writes its files into ``staging`` and returns their names, the rejects and the counts."""
+    def open(self, device: str) -> Processor:
+        """Load the model, once per rank, and return what does the units. ``device`` is ``cpu`` or ``cuda``."""
 
     @abstractmethod
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:

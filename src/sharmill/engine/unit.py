@@ -1,4 +1,4 @@
-"""The values that pass between a stage and the engine: units, outputs, commit records."""
+"""The values that pass between a stage and the engine: units, outputs, commit records, totals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         index: position in the plan.
         id: derived from the content, so that a commit record proves which work it is the record of.
-        cost: predicted work, in seconds of audio.
+        cost: predicted work, in the stage's ``cost_unit``.
         size: number of input records.
         params: the few values that the stage needs to find its records.
     """

@@ -6,14 +6,14 @@ import logging
 import time
 import traceback
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from types import TracebackType
 
 from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.metrics import MetricsLog
 from sharmill.engine.progress import ProgressWriter
-from sharmill.engine.stage import Stage
+from sharmill.engine.stage import Processor, Stage
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.storage import WRITE_ERRNOS, Staging, stopping_errors, write_atomic
@@ -52,7 +52,7 @@ class Worker:
         started = time.monotonic()
         with ExitStack() as stack:
             stack.enter_context(self._progress)
-            self._set_up()
+            self._processor = stack.enter_context(closing(self._open()))
             self._metrics = MetricsLog(self.stage.metrics, self.stage.name, self.stage.dir, self.rank)
             stack.callback(self._metrics.close)
             self._closing = stack.pop_all()
@@ -65,9 +65,9 @@ class Worker:
     ) -> None:
         self._closing.close()
 
-    def _set_up(self) -> None:
+    def _open(self) -> Processor:
         try:
-            self.stage.setup(self.device)
+            return self.stage.open(self.device)
         except (ConfigError, FatalError):
             raise
         except (Exception, SystemExit) as error:
@@ -107,7 +107,7 @@ class Worker:
         started = time.monotonic()
         with Staging(self.stage.root, unit.index) as staging:
             with stopping_errors(staging.folder, WRITE_ERRNOS):
-                output = self.stage.process(unit, staging)
+                output = self._processor.process(unit, staging, _ignore)
             output.check_accounts(unit)
             files = staging.publish(output.files)
         if output.rejects:
@@ -126,6 +126,10 @@ class Worker:
         )
         self._ledger.append(commit)
         return commit
+
+
+def _ignore(cost: float) -> None:
+    pass
 
 
 def _count_reasons(output: Output) -> dict[str, int]:

@@ -17,7 +17,7 @@ import xxhash
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage, add_up
+from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, RejectRecord
@@ -40,15 +40,13 @@ _MATCHED = "_withContextAudio"
 class MatchStage(Stage):
     """Reads the prepared manifest and writes ``manifests/<stem>_withContextAudio....json``."""
 
+    kind: ClassVar[str] = "match"
     uses_gpu: ClassVar[bool] = True
 
     def __init__(self, config: Config) -> None:
-        self.name = "match"
         self.config = config
         self.run_dir = RunDir(Path(config.run_dir))
         self.root = self.dir.path
-        self._group_key = make_speaker_key(config.speaker_key)
-        self._embed: Embedder | None = None
 
     def identity(self) -> dict[str, Any]:
         prepared = prepared_manifest(self.config)
@@ -65,7 +63,7 @@ class MatchStage(Stage):
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         match = self.config.match
-        index = index_manifest(prepared_manifest(self.config), self._group_key)
+        index = index_manifest(prepared_manifest(self.config), make_speaker_key(self.config.speaker_key))
         order = np.argsort(index.groups, kind="stable")
         np.save(folder / "offsets.npy", index.offsets, allow_pickle=False)
         np.save(folder / "order.npy", order, allow_pickle=False)
@@ -76,33 +74,15 @@ class MatchStage(Stage):
             params = {"start": span.start, "stop": span.stop}
             yield make_unit(number, cost=span.seconds, size=span.stop - span.start, params=params)
 
-    def setup(self, device: str) -> None:
+    def open(self, device: str) -> Processor:
         threads = make_deterministic(device)
-        self._embed = Embedder(
+        embed = Embedder(
             encoder=load_speaker_encoder(self.config.match.encoder, device),
             reader=SegmentReader(tuple(Path(source.audio_root) for source in self.config.sources)),
             batch_seconds=self.config.match.batch_seconds,
             threads=threads,
         )
-
-    def process(self, unit: Unit, staging: Staging) -> Output:
-        groups = [list(group) for _, group in groupby(self._read(unit), key=self._key)]
-        candidates = [group for group in groups if self._may_match(group)]
-        embeddings, unusable = self._embed_groups(candidates)
-        matched: list[Utterance] = []
-        rejects: list[Reject] = []
-        for group in groups:
-            rejects += [self._reject(u, unusable[u.index]) for u in group if u.index in unusable]
-            group = [utterance for utterance in group if utterance.index not in unusable]
-            for utterance, outcome in zip(group, self._match_group(group, embeddings), strict=True):
-                if isinstance(outcome, RejectRecord):
-                    rejects.append(self._reject(utterance, outcome))
-                else:
-                    matched.append(outcome)
-        name = f"parts/{unit.index:06d}.jsonl"
-        write_lines(staging.path(name), (utterance.to_json() for utterance in matched))
-        seconds = sum(utterance.duration for utterance in matched)
-        return Output(files=[name], num_out=len(matched), rejects=rejects, stats={"seconds": seconds})
+        return MatchProcessor(self.config, self.dir.plan, embed)
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
@@ -121,10 +101,43 @@ class MatchStage(Stage):
         for path in own.parent.glob(f"{glob.escape(manifest_stem(self.config))}{_MATCHED}*.json"):
             path.unlink()
 
+
+class MatchProcessor(Processor):
+    """Finds the contexts of speaker groups.
+
+    Args:
+        plan: the folder of the stage's plan.
+    """
+
+    def __init__(self, config: Config, plan: Path, embed: Embedder) -> None:
+        self.config = config
+        self._plan = plan
+        self._embed = embed
+        self._group_key = make_speaker_key(config.speaker_key)
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        groups = [list(group) for _, group in groupby(self._read(unit), key=self._key)]
+        candidates = [group for group in groups if self._may_match(group)]
+        embeddings, unusable = self._embed_groups(candidates)
+        matched: list[Utterance] = []
+        rejects: list[Reject] = []
+        for group in groups:
+            rejects += [self._reject(u, unusable[u.index]) for u in group if u.index in unusable]
+            group = [utterance for utterance in group if utterance.index not in unusable]
+            for utterance, outcome in zip(group, self._match_group(group, embeddings), strict=True):
+                if isinstance(outcome, RejectRecord):
+                    rejects.append(self._reject(utterance, outcome))
+                else:
+                    matched.append(outcome)
+        name = f"parts/{unit.index:06d}.jsonl"
+        write_lines(staging.path(name), (utterance.to_json() for utterance in matched))
+        seconds = sum(utterance.duration for utterance in matched)
+        return Output(files=[name], num_out=len(matched), rejects=rejects, stats={"seconds": seconds})
+
     def _read(self, unit: Unit) -> list[Utterance]:
         start, stop = unit.params["start"], unit.params["stop"]
-        lines = np.load(self.dir.plan / "order.npy", mmap_mode="r")[start:stop]
-        offsets = np.load(self.dir.plan / "offsets.npy", mmap_mode="r")[lines]
+        lines = np.load(self._plan / "order.npy", mmap_mode="r")[start:stop]
+        offsets = np.load(self._plan / "offsets.npy", mmap_mode="r")[lines]
         utterances = [Utterance.from_json(line) for line in read_lines_at(prepared_manifest(self.config), offsets)]
         for utterance, number in zip(utterances, lines, strict=True):
             utterance.index = int(number)
@@ -145,7 +158,6 @@ class MatchStage(Stage):
 
     def _embed_groups(self, groups: list[list[Utterance]]) -> tuple[dict[int, np.ndarray], dict[int, RejectRecord]]:
         """Embeddings, and why there is none, by utterance index; the groups' batches are made together."""
-        assert self._embed is not None
         utterances = [utterance for group in groups for utterance in group]
         rows, failed = self._embed([utterance.segment for utterance in utterances])
         unusable = {utterances[position].index: reject for position, reject in failed.items()}
@@ -207,7 +219,7 @@ class MatchStage(Stage):
         return f"the group {self._key(utterance)!r} has no other usable utterance"
 
     def _reject(self, utterance: Utterance, why: RejectRecord) -> Reject:
-        return Reject(self.name, why.reason, why.detail, utterance.public_record())
+        return Reject(MatchStage.kind, why.reason, why.detail, utterance.public_record())
 
 
 def matched_manifest(config: Config) -> Path:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
 from sharmill.config import Config
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage, add_up
+from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.errors import RejectRecord
@@ -32,20 +32,21 @@ from sharmill.prepare.ids import (
 )
 from sharmill.prepare.paths import AudioRoot
 from sharmill.prepare.stats import HoursTable
-from sharmill.sources import open_source
+from sharmill.sources import Source, open_source
 from sharmill.storage import Staging, open_atomic, write_atomic
 
 
 class PrepareStage(Stage):
     """Reads the sources, checks every record, and writes ``manifests/<stem>_prepared.json`` and ``stats.json``."""
 
+    kind: ClassVar[str] = "prepare"
+    cost_unit: ClassVar = "records"
+
     def __init__(self, config: Config) -> None:
-        self.name = "prepare"
         self.config = config
         self.run_dir = RunDir(Path(config.run_dir))
         self.root = self.dir.path
         self._sources = [open_source(source) for source in config.sources]
-        self._check: RecordCheck | None = None
 
     def identity(self) -> dict[str, Any]:
         self._make_check()
@@ -65,37 +66,8 @@ class PrepareStage(Stage):
                 yield make_unit(index, cost=float(piece.num_records), size=piece.num_records, params=params)
                 index += 1
 
-    def setup(self, device: str) -> None:
-        self._check = self._make_check()
-
-    def process(self, unit: Unit, staging: Staging) -> Output:
-        assert self._check is not None
-        number = unit.params["source"]
-        kept: list[Utterance] = []
-        rejects: list[Reject] = []
-        hours = HoursTable()
-        for line in self._sources[number].read(unit.params["piece"]):
-            record: Any = line.decode("utf-8", "replace")
-            try:
-                record = parse_record(line)
-                utterance = self._check(record, number)
-            except RejectRecord as reject:
-                rejects.append(Reject(self.name, reject.reason, reject.detail, record))
-                hours.count_rejected(record)
-            else:
-                kept.append(utterance)
-                hours.count_kept(utterance)
-        part = f"parts/{unit.index:06d}"
-        write_lines(staging.path(f"{part}.jsonl"), (utterance.to_json() for utterance in kept))
-        hashes = np.array([hash_utterance(utterance) for utterance in kept], dtype=HASH_FIELDS)
-        np.save(staging.path(f"{part}.npy"), hashes, allow_pickle=False)
-        staging.path(f"{part}.stats.json").write_bytes(hours.to_json())
-        return Output(
-            files=[f"{part}.jsonl", f"{part}.npy", f"{part}.stats.json"],
-            num_out=len(kept),
-            rejects=rejects,
-            stats={"seconds": sum(utterance.duration for utterance in kept)},
-        )
+    def open(self, device: str) -> Processor:
+        return PrepareProcessor(self._sources, self._make_check())
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
@@ -169,6 +141,42 @@ class PrepareStage(Stage):
             for path in (self.dir.rejects, self._duplicates):
                 with path.open("rb") as part:
                     shutil.copyfileobj(part, merged)
+
+
+class PrepareProcessor(Processor):
+    """Checks the records of pieces of the sources."""
+
+    def __init__(self, sources: Sequence[Source], check: RecordCheck) -> None:
+        self._sources = sources
+        self._check = check
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        number = unit.params["source"]
+        kept: list[Utterance] = []
+        rejects: list[Reject] = []
+        hours = HoursTable()
+        for line in self._sources[number].read(unit.params["piece"]):
+            record: Any = line.decode("utf-8", "replace")
+            try:
+                record = parse_record(line)
+                utterance = self._check(record, number)
+            except RejectRecord as reject:
+                rejects.append(Reject(PrepareStage.kind, reject.reason, reject.detail, record))
+                hours.count_rejected(record)
+            else:
+                kept.append(utterance)
+                hours.count_kept(utterance)
+        part = f"parts/{unit.index:06d}"
+        write_lines(staging.path(f"{part}.jsonl"), (utterance.to_json() for utterance in kept))
+        hashes = np.array([hash_utterance(utterance) for utterance in kept], dtype=HASH_FIELDS)
+        np.save(staging.path(f"{part}.npy"), hashes, allow_pickle=False)
+        staging.path(f"{part}.stats.json").write_bytes(hours.to_json())
+        return Output(
+            files=[f"{part}.jsonl", f"{part}.npy", f"{part}.stats.json"],
+            num_out=len(kept),
+            rejects=rejects,
+            stats={"seconds": sum(utterance.duration for utterance in kept)},
+        )
 
 
 def _duplicate(utterance: Utterance) -> Reject:

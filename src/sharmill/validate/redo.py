@@ -38,8 +38,8 @@ def forget_damaged_units(config: Config, report: Report, stages: Sequence[str]) 
     shards |= {name: wanted.get(name, set()) | shards[write.name] for name in encodes}
     concerned = [stage for stage in (write, *encodes.values()) if shards[stage.name] or INDEX in wanted]
     for stage in concerned:
-        if (name := stage.name.partition("/")[0]) not in stages:
-            raise ConfigError(f"these findings concern the stage {name}: name it too, or no stage at all")
+        if stage.kind not in stages:
+            raise ConfigError(f"these findings concern the stage {stage.kind}: name it too, or no stage at all")
         if not stage.dir.units.exists():
             raise ConfigError(f"{config.run_dir} has no plan of {stage.name}: it is not the run that made this dataset")
     for stage in concerned:

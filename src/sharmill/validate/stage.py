@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage, add_up
+from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
@@ -41,6 +41,7 @@ class ValidateStage(Stage):
         against: the manifests and rejects that the dataset is to account for.
     """
 
+    kind: ClassVar[str] = "validate"
     replan_when_changed: ClassVar[bool] = True
 
     def __init__(
@@ -53,7 +54,6 @@ class ValidateStage(Stage):
         codec_models: Mapping[str, str] | None = None,
         against: ExpectedRecords | None = None,
     ) -> None:
-        self.name = "validate"
         self.run_dir = run_dir
         self.root = self.dir.path
         self.dataset_dir = dataset_dir
@@ -61,8 +61,6 @@ class ValidateStage(Stage):
         self.recheck_codes = recheck_codes
         self.codec_models = dict(codec_models or {})
         self.against = against
-        self._check: ShardCheck | None = None
-        self._shards: list[Shard] = []
 
     @property
     def findings_file(self) -> Path:
@@ -101,26 +99,12 @@ class ValidateStage(Stage):
         for position, shard in enumerate(read_checked_dataset(self.dataset_dir).shards):
             yield make_unit(position, cost=self._cost(shard), size=shard.size, params={"line": position})
 
-    def setup(self, device: str) -> None:
+    def open(self, device: str) -> Processor:
         subject = read_checked_dataset(self.dataset_dir)
         recheck = self._rechecker(subject) if self.recheck_codes else None
         if recheck is not None:
             recheck.load()
-        self._check = ShardCheck(subject, deep=self.deep, recheck=recheck)
-        self._shards = subject.shards
-
-    def process(self, unit: Unit, staging: Staging) -> Output:
-        assert self._check is not None
-        shard = self._shards[unit.params["line"]]
-        checked = self._check(shard)
-        findings, hashes = f"parts/{unit.index:06d}.findings.jsonl", f"parts/{unit.index:06d}.npy"
-        staging.path(findings).write_bytes(findings_to_lines(checked.findings))
-        both = np.empty(len(checked.ids), dtype=CUT_HASHES)
-        both["id"], both["record"] = checked.ids, checked.records
-        np.save(staging.path(hashes), both, allow_pickle=False)
-        seconds = shard.record.target_seconds if shard.record else 0.0
-        stats = {"seconds": seconds, "checked": checked.stats}
-        return Output(files=[findings, hashes], num_out=unit.size, stats=stats)
+        return ValidateProcessor(subject.shards, ShardCheck(subject, deep=self.deep, recheck=recheck))
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
@@ -184,6 +168,26 @@ class ValidateStage(Stage):
             return round(shard.record.target_seconds + shard.record.context_seconds, 3)
         paths = [self.dataset_dir / file for file in shard.files.values()]
         return round(sum(path.stat().st_size for path in paths if path.is_file()) * _SECONDS_PER_BYTE, 3)
+
+
+class ValidateProcessor(Processor):
+    """Checks shards."""
+
+    def __init__(self, shards: Sequence[Shard], check: ShardCheck) -> None:
+        self._shards = shards
+        self._check = check
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        shard = self._shards[unit.params["line"]]
+        checked = self._check(shard)
+        findings, hashes = f"parts/{unit.index:06d}.findings.jsonl", f"parts/{unit.index:06d}.npy"
+        staging.path(findings).write_bytes(findings_to_lines(checked.findings))
+        both = np.empty(len(checked.ids), dtype=CUT_HASHES)
+        both["id"], both["record"] = checked.ids, checked.records
+        np.save(staging.path(hashes), both, allow_pickle=False)
+        seconds = shard.record.target_seconds if shard.record else 0.0
+        stats = {"seconds": seconds, "checked": checked.stats}
+        return Output(files=[findings, hashes], num_out=unit.size, stats=stats)
 
 
 def _add_up_stats(commits: Iterable[Commit]) -> dict[str, float]:

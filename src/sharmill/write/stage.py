@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage, add_up
+from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
@@ -55,8 +55,9 @@ from sharmill.write.order import index_matched, order_lines
 class WriteStage(Stage):
     """Reads the matched manifest and writes the dataset directory. One unit is one shard."""
 
+    kind: ClassVar[str] = "write"
+
     def __init__(self, config: Config) -> None:
-        self.name = "write"
         self.config = config
         self.run_dir = RunDir(Path(config.run_dir))
         self.root = Path(config.dataset_dir)
@@ -87,36 +88,8 @@ class WriteStage(Stage):
             params = {"start": start, "stop": start + len(lines)}
             yield make_unit(number, cost=round(float(index.seconds[lines].sum()), 3), size=len(lines), params=params)
 
-    def process(self, unit: Unit, staging: Staging) -> Output:
-        utterances = self._read(unit)
-        reader = SegmentReader(tuple(Path(source.audio_root) for source in self.config.sources))
-        uses = [segment for u in utterances for segment in (u.segment, u.context_segment)]
-        encode = SegmentEncoder(self.config.write, reader, uses)
-        files = {field: shard_file(field, unit.index) for field in BASE_FIELDS}
-        rejects: list[Reject] = []
-        cuts: list[dict[str, Any]] = []
-        seconds = context_seconds = 0.0
-        with ExitStack() as stack:
-            targets = stack.enter_context(FieldWriter(staging.path(files[TARGET_AUDIO])))
-            contexts = stack.enter_context(FieldWriter(staging.path(files[CONTEXT_AUDIO])))
-            for utterance in utterances:
-                target, context, why = _encode_pair(encode, utterance)
-                if target is None or context is None:
-                    assert why is not None
-                    rejects.append(Reject(self.name, why.reason, why.detail, utterance.public_record()))
-                    continue
-                targets.add(_item(utterance.cut_id, utterance.cut_id, target))
-                contexts.add(_item(utterance.cut_id, _context_id(utterance), context))
-                cuts.append(cut_json(utterance, sampling_rate=target.sampling_rate, num_samples=target.num_samples))
-                seconds += target.seconds
-                context_seconds += context.seconds
-        write_cuts(staging.path(files[CUTS]), cuts)
-        return Output(
-            files=[files[TARGET_AUDIO], files[CONTEXT_AUDIO], files[CUTS]],
-            num_out=len(cuts),
-            rejects=rejects,
-            stats={"seconds": seconds, "context_seconds": context_seconds},
-        )
+    def open(self, device: str) -> Processor:
+        return WriteProcessor(self.config, self.dir.plan)
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
@@ -136,10 +109,6 @@ class WriteStage(Stage):
             remove_tree(self.root / name)
         for codes in self.root.glob("codes_*"):
             remove_tree(codes)
-
-    def _read(self, unit: Unit) -> list[Utterance]:
-        offsets = np.load(self.dir.plan / "offsets.npy", mmap_mode="r")[unit.params["start"] : unit.params["stop"]]
-        return [Utterance.from_json(line) for line in read_lines_at(matched_manifest(self.config), offsets)]
 
     def check_output(self) -> None:
         """Raises ConfigError where the dataset directory holds what this run has not written."""
@@ -191,6 +160,53 @@ class WriteStage(Stage):
             limits=self._limits(),
             codecs=[],
         )
+
+
+class WriteProcessor(Processor):
+    """Writes shards.
+
+    Args:
+        plan: the folder of the stage's plan.
+    """
+
+    def __init__(self, config: Config, plan: Path) -> None:
+        self.config = config
+        self._plan = plan
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        utterances = self._read(unit)
+        reader = SegmentReader(tuple(Path(source.audio_root) for source in self.config.sources))
+        uses = [segment for u in utterances for segment in (u.segment, u.context_segment)]
+        encode = SegmentEncoder(self.config.write, reader, uses)
+        files = {field: shard_file(field, unit.index) for field in BASE_FIELDS}
+        rejects: list[Reject] = []
+        cuts: list[dict[str, Any]] = []
+        seconds = context_seconds = 0.0
+        with ExitStack() as stack:
+            targets = stack.enter_context(FieldWriter(staging.path(files[TARGET_AUDIO])))
+            contexts = stack.enter_context(FieldWriter(staging.path(files[CONTEXT_AUDIO])))
+            for utterance in utterances:
+                target, context, why = _encode_pair(encode, utterance)
+                if target is None or context is None:
+                    assert why is not None
+                    rejects.append(Reject(WriteStage.kind, why.reason, why.detail, utterance.public_record()))
+                    continue
+                targets.add(_item(utterance.cut_id, utterance.cut_id, target))
+                contexts.add(_item(utterance.cut_id, _context_id(utterance), context))
+                cuts.append(cut_json(utterance, sampling_rate=target.sampling_rate, num_samples=target.num_samples))
+                seconds += target.seconds
+                context_seconds += context.seconds
+        write_cuts(staging.path(files[CUTS]), cuts)
+        return Output(
+            files=[files[TARGET_AUDIO], files[CONTEXT_AUDIO], files[CUTS]],
+            num_out=len(cuts),
+            rejects=rejects,
+            stats={"seconds": seconds, "context_seconds": context_seconds},
+        )
+
+    def _read(self, unit: Unit) -> list[Utterance]:
+        offsets = np.load(self._plan / "offsets.npy", mmap_mode="r")[unit.params["start"] : unit.params["stop"]]
+        return [Utterance.from_json(line) for line in read_lines_at(matched_manifest(self.config), offsets)]
 
 
 def _encode_pair(

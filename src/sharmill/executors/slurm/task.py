@@ -7,7 +7,6 @@ rejected it sees in the ledger, which has what the other ranks have done as well
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import math
@@ -98,8 +97,7 @@ class RankTask:
         ready = False
         try:
             _require_device(self.device)
-            # A copy is set up, since a stage with its model loaded may be huge, or not be picklable at all.
-            with Worker(copy.deepcopy(self.stage), self.rank, self.device) as worker:
+            with Worker(self.stage, self.rank, self.device) as worker:
                 ready = True
                 self._work(worker, waiting)
         except SharmillError as error:

@@ -11,7 +11,7 @@ from lhotse import CutSet, Fbank, MonoCut, MultiCut, Recording, SupervisionSegme
 from lhotse.array import Array, TemporalArray
 from lhotse.features.io import MemoryRawWriter, NumpyFilesWriter
 from support.manifests import write_tone
-from support.shar import voice
+from support.shar import members_of, voice, write_members
 
 from sharmill.audio.encoding import encode
 from sharmill.errors import ConfigError, DamagedShard
@@ -20,7 +20,6 @@ from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.items import FieldWriter, Item
 from sharmill.shar.lhotse_json import recording_json, temporal_array_json
 from sharmill.shar.npy import array_to_bytes
-from sharmill.shar.tar import TarWriter, read_tar
 
 KEPT = ("shar_position", "shard_origin", "shar_epoch")
 
@@ -268,12 +267,7 @@ def test_a_dataset_that_is_being_written_is_not_taken_for_a_foreign_one(publishe
 )
 def test_items_are_paired_strictly_by_id(published, change, what):
     path = published / "target_audio/recording.000001.tar"
-    members = change([(member.name, member.data) for member in read_tar(path)])
-    with path.open("wb") as stream:
-        writer = TarWriter(stream)
-        for name, data in members:
-            writer.add(name, data)
-        writer.finish()
+    write_members(path, change(members_of(path)))
     read = []
     with pytest.raises(DamagedShard, match=what):
         read.extend(open_shar(published))
@@ -290,12 +284,7 @@ def test_json_fields_are_paired_strictly_by_id(lhotse_shar, tmp_path):
 
 def test_audio_that_cannot_be_decoded_is_damage_of_its_shard(published):
     path = published / "target_audio/recording.000001.tar"
-    members = [(member.name, member.data) for member in read_tar(path)]
-    with path.open("wb") as stream:
-        writer = TarWriter(stream)
-        for name, data in members:
-            writer.add(name, data if name.endswith("json") else b"no audio")
-        writer.finish()
+    write_members(path, [(name, data if name.endswith("json") else b"no audio") for name, data in members_of(path)])
     read = []
     with pytest.raises(DamagedShard, match=r"shard 1: .*cut-rec-a-100.00-1-1.00' cannot be decoded"):
         read.extend(open_shar(published, decode_threads=2))

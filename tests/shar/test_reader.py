@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from lhotse import CutSet
 from support.reader import make_dataset
-from support.shar import ToyCodec, copy, lines, reindex, rewrite, voice
+from support.shar import ToyCodec, copy, lines, members_of, reindex, rewrite, voice, write_members
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.items import read_field
-from sharmill.shar.tar import TarWriter, read_tar
 
 FIELDS = {
     "target_audio": "target_audio",
@@ -161,18 +160,6 @@ def test_an_index_that_leaves_the_dataset_is_refused(damaged, file):
         list(open_shar(damaged))
 
 
-def members(path):
-    return [(member.name, member.data) for member in read_tar(path)]
-
-
-def repack(path, content):
-    with path.open("wb") as stream:
-        writer = TarWriter(stream)
-        for name, data in content:
-            writer.add(name, data)
-        writer.finish()
-
-
 TARGETS = "target_audio/recording.000001.tar"
 
 
@@ -184,10 +171,10 @@ TARGETS = "target_audio/recording.000001.tar"
         lambda path: path.write_bytes(path.read_bytes()[:1000]),
         lambda path: path.write_bytes(b""),
         lambda path: path.unlink(),
-        lambda path: repack(path, members(path)[2:] + members(path)[:2]),
-        lambda path: repack(path, members(path)[:-2]),
-        lambda path: repack(path, [*members(path), ("more.flac", b"x"), ("more.json", b"{}")]),
-        lambda path: repack(path, []),
+        lambda path: write_members(path, members_of(path)[2:] + members_of(path)[:2]),
+        lambda path: write_members(path, members_of(path)[:-2]),
+        lambda path: write_members(path, [*members_of(path), ("more.flac", b"x"), ("more.json", b"{}")]),
+        lambda path: write_members(path, []),
     ],
 )
 @pytest.mark.parametrize("checksums", ["stale", "fresh"])
@@ -202,12 +189,7 @@ def test_a_damaged_field_raises_and_never_ends_early(damaged, damage, checksums)
 def test_an_array_that_is_damaged_names_archive_and_member(tmp_path):
     dataset = make_dataset(tmp_path, [3], codes=True)
     path = dataset / "codes_toy/target_codes/codes.000000.tar"
-    members = list(read_tar(path))
-    with path.open("wb") as stream:
-        tar = TarWriter(stream)
-        for member in members:
-            tar.add(member.name, member.data[:-1] if member.name.endswith(".npy") else member.data)
-        tar.finish()
+    write_members(path, [(name, data[:-1] if name.endswith(".npy") else data) for name, data in members_of(path)])
     with pytest.raises(DamagedShard, match=r"target_codes/codes\.000000\.tar: member 'cut-rec-0-0\.00-0\.40\.npy'"):
         next(iter(open_shar(dataset)))
     assert len(list(open_shar(dataset, ["context_codes"]))) == 3
@@ -260,8 +242,8 @@ def test_an_index_that_lacks_a_field_raises(damaged):
 def test_placeholders_leave_the_cut_without_the_field(damaged):
     path = damaged / TARGETS
     items = list(read_field(path))
-    content = [(f"{items[0].cut_id}.nodata", b""), (f"{items[0].cut_id}.nometa", b""), *members(path)[2:]]
-    repack(path, content)
+    content = [(f"{items[0].cut_id}.nodata", b""), (f"{items[0].cut_id}.nometa", b""), *members_of(path)[2:]]
+    write_members(path, content)
     cuts = list(open_shar(damaged))
     assert [cut.has_custom("target_audio") for cut in cuts] == [True] * 3 + [False] + [True] * 3
 

@@ -15,11 +15,12 @@ from lhotse import Recording
 from lhotse.array import Array, TemporalArray
 from lhotse.shar import ArrayTarWriter, AudioTarWriter
 from lhotse.shar.readers.tar import TarIterator
+from support.shar import members_of
 
 from sharmill.errors import DamagedShard
 from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.shar.lhotse_json import recording_json
-from sharmill.shar.tar import TarWriter, read_tar
+from sharmill.shar.tar import TarTable, TarWriter
 
 NAMES = ["a.flac", "a.json", "x" * 101 + ".flac", "y" * 300 + ".json", "größe-日本語.wav", "ü" * 99, "with space'\".b"]
 
@@ -35,7 +36,7 @@ def archive(members) -> bytes:
 
 def parse(path, data: bytes) -> list[tuple[str, bytes]]:
     path.write_bytes(data)
-    return [(member.name, member.data) for member in read_tar(path)]
+    return members_of(path)
 
 
 @pytest.fixture
@@ -259,7 +260,7 @@ def test_damage_is_named(tar, data, what):
 
 def test_a_file_that_is_not_there_is_damage(tar):
     with pytest.raises(DamagedShard, match="No such file"):
-        list(read_tar(tar))
+        TarTable(tar)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import shutil
+from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from sharmill.executors.local.executor import LocalExecutor
 from sharmill.manifest import Utterance
 from sharmill.match.stage import matched_manifest
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
+from sharmill.shar.tar import TarTable, TarWriter
 from sharmill.storage import checksum
 from sharmill.write.stage import WriteStage
 from support.manifests import KeepErrors, speaker_tag
@@ -204,6 +206,21 @@ def reindex(directory: Path) -> None:
             if path.exists():
                 file.update(size=path.stat().st_size, xxh3=checksum(path))
     rewrite(directory / "shards.jsonl", shards)
+
+
+def members_of(path: Path) -> list[tuple[str, bytes]]:
+    """The names and bytes of the members of an archive."""
+    with TarTable(path) as table:
+        return [(name, table.read(number)) for number, name in enumerate(table.names)]
+
+
+def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
+    """Makes an archive of members."""
+    with path.open("wb") as stream:
+        writer = TarWriter(stream)
+        for name, data in members:
+            writer.add(name, data)
+        writer.finish()
 
 
 def rewrite(path: Path, records: list[Any]) -> None:

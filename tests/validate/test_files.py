@@ -1,4 +1,4 @@
-"""The quick look at a file sees neither more nor less than the strict reader."""
+"""Files as the checker reads them, with size and checksum: neither more nor less than other readers find."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sharmill.audio.files import probe_bytes
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.storage import checksum
-from sharmill.validate.files import FileReader, _walk
+from sharmill.validate.files import FileReader
 from sharmill.validate.levels import probe
 
 
 def strict(path):
-    """What the strict reader finds: items, or that there is damage."""
+    """What others read: items, or that there is damage."""
     try:
         return [(item.cut_id, item.extension, item.data, item.metadata) for item in read_field(path)]
     except DamagedShard as error:
@@ -26,13 +26,13 @@ def strict(path):
 
 
 def quick(path):
-    looked = FileReader().look_at_field(path)
-    assert (looked.size, looked.xxh3) == (path.stat().st_size, checksum(path))
-    if looked.contents is None:
-        return looked.damage
+    found = FileReader().read_field(path)
+    assert (found.size, found.xxh3) == (path.stat().st_size, checksum(path))
+    if found.contents is None:
+        return found.damage
     return [
         (item.cut_id, item.extension, None if item.data is None else bytes(item.data), item.metadata)
-        for item in looked.contents
+        for item in found.contents
     ]
 
 
@@ -47,8 +47,8 @@ def archive(tmp_path_factory):
     return path
 
 
-def test_a_plain_archive_takes_the_quick_way(archive):
-    assert _walk(archive.read_bytes()) is not None
+def test_the_items_of_an_archive_are_views_with_its_size_and_checksum(archive):
+    assert all(isinstance(item.data, memoryview) for item in FileReader().read_field(archive).contents)
     assert quick(archive) == strict(archive)
     assert [item[3] for item in quick(archive)] == [{"size": size} for size in (0, 1, 511, 512, 513, 1500)]
 

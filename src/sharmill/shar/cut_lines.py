@@ -23,14 +23,14 @@ _MAX_CUTS_BYTES = 1 << 28
 
 
 def write_cuts(path: Path, cuts: Iterable[dict[str, Any]]) -> None:
-    """Writes cuts as ``.jsonl.gz``, without time or name in the gzip header."""
+    """Write cuts as ``.jsonl.gz``, without time or name in the gzip header."""
     with path.open("wb") as stream, gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as lines:
         for cut in cuts:
             lines.write(_encoder.encode(cut) + b"\n")
 
 
 def read_cuts(path: Path) -> Iterator[dict[str, Any]]:
-    """The cuts of a ``.jsonl.gz`` or ``.jsonl`` file.
+    """Yield the cuts of a ``.jsonl.gz`` or ``.jsonl`` file.
 
     Raises:
         DamagedShard: it is not there, cut off, or not JSON lines.
@@ -40,7 +40,7 @@ def read_cuts(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def decode_cut(path: Path, line: bytes) -> dict[str, Any]:
-    """One of the ``read_lines`` of a file of cuts.
+    """Return the cut that one line of a file of cuts has.
 
     Raises:
         DamagedShard: it is not JSON.
@@ -52,26 +52,34 @@ def decode_cut(path: Path, line: bytes) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The lines of a ``.jsonl.gz`` or ``.jsonl`` file.
+    """Return the lines of a ``.jsonl.gz`` or ``.jsonl`` file.
 
     Raises:
         DamagedShard: it is not there or cut off.
     """
     with open_field(path) as stream:
-        data = stream.read()
+        return split_lines(path, stream.read())
+
+
+def split_lines(path: Path, data: bytes) -> list[bytes]:
+    """Return the lines of a ``.jsonl.gz`` or ``.jsonl`` file whose bytes are ``data``.
+
+    Raises:
+        DamagedShard: it is cut off.
+    """
     if path.suffix == ".gz":
         if not data:
             # gzip takes no bytes at all for an empty file.
             raise DamagedShard(f"{path}: the file has no bytes")
-        data = decompress(path, data)
+        data = _decompress(path, data)
     lines = data.split(b"\n")
     if not lines[-1]:
         lines.pop()
     return lines
 
 
-def decompress(path: Path, data: bytes) -> bytes:
-    """What the bytes of a gzip file of cuts unfold to.
+def _decompress(path: Path, data: bytes) -> bytes:
+    """Return the content of a gzip file of cuts.
 
     Raises:
         DamagedShard: they are cut off or damaged, or unfold to more than a shard can have.

@@ -11,7 +11,7 @@ import msgspec
 
 from sharmill.errors import DamagedShard
 from sharmill.shar.cut_lines import NOT_JSON
-from sharmill.shar.tar import TarWriter, read_tar
+from sharmill.shar.tar import TarTable, TarWriter
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(dict[str, Any])
@@ -22,7 +22,7 @@ NO_METADATA = "nometa"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What a field has for one cut: ``data`` in the format that ``extension`` names, and its lhotse manifest.
+    """The data of a cut in a field, in the format that ``extension`` names, and the lhotse manifest of it.
 
     Both are None for a placeholder, which says that the cut has nothing in this field.
     """
@@ -34,7 +34,7 @@ class Item:
 
 
 class FieldWriter:
-    """Writes one tar field of one shard; ``finish`` makes it complete."""
+    """Writer of one tar field of one shard. Only leaving the ``with`` block without an error completes the archive."""
 
     def __init__(self, path: Path) -> None:
         self._stream = path.open("wb")
@@ -51,7 +51,7 @@ class FieldWriter:
             self._stream.close()
 
     def add(self, item: Item) -> None:
-        """Appends the pair of members of one cut: data first, its metadata next, as lhotse reads them."""
+        """Append the pair of members of one cut: data first, its metadata next, as lhotse reads them."""
         if item.data is None:
             self._tar.add(f"{item.cut_id}.{NO_DATA}", b"")
             self._tar.add(f"{item.cut_id}.{NO_METADATA}", b"")
@@ -60,24 +60,80 @@ class FieldWriter:
             self._tar.add(f"{item.cut_id}.json", _encoder.encode(item.metadata) + b"\n")
 
 
+class ItemTable:
+    """The items of a tar field, taken in any order from an archive that stays open.
+
+    Raises:
+        DamagedShard: the archive is not there or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._table = TarTable(path)
+        self.close = self._table.close
+
+    def __len__(self) -> int:
+        # An odd member counts as an item, so that it is not overlooked.
+        return (len(self._table) + 1) // 2
+
+    @property
+    def offsets(self) -> list[int]:
+        """The position of each item in the file, and at the end the size of the file."""
+        return [*self._table.offsets[::2], self._table.size]
+
+    def pair(self, number: int) -> tuple[str, str]:
+        """Return the cut id and the extension of an item.
+
+        Raises:
+            DamagedShard: its two members do not belong together.
+        """
+        names = self._table.names
+        first, *second = names[2 * number : 2 * number + 2]
+        cut_id, _, extension = first.rpartition(".")
+        expected = f"{cut_id}.{NO_METADATA if extension == NO_DATA else 'json'}"
+        if second != [expected]:
+            raise self.damage(f"member {first!r} has no {expected!r} beside it")
+        return cut_id, extension
+
+    def data(self, number: int) -> bytes:
+        """Return the bytes of the first member of an item."""
+        return self._table.read(2 * number)
+
+    def metadata(self, number: int) -> bytes:
+        """Return the JSON of the second member of an item."""
+        return self._table.read(2 * number + 1)
+
+    def item(self, number: int, *, copy: bool = True) -> Item:
+        """Return an item; without ``copy`` its data is a view of the file, which must stay open then.
+
+        Raises:
+            DamagedShard: its members do not belong together, or its metadata are not JSON.
+        """
+        cut_id, extension = self.pair(number)
+        if extension == NO_DATA:
+            return Item(cut_id, extension, None, None)
+        try:
+            metadata = _decoder.decode(self.metadata(number))
+        except NOT_JSON as error:
+            raise self.damage(f"the metadata of '{cut_id}.{extension}' is not JSON: {error}") from error
+        # A view serves as bytes.
+        data: Any = self._table.read(2 * number) if copy else self._table.view(2 * number)
+        return Item(cut_id, extension, data, metadata)
+
+    def damage(self, what: str) -> DamagedShard:
+        """Return the error that says what is wrong with this archive."""
+        return DamagedShard(f"{self._path}: {what}")
+
+
 def read_field(path: Path) -> Iterator[Item]:
-    """The items of a tar field, in order.
+    """Yield the items of a tar field, in order.
 
     Raises:
         DamagedShard: the archive is not there or damaged, or its members do not come in pairs.
     """
-    members = read_tar(path)
-    for first in members:
-        second = next(members, None)
-        cut_id, _, extension = first.name.rpartition(".")
-        expected = f"{cut_id}.{NO_METADATA if extension == NO_DATA else 'json'}"
-        if second is None or second.name != expected:
-            raise DamagedShard(f"{path}: member {first.name!r} has no {expected!r} beside it")
-        if extension == NO_DATA:
-            yield Item(cut_id, extension, None, None)
-            continue
-        try:
-            metadata = _decoder.decode(second.data)
-        except NOT_JSON as error:
-            raise DamagedShard(f"{path}: the metadata of {first.name!r} is not JSON: {error}") from error
-        yield Item(cut_id, extension, first.data, metadata)
+    table = ItemTable(path)
+    try:
+        for number in range(len(table)):
+            yield table.item(number)
+    finally:
+        table.close()

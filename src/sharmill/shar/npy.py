@@ -15,17 +15,17 @@ _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.form
 
 
 def array_to_bytes(array: np.ndarray) -> bytes:
-    """An array as an ``.npy`` file."""
+    """Return an array as the bytes of an ``.npy`` file."""
     stream = io.BytesIO()
     np.save(stream, array, allow_pickle=False)
     return stream.getvalue()
 
 
 def array_from_bytes(data: bytes, where: str) -> np.ndarray:
-    """The array of an ``.npy`` file; pickled objects are refused.
+    """Return the array of an ``.npy`` file; pickled objects are refused.
 
-    Not by ``np.load``, which also takes archives of arrays, ignores what follows the array, and reserves whatever
-    memory a header asks for.
+    ``np.load`` would also take archives of arrays, ignore what follows the array, and reserve whatever memory a header
+    asks for.
 
     Raises:
         DamagedShard: it is not one; ``where`` says what in the message.
@@ -35,14 +35,14 @@ def array_from_bytes(data: bytes, where: str) -> np.ndarray:
 
 
 def array_layout(data: bytes, where: str) -> tuple[np.dtype, tuple[int, ...], bool, int]:
-    """Type, shape, whether columns come first, and where the numbers begin in an ``.npy`` file; they are all there.
+    """Return type, shape, Fortran order and the position of the numbers of an ``.npy`` file that has them all.
 
     Raises:
         DamagedShard: as ``array_from_bytes``.
     """
     try:
         # Most arrays of a dataset share a few headers, and numpy parses one as Python.
-        dtype, shape, _, start = layout = _parse_header(data[: _header_end(data)])
+        dtype, shape, _, start = layout = _parse_header(bytes(data[: _header_end(data)]))
         size = len(data) - start
         if size != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{size} bytes are not an array of shape {shape} and type {dtype}")
@@ -59,7 +59,7 @@ def _header_end(data: bytes) -> int:
 
 @lru_cache(maxsize=4096)
 def _parse_header(header: bytes) -> tuple[np.dtype, tuple[int, ...], bool, int]:
-    """Type, shape, whether columns come first, and where the numbers begin."""
+    """Return type, shape, Fortran order and the position of the numbers."""
     stream = io.BytesIO(header)
     version = np.lib.format.read_magic(stream)
     if version not in _READ_HEADER:

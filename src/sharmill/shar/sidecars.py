@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from sharmill.errors import DamagedShard
 from sharmill.shar.cut_lines import read_lines
 from sharmill.shar.index import read_dataset, read_shards
+from sharmill.shar.items import ItemTable
 from sharmill.shar.layout import CUTS, sidecar_files
 from sharmill.shar.reading.shard_source import IndexedShardSource
-from sharmill.shar.tar import TarTable
 from sharmill.storage import require_writable, write_atomic
 
 
@@ -90,11 +89,11 @@ def _index_cuts(cuts: Path, plain: Path, index: Path) -> None:
 
 
 def _index_tar(archive: Path, index: Path) -> None:
-    table = TarTable(archive)
+    table = ItemTable(archive)
     try:
-        if len(table.names) % 2:
-            raise DamagedShard(f"{archive}: the last member {table.names[-1]!r} has none beside it")
-        write_atomic(index, _offsets([*table.offsets[::2], table.size]))
+        for number in range(len(table)):
+            table.pair(number)
+        write_atomic(index, _offsets(table.offsets))
     finally:
         table.close()
 

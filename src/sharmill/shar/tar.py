@@ -11,7 +11,6 @@ import re
 import stat
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,12 +32,13 @@ _MAX_EXTENSION_BYTES = 1 << 20
 
 
 class TarWriter:
-    """Writes members one after the other. Same members, same bytes."""
+    """Writer of members, one after the other. The same members make the same bytes."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
 
     def add(self, name: str, data: bytes) -> None:
+        """Append a member."""
         header = tarfile.TarInfo(name)
         header.size = len(data)
         self._stream.write(header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
@@ -46,56 +46,56 @@ class TarWriter:
         self._stream.write(bytes(-len(data) % _BLOCK))
 
     def finish(self) -> None:
-        """Writes the end marker; without it the archive counts as cut off."""
+        """Write the end marker; without it the archive counts as cut off."""
         self._stream.write(_END)
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A member's name and bytes."""
-
-    name: str
-    data: bytes
-
-
-def read_tar(path: Path) -> Iterator[Member]:
-    """The members of an archive, in order.
-
-    Raises:
-        DamagedShard: there is no such file, or anything is not as it should be: a checksum, a size, a missing end
-            marker, data after it. The bytes of a member have no checksum in a tar archive and are not looked at.
-    """
-    with _map(path) as data:
-        for name, _, start, length in _Parser(path, data).spans():
-            yield Member(name, data[start : start + length])
 
 
 class TarTable:
     """The names and places of all members of an archive, which stays open for taking their bytes in any order.
 
-    Making it looks at the headers alone, and raises DamagedShard as ``read_tar`` does.
+    Attributes:
+        names: of the members, in order.
+        offsets: the position of the first header of each member.
+        size: the number of bytes of the file.
+
+    Raises:
+        DamagedShard: there is no such file, or anything is not as it should be: a checksum, a size, a missing end
+            marker, data after it. The bytes of a member have no checksum in a tar archive and are not looked at.
     """
 
     def __init__(self, path: Path) -> None:
         self._data = _map(path)
         try:
-            parser = _Parser(path, self._data, checksums=False)
-            spans = list(parser.spans())
-            parser.check_headers()
+            parser = _Parser(path, self._data)
+            spans = parser.spans()
         except BaseException:
             self.close()
             raise
         self.names = [span[0] for span in spans]
-        self.offsets = [span[1] for span in spans]  # of the first header of each member
+        self.offsets = [span[1] for span in spans]
         self.size = len(self._data)
         self._starts = [span[2] for span in spans]
         self._ends = [span[2] + span[3] for span in spans]
 
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __enter__(self) -> TarTable:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def read(self, index: int) -> bytes:
-        """The bytes of a member."""
+        """Return a copy of the bytes of a member."""
         return self._data[self._starts[index] : self._ends[index]]
 
+    def view(self, index: int) -> memoryview:
+        """Return the bytes of a member as they lie in the file; the archive must not be closed while it is in use."""
+        return memoryview(self._data)[self._starts[index] : self._ends[index]]
+
     def close(self) -> None:
+        """Close the file."""
         self._data.close()
 
 
@@ -108,26 +108,32 @@ def _map(path: Path) -> mmap.mmap:
 
 
 class _Parser:
-    """Walks the blocks of one archive; without ``checksums``, ``check_headers`` looks at all headers afterwards."""
+    """A walk over the blocks of one archive."""
 
-    def __init__(self, path: Path, data: mmap.mmap, *, checksums: bool = True) -> None:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
         self._data = data
         self._position = 0
-        self._checksums = checksums
         self._headers: list[int] = []
 
-    def spans(self) -> Iterator[tuple[str, int, int, int]]:
-        """(name, position of the first header, position of the first byte, number of bytes) of all members."""
+    def spans(self) -> list[tuple[str, int, int, int]]:
+        """Return (name, position of the first header, position of the first byte, number of bytes) of all members."""
+        try:
+            spans = list(self._walk())
+        except DamagedShard:
+            # A wrong checksum is the cause of whatever else is wrong with a header.
+            self._check_headers()
+            raise
+        self._check_headers()
+        return spans
+
+    def _walk(self) -> Iterator[tuple[str, int, int, int]]:
         offset = 0
         name: bytes | None = None
         size: int | None = None
         extended = False
         while (header := self._take(_BLOCK, "a header")) != _EMPTY:
-            if self._checksums:
-                self._check(header)
-            else:
-                self._headers.append(self._position - _BLOCK)
+            self._headers.append(self._position - _BLOCK)
             kind = header[156:157]
             length = _octal(header[124:136])
             if length is None:
@@ -161,7 +167,7 @@ class _Parser:
         return block
 
     def _skip_padded(self, length: int) -> tuple[int, int]:
-        """Goes on to behind a member; its position and length."""
+        """Move to behind a member and return its position and length."""
         start = self._position
         end = start + length
         padded = end + -length % _BLOCK
@@ -172,8 +178,8 @@ class _Parser:
         self._position = padded
         return start, length
 
-    def check_headers(self) -> None:
-        """What is done for each header otherwise, in a small part of the time."""
+    def _check_headers(self) -> None:
+        """Verify the checksums of all headers that the walk has come to, all at once."""
         blocks = np.frombuffer(self._data, np.uint8, len(self._data) // _BLOCK * _BLOCK).reshape(-1, _BLOCK)
         headers = blocks[np.array(self._headers, np.int64) // _BLOCK]  # a copy
         del blocks  # or the file could not be closed
@@ -184,11 +190,6 @@ class _Parser:
                 self._position = position
                 raise self._damage("the checksum of a header is wrong")
 
-    def _check(self, header: bytes) -> None:
-        expected = sum(header[:148]) + 8 * ord(" ") + sum(header[156:])
-        if _octal(header[148:156]) != expected:
-            raise self._damage("the checksum of a header is wrong")
-
     def _check_end(self) -> None:
         rest = self._data[self._position :]
         if len(rest) < _BLOCK:
@@ -197,7 +198,7 @@ class _Parser:
             raise self._damage("there is data after the end marker")
 
     def _pax(self, records: bytes, name: bytes | None, size: int | None) -> tuple[bytes | None, int | None]:
-        """The path and size of a PAX header; other keywords do not matter here."""
+        """Return the path and size of a PAX header; other keywords do not matter here."""
         while records:
             match = _PAX_LENGTH.match(records)
             end = int(match[1]) if match else 0
@@ -222,7 +223,7 @@ class _Parser:
 
 
 def open_field(path: Path) -> BinaryIO:
-    """A shard's file, opened for reading.
+    """Open a file of a shard for reading.
 
     Raises:
         DamagedShard: it is not there, or not a regular file.

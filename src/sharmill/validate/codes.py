@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -16,29 +15,6 @@ from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
 from sharmill.shar.npy import array_from_bytes
 from sharmill.validate.cuts import MALFORMED
-
-# The header that numpy writes for an array (codebooks, frames) in C order; parsing any other as Python takes longer.
-_HEADER: Final = re.compile(
-    rb"\x93NUMPY\x01\x00..\{'descr': '([<|][iu][1248])', 'fortran_order': False, "
-    rb"'shape': \((\d{1,9}), (\d{1,9})\), \} *\n",
-    re.DOTALL,
-)
-_HEADER_BYTES: Final = 128
-
-
-def read_codes(data: bytes, where: str) -> np.ndarray:
-    """Like ``array_from_bytes``, faster for arrays of integers as numpy writes them.
-
-    Raises:
-        DamagedShard: there is no array; ``where`` says what in the message.
-    """
-    match = _HEADER.fullmatch(bytes(data[:_HEADER_BYTES]))
-    if match is None or int.from_bytes(data[8:10], "little") != _HEADER_BYTES - 10:
-        return array_from_bytes(data, where)
-    shape, dtype = (int(match[2]), int(match[3])), np.dtype(match[1].decode())
-    if len(data) - _HEADER_BYTES != shape[0] * shape[1] * dtype.itemsize:
-        return array_from_bytes(data, where)
-    return np.frombuffer(data, dtype, offset=_HEADER_BYTES).reshape(shape)
 
 
 def codes_problems(
@@ -76,7 +52,7 @@ def _look(
     if item.data is None or metadata is None or source.metadata is None:
         return None, "there are no codes"
     try:
-        codes = read_codes(item.data, item.cut_id)
+        codes = array_from_bytes(item.data, item.cut_id)
         shape = (codec.num_codebooks, num_frames(source.metadata, codec))
         described = metadata["array"] if temporal else metadata
         if codes.shape != shape or tuple(described["shape"]) != shape:
@@ -117,7 +93,7 @@ def foreign_codes_problem(item: Item, seconds: float | None, codec: CodecRecord 
     assert item.data is not None
     assert metadata is not None
     try:
-        array = read_codes(item.data, item.cut_id)
+        array = array_from_bytes(item.data, item.cut_id)
         described = metadata.get("array", metadata)
         if list(array.shape) != list(described["shape"]):
             return f"the shape is {array.shape}, described as {described['shape']}"

@@ -19,8 +19,8 @@ from sharmill.models.protocols import Codec
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
 from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, TARGET_AUDIO
+from sharmill.shar.npy import array_from_bytes
 from sharmill.validate.checked_dataset import CheckedDataset, Shard, codec_fields
-from sharmill.validate.codes import read_codes
 from sharmill.validate.findings import Finding
 
 # The share of a segment's codes that may differ. Batch neighbours and other hardware change the last bits of a codec's
@@ -100,7 +100,7 @@ class Rechecker:
         if item.data is None or sound.data is None:
             return None
         try:
-            stored = read_codes(item.data, item.cut_id)
+            stored = array_from_bytes(item.data, item.cut_id)
             samples, rate = decode(sound.data)
         except (DamagedShard, RejectRecord):
             return None

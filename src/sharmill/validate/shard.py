@@ -27,7 +27,7 @@ from sharmill.validate.agreement import same_audio_problem
 from sharmill.validate.checked_dataset import CheckedDataset, Shard
 from sharmill.validate.codes import codes_problems
 from sharmill.validate.cuts import MALFORMED, context_problem, cut_problem
-from sharmill.validate.files import FileReader, Looked
+from sharmill.validate.files import FileReader, ReadFile
 from sharmill.validate.findings import Finding
 from sharmill.validate.foreign import check_foreign
 from sharmill.validate.levels import Levels, header_problem, listen, loudness_problem, metadata_problem
@@ -70,7 +70,7 @@ class ShardCheck:
 
     def __call__(self, shard: Shard) -> Checked:
         checked = Checked(findings=list(self._check_names(shard)))
-        contents = self._look_at_files(shard, checked)
+        contents = self._read_files(shard, checked)
         checked.findings += _check_counts(shard, contents)
         cuts: list[dict[str, Any]] = contents.pop(CUTS, [])
         ids = [str(cut.get("id")) for cut in cuts]
@@ -105,7 +105,7 @@ class ShardCheck:
                 sentence = f"{SHARDS_FILE} has {file} where {shard_file(name, shard.index)} belongs"
                 yield _finding("wrong_name", shard, sentence, field=name)
 
-    def _look_at_files(self, shard: Shard, checked: Checked) -> dict[str, list[Any]]:
+    def _read_files(self, shard: Shard, checked: Checked) -> dict[str, list[Any]]:
         """The contents of the fields whose files could be read to their ends."""
         contents: dict[str, list[Any]] = {}
         for name, file in shard.files.items():
@@ -114,7 +114,7 @@ class ShardCheck:
                 checked.findings.append(_finding("missing_file", shard, "the file is not there", field=name, file=file))
                 continue
             try:
-                looked = self._reader.look_at_cuts(path) if name == CUTS else self._reader.look_at_field(path)
+                read = self._reader.read_cuts(path) if name == CUTS else self._reader.read_field(path)
             except OSError as error:
                 if error.errno not in _UNREADABLE:
                     raise
@@ -122,10 +122,10 @@ class ShardCheck:
                 checked.findings.append(_finding("damaged", shard, sentence, field=name, file=file))
                 continue
             checked.count("files")
-            checked.count("bytes", looked.size)
-            checked.findings += _check_file(shard, name, file, looked)
-            if looked.contents is not None:
-                contents[name] = looked.contents
+            checked.count("bytes", read.size)
+            checked.findings += _check_file(shard, name, file, read)
+            if read.contents is not None:
+                contents[name] = read.contents
         return contents
 
     def _check_cuts(
@@ -196,16 +196,16 @@ def is_recording(item: Item) -> bool:
     return item.data is not None and item.metadata is not None and "sampling_rate" in item.metadata
 
 
-def _check_file(shard: Shard, name: str, file: str, looked: Looked) -> Iterator[Finding]:
+def _check_file(shard: Shard, name: str, file: str, read: ReadFile) -> Iterator[Finding]:
     recorded = shard.record.fields[name] if shard.record else None
-    if recorded is not None and looked.size != recorded.size:
-        sentence = f"{looked.size} bytes instead of {recorded.size}"
+    if recorded is not None and read.size != recorded.size:
+        sentence = f"{read.size} bytes instead of {recorded.size}"
         yield _finding("wrong_size", shard, sentence, field=name, file=file)
-    elif recorded is not None and looked.xxh3 != recorded.xxh3:
+    elif recorded is not None and read.xxh3 != recorded.xxh3:
         sentence = "the bytes have changed since they were written"
         yield _finding("wrong_checksum", shard, sentence, field=name, file=file)
-    if looked.damage is not None:
-        yield _finding("damaged", shard, looked.damage, field=name, file=file)
+    if read.damage is not None:
+        yield _finding("damaged", shard, read.damage, field=name, file=file)
 
 
 def _check_counts(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Finding]:

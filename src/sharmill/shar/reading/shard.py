@@ -11,11 +11,10 @@ from lhotse.cut import Cut
 
 from sharmill.errors import DamagedShard
 from sharmill.shar.cut_lines import NOT_JSON, read_lines
-from sharmill.shar.items import NO_DATA, NO_METADATA
+from sharmill.shar.items import NO_DATA, ItemTable
 from sharmill.shar.layout import CUTS
 from sharmill.shar.reading.cuts import MALFORMED, read_cut, read_item
 from sharmill.shar.reading.shard_source import ShardFiles
-from sharmill.shar.tar import TarTable
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -73,39 +72,28 @@ class _TarColumn:
     """A field in a tar archive."""
 
     def __init__(self, path: Path) -> None:
-        self._path = str(path)
-        self._table = TarTable(path)
+        self._table = ItemTable(path)
+        self.close = self._table.close
 
     def __len__(self) -> int:
-        # An odd member is an item too many, so that it is not overlooked.
-        return (len(self._table.names) + 1) // 2
-
-    def close(self) -> None:
-        self._table.close()
+        return len(self._table)
 
     def read(self, number: int, cut_id: str) -> Any:
-        names = self._table.names
-        first, second = names[2 * number], names[2 * number + 1] if 2 * number + 1 < len(names) else None
-        found, _, extension = first.rpartition(".")
+        table = self._table
+        found, extension = table.pair(number)
+        member = f"{found}.{extension}"
         if found != cut_id:
-            raise self._damage(f"member {first!r} is where one for {cut_id!r} should be")
-        expected = f"{cut_id}.{NO_METADATA if extension == NO_DATA else 'json'}"
-        if second != expected:
-            raise self._damage(f"member {first!r} has no {expected!r} beside it")
+            raise table.damage(f"member {member!r} is where one for {cut_id!r} should be")
         if extension == NO_DATA:
             return None
         try:
-            metadata = _decode_json(self._table.read(2 * number + 1))
-            return read_item(metadata, extension, self._table.read(2 * number))
+            return read_item(_decode_json(table.metadata(number)), extension, table.data(number))
         except NOT_JSON as error:
-            raise self._damage(f"the metadata of {first!r} is not JSON: {error}") from error
+            raise table.damage(f"the metadata of {member!r} is not JSON: {error}") from error
         except MALFORMED as error:
-            raise self._damage(f"the metadata of {first!r} cannot be read: {error!r}") from error
+            raise table.damage(f"the metadata of {member!r} cannot be read: {error!r}") from error
         except DamagedShard as error:
-            raise self._damage(f"member {first!r}: {error}") from error
-
-    def _damage(self, what: str) -> DamagedShard:
-        return DamagedShard(f"{self._path}: {what}")
+            raise table.damage(f"member {member!r}: {error}") from error
 
 
 class _LinesColumn:

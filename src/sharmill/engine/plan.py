@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import msgspec
 
+from sharmill.engine.differences import describe_differences
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError
@@ -102,24 +103,3 @@ def _refuse_foreign_folder(stage: Stage) -> None:
         raise ConfigError(
             f"{stage.dir.path} has {foreign[0]!r}, which is not sharmill's: choose another run_dir, or move that away"
         )
-
-
-def describe_differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """Where two identities differ, one phrase each: ``match.min_similarity (0.6, now 0.7)``."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [
-            difference
-            for key in sorted(old.keys() | new.keys())
-            for difference in describe_differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-        ]
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        pairs = enumerate(zip(old, new, strict=True))
-        return [found for number, (a, b) in pairs for found in describe_differences(a, b, f"{path}[{number}]")]
-    if msgspec.json.encode(old, order="sorted") == msgspec.json.encode(new, order="sorted"):
-        return []
-    return [f"{path} ({_short(old)}, now {_short(new)})"]
-
-
-def _short(value: Any) -> str:
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= 60 else text[:57] + "..."

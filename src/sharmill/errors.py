@@ -39,6 +39,11 @@ CODES: Final[dict[str, str]] = {
     "missing_key": "a key of a configuration that has no default is missing",
     "unknown_key": "a configuration has a key that does not exist",
     "unknown_stage": "there is no stage of this name",
+    # Reading and training
+    "inexact_state": "consumed cuts cannot be counted, so that no exact state of the data is possible",
+    "split_wrong": "ranks or workers would get cuts twice or not at all under these settings",
+    "too_few_cuts": "there are fewer cuts than ranks and workers, or than what is asked for needs",
+    "wrong_state": "a saved state is incomplete, damaged, or of another dataset, order or loader",
     # Everything else
     "unspecified": "an error without a code of its own",
 }

@@ -12,7 +12,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
-from sharmill.shar.reading.tracking import UseTracker
 
 COUNTS = [9, 20, 1, 0, 20, 13]
 TOTAL = sum(COUNTS)
@@ -94,19 +93,25 @@ def epochs_and_numbers(batch):
 
 
 def test_an_epoch_of_which_something_was_used_counts_and_an_empty_one_too(dataset):
-    tracker = UseTracker(open_shar(dataset, [], shuffle=True))
-    tracker.used([next(iter(tracker.cuts))])
-    first = list(tracker.cuts)
+    reader = marking_reader(dataset)
+    reader.mark_consumed([next(iter(reader))])
+    first = list(reader)
     assert {cut.shar_position[0] for cut in first} == {0}
-    tracker.used(first[-1:])
-    state = tracker.state_dict()
-    assert {cut.shar_position[0] for cut in tracker.cuts} == {1}
-    ended = UseTracker(open_shar(dataset, [], shuffle=True))
+    reader.mark_consumed(first[-1:])
+    state = reader.state_dict()
+    assert {cut.shar_position[0] for cut in reader} == {1}
+    ended = marking_reader(dataset)
     ended.load_state_dict(state)
-    ended.used(ended.cuts)
-    again = UseTracker(open_shar(dataset, [], shuffle=True))
+    ended.mark_consumed(ended)
+    again = marking_reader(dataset)
     again.load_state_dict(ended.state_dict())
-    assert [len(list(again.cuts)), len(list(again.cuts))] == [0, TOTAL]
+    assert [len(list(again)), len(list(again))] == [0, TOTAL]
+
+
+def marking_reader(dataset):
+    reader = open_shar(dataset, [], shuffle=True).data
+    reader.count_only_marked()
+    return reader
 
 
 def test_each_epoch_has_its_own_order(dataset):

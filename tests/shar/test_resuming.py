@@ -10,11 +10,11 @@ from itertools import islice
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.errors import raises
 from support.reader import make_dataset, numbers
 
 from sharmill.errors import ConfigError
 from sharmill.shar import merge_states, open_shar
-from sharmill.shar.reading.tracking import UseTracker
 
 COUNTS = [7, 30, 1, 0, 12, 30, 5, 23]
 TOTAL = sum(COUNTS)
@@ -109,12 +109,11 @@ def test_what_was_read_ahead_and_not_used_comes_again(dataset, seed):
     used, state = Counter(), None
     while state is None or state["epoch"] < 2:
         count = rng.randint(1, 8)
-        trackers = [UseTracker(reader) for reader in parts(dataset, count, **options)]
+        readers = [cuts.data for cuts in parts(dataset, count, state, **options)]
         streams, buffers = [], [[] for _ in range(count)]
-        for tracker in trackers:
-            if state is not None:
-                tracker.load_state_dict(json.loads(json.dumps(state)))
-            streams.append(iter(tracker.cuts))
+        for reader in readers:
+            reader.count_only_marked()
+            streams.append(iter(reader))
         for _ in range(rng.randint(0, TOTAL)):
             # A buffer that gives out in any order, as shuffling and buckets do.
             rank = rng.randrange(count)
@@ -122,8 +121,8 @@ def test_what_was_read_ahead_and_not_used_comes_again(dataset, seed):
                 buffers[rank].append(next(streams[rank]))
             cut = buffers[rank].pop(rng.randrange(5))
             used[cut.shar_position[0], cut.id] += 1
-            trackers[rank].used([cut])
-        state = merge_states([tracker.state_dict() for tracker in trackers])
+            readers[rank].mark_consumed([cut])
+        state = merge_states([reader.state_dict() for reader in readers])
     assert set(used.values()) == {1}
     assert Counter(epoch for epoch, _ in used)[0] == TOTAL
     assert Counter(epoch for epoch, _ in used)[1] == TOTAL
@@ -259,9 +258,26 @@ def test_an_endless_reader_has_no_length(dataset):
 
 
 def test_a_filter_that_nobody_told_of_is_forgotten_after_max_lag(dataset):
-    tracker = UseTracker(open_shar(dataset, [], infinite=True, block_size=1), max_lag=10)
-    for cut in islice(tracker.cuts, 5 * TOTAL):
+    reader = open_shar(dataset, [], infinite=True, block_size=1).data
+    reader.count_only_marked(max_lag=10)
+    for cut in islice(reader, 5 * TOTAL):
         if cut.supervisions[0].custom["number"] % 2:
-            tracker.used([cut])
-    (known,) = tracker.state_dict()["epochs"].values()
+            reader.mark_consumed([cut])
+    (known,) = reader.state_dict()["epochs"].values()
     assert sum(len(row) - 1 for row in known["unused"]) <= 6
+
+
+def test_padding_is_not_waited_for(dataset):
+    """Its cuts belong to other parts too, which would read them again."""
+    readers = [cuts.data for cuts in parts(dataset, 3, tail="pad", block_size=4)]
+    for reader in readers:
+        reader.count_only_marked()
+        reader.mark_consumed([cut for cut in reader if not cut.has_custom("shar_padding")])
+    states = [reader.state_dict() for reader in readers]
+    assert [known["unused"] for state in states for known in state["epochs"].values()] == [[], [], []]
+
+
+def test_marks_count_only_where_they_were_asked_for(dataset):
+    reader = open_shar(dataset, []).data
+    with raises(ConfigError, "inexact_state", "count_only_marked"):
+        reader.mark_consumed(list(reader))

@@ -37,9 +37,8 @@ def parallel_map(
     workers end with the iteration, also where it is given up early.
 
     **State.** This keeps none, and that of the reader is up to ``prefetch`` items in front of what was delivered. Put
-    ``sharmill.shar.reading.loading.ResumableDataset`` around the pipeline, or tell a
-    ``sharmill.shar.reading.tracking.UseTracker`` what came out: they count that, by the ``shar_position`` of the cuts,
-    which ``fn`` must leave there.
+    ``sharmill.shar.reading.loading.ResumableDataset`` around the pipeline, or call ``mark_consumed`` of the reader with
+    what came out: both count by the ``shar_position`` of the cuts, which ``fn`` must leave there.
 
     Args:
         items: cuts, or anything else.

@@ -1,8 +1,8 @@
-"""The iterable in the CutSet of ``open_shar``: which cuts this part reads, in which order, and how far it is."""
+"""The iterable in the CutSet of ``open_shar``: the cuts of this part in the order of the epoch, and its state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -12,7 +12,7 @@ import numpy as np
 from lhotse.cut import Cut, MonoCut
 
 from sharmill.errors import ConfigError
-from sharmill.shar.reading.attach import attach, decode_audio
+from sharmill.shar.reading.attach import attach, decode_audio, positions_of
 from sharmill.shar.reading.order import END, Order, Position, count_blocks
 from sharmill.shar.reading.shard import OpenShard
 from sharmill.shar.reading.shard_source import ShardSource
@@ -42,13 +42,25 @@ class Options:
 
 
 class SharReader:
-    """Iterates over the cuts of this part; each iteration is the next epoch.
+    """The cuts that this part has of a dataset; each iteration is the next epoch.
 
-    ``state_dict()`` tells how far the iteration that began last has come, counting every cut that it gave out; loaded
-    into a reader of the same dataset, with the same options but for ``rank`` and ``world_size``, the next iteration
-    goes on behind these cuts without reading them. The states of several ranks and workers are first put together by
-    ``merge_states``; the result is loaded on every rank, before workers start. The number of ranks and workers may
-    then be another one.
+    ``state_dict()`` says which cuts the iteration that began last has consumed. Loaded into a reader of the same
+    dataset, with the same options but for ``rank`` and ``world_size``, it makes the next iteration go on with the
+    others, without reading these. The states of several ranks and workers are first put together by ``merge_states``;
+    the result is loaded on every rank, before workers start. The number of ranks and workers may then be another one.
+
+    By default a cut is consumed as soon as the reader gives it out. Where something between the reader and training
+    reads ahead (a sampler with buckets, a shuffling buffer, a queue), call ``count_only_marked()`` first: then a cut
+    is consumed once it was given to ``mark_consumed``.
+
+    Example:
+        >>> cuts = open_shar("data/librispeech", shuffle=True, infinite=True)  # doctest: +SKIP
+        >>> reader = cuts.data  # doctest: +SKIP
+        >>> reader.count_only_marked()  # doctest: +SKIP
+        >>> for batch in DynamicBucketingSampler(cuts, max_duration=100, num_buckets=10):  # doctest: +SKIP
+        ...     train(batch)
+        ...     reader.mark_consumed(batch)
+        ...     checkpoint["data"] = reader.state_dict()
     """
 
     def __init__(self, source: ShardSource, options: Options) -> None:
@@ -57,15 +69,25 @@ class SharReader:
         self._epoch = 0
         self._start: Progress | None = None  # where an iteration begins, if not with a whole epoch
         self._running: Progress | None = None
+        self._only_marked = False
+        self._max_lag: int | None = None
+        # Positions that were given out and not marked since, in that order, each with the count of cuts read by then.
+        self._unmarked: dict[tuple[int, ...], int] = {}
+        self._num_read = 0
+        # Where the pass began of which cuts were read and none was marked.
+        self._pass_start: Progress | None = None
 
     def __len__(self) -> int:
-        """The cuts of the whole dataset, of which this part may have some only."""
+        """Return the number of cuts of the whole dataset, of which this part may have some only."""
         if self._options.infinite:
             raise TypeError("a reader with infinite=True has no length")
         return self._source.num_cuts()
 
     def __iter__(self) -> Iterator[Cut]:
         part = self.part
+        if self._pass_start is not None:
+            self._go_on_from(self._pass_start)
+        self._clear_marks()
         self._running = (self._start or Progress(self._identity, self._epoch)).for_part(part)
         return self._iterate(self._running, part)
 
@@ -84,27 +106,72 @@ class SharReader:
         return Order(source.num_shards, blocks_per_shard, options.shuffle, options.seed, options.mix_shards)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes ``epoch`` the next to be iterated over, from its beginning."""
+        """Make ``epoch`` the next to be iterated over, from its beginning."""
         self._epoch, self._start, self._running = epoch, None, None
+        self._clear_marks()
 
-    def progress(self) -> Progress:
-        """What ``state_dict()`` tells, as an object of its own."""
-        current = self._running or self._start or Progress(self._identity, self._epoch)
-        return current.for_part(current.part or self.part)
+    def count_only_marked(self, *, max_lag: int | None = None) -> None:
+        """From now on, count a cut as consumed once it was given to ``mark_consumed``; call it before iterating.
+
+        A sampler may read the cuts once more than it uses them, to estimate its buckets. So a pass of which nothing
+        was marked does not count, and the next one begins where it began. Do not ``repeat()`` the cuts:
+        ``infinite=True`` does.
+
+        Args:
+            max_lag: a cut after which so many were read, and that was not marked since, counts as consumed: a filter
+                dropped it without a mark. It must be larger than everything that reads ahead can hold. By default
+                there is no such limit: a cut that is never marked stays in the state, to be read again after a resume.
+        """
+        self._only_marked, self._max_lag = True, max_lag
+
+    def mark_consumed(self, cuts: Iterable[Cut]) -> None:
+        """Count cuts as consumed, or as dropped; also those that a cut was mixed or joined from.
+
+        Raises:
+            ConfigError: ``count_only_marked`` was not called, so that cuts count as soon as they are given out.
+        """
+        if not self._only_marked:
+            raise ConfigError("call count_only_marked() of this reader before iterating", code="inexact_state")
+        for cut in cuts:
+            for position in positions_of(cut):
+                if self._unmarked.pop(position, None) is not None:
+                    self._pass_start = None
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this part is. Small: a few numbers for each part."""
-        return self.progress().to_dict()
+        """Return the progress of this part as numbers, texts and lists, for JSON and checkpoints.
+
+        It is small, a few numbers for each part; with ``count_only_marked`` it also names the cuts that were read and
+        not marked.
+        """
+        return self._progress().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next iteration go on from a state of this part, or from the merged states of all parts.
+        """Make the next iteration go on from a state of this part, or from the merged states of all parts.
 
         Raises:
             ConfigError: it is the state of another dataset or order; or, when iterating, of another part.
         """
         progress = Progress.from_dict(state)
         check_identity(progress.identity, self._identity, "the saved state and this reader")
+        self._go_on_from(progress)
+        self._clear_marks()
+
+    def _progress(self) -> Progress:
+        current = self._running or self._start or Progress(self._identity, self._epoch)
+        progress = current.for_part(current.part or self.part)
+        # A copy, which is made at once: another thread may be reading.
+        for epoch, _, _, block, item in list(self._unmarked):
+            known = progress.epochs.setdefault(epoch, EpochProgress())
+            known.unused.setdefault(block, set()).add(item)
+        progress.begin_with_first_epoch()
+        return progress
+
+    def _go_on_from(self, progress: Progress) -> None:
         self._start, self._running, self._epoch = progress, None, progress.epoch
+
+    def _clear_marks(self) -> None:
+        self._unmarked.clear()
+        self._pass_start = None
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -119,10 +186,16 @@ class SharReader:
         }
 
     def _iterate(self, progress: Progress, part: Part) -> Iterator[Cut]:
+        pass_start = progress.for_part(part) if self._only_marked else None
         num_empty = 0
         while True:
             num_empty += not progress.current().reached  # of a resumed one, the rest may be empty
             for position, cut in self._decoded(self._read_epoch(progress, part)):
+                if self._only_marked:
+                    # Before the position is taken, so that a state never has it as consumed.
+                    self._await_mark(progress.epoch, position)
+                    if pass_start is not None:
+                        self._pass_start, pass_start = pass_start, None
                 progress.take(position)
                 num_empty = 0
                 yield cut
@@ -133,12 +206,24 @@ class SharReader:
             if num_empty >= (_MAX_EMPTY_EPOCHS if self._options.shuffle else 1):
                 raise ConfigError(
                     f"part {part.index} of {part.count} gets no cut in epoch {progress.epoch}: there are too few for "
-                    "so many ranks and workers, or block_size is too large"
+                    "so many ranks and workers, or block_size is too large",
+                    code="too_few_cuts",
                 )
             progress.next_epoch()
 
+    def _await_mark(self, epoch: int, position: Position | None) -> None:
+        """Note that a cut is given out. Padding has no position: it does not count."""
+        self._num_read += 1
+        if position is not None:
+            self._unmarked[(epoch, *position)] = self._num_read
+        while self._max_lag is not None and self._unmarked:
+            oldest = next(iter(self._unmarked))
+            if self._unmarked[oldest] >= self._num_read - self._max_lag:
+                return
+            del self._unmarked[oldest]
+
     def _end_epoch(self, progress: Progress) -> None:
-        """The next iteration is the next epoch; until it begins, the state tells of the end of this one."""
+        """Make the next epoch that of the next iteration; until it begins, the state tells of the end of this one."""
         self._epoch, self._start = progress.epoch + 1, None
         if later := {epoch: known for epoch, known in progress.epochs.items() if epoch > progress.epoch}:
             self._start = Progress(progress.identity, self._epoch, None, later)
@@ -156,7 +241,7 @@ class SharReader:
         return prefetch(decode, cuts, threads=options.decode_threads, ahead=options.decode_prefetch)
 
     def _read_epoch(self, progress: Progress, part: Part) -> Iterator[_Found]:
-        """The cuts that are left for a part."""
+        """Yield the cuts that are left for a part."""
         # A copy: what is read goes ahead of what is given out, and must not change with it.
         known = progress.for_part(part).current()
         cuts = self._read(progress.epoch, known, part)
@@ -198,7 +283,7 @@ class SharReader:
     def _choose(
         self, epoch: int, group: int, known: EpochProgress, part: Part, permutation: np.ndarray
     ) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Draws, blocks, items and slots of the cuts of a group that are left for a part, in the order of the epoch."""
+        """Return draws, blocks, items and slots of the cuts of a group that are left for a part, in order."""
         columns = []
         for slot in self.order.slots(group):
             positions = self.order.positions(epoch, slot, self._source.count(int(permutation[slot])))
@@ -209,7 +294,7 @@ class SharReader:
         return draws[order].tolist(), blocks[order].tolist(), items[order].tolist(), slots[order].tolist()
 
     def _count_left(self, epoch: int, known: EpochProgress, num_parts: int) -> np.ndarray:
-        """How many cuts are left for each part (num_parts,)."""
+        """Count the cuts that are left for each part (num_parts,)."""
         left = np.zeros(num_parts, np.int64)
         permutation = self.order.permutation(epoch)
         for group in range(self.order.num_groups):
@@ -224,7 +309,7 @@ _Found = tuple[Position | None, Cut, OpenShard]
 
 
 def _worker() -> tuple[int, int]:
-    """(index, number) of the workers of the torch DataLoader that this runs in."""
+    """Return the index of the worker of the torch DataLoader that this runs in, and the number of them."""
     from torch.utils.data import get_worker_info
 
     info = get_worker_info()

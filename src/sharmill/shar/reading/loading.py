@@ -10,20 +10,20 @@ from lhotse import CutSet
 from lhotse.cut import Cut
 
 from sharmill.errors import ConfigError
+from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.state import merge_states
-from sharmill.shar.reading.tracking import UseTracker
 
 
 class ResumableDataset(torch.utils.data.IterableDataset):
-    """What a StatefulDataLoader iterates over: cuts, or whatever a pipeline makes of them, with an exact state.
+    """Cuts, or whatever a pipeline makes of them, with an exact state, for a StatefulDataLoader.
 
     Args:
-        cuts: what ``open_shar`` gave.
+        cuts: the CutSet of ``open_shar`` as it is; filter and map its cuts in the pipeline.
         pipeline: from a CutSet to what the loader is to give out: cuts, or collections of cuts such as a sampler's
-            batches. It runs in the worker. A cut counts as used when it is given out, so nothing is lost that the
+            batches. It runs in the worker. A cut counts as consumed when it is given out, so nothing is lost that the
             pipeline holds back.
         finish: applied to each thing that the pipeline gave, after its cuts were counted: say, cuts to tensors.
-        max_lag: see ``UseTracker``.
+        max_lag: see ``SharReader.count_only_marked``.
 
     Every worker reads its own part. ``StatefulDataLoader.state_dict()`` goes back into a loader of as many workers on
     as many ranks; for others, see ``merge_loader_states``.
@@ -45,50 +45,77 @@ class ResumableDataset(torch.utils.data.IterableDataset):
         finish: Callable[[Any], Any] | None = None,
         max_lag: int | None = None,
     ) -> None:
-        self._tracker = UseTracker(cuts, max_lag=max_lag)
+        if not isinstance(cuts.data, SharReader):
+            raise ConfigError(
+                "a ResumableDataset takes the CutSet of open_shar as it is; filter and map its cuts in pipeline=",
+                code="inexact_state",
+            )
+        self._cuts, self._reader = cuts, cuts.data
+        self._reader.count_only_marked(max_lag=max_lag)
         self._pipeline = pipeline
         self._finish = finish
 
     def __iter__(self) -> Iterator[Any]:
-        cuts = self._tracker.cuts
-        for made in cuts if self._pipeline is None else self._pipeline(cuts):
-            used = list(_cuts_in(made))
-            if not used:
+        for made in self._cuts if self._pipeline is None else self._pipeline(self._cuts):
+            consumed = list(_cuts_in(made))
+            if not consumed:
                 raise ConfigError(
-                    f"the pipeline gave a {type(made).__name__} without cuts, so that what was used cannot be counted; "
-                    "make tensors in finish="
+                    f"the pipeline gave a {type(made).__name__} without cuts, so that what is consumed cannot be "
+                    "counted; make tensors in finish=",
+                    code="inexact_state",
                 )
-            self._tracker.used(used)
+            self._reader.mark_consumed(consumed)
             yield made if self._finish is None else self._finish(made)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes ``epoch`` the next one: needed before each epoch of a reader that is not infinite, since workers end
+        """Make ``epoch`` the next one: needed before each epoch of a reader that is not infinite, since workers end
         with their epoch and leave no trace here.
         """
-        self._tracker.set_epoch(epoch)
+        self._reader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._tracker.state_dict()
+        """Return the state of this worker's reader."""
+        return self._reader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes a state of this part, or merged states, before iterating."""
-        self._tracker.load_state_dict(state)
+        """Take a state of this part, or merged states, before iterating."""
+        self._reader.load_state_dict(state)
 
 
 def merge_loader_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state of the reader out of those of the StatefulDataLoaders of all ranks, for any number of both.
+    """Merge the states of the StatefulDataLoaders of all ranks into one of the reader, for any number of both.
 
     Args:
-        states: what ``StatefulDataLoader.state_dict()`` gave on every rank; their dataset is a ``ResumableDataset``.
+        states: of ``StatefulDataLoader.state_dict()`` on every rank; their dataset is a ``ResumableDataset``.
 
     Returns:
-        What ``ResumableDataset.load_state_dict`` takes on every new rank, before its new loader is made. (The state of
-        a loader itself fits only loaders with as many workers.)
+        The state that ``ResumableDataset.load_state_dict`` takes on every new rank, before its new loader is made. (The
+        state of a loader itself fits only loaders with as many workers.)
 
     Raises:
         ConfigError: a rank is missing, or they are no such states.
     """
     return merge_states([found for state in states for found in dataset_states(state)])
+
+
+def dataset_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the states of the dataset of a StatefulDataLoader, one for each worker.
+
+    torchdata has no public way to them: the keys are those of its ``state_dict()``.
+
+    Raises:
+        ConfigError: it is no state of such a loader, or its dataset has none.
+    """
+    if "_snapshot" in state:
+        workers = state["_snapshot"]["_worker_snapshots"].values()
+        found = [worker["dataset_state"] for worker in workers]
+    else:
+        found = [state.get("dataset_state")]
+    if not found or any(not isinstance(one, Mapping) for one in found):
+        raise ConfigError(
+            "this is not the state of a StatefulDataLoader whose dataset has a state of its own", code="wrong_state"
+        )
+    return found
 
 
 def _cuts_in(made: Any) -> Iterator[Cut]:
@@ -100,19 +127,3 @@ def _cuts_in(made: Any) -> Iterator[Cut]:
     elif isinstance(made, Mapping):
         for one in made.values():
             yield from _cuts_in(one)
-
-
-def dataset_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The states of the dataset of a StatefulDataLoader, one for each worker.
-
-    Raises:
-        ConfigError: it is no state of such a loader, or its dataset has none.
-    """
-    if "_snapshot" in state:
-        workers = state["_snapshot"]["_worker_snapshots"].values()
-        found = [worker["dataset_state"] for worker in workers]
-    else:
-        found = [state.get("dataset_state")]
-    if not found or any(not isinstance(one, Mapping) for one in found):
-        raise ConfigError("this is not the state of a StatefulDataLoader whose dataset has a state of its own")
-    return found

@@ -112,6 +112,14 @@ class Progress:
             if not items:
                 del known.unused[position.block]
 
+    def begin_with_first_epoch(self) -> None:
+        """Go back to the first epoch of which anything is known; this part has read those between to their ends."""
+        assert self.part is not None
+        first = min([self.epoch, *self.epochs])
+        for epoch in range(first, self.epoch):
+            self.epochs.setdefault(epoch, EpochProgress()).reached[self.part] = END
+        self.epoch = first
+
     def next_epoch(self) -> None:
         self.epochs.pop(self.epoch, None)
         self.epoch += 1

@@ -54,7 +54,7 @@ def get_dataloader(
 
     from sharmill.training.nemo.input_type import collected
     from sharmill.training.nemo.reporting_filter import report_dropped
-    from sharmill.training.nemo.resumable import CountingDataset, count_uses, mark_consumed, with_state
+    from sharmill.training.nemo.resumable import CountingDataset, count_only_marked, mark_consumed, with_state
 
     settings = prepare_settings(cfg, rank, world_size)
     prompted = any(section.get("prompt_format") is not None for section in sections_of(settings))
@@ -64,16 +64,16 @@ def get_dataloader(
         dataset = _default_dataset(settings, tokenizer)
     source = None
     if is_dp_source_rank(device_mesh):
-        with collected() as readers:
-            noted = CountingDataset(dataset, readers) if resumable else dataset
-            source = get_lhotse_dataloader_from_config(settings, rank, world_size, noted, tokenizer)
-        for reader in readers:
-            reader.restart()
+        with collected() as ours:
+            counting = CountingDataset(dataset, ours) if resumable else dataset
+            source = get_lhotse_dataloader_from_config(settings, rank, world_size, counting, tokenizer)
+        for one in ours:
+            one.restart()
         sampler = source.dataset.sampler if isinstance(source.dataset, IterableDatasetWrapper) else source.sampler
-        report_dropped(sampler, partial(mark_consumed, readers) if resumable else None)
+        report_dropped(sampler, partial(mark_consumed, ours) if resumable else None)
         if resumable:
-            count_uses(sections_of(settings), readers)
-            source = with_state(source, readers, state)
+            count_only_marked(sections_of(settings), ours)
+            source = with_state(source, ours, state)
     return source if device_mesh is None else BroadcastingDataLoader(source, device_mesh)
 
 

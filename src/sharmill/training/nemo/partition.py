@@ -1,4 +1,4 @@
-"""Which cuts of a dataset a reader gets in training, and in which order.
+"""The partition of a dataset in training: the cuts that each reader gets, and their order.
 
 A reader is a data-parallel rank, or one worker process of its data loader. Who splits the data differs: a map-style
 loader samples in the main process and its sampler takes every n-th batch, so that every rank must read the same order;
@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
-from sharmill.shar.reading.tracking import UseTracker
 from sharmill.training.cut_data import epoch_of
 
 if TYPE_CHECKING:
-    from lhotse import CutSet
-    from lhotse.cut import Cut
+    from sharmill.shar.reading.iteration import SharReader
 
 
 READER: Final = "shar_reader"
@@ -29,7 +27,7 @@ READER: Final = "shar_reader"
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """NeMo's settings that decide about order and split.
+    """The division of a dataset among the readers of a loader, as NeMo's settings ask for it.
 
     ``shard_seed`` is a number: one order, made from it, of which every reader gets its part. ``randomized``: the same,
     made from ``seed``. ``trng``: each rank draws an order of its own and reads all of it, its workers a part each; for
@@ -49,11 +47,13 @@ class Partition:
 
     def __post_init__(self) -> None:
         if not isinstance(self.shard_seed, int) and self.shard_seed not in ("trng", "randomized"):
-            raise ConfigError(f"shard_seed is a number, 'trng' or 'randomized', not {self.shard_seed!r}")
+            raise ConfigError(
+                f"shard_seed is a number, 'trng' or 'randomized', not {self.shard_seed!r}", code="bad_config_value"
+            )
 
     @property
     def drawn(self) -> bool:
-        """Whether the rank draws an order of its own."""
+        """True if the rank draws an order of its own."""
         return self.shuffle and self.shard_seed == "trng" and not self.finite
 
     def part_options(self, drawn_seed: int) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Partition:
 
 
 class PartitionedCuts:
-    """Iterates over this process's share of a dataset: an epoch each time, or epochs without end; each in its order.
+    """The cuts of a dataset that this process reads: an epoch each time, or epochs without end; each in its order.
 
     The options ``selection`` are those of ``open_shar`` that choose what to read: ``fields``, ``codec`` and
     ``decode_threads``.
@@ -87,17 +87,17 @@ class PartitionedCuts:
         self._epoch = 0
         self._process = os.getpid()
         self.number = 0
-        self._is_tracked = False
+        self._only_marked = False
         self._state: Mapping[str, Any] | None = None
-        self._tracker: UseTracker | None = None
+        self._reader: SharReader | None = None
 
     def __iter__(self) -> Iterator[Any]:
         if self._process != os.getpid():
             self._process = os.getpid()
             self.restart()
-        cuts = self._tracked().cuts if self._is_tracked else self._open()
+        reader = self.reader if self._only_marked else self._open()
         self._epoch += 1  # whoever iterates again gets another order
-        for cut in cuts:
+        for cut in reader:
             self._epoch = max(self._epoch, epoch_of(cut) + 1)
             setattr(cut, READER, self.number)
             yield cut
@@ -106,15 +106,15 @@ class PartitionedCuts:
         return len(open_shar(self._dataset, **self._selection))
 
     def restart(self) -> None:
-        """Makes the next iteration begin with the first epoch.
+        """Make the next iteration begin with the first epoch.
 
         To estimate buckets, NeMo reads cuts before the training does: each rank so many cuts, which may be another
         number of epochs on each. The epochs that are divided among them must begin at the same one.
         """
         self._epoch = 0
 
-    def track(self) -> None:
-        """Begins to count what is used.
+    def count_only_marked(self) -> None:
+        """From now on, count a cut as consumed once it was marked as such, by ``reader.mark_consumed``.
 
         Raises:
             ConfigError: there is no one order without end, that every reader has a part of.
@@ -122,44 +122,40 @@ class PartitionedCuts:
         if self._partition.finite or self._partition.map_style or self._partition.drawn:
             raise ConfigError(
                 "resumable=True is for streaming without end in one order for all: neither force_finite nor "
-                "force_map_dataset, and shard_seed: randomized or a number"
+                "force_map_dataset, and shard_seed: randomized or a number",
+                code="inexact_state",
             )
-        self._is_tracked = True
+        self._only_marked = True
 
-    def mark_consumed(self, cut: Cut) -> None:
-        """Counts a cut as used, or as dropped, which is the same for a state."""
-        self._tracked().used([cut])
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is left to read for this process, where uses are counted."""
-        return self._tracked().state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state of this process, or from merged ones of all; before iterating."""
-        self._state, self._tracker = state, None
-
-    def _tracked(self) -> UseTracker:
-        if self._tracker is None:
-            self._tracker = UseTracker(self._open())
+    @property
+    def reader(self) -> SharReader:
+        """The reader of this process that counts marked cuts, opened when it is first asked for."""
+        if self._reader is None:
+            self._reader = self._open()
+            self._reader.count_only_marked()
             if self._state is not None:
-                self._tracker.load_state_dict(self._state)
-        return self._tracker
+                self._reader.load_state_dict(self._state)
+        return self._reader
 
-    def _open(self) -> CutSet:
-        """The cuts that a rank has from the epoch on that is next; in a worker process, those of the worker."""
-        cuts = open_shar(
+    def go_on_from(self, state: Mapping[str, Any]) -> None:
+        """Begin with a state of this process's reader, or with merged ones of all; before iterating."""
+        self._state, self._reader = state, None
+
+    def _open(self) -> SharReader:
+        """Open the part of this rank, or of this worker process, at the epoch that is next."""
+        reader: SharReader = open_shar(
             self._dataset,
             shuffle=self._partition.shuffle,
             **self._partition.part_options(self._drawn_seed),
             infinite=not self._partition.finite,
             **self._selection,
-        )
-        cuts.data.set_epoch(self._epoch)
-        return cuts
+        ).data
+        reader.set_epoch(self._epoch)
+        return reader
 
 
 def _told_by_nemo(partition: Partition) -> tuple[int, int, int | None]:
-    """Rank, world size and seed as ``lhotse.dataset.dataloading.worker_init_fn`` left them in this worker."""
+    """Return rank, world size and seed as ``lhotse.dataset.dataloading.worker_init_fn`` left them in this worker."""
     from lhotse.dataset.dataloading import LHOTSE_PROCESS_SEED, get_rank, get_world_size
     from torch.utils.data import get_worker_info
 
@@ -167,7 +163,9 @@ def _told_by_nemo(partition: Partition) -> tuple[int, int, int | None]:
     if worker is None:
         if world_size > 1 and not partition.drawn and not partition.map_style:
             # The rank of this process need not be its data-parallel rank.
-            raise ConfigError("with num_workers 0 and several ranks, use sharmill.training.get_dataloader")
+            raise ConfigError(
+                "with num_workers 0 and several ranks, use sharmill.training.get_dataloader", code="split_wrong"
+            )
         return 0, 1, partition.seed
     if partition.seed is not None:
         return rank, world_size, partition.seed

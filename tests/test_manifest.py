@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 from sharmill.errors import FatalError, RejectRecord
 from sharmill.manifest import (
     OWN_KEYS,
+    AudioNotes,
+    Context,
     Reject,
+    Segment,
     SpeakerTag,
     Utterance,
     iterate_lines,
     parse_speaker_tag,
     read_lines_at,
     recording_id,
+    records_checksum,
     segment_id,
     write_lines,
 )
@@ -80,20 +84,56 @@ def test_segment_id_has_two_decimals():
     assert segment_id("rec-a", 1.005, 3) == "cut-rec-a-1.00-3.00"
 
 
+NOTES = st.builds(AudioNotes, st.integers(-1, 1 << 50), st.integers(-1, 1 << 62), WORDS)
+SECONDS = st.floats(0, 1e9)
+CONTEXTS = st.builds(
+    Context,
+    st.builds(Segment, st.integers(0, 9), WORDS, SECONDS, SECONDS, st.booleans(), NOTES),
+    recording_id=WORDS,
+    text=WORDS,
+    similarity=st.floats(-1, 1),
+    normalized_text=st.none() | WORDS,
+)
+OTHER_KEYS = WORDS.filter(lambda key: key not in {"audio_filepath", "offset", "duration", "text", "speaker", *OWN_KEYS})
+VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WORDS
+
+
 @given(
     text=WORDS,
-    custom=st.dictionaries(
-        WORDS.filter(lambda key: key not in {"audio_filepath", "offset", "duration", "text", "speaker", *OWN_KEYS}),
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WORDS,
-    ),
-    numbers=st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)),
+    custom=st.dictionaries(OTHER_KEYS, VALUES),
+    numbers=st.tuples(SECONDS, SECONDS),
     whole_file=st.booleans(),
+    notes=NOTES,
+    context=st.none() | CONTEXTS,
 )
-def test_utterance_survives_its_json_line(text, custom, numbers, whole_file):
-    utterance = Utterance("a/b.wav", *numbers, text, "| x |", custom, 3, whole_file, 7, "rec", "cut", 2, True)
+def test_utterance_survives_its_json_line(text, custom, numbers, whole_file, notes, context):
+    utterance = Utterance(
+        "a/b.wav", *numbers, text, "| x |", custom, 3, whole_file, 7, "rec", "cut", notes=notes, context=context
+    )
     line = utterance.to_json()
     assert b"\n" not in line
-    assert Utterance.from_json(line) == utterance
+    again = Utterance.from_json(line)
+    assert again == utterance
+    assert again.notes == notes
+    if context is not None:
+        assert again.context.segment.notes == context.segment.notes
+
+
+def test_a_context_that_the_source_names_is_a_further_key_until_one_is_chosen():
+    utterance = Utterance("a.wav", 0.0, 2.0, "Hi.", "| x |", {"context_audio_filepath": "other.wav"})
+    again = Utterance.from_json(utterance.to_json())
+    assert (again.context, again.custom) == (None, {"context_audio_filepath": "other.wav"})
+
+
+def test_the_checksum_of_records_sees_everything_but_the_times(tmp_path):
+    def checksum(**changes):
+        notes = AudioNotes(**{"size": 10, "modified": 1, "checksum": "c"} | changes)
+        text = 'a trap: ,"_modified":[1,2]}'
+        write_lines(tmp_path / "m", [Utterance("a.wav", 0.0, 2.0, text, "| x |", notes=notes).to_json()] * 2)
+        return records_checksum(tmp_path / "m")
+
+    assert checksum() == checksum(modified=2)
+    assert len({checksum(), checksum(size=11), checksum(checksum="d")}) == 3
 
 
 def test_public_record_has_no_keys_of_sharmill():

@@ -44,6 +44,11 @@ CODES: Final[dict[str, str]] = {
     "split_wrong": "ranks or workers would get cuts twice or not at all under these settings",
     "too_few_cuts": "there are fewer cuts than ranks and workers, or than what is asked for needs",
     "wrong_state": "a saved state is incomplete, damaged, or of another dataset, order or loader",
+    # Inputs
+    "bad_manifest": "a manifest cannot be read as JSON lines",
+    "changed_input": "an input is no longer what the plan was made from",
+    "missing_input": "a file or folder that the configuration names is not there, or cannot be read",
+    "stage_not_run": "the stage whose output is read has not been run",
     # Everything else
     "unspecified": "an error without a code of its own",
 }

@@ -1,4 +1,4 @@
-"""The typed utterance, its JSON line, the speaker tag, and random access to the lines of a manifest.
+"""The typed utterance with its context, its JSON line, the speaker tag, and random access to the lines of a manifest.
 
 The keys in ``OWN_KEYS`` are sharmill's own: they travel from stage to stage and are not kept in a dataset.
 """
@@ -9,25 +9,40 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
+import xxhash
 
 from sharmill.errors import FatalError, RejectRecord
 
 _TAG = re.compile(r"^\s*\|(.*)\|\s*$", re.DOTALL)
 _TAG_PARTS = ("Language", "Dataset", "Speaker")
-TYPED_KEYS = ("audio_filepath", "offset", "duration", "text", "speaker")
-OWN_KEYS = (
+TYPED_KEYS: Final = ("audio_filepath", "offset", "duration", "text", "speaker")
+# In the order in which they are written.
+CONTEXT_KEYS: Final = (
+    "context_audio_filepath",
+    "context_audio_offset",
+    "context_audio_duration",
+    "context_audio_text",
+    "context_speaker_similarity",
+    "context_recording_id",
+    "context_audio_normalized_text",
+)
+# The last one ends the line, so that it can be left out of a checksum without reading the JSON.
+OWN_KEYS: Final = (
     "_source",
     "_whole_file",
     "_index",
     "_recording_id",
     "_cut_id",
-    "_context_source",
-    "_context_whole_file",
+    "_size",
+    "_checksum",
+    "_context",
+    "_modified",
 )
+_TIMES: Final = b',"_modified":'
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder()
@@ -43,13 +58,13 @@ class SpeakerTag:
     further: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """The tag in the order and spacing that NeMo asks for."""
+        """Return the tag in the order and spacing that NeMo asks for."""
         parts = (f"Language:{self.language}", f"Dataset:{self.dataset}", f"Speaker:{self.speaker}", *self.further)
         return f"| {' '.join(parts)} |"
 
 
 def parse_speaker_tag(tag: str) -> SpeakerTag:
-    """Parses a speaker tag.
+    """Parse a speaker tag.
 
     Raises:
         RejectRecord: ``bad_speaker`` where it is not of the form ``| Language:.. Dataset:.. Speaker:.. |``.
@@ -68,14 +83,66 @@ def parse_speaker_tag(tag: str) -> SpeakerTag:
 
 
 @dataclass(frozen=True, slots=True)
+class AudioNotes:
+    """Notes about the audio of a segment, by which a later stage sees that the file has been replaced since.
+
+    Attributes:
+        size: bytes of the file when the stage ``prepare`` saw it; -1 where it has not.
+        modified: time of its last change then, in nanoseconds; -1 where it is not known.
+        checksum: of its bytes or of the segment's samples, made where the audio was first read; "" before that.
+    """
+
+    size: int = -1
+    modified: int = -1
+    checksum: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of a recording. ``whole_file``: the record had no offset, so it is the file, however long that is."""
+    """A stretch of a recording; two of the same place are equal, whatever is noted about their audio.
+
+    Attributes:
+        source: number of the source whose audio root ``audio_filepath`` is relative to.
+        offset, duration: seconds.
+        whole_file: the record had no offset, so it is the file, however long that is.
+    """
 
     source: int
     audio_filepath: str
     offset: float
     duration: float
     whole_file: bool
+    notes: AudioNotes = field(default=AudioNotes(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The context of an utterance: another segment of its speaker group, with what the manifest says about it.
+
+    ``similarity`` is the cosine of the two voices; ``normalized_text`` is None where the source has none.
+    """
+
+    segment: Segment
+    recording_id: str
+    text: str
+    similarity: float
+    normalized_text: str | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Return the keys of a manifest that stand for a context."""
+        values = (
+            self.segment.audio_filepath,
+            self.segment.offset,
+            self.segment.duration,
+            self.text,
+            self.similarity,
+            self.recording_id,
+            self.normalized_text,
+        )
+        record = dict(zip(CONTEXT_KEYS, values, strict=True))
+        if self.normalized_text is None:
+            del record["context_audio_normalized_text"]
+        return record
 
 
 @dataclass(slots=True)
@@ -83,8 +150,8 @@ class Utterance:
     """One record of a manifest that passed the checks.
 
     ``audio_filepath`` is relative to the audio root of source number ``source``; ``offset`` and ``duration`` are
-    seconds; ``custom`` has all further keys as they came. ``index`` is the line number in the prepared manifest,
-    known from stage 1 on.
+    seconds; ``custom`` has all further keys as they came. ``index`` is the line number in the prepared manifest, known
+    from stage 1 on, as is ``context``.
     """
 
     audio_filepath: str
@@ -98,38 +165,61 @@ class Utterance:
     index: int = -1
     recording_id: str = ""
     cut_id: str = ""
-    context_source: int = 0
-    context_whole_file: bool = False
+    notes: AudioNotes = AudioNotes()
+    context: Context | None = None
 
     @property
     def segment(self) -> Segment:
-        return Segment(self.source, self.audio_filepath, self.offset, self.duration, self.whole_file)
+        return Segment(self.source, self.audio_filepath, self.offset, self.duration, self.whole_file, self.notes)
 
-    @property
-    def context_segment(self) -> Segment:
-        """The segment of the context; only after stage 1."""
-        return Segment(
-            self.context_source,
-            self.custom["context_audio_filepath"],
-            self.custom["context_audio_offset"],
-            self.custom["context_audio_duration"],
-            self.context_whole_file,
-        )
+    def further_keys(self) -> dict[str, Any]:
+        """Return the keys of a manifest that have no attribute here: those of the source, and those of the context."""
+        return {**self.custom, **(self.context.record() if self.context else {})}
 
     def public_record(self) -> dict[str, Any]:
-        """The keys of a NeMo manifest, without sharmill's own."""
-        return {**{key: getattr(self, key) for key in TYPED_KEYS}, **self.custom}
+        """Return the keys of a NeMo manifest, without sharmill's own."""
+        return {**{key: getattr(self, key) for key in TYPED_KEYS}, **self.further_keys()}
 
     def to_json(self) -> bytes:
-        """One JSON line, without the newline."""
-        return _encoder.encode({**self.public_record(), **{key: getattr(self, key[1:]) for key in OWN_KEYS}})
+        """Encode as one JSON line, without the newline."""
+        context = self.context.segment if self.context else None
+        own = (
+            self.source,
+            self.whole_file,
+            self.index,
+            self.recording_id,
+            self.cut_id,
+            self.notes.size,
+            self.notes.checksum,
+            context and (context.source, context.whole_file, context.notes.size, context.notes.checksum),
+            (self.notes.modified, context.notes.modified if context else -1),
+        )
+        return _encoder.encode({**self.public_record(), **dict(zip(OWN_KEYS, own, strict=True))})
 
     @classmethod
     def from_json(cls, line: bytes) -> Utterance:
-        """The inverse of ``to_json``: for manifests that sharmill wrote, where every key is known to be there."""
+        """Decode the line of a manifest that sharmill wrote, where every key is known to be there."""
         record = _decoder.decode(line)
-        fields = {key: record.pop(key) for key in TYPED_KEYS} | {key[1:]: record.pop(key) for key in OWN_KEYS}
-        return cls(**fields, custom=record)
+        typed = {key: record.pop(key) for key in TYPED_KEYS}
+        source, whole_file, index, recording, cut, size, checksum, own_context, modified = map(record.pop, OWN_KEYS)
+        context = None
+        if own_context is not None:
+            path, offset, duration, text, similarity, context_recording = map(record.pop, CONTEXT_KEYS[:-1])
+            context_source, context_whole_file, context_size, context_checksum = own_context
+            notes = AudioNotes(context_size, modified[1], context_checksum)
+            segment = Segment(context_source, path, offset, duration, context_whole_file, notes)
+            context = Context(segment, context_recording, text, similarity, record.pop(CONTEXT_KEYS[-1], None))
+        return cls(
+            **typed,
+            custom=record,
+            source=source,
+            whole_file=whole_file,
+            index=index,
+            recording_id=recording,
+            cut_id=cut,
+            notes=AudioNotes(size, modified[0], checksum),
+            context=context,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +238,18 @@ class Reject:
 
 
 def recording_id(audio_filepath: str) -> str:
-    """``rec-`` and the relative path without its extension, ``/`` replaced by ``-``."""
+    """Return ``rec-`` and the relative path without its extension, ``/`` replaced by ``-``."""
     stem = str(Path(audio_filepath).with_suffix("")) if Path(audio_filepath).suffix else audio_filepath
     return "rec-" + stem.replace("/", "-")
 
 
 def segment_id(recording: str, offset: float, duration: float) -> str:
-    """The id of a segment of a recording; seconds with two decimals."""
+    """Return the id of a segment of a recording; seconds with two decimals."""
     return f"cut-{recording}-{offset:.2f}-{duration:.2f}"
 
 
 def iterate_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file without their newlines; blank lines are left out."""
+    """Iterate over the lines of a file without their newlines; blank lines are left out."""
     with path.open("rb") as stream:
         for line in stream:
             if stripped := line.strip():
@@ -167,7 +257,7 @@ def iterate_lines(path: Path) -> Iterator[bytes]:
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> int:
-    """Writes lines to a plain file (not atomically: the caller stages and publishes it) and returns their number."""
+    """Write lines to a plain file (not atomically: the caller stages and publishes it); return their number."""
     count = 0
     with path.open("wb") as stream:
         for line in lines:
@@ -176,8 +266,20 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> int:
     return count
 
 
+def records_checksum(path: Path) -> str:
+    """Return the xxh3-64 (hexadecimal) of the records of a manifest that sharmill wrote, times of files left out.
+
+    A plan is identified by it, and has to stay the same where files were copied and only their times differ.
+    """
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as stream:
+        for line in stream:
+            digest.update(line[: line.rfind(_TIMES)])
+    return digest.hexdigest()
+
+
 def read_lines_at(path: Path, offsets: np.ndarray) -> list[bytes]:
-    """The lines that begin at the byte ``offsets``, in the order of ``offsets``.
+    """Read the lines that begin at the byte ``offsets``, in the order of ``offsets``.
 
     Raises:
         FatalError: the file ends before an offset: it is not the one that the offsets were made from.

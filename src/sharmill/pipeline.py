@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from sharmill.audio.encoding import check_encoder
+from sharmill.audio.roots import AudioRoot
 from sharmill.config import STAGES, Config, ValidateConfig, to_yaml
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.run import Executor, Listener, StageResult, locked, run_stage
@@ -22,7 +23,6 @@ from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.stage import MatchStage
 from sharmill.models import describe_codec, describe_speaker_encoder
 from sharmill.prepare.filters import parse_filters
-from sharmill.prepare.paths import AudioRoot
 from sharmill.prepare.stage import PrepareStage
 from sharmill.sources import open_source
 from sharmill.storage import disk_errors, open_atomic, require_writable, write_atomic
@@ -106,7 +106,7 @@ def check_config(config: Config, stages: Sequence[str] = STAGES) -> None:
     for codec in config.encode.codecs:
         describe_codec(codec.model)
     for source in config.sources if {"prepare", "match", "write"} & set(stages) else ():
-        AudioRoot(source.audio_root)
+        AudioRoot(Path(source.audio_root)).check()
         if "prepare" in stages:
             open_source(source).check()
     run_dir, dataset_dir = Path(config.run_dir).resolve(), Path(config.dataset_dir).resolve()

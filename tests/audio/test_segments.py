@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 
+from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Segment
@@ -27,7 +28,7 @@ def noise(tmp_path):
 
 @pytest.fixture
 def reader(noise, tmp_path):
-    return SegmentReader((tmp_path / "0", tmp_path / "1"))
+    return SegmentReader(AudioRoots.of([tmp_path / "0", tmp_path / "1"]))
 
 
 def segment(offset, duration, *, source=0, whole_file=False, path="a.wav"):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sharmill.audio.encoding import encode
 from sharmill.audio.resample import resample
+from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import WriteConfig
 from sharmill.demo.corpus import make_corpus
@@ -80,7 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         corpus = make_corpus(Path(folder) / "corpus", num_voices=voices)
         segments = good_segments(corpus.manifest)
-        reader = SegmentReader((corpus.audio_root,))
+        reader = SegmentReader(AudioRoots.of([corpus.audio_root]))
         waves = [resample(*reader.read(segment), 16000) for segment in segments]
         hours = sum(len(wave) for wave in waves) / 16000 / 3600
         print(f"{len(segments)} utterances, {hours * 60:.1f} minutes, one rank of one thread")

@@ -8,6 +8,7 @@ import soundfile as sf
 import torch
 from support.shar import put, voice
 
+from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.manifest import Segment
 from sharmill.match.embed import Embedder
@@ -31,7 +32,7 @@ class LengthEncoder:
 
 
 def embedder(root, encoder, batch_seconds=3.0, threads=2):
-    return Embedder(encoder, SegmentReader((root,)), batch_seconds, threads)
+    return Embedder(encoder, SegmentReader(AudioRoots.of([root])), batch_seconds, threads)
 
 
 def whole(name, seconds):

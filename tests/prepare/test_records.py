@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.errors import raises
 from support.manifests import config_for, make_record, run_prepare, write_manifest
 
 from sharmill.errors import ConfigError
@@ -180,8 +181,15 @@ def test_audio_root_that_is_no_folder(root, tmp_path):
     stage = PrepareStage(
         config_for(tmp_path, [(write_manifest(tmp_path / "m.json", [make_record()]), tmp_path / root)])
     )
-    with pytest.raises(ConfigError, match="is not a folder; correct audio_root in sources"):
+    with raises(ConfigError, "missing_input", str(tmp_path / root), "audio_root"):
         stage.identity()
+
+
+def test_a_relative_audio_root_that_is_not_there_says_what_it_is_relative_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    manifest = write_manifest(tmp_path / "m.json", [make_record()])
+    with raises(ConfigError, "missing_input", "audio", f"relative to {tmp_path}"):
+        PrepareStage(config_for(tmp_path, [(manifest, "audio")])).identity()
 
 
 def test_a_run_that_died_before_its_last_record_ends_the_same(prepare_records, tmp_path):

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from support.shar import Project, lines, put, reindex, rewrite, run, voice
 
+from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.cli.console import plain
 from sharmill.cli.main import main
@@ -151,7 +152,7 @@ def test_a_root_that_begins_like_another_is_another(tmp_path):
     (tmp_path / "audio").mkdir()
     (tmp_path / "audio/a.wav").symlink_to(tmp_path / "audio2/a.wav")
     with pytest.raises(RejectRecord, match="outside_root"):
-        SegmentReader((tmp_path / "audio",)).read(Segment(0, "a.wav", 0.0, 1.0, True))
+        SegmentReader(AudioRoots.of([tmp_path / "audio"])).read(Segment(0, "a.wav", 0.0, 1.0, True))
 
 
 def test_the_speaker_tag_of_a_record_is_text(tmp_path, capsys):

@@ -22,7 +22,7 @@ from sharmill.encode.stage import EncodeStage
 from sharmill.engine.run import StageResult, run_stage
 from sharmill.engine.stage import Stage
 from sharmill.executors.local.executor import LocalExecutor
-from sharmill.manifest import Utterance
+from sharmill.manifest import Context, Utterance
 from sharmill.match.stage import matched_manifest
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
 from sharmill.shar.tar import TarTable, TarWriter
@@ -103,15 +103,12 @@ class Project:
         for index, utterance in enumerate(utterances):
             context = utterances[contexts[index] if contexts else (index + 1) % len(utterances)]
             utterance.index = index
-            utterance.context_source, utterance.context_whole_file = context.source, context.whole_file
-            utterance.custom |= {
-                "context_audio_filepath": context.audio_filepath,
-                "context_audio_offset": context.offset,
-                "context_audio_duration": context.duration,
-                "context_audio_text": context.text,
-                "context_speaker_similarity": similarities[index] if similarities else 0.75,
-                "context_recording_id": context.recording_id,
-            }
+            utterance.context = Context(
+                segment=context.segment,
+                recording_id=context.recording_id,
+                text=context.text,
+                similarity=similarities[index] if similarities else 0.75,
+            )
         matched_manifest(config).write_bytes(b"".join(u.to_json() + b"\n" for u in utterances))
         return utterances
 

@@ -13,6 +13,7 @@ from support.shar import put, voice
 
 from sharmill.audio.encoding import encode
 from sharmill.audio.files import decode, probe, probe_bytes
+from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import WriteConfig
 from sharmill.errors import RejectRecord
@@ -43,7 +44,7 @@ def part(name: str, offset: float, duration: float) -> Segment:
 
 def store(root, segment, *, format="flac", rate=None):
     config = WriteConfig(audio_format=format, sampling_rate=rate)
-    return SegmentEncoder(config, SegmentReader((root,)), [segment])(segment)
+    return SegmentEncoder(config, SegmentReader(AudioRoots.of([root])), [segment])(segment)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_an_error_of_the_machine_is_no_reject(root):
 
 def test_each_segment_is_made_once_and_forgotten_after_its_last_use(root):
     uses = [part("a.wav", 0.1, 0.5), whole("a.flac"), part("a.wav", 0.1, 0.5), part("a.wav", 0.2, 0.5)]
-    encoder = SegmentEncoder(WriteConfig(), SegmentReader((root,)), uses)
+    encoder = SegmentEncoder(WriteConfig(), SegmentReader(AudioRoots.of([root])), uses)
     with mock.patch("sharmill.write.encoder.encode", wraps=encode) as encoded:
         stored = [encoder(segment) for segment in uses]
     assert encoded.call_count == 2
@@ -192,7 +193,7 @@ def test_each_segment_is_made_once_and_forgotten_after_its_last_use(root):
 
 def test_a_reject_too_is_found_once(root):
     uses = [whole("gone.wav")] * 3
-    encoder = SegmentEncoder(WriteConfig(), SegmentReader((root,)), uses)
+    encoder = SegmentEncoder(WriteConfig(), SegmentReader(AudioRoots.of([root])), uses)
     with mock.patch("sharmill.audio.segments.probe", wraps=probe) as probed:
         for segment in uses:
             with pytest.raises(RejectRecord):

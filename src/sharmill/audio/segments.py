@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from sharmill.audio.files import AudioInfo, probe, read
 from sharmill.audio.resample import segment_bounds
+from sharmill.audio.roots import AudioRoots
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Segment
 
@@ -33,14 +32,12 @@ class Location:
 class SegmentReader:
     """Reads segments below the audio roots of the sources, in their order in the configuration."""
 
-    roots: tuple[Path, ...]
+    roots: AudioRoots
 
     def locate(self, segment: Segment) -> Location:
         """Raises RejectRecord where the file is missing, unreadable or outside its root, or the segment is empty."""
-        path = self.roots[segment.source] / segment.audio_filepath
-        # Again, since a link may have changed since the stage prepare saw it.
-        if not os.path.realpath(path).startswith(_real(self.roots[segment.source])):
-            raise RejectRecord("outside_root", "the audio path leaves the audio root by a symbolic link")
+        # A link may have changed since the stage prepare saw it.
+        path = self.roots.locate(segment)
         info = probe(path)
         if segment.whole_file:
             return Location(path, info, 0, info.num_samples)
@@ -61,9 +58,3 @@ class SegmentReader:
         if location.is_whole_file:
             return read(location.path)
         return read(location.path, location.start, location.num_samples)
-
-
-@lru_cache(maxsize=256)
-def _real(root: Path) -> str:
-    """Where an audio root lies, with the separator behind it."""
-    return os.path.join(os.path.realpath(root), "")  # noqa: PTH118 - a Path has no separator at its end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -14,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import xxhash
 
+from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
 from sharmill.engine.rundir import RunDir
@@ -21,7 +21,16 @@ from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.manifest import Reject, Utterance, parse_speaker_tag, read_lines_at, write_lines
+from sharmill.manifest import (
+    CONTEXT_KEYS,
+    Context,
+    Reject,
+    Utterance,
+    parse_speaker_tag,
+    read_lines_at,
+    records_checksum,
+    write_lines,
+)
 from sharmill.match.embed import Embedder
 from sharmill.match.groups import divide, index_manifest
 from sharmill.match.select import select_context
@@ -29,7 +38,7 @@ from sharmill.match.speaker_key import make_speaker_key
 from sharmill.models import describe_speaker_encoder, load_speaker_encoder
 from sharmill.models.determinism import make_deterministic
 from sharmill.prepare.stage import manifest_stem, prepared_manifest
-from sharmill.storage import Staging, checksum, open_atomic
+from sharmill.storage import Staging, open_atomic
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies.
 _UNITS_WANTED = 64
@@ -57,7 +66,7 @@ class MatchStage(Stage):
             "speaker_key": self.config.speaker_key,
             "encoder": describe_speaker_encoder(self.config.match.encoder),
             "audio_roots": [source.audio_root for source in self.config.sources],
-            "input": [prepared.stat().st_size, checksum(prepared)],
+            "input": records_checksum(prepared),
             "versions": versions("torch", "numpy"),
         }
 
@@ -76,9 +85,10 @@ class MatchStage(Stage):
 
     def open(self, device: str) -> Processor:
         threads = make_deterministic(device)
+        roots = AudioRoots.of(source.audio_root for source in self.config.sources)
         embed = Embedder(
             encoder=load_speaker_encoder(self.config.match.encoder, device),
-            reader=SegmentReader(tuple(Path(source.audio_root) for source in self.config.sources)),
+            reader=SegmentReader(roots),
             batch_seconds=self.config.match.batch_seconds,
             threads=threads,
         )
@@ -197,8 +207,7 @@ class MatchProcessor(Processor):
     def _number_recordings(self, group: list[Utterance]) -> np.ndarray:
         """Equal numbers for the same file, by whatever links and roots it is named."""
         numbers: dict[str, int] = {}
-        roots = [Path(source.audio_root) for source in self.config.sources]
-        files = [os.path.realpath(roots[u.source] / u.audio_filepath) for u in group]
+        files = [self._embed.reader.roots.real_path(utterance.segment) for utterance in group]
         return np.array([numbers.setdefault(file, len(numbers)) for file in files])
 
     def _no_context(self, best_similarity: float) -> RejectRecord:
@@ -235,17 +244,13 @@ def _number_texts(group: list[Utterance]) -> np.ndarray:
 
 
 def _with_context(utterance: Utterance, context: Utterance, similarity: float) -> Utterance:
-    custom = {key: value for key, value in utterance.custom.items() if key != "context_audio_normalized_text"}
-    custom |= {
-        "context_audio_filepath": context.audio_filepath,
-        "context_audio_offset": context.offset,
-        "context_audio_duration": context.duration,
-        "context_audio_text": context.text,
-        "context_speaker_similarity": round(similarity, 6),
-        "context_recording_id": context.recording_id,
-    }
-    if "normalized_text" in context.custom:
-        custom["context_audio_normalized_text"] = context.custom["normalized_text"]
-    return dataclasses.replace(
-        utterance, custom=custom, context_source=context.source, context_whole_file=context.whole_file
+    """Return the utterance with its context; keys that a source had for one of its own go."""
+    chosen = Context(
+        segment=context.segment,
+        recording_id=context.recording_id,
+        text=context.text,
+        similarity=round(similarity, 6),
+        normalized_text=context.custom.get("normalized_text"),
     )
+    custom = {key: value for key, value in utterance.custom.items() if key not in CONTEXT_KEYS}
+    return dataclasses.replace(utterance, custom=custom, context=chosen)

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from sharmill.audio.files import AudioInfo, probe
+from sharmill.audio.roots import AudioRoots
 from sharmill.config import PrepareConfig
 from sharmill.errors import RejectRecord
 from sharmill.manifest import OWN_KEYS, TYPED_KEYS, Utterance, parse_speaker_tag, recording_id, segment_id
 from sharmill.prepare.filters import Filter
-from sharmill.prepare.paths import AudioRoot
 from sharmill.prepare.stats import MAX_SECONDS
 
 _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, "_skipme"}
@@ -39,7 +39,7 @@ class RecordCheck:
 
     config: PrepareConfig
     filters: list[Filter]
-    roots: list[AudioRoot]
+    roots: AudioRoots
     group_key: Callable[[str, str], str]
 
     def __call__(self, record: dict[str, Any], source: int) -> Utterance:
@@ -54,7 +54,7 @@ class RecordCheck:
         for condition in self.filters:
             condition.check(record)
         self._check_duration(_seconds(record, "duration"))
-        info = probe(self.roots[source].root / path)
+        info = probe(self.roots[source].path / path)
         _check_channels(info)
         self._check_header(record, info)
         return self._utterance(record, path, text, str(tag), source)
@@ -93,10 +93,6 @@ class RecordCheck:
         elif offset >= seconds:
             raise RejectRecord("duration_mismatch", f"the segment begins after the end of the audio, {seconds:g} s")
 
-    def _canonical(self, source: int) -> int:
-        """The first source with the same audio root, so that one file is one file in whichever manifest it is."""
-        return next(number for number, root in enumerate(self.roots) if root.real == self.roots[source].real)
-
     def _utterance(self, record: dict[str, Any], path: str, text: str, speaker: str, source: int) -> Utterance:
         custom = {key: value for key, value in record.items() if key not in _NOT_CUSTOM}
         if not (custom.get("normalized_text") or "").strip():
@@ -111,7 +107,7 @@ class RecordCheck:
             text=text,
             speaker=speaker,
             custom=custom,
-            source=self._canonical(source),
+            source=self.roots.first_equal(source),
             whole_file=record.get("offset") is None,
             recording_id=recording,
             cut_id=segment_id(recording, offset, duration),

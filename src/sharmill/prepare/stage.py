@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
+from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
@@ -30,7 +31,6 @@ from sharmill.prepare.ids import (
     hash_utterance,
     repeated_segments,
 )
-from sharmill.prepare.paths import AudioRoot
 from sharmill.prepare.stats import HoursTable
 from sharmill.sources import Source, open_source
 from sharmill.storage import Staging, open_atomic, write_atomic
@@ -99,10 +99,12 @@ class PrepareStage(Stage):
             product.unlink(missing_ok=True)
 
     def _make_check(self) -> RecordCheck:
+        roots = AudioRoots.of(source.audio_root for source in self.config.sources)
+        roots.check()
         return RecordCheck(
             config=self.config.prepare,
             filters=parse_filters(self.config.prepare.filters),
-            roots=[AudioRoot(source.audio_root) for source in self.config.sources],
+            roots=roots,
             group_key=make_speaker_key(self.config.speaker_key),
         )
 

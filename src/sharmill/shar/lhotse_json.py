@@ -41,6 +41,7 @@ def supervision_json(utterance: Utterance, duration: float) -> dict[str, Any]:
     """The one supervision of a cut. All manifest keys are under ``custom``, where NeMo looks for some of them."""
     language = parse_speaker_tag(utterance.speaker).language
     typed = {key: getattr(utterance, key) for key in TYPED_KEYS}
+    further = {key: _kept(value) for key, value in utterance.further_keys().items()}
     return {
         "id": f"sup-{utterance.cut_id}",
         "recording_id": utterance.recording_id,
@@ -50,7 +51,7 @@ def supervision_json(utterance: Utterance, duration: float) -> dict[str, Any]:
         "text": utterance.text,
         "language": language,
         "speaker": utterance.speaker,
-        "custom": {**typed, "language": language, **{key: _kept(value) for key, value in utterance.custom.items()}},
+        "custom": {**typed, "language": language, **further},
     }
 
 

@@ -7,7 +7,6 @@ are in memory, 8 bytes a record; what does not add up is looked for again in the
 from __future__ import annotations
 
 import math
-import posixpath
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from sharmill.errors import ConfigError
+from sharmill.audio.roots import AudioRoots, normalise_path
+from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import iterate_lines
 from sharmill.sources.nemo import NemoSource
 from sharmill.storage import checksum
@@ -164,8 +164,7 @@ def _parse(text: str) -> Any:
 
 
 def _roots(against: ExpectedRecords) -> list[str]:
-    return [posixpath.normpath(path) for root in against.audio_roots
-            for path in (str(Path(root).absolute()), str(Path(root).resolve()))]  # fmt: skip
+    return [name for root in AudioRoots.of(against.audio_roots).roots for name in root.names]
 
 
 def _hash_record(record: Any, roots: Sequence[str]) -> int:
@@ -193,12 +192,11 @@ def _is_plain(path: str) -> bool:
 
 
 def _relative(path: str, roots: Sequence[str]) -> str:
-    """As the stage prepare normalises paths: without ``.`` and ``..``, below the audio root."""
-    normal = posixpath.normpath(path)
-    for root in roots:
-        if normal.startswith(f"{root}/"):
-            return normal[len(root) + 1 :]
-    return normal
+    """Return a path as the stage prepare normalises it; one that it rejects stays as it is."""
+    try:
+        return normalise_path(path, roots)
+    except RejectRecord:
+        return path
 
 
 def _describe(text: str, record: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
+from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
 from sharmill.engine.rundir import RunDir
@@ -18,7 +19,7 @@ from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
-from sharmill.manifest import Reject, Utterance, read_lines_at
+from sharmill.manifest import Context, Reject, Utterance, read_lines_at, records_checksum
 from sharmill.match.stage import matched_manifest
 from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.index import (
@@ -47,7 +48,7 @@ from sharmill.shar.layout import (
 )
 from sharmill.shar.lhotse_json import cut_json, recording_json
 from sharmill.shar.ownership import was_planned_for
-from sharmill.storage import STAGING_NAME, Staging, checksum, remove_tree
+from sharmill.storage import STAGING_NAME, Staging, remove_tree
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
 from sharmill.write.order import index_matched, order_lines
 
@@ -73,7 +74,7 @@ class WriteStage(Stage):
             "dataset_dir": str(self.root.absolute()),
             "audio_roots": [source.audio_root for source in self.config.sources],
             "limits": self._limits(),
-            "input": [matched.stat().st_size, checksum(matched)],
+            "input": records_checksum(matched),
             "versions": versions("soundfile", "torchaudio"),
         }
 
@@ -175,8 +176,8 @@ class WriteProcessor(Processor):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         utterances = self._read(unit)
-        reader = SegmentReader(tuple(Path(source.audio_root) for source in self.config.sources))
-        uses = [segment for u in utterances for segment in (u.segment, u.context_segment)]
+        reader = SegmentReader(AudioRoots.of(source.audio_root for source in self.config.sources))
+        uses = [segment for u in utterances for segment in (u.segment, _context(u).segment)]
         encode = SegmentEncoder(self.config.write, reader, uses)
         files = {field: shard_file(field, unit.index) for field in BASE_FIELDS}
         rejects: list[Reject] = []
@@ -192,7 +193,7 @@ class WriteProcessor(Processor):
                     rejects.append(Reject(WriteStage.kind, why.reason, why.detail, utterance.public_record()))
                     continue
                 targets.add(_item(utterance.cut_id, utterance.cut_id, target))
-                contexts.add(_item(utterance.cut_id, _context_id(utterance), context))
+                contexts.add(_item(utterance.cut_id, _context_id(_context(utterance)), context))
                 cuts.append(cut_json(utterance, sampling_rate=target.sampling_rate, num_samples=target.num_samples))
                 seconds += target.seconds
                 context_seconds += context.seconds
@@ -215,7 +216,7 @@ def _encode_pair(
     """Target and context, or why the record has to go. Both are always asked for, so that the encoder's counts hold."""
     outcomes: list[StoredAudio | None] = []
     why: RejectRecord | None = None
-    for segment, role in ((utterance.segment, "target"), (utterance.context_segment, "context")):
+    for segment, role in ((utterance.segment, "target"), (_context(utterance).segment, "context")):
         try:
             outcomes.append(encode(segment))
         except RejectRecord as reject:
@@ -229,9 +230,13 @@ def _item(cut_id: str, recording_id: str, stored: StoredAudio) -> Item:
     return Item(cut_id, stored.extension, stored.data, recording)
 
 
-def _context_id(utterance: Utterance) -> str:
-    custom = utterance.custom
-    return context_id(custom["context_recording_id"], custom["context_audio_offset"], custom["context_audio_duration"])
+def _context(utterance: Utterance) -> Context:
+    assert utterance.context is not None, "the matched manifest has utterances with a context only"
+    return utterance.context
+
+
+def _context_id(context: Context) -> str:
+    return context_id(context.recording_id, context.segment.offset, context.segment.duration)
 
 
 def _shard_record(commit: Commit) -> ShardRecord:

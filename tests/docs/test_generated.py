@@ -1,4 +1,4 @@
-"""The page on configuration says what the dataclasses say."""
+"""The generated pages say what the code says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from support.paths import REPOSITORY
 
 
-def test_the_page_is_up_to_date():
-    script = REPOSITORY / "docs" / "generate_configuration.py"
+def test_generated_pages_are_up_to_date():
+    script = REPOSITORY / "docs" / "generate.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

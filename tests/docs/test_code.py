@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import pytest
 import yaml
 from support.manifests import speaker_tag

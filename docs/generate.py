@@ -43,6 +43,9 @@ OmegaConf does. A key that does not exist, a value of a wrong type and a value o
 file, the key and the nearest valid name; the exit status is then 2, and nothing has run. What a run used, defaults
 included, is in `resolved_config.yaml` of its run directory.
 """
+SOURCES = """\
+Each item of the list has these keys. A source of another package has its own, beside `type` and `audio_root`.
+"""
 PROFILE = """\
 `sharmill submit --profile FILE` reads a cluster profile: what a rank needs on a given cluster. Start from
 `configs/clusters/example.yaml`; [Clusters](clusters.md) says how it is used.
@@ -57,8 +60,9 @@ def make_configuration() -> str:
     """Return the page on the configuration."""
     from train_config import ModelConfig, TrainConfig
 
-    from sharmill.config import CodecConfig, Config, SourceConfig
+    from sharmill.config import CodecConfig, Config
     from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
+    from sharmill.sources.nemo import NemoSource
 
     parts = [INTRODUCTION, section(Config, "Top level")]
     for field in dataclasses.fields(Config):
@@ -66,7 +70,7 @@ def make_configuration() -> str:
         if dataclasses.is_dataclass(kind):
             parts.append(section(kind, f"`{field.name}`"))
         if field.name == "sources":
-            parts.append(section(SourceConfig, "`sources`", "Each item of the list has these keys."))
+            parts.append(section(NemoSource, "`sources` of type `nemo`", SOURCES))
         if field.name == "encode":
             parts.append(section(CodecConfig, "`encode.codecs`", "Each item of the list has these keys."))
     parts.append(section(ClusterProfile, "Cluster profile", PROFILE))

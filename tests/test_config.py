@@ -97,7 +97,6 @@ def test_wrong_type_names_the_key_and_both_types(text, message, write):
         ("write.order=random", "write.order: 'random' is not one of manifest, speaker, shuffle"),
         ("write.audio_format=ogg", "write.audio_format: 'ogg' is not one of flac, mp3, opus, original, wav"),
         ("match.choice=worst", "match.choice: 'worst' is not one of best, sample"),
-        ("sources.0.type=kaldi", "sources[0].type: 'kaldi' is not one of nemo"),
         ("executor.kind=cloud", "executor.kind: 'cloud' is not one of local, ray"),
         ("executor.workers=many", "executor.workers: 'many' is not one of a whole number, auto"),
     ],

@@ -49,6 +49,12 @@ CODES: Final[dict[str, str]] = {
     "changed_input": "an input is no longer what the plan was made from",
     "missing_input": "a file or folder that the configuration names is not there, or cannot be read",
     "stage_not_run": "the stage whose output is read has not been run",
+    # Names, models and packages
+    "bad_model": "a model's file or weights cannot be used, or it is not what its name promises",
+    "bad_plugin": "what another package or python:module:Class offers does not keep to the contract",
+    "missing_package": "a package that is needed is not installed",
+    "unknown_name": "no implementation has this name",
+    "unreachable_model": "a model is neither on this machine nor can it be fetched",
     # Everything else
     "unspecified": "an error without a code of its own",
 }

@@ -24,7 +24,6 @@ from sharmill.match.stage import MatchStage
 from sharmill.models import describe_codec, describe_speaker_encoder
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.stage import PrepareStage
-from sharmill.sources import open_source
 from sharmill.storage import disk_errors, open_atomic, require_writable, write_atomic
 from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.redo import forget_damaged_units
@@ -73,7 +72,7 @@ def _validate_stage(config: Config) -> ValidateStage:
     against = None
     if level.against_sources:
         against = ExpectedRecords(
-            manifests=tuple(source.manifest for source in config.sources),
+            sources=tuple(config.sources),
             rejects=(str(run_dir.rejects),),
             audio_roots=tuple(source.audio_root for source in config.sources),
         )
@@ -108,7 +107,7 @@ def check_config(config: Config, stages: Sequence[str] = STAGES) -> None:
     for source in config.sources if {"prepare", "match", "write"} & set(stages) else ():
         AudioRoot(Path(source.audio_root)).check()
         if "prepare" in stages:
-            open_source(source).check()
+            source.check()
     run_dir, dataset_dir = Path(config.run_dir).resolve(), Path(config.dataset_dir).resolve()
     if dataset_dir.is_relative_to(run_dir) or run_dir.is_relative_to(dataset_dir):
         raise ConfigError("run_dir and dataset_dir must not lie within each other: a dataset holds nothing else")

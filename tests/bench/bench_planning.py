@@ -38,7 +38,7 @@ def write_manifest(path: Path, num_records: int) -> None:
 
 
 def plan_prepare(path: Path) -> int:
-    return sum(1 for _ in NemoSource(str(path)).pieces(2000))
+    return sum(1 for _ in NemoSource(manifest=str(path), audio_root="audio").pieces(2000))
 
 
 def settle_ids(path: Path) -> int:

@@ -48,7 +48,7 @@ def test_ranges_that_make_no_sense(pattern):
 def test_shards_are_read_in_order(tmp_path):
     for number in range(3):
         (tmp_path / f"m_{number}.json").write_bytes(b'{"n": %d}\n' % number * 2)
-    source = NemoSource(str(tmp_path / "m_{0..2}.json"))
+    source = NemoSource(manifest=str(tmp_path / "m_{0..2}.json"), audio_root="audio")
     lines = [json.loads(line)["n"] for piece in source.pieces(10) for line in source.read(piece.params)]
     assert lines == [0, 0, 1, 1, 2, 2]
 
@@ -57,14 +57,14 @@ def test_identity_is_size_and_checksum_of_every_shard(tmp_path):
     files = [tmp_path / f"m_{number}.json" for number in range(2)]
     for number, file in enumerate(files):
         file.write_bytes(LINE * (number + 1))
-    identity = NemoSource(str(tmp_path / "m__OP_0..1_CL_.json")).identity()
+    identity = NemoSource(manifest=str(tmp_path / "m__OP_0..1_CL_.json"), audio_root="audio").identity()
     assert identity == {str(file): [len(LINE) * (n + 1), checksum(file)] for n, file in enumerate(files)}
 
 
 def test_missing_shard_is_named(tmp_path):
     (tmp_path / "m_0.json").write_bytes(LINE)
     with pytest.raises(ConfigError, match=r"m_1\.json: No such file"):
-        NemoSource(str(tmp_path / "m_{0..1}.json")).identity()
+        NemoSource(manifest=str(tmp_path / "m_{0..1}.json"), audio_root="audio").identity()
 
 
 @given(
@@ -75,7 +75,7 @@ def test_missing_shard_is_named(tmp_path):
 def test_pieces_hold_every_line_once_and_count_it(lines, size, last_newline, tmp_path_factory):
     path = tmp_path_factory.mktemp("pieces") / "m.json"
     path.write_bytes(b"\n".join(lines) + b"\n" * last_newline)
-    source = NemoSource(str(path))
+    source = NemoSource(manifest=str(path), audio_root="audio")
     pieces = list(source.pieces(size))
     read = [list(source.read(piece.params)) for piece in pieces]
     assert [line for piece in read for line in piece] == [line.strip() for line in lines if line.strip()]
@@ -158,19 +158,19 @@ def test_what_is_no_manifest_is_refused_in_one_line(spoil, message, tmp_path):
     path = tmp_path / "m.json"
     spoil(path)
     with pytest.raises(ConfigError) as caught:
-        NemoSource(str(path)).identity()
+        NemoSource(manifest=str(path), audio_root="audio").identity()
     assert str(caught.value) == f"the manifest {path} {message}"
 
 
 def test_missing_manifest(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        NemoSource(str(tmp_path / "m.json")).identity()
+        NemoSource(manifest=str(tmp_path / "m.json"), audio_root="audio").identity()
     expected = f"cannot read the manifest {tmp_path / 'm.json'}: No such file or directory; correct manifest in sources"
     assert str(caught.value) == expected
 
 
 def test_last_line_needs_no_newline(tmp_path):
     (tmp_path / "m.json").write_bytes(LINE + LINE.rstrip())
-    source = NemoSource(str(tmp_path / "m.json"))
+    source = NemoSource(manifest=str(tmp_path / "m.json"), audio_root="audio")
     source.identity()
     assert [piece.num_records for piece in source.pieces(10)] == [2]

@@ -13,6 +13,7 @@ from support.shar import lines, rewrite, run, voice
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.shar.cut_lines import read_cuts
+from sharmill.sources.nemo import NemoSource
 from sharmill.validate.accounts import ExpectedRecords, _difference, _hash_record, record_hash
 from sharmill.validate.stage import ValidateStage
 
@@ -20,7 +21,7 @@ from sharmill.validate.stage import ValidateStage
 def account(project, scratch, **changes):
     """(code, shard, what names the record) of the findings about accounts."""
     options = {
-        "manifests": (str(project.folder / "small.json"),),
+        "sources": (NemoSource(manifest=str(project.folder / "small.json"), audio_root="."),),
         "rejects": tuple(str(path) for path in sorted(project.run_dir.glob("*/rejects.jsonl"))),
         "audio_roots": (str(project.root),),
     }
@@ -102,11 +103,13 @@ def test_of_a_manifest_that_was_not_given_all_is_unknown_and_only_a_warning(many
     other = tmp_path / "other.json"
     other.write_text("")
     with pytest.raises(ConfigError, match="is empty"):
-        account(many_kinds, tmp_path / "check", manifests=(str(other),))
+        account(many_kinds, tmp_path / "check", sources=(NemoSource(manifest=str(other), audio_root="."),))
     record = {"audio_filepath": "x.wav", "duration": 1.0, "speaker": speaker_tag("x"), "text": "x"}
     other.write_text(json.dumps(record) + "\n")
     stage = ValidateStage(
-        many_kinds.dataset, RunDir(tmp_path / "check"), against=ExpectedRecords(manifests=(str(other),))
+        many_kinds.dataset,
+        RunDir(tmp_path / "check"),
+        against=ExpectedRecords(sources=(NemoSource(manifest=str(other), audio_root="."),)),
     )
     assert run(stage).ok
     report = stage.report()
@@ -117,7 +120,7 @@ def test_of_a_manifest_that_was_not_given_all_is_unknown_and_only_a_warning(many
 
 def test_files_that_are_not_what_they_should_be_are_configuration_errors(many_kinds, tmp_path):
     with pytest.raises(ConfigError, match="cannot read the manifest"):
-        account(many_kinds, tmp_path / "check", manifests=("nothing.json",))
+        account(many_kinds, tmp_path / "check", sources=(NemoSource(manifest="nothing.json", audio_root="."),))
     with pytest.raises(ConfigError, match="there is no file of rejects"):
         account(many_kinds, tmp_path / "check", rejects=("nothing.jsonl",))
     with pytest.raises(ConfigError, match="is not a file of rejects"):

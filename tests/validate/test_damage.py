@@ -19,6 +19,7 @@ from support.shar import ToyCodec, copy, run, snapshot
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
+from sharmill.sources.nemo import NemoSource
 from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.stage import ValidateStage
 
@@ -33,7 +34,9 @@ LEVELS = {
     "deep": lambda dataset: {"deep": True},
     "recheck-codes": lambda dataset: {"recheck_codes": 1.0},
     "against": lambda dataset: {
-        "against": ExpectedRecords(manifests=(str(dataset.with_name("project") / "small.json"),))
+        "against": ExpectedRecords(
+            sources=(NemoSource(manifest=str(dataset.with_name("project") / "small.json"), audio_root="."),)
+        )
     },
 }
 FIELDS = ["target_audio", "context_audio", "target_codes", "context_codes"]

@@ -109,13 +109,16 @@ class Options:
 
     def accounts(self) -> ExpectedRecords | None:
         """Return the records that the dataset is compared with, or None without ``--against``."""
+        from sharmill.sources.nemo import NemoSource
         from sharmill.validate.accounts import ExpectedRecords
 
         if not self.against:
             if self.rejects or self.audio_roots:
                 raise ConfigError("--rejects and --audio-root go with --against")
             return None
-        return ExpectedRecords(manifests=self.against, rejects=self.rejects, audio_roots=self.audio_roots)
+        # Only the records are read, and --audio-root says what absolute paths are below.
+        sources = tuple(NemoSource(manifest=manifest, audio_root=".") for manifest in self.against)
+        return ExpectedRecords(sources=sources, rejects=self.rejects, audio_roots=self.audio_roots)
 
     def check_models(self, level: ValidateConfig) -> None:
         """Raise ConfigError where models are named and nothing is encoded again."""

@@ -11,7 +11,6 @@ from sharmill.config.schema import (
     MatchConfig,
     MetricsConfig,
     PrepareConfig,
-    SourceConfig,
     ValidateConfig,
     WriteConfig,
 )
@@ -26,7 +25,6 @@ __all__ = [
     "MatchConfig",
     "MetricsConfig",
     "PrepareConfig",
-    "SourceConfig",
     "ValidateConfig",
     "WriteConfig",
     "load_config",

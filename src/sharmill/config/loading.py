@@ -17,6 +17,8 @@ import msgspec
 
 from sharmill.config.schema import STAGE_ALIASES, STAGES, Config
 from sharmill.errors import ConfigError
+from sharmill.registry import SOURCES
+from sharmill.sources import Source
 
 Loaded = TypeVar("Loaded")
 
@@ -77,7 +79,8 @@ def _read_merged(kind: type, path: Path, overrides: Sequence[str]) -> dict[str, 
         config = OmegaConf.load(path)
         for override in overrides:
             key, _, value = override.partition("=")
-            OmegaConf.update(config, key, _override_value(value, _type_at(kind, key)))
+            types = [entry.get("type") for entry in _entries(OmegaConf.to_container(config))]
+            OmegaConf.update(config, key, _override_value(value, _type_at(kind, key, types)))
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except FileNotFoundError as error:
         raise ConfigError(f"there is no configuration file {path}", code="bad_config_file") from error
@@ -96,12 +99,46 @@ def _read_merged(kind: type, path: Path, overrides: Sequence[str]) -> dict[str, 
 
 def _to_typed(kind: type[Loaded], values: dict[str, Any], origin: str) -> Loaded:
     _check_keys(kind, values, origin, "")
+    if kind is Config:
+        made = [_make_source(entry, number, origin) for number, entry in enumerate(_entries(values))]
+        values = values | {"sources": made} if made else values
     try:
         # Not strict: a number may be quoted, and YAML takes 1e3 for text.
-        return msgspec.convert(values, kind, strict=False)
+        return msgspec.convert(values, kind, strict=False, dec_hook=lambda _, source: source)
     except msgspec.ValidationError as error:
-        code = "missing_key" if "missing required field" in str(error) else "bad_config_value"
-        raise ConfigError(f"{origin}: {_readable(kind, str(error))}", code=code) from error
+        raise _refusal(kind, error, origin) from error
+
+
+def _refusal(kind: type, error: msgspec.ValidationError, origin: str, prefix: str = "") -> ConfigError:
+    code = "missing_key" if "missing required field" in str(error) else "bad_config_value"
+    return ConfigError(f"{origin}: {_readable(kind, str(error), prefix)}", code=code)
+
+
+def _entries(values: Any) -> list[dict[str, Any]]:
+    """Return the entries of ``sources``, or nothing where they are not mappings, which is refused later."""
+    entries = values.get("sources") if isinstance(values, dict) else None
+    return entries if isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries) else []
+
+
+def _make_source(entry: dict[str, Any], number: int, origin: str) -> Source:
+    """Return the source that an entry of ``sources`` describes."""
+    kind = _source_type(entry.get("type"), number, origin)
+    try:
+        return msgspec.convert(entry, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _refusal(kind, error, origin, f"sources[{number}]") from error
+
+
+def _source_type(name: Any, number: int, origin: str) -> type[Source]:
+    """Return the class of a type of sources; ``nemo`` if none is named."""
+    where = f"{origin}: sources[{number}].type"
+    try:
+        kind = SOURCES.load("nemo" if name is None else str(name))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}", code=error.code) from error
+    if not (isinstance(kind, type) and issubclass(kind, Source) and dataclasses.is_dataclass(kind)):
+        raise ConfigError(f"{where}: {name} is not a dataclass derived from sharmill.sources.Source", code="bad_plugin")
+    return kind
 
 
 def _override_value(text: str, expected: Any) -> Any:
@@ -121,12 +158,17 @@ def _override_value(text: str, expected: Any) -> Any:
     return text if expected is str and value is not None and not isinstance(value, str) else value
 
 
-def _type_at(kind: type, key: str) -> Any:
-    """Return the type declared for a key such as ``sources[0].manifest`` or ``sources.0.manifest``, or None."""
+def _type_at(kind: type, key: str, source_types: Sequence[Any] = ()) -> Any:
+    """Return the type declared for a key such as ``sources[0].manifest`` or ``sources.0.manifest``, or None.
+
+    ``source_types`` are the types that the sources of the configuration name.
+    """
     owner: Any = kind
     for part in re.findall(r"[^.\[\]]+", key):
         if typing.get_origin(owner) is list:
             owner = typing.get_args(owner)[0]
+            if owner is Source and part.isdigit() and int(part) < len(source_types):
+                owner = _source_type(source_types[int(part)], int(part), key)
             if part.isdigit():
                 continue
         if dataclasses.is_dataclass(owner):
@@ -140,7 +182,10 @@ def _check_keys(owner: Any, values: Any, origin: str, prefix: str) -> None:
     """Raise ConfigError for the first key that the dataclass ``owner``, or one within it, does not have."""
     if typing.get_origin(owner) is list and isinstance(values, list):
         for number, value in enumerate(values):
-            _check_keys(typing.get_args(owner)[0], value, origin, f"{prefix.rstrip('.')}[{number}].")
+            item = typing.get_args(owner)[0]
+            if item is Source and isinstance(value, dict):
+                item = _source_type(value.get("type"), number, origin)
+            _check_keys(item, value, origin, f"{prefix.rstrip('.')}[{number}].")
     if not dataclasses.is_dataclass(owner) or not isinstance(values, dict):
         return
     types = typing.get_type_hints(owner)
@@ -162,7 +207,7 @@ def nearest(name: str, valid: list[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else f"; the valid names are {', '.join(valid)}"
 
 
-def _readable(kind: type, message: str) -> str:
+def _readable(kind: type, message: str, prefix: str = "") -> str:
     """Rewrite a message of msgspec, ``... - at `$.match.min_similarity```, with the key first, in words of YAML."""
     text, _, where = message.partition(" - at `$")
     where = where.strip("`.").replace("[...]", "")
@@ -173,6 +218,7 @@ def _readable(kind: type, message: str) -> str:
     else:
         text = text.replace("`object`", "`mapping`").replace("`array`", "`list`")
         text = text[0].lower() + text[1:]
+    where = ".".join(part for part in (prefix, where) if part)
     return f"{where}: {text}" if where else text
 
 

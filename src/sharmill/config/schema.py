@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from sharmill.sources import Source
+
 STAGES = ("prepare", "match", "write", "encode", "validate")
 STAGE_ALIASES = {"stage1": "match", "stage2": "write", "stage3": "encode"}
 
@@ -18,22 +20,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceConfig:
-    """One input of the dataset: a manifest and the folder of its audio."""
-
-    type: Literal["nemo"] = "nemo"
-    """Format of the manifest. ``nemo``: JSON lines, one utterance a line."""
-    manifest: str
-    """Path of the manifest. It may name shards: ``manifest__OP_0..63_CL_.json`` or ``manifest_{0..63}.json``."""
-    audio_root: str
-    """Folder that ``audio_filepath`` is relative to. Audio outside this folder is rejected."""
-
-    def __post_init__(self) -> None:
-        _require(bool(self.manifest.strip()), "manifest must not be empty")
-        _require(bool(self.audio_root.strip()), "audio_root must not be empty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,8 +214,8 @@ class Config:
     """Run directory: plans, ledgers, logs, progress, rejects and intermediate manifests."""
     dataset_dir: str
     """Dataset directory: the finished Shar. Neither directory may lie within the other."""
-    sources: list[SourceConfig]
-    """Inputs, in order; each has the keys below."""
+    sources: list[Source]
+    """Inputs, in order. ``type`` names the kind of each; the other keys belong to the kind."""
     speaker_key: str = "speaker"
     """Rule that makes speaker groups, among whose members contexts are chosen. A preset (``speaker``, ``librispeech``,
     ``libritts``, ``hifitts``, ``hifitts2``, ``nvyt2505``, ``rivaLindyRodney``, ``rivaEmmaMeganSeanTom``,

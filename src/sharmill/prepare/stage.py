@@ -32,7 +32,7 @@ from sharmill.prepare.ids import (
     repeated_segments,
 )
 from sharmill.prepare.stats import HoursTable
-from sharmill.sources import Source, open_source
+from sharmill.sources import Source
 from sharmill.storage import Staging, open_atomic, write_atomic
 
 
@@ -46,14 +46,14 @@ class PrepareStage(Stage):
         self.config = config
         self.run_dir = RunDir(Path(config.run_dir))
         self.root = self.dir.path
-        self._sources = [open_source(source) for source in config.sources]
+        self._sources = config.sources
 
     def identity(self) -> dict[str, Any]:
         self._make_check()
         return {
             "prepare": dataclasses.asdict(self.config.prepare),
             "speaker_key": self.config.speaker_key,
-            "sources": [dataclasses.asdict(source) for source in self.config.sources],
+            "sources": dataclasses.asdict(self.config)["sources"],
             "input": [source.identity() for source in self._sources],
             "versions": versions(),
         }
@@ -188,9 +188,8 @@ def _duplicate(utterance: Utterance) -> Reject:
 
 def manifest_stem(config: Config) -> str:
     """What the manifests of a dataset are called: after its only manifest, or after the dataset."""
-    if len(config.sources) == 1 and not any(mark in config.sources[0].manifest for mark in ("{", "_OP_")):
-        return Path(config.sources[0].manifest).stem
-    return config.name
+    stem = config.sources[0].stem() if len(config.sources) == 1 else None
+    return stem or config.name
 
 
 def prepared_manifest(config: Config) -> Path:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sharmill.errors import ConfigError
-from sharmill.sources.pieces import Piece
+from sharmill.manifest import iterate_lines
+from sharmill.sources import Piece, Source
 from sharmill.storage import checksum
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -25,25 +28,39 @@ _BOMS = {
 }
 
 
-class NemoSource:
-    """The records of ``manifest``: a path, or a pattern such as ``m__OP_0..63_CL_.json`` or ``m_{0..63}.json``."""
+@dataclass(frozen=True, kw_only=True)
+class NemoSource(Source):
+    """Records of NeMo manifests: JSON lines, one utterance a line."""
 
-    def __init__(self, manifest: str) -> None:
-        self.manifest = manifest
-        self.files = [Path(name) for name in expand_shards(manifest)]
+    type: str = "nemo"
+    """Kind of the source: ``nemo``, one that another package declares, or ``python:package.module:Class``."""
+    manifest: str
+    """Path of the manifest. It may name shards: ``manifest__OP_0..63_CL_.json`` or ``manifest_{0..63}.json``."""
+    audio_root: str
+    """Folder that ``audio_filepath`` is relative to. Audio outside this folder is rejected."""
+
+    def __post_init__(self) -> None:
+        for key in ("manifest", "audio_root"):
+            if not getattr(self, key).strip():
+                raise ValueError(f"{key} must not be empty")
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The files that ``manifest`` names, in order."""
+        return [Path(name) for name in expand_shards(self.manifest)]
 
     def check(self) -> None:
-        """Raises ConfigError where a file cannot be a manifest."""
+        """Raise ConfigError where a file cannot be a manifest."""
         for file in self.files:
             check_manifest(file)
 
     def identity(self) -> dict[str, Any]:
-        """The size and checksum of every file, by its name; also proves that each can be read as a manifest."""
+        """Return the size and checksum of every file, by its name; also prove that each can be read as a manifest."""
         self.check()
         return {str(file): [file.stat().st_size, checksum(file)] for file in self.files}
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Runs of lines, each found again by its byte range."""
+        """Yield runs of lines, each found again by its byte range."""
         for file in self.files:
             begin = end = count = 0
             with file.open("rb") as stream:
@@ -59,7 +76,7 @@ class NemoSource:
                 yield _piece(file, begin, end, count)
 
     def read(self, piece: dict[str, Any]) -> Iterator[bytes]:
-        """The lines of a piece that are not blank."""
+        """Yield the lines of a piece that are not blank."""
         with Path(piece["file"]).open("rb") as stream:
             stream.seek(piece["begin"])
             left = piece["end"] - piece["begin"]
@@ -71,13 +88,26 @@ class NemoSource:
                 if stripped := line.strip():
                     yield stripped
 
+    def records(self) -> Iterator[bytes]:
+        """Yield the lines of all files that are not blank."""
+        for file in self.files:
+            yield from iterate_lines(file)
+
+    def stem(self) -> str | None:
+        """Return the name of the manifest without its suffix; None for a pattern."""
+        return None if "{" in self.manifest or "_OP_" in self.manifest else Path(self.manifest).stem
+
+    def paths(self) -> dict[str, str]:
+        """Return the keys that are paths, and the paths."""
+        return {"manifest": self.manifest, "audio_root": self.audio_root}
+
 
 def _piece(file: Path, begin: int, end: int, count: int) -> Piece:
     return Piece(count, {"file": str(file), "begin": begin, "end": end})
 
 
 def expand_shards(pattern: str) -> list[str]:
-    """The names that a pattern stands for: ``_OP_`` and ``_CL_`` are braces, as in NeMo, and ``{a..b}`` counts.
+    """Return the names that a pattern stands for: ``_OP_`` and ``_CL_`` are braces, as in NeMo, and ``{a..b}`` counts.
 
     >>> expand_shards("m__OP_8..10_CL_.json")
     ['m_8.json', 'm_9.json', 'm_10.json']
@@ -96,7 +126,7 @@ def expand_shards(pattern: str) -> list[str]:
 
 
 def check_manifest(path: Path) -> None:
-    """Proves that a file can be read as JSON lines at all.
+    """Prove that a file can be read as JSON lines at all.
 
     Raises:
         ConfigError: it is missing, empty, binary, in another encoding, one JSON array, or cut off in its last line.

@@ -19,7 +19,7 @@ import xxhash
 from sharmill.audio.roots import AudioRoots, normalise_path
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import iterate_lines
-from sharmill.sources.nemo import NemoSource
+from sharmill.sources import Source
 from sharmill.storage import checksum
 from sharmill.validate.findings import Finding
 
@@ -34,19 +34,19 @@ NameRecords = Callable[[set[int]], Iterator[tuple[int, int | None, str]]]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedRecords:
-    """What a dataset is compared with: manifests (NeMo's, shard patterns too), and files of rejects.
+    """What a dataset is compared with: its sources, and files of rejects.
 
     ``audio_roots`` are the folders that absolute paths in the manifests are meant below.
     """
 
-    manifests: tuple[str, ...] = ()
+    sources: tuple[Source, ...] = ()
     rejects: tuple[str, ...] = ()
     audio_roots: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raises ConfigError where a file cannot be read, before any work."""
-        for manifest in self.manifests:
-            NemoSource(manifest).check()
+        for source in self.sources:
+            source.check()
         for name in self.rejects:
             if not Path(name).is_file():
                 raise ConfigError(f"there is no file of rejects {name}")
@@ -54,7 +54,7 @@ class ExpectedRecords:
     def identity(self) -> dict[str, Any]:
         """What the accounts depend on."""
         # By their contents: the rejects of a run are merged again whenever it goes on.
-        manifests = [NemoSource(manifest).identity() for manifest in self.manifests]
+        manifests = [source.identity() for source in self.sources]
         rejects = {name: [Path(name).stat().st_size, checksum(Path(name))] for name in self.rejects}
         return {"manifests": manifests, "rejects": rejects, "audio_roots": list(self.audio_roots)}
 
@@ -132,11 +132,10 @@ def _difference(left: np.ndarray, right: np.ndarray) -> dict[int, int]:
 
 def _manifest_lines(against: ExpectedRecords) -> Iterator[tuple[str, Any]]:
     """(text, record) of all manifests."""
-    for manifest in against.manifests:
-        for file in NemoSource(manifest).files:
-            for line in iterate_lines(file):
-                text = line.decode("utf-8", "replace")
-                yield text, _parse(text)
+    for source in against.sources:
+        for line in source.records():
+            text = line.decode("utf-8", "replace")
+            yield text, _parse(text)
 
 
 def _reject_lines(against: ExpectedRecords) -> Iterator[tuple[str, Any]]:

@@ -144,7 +144,7 @@ def check_paths(config: Config) -> None:
         return
     paths = {"run_dir": config.run_dir, "dataset_dir": config.dataset_dir}
     for number, source in enumerate(config.sources):
-        paths |= {f"sources[{number}].manifest": source.manifest, f"sources[{number}].audio_root": source.audio_root}
+        paths |= {f"sources[{number}].{key}": path for key, path in source.paths().items()}
     for key, path in paths.items():
         if not Path(path).is_absolute():
             raise ConfigError(

@@ -1,0 +1,126 @@
+"""Registries of implementations: the sources, speaker encoders and codecs that a configuration can name.
+
+A name in a configuration is one of three kinds:
+
+- one of sharmill's own, listed at the end of this module;
+- an entry point that an installed package declares in the group of the registry, ``sharmill.sources``,
+  ``sharmill.encoders`` or ``sharmill.codecs``; it does not replace a name of sharmill's own;
+- ``python:package.module:Class``, anything that can be imported.
+
+An implementation is imported when it is asked for, and no sooner. The contracts that implementations meet are in
+``sharmill.sources`` and ``sharmill.models``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+from sharmill.errors import ConfigError
+
+_IMPORTABLE: Final = re.compile(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The implementations of one kind of thing, by name.
+
+    Args:
+        kind: what they are, for messages, such as ``codec``.
+        group: the group of the entry points with which other packages add theirs.
+        own: sharmill's own: name -> ``module:attribute``.
+    """
+
+    kind: str
+    group: str
+    own: Mapping[str, str]
+
+    def names(self) -> list[str]:
+        """Return all names: sharmill's own, then those of other installed packages, sorted."""
+        return [*self.own, *sorted({entry.name for entry in entry_points(group=self.group)} - self.own.keys())]
+
+    @staticmethod
+    def split(text: str) -> tuple[str, str]:
+        """Return the name of an implementation and the target after it, "" if there is none.
+
+        >>> CODECS.split("nemo:/models/codec.nemo")
+        ('nemo', '/models/codec.nemo')
+        >>> CODECS.split("python:my_package.codecs:MyCodec:small")
+        ('python:my_package.codecs:MyCodec', 'small')
+        """
+        if text.startswith("python:"):
+            parts = text.split(":", 3)
+            return ":".join(parts[:3]), "".join(parts[3:])
+        name, _, target = text.partition(":")
+        return name, target
+
+    def find(self, name: str) -> EntryPoint:
+        """Return where an implementation is; its module is not imported.
+
+        Raises:
+            ConfigError: there is none of this name (``unknown_name``), or two packages declare it (``bad_plugin``).
+        """
+        if name in self.own:
+            return EntryPoint(name, self.own[name], self.group)
+        if _IMPORTABLE.fullmatch(name):
+            return EntryPoint(name, name.removeprefix("python:"), self.group)
+        found = {entry.value: entry for entry in entry_points(group=self.group, name=name)}
+        if len(found) > 1:
+            raise ConfigError(
+                f"{' and '.join(sorted(found))} are both declared as the {self.kind} {name!r}: uninstall one of the "
+                "packages, or write python:package.module:Class",
+                code="bad_plugin",
+            )
+        if not found:
+            raise ConfigError(self._unknown(name), code="unknown_name")
+        return next(iter(found.values()))
+
+    def load(self, name: str) -> Any:
+        """Import and return the implementation of a name.
+
+        Raises:
+            ConfigError: there is none (``unknown_name``), it cannot be imported (``missing_package``), or its module
+                has no such attribute (``bad_plugin``).
+        """
+        entry = self.find(name)
+        try:
+            module = importlib.import_module(entry.module)
+        except ImportError as error:
+            raise ConfigError(
+                f"the {self.kind} {name!r} cannot be imported: {error}; install the package that it is in, or put its "
+                "folder on PYTHONPATH",
+                code="missing_package",
+            ) from error
+        try:
+            return functools.reduce(getattr, entry.attr.split("."), module)
+        except AttributeError as error:
+            raise ConfigError(f"the {self.kind} {name!r} cannot be imported: {error}", code="bad_plugin") from error
+
+    def _unknown(self, name: str) -> str:
+        names = self.names()
+        near = difflib.get_close_matches(name.lower(), names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"there is no {self.kind} {name!r}: valid are {', '.join(names)} and python:package.module:Class{hint}"
+
+
+SOURCES: Final = Registry("source", "sharmill.sources", {"nemo": "sharmill.sources.nemo:NemoSource"})
+ENCODERS: Final = Registry(
+    "speaker encoder",
+    "sharmill.encoders",
+    {"resemblyzer": "sharmill.models.families:RESEMBLYZER", "nemo": "sharmill.models.families:NEMO_ENCODERS"},
+)
+CODECS: Final = Registry(
+    "codec",
+    "sharmill.codecs",
+    {
+        "builtin": "sharmill.models.families:BUILTIN",
+        "nemo": "sharmill.models.families:NEMO_CODECS",
+        "transformers": "sharmill.models.families:TRANSFORMERS_CODECS",
+    },
+)

@@ -54,6 +54,7 @@ CODES: Final[dict[str, str]] = {
     "bad_plugin": "what another package or python:module:Class offers does not keep to the contract",
     "missing_package": "a package that is needed is not installed",
     "unknown_name": "no implementation has this name",
+    "untrusted_model": "a dataset names code as its model, which is not run because a dataset says so",
     "unreachable_model": "a model is neither on this machine nor can it be fetched",
     # Everything else
     "unspecified": "an error without a code of its own",

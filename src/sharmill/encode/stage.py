@@ -17,10 +17,9 @@ from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed
-from sharmill.models import describe_codec, load_codec
+from sharmill.models import describe_codec, load_codec, published_name
 from sharmill.models.batches import pad, padded_batches
 from sharmill.models.determinism import make_deterministic
-from sharmill.models.names import parse_codec_name
 from sharmill.models.protocols import Codec
 from sharmill.prefetch import prefetch
 from sharmill.shar.index import (
@@ -218,7 +217,7 @@ class EncodeProcessor(Processor):
         codec, config = self._codec, self._stage.codec_config
         return CodecRecord(
             name=config.name,
-            model=parse_codec_name(config.model).portable,
+            model=published_name(config.model),
             checksum=codec.checksum,
             trained=codec.trained,
             sampling_rate=codec.sampling_rate,

@@ -1,17 +1,30 @@
 """Speaker encoders and codecs behind two protocols, loaded by name.
 
 Importing this package, and describing a model, imports neither torch nor NeMo nor transformers; that happens when a
-model is loaded, inside its backend.
+model is loaded.
 
 >>> describe_codec("builtin")["backend"]
 'builtin'
+
+Another package adds a model by an entry point in the group ``sharmill.encoders`` or ``sharmill.codecs``, or a
+configuration names it as ``python:package.module:Class``. The class is called with ``(target, device)``: what follows
+its name and a colon in the configuration ("" if nothing does), and a torch device; what it returns must have what
+``SpeakerEncoder`` or ``Codec`` ask for. A static method ``describe(target)`` may return a dictionary of texts that
+identifies the model before it is loaded, and raise ConfigError for a target that cannot be loaded.
 """
 
 from __future__ import annotations
 
-from sharmill.models.describe import describe_codec, describe_speaker_encoder
-from sharmill.models.names import parse_codec_name, parse_speaker_encoder_name
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sharmill.errors import ConfigError
+from sharmill.models.families import directory_checksum, file_checksum
 from sharmill.models.protocols import Codec, SpeakerEncoder
+from sharmill.registry import CODECS, ENCODERS, Registry
 
 __all__ = [
     "Codec",
@@ -20,48 +33,117 @@ __all__ = [
     "describe_speaker_encoder",
     "load_codec",
     "load_speaker_encoder",
+    "published_name",
 ]
 
 
 def load_speaker_encoder(name: str, device: str = "cpu") -> SpeakerEncoder:
-    """Loads a speaker encoder.
+    """Load a speaker encoder.
 
     Args:
-        name: ``resemblyzer``, ``nemo:titanet_large`` (any pretrained name) or ``nemo:/path/model.nemo``.
+        name: ``resemblyzer``, ``nemo:titanet_large`` (any pretrained name), ``nemo:/path/model.nemo``, or one of
+            another package.
         device: torch device to run it on.
 
     Raises:
         ConfigError: if the name, the file or the installation is wrong; one line that says what to do.
+
+    >>> load_speaker_encoder("resemblyzer").embedding_size
+    256
     """
-    model = parse_speaker_encoder_name(name)
-    if model.backend == "resemblyzer":
-        from sharmill.models.resemblyzer_encoder import ResemblyzerEncoder
-
-        return ResemblyzerEncoder(device)
-    from sharmill.models.nemo_speaker import load_nemo_speaker_encoder
-
-    return load_nemo_speaker_encoder(model, device)
+    encoder = _implementation(ENCODERS, name)(ENCODERS.split(name)[1], device)
+    _check_model(ENCODERS, name, encoder, SpeakerEncoder, "embed")
+    return encoder
 
 
 def load_codec(name: str, device: str = "cpu") -> Codec:
-    """Loads a codec.
+    """Load a codec.
 
     Args:
-        name: ``builtin``, ``nemo:<pretrained name or .nemo file>`` or ``transformers:<directory or hub name>``.
+        name: ``builtin``, ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>``, or one
+            of another package.
         device: torch device to run it on.
 
     Raises:
         ConfigError: if the name, the file or the installation is wrong; one line that says what to do.
+
+    >>> load_codec("builtin").samples_per_frame
+    1024
     """
-    model = parse_codec_name(name)
-    if model.backend == "builtin":
-        from sharmill.models.untrained_codec import load_untrained_codec
+    codec = _implementation(CODECS, name)(CODECS.split(name)[1], device)
+    _check_model(CODECS, name, codec, Codec, "encode")
+    from sharmill.models.codec_backend import check_codec
 
-        return load_untrained_codec(device)
-    if model.backend == "nemo":
-        from sharmill.models.nemo_codec import load_nemo_codec
+    check_codec(codec, name)
+    return codec
 
-        return load_nemo_codec(model, device)
-    from sharmill.models.transformers_codec import load_transformers_codec
 
-    return load_transformers_codec(model, device)
+def describe_speaker_encoder(name: str) -> dict[str, str]:
+    """Return what identifies a speaker encoder, without loading it.
+
+    Returns:
+        ``backend`` and ``name``; for a local file also ``checksum`` (xxh3 of its bytes), for resemblyzer the
+        ``version`` of the package, which brings the weights.
+
+    Raises:
+        ConfigError: if the name cannot be loaded for a reason that can be seen now; its message says what to do.
+    """
+    return _describe(ENCODERS, name)
+
+
+def describe_codec(name: str) -> dict[str, str]:
+    """Return what identifies a codec, without loading it.
+
+    Returns:
+        ``backend`` and ``name``; for a local file or directory, and for the configuration of the built-in codec, also
+        ``checksum`` (xxh3 of the bytes; of a directory's files in sorted order).
+
+    Raises:
+        ConfigError: if the name cannot be loaded for a reason that can be seen now; its message says what to do.
+    """
+    return _describe(CODECS, name)
+
+
+def published_name(name: str) -> str:
+    """Return a codec's name without the folders of this machine, for what is published.
+
+    >>> published_name("nemo:nvidia/low-frame-rate-speech-codec-22khz")
+    'nemo:nvidia/low-frame-rate-speech-codec-22khz'
+    """
+    implementation, target = CODECS.split(name)
+    path = Path(target).expanduser()
+    return f"{implementation}:{path.name}" if target and path.exists() else name
+
+
+def _implementation(registry: Registry, name: str) -> Callable[[str, str], Any]:
+    implementation = registry.split(name)[0]
+    make = registry.load(implementation)
+    try:
+        inspect.signature(make).bind("target", "device")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the {registry.kind} {implementation!r} cannot be called with (target, device): {error}", code="bad_plugin"
+        ) from error
+    return make
+
+
+def _describe(registry: Registry, name: str) -> dict[str, str]:
+    implementation, target = registry.split(name)
+    make = _implementation(registry, name)
+    described = {"backend": implementation, "name": name}
+    if (describe := getattr(make, "describe", None)) is not None:
+        return described | describe(target)
+    entry = registry.find(implementation)
+    if entry.dist is not None:
+        described["version"] = f"{entry.dist.name} {entry.dist.version}"
+    elif (spec := importlib.util.find_spec(entry.module)) is not None and spec.origin is not None:
+        described["version"] = file_checksum(Path(spec.origin))
+    if target and (path := Path(target).expanduser()).exists():
+        described["checksum"] = directory_checksum(path) if path.is_dir() else file_checksum(path)
+    return described
+
+
+def _check_model(registry: Registry, name: str, model: Any, protocol: type, method: str) -> None:
+    """Raise ConfigError where a model lacks something that its protocol asks for."""
+    if missing := [part for part in (*protocol.__annotations__, method) if not hasattr(model, part)]:
+        raise ConfigError(f"the {registry.kind} {name!r} has no {' and no '.join(missing)}", code="bad_plugin")

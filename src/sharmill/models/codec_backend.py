@@ -1,6 +1,6 @@
 """The part of a codec that all backends share: padding to whole frames, safe batches, checks on what comes out.
 
-A backend sets the attributes of ``Codec`` and implements ``_encode_frames`` for a batch of whole frames.
+A backend sets the attributes of ``Codec`` and implements ``encode_frames`` for a batch of whole frames.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sharmill.errors import ConfigError, FatalError
 from sharmill.models.padding import check_batch, fit_length
+from sharmill.models.protocols import Codec
 
 # On a CPU the activations of a large batch leave the cache, and more items at once take longer than one by one.
 _CPU_BATCH_SECONDS = 10.0
@@ -59,7 +60,7 @@ class CodecBackend(ABC):
         self.device = torch.device(device)
 
     @abstractmethod
-    def _encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
+    def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         """Encodes whole frames.
 
         Args:
@@ -83,15 +84,6 @@ class CodecBackend(ABC):
             whole = fit_length(audio[rows], num_samples[rows].to(audio.device), length)
             codes[rows, :, :width] = self._checked(whole, num_frames[rows])[:, :, :width]
         return codes
-
-    def check_frame_count(self) -> None:
-        """Raises ConfigError unless 1, 2 and 5 frames of audio give as many frames of valid codes."""
-        for num_frames in (1, 2, 5):
-            try:
-                samples = num_frames * self.samples_per_frame
-                self.encode(torch.zeros(1, samples), torch.tensor([samples]))
-            except FatalError as error:
-                raise ConfigError(f"{error}; use another codec") from error
 
     def _batches(self, num_frames: Tensor) -> Iterator[Tensor]:
         """Row numbers of the items that are encoded together, shortest first; items without a frame are left out."""
@@ -119,7 +111,7 @@ class CodecBackend(ABC):
         """Codes (batch, codebooks, frames) of whole frames, 0 beyond each item's end."""
         width = audio.shape[1] // self.samples_per_frame
         with torch.inference_mode():
-            codes = self._encode_frames(audio.to(self.device), num_frames.to(self.device)).cpu().long()
+            codes = self.encode_frames(audio.to(self.device), num_frames.to(self.device)).cpu().long()
         expected = (len(audio), self.num_codebooks, width)
         if tuple(codes.shape) != expected:
             raise FatalError(
@@ -133,3 +125,20 @@ class CodecBackend(ABC):
                 f"codec {self.spec.name} gave the indices {low} to {high}, outside its codebook of {self.codebook_size}"
             )
         return codes
+
+
+def check_codec(codec: Codec, name: str) -> None:
+    """Raise ConfigError unless 1, 2 and 5 frames of audio give as many frames of valid codes."""
+    for num_frames in (1, 2, 5):
+        samples = num_frames * codec.samples_per_frame
+        try:
+            codes = codec.encode(torch.zeros(1, samples), torch.tensor([samples]))
+        except FatalError as error:
+            raise ConfigError(f"{error}; use another codec", code="bad_model") from error
+        if tuple(codes.shape) != (1, codec.num_codebooks, num_frames):
+            raise ConfigError(
+                f"codec {name} gave codes of shape {tuple(codes.shape)} for {num_frames} frames; use another codec",
+                code="bad_model",
+            )
+        if not 0 <= int(codes.min()) <= int(codes.max()) < codec.codebook_size:
+            raise ConfigError(f"codec {name} gave codes outside its codebook; use another codec", code="bad_model")

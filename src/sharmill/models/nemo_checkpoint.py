@@ -14,13 +14,13 @@ import torch
 import yaml
 
 from sharmill.errors import ConfigError
-from sharmill.models.describe import check_nemo_archive, first_line, require_package
+from sharmill.models.families import check_nemo_archive, first_line, require_package
 
 if TYPE_CHECKING:
     from nemo.core import ModelPT
     from torch import nn
 
-    from sharmill.models.names import ModelName
+    from sharmill.models.families import ModelName
 
     ModelT = TypeVar("ModelT", bound="ModelPT")
 

@@ -9,7 +9,7 @@ import torch
 from sharmill.errors import ConfigError
 from sharmill.models.checksum import weights_checksum
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.describe import first_line
+from sharmill.models.families import first_line
 from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
 from sharmill.models.padding import right_padding_matters
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nemo.collections.tts.models import AudioCodecModel
     from torch import Tensor
 
-    from sharmill.models.names import ModelName
+    from sharmill.models.families import ModelName
 
 ENCODING_PARTS: Final = ("audio_encoder.", "vector_quantizer.")
 _TRIED_FRAMES: Final = (1, 2, 4, 8, 16, 32)
@@ -55,7 +55,6 @@ class NemoCodec(CodecBackend):
             min_frames=min_frames,
         )
         super().__init__(spec, device)
-        self.check_frame_count()
 
     def _find_min_frames(self, samples_per_frame: int, name: str) -> int:
         """The fewest frames, a power of two, that the encoder takes: mirror padding refuses what is shorter than it."""
@@ -69,7 +68,7 @@ class NemoCodec(CodecBackend):
                 return num_frames
         raise ConfigError(f"{name} cannot encode {samples} samples: {first_line(refusal)}; use another codec")
 
-    def _encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
+    def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         encoded, encoded_len = self._encoder(audio=audio, audio_len=num_frames * self.samples_per_frame)
         return self._quantize(encoded=encoded, encoded_len=encoded_len)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nemo.collections.asr.models import EncDecSpeakerLabelModel
     from torch import Tensor
 
-    from sharmill.models.names import ModelName
+    from sharmill.models.families import ModelName
 
 # The features are normalised by their standard deviation over time, which needs some frames: what is shorter is
 # filled up with zeros.

@@ -20,12 +20,12 @@ import torch
 from sharmill.errors import ConfigError
 from sharmill.models.checksum import weights_checksum
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.describe import TRANSFORMERS_CODECS, check_transformers_config, first_line, require_package
+from sharmill.models.families import TRANSFORMERS_TYPES, check_transformers_config, first_line, require_package
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sharmill.models.names import ModelName
+    from sharmill.models.families import ModelName
 
 
 class EncodecCodec(CodecBackend):
@@ -47,9 +47,8 @@ class EncodecCodec(CodecBackend):
         spec = _spec(model, name, samples_per_frame, num_codebooks, sees_all, _encodec_min_frames(config))
         self._model = model.to(device)
         super().__init__(spec, device)
-        self.check_frame_count()
 
-    def _encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
+    def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         return self._model.encode(audio[:, None, :], bandwidth=self._bandwidth).audio_codes[0]
 
 
@@ -64,9 +63,8 @@ class MimiCodec(CodecBackend):
         spec = _spec(model, name, samples_per_frame, config.num_quantizers, sees_all)
         self._model = model.to(device)
         super().__init__(spec, device)
-        self.check_frame_count()
 
-    def _encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
+    def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         return self._model.encode(audio[:, None, :], num_quantizers=self.num_codebooks).audio_codes
 
 
@@ -78,9 +76,8 @@ class DacCodec(CodecBackend):
         spec = _spec(model, name, samples_per_frame, model.config.n_codebooks, True)
         self._model = model.to(device)
         super().__init__(spec, device)
-        self.check_frame_count()
 
-    def _encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
+    def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         return self._model.encode(audio[:, None, :]).audio_codes
 
 
@@ -121,7 +118,7 @@ def _from_pretrained(source: str, name: str) -> Any:
     config = AutoConfig.from_pretrained(source)
     if config.model_type not in _CODECS:
         raise ConfigError(
-            f"{name} is a model of type {config.model_type!r}: supported are {', '.join(TRANSFORMERS_CODECS)}"
+            f"{name} is a model of type {config.model_type!r}: supported are {', '.join(TRANSFORMERS_TYPES)}"
         )
     model, report = AutoModel.from_pretrained(source, config=config, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from omegaconf import OmegaConf
 
-from sharmill.models.describe import BUILTIN_CONFIG
+from sharmill.models.families import BUILTIN_CONFIG
 from sharmill.models.nemo_checkpoint import quiet_nemo
 from sharmill.models.nemo_codec import NemoCodec
 

@@ -117,7 +117,13 @@ class Rechecker:
         return None
 
     def _model(self, record: CodecRecord) -> str:
-        return self.models.get(record.name, record.model)
+        model = self.models.get(record.name, record.model)
+        if record.name not in self.models and model.startswith("python:"):
+            raise ConfigError(
+                f"the dataset names the model {model}, which is code: it is not run because a dataset says so",
+                code="untrusted_model",
+            )
+        return model
 
 
 @contextmanager

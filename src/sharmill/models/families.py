@@ -1,0 +1,257 @@
+"""The families of models that sharmill brings: how their names are written, checked, identified, and what loads them.
+
+Each is an entry of a registry in ``sharmill.registry``. Nothing heavy is imported before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import tarfile
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import xxhash
+
+from sharmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sharmill.models.protocols import Codec, SpeakerEncoder
+
+BUILTIN_CONFIG: Final = Path(__file__).parent / "untrained_codec.yaml"
+TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
+
+_NEMO_MEMBERS: Final = frozenset({"model_config.yaml", "model_weights.ckpt"})
+_PATH_STARTS: Final[tuple[str, ...]] = ("/", "./", "../", "~")
+_READ_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelName:
+    """A model name as a configuration gives it, ``family`` or ``family:target``.
+
+    Args:
+        name: the whole name, for messages.
+        target: what follows the colon.
+        path: the local file or directory that the target is, or None for a name to be looked up elsewhere.
+    """
+
+    name: str
+    target: str
+    path: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models, called with a target and a device to load one.
+
+    Args:
+        load: (target, device) -> the model.
+        describe: target -> what identifies the model beside its name; raises ConfigError for a target that cannot be
+            loaded for a reason that can be seen without loading.
+    """
+
+    load: Callable[[str, str], Any]
+    describe: Callable[[str], dict[str, str]]
+
+    def __call__(self, target: str, device: str) -> Any:
+        """Load a model on a torch device."""
+        return self.load(target, device)
+
+
+def require_package(package: str) -> None:
+    """Raise ConfigError, with what to install, if an optional package is absent; import nothing."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"the package {package} is not installed: run pip install 'sharmill[{package}]'", code="missing_package"
+        )
+
+
+def _no_target(form: str, target: str) -> None:
+    if target:
+        raise ConfigError(f"'{form}:{target}' has too much: write {form}", code="bad_model")
+
+
+def _describe_resemblyzer(target: str) -> dict[str, str]:
+    _no_target("resemblyzer", target)
+    try:
+        return {"version": importlib.metadata.version("resemblyzer")}
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            "the package resemblyzer is not installed: run pip install resemblyzer", code="missing_package"
+        ) from None
+
+
+def _load_resemblyzer(target: str, device: str) -> SpeakerEncoder:
+    _no_target("resemblyzer", target)
+    from sharmill.models.resemblyzer_encoder import ResemblyzerEncoder
+
+    return ResemblyzerEncoder(device)
+
+
+def _describe_builtin(target: str) -> dict[str, str]:
+    _no_target("builtin", target)
+    require_package("nemo")
+    return {"checksum": file_checksum(BUILTIN_CONFIG)}
+
+
+def _load_builtin(target: str, device: str) -> Codec:
+    _no_target("builtin", target)
+    from sharmill.models.untrained_codec import load_untrained_codec
+
+    return load_untrained_codec(device)
+
+
+def _nemo_name(target: str) -> ModelName:
+    name = f"nemo:{target}"
+    if not target:
+        raise ConfigError(
+            "'nemo' is incomplete: write nemo:<pretrained name or path of a .nemo file>", code="bad_model"
+        )
+    if not target.endswith(".nemo"):
+        if target.startswith(_PATH_STARTS):
+            raise ConfigError(
+                f"{target} is not a .nemo file: give the path of one, or the name of a pretrained model",
+                code="bad_model",
+            )
+        return ModelName(name=name, target=target, path=None)
+    path = Path(target).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {target}: correct the path of the .nemo checkpoint", code="bad_model")
+    return ModelName(name=name, target=target, path=path)
+
+
+def _describe_nemo(target: str) -> dict[str, str]:
+    path = _nemo_name(target).path
+    require_package("nemo")
+    if path is None:
+        return {}
+    check_nemo_archive(path)
+    return {"checksum": file_checksum(path)}
+
+
+def _load_nemo_encoder(target: str, device: str) -> SpeakerEncoder:
+    name = _nemo_name(target)
+    from sharmill.models.nemo_speaker import load_nemo_speaker_encoder
+
+    return load_nemo_speaker_encoder(name, device)
+
+
+def _load_nemo_codec(target: str, device: str) -> Codec:
+    name = _nemo_name(target)
+    from sharmill.models.nemo_codec import load_nemo_codec
+
+    return load_nemo_codec(name, device)
+
+
+def _transformers_name(target: str) -> ModelName:
+    name = f"transformers:{target}"
+    if not target:
+        raise ConfigError("'transformers' is incomplete: write transformers:<directory or hub name>", code="bad_model")
+    path = Path(target).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"{target} has no config.json: give a directory written by save_pretrained", code="bad_model"
+            )
+        return ModelName(name=name, target=target, path=path)
+    if path.is_file() or target.startswith(_PATH_STARTS):
+        raise ConfigError(
+            f"{target} is not a directory: give a directory written by save_pretrained, or a hub name",
+            code="bad_model",
+        )
+    return ModelName(name=name, target=target, path=None)
+
+
+def _describe_transformers(target: str) -> dict[str, str]:
+    path = _transformers_name(target).path
+    require_package("transformers")
+    if path is None:
+        return {}
+    check_transformers_config(path)
+    return {"checksum": directory_checksum(path)}
+
+
+def _load_transformers(target: str, device: str) -> Codec:
+    name = _transformers_name(target)
+    from sharmill.models.transformers_codec import load_transformers_codec
+
+    return load_transformers_codec(name, device)
+
+
+RESEMBLYZER: Final = Family(load=_load_resemblyzer, describe=_describe_resemblyzer)
+NEMO_ENCODERS: Final = Family(load=_load_nemo_encoder, describe=_describe_nemo)
+BUILTIN: Final = Family(load=_load_builtin, describe=_describe_builtin)
+NEMO_CODECS: Final = Family(load=_load_nemo_codec, describe=_describe_nemo)
+TRANSFORMERS_CODECS: Final = Family(load=_load_transformers, describe=_describe_transformers)
+
+
+def check_nemo_archive(path: Path) -> None:
+    """Raise ConfigError unless the file is a tar archive with the configuration and weights of a NeMo model."""
+    try:
+        with tarfile.open(path) as archive:
+            missing = set(_NEMO_MEMBERS)
+            for member in archive:
+                missing.discard(Path(member.name).name)
+                if not missing:
+                    return
+    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+        raise ConfigError(
+            f"{path} is not a NeMo checkpoint, which is a tar archive: {first_line(error)}", code="bad_model"
+        ) from error
+    raise ConfigError(
+        f"{path} is not a NeMo checkpoint: the archive lacks {' and '.join(sorted(missing))}", code="bad_model"
+    )
+
+
+def check_transformers_config(path: Path) -> None:
+    """Raise ConfigError unless a directory's config.json names a codec that is supported."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path / 'config.json'} cannot be read: {first_line(error)}", code="bad_model") from error
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if model_type not in TRANSFORMERS_TYPES:
+        raise ConfigError(
+            f"{path} holds a model of type {model_type!r}: supported are {', '.join(TRANSFORMERS_TYPES)}",
+            code="bad_model",
+        )
+
+
+def file_checksum(path: Path) -> str:
+    """Return the xxh3 (16 hex digits) of a file's bytes."""
+    return _checksum([path], path.parent, with_names=False)
+
+
+def directory_checksum(path: Path) -> str:
+    """Return the xxh3 (16 hex digits) of the names, sizes and bytes of a directory's files, hidden ones left out.
+
+    Download tools keep their own notes, with times in them, in hidden folders beside the model.
+    """
+    files = [file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path))]
+    return _checksum(sorted(files, key=lambda file: file.relative_to(path).as_posix()), path, with_names=True)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _checksum(files: Iterable[Path], root: Path, *, with_names: bool) -> str:
+    digest = xxhash.xxh3_64()
+    for file in files:
+        if with_names:
+            digest.update(f"{file.relative_to(root).as_posix()}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as stream:
+            while block := stream.read(_READ_BYTES):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """Return the first line of an error's message, for a message of one line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:limit]

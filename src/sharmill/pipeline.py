@@ -76,9 +76,11 @@ def _validate_stage(config: Config) -> ValidateStage:
             rejects=(str(run_dir.rejects),),
             audio_roots=tuple(source.audio_root for source in config.sources),
         )
+    # The checker runs no code because a dataset names it; that which the configuration names itself is another matter.
+    own_code = {codec.name: codec.model for codec in config.encode.codecs if codec.model.startswith("python:")}
     return ValidateStage(
         Path(config.dataset_dir), run_dir, deep=level.deep, recheck_codes=level.recheck_share,
-        codec_models=level.codec_models, against=against,
+        codec_models=own_code | level.codec_models if level.recheck_share else level.codec_models, against=against,
     )  # fmt: skip
 
 

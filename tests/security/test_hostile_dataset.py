@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import odd_audio as odd
+from support.errors import raises
 from support.shar import copy, lines, reindex, rewrite, run, snapshot
 
 from sharmill.engine.rundir import RunDir
-from sharmill.errors import DamagedShard
+from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.validate.stage import ValidateStage
@@ -169,6 +170,18 @@ def test_pickled_arrays_are_refused(dataset, tmp_path, kind):
     assert not (tmp_path / "ran").exists()
 
 
+def test_code_that_a_dataset_names_as_its_model_is_not_run(built, dataset, tmp_path, monkeypatch):
+    (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    facts = json.loads((dataset / "dataset.json").read_text())
+    for codec in facts["codecs"]:
+        codec["model"] = "python:evil:Codec"
+    (dataset / "dataset.json").write_text(json.dumps(facts))
+    with raises(ConfigError, "untrusted_model", "python:evil:Codec", "--codec-model"):
+        run(ValidateStage(dataset, RunDir(tmp_path / "check"), recheck_codes=1.0))
+    assert not (tmp_path / "ran").exists()
+
+
 def member(name: str, data: bytes = b"x", kind: bytes = tarfile.REGTYPE) -> tuple[tarfile.TarInfo, bytes]:
     info = tarfile.TarInfo(name)
     info.type, info.size, info.linkname = kind, len(data), "/etc/passwd"
@@ -247,7 +260,7 @@ from pathlib import Path
 import lhotse, torch, torchaudio
 from support.shar import run
 from sharmill.engine.rundir import RunDir
-from sharmill.errors import DamagedShard
+from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.validate.stage import ValidateStage
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

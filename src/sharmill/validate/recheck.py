@@ -132,4 +132,5 @@ def _hint(codec: CodecRecord) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{error} (say where it is with --codec-model {codec.name}=MODEL)") from error
+        hint = f"(say where it is with --codec-model {codec.name}=MODEL)"
+        raise ConfigError(f"{error} {hint}", code=error.code) from error

@@ -56,7 +56,8 @@ class TinyEncoder:
         self.target, self.device = target, device
 
     def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        levels = [[part.abs().mean() + 1e-6 for part in row[:n].tensor_split(4)] for row, n in zip(audio, num_samples)]
+        items = [row[:length] for row, length in zip(audio, num_samples, strict=True)]
+        levels = [[float(part.abs().mean()) for part in item.tensor_split(4)] for item in items]
         return torch.nn.functional.normalize(torch.tensor(levels), dim=1)
 
 
@@ -87,3 +88,10 @@ class NoCodec:
 
 def no_factory() -> None:
     """Something that cannot be called with a target and a device."""
+
+
+class WrongCodec(TinyCodec):
+    """A codec that gives one frame too many."""
+
+    def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        return torch.nn.functional.pad(super().encode(audio, num_samples), (0, 1))

@@ -40,8 +40,11 @@ CODES: Final[dict[str, str]] = {
     "unknown_key": "a configuration has a key that does not exist",
     "unknown_stage": "there is no stage of this name",
     # Reading and training
+    "bad_callable": "module:callable names nothing that can be imported and called",
     "inexact_state": "consumed cuts cannot be counted, so that no exact state of the data is possible",
+    "process_ended": "a worker process ended by itself",
     "split_wrong": "ranks or workers would get cuts twice or not at all under these settings",
+    "step_failed": "a training step failed for another reason than memory, or took too long",
     "too_few_cuts": "there are fewer cuts than ranks and workers, or than what is asked for needs",
     "wrong_state": "a saved state is incomplete, damaged, or of another dataset, order or loader",
     # Inputs

@@ -61,6 +61,11 @@ def aborts(batch_size: int, length: float, num_tokens: int | None, device: str) 
     os.abort()
 
 
+def gets_a_real_time_signal(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    """``signal.Signals`` has no member for it."""
+    os.kill(os.getpid(), signal.SIGRTMIN + 3)
+
+
 def exits(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
     sys.exit(3)
 

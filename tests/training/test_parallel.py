@@ -16,11 +16,13 @@ import pytest
 import torch
 from lhotse import CutSet
 from lhotse.dataset import DynamicCutSampler
+from support.errors import raises
 from support.paths import TESTS
 from support.work import (
     NotHere,
     broken,
     end,
+    end_by_real_time_signal,
     half,
     inverse,
     killed_at_2,
@@ -135,20 +137,25 @@ def test_an_error_of_the_items_comes_in_its_place():
 
 
 def test_a_worker_that_dies_is_an_error():
-    with pytest.raises(FatalError, match=r"a worker process of parallel_map ended with exit status 3, at 0$"):
+    with raises(FatalError, "process_ended", "parallel_map ended with exit status 3, at 0"):
         list(parallel_map(range(4), end, 2, kind="process"))
 
 
 def test_a_worker_that_is_killed_is_an_error_in_the_place_of_its_item():
     results = iter(parallel_map(range(9), killed_at_2, 2, kind="process"))
     assert [next(results), next(results)] == [0, 1]
-    with pytest.raises(FatalError, match=r"ended by SIGKILL, at 2$"):
+    with raises(FatalError, "process_ended", "SIGKILL", "at 2"):
         next(results)
+
+
+def test_a_worker_that_a_real_time_signal_ended_is_an_error():
+    with raises(FatalError, "process_ended", f"signal {signal.SIGRTMIN + 3}, at 0"):
+        list(parallel_map(range(2), end_by_real_time_signal, 1, kind="process"))
 
 
 def test_the_cut_at_which_a_worker_died_is_named(many):
     (cut,) = open_shar(many.dataset, []).subset(first=1)
-    with pytest.raises(FatalError, match=f"exit status 3, at '{cut.id}'"):
+    with raises(FatalError, "process_ended", "exit status 3", f"at '{cut.id}'"):
         list(parallel_map([cut], end, 1, kind="process"))
 
 

@@ -6,114 +6,76 @@ import multiprocessing
 import os
 import pickle
 import reprlib
-import signal
 import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from sharmill.errors import ConfigError, FatalError
+from sharmill.processes import ChildEnded, ChildProcess
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_END = b""
-
 
 class WorkerProcesses(Generic[T, R]):
-    """A function as processes: called by as many threads as there are processes, each call is made in one of them.
+    """A function that is called in other processes, by as many threads as there are processes.
 
     The items and the results go as pickles through a pipe per process, so that nothing but the two ends can block: no
     queues, no threads between, no shared memory of tensors that is gone with its maker.
     """
 
     def __init__(self, fn: Callable[[T], R], num_workers: int) -> None:
-        """Starts the processes; they import what the function needs while this one goes on.
+        """Start the processes; they import what the function needs while this one goes on.
 
         Raises:
             ConfigError: this process may not have any.
             Exception: the function cannot be pickled.
         """
         if multiprocessing.current_process().daemon:
-            raise ConfigError("a worker process, as those of a DataLoader, may not start others: use kind='thread'")
+            raise ConfigError(
+                "a worker process, as those of a DataLoader, may not start others: use kind='thread'",
+                code="bad_config_value",
+            )
         function = pickle.dumps(fn, pickle.HIGHEST_PROTOCOL)
-        self._workers: list[_Worker] = []
-        self._free: SimpleQueue[_Worker] = SimpleQueue()
+        self._workers: list[ChildProcess] = []
+        self._free: SimpleQueue[ChildProcess] = SimpleQueue()
         for _ in range(num_workers):
-            self._workers.append(_Worker(function))
+            self._workers.append(ChildProcess(_serve, function, name="sharmill-map"))
             self._free.put(self._workers[-1])
 
     def __call__(self, item: T) -> R:
         worker = self._free.get()
         try:
-            return worker.call(item)
+            worker.send(item)
+            good, value, trace = worker.receive()
+        except ChildEnded:
+            worker.join()
+            raise FatalError(
+                f"a worker process of parallel_map {worker.describe_exit()}, at {_name(item)}", code="process_ended"
+            ) from None
         finally:
             self._free.put(worker)
+        if good:
+            return value
+        raise value from _RemoteTraceback(trace)
 
     def __enter__(self) -> WorkerProcesses[T, R]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Ends the processes, which must be idle, and waits for them."""
+        """End the processes, which must be idle, and wait for them."""
         for worker in self._workers:
             worker.ask_to_end()
         for worker in self._workers:
             worker.join()
 
 
-class _Worker:
-    """One process and the pipe to it."""
-
-    def __init__(self, function: bytes) -> None:
-        # Not forked: this process has threads, and locks that they hold.
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, function), name="sharmill-map", daemon=True)
-        # Ctrl-C goes to every process of a terminal, but only this one is to answer it. What is blocked stays so in a
-        # process that is started; the tracker that multiprocessing starts beside it would unblock it.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
-
-    def call(self, item: Any) -> Any:
-        question = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
-        try:
-            self._connection.send_bytes(question)
-            answer = self._connection.recv_bytes()
-        except (EOFError, ConnectionError):
-            raise FatalError(f"a worker process of parallel_map ended {self._end()}, at {_name(item)}") from None
-        good, value, trace = pickle.loads(answer)
-        if good:
-            return value
-        raise value from _RemoteTraceback(trace)
-
-    def _end(self) -> str:
-        self._process.join()
-        code = self._process.exitcode or 0
-        return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-
-    def ask_to_end(self) -> None:
-        try:
-            # Closing alone is not enough: a process forked meanwhile has the pipe open as well.
-            self._connection.send_bytes(_END)
-        except ConnectionError:
-            pass  # It is dead already.
-        self._connection.close()
-
-    def join(self) -> None:
-        self._process.join()
-
-
 class _RemoteTraceback(Exception):
-    """Shown as the cause of an error: where it came from in the other process."""
+    """The traceback of an error in the other process, shown as the cause of the error here."""
 
 
 def _name(item: object) -> str:
@@ -121,7 +83,7 @@ def _name(item: object) -> str:
 
 
 def _serve(connection: Connection, function: bytes) -> None:
-    """The process: answers until it is told to end."""
+    """Answer in the process until it is told to end."""
     _use_one_thread()
     fn: Callable[[Any], Any] | None = None
     try:
@@ -148,7 +110,7 @@ def _failure(error: Exception) -> bytes:
 
 
 def _use_one_thread() -> None:
-    """Workers that each use all cores are in each other's way: OpenMP's threads wait for one another by spinning."""
+    """Make workers use one core each: OpenMP's threads wait for one another by spinning, so that they would collide."""
     os.environ["OMP_NUM_THREADS"] = "1"
     # A new process imports the program's main module before this: then torch has read its environment already.
     if (torch := sys.modules.get("torch")) is not None:

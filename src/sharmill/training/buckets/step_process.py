@@ -1,4 +1,4 @@
-"""A process that runs training steps of asked sizes under a limit of memory, and may die of it.
+"""Training steps of chosen sizes in a process with a limit of memory, which may die of it.
 
 The step is ``module:callable``, called as ``step(batch_size, length, num_tokens, device)``; a class is instantiated
 once per process without arguments, and the object called. The contract is in ``sharmill.training.buckets.batch_size``.
@@ -7,7 +7,6 @@ once per process without arguments, and the object called. The contract is in ``
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.processes import ChildEnded, ChildProcess
 from sharmill.training.buckets.memory import format_memory, is_out_of_memory, limit_memory, mentions_memory
 from sharmill.training.tokenizers import load_callable
 
@@ -29,7 +29,7 @@ _LAST_LINES = 15
 
 @dataclass(frozen=True)
 class Bucket:
-    """The longest that a batch of this bucket may have: seconds (or frames), and text tokens in two dimensions."""
+    """A bucket by the longest that its batches may have: seconds (or frames), and text tokens in two dimensions."""
 
     length: float
     num_tokens: int | None = None
@@ -40,7 +40,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Budget:
-    """``size`` bytes of memory of ``device``; ``total`` is what the device has."""
+    """An amount of memory: ``size`` bytes of the ``total`` of ``device``."""
 
     device: str
     size: int
@@ -51,14 +51,23 @@ class Budget:
 
 
 class StepProcess:
-    """Runs probes in a process of their own, which is replaced when it dies."""
+    """Training steps in a process of their own, which is replaced when it dies.
+
+    Args:
+        step: ``module:callable``.
+        budget: the memory that the process may have.
+        timeout: seconds for one size, or for loading the step.
+
+    Attributes:
+        last_lack: the message of the last error of memory.
+    """
 
     def __init__(self, step: str, budget: Budget, timeout: float | None = None) -> None:
-        """``last_lack`` is what the last error of memory said; ``timeout`` are seconds for one size, or for loading."""
         self._step = step
         self._budget = budget
         self._timeout = timeout
-        self._child: _Child | None = None
+        self._child: ChildProcess | None = None
+        self._output: Path | None = None
         self.last_lack = ""
 
     def __enter__(self) -> StepProcess:
@@ -68,21 +77,49 @@ class StepProcess:
         self._end()
 
     def fits(self, batch_size: int, bucket: Bucket) -> bool:
-        """Whether two steps of this size in a row have enough memory.
+        """Return True if two steps of this size in a row have enough memory.
 
         Raises:
             ConfigError: there is no such step.
             FatalError: the step failed for another reason; its traceback, or last output, is in the message.
         """
-        if self._child is None:
-            self._child = _Child(self._step, self._budget)
-            self._expect(self._child.answer(self._timeout), "ready", "loading it")
-        doing = f"a batch of {batch_size} of {bucket}"
-        self._child.ask((batch_size, bucket.length, bucket.num_tokens))
-        return self._expect(self._child.answer(self._timeout), "fits", doing)
+        child = self._child or self._start()
+        try:
+            child.send((batch_size, bucket.length, bucket.num_tokens))
+        except ChildEnded:
+            pass  # It died in between; the missing answer tells.
+        return self._expect(self._answer(child), "fits", f"a batch of {batch_size} of {bucket}")
+
+    def _start(self) -> ChildProcess:
+        descriptor, name = tempfile.mkstemp(prefix="sharmill-step-", suffix=".log")
+        os.close(descriptor)
+        self._output = Path(name)
+        # Not a daemon: a step may have worker processes of its own.
+        self._child = ChildProcess(_serve, self._step, self._budget, name, name="sharmill-step", daemon=False)
+        self._expect(self._answer(self._child), "ready", "loading it")
+        return self._child
+
+    def _answer(self, child: ChildProcess) -> tuple[str, str]:
+        """Return the answer of the process, or ``died`` and why; without a reason, it was for lack of memory."""
+        try:
+            answer: tuple[str, str] = child.receive(self._timeout)
+        except TimeoutError:
+            return "error", f"it took more than {self._timeout:g} seconds; allow it more with --timeout"
+        except ChildEnded:
+            return "died", self._cause_of_death(child)
+        return answer
+
+    def _cause_of_death(self, child: ChildProcess) -> str:
+        child.join()
+        assert self._output is not None
+        output, code = self._output.read_text(errors="replace"), child.exitcode or 0
+        # SIGKILL is how the kernel gets memory back; other deaths must have said so.
+        if code == -signal.SIGKILL or (code < 0 and mentions_memory(output)):
+            return ""
+        return "\n".join([f"its process {child.describe_exit()}", *output.splitlines()[-_LAST_LINES:]])
 
     def _expect(self, answer: tuple[str, str], good: str, doing: str) -> bool:
-        """True for the good answer, False where memory was lacking."""
+        """Return True for the good answer, False where memory was lacking; raise for all others."""
         kind, detail = answer
         if kind == good:
             return True
@@ -97,61 +134,19 @@ class StepProcess:
         if kind == "died" and good == "fits" and not detail:
             return False
         if kind == "wrong_use":
-            raise ConfigError(detail)
+            raise ConfigError(detail, code="bad_callable")
         why = "there is not enough memory" if kind == "out_of_memory" or not detail else detail
-        raise FatalError(f"the step {self._step} failed ({doing}, {self._budget}): {why}")
+        raise FatalError(f"the step {self._step} failed ({doing}, {self._budget}): {why}", code="step_failed")
 
     def _end(self) -> None:
         if self._child is not None:
-            self._child.end()
+            self._child.kill()
+            self._child.join()
+            self._child.connection.close()
             self._child = None
-
-
-class _Child:
-    """The process, what it is asked and answers, and what it prints."""
-
-    def __init__(self, step: str, budget: Budget) -> None:
-        descriptor, name = tempfile.mkstemp(prefix="sharmill-step-", suffix=".log")
-        os.close(descriptor)
-        self._output = Path(name)
-        # Not forked: the limit is for what the step needs, not for what this process has.
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, step, budget, name), daemon=False)
-        self._process.start()
-        theirs.close()
-
-    def ask(self, question: tuple[int, float, int | None]) -> None:
-        try:
-            self._connection.send(question)
-        except BrokenPipeError:
-            pass  # It died in between; the missing answer tells.
-
-    def answer(self, timeout: float | None) -> tuple[str, str]:
-        """What the process says, or ``died`` and why; without a reason, it was for lack of memory."""
-        try:
-            if not self._connection.poll(timeout):
-                return "error", f"it took more than {timeout:g} seconds; allow it more with --timeout"
-            answer: tuple[str, str] = self._connection.recv()
-        except (EOFError, ConnectionResetError):
-            return "died", self._cause_of_death()
-        return answer
-
-    def _cause_of_death(self) -> str:
-        self._process.join()
-        code = self._process.exitcode or 0
-        output = self._output.read_text(errors="replace")
-        # SIGKILL is how the kernel gets memory back; other deaths must have said so.
-        if code == -signal.SIGKILL or (code < 0 and mentions_memory(output)):
-            return ""
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-        return "\n".join([f"its process ended {how}", *output.splitlines()[-_LAST_LINES:]])
-
-    def end(self) -> None:
-        self._connection.close()
-        self._process.kill()
-        self._process.join()
-        self._output.unlink(missing_ok=True)
+        if self._output is not None:
+            self._output.unlink(missing_ok=True)
+            self._output = None
 
 
 class _Step(Protocol):
@@ -159,16 +154,15 @@ class _Step(Protocol):
 
 
 def _serve(connection: Connection, name: str, budget: Budget, output: str) -> None:
-    """The process, whose output goes to a file."""
+    """Answer in the process, whose output goes to a file."""
     descriptor = os.open(output, os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process.
     _answer_all(connection, name, budget)
 
 
 def _answer_all(connection: Connection, name: str, budget: Budget) -> None:
-    """Loads the step under the limit, then answers until the other end is closed."""
+    """Load the step under the limit, then answer until the other end is closed."""
     try:
         _limit(budget)
         step = load_callable(name, "step")
@@ -221,7 +215,7 @@ def _limit(budget: Budget) -> None:
 
 
 def _release(device: str) -> None:
-    """Gives back what the last probe left: the next one has other sizes, and should not find gaps of the old."""
+    """Give back what the last probe left: the next one has other sizes, and should not find gaps of the old."""
     gc.collect()
     if device != "cpu":
         import torch

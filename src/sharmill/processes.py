@@ -1,0 +1,161 @@
+"""Child processes that talk to this one over a pipe: start, send, receive, describe how one ended, end by force."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any
+
+SECONDS_TO_END = 2.0
+
+
+class ChildEnded(Exception):
+    """The end of the pipe: the child has closed its side, as it does at the latest when it ends."""
+
+
+class ChildProcess:
+    """A new Python process, and the pipe to it.
+
+    It is spawned, not forked: this process may have threads, and locks that they hold. Ctrl-C goes to every process of
+    a terminal, but only this one is to answer it, so the child never sees a SIGINT.
+
+    Args:
+        target: is called in the child as ``target(connection, *args)``, and can be pickled. It reads messages with
+            ``connection.recv()``, which raises EOFError once no more will come, and answers with ``connection.send``.
+        args: can be pickled.
+        name: of the process, for lists of processes.
+        daemon: the child ends with this process, and cannot have children of its own.
+
+    Raises:
+        OSError: the process cannot be started.
+
+    Attributes:
+        connection: this end of the pipe.
+    """
+
+    def __init__(self, target: Callable[..., None], *args: Any, name: str, daemon: bool = True) -> None:
+        context = multiprocessing.get_context("spawn")
+        pipe = context.Pipe()
+        self.connection: Connection = pipe[0]
+        theirs = pipe[1]
+        self._process = context.Process(target=target, args=(theirs, *args), name=name, daemon=daemon)
+        # A process inherits blocked signals. The tracker that multiprocessing starts beside it would unblock them.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        except BaseException:
+            self.connection.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+
+    @property
+    def handles(self) -> list[Any]:
+        """The handles for ``multiprocessing.connection.wait``: one is ready where there is a message or an end."""
+        return [self.connection, self._process.sentinel]
+
+    @property
+    def exitcode(self) -> int | None:
+        """The exit status, or minus the number of a signal; None while the process runs."""
+        return self._process.exitcode
+
+    def is_alive(self) -> bool:
+        """Return True while the process runs."""
+        return self._process.is_alive()
+
+    def send(self, message: Any) -> None:
+        """Send an object, pickled as it is: tensors of torch too, which ``Connection.send`` would put in shared memory.
+
+        Raises:
+            ChildEnded: the child no longer reads.
+            Exception: the message cannot be pickled; nothing was sent.
+        """
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        try:
+            self.connection.send_bytes(data)
+        except OSError as error:
+            raise ChildEnded(str(error)) from error
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """Return the next message of the child; wait for it for ``timeout`` seconds, by default without limit.
+
+        Raises:
+            ChildEnded: there is none, and none will come.
+            TimeoutError: there is none yet.
+            Exception: it cannot be unpickled.
+        """
+        try:
+            data = self.connection.recv_bytes() if self.connection.poll(timeout) else None
+        except (EOFError, OSError) as error:
+            raise ChildEnded(str(error)) from error
+        if data is None:
+            raise TimeoutError(f"no message after {timeout:g} seconds")
+        return pickle.loads(data)
+
+    def ask_to_end(self) -> None:
+        """Tell the child that no more messages will come; its ``connection.recv()`` raises EOFError."""
+        try:
+            # Closing alone is not enough: a process forked meanwhile has the pipe open as well.
+            self.connection.send_bytes(b"")
+        except OSError:
+            pass  # It has ended already.
+        self.connection.close()
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._process.kill()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the process has ended, or for ``timeout`` seconds."""
+        self._process.join(timeout)
+
+    def describe_exit(self) -> str:
+        """Return how the process ended; see ``describe_exit``."""
+        return describe_exit(self.exitcode)
+
+
+def join_all(children: Iterable[ChildProcess], seconds: float) -> None:
+    """Wait until processes have ended, ``seconds`` in all."""
+    deadline = time.monotonic() + seconds
+    for child in children:
+        child.join(max(0.0, deadline - time.monotonic()))
+
+
+def end_by_force(children: Iterable[ChildProcess], seconds: float = SECONDS_TO_END) -> None:
+    """End processes by SIGTERM, and those that are left after ``seconds`` by SIGKILL; close their pipes."""
+    children = list(children)
+    for child in children:
+        child.terminate()
+    join_all(children, seconds)
+    for child in children:
+        child.kill()
+    join_all(children, seconds)
+    for child in children:
+        child.connection.close()
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """Return how a process ended, as the end of a sentence about it.
+
+    >>> describe_exit(3), describe_exit(-9)
+    ('ended with exit status 3', 'was ended by signal SIGKILL (as the kernel does when memory runs out)')
+    """
+    if exitcode is None or exitcode >= 0:
+        return f"ended with exit status {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:  # a real-time signal
+        name = str(-exitcode)
+    hint = " (as the kernel does when memory runs out)" if -exitcode == signal.SIGKILL else ""
+    return f"was ended by signal {name}{hint}"

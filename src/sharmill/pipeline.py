@@ -13,7 +13,9 @@ from sharmill.audio.encoding import check_encoder
 from sharmill.audio.roots import AudioRoot
 from sharmill.config import STAGES, Config, ValidateConfig, to_yaml
 from sharmill.encode.stage import EncodeStage
-from sharmill.engine.run import Executor, Listener, StageResult, locked, run_stage
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import StageResult
+from sharmill.engine.run import Executor, locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError, FatalError

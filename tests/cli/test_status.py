@@ -18,9 +18,10 @@ from sharmill.cli import stage_status, status
 from sharmill.cli.stage_status import StageStatus, read_stage
 from sharmill.cli.status import print_status
 from sharmill.config import to_yaml
+from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.progress import RankProgress
-from sharmill.engine.worker import FailedAttempt, Worker
+from sharmill.engine.worker import Worker
 from sharmill.executors.slurm.chain import ChainState
 from sharmill.prepare.stage import PrepareStage
 from sharmill.storage import write_atomic
@@ -77,7 +78,7 @@ def row(text, stage_name) -> list[str]:
 
 
 def test_units_done_running_failed_and_left(stage, noon):
-    put_rank(stage, 0, started=noon - 100, updated=noon - 4, unit=1, units_done=1, audio_seconds=2.0)
+    put_rank(stage, 0, started=noon - 100, updated=noon - 4, unit=1, units_done=1, cost_done=2.0)
     write_atomic(stage.dir.failures, msgspec.json.encode(FailedAttempt(2, "ValueError: no", "Traceback")) + b"\n")
     seen = read_stage(stage)
     assert (seen.units, seen.units_done, seen.units_running, seen.units_failed, seen.units_left) == (4, 1, 1, 1, 1)
@@ -97,8 +98,8 @@ def test_rejects_are_listed_by_reason(stage, noon):
 def test_the_end_is_predicted_from_the_rate_of_all_living_ranks(stage, noon):
     """Two ranks with 2 records in 100 s each leave 6 of 8 records for 150 s."""
     (stage.dir.ledger / "other.jsonl").touch()
-    put_rank(stage, 0, started=noon - 100, updated=noon, audio_seconds=2.0)
-    put_rank(stage, 1, started=noon - 100, updated=noon, audio_seconds=2.0)
+    put_rank(stage, 0, started=noon - 100, updated=noon, cost_done=2.0)
+    put_rank(stage, 1, started=noon - 100, updated=noon, cost_done=2.0)
     assert read_stage(stage).seconds_left == pytest.approx(150.0)
     assert "150 s, until 12:02:30" in " ".join(shown(stage).split())
 
@@ -123,8 +124,8 @@ def test_an_end_that_is_far_off_has_its_date(noon):
 
 
 def test_a_rank_that_is_silent_for_more_than_five_minutes_is_marked(stage, noon):
-    put_rank(stage, 0, started=noon - 1000, updated=noon - 299, unit=1, audio_seconds=2.0)
-    put_rank(stage, 1, started=noon - 1000, updated=noon - 301, unit=2, audio_seconds=2.0)
+    put_rank(stage, 0, started=noon - 1000, updated=noon - 299, unit=1, cost_done=2.0)
+    put_rank(stage, 1, started=noon - 1000, updated=noon - 301, unit=2, cost_done=2.0)
     lively, silent = [line for line in shown(stage).splitlines() if line.startswith("prepare rank")]
     assert lively.startswith("prepare rank 0 on node7 (pid 1234): unit 1, 0 done,")
     assert lively.endswith("last sign of life 299 s ago")
@@ -146,7 +147,7 @@ def test_a_rank_without_a_unit_is_loading_or_between_two(stage, noon):
 
 
 def test_ranks_that_have_ended_are_not_shown(stage, noon):
-    put_rank(stage, 0, started=noon - 100, updated=noon, ended=True, audio_seconds=2.0)
+    put_rank(stage, 0, started=noon - 100, updated=noon, ended=True, cost_done=2.0)
     assert "prepare rank" not in shown(stage)
     assert read_stage(stage).state == "stopped"
     assert read_stage(stage).seconds_left is None

@@ -10,7 +10,7 @@ import threading
 
 import msgspec
 import pytest
-from support.toy_stage import RECORDS_PER_UNIT, ToyStage, output_bytes, run, wait_until
+from support.toy_stage import RECORDS_PER_UNIT, SlowStage, ToyStage, output_bytes, run, wait_until
 
 from sharmill.engine.progress import ProgressWriter, read_progress
 from sharmill.engine.run import locked, read_totals
@@ -184,9 +184,29 @@ class TestProgress:
         ranks = read_progress(stage.dir.progress)
         assert [rank.rank for rank in ranks] == list(range(workers))
         assert sum(rank.units_done for rank in ranks) == 10
-        assert sum(rank.audio_seconds for rank in ranks) == sum(index % 4 + 1 for index in range(10))
+        assert sum(rank.cost_done for rank in ranks) == sum(index % 4 + 1 for index in range(10))
         assert {rank.pid for rank in ranks} == stage.pids()
         assert all(rank.ended and rank.unit is None and rank.peak_memory_mb > 1 for rank in ranks)
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_the_listener_follows_a_long_unit_and_is_told_of_ranks_that_load(self, tmp_path, workers):
+        result, heard = run(SlowStage(tmp_path, units=4, behaviour={0: "raise_once"}), workers)
+        assert result.ok
+        assert heard.loads[0] >= 1
+        assert heard.loads[-1] < heard.loads[0]
+        of_unit_0 = [done for index, done in heard.advanced if index == 0]
+        # Two attempts were followed; the first came to nothing.
+        assert len([done for done in of_unit_0 if 0 < done < 1]) >= 2
+        assert of_unit_0.count(0.0) == 1
+        assert {index for index, _ in heard.advanced} == {0}
+
+    def test_progress_within_a_unit_is_in_its_record_and_never_more_than_its_cost(self, tmp_path):
+        with ProgressWriter(tmp_path / "rank-000.json", 0) as writer:
+            writer.begin(7)
+            writer.advance(1.5)
+            assert writer.record.unit_cost_done == 1.5
+            writer.end(2.0)
+            assert (writer.record.unit_cost_done, writer.record.cost_done) == (0.0, 2.0)
 
     def test_killed_ranks_are_not_shown_as_alive(self, tmp_path):
         stage = ToyStage(tmp_path, units=3, behaviour={0: "kill"})

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.toy_stage import RecordingListener
 
+from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.unit import Commit, make_unit
-from sharmill.engine.worker import FailedAttempt
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.driven_rank import DrivenRank, FailedStarts, Ready, as_answer
 from sharmill.executors.unit_queue import UnitQueue

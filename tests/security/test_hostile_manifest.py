@@ -19,7 +19,7 @@ from sharmill.audio.segments import SegmentReader
 from sharmill.cli.console import plain
 from sharmill.cli.main import main
 from sharmill.config import to_yaml
-from sharmill.engine.worker import FailedAttempt
+from sharmill.engine.outcomes import FailedAttempt
 from sharmill.errors import RejectRecord
 from sharmill.executors.logs import logging_to, printable
 from sharmill.manifest import Segment

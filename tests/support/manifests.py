@@ -11,29 +11,22 @@ import numpy as np
 import soundfile as sf
 
 from sharmill.config import Config, to_config
-from sharmill.engine.run import StageResult, run_stage
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import StageResult
+from sharmill.engine.run import run_stage
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.manifest import Utterance
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
 
 
-class KeepErrors:
+class KeepErrors(Listener):
     """A listener that keeps the errors of units."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
 
-    def stage_started(self, stage, units, done):
-        pass
-
-    def unit_done(self, unit, commit):
-        pass
-
     def unit_failed(self, unit, error, attempts):
         self.errors.append(error.message)
-
-    def stage_ended(self, stage, result):
-        pass
 
 
 def speaker_tag(speaker: str, language: str = "en") -> str:

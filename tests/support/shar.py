@@ -19,7 +19,8 @@ import torch
 
 from sharmill.config import CodecConfig, Config, to_config
 from sharmill.encode.stage import EncodeStage
-from sharmill.engine.run import StageResult, run_stage
+from sharmill.engine.outcomes import StageResult
+from sharmill.engine.run import run_stage
 from sharmill.engine.stage import Stage
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.manifest import Context, Utterance

@@ -13,7 +13,7 @@ from typing import Any
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load
 from sharmill.engine.run import locked, read_totals, run_stage
-from sharmill.engine.stage import Stage
+from sharmill.engine.stage import Advance, Stage
 from sharmill.engine.unit import Output, Unit
 from sharmill.executors.slurm.chain import Chain, LogListener
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
@@ -35,11 +35,11 @@ class SleepyStage(ToyStage):
         self.seconds = seconds
         self.uses_gpu = uses_gpu  # type: ignore[misc]
 
-    def work(self, unit: Unit, staging: Staging) -> Output:
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         self.mark("begun", str(unit.index))
         if not (self.marks / "hurry").exists():
             time.sleep(self.seconds)
-        return super().work(unit, staging)
+        return super().work(unit, staging, advance)
 
     def begun(self) -> Counter[int]:
         """How often each unit was begun."""

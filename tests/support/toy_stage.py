@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sharmill.engine.ledger import LedgerWriter
-from sharmill.engine.run import StageResult, locked, run_stage
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import FailedAttempt, StageResult
+from sharmill.engine.run import locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.engine.worker import FailedAttempt
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.manifest import Reject
@@ -81,7 +82,7 @@ class ToyStage(Stage):
         self.mark("setup", f"{os.getpid()} {device}")
         self._misbehave(self.setup_does, "setup", None)
 
-    def work(self, unit: Unit, staging: Staging) -> Output:
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         assert (self.dir.plan / "beside.txt").exists()
         self.mark("attempts", f"{unit.index} {os.getpid()}")
         first, last = f"first/{unit.index:06d}.txt", f"last/{unit.index:06d}.txt"
@@ -146,7 +147,7 @@ class ToyProcessor(Processor):
         self.model = threading.Lock()
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        return self.stage.work(unit, staging)
+        return self.stage.work(unit, staging, advance)
 
 
 def _do_raise(stage: ToyStage, unit: Unit | None, argument: str) -> None:
@@ -297,42 +298,61 @@ def _refuse() -> None:
     raise ValueError("these are not the bytes")
 
 
+class SlowStage(ToyStage):
+    """Takes over a second for unit 0, and says every few milliseconds that it has got on."""
+
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        began = time.monotonic()
+        while unit.index == 0 and time.monotonic() - began < 1.2:
+            advance(unit.cost / 1000)
+            time.sleep(0.01)
+        return super().work(unit, staging, advance)
+
+
 class DiesIdle(ToyStage):
     """The rank that did unit 0 dies when it has nothing more to do; unit 1 waits for that."""
 
-    def work(self, unit: Unit, staging: Staging) -> Output:
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         if unit.index == 0:
             pid = os.getpid()
             self.mark("idle", str(pid))
             threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
         else:
             wait_until(lambda: self.marked("idle") and not is_running(int(self.marked("idle")[0])))
-        return super().work(unit, staging)
+        return super().work(unit, staging, advance)
 
 
 class DiesBesideAnIdleRank(ToyStage):
     """The rank of unit 1 dies when the other has done unit 0 and waits."""
 
-    def work(self, unit: Unit, staging: Staging) -> Output:
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         if unit.index == 1 and not self.attempts()[1]:
             self.mark("attempts", f"1 {os.getpid()}")
             wait_until(lambda: any("unit 0 is done" in path.read_text() for path in self.dir.logs.glob("rank*")))
             time.sleep(0.3)  # what the driver has heard shows nowhere
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().work(unit, staging)
+        return super().work(unit, staging, advance)
 
 
 @dataclass
-class RecordingListener:
+class RecordingListener(Listener):
     """A listener that remembers."""
 
     done: list[int] = field(default_factory=list)
     failed: dict[int, tuple[FailedAttempt, int]] = field(default_factory=dict)
     already: list[int] = field(default_factory=list)
     ended: list[StageResult] = field(default_factory=list)
+    loads: list[int] = field(default_factory=list)
+    advanced: list[tuple[int, float]] = field(default_factory=list)
 
     def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
         self.already = [commit.index for commit in done]
+
+    def loading(self, num_ranks: int) -> None:
+        self.loads.append(num_ranks)
+
+    def unit_advanced(self, unit: Unit, done: float) -> None:
+        self.advanced.append((unit.index, done))
 
     def unit_done(self, unit: Unit, commit: Commit) -> None:
         self.done.append(unit.index)

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sharmill.cli.console import plain
-from sharmill.engine.run import StageResult
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import FailedAttempt, StageResult
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import FailedAttempt
 
 
-class ProgressListener:
+class ProgressListener(Listener):
     """A bar per stage with hours done, rate and time left; plain lines where the output is not a terminal."""
 
     def __init__(self, console: Console) -> None:

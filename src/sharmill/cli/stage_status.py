@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 
 from sharmill.engine.ledger import read_ledger
+from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import load
 from sharmill.engine.progress import RankProgress, read_progress
 from sharmill.engine.run import read_totals
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import FailedAttempt
 
 SILENT_SECONDS = 300.0
 
@@ -76,7 +76,7 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
         units_failed=len(failed),
         cost=sum(unit.cost for unit in units),
         cost_done=sum(unit.cost for unit in units if unit.index in commits),
-        rate=sum(rank.audio_seconds / max(rank.updated - rank.started, 1.0) for rank in alive),
+        rate=sum((rank.cost_done + rank.unit_cost_done) / max(rank.updated - rank.started, 1.0) for rank in alive),
         rejects=totals.rejects if totals else dict(rejects),
         ranks=ranks,
     )

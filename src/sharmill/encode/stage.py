@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -163,7 +163,10 @@ class EncodeProcessor(Processor):
             raise UnitFailed(f"shard {shard}: target_audio and context_audio do not have the same ids")
         # The same audio is encoded once, be it target or context, and however often.
         unique = {item.data: item for item in [*targets, *contexts]}
-        codes = dict(zip(unique, self._encode(list(unique.values())), strict=True))
+        # The cost counts every use, but the work is one encoding of each.
+        share = unit.cost / max(1, sum(num_frames(item, self._codec) for item in unique.values()))
+        encoded = self._encode(list(unique.values()), lambda frames: advance(frames * share))
+        codes = dict(zip(unique, encoded, strict=True))
         frame_shift = self._codec.samples_per_frame / self._codec.sampling_rate
         files = [shard_file(field, shard) for field in self._stage.fields]
         with FieldWriter(staging.path(files[0])) as writer:
@@ -191,8 +194,11 @@ class EncodeProcessor(Processor):
             raise UnitFailed(f"{path} has {len(items)} items instead of {unit.size}")
         return items
 
-    def _encode(self, items: Sequence[Item]) -> list[np.ndarray]:
-        """Codes (codebooks, frames) of each item, in the order of the items."""
+    def _encode(self, items: Sequence[Item], advance: Callable[[int], None]) -> list[np.ndarray]:
+        """Return the codes (codebooks, frames) of each item, in the order of the items.
+
+        ``advance`` is called with the number of frames of each batch.
+        """
         codec = self._codec
         frames = [num_frames(item, codec) for item in items]
         padded_frames = self._stage.batch_seconds * codec.sampling_rate / codec.samples_per_frame
@@ -211,6 +217,7 @@ class EncodeProcessor(Processor):
             codes = codec.encode(*pad([next(loaded) for _ in batch])).numpy()
             for index, row in zip(batch, codes, strict=True):
                 results[index] = np.ascontiguousarray(row[:, : frames[index]].astype(dtype))
+            advance(sum(frames[index] for index in batch))
         return results
 
     def _record(self) -> CodecRecord:

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import msgspec
 
-from sharmill.engine.worker import FailedAttempt
+from sharmill.engine.outcomes import FailedAttempt
 from sharmill.storage import stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ INTERVAL_SECONDS = 10.0
 
 
 class RankProgress(msgspec.Struct, kw_only=True):
-    """One rank's last sign of life. Times are Unix seconds; ``audio_seconds`` is the cost of the units done."""
+    """One rank's last sign of life. Times are Unix seconds; ``cost_done`` is the cost of the units done, and
+    ``unit_cost_done`` what is done of the cost of the unit in flight."""
 
     rank: int
     pid: int
@@ -28,7 +29,8 @@ class RankProgress(msgspec.Struct, kw_only=True):
     updated: float = 0.0
     unit: int | None = None
     units_done: int = 0
-    audio_seconds: float = 0.0
+    cost_done: float = 0.0
+    unit_cost_done: float = 0.0
     peak_memory_mb: float = 0.0
     ended: bool = False
 
@@ -61,15 +63,24 @@ class ProgressWriter:
         self._write()
 
     def begin(self, unit: int) -> None:
+        """Note that an attempt at a unit begins."""
         self.record.unit = unit
 
-    def give_up(self) -> None:
-        self.record.unit = None
+    def advance(self, done: float) -> None:
+        """Note how much of the cost of the unit in flight is done."""
+        self.record.unit_cost_done = done
 
-    def end(self, audio_seconds: float) -> None:
+    def give_up(self) -> None:
+        """Note that the attempt has failed."""
         self.record.unit = None
+        self.record.unit_cost_done = 0.0
+
+    def end(self, cost: float) -> None:
+        """Note that the unit, of this cost, is done."""
+        self.record.unit = None
+        self.record.unit_cost_done = 0.0
         self.record.units_done += 1
-        self.record.audio_seconds += audio_seconds
+        self.record.cost_done += cost
 
     def _keep_writing(self) -> None:
         while not self._stop.wait(INTERVAL_SECONDS):

@@ -6,18 +6,18 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 from filelock import FileLock, Timeout
 
 from sharmill.engine.ledger import outputs_in_place, read_ledger, read_revoked
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import FailedAttempt, StageResult
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Totals, Unit
-from sharmill.engine.worker import FailedAttempt
 from sharmill.errors import REASONS, ConfigError, FatalError
 from sharmill.storage import (
     PROBE,
@@ -32,18 +32,6 @@ from sharmill.storage import (
 log = logging.getLogger(__name__)
 
 
-class Listener(Protocol):
-    """Hears what happens, for progress bars and the closing lines."""
-
-    def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None: ...
-
-    def unit_done(self, unit: Unit, commit: Commit) -> None: ...
-
-    def unit_failed(self, unit: Unit, error: FailedAttempt, attempts: int) -> None: ...
-
-    def stage_ended(self, stage: Stage, result: StageResult) -> None: ...
-
-
 class Executor(Protocol):
     """Runs the worker loop on ranks."""
 
@@ -55,19 +43,7 @@ class Executor(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class StageResult:
-    """How a stage ended: its totals, or the units that failed."""
-
-    totals: Totals | None
-    failures: dict[int, FailedAttempt] = field(default_factory=dict)
-
-    @property
-    def ok(self) -> bool:
-        return self.totals is not None
-
-
-class RejectGuard:
+class RejectGuard(Listener):
     """Listens in and stops the stage when more records are rejected than the configuration allows."""
 
     def __init__(self, listener: Listener, stage: Stage, limit: float, expected_in: int) -> None:
@@ -82,6 +58,12 @@ class RejectGuard:
         for commit in done:
             self._reasons.update(commit.rejects)
         self.check(self._reasons)
+
+    def loading(self, num_ranks: int) -> None:
+        self._listener.loading(num_ranks)
+
+    def unit_advanced(self, unit: Unit, done: float) -> None:
+        self._listener.unit_advanced(unit, done)
 
     def unit_done(self, unit: Unit, commit: Commit) -> None:
         self._listener.unit_done(unit, commit)

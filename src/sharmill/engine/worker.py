@@ -6,14 +6,15 @@ import logging
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from types import TracebackType
 
 from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.metrics import MetricsLog
+from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.progress import ProgressWriter
-from sharmill.engine.stage import Processor, Stage
+from sharmill.engine.stage import Advance, Processor, Stage
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.storage import WRITE_ERRNOS, Staging, stopping_errors, write_atomic
@@ -23,22 +24,22 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 
 
-@dataclass(frozen=True)
-class FailedAttempt:
-    """Why an attempt at a unit failed: one line, and the traceback or the signal."""
-
-    index: int
-    message: str
-    traceback: str
+_SECONDS_BETWEEN_REPORTS = 1.0
 
 
 class Worker:
-    """One rank: loads the stage once and commits units one after the other."""
+    """One rank: loads the stage once and commits units one after the other.
 
-    def __init__(self, stage: Stage, rank: int, device: str) -> None:
+    ``report`` is called about once a second with the cost of the unit in flight that is done so far.
+    """
+
+    def __init__(
+        self, stage: Stage, rank: int, device: str, report: Callable[[Unit, float], None] | None = None
+    ) -> None:
         self.stage = stage
         self.rank = rank
         self.device = device
+        self._report = report
         self._ledger = LedgerWriter(stage.dir.ledger)
         self._progress = ProgressWriter(stage.dir.rank_progress(rank), rank)
         self._closing = ExitStack()
@@ -103,11 +104,26 @@ class Worker:
                  commit.rejects)  # fmt: skip
         return commit
 
+    def _follow(self, unit: Unit) -> Advance:
+        """Return what the processor calls as it gets on with the unit."""
+        done = 0.0
+        reported = time.monotonic()
+
+        def advance(cost: float) -> None:
+            nonlocal done, reported
+            done = min(done + cost, unit.cost)
+            self._progress.advance(done)
+            if self._report is not None and time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
+                reported = time.monotonic()
+                self._report(unit, done)
+
+        return advance
+
     def _attempt(self, unit: Unit) -> Commit:
         started = time.monotonic()
         with Staging(self.stage.root, unit.index) as staging:
             with stopping_errors(staging.folder, WRITE_ERRNOS):
-                output = self._processor.process(unit, staging, _ignore)
+                output = self._processor.process(unit, staging, self._follow(unit))
             output.check_accounts(unit)
             files = staging.publish(output.files)
         if output.rejects:
@@ -126,10 +142,6 @@ class Worker:
         )
         self._ledger.append(commit)
         return commit
-
-
-def _ignore(cost: float) -> None:
-    pass
 
 
 def _count_reasons(output: Output) -> dict[str, int]:

@@ -10,8 +10,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import MAX_ATTEMPTS, FailedAttempt
+from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.unit_queue import UnitQueue
 
@@ -29,13 +30,20 @@ class Ready:
     pid: int = field(default_factory=os.getpid)
 
 
-Answer = Ready | Commit | FailedAttempt | SharmillError
+@dataclass(frozen=True)
+class Advanced:
+    """The answer of a rank in the middle of a unit: so much of the unit's cost is done."""
+
+    done: float
+
+
+Answer = Ready | Advanced | Commit | FailedAttempt | SharmillError
 
 
 def as_answer(error: ConfigError | FatalError) -> SharmillError:
     """An error that ends the stage, made anew: what a library hung on to it may not go through a pipe or Ray."""
     kind = ConfigError if isinstance(error, ConfigError) else FatalError
-    return kind(str(error))
+    return kind(str(error), code=error.code)
 
 
 @dataclass(kw_only=True)
@@ -58,6 +66,10 @@ class DrivenRank:
         if isinstance(answer, Ready):
             log.info("rank %d is ready: process %d on %s", self.number, answer.pid, answer.host)
             self.ready = True
+            return
+        if isinstance(answer, Advanced):
+            assert self.unit is not None
+            queue.advanced(self.unit, answer.done)
             return
         unit, self.unit = self.unit, None
         assert unit is not None

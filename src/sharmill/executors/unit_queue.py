@@ -6,9 +6,10 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from sharmill.engine.run import Listener
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import MAX_ATTEMPTS, FailedAttempt
+from sharmill.engine.worker import MAX_ATTEMPTS
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +41,17 @@ class UnitQueue:
         """The next unit to do, or None."""
         return self._waiting.popleft() if self._waiting else None
 
+    def advanced(self, unit: Unit, done: float) -> None:
+        """An attempt has done so much of the unit's cost."""
+        self._listener.unit_advanced(unit, done)
+
     def done(self, unit: Unit, commit: Commit) -> None:
         """An attempt has succeeded."""
         self._listener.unit_done(unit, commit)
 
     def failed(self, unit: Unit, error: FailedAttempt) -> None:
         """An attempt has failed: the unit waits again, or is given up."""
+        self._listener.unit_advanced(unit, 0.0)
         self._attempts[unit.index] += 1
         attempts = self._attempts[unit.index]
         if attempts < MAX_ATTEMPTS:
@@ -64,5 +70,6 @@ class UnitQueue:
         if self._interruptions[unit.index] > _MOST_INTERRUPTIONS:
             self.failed(unit, error)
             return
+        self._listener.unit_advanced(unit, 0.0)
         log.warning("unit %d was interrupted (%s); it is done again", unit.index, error.message)
         self._waiting.append(unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +25,13 @@ class Embedder:
     batch_seconds: float
     threads: int
 
-    def __call__(self, segments: Sequence[Segment]) -> tuple[np.ndarray, dict[int, RejectRecord]]:
-        """Embeddings (N, D) float32, and why there is none for some; those rows are zero."""
+    def __call__(
+        self, segments: Sequence[Segment], advance: Callable[[float], None] = lambda seconds: None
+    ) -> tuple[np.ndarray, dict[int, RejectRecord]]:
+        """Return embeddings (N, D) float32, and why there is none for some; those rows are zero.
+
+        ``advance`` is called with the seconds of audio of each batch.
+        """
         embeddings = np.zeros((len(segments), self.encoder.embedding_size), dtype=np.float32)
         rejects: dict[int, RejectRecord] = {}
         batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
@@ -49,6 +54,7 @@ class Embedder:
             if usable:
                 indices, arrays = zip(*usable, strict=True)
                 embeddings[list(indices)] = self.encoder.embed(*pad(arrays)).numpy()
+            advance(sum(segments[index].duration for index in batch))
         return embeddings, rejects
 
     def _load(self, segment: Segment) -> np.ndarray | RejectRecord:

@@ -128,7 +128,7 @@ class MatchProcessor(Processor):
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         groups = [list(group) for _, group in groupby(self._read(unit), key=self._key)]
         candidates = [group for group in groups if self._may_match(group)]
-        embeddings, unusable = self._embed_groups(candidates)
+        embeddings, unusable = self._embed_groups(candidates, advance)
         matched: list[Utterance] = []
         rejects: list[Reject] = []
         for group in groups:
@@ -166,10 +166,12 @@ class MatchProcessor(Processor):
             match.max_duration is None or utterance.duration <= match.max_duration
         )
 
-    def _embed_groups(self, groups: list[list[Utterance]]) -> tuple[dict[int, np.ndarray], dict[int, RejectRecord]]:
+    def _embed_groups(
+        self, groups: list[list[Utterance]], advance: Advance
+    ) -> tuple[dict[int, np.ndarray], dict[int, RejectRecord]]:
         """Embeddings, and why there is none, by utterance index; the groups' batches are made together."""
         utterances = [utterance for group in groups for utterance in group]
-        rows, failed = self._embed([utterance.segment for utterance in utterances])
+        rows, failed = self._embed([utterance.segment for utterance in utterances], advance)
         unusable = {utterances[position].index: reject for position, reject in failed.items()}
         embeddings = {
             utterance.index: row

@@ -168,6 +168,7 @@ class PrepareProcessor(Processor):
             else:
                 kept.append(utterance)
                 hours.count_kept(utterance)
+            advance(1.0)
         part = f"parts/{unit.index:06d}"
         write_lines(staging.path(f"{part}.jsonl"), (utterance.to_json() for utterance in kept))
         hashes = np.array([hash_utterance(utterance) for utterance in kept], dtype=HASH_FIELDS)

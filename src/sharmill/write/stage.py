@@ -188,6 +188,7 @@ class WriteProcessor(Processor):
             contexts = stack.enter_context(FieldWriter(staging.path(files[CONTEXT_AUDIO])))
             for utterance in utterances:
                 target, context, why = _encode_pair(encode, utterance)
+                advance(utterance.duration + _context(utterance).segment.duration)
                 if target is None or context is None:
                     assert why is not None
                     rejects.append(Reject(WriteStage.kind, why.reason, why.detail, utterance.public_record()))

@@ -20,11 +20,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.progress import mark_ended
-from sharmill.engine.run import Listener
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import FailedAttempt, Worker
+from sharmill.engine.worker import Worker
 from sharmill.errors import FatalError
 from sharmill.executors.devices import Device, plan_devices, visible_gpus
 from sharmill.executors.driven_rank import Answer, DrivenRank, FailedStarts, Ready
@@ -56,10 +57,10 @@ class LocalExecutor:
         queue = UnitQueue(units, listener)
         try:
             if len(devices) == 1:
-                _run_inline(stage, devices[0], queue)
+                _run_inline(stage, devices[0], queue, listener)
             else:
                 with logging_to(stage.dir.driver_log):
-                    _Pool(stage, devices, queue).run()
+                    _Pool(stage, devices, queue, listener).run()
         finally:
             # No rank is left that could do it for itself.
             remove_staging(stage.root)
@@ -67,8 +68,14 @@ class LocalExecutor:
         return queue.failures
 
 
-def _run_inline(stage: Stage, device: Device, queue: UnitQueue) -> None:
-    with device.only_visible(), logging_to(stage.dir.rank_log(0)), Worker(stage, 0, device.kind) as worker:
+def _run_inline(stage: Stage, device: Device, queue: UnitQueue, listener: Listener) -> None:
+    listener.loading(1)
+    with (
+        device.only_visible(),
+        logging_to(stage.dir.rank_log(0)),
+        Worker(stage, 0, device.kind, queue.advanced) as worker,
+    ):
+        listener.loading(0)
         while unit := queue.take():
             outcome = worker.run(unit)
             if isinstance(outcome, Commit):
@@ -90,6 +97,8 @@ class _Pool:
     stage: Stage
     devices: list[Device]
     queue: UnitQueue
+    listener: Listener
+    num_loading: int = 0
     ranks: dict[int, _Rank] = field(default_factory=dict)
     failed_starts: FailedStarts = field(default_factory=FailedStarts)
 
@@ -98,6 +107,7 @@ class _Pool:
         try:
             while self.queue or any(rank.unit for rank in self.ranks.values()):
                 self._start_missing()
+                self._report_loading()
                 self._hand_out()
                 self._listen()
             self._dismiss_all()
@@ -130,6 +140,12 @@ class _Pool:
             process.start()
             self.ranks[number] = _Rank(number=number, process=process, connection=ours)
         theirs.close()
+
+    def _report_loading(self) -> None:
+        loading = sum(not rank.ready for rank in self.ranks.values())
+        if loading != self.num_loading:
+            self.num_loading = loading
+            self.listener.loading(loading)
 
     def _hand_out(self) -> None:
         for rank in self.ranks.values():

@@ -18,10 +18,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Unit
 from sharmill.engine.worker import Worker
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.devices import Device
-from sharmill.executors.driven_rank import Ready, as_answer
+from sharmill.executors.driven_rank import Advanced, Ready, as_answer
 from sharmill.executors.logs import logging_to, redirect_output
 
 log = logging.getLogger(__name__)
@@ -58,8 +59,12 @@ def rank_main(start: RankStart, connection: Connection) -> None:
 
 def _work(start: RankStart, connection: Connection) -> None:
     stage: Stage = pickle.loads(start.stage)
+
+    def report(unit: Unit, done: float) -> None:
+        connection.send(Advanced(done))
+
     try:
-        with Worker(stage, start.number, start.device.kind) as worker:
+        with Worker(stage, start.number, start.device.kind, report) as worker:
             connection.send(Ready())
             while (unit := connection.recv()) is not None:
                 connection.send(worker.run(unit))

@@ -19,11 +19,12 @@ from typing import Any
 
 import sharmill
 from sharmill.config import Config
-from sharmill.engine.progress import mark_ended
-from sharmill.engine.run import Listener
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import FailedAttempt
+from sharmill.engine.progress import INTERVAL_SECONDS, mark_ended, read_progress
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
-from sharmill.engine.worker import MAX_ATTEMPTS, FailedAttempt
+from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import FatalError
 from sharmill.executors.driven_rank import Answer, DrivenRank, FailedStarts, Ready
 from sharmill.executors.logs import logging_to
@@ -69,7 +70,7 @@ class RayExecutor:
         queue = UnitQueue(units, listener)
         try:
             with logging_to(stage.dir.driver_log):
-                _Pool(stage, self._needs(stage), self.workers, queue).run()
+                _Pool(stage, self._needs(stage), self.workers, queue, listener).run()
         finally:
             # No actor is left that could do it for itself.
             remove_staging(stage.root)
@@ -102,10 +103,13 @@ class _Pool:
     needs: RankNeeds
     workers: int | str
     queue: UnitQueue
+    listener: Listener
+    num_loading: int = 0
     ranks: dict[int, _Rank] = field(default_factory=dict)
     leaving: list[_Rank] = field(default_factory=list)
     failed_starts: FailedStarts = field(default_factory=FailedStarts)
     next_start: float = 0.0
+    next_progress: float = 0.0
 
     def __post_init__(self) -> None:
         self._ray = import_ray()
@@ -118,6 +122,7 @@ class _Pool:
         try:
             while self.queue or any(rank.unit for rank in self.ranks.values()):
                 self._ask_for_ranks()
+                self._report_progress()
                 self._hand_out()
                 self._let_go()
                 self._listen()
@@ -158,6 +163,21 @@ class _Pool:
         )
         actor = self._actor_class.remote(start)
         self.ranks[number] = _Rank(number=number, actor=actor, call=actor.set_up.remote())
+
+    def _report_progress(self) -> None:
+        """Tell the listener what the progress records say; an actor that does a unit cannot be asked."""
+        # One that waits for room is no news where others are at work.
+        loading = 0 if any(rank.ready for rank in self.ranks.values()) else len(self.ranks)
+        if loading != self.num_loading:
+            self.num_loading = loading
+            self.listener.loading(loading)
+        if time.monotonic() < self.next_progress:
+            return
+        self.next_progress = time.monotonic() + INTERVAL_SECONDS
+        for record in read_progress(self.stage.dir.progress):
+            rank = self.ranks.get(record.rank)
+            if rank is not None and rank.unit is not None and record.unit == rank.unit.index:
+                self.queue.advanced(rank.unit, record.unit_cost_done)
 
     def _hand_out(self) -> None:
         for rank in self.ranks.values():

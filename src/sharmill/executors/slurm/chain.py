@@ -17,11 +17,12 @@ from typing import Literal
 import msgspec
 
 from sharmill.config import Config
-from sharmill.engine.run import StageResult, locked
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import FailedAttempt, StageResult
+from sharmill.engine.run import locked
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import FailedAttempt
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.logs import logging_to
 from sharmill.executors.slurm.executor import SlurmExecutor, Submitted, describe_jobs, is_step
@@ -215,7 +216,7 @@ def _is_deserted(chain: Chain, state: ChainState) -> bool:
     return True
 
 
-class LogListener:
+class LogListener(Listener):
     """Notes in the log what happens; nobody watches a step."""
 
     def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:

@@ -24,10 +24,11 @@ from tenacity import (
 
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.balance import pack
-from sharmill.engine.run import Listener
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
-from sharmill.engine.worker import MAX_ATTEMPTS, FailedAttempt
+from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile

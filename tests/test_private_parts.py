@@ -1,0 +1,171 @@
+"""Parts of other libraries that they do not promise to keep: one line each, and the library to look at when it fails.
+
+Each is something that sharmill reads, fills or calls beyond a library's documentation. When a test fails after an
+update, read the file of sharmill that the test names, beside the library's new version, and bound the library in
+pyproject.toml by what works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import tomllib
+from support.paths import REPOSITORY
+
+
+def fields(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def lhotse_recordings() -> bool:
+    from lhotse import AudioSource, Recording
+
+    recording = ["id", "sources", "sampling_rate", "num_samples", "duration", "channel_ids", "transforms"]
+    return fields(Recording) == recording and fields(AudioSource) == ["type", "channels", "source", "video"]
+
+
+def lhotse_cuts() -> bool:
+    from lhotse import MonoCut, SupervisionSegment
+
+    cut = ["id", "start", "duration", "channel", "supervisions", "features", "recording", "custom"]
+    supervision = ["id", "recording_id", "start", "duration", "channel", "text", "language", "speaker", "gender",
+                   "custom", "alignment"]  # fmt: skip
+    return fields(MonoCut) == cut and fields(SupervisionSegment) == supervision
+
+
+def lhotse_arrays() -> bool:
+    from lhotse.array import Array, TemporalArray
+
+    array = ["storage_type", "storage_path", "storage_key", "shape"]
+    return fields(Array) == array and fields(TemporalArray) == ["array", "temporal_dim", "frame_shift", "start"]
+
+
+def lhotse_dictionaries() -> bool:
+    """Objects are made by filling their ``__dict__``, which classes with slots do not have."""
+    from lhotse import AudioSource, MonoCut, Recording, SupervisionSegment
+    from lhotse.array import Array, TemporalArray
+
+    kinds = (AudioSource, MonoCut, Recording, SupervisionSegment, Array, TemporalArray)
+    return all("__dict__" in dir(object.__new__(kind)) for kind in kinds)
+
+
+def lhotse_filters() -> bool:
+    from lhotse import CutSet
+
+    filtered = CutSet(iter(())).filter(len)
+    return filtered.data.predicate is len and hasattr(filtered.data, "iterator")
+
+
+def lhotse_samplers() -> bool:
+    from lhotse import CutSet
+    from lhotse.dataset import DynamicCutSampler, RoundRobinSampler
+
+    one = DynamicCutSampler(CutSet(iter(())), max_cuts=1)
+    return isinstance(one.cuts, tuple) and RoundRobinSampler(one).samplers[0] is one
+
+
+def lhotse_worker_seeds() -> bool:
+    """The seed that was asked for is found again from what a worker's environment has."""
+    from lhotse.dataset import dataloading
+
+    with mock.patch.dict(os.environ), mock.patch.object(dataloading, "fix_random_seed"):
+        dataloading.worker_init_fn(3, rank=2, world_size=4, seed=5)
+        return os.environ[dataloading.LHOTSE_PROCESS_SEED] == str(5 + 100 * 3 + 100_000 * 2)
+
+
+def submitit_scripts() -> bool:
+    from submitit.slurm.slurm import SlurmExecutor
+
+    text = inspect.signature(SlurmExecutor._make_submission_file_text)
+    return list(text.parameters) == ["self", "command", "uid"] and isinstance(
+        SlurmExecutor._submitit_command_str, property
+    )
+
+
+def ray_node_addresses() -> bool:
+    from ray._private import ray_constants, services
+
+    return hasattr(ray_constants, "ENABLE_RAY_CLUSTER") and callable(services.resolve_ip_for_localhost)
+
+
+def resemblyzer_weights() -> bool:
+    import torch
+
+    origin = importlib.util.find_spec("resemblyzer").origin
+    state = torch.load(Path(origin).parent / "pretrained.pt", map_location="cpu", weights_only=True)["model_state"]
+    return {"lstm.weight_ih_l0", "linear.weight"} <= state.keys()
+
+
+def nemo_checkpoints() -> bool:
+    from sharmill.models.nemo_checkpoint import quiet_nemo
+
+    with quiet_nemo():
+        from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
+        from nemo.utils import logging
+
+    load = inspect.signature(SaveRestoreConnector.load_instance_with_state_dict)
+    return list(load.parameters) == ["self", "instance", "state_dict", "strict"] and hasattr(logging, "temp_verbosity")
+
+
+def nemo_codec_parts() -> bool:
+    from sharmill.models.nemo_checkpoint import quiet_nemo
+    from sharmill.models.untrained_codec import build_untrained_model
+
+    with quiet_nemo():
+        model = build_untrained_model()
+    parts = ("audio_encoder", "vector_quantizer", "quantize", "semantic_codec", "samples_per_frame", "num_codebooks")
+    return all(hasattr(model, part) for part in parts)
+
+
+def torch_weight_norm() -> bool:
+    import torch
+
+    layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    return hasattr(layer.parametrizations.weight, "original0") and hasattr(layer.parametrizations.weight, "original1")
+
+
+# What is relied on: (package, what, the file of sharmill that relies on it, a check that it still is so).
+PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
+    ("lhotse", "fields of recordings", "shar/reading/cuts.py", lhotse_recordings),
+    ("lhotse", "fields of cuts and supervisions", "shar/reading/cuts.py", lhotse_cuts),
+    ("lhotse", "fields of arrays", "shar/reading/cuts.py", lhotse_arrays),
+    ("lhotse", "objects with a __dict__", "shar/reading/cuts.py", lhotse_dictionaries),
+    ("lhotse", "predicate and iterator of LazyFilter", "training/nemo/reporting_filter.py", lhotse_filters),
+    ("lhotse", "cuts of a sampler, samplers of a RoundRobinSampler", "training/nemo/reporting_filter.py",
+     lhotse_samplers),
+    ("lhotse", "seeds of worker processes", "training/nemo/partition.py", lhotse_worker_seeds),
+    ("submitit", "text of sbatch scripts", "executors/slurm/executor.py", submitit_scripts),
+    ("ray", "addresses of nodes", "executors/ray/node.py", ray_node_addresses),
+    ("resemblyzer", "weights in pretrained.pt", "models/resemblyzer_encoder.py", resemblyzer_weights),
+    ("nemo_toolkit", "loading of checkpoints", "models/nemo_checkpoint.py", nemo_checkpoints),
+    ("nemo_toolkit", "parts of AudioCodecModel", "models/nemo_codec.py", nemo_codec_parts),
+    ("torch", "weights of weight_norm", "models/untrained_codec.py", torch_weight_norm),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("package", "what", "used_in", "holds"), PARTS, ids=[f"{p[0]}: {p[1]}" for p in PARTS])
+def test_a_private_part_is_as_it_was(package, what, used_in, holds):
+    assert (REPOSITORY / "src" / "sharmill" / used_in).is_file(), f"nothing at {used_in} uses it: remove the line"
+    version = importlib.metadata.version(package)
+    assert holds(), f"look at {package} {version}: its {what} changed, and src/sharmill/{used_in} relies on them"
+
+
+@pytest.mark.parametrize("package", sorted({part[0] for part in PARTS}))
+def test_a_library_whose_private_parts_are_used_has_an_upper_bound(package):
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
+    bounds = [line for line in wanted if re.match(rf"{package}\b(?!-)", line)]
+    assert bounds, f"pyproject.toml does not name {package}"
+    assert all("<" in bound for bound in bounds), f"{package} has no upper bound: {bounds}"

@@ -41,11 +41,14 @@ CODES: Final[dict[str, str]] = {
     "unknown_stage": "there is no stage of this name",
     # Reading and training
     "bad_callable": "module:callable names nothing that can be imported and called",
+    "bad_tokenizer": "a tokenizer cannot be loaded, or does not give ids for this text",
     "inexact_state": "consumed cuts cannot be counted, so that no exact state of the data is possible",
+    "needs_dataset": "the loader's data fit no dataset class that it could make itself",
     "process_ended": "a worker process ended by itself",
     "split_wrong": "ranks or workers would get cuts twice or not at all under these settings",
     "step_failed": "a training step failed for another reason than memory, or took too long",
     "too_few_cuts": "there are fewer cuts than ranks and workers, or than what is asked for needs",
+    "unknown_codec": "a dataset has no such codec, or several to choose from",
     "wrong_state": "a saved state is incomplete, damaged, or of another dataset, order or loader",
     # Inputs
     "bad_manifest": "a manifest cannot be read as JSON lines",

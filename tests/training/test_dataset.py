@@ -14,6 +14,7 @@ from lhotse import CutSet
 from lhotse.array import TemporalArray
 from lhotse.dataset import DynamicCutSampler, SimpleCutSampler
 from lhotse.utils import fastcopy
+from support.errors import raises
 from support.pipelines import shar_fields
 from support.shar import ToyCodec, voice
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -67,13 +68,13 @@ def test_the_codec_is_named_where_there_are_several(project):
     for number in range(2):
         project.add(f"{number}.wav", voice(1.0, seed=number))
     config = project.write()
-    with pytest.raises(ConfigError, match="has the codecs none"):
+    with raises(ConfigError, "unknown_codec", str(project.dataset)):
         CodecForm.of_dataset(project.dataset)
     project.encode(config, "fine", ToyCodec(samples_per_frame=160))
     project.encode(config, "coarse", ToyCodec(samples_per_frame=640))
-    with pytest.raises(ConfigError, match="coarse, fine: name one"):
+    with raises(ConfigError, "unknown_codec", "coarse, fine"):
         CodecForm.of_dataset(project.dataset)
-    with pytest.raises(ConfigError, match="no codec 'mimi'; it has"):
+    with raises(ConfigError, "unknown_codec", "'mimi'"):
         CodecForm.of_dataset(project.dataset, "mimi")
     assert CodecForm.of_dataset(project.dataset, "coarse").samples_per_frame == 640
 
@@ -405,6 +406,39 @@ def test_codes_can_be_ignored(cuts, form):
     batch = batch_of(cuts, form, codes=False)
     assert not {"target_codes", "context_codes"} & batch.keys()
     assert batch["target_audio_lens"][0] == 16000
+
+
+def test_without_a_codec_there_is_audio(cuts):
+    """At the rate that it has; a frame is a sample, so that slices end where the limits say."""
+    batch = batch_of(cuts, None, context_duration_min=1.0, context_duration_max=1.0)
+    assert not [name for name in batch if "codes" in name]
+    assert batch["target_audio"].shape == (7, 49600)
+    for row, cut in enumerate(cuts):
+        samples = cut.target_audio.load_audio()[0]
+        np.testing.assert_array_equal(batch["target_audio"][row, : batch["target_audio_lens"][row]], samples)
+    assert batch["context_audio_lens"].tolist() == [16000] * 7
+    assert batch["context_durations"].tolist() == [1.0] * 7
+
+
+def test_without_a_codec_audio_has_the_rate_that_is_asked_for(heard, form):
+    batch = batch_of(heard, None, sampling_rate=8000, audio_16khz="context")
+    assert batch["target_audio_lens"].tolist() == [cut.resample(8000).num_samples for cut in heard]
+    np.testing.assert_allclose(batch["context_audio_lens"] / 8000, batch["context_durations"], rtol=1e-6)
+    np.testing.assert_allclose(batch["audio_16khz_lens"] / 16000, batch["context_durations"], atol=1e-4)
+    with pytest.raises(ValueError, match="leave out sampling_rate"):
+        ContextSpeechDataset(form, sampling_rate=8000)
+
+
+def test_without_a_codec_a_batch_has_one_rate(heard):
+    other = heard[1].resample(8000)
+    with pytest.raises(ValueError, match="give sampling_rate="):
+        batch_of([heard[0], other], None, context=False)
+    assert batch_of([heard[0], other], None, context=False, sampling_rate=16000)["target_audio_lens"][0] == 16000
+
+
+def test_without_a_codec_and_without_audio_the_cut_is_named(coded):
+    with pytest.raises(ValueError, match=f"{coded[0].id}.*has no target_audio"):
+        batch_of(coded, None)
 
 
 def test_data_without_contexts(built, form):

@@ -1,4 +1,4 @@
-"""Loads what a cut carries, be it from ``open_shar`` or from plain lhotse: codes, audio at a rate, text."""
+"""The data of a cut, be it from ``open_shar`` or from plain lhotse: codes, audio at a rate, text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LOADED = ("memory", "shar")
 
 
 def holds(cut: MonoCut, field: str) -> bool:
-    """Whether the cut carries this field."""
+    """Return True if the cut carries this field."""
     return _recording(cut) is not None if field == TARGET_AUDIO else cut.has_custom(field)
 
 
 def load_array(cut: MonoCut, field: str) -> np.ndarray:
-    """Codes (codebooks, frames): the target's frames of this cut, or the whole context.
+    """Return codes (codebooks, frames): the target's frames of this cut, or the whole context.
 
     Raises:
         ValueError: the target's audio was perturbed, which its codes cannot follow.
@@ -43,7 +43,7 @@ def load_array(cut: MonoCut, field: str) -> np.ndarray:
 
 
 def target_codes_on_time(cut: MonoCut) -> TemporalArray | None:
-    """The manifest of the target's codes, where it says when its frames are."""
+    """Return the manifest of the target's codes, or None where it does not say when its frames are."""
     from lhotse.array import TemporalArray
 
     array = (cut.custom or {}).get(TARGET_CODES)
@@ -51,7 +51,7 @@ def target_codes_on_time(cut: MonoCut) -> TemporalArray | None:
 
 
 def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
-    """Samples (time,) at ``sampling_rate``, float32: the target's part of this cut, or the whole context.
+    """Return samples (time,) at ``sampling_rate``, float32: the target's part of this cut, or the whole context.
 
     Raises:
         ValueError: the cut does not carry it, it has several channels, or it cannot follow a perturbation of the cut.
@@ -69,21 +69,29 @@ def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
     return samples[0].astype(np.float32, copy=False)
 
 
+def sampling_rate_of(cut: MonoCut) -> int:
+    """Return the sampling rate of the target's audio, which the cut must carry."""
+    recording = _recording(cut)
+    assert recording is not None
+    rate: int = recording.sampling_rate
+    return rate
+
+
 def epoch_of(cut: MonoCut) -> int:
-    """The epoch that the reader of this cut is in, where it tells: our ``shar_position``, lhotse's ``shar_epoch``."""
+    """Return the epoch of the cut's reader: of our ``shar_position``, or lhotse's ``shar_epoch``; else 0."""
     custom = cut.custom or {}
     position = custom.get("shar_position")
     return position[0] if position is not None else custom.get("shar_epoch", 0)
 
 
 def text_of(cut: MonoCut, field: str) -> str | None:
-    """The supervision's text, or what its ``custom`` has under another name."""
+    """Return the supervision's text, or the value that its ``custom`` has under another name."""
     supervision = cut.supervisions[0]
     return supervision.text if field == "text" else (supervision.custom or {}).get(field)
 
 
 def _recording(cut: MonoCut) -> Recording | None:
-    """The target's audio: the field of that name, or the cut's own recording where its data has been read."""
+    """Return the target's audio: the field of that name, or the cut's own recording where its data has been read."""
     field = (cut.custom or {}).get(TARGET_AUDIO)
     own = cut.recording
     if own is None or not all(source.type in _LOADED for source in own.sources):
@@ -97,7 +105,7 @@ def _same_data(one: Recording, other: Recording) -> bool:
 
 
 def _perturbations(cut: MonoCut) -> str:
-    """What lhotse is to do to the cut's recording, resampling apart: ``Speed``, or nothing."""
+    """Return the names of lhotse's transforms of the cut's recording, resampling apart, such as ``Speed``."""
     transforms = (cut.recording.transforms if cut.recording is not None else None) or []
     names = [one["name"] if isinstance(one, dict) else type(one).__name__ for one in transforms]
     return ", ".join(name for name in names if name != "Resample")

@@ -1,6 +1,6 @@
-"""Turns the cuts of a batch into padded tensors for TTS and speech language models.
+"""Batches of padded tensors for TTS and speech language models, made of the cuts that a sampler chose.
 
-Which cuts make a batch is the sampler's business. What a batch has is in the docstring of ``ContextSpeechDataset``.
+The docstring of ``ContextSpeechDataset`` lists the entries of a batch.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,15 @@ import torch
 from sharmill.errors import ConfigError
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
 from sharmill.training.context import ContextLimits, ContextSlice
-from sharmill.training.cut_data import epoch_of, holds, load_array, load_audio, target_codes_on_time, text_of
+from sharmill.training.cut_data import (
+    epoch_of,
+    holds,
+    load_array,
+    load_audio,
+    sampling_rate_of,
+    target_codes_on_time,
+    text_of,
+)
 from sharmill.training.tokenizers import Tokenizers, check_tokenizers, tokenize
 
 if TYPE_CHECKING:
@@ -31,7 +40,7 @@ _16KHZ = 16000
 
 @dataclass(frozen=True, kw_only=True)
 class CodecForm:
-    """What codes look like, and the ids that mark their begin and end.
+    """The form of a codec's codes, and the ids that mark their begin and end.
 
     ``bos`` and ``eos`` default to ``codebook_size`` and ``codebook_size + 1``, the first ids that are no codes; the
     context's default to the target's. ``marks=False`` adds none at all.
@@ -66,7 +75,7 @@ class CodecForm:
 
     @classmethod
     def of_dataset(cls, dataset: str | Path, codec: str | None = None, **ids: Any) -> CodecForm:
-        """That of a codec of a dataset directory; ``codec`` may be left out where there is one.
+        """Return the form of a codec of a dataset directory; ``codec`` may be left out where there is one.
 
         Raises:
             ConfigError: there is no finished dataset, or not this codec, or several to choose from.
@@ -76,10 +85,15 @@ class CodecForm:
         records = {record.name: record for record in read_dataset(Path(dataset)).codecs}
         names = ", ".join(records) or "none"
         if codec is None and len(records) != 1:
-            raise ConfigError(f"{dataset} has the codecs {names}: name one with codec=")
+            raise ConfigError(
+                f"{dataset} has no codec: encode it, or use ContextSpeechDataset(None), which gives audio"
+                if not records
+                else f"{dataset} has the codecs {names}: name one with codec=",
+                code="unknown_codec",
+            )
         record = records.get(codec or next(iter(records)))
         if record is None:
-            raise ConfigError(f"{dataset} has no codec {codec!r}; it has {names}")
+            raise ConfigError(f"{dataset} has no codec {codec!r}; it has {names}", code="unknown_codec")
         return cls(
             sampling_rate=record.sampling_rate,
             samples_per_frame=record.samples_per_frame,
@@ -89,7 +103,7 @@ class CodecForm:
 
 
 class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
-    """Cuts of a batch as tensors: text tokens, target, and a random slice of the context.
+    """A maker of batches: text tokens, target, and a random slice of the context of each cut as tensors.
 
     A batch of B cuts has these entries. Tensors are padded at the end; the lengths say where the padding begins.
 
@@ -109,7 +123,8 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
     ``context_code_lens``        int64 (B,)            frames, BOS and EOS included
     ``context_durations``        float32 (B,)          seconds of the slice, without BOS and EOS
     ``target_audio``             float32 (B, L)        instead of ``target_codes`` where cuts have no codes: samples at
-                                                       the codec's rate, padded with 0 to whole frames of the codec
+                                                       the codec's rate, padded with 0 to whole frames of the codec;
+                                                       without a codec at ``sampling_rate``, a frame being a sample
     ``target_audio_lens``        int64 (B,)            samples, without padding
     ``context_audio``            float32 (B, L)        instead of ``context_codes``; whole frames
     ``context_audio_lens``       int64 (B,)            samples
@@ -130,6 +145,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
 
     Args:
         codec: the form of the codes; ``CodecForm.of_dataset("data/librispeech")``. Its rate is that of audio as well.
+            None for data without codes: batches then have audio.
         tokenizer: from text to ids, or one such function for each language; None for data without text.
         context: False for data without contexts.
         context_duration_min: seconds; a shorter context is repeated from its beginning.
@@ -138,13 +154,25 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         text_field: where the text is: in the supervision, or in its ``custom`` under this name.
         text_bos_id, text_eos_id: added to the tokens if they are not None.
         codes: False loads audio also where there are codes.
+        sampling_rate: Hz, of audio where ``codec`` is None; by default the rate that the audio has, which must be the
+            same for all cuts of a batch.
+
+    Raises:
+        ValueError: options that do not go together.
+
+    Example:
+        >>> dataset = ContextSpeechDataset(CodecForm.of_dataset("data/librispeech"))  # doctest: +SKIP
+        >>> batch = dataset[CutSet.from_cuts(islice(open_shar("data/librispeech"), 8))]  # doctest: +SKIP
+        >>> batch["target_codes"].shape  # doctest: +SKIP
+        torch.Size([8, 8, 412])
     """
 
     def __init__(
         self,
-        codec: CodecForm,
+        codec: CodecForm | None,
         tokenizer: Tokenizers | None = None,
         *,
+        sampling_rate: int | None = None,
         context: bool = True,
         context_duration_min: float = 3.0,
         context_duration_max: float = 10.0,
@@ -159,27 +187,34 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
     ) -> None:
         if audio_16khz == "context" and not context:
             raise ValueError("audio_16khz='context' needs contexts")
+        if codec is not None and sampling_rate not in (None, codec.sampling_rate):
+            raise ValueError(
+                f"audio has the codec's rate, {codec.sampling_rate}: leave out sampling_rate, or the codec"
+            )
         if tokenizer is not None:
             check_tokenizers(tokenizer)
         self.codec = codec
         self.tokenizer = tokenizer
-        self.limits = ContextLimits(context_duration_min, context_duration_max, codec.frame_shift) if context else None
+        self.sampling_rate = sampling_rate
+        self._limits = partial(ContextLimits, context_duration_min, context_duration_max) if context else None
+        if self._limits is not None:
+            self._limits(1.0)  # Wrong durations are an error here.
         self.audio_16khz = audio_16khz
         self.text_field = text_field
         self.text_marks = (text_bos_id, text_eos_id)
         self.text_pad_id = text_pad_id
         self.code_pad_id = code_pad_id
-        self.codes = codes
+        self.codes = codes and codec is not None
         self.seed = seed
         # In shared memory, so that worker processes of a loader that keeps them see the next epoch too.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Draws other slices from the next batch on; to be called before a loader begins an epoch."""
+        """Draw other slices from the next batch on; to be called before a loader begins an epoch."""
         self._epoch.fill_(epoch)
 
     def __getitem__(self, cuts: CutSet) -> Batch:
-        """The batch of these cuts.
+        """Return the batch of these cuts.
 
         Raises:
             ValueError: a cut lacks what the batch needs, or not all have it in the same form; the message names it.
@@ -190,7 +225,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
             batch |= _padded("text_tokens", "text_lens", [self._tokens(cut) for cut in cuts_list], self.text_pad_id)
         batch |= self._targets(cuts_list)
         slices = None
-        if self.limits is not None:
+        if self._limits is not None:
             contexts, slices = self._contexts(cuts_list)
             batch |= contexts
         if self.audio_16khz is not None:
@@ -208,37 +243,56 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
 
     def _targets(self, cuts: list[MonoCut]) -> Batch:
         if self._in_codes(cuts, TARGET_CODES, TARGET_AUDIO):
+            assert self.codec is not None
             for cut in cuts:
-                self._require_frame_shift(cut)
-            rows = [self._marked(load_array(cut, TARGET_CODES), self.codec.target_marks, cut) for cut in cuts]
+                _require_frame_shift(cut, self.codec)
+            rows = [_marked(load_array(cut, TARGET_CODES), self.codec, self.codec.target_marks, cut) for cut in cuts]
             return _padded(TARGET_CODES, "target_code_lens", _same_codebooks(rows, cuts), self.code_pad_id)
-        samples = [load_audio(cut, TARGET_AUDIO, self.codec.sampling_rate) for cut in cuts]
-        return _padded(TARGET_AUDIO, "target_audio_lens", samples, multiple=self.codec.samples_per_frame)
+        rate, per_frame = self._audio_form(cuts)
+        samples = [load_audio(cut, TARGET_AUDIO, rate) for cut in cuts]
+        return _padded(TARGET_AUDIO, "target_audio_lens", samples, multiple=per_frame)
 
     def _contexts(self, cuts: list[MonoCut]) -> tuple[Batch, list[ContextSlice]]:
+        assert self._limits is not None
         if self._in_codes(cuts, CONTEXT_CODES, CONTEXT_AUDIO):
+            assert self.codec is not None
+            limits = self._limits(self.codec.frame_shift)
             arrays = [load_array(cut, CONTEXT_CODES) for cut in cuts]
-            slices = [self._draw(cut, array.shape[-1]) for cut, array in zip(cuts, arrays, strict=True)]
+            slices = [self._draw(cut, array.shape[-1], limits) for cut, array in zip(cuts, arrays, strict=True)]
             rows = [
-                self._marked(part.of_frames(array), self.codec.context_marks, cut)
+                _marked(part.of_frames(array), self.codec, self.codec.context_marks, cut)
                 for cut, array, part in zip(cuts, arrays, slices, strict=True)
             ]
             batch = _padded(CONTEXT_CODES, "context_code_lens", _same_codebooks(rows, cuts), self.code_pad_id)
         else:
-            rate, per_frame = self.codec.sampling_rate, self.codec.samples_per_frame
+            rate, per_frame = self._audio_form(cuts)
+            limits = self._limits(per_frame / rate)
             samples = [load_audio(cut, CONTEXT_AUDIO, rate) for cut in cuts]
-            slices = [self._draw(cut, -(-len(audio) // per_frame)) for cut, audio in zip(cuts, samples, strict=True)]
+            slices = [
+                self._draw(cut, -(-len(audio) // per_frame), limits) for cut, audio in zip(cuts, samples, strict=True)
+            ]
             sliced = [part.of_samples(audio, rate) for part, audio in zip(slices, samples, strict=True)]
             batch = _padded(CONTEXT_AUDIO, "context_audio_lens", sliced)
         batch["context_durations"] = torch.tensor([part.duration for part in slices], dtype=torch.float32)
         return batch, slices
 
-    def _draw(self, cut: MonoCut, num_frames: int) -> ContextSlice:
-        assert self.limits is not None
+    def _audio_form(self, cuts: list[MonoCut]) -> tuple[int, int]:
+        """Return the rate of a batch's audio, and the samples of a frame: one where there is no codec."""
+        if self.codec is not None:
+            return self.codec.sampling_rate, self.codec.samples_per_frame
+        if self.sampling_rate is not None:
+            return self.sampling_rate, 1
+        rates = {sampling_rate_of(cut): cut for cut in cuts}
+        if len(rates) > 1:
+            found = " and ".join(f"{cut.id!r} has {rate} Hz" for rate, cut in rates.items())
+            raise ValueError(f"cut {found}; a batch has one rate: give sampling_rate=")
+        return next(iter(rates)), 1
+
+    def _draw(self, cut: MonoCut, num_frames: int, limits: ContextLimits) -> ContextSlice:
         if num_frames == 0:
             raise ValueError(f"the context of cut {cut.id!r} is empty")
         epoch = (int(self._epoch), epoch_of(cut))
-        return self.limits.draw(num_frames, f"{self.seed}/{epoch}/{cut.id}")
+        return limits.draw(num_frames, f"{self.seed}/{epoch}/{cut.id}")
 
     def _audio_16khz(self, cuts: list[MonoCut], slices: list[ContextSlice] | None) -> list[np.ndarray]:
         if self.audio_16khz == "target":
@@ -250,7 +304,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         ]
 
     def _in_codes(self, cuts: list[MonoCut], codes: str, audio: str) -> bool:
-        """Whether the batch has this side as codes: all of it or nothing."""
+        """Return True if the batch has this side as codes: all of it or nothing."""
         with_codes = [cut for cut in cuts if self.codes and holds(cut, codes)]
         if len(with_codes) == len(cuts):
             return True
@@ -269,28 +323,33 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
                 )
         return False
 
-    def _require_frame_shift(self, cut: MonoCut) -> None:
-        """Other tools give each cut a frame shift of its own, which misses the codec's by less than a frame a cut."""
-        array = target_codes_on_time(cut)
-        if array is not None:
-            frames = array.shape[array.temporal_dim]
-            if abs(array.frame_shift - self.codec.frame_shift) * frames > 2 * self.codec.frame_shift:
-                raise ValueError(
-                    f"the codes of cut {cut.id!r} have a frame each {array.frame_shift:.4g} s, and the codec has one "
-                    f"each {self.codec.frame_shift:.4g} s: give the CodecForm of the codec that open_shar reads"
-                )
 
-    def _marked(self, codes: np.ndarray, marks: tuple[int, int], cut: MonoCut) -> np.ndarray:
-        """Codes (codebooks, frames) with BOS before and EOS behind them."""
-        size = self.codec.codebook_size
-        if codes.ndim != 2 or codes.shape[1] == 0:
-            raise ValueError(f"the codes of cut {cut.id!r} have the shape {codes.shape}, not (codebooks, frames)")
-        if codes.min() < 0 or codes.max() >= size:
-            raise ValueError(f"the codes of cut {cut.id!r} are {codes.min()} to {codes.max()}, not 0 to {size - 1}")
-        if not self.codec.marks:
-            return codes.astype(np.int64)
-        bos, eos = marks
-        return np.pad(codes.astype(np.int64), ((0, 0), (1, 1)), constant_values=((0, 0), (bos, eos)))
+def _require_frame_shift(cut: MonoCut, codec: CodecForm) -> None:
+    """Raise ValueError where the codes of a cut have another frame rate than the codec.
+
+    Other tools give each cut a frame shift of its own, which misses the codec's by less than a frame a cut.
+    """
+    array = target_codes_on_time(cut)
+    if array is not None:
+        frames = array.shape[array.temporal_dim]
+        if abs(array.frame_shift - codec.frame_shift) * frames > 2 * codec.frame_shift:
+            raise ValueError(
+                f"the codes of cut {cut.id!r} have a frame each {array.frame_shift:.4g} s, and the codec has one "
+                f"each {codec.frame_shift:.4g} s: give the CodecForm of the codec that open_shar reads"
+            )
+
+
+def _marked(codes: np.ndarray, codec: CodecForm, marks: tuple[int, int], cut: MonoCut) -> np.ndarray:
+    """Return codes (codebooks, frames) with BOS before and EOS behind them."""
+    size = codec.codebook_size
+    if codes.ndim != 2 or codes.shape[1] == 0:
+        raise ValueError(f"the codes of cut {cut.id!r} have the shape {codes.shape}, not (codebooks, frames)")
+    if codes.min() < 0 or codes.max() >= size:
+        raise ValueError(f"the codes of cut {cut.id!r} are {codes.min()} to {codes.max()}, not 0 to {size - 1}")
+    if not codec.marks:
+        return codes.astype(np.int64)
+    bos, eos = marks
+    return np.pad(codes.astype(np.int64), ((0, 0), (1, 1)), constant_values=((0, 0), (bos, eos)))
 
 
 def _describe(cuts: list[MonoCut], text_field: str) -> Batch:
@@ -330,7 +389,7 @@ def _same_codebooks(rows: list[np.ndarray], cuts: list[MonoCut]) -> list[np.ndar
 
 
 def _padded(name: str, lengths: str, rows: Sequence[np.ndarray], value: int = 0, *, multiple: int = 1) -> Batch:
-    """Rows (..., length) as one tensor (B, ..., longest, rounded up to ``multiple``), and their lengths (B,)."""
+    """Return rows (..., length) as one tensor (B, ..., longest, rounded up to ``multiple``), and their lengths (B,)."""
     sizes = [row.shape[-1] for row in rows]
     longest = -(-max(sizes) // multiple) * multiple
     result = np.full((len(rows), *rows[0].shape[:-1], longest), value, dtype=rows[0].dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.errors import raises
 from support.shar import Project, ToyCodec, voice
 from support.training import Letters, take
 
@@ -52,9 +53,55 @@ def test_audio_has_the_codecs_rate(tmp_path):
     assert torch.equal(batch["target_audio"][0], torch.from_numpy(voice(1.0, rate=24000)))
 
 
+def audio_entry(dataset, **options):
+    return {"type": "sharmill", "dataset": str(dataset)} | options
+
+
+def test_data_without_codes_come_as_audio(many):
+    cfg = {"input_cfg": [audio_entry(many.dataset)], "force_finite": True, "batch_size": 4}
+    batch = take(get_dataloader(cfg, 0, 1, Letters()), 2)[1]
+    cuts = {cut.id: cut for cut in open_shar(many.dataset)}
+    assert not [name for name in batch if "codes" in name]
+    for row, cut_id in enumerate(batch["ids"]):
+        samples = cuts[cut_id].target_audio.load_audio()[0]
+        assert batch["target_audio_lens"][row] == len(samples)
+        assert np.array_equal(batch["target_audio"][row, : len(samples)], samples)
+    assert batch["context_audio"].shape[0] == 4
+    assert batch["context_durations"].tolist() == [3.0] * 4
+
+
+def test_audio_without_a_codec_has_the_rate_that_is_asked_for(many):
+    cfg = {"input_cfg": [audio_entry(many.dataset)], "force_finite": True, "batch_size": 1, "sample_rate": 8000}
+    (batch,) = take(get_dataloader(cfg, 0, 1), 1)
+    (cut,) = open_shar(many.dataset, ["target_audio"]).subset(first=1)
+    assert batch["target_audio_lens"].item() == cut.resample(8000).num_samples
+    assert batch["context_audio_lens"].item() == 3 * 8000
+
+
+def test_contexts_that_are_not_read_are_not_asked_for(many):
+    cfg = {"input_cfg": [audio_entry(many.dataset, fields=["target_audio"])], "force_finite": True, "batch_size": 2}
+    (batch,) = take(get_dataloader(cfg, 0, 1), 1)
+    assert batch["target_audio"].shape[0] == 2
+    assert not [name for name in batch if name.startswith("context")]
+
+
+def test_data_with_and_without_codes_need_a_dataset_of_their_own(corpora, many):
+    entries = [corpora.entry("large"), audio_entry(many.dataset)]
+    with raises(ConfigError, "needs_dataset", "dataset="):
+        get_dataloader({"input_cfg": entries, "batch_size": 1}, 0, 1)
+    entries = [audio_entry(many.dataset), audio_entry(many.dataset, fields=["target_audio"])]
+    with raises(ConfigError, "needs_dataset", "contexts"):
+        get_dataloader({"input_cfg": entries, "batch_size": 1}, 0, 1)
+
+
+def test_a_codec_that_a_dataset_does_not_have_is_an_error(many):
+    with raises(ConfigError, "unknown_codec", "mimi"):
+        get_dataloader({"input_cfg": [audio_entry(many.dataset, codec="mimi")], "batch_size": 1}, 0, 1)
+
+
 def test_other_data_need_a_dataset_of_their_own(corpora):
     text = {"type": "txt", "paths": str(corpora.text), "language": "en"}
-    with pytest.raises(ConfigError, match="type txt need a dataset="):
+    with raises(ConfigError, "needs_dataset", "type txt", "dataset="):
         get_dataloader({"input_cfg": [corpora.entry("large"), text], "batch_size": 1}, 0, 1)
 
 
@@ -64,5 +111,5 @@ def test_datasets_of_two_codecs_need_a_dataset_of_their_own(corpora, tmp_path):
         project.add(name, voice(1.0))
     project.encode(project.write(match={"min_duration": 0.0}), codec=ToyCodec(samples_per_frame=160))
     entries = [corpora.entry("large"), {"type": "sharmill", "dataset": str(project.dataset)}]
-    with pytest.raises(ConfigError, match="different forms"):
+    with raises(ConfigError, "needs_dataset", "different forms"):
         get_dataloader({"input_cfg": entries, "batch_size": 1}, 0, 1)

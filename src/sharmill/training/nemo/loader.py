@@ -1,17 +1,21 @@
-"""The training loader: NeMo's, over our datasets and whatever else NeMo reads. NeMo makes the batches."""
+"""The training loader: NeMo's, over our datasets and whatever else NeMo reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sharmill.errors import ConfigError
+from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES
 from sharmill.training.nemo.loader_settings import Settings, prepare_settings, sections_of, sources_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import Dataset
+
+    from sharmill.shar.index import DatasetRecord
 
 
 def get_dataloader(
@@ -25,7 +29,7 @@ def get_dataloader(
     resumable: bool = False,
     state: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The loader that NeMo's ``get_lhotse_dataloader_from_config`` makes, with ``type: sharmill`` in ``input_cfg``.
+    """Return the loader of NeMo's ``get_lhotse_dataloader_from_config``, with ``type: sharmill`` in ``input_cfg``.
 
     Args:
         cfg: NeMo's settings (``LhotseDataLoadingConfig``), plain or of OmegaConf. It is not changed.
@@ -33,7 +37,8 @@ def get_dataloader(
         world_size: how many data-parallel ranks there are.
         tokenizer: any callable from text to token ids; with ``prompt_format``, a tokenizer of NeMo.
         dataset: makes a batch of a CutSet: ``dataset[cuts]``. Default: a ``ContextSpeechDataset`` for the codec of the
-            entries of type sharmill, which must agree; audio then has the codec's rate, if ``sample_rate`` is not set.
+            entries of type sharmill, which must agree. Audio has the codec's rate; where the entries have no codec it
+            has ``sample_rate``, or if that is not set the datasets' own rate.
         device_mesh: with axes ``cp`` or ``tp``: only the first rank along them reads, and the others get its batches.
         resumable: returns a StatefulDataLoader: its ``state_dict()``s of all ranks, put together by
             ``merge_data_states``, are a ``state``. For streaming without end in one order for all ranks.
@@ -59,7 +64,7 @@ def get_dataloader(
     settings = prepare_settings(cfg, rank, world_size)
     prompted = any(section.get("prompt_format") is not None for section in sections_of(settings))
     if prompted and not hasattr(tokenizer, "text_to_ids"):
-        raise ConfigError("prompt_format needs a tokenizer of NeMo, one with text_to_ids")
+        raise ConfigError("prompt_format needs a tokenizer of NeMo, one with text_to_ids", code="bad_tokenizer")
     if dataset is None:
         dataset = _default_dataset(settings, tokenizer)
     source = None
@@ -78,17 +83,50 @@ def get_dataloader(
 
 
 def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
-    """The dataset class for the codec of all sources, at whose rate audio is loaded."""
+    """Make the dataset class for the codec of all sources, or for audio where they have none.
+
+    ``sample_rate`` becomes that of the batches' audio, where it is not set.
+    """
+    from sharmill.shar.index import read_dataset
     from sharmill.training.dataset import CodecForm, ContextSpeechDataset
 
-    forms = set()
-    for source in sources_of(settings):
-        if source.get("type") != "sharmill":
-            raise ConfigError(f"data of type {source.get('type')} need a dataset= that makes batches of them")
-        forms.add(CodecForm.of_dataset(source["dataset"], source.get("codec")))
-    if len(forms) > 1:
-        raise ConfigError("the datasets have codecs of different forms: give dataset=")
-    (form,) = forms
+    sources = sources_of(settings)
+    if other := [source.get("type") for source in sources if source.get("type") != "sharmill"]:
+        raise ConfigError(f"data of type {other[0]} need a dataset= that makes batches of them", code="needs_dataset")
+    records = [read_dataset(Path(source["dataset"])) for source in sources]
+    coded = [
+        CodecForm.of_dataset(source["dataset"], source.get("codec"))
+        for source, record in zip(sources, records, strict=True)
+        if record.codecs or source.get("codec") is not None
+    ]
+    if len(set(coded)) > 1 or 0 < len(coded) < len(sources):
+        raise ConfigError("the datasets have codecs of different forms, or none: give dataset=", code="needs_dataset")
+    with_context = {
+        any(field.endswith((CONTEXT_AUDIO, CONTEXT_CODES)) for field in source.get("fields") or record.fields)
+        for source, record in zip(sources, records, strict=True)
+    }
+    if len(with_context) > 1:
+        raise ConfigError(
+            "some of the datasets have contexts and others have none: give dataset=", code="needs_dataset"
+        )
+    rate = coded[0].sampling_rate if coded else _sample_rate(settings, records)
     for section in sections_of(settings):
-        section.setdefault("sample_rate", form.sampling_rate)
-    return ContextSpeechDataset(form, tokenizer)
+        section.setdefault("sample_rate", rate)
+    (context,) = with_context
+    if coded:
+        return ContextSpeechDataset(coded[0], tokenizer, context=context)
+    return ContextSpeechDataset(None, tokenizer, context=context, sampling_rate=rate)
+
+
+def _sample_rate(settings: Settings, records: Sequence[DatasetRecord]) -> int:
+    """Return the rate for audio of datasets without codes: that of the settings, or of the datasets, or NeMo's."""
+    from nemo.collections.common.data.lhotse.dataloader import LhotseDataLoadingConfig
+
+    asked = {section["sample_rate"] for section in sections_of(settings) if section.get("sample_rate") is not None}
+    if len(asked) > 1:
+        raise ConfigError("the samplers have different values of sample_rate: give dataset=", code="needs_dataset")
+    if asked:
+        return int(asked.pop())
+    stored = {record.sampling_rate for record in records}
+    rate = stored.pop() if len(stored) == 1 else None
+    return rate or LhotseDataLoadingConfig.sample_rate

@@ -148,6 +148,7 @@ def test_wrong_configuration_of_the_second_dataset_ends_before_the_first_runs(co
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_first_argument_of_the_demo_may_be_an_override(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "match.min_similarty" in error_line(capsys, 2, "demo", "match.min_similarty=1")

@@ -77,6 +77,7 @@ def test_another_configuration_is_refused_until_restart(make_config, tmp_path):
     assert [json.loads(shard)["count"] for shard in shards] == [5] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["run_dir", "dataset_dir"])
 def test_a_read_only_output_folder(which, make_config, small_disk, tmp_path):
     folder = small_disk("10m")
@@ -96,7 +97,7 @@ def wait_for(condition, seconds):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_within_five_seconds_and_a_relaunch_goes_on(workers, make_config, start_sharmill, tmp_path):
     config = make_config(tmp_path, executor={"workers": workers})
     process = start_sharmill("run", config, "prepare", "match")

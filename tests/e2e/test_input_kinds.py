@@ -19,7 +19,7 @@ from support.pipelines import read_with_lhotse
 from sharmill.errors import REASONS
 from sharmill.shar import open_shar
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # What has a dozen tests of its own, and needs voices that differ, a filter or no companion at all.
 ELSEWHERE = {"filtered", "no_similar_context", "no_long_context"}

@@ -39,6 +39,7 @@ def rejects(folder):
     return [json.loads(line) for line in (folder / "run/rejects.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_tags_are_made_canonical_and_a_blank_normalized_text_is_not_kept(small_corpus, make_config, tmp_path):
     corpus = small_corpus({"a.wav": 16000, "b.wav": 16000}, normalized_text=" ")
     outcome = run_sharmill("run", make_config(tmp_path, **corpus), *STAGES)
@@ -50,6 +51,7 @@ def test_tags_are_made_canonical_and_a_blank_normalized_text_is_not_kept(small_c
         assert "context_audio_normalized_text" not in supervision.custom
 
 
+@pytest.mark.slow
 def test_an_utterance_under_another_name_is_not_its_context(small_corpus, make_config, tmp_path):
     corpus = small_corpus({"a.wav": 16000})
     (tmp_path / "audio/same.wav").symlink_to(tmp_path / "audio/a.wav")
@@ -60,6 +62,7 @@ def test_an_utterance_under_another_name_is_not_its_context(small_corpus, make_c
     assert [reject["reason"] for reject in rejects(tmp_path)] == ["no_long_context"] * 2
 
 
+@pytest.mark.slow
 def test_files_in_the_run_directory_that_are_not_its_own_stay(small_corpus, make_config, tmp_path):
     config = make_config(tmp_path, **small_corpus({"a.wav": 16000, "b.wav": 16000}))
     notes = tmp_path / "run/write/notes.txt"
@@ -74,6 +77,7 @@ def test_files_in_the_run_directory_that_are_not_its_own_stay(small_corpus, make
     assert own.read_text() == config.read_text()
 
 
+@pytest.mark.slow
 def test_a_file_left_aside_by_a_killed_process_is_swept(small_corpus, make_config, tmp_path):
     config = make_config(tmp_path, **small_corpus({"a.wav": 16000, "b.wav": 16000}))
     assert run_sharmill("run", config, "prepare", "match", "write").returncode == 0
@@ -91,6 +95,7 @@ def test_a_bad_second_configuration_keeps_the_first_from_running(small_corpus, m
     assert not (tmp_path / "good/run/prepare").exists()
 
 
+@pytest.mark.slow
 def test_a_stage_in_which_nothing_is_done_takes_another_configuration(make_config, tmp_path):
     config = make_config(tmp_path, encode={"codecs": []}, max_reject_fraction=0.0)
     assert run_sharmill("run", config, "prepare").returncode == 1

@@ -147,6 +147,7 @@ def test_validate_command_finds_a_flipped_bit(dataset, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_codec_is_added_to_a_finished_dataset_with_one_command(dataset, make_config, encodec, tmp_path):
     import shutil
 

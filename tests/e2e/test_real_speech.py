@@ -52,6 +52,7 @@ def test_librispeech_accounts_add_up(build, tmp_path):
     assert count >= 95
 
 
+@pytest.mark.slow
 def test_one_group_for_all_still_finds_the_same_speaker(build, tmp_path):
     outcome = build("librispeech_10x10", "speaker_key=all")
     assert outcome.returncode == 0, outcome.stderr
@@ -64,6 +65,7 @@ def test_one_group_for_all_still_finds_the_same_speaker(build, tmp_path):
     assert np.mean(same) >= 0.97
 
 
+@pytest.mark.slow
 def test_one_utterance_per_speaker_stops_the_run_with_the_reason(build, tmp_path):
     outcome = build("librispeech_248x1", "speaker_key=speaker", "prepare.require_text=false")
     assert outcome.returncode == 1
@@ -71,6 +73,7 @@ def test_one_utterance_per_speaker_stops_the_run_with_the_reason(build, tmp_path
     assert not (tmp_path / "dataset").exists()
 
 
+@pytest.mark.slow
 def test_one_utterance_per_speaker_gives_an_empty_dataset_where_that_is_allowed(build, tmp_path):
     outcome = build("librispeech_248x1", "speaker_key=speaker", "prepare.require_text=false", "max_reject_fraction=1")
     assert outcome.returncode == 0, outcome.stderr
@@ -80,6 +83,7 @@ def test_one_utterance_per_speaker_gives_an_empty_dataset_where_that_is_allowed(
     assert run_sharmill("validate", tmp_path / "dataset", "--workers", 1).returncode == 0
 
 
+@pytest.mark.slow
 def test_three_formats_give_the_same_durations_and_other_texts_as_context(build, tmp_path):
     outcome = build("ljspeech_formats", "speaker_key=speaker", "match.exclude_same_text=true", "match.min_duration=1")
     assert outcome.returncode == 0, outcome.stderr
@@ -92,6 +96,7 @@ def test_three_formats_give_the_same_durations_and_other_texts_as_context(build,
     assert max(max(found) - min(found) for found in durations.values()) <= 0.05
 
 
+@pytest.mark.slow
 def test_offsets_are_honoured_to_the_sample(build, tmp_path):
     outcome = build("ami_segments", "speaker_key=speaker", "prepare.require_text=false", "match.min_duration=2")
     assert outcome.returncode == 0, outcome.stderr

@@ -6,6 +6,7 @@ import time
 import tracemalloc
 
 import msgspec
+import pytest
 from support.toy_stage import ToyStage, run
 
 from sharmill.engine.ledger import read_ledger
@@ -15,6 +16,7 @@ from sharmill.storage import PublishedFile
 LIMIT_MS_PER_UNIT = 50.0
 
 
+@pytest.mark.slow
 def test_a_tiny_unit_costs_little(tmp_path, record_property):
     units = 3000
     stage = ToyStage(tmp_path, units=units)

@@ -44,6 +44,7 @@ def test_its_shape(builtin):
     assert not builtin.equal_lengths_only
 
 
+@pytest.mark.slow
 def test_it_is_the_same_in_another_process(builtin):
     result = subprocess.run([sys.executable, "-c", _OTHER_PROCESS], capture_output=True, text=True, check=True)
     checksum, codes = json.loads(result.stdout.splitlines()[-1])

@@ -334,7 +334,14 @@ OVERSIZED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "ending", "code"), OVERSIZED.values(), ids=OVERSIZED.keys())
+# Each is a process of its own: `make test` has two of them.
+QUICK = ("an array of 20 GB", "a member of 7 GB")
+OVERSIZED_CASES = [
+    pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in OVERSIZED.items()
+]
+
+
+@pytest.mark.parametrize(("make", "ending", "code"), OVERSIZED_CASES)
 def test_sizes_that_are_only_claimed_cost_no_memory(dataset, make, ending, code):
     make(dataset)
     reindex(dataset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.corpora import make_corpora
 
 
@@ -10,3 +11,9 @@ from support.corpora import make_corpora
 def corpora(tmp_path_factory):
     """Two datasets with codes, text and conversations: see ``Corpora``."""
     return make_corpora(tmp_path_factory.mktemp("corpora"))
+
+
+@pytest.fixture(autouse=True)
+def _workers_end_soon(monkeypatch):
+    """Let a loader that has failed wait half a second for its workers, rather than five."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)

@@ -86,6 +86,7 @@ def test_a_bucket_of_which_nothing_fits_is_named():
         search(lambda size, bucket: bucket.length < 30, [Bucket(10.0, 100), Bucket(30.0, 200)], max_batch_size=8)
 
 
+@pytest.mark.slow
 def test_memory_decides():
     buckets = [Bucket(8.0), Bucket(32.0)]
     found = tune_batch_sizes("support.steps:arrays", buckets, SMALL)
@@ -99,6 +100,7 @@ def test_memory_decides():
             assert process.last_lack.startswith("Unable to allocate")
 
 
+@pytest.mark.slow
 def test_tokens_count_too():
     buckets = [Bucket(4.0, 0), Bucket(4.0, 100), Bucket(8.0, 50)]
     none, many, some = tune_batch_sizes("support.steps:arrays", buckets, SMALL)
@@ -383,6 +385,7 @@ def test_results_are_yaml():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def step(batch_size, length, num_tokens, device):\n"

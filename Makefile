@@ -1,7 +1,8 @@
 # make demo   the whole pipeline on a synthetic corpus, in ./demo
-# make test   the test suite; `make test-cluster` has the tests on a real SLURM and a real Ray
+# make test   the tests of a few minutes, which leave out those marked slow
+# make test-all   all tests, but for those on a real SLURM and a real Ray, which `make test-cluster` has
 # make torture   200 kills and some hundreds of faults on disk, for an hour or more; SEED=, KILLS= (a stage), EVERY=, OUTPUT=
-# Both make .venv first if it is missing or older than what it is made from.
+# All make .venv first if it is missing or older than what it is made from.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,17 +11,23 @@ STAMP := $(VENV)/.made-from
 # Changes when the interpreter or the list of packages does.
 WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml constraints.txt Makefile | cksum)
 
-.PHONY: demo test test-cluster torture lint bench venv clean
+# Further options of pytest, as in `make test PYTEST="-x --durations=30"`.
+PYTEST :=
+
+.PHONY: demo test test-all test-cluster torture lint bench venv clean
 
 demo: venv
 	$(BIN)/sharmill demo demo
 
 test: venv
-	$(BIN)/python -m pytest -m "not slurm and not ray"
+	$(BIN)/python -m pytest -m "not slow and not slurm and not ray" $(PYTEST)
+
+test-all: venv
+	$(BIN)/python -m pytest -m "not slurm and not ray" $(PYTEST)
 
 # Those on SLURM skip, and say so, where no cluster answers.
 test-cluster: venv
-	$(BIN)/python -m pytest -m "slurm or ray"
+	$(BIN)/python -m pytest -m "slurm or ray" $(PYTEST)
 
 # The seed is printed; the same one, and OUTPUT, go on where an interrupted run has stopped.
 torture: venv

@@ -5,7 +5,7 @@ The reason codes of rejects and the codes of errors are listed here and nowhere 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 REASONS: Final[dict[str, str]] = {
     "skipped": "the record is marked with _skipme",
@@ -62,6 +62,9 @@ CODES: Final[dict[str, str]] = {
     "unknown_name": "no implementation has this name",
     "untrusted_model": "a dataset names code as its model, which is not run because a dataset says so",
     "unreachable_model": "a model is neither on this machine nor can it be fetched",
+    # Datasets
+    "bad_codec": "a codec cannot be used, or its facts are unknown or contradict each other",
+    "damaged_shard": "a file of a dataset is not as it should be",
     # Everything else
     "unspecified": "an error without a code of its own",
 }
@@ -72,10 +75,13 @@ class SharmillError(Exception):
 
     Args:
         message: what is wrong and what to do about it.
-        code: a key of ``CODES``.
+        code: a key of ``CODES``; by default that of the class.
     """
 
-    def __init__(self, message: str, *, code: str = "unspecified") -> None:
+    default_code: ClassVar[str] = "unspecified"
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        code = code or self.default_code
         assert code in CODES, f"unknown error code {code!r}"
         super().__init__(message)
         self.code = code
@@ -123,3 +129,5 @@ class FatalError(SharmillError):
 
 class DamagedShard(SharmillError):
     """A file of a dataset is not what it should be; the message names the file and the place."""
+
+    default_code = "damaged_shard"

@@ -59,7 +59,7 @@ def test_levels_are_chosen_by_options_and_by_the_configuration(make_config, enco
     checked = run_sharmill("validate", config, "--codec-model", model, "--json", report)
     assert checked.returncode == 0, checked.stderr
     counts = json.loads(report.read_bytes())["checked"]
-    assert counts["items heard"] == 2 * counts["cuts"]
+    assert counts["items decoded"] == 2 * counts["cuts"]
     assert counts["segments encoded again"] > 0
     assert counts["codes that differ"] / counts["codes compared"] < 0.01
     dataset = yaml.safe_load(config.read_text())["dataset_dir"]

@@ -197,11 +197,14 @@ _CUT = {
 }
 
 _AUDIO = {
-    "contents of two targets swapped": (do.change_items(TARGETS, do.swap_contents), "bad_cut bad_audio"),
-    "contents of two contexts swapped": (do.change_items(CONTEXTS, do.swap_contents), "bad_cut bad_audio bad_codes"),
-    "audio of two contexts swapped": (do.change_items(CONTEXTS, do.swap_data), "bad_audio"),
+    "contents of two targets swapped": (do.change_items(TARGETS, do.swap_contents), "bad_cut copied_context"),
+    "contents of two contexts swapped": (
+        do.change_items(CONTEXTS, do.swap_contents),
+        "bad_cut copied_context bad_codes",
+    ),
+    "audio of two contexts swapped": (do.change_items(CONTEXTS, do.swap_data), "bad_audio copied_context"),
     "targets and contexts exchanged": (do.exchange(TARGETS, CONTEXTS), "bad_cut bad_codes"),
-    "the target as its context": (target_as_context, "bad_audio"),
+    "the target as its context": (target_as_context, "copied_context"),
     "a placeholder": (
         do.change_item(TARGETS, extension="nodata", data=None, metadata=None),
         "bad_audio bad_cut bad_codes",

@@ -12,7 +12,7 @@ from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.shar.npy import array_from_bytes, array_to_bytes
-from sharmill.validate.levels import MAX_CLIPPING_SHARE, MAX_SILENCE_SHARE, listen
+from sharmill.validate.levels import MAX_CLIPPING_SHARE, MAX_SILENCE_SHARE, measure
 from sharmill.validate.recheck import MAX_DIFFERENT_CODES
 from sharmill.validate.stage import ValidateStage
 
@@ -27,23 +27,23 @@ def kinds(report):
     return {kind.code: kind.count for kind in report.kinds}
 
 
-def heard(samples, rate=16000):
+def levels_of(samples, rate=16000):
     from sharmill.audio.encoding import encode
 
-    return listen(Item("x", "wav", encode(samples.astype(np.float32), rate, "wav"), {}))
+    return measure(Item("x", "wav", encode(samples.astype(np.float32), rate, "wav"), {}))
 
 
 def test_shares_of_silence_and_clipping():
     tone = voice(1.0)
-    assert (heard(tone).silence, heard(tone).clipping) == (0.0, 0.0)
-    assert heard(np.concatenate([tone, np.zeros(48000)])).silence == 0.75
+    assert (levels_of(tone).silence, levels_of(tone).clipping) == (0.0, 0.0)
+    assert levels_of(np.concatenate([tone, np.zeros(48000)])).silence == 0.75
     loud = tone.copy()
     loud[:160] = 1.0
     loud[160:320] = -1.0
-    assert heard(loud).clipping == 320 / 16000
+    assert levels_of(loud).clipping == 320 / 16000
     # Shorter than one stretch.
-    assert heard(np.zeros(10)).silence == 1.0
-    assert heard(tone[:10]).num_samples == 10
+    assert levels_of(np.zeros(10)).silence == 1.0
+    assert levels_of(tone[:10]).num_samples == 10
 
 
 def test_silent_and_clipped_audio_are_warnings_of_the_deep_level(project, tmp_path):
@@ -59,7 +59,7 @@ def test_silent_and_clipped_audio_are_warnings_of_the_deep_level(project, tmp_pa
     # Each is a target once and a context once, and decoded once.
     assert kinds(report) == {"silent_audio": 2, "clipped_audio": 2}
     assert (report.errors, report.warnings, report.redo) == (0, 4, [])
-    assert report.checked["items heard"] == 6
+    assert report.checked["items decoded"] == 6
     assert report.checked["seconds decoded"] == 3.0
     assert {row["member"] for row in report.findings if row["field"] == "target_audio"} == {
         "cut-rec-quiet-0.00-1.00", "cut-rec-clipped-0.00-1.00",

@@ -210,6 +210,24 @@ def test_a_clean_report_names_nothing_to_do(finished, tmp_path):
         forget_damaged_units(finished.config, finished.validate(tmp_path / "check"), STAGES)
 
 
+def test_a_context_that_is_a_copy_needs_another_match_and_no_redo(tmp_path):
+    """The writer would store the same context again: only the stage match can pick another."""
+    project = Project(tmp_path)
+    for number in (0, 1):
+        project.add(f"{number}.flac", voice(1.0, seed=7))
+    project.add("2.flac", voice(1.0, seed=8))
+    config = project.write(contexts=[1, 2, 0], match={"min_duration": 0.0})
+    stage = ValidateStage(project.dataset, RunDir(tmp_path / "check"))
+    assert run(stage).ok
+    report = stage.report()
+    (row,) = report.findings
+    assert (row["code"], row["member"]) == ("copied_context", "cut-rec-0-0.00-1.00")
+    assert "sharmill run CONFIG --restart" in row["to_do"]
+    assert report.redo == []
+    with pytest.raises(ConfigError, match="see to_do of each"):
+        forget_damaged_units(config, report, ["write"])
+
+
 def test_strays_are_for_a_person_to_remove(finished, tmp_path):
     (finished.dataset / "notes.txt").touch()
     report = finished.validate(tmp_path / "check")

@@ -16,7 +16,7 @@ from sharmill.validate.report import INDEX, Report
 _MAX_LINES = 10
 _MAX_EXAMPLES = 3
 _MAX_CHARACTERS = 160
-_SHOWN_COUNTS = ("shards", "cuts", "files", "bytes", "items heard", "seconds decoded", "segments encoded again",
+_SHOWN_COUNTS = ("shards", "cuts", "files", "bytes", "items decoded", "seconds decoded", "segments encoded again",
                  "codes compared", "codes that differ")  # fmt: skip
 
 

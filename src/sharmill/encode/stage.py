@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from sharmill.audio.files import decode
-from sharmill.audio.resample import resample, resampled_length
+from sharmill.audio.resample import resample
 from sharmill.config import CodecConfig, Config
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
@@ -22,6 +22,7 @@ from sharmill.models.batches import pad, padded_batches
 from sharmill.models.determinism import make_deterministic
 from sharmill.models.protocols import Codec
 from sharmill.prefetch import prefetch
+from sharmill.shar.codes import codes_dtype, num_frames
 from sharmill.shar.index import (
     CodecRecord,
     FieldFile,
@@ -164,7 +165,7 @@ class EncodeProcessor(Processor):
         # The same audio is encoded once, be it target or context, and however often.
         unique = {item.data: item for item in [*targets, *contexts]}
         # The cost counts every use, but the work is one encoding of each.
-        share = unit.cost / max(1, sum(num_frames(item, self._codec) for item in unique.values()))
+        share = unit.cost / max(1, sum(_num_frames(item, self._codec) for item in unique.values()))
         encoded = self._encode(list(unique.values()), lambda frames: advance(frames * share))
         codes = dict(zip(unique, encoded, strict=True))
         frame_shift = self._codec.samples_per_frame / self._codec.sampling_rate
@@ -200,7 +201,7 @@ class EncodeProcessor(Processor):
         ``advance`` is called with the number of frames of each batch.
         """
         codec = self._codec
-        frames = [num_frames(item, codec) for item in items]
+        frames = [_num_frames(item, codec) for item in items]
         padded_frames = self._stage.batch_seconds * codec.sampling_rate / codec.samples_per_frame
         batches = padded_batches(frames, padded_frames, equal_only=codec.equal_lengths_only)
         in_order = [items[index] for batch in batches for index in batch]
@@ -209,7 +210,7 @@ class EncodeProcessor(Processor):
             in_order,
             threads=self._threads,
             ahead=2 * padded_frames,
-            weigh=lambda item: num_frames(item, codec),
+            weigh=lambda item: _num_frames(item, codec),
         )
         dtype = codes_dtype(codec.codebook_size)
         results: list[np.ndarray] = [np.empty(0)] * len(items)
@@ -234,20 +235,9 @@ class EncodeProcessor(Processor):
         )
 
 
-def num_frames(item: Item, codec: Codec) -> int:
-    """ceil(samples at the codec's rate / samples per frame) of a stored audio item."""
+def _num_frames(item: Item, codec: Codec) -> int:
     assert item.metadata is not None
-    metadata = item.metadata
-    samples = resampled_length(metadata["num_samples"], metadata["sampling_rate"], codec.sampling_rate)
-    return -(-samples // codec.samples_per_frame)
-
-
-def codes_dtype(codebook_size: int) -> np.dtype:
-    """The smallest of int16, int32 and int64 that holds every code."""
-    for dtype in (np.int16, np.int32, np.int64):
-        if codebook_size - 1 <= np.iinfo(dtype).max:
-            return np.dtype(dtype)
-    raise ConfigError(f"a codebook of {codebook_size} entries is too large")
+    return num_frames(item.metadata, codec)
 
 
 def sorted_fields(fields: Iterable[str]) -> list[str]:

@@ -1,23 +1,28 @@
 """The lhotse manifests in a dataset, as plain mappings: cut, supervision, recording, arrays.
 
-Made without lhotse's classes, which cost more than the rest of writing a cut; tests read them back with lhotse.
+They are made without lhotse's classes, which cost more than the rest of writing a cut; tests read them with lhotse.
+A cut is a pure function of the record that it carries and of the length of its audio: the checker makes it again.
 """
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
 
-from sharmill.manifest import TYPED_KEYS, Utterance, parse_speaker_tag
+from sharmill.manifest import TYPED_KEYS, Utterance, parse_speaker_tag, recording_id, segment_id
 from sharmill.shar.layout import CONTEXT_UNALIGNED
 
 # An object in a ``custom`` mapping that has all keys of one of these is one of lhotse's own manifests to lhotse.
 _TAKEN_BY_LHOTSE: Final = ({"width"}, {"shape"}, {"array"}, {"id", "sources", "sampling_rate"})
+# What the stage prepare puts behind ids that would not be unique.
+_ID_SUFFIX: Final = re.compile("(-[0-9a-f]{16})?")
 
 
 def cut_json(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> dict[str, Any]:
-    """The MonoCut of an utterance whose stored audio has ``num_samples`` samples at ``sampling_rate``.
+    """Return the MonoCut of an utterance whose stored audio has ``num_samples`` samples at ``sampling_rate``.
 
     ``recording`` tells where the audio came from and is nothing to load; the audio itself is in ``target_audio``.
     """
@@ -29,7 +34,7 @@ def cut_json(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> d
         "start": 0.0,
         "duration": duration,
         "channel": 0,
-        "supervisions": [supervision_json(utterance, duration)],
+        "supervisions": [_supervision_json(utterance, duration)],
         "recording": recording,
         # Makes lhotse load the whole context: it lives on another time line than the cut.
         "custom": {CONTEXT_UNALIGNED: True},
@@ -37,11 +42,33 @@ def cut_json(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> d
     }
 
 
-def supervision_json(utterance: Utterance, duration: float) -> dict[str, Any]:
-    """The one supervision of a cut. All manifest keys are under ``custom``, where NeMo looks for some of them."""
-    language = parse_speaker_tag(utterance.speaker).language
+def utterance_of(cut: dict[str, Any]) -> Utterance:
+    """Return the utterance that a cut was made of: its record, with the ids that follow from it.
+
+    Of the ids in the cut only a suffix that tells files or segments of the same name apart is taken over.
+
+    Raises:
+        LookupError, TypeError, ValueError, AttributeError: the cut carries no record.
+    """
+    custom = cut["supervisions"][0]["custom"]
+    typed = {key: custom[key] for key in TYPED_KEYS}
+    utterance = Utterance(**typed, custom={key: value for key, value in custom.items() if key not in typed})
+    utterance.recording_id = _with_suffix(recording_id(utterance.audio_filepath), cut["recording"]["id"])
+    segment = segment_id(utterance.recording_id, utterance.offset, utterance.duration)
+    utterance.cut_id = _with_suffix(segment, cut["id"])
+    return utterance
+
+
+def _with_suffix(made: str, stored: str) -> str:
+    """Return the stored id if it is the made one, with the hash behind it that makes an ambiguous id unique, or not."""
+    return stored if stored.startswith(made) and _ID_SUFFIX.fullmatch(stored, len(made)) else made
+
+
+def _supervision_json(utterance: Utterance, duration: float) -> dict[str, Any]:
+    """Return the one supervision of a cut. All manifest keys are in ``custom``, where NeMo looks for some of them."""
+    language = _language(utterance.speaker)
     typed = {key: getattr(utterance, key) for key in TYPED_KEYS}
-    further = {key: _kept(value) for key, value in utterance.further_keys().items()}
+    further = {key: _plain(value) for key, value in utterance.further_keys().items()}
     return {
         "id": f"sup-{utterance.cut_id}",
         "recording_id": utterance.recording_id,
@@ -55,18 +82,20 @@ def supervision_json(utterance: Utterance, duration: float) -> dict[str, Any]:
     }
 
 
-def _kept(value: Any) -> Any:
-    """A value as it is, or as JSON text where lhotse would take it for a manifest and fail to read the cut."""
-    return msgspec.json.encode(value).decode() if is_taken_by_lhotse(value) else value
+@lru_cache(maxsize=100_000)
+def _language(tag: str) -> str:
+    return parse_speaker_tag(tag).language
 
 
-def is_taken_by_lhotse(value: Any) -> bool:
-    """Whether lhotse makes a manifest of its own from a value in a ``custom`` mapping."""
-    return isinstance(value, dict) and any(keys <= value.keys() for keys in _TAKEN_BY_LHOTSE)
+def _plain(value: Any) -> Any:
+    """Return a value as it is, or as JSON text where lhotse would take it for a manifest and fail to read the cut."""
+    if isinstance(value, dict) and any(keys <= value.keys() for keys in _TAKEN_BY_LHOTSE):
+        return msgspec.json.encode(value).decode()
+    return value
 
 
 def recording_json(recording_id: str, sampling_rate: int, num_samples: int) -> dict[str, Any]:
-    """A Recording whose data lies beside it in the archive."""
+    """Return a Recording whose data lies beside it in the archive."""
     return {
         "id": recording_id,
         "sources": [{"type": "shar", "channels": [0], "source": ""}],
@@ -78,10 +107,10 @@ def recording_json(recording_id: str, sampling_rate: int, num_samples: int) -> d
 
 
 def array_json(shape: tuple[int, ...]) -> dict[str, Any]:
-    """An Array whose data lies beside it in the archive."""
+    """Return an Array whose data lies beside it in the archive."""
     return {"storage_type": "shar", "storage_path": "", "storage_key": "", "shape": list(shape)}
 
 
 def temporal_array_json(shape: tuple[int, ...], frame_shift: float) -> dict[str, Any]:
-    """A TemporalArray whose last dimension is time, in frames of ``frame_shift`` seconds."""
+    """Return a TemporalArray whose last dimension is time, in frames of ``frame_shift`` seconds."""
     return {"array": array_json(shape), "temporal_dim": -1, "frame_shift": frame_shift, "start": 0}

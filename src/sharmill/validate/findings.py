@@ -45,6 +45,11 @@ CODES: Final[dict[str, Kind]] = {
     "duplicate_id": Kind("two cuts of the dataset have the same id", _REDO),
     "bad_cut": Kind("a cut is not as the contract says", _REDO),
     "bad_audio": Kind("audio and its metadata disagree, or it cannot be decoded", _REDO),
+    "copied_context": Kind(
+        "the context of a cut is a copy of its target",
+        "match again, which picks no copies, and make what follows anew: sharmill run CONFIG --restart. "
+        "--redo would write the same context again",
+    ),
     "bad_codes": Kind("codes have another shape, type or range than the codec and the audio ask for", _REDO),
     "wrong_totals": Kind("dataset.json, shards.jsonl and the files disagree about fields, numbers or seconds", _INDEX),
     "different_codes": Kind(

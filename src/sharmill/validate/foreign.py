@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
-from sharmill.errors import RejectRecord
+import numpy as np
+
+from sharmill.errors import DamagedShard, RejectRecord
+from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS
+from sharmill.shar.npy import array_from_bytes
 from sharmill.validate.checked_dataset import CheckedDataset, Shard
-from sharmill.validate.codes import foreign_codes_problem
-from sharmill.validate.cuts import MALFORMED
+from sharmill.validate.contract import MALFORMED, malformed
 from sharmill.validate.findings import Finding
 from sharmill.validate.levels import probe
 
@@ -47,7 +51,7 @@ def check_foreign(
             if item.metadata is None or "sampling_rate" in item.metadata:
                 continue  # a placeholder, or audio
             if item.extension == "npy" and ("shape" in item.metadata or "array" in item.metadata):
-                add("bad_codes", name, item.cut_id, foreign_codes_problem(item, seconds, codec))
+                add("bad_codes", name, item.cut_id, _array_problem(item, seconds, codec))
             else:
                 count(f"unchecked items of {name} (.{item.extension})")
 
@@ -75,7 +79,7 @@ def _cut_problem(cut: dict[str, Any]) -> str | None:
                 return "the recording would be loaded by a command"
         return None
     except MALFORMED as error:
-        return f"a key is absent or of the wrong type: {error!r}"
+        return malformed(error)
 
 
 def _audio_problem(item: Item, duration: float | None) -> str | None:
@@ -98,4 +102,32 @@ def _audio_problem(item: Item, duration: float | None) -> str | None:
     except RejectRecord as error:
         return str(error)
     except MALFORMED as error:
-        return f"a key is absent or of the wrong type: {error!r}"
+        return malformed(error)
+
+
+def _array_problem(item: Item, seconds: float | None, codec: CodecRecord | None) -> str | None:
+    """Return what is wrong with an array, as far as its manifest, the codec and the audio's duration tell.
+
+    A TemporalArray must have as many frames as its audio lasts, give or take one: tools round differently.
+    """
+    metadata = item.metadata
+    assert item.data is not None
+    assert metadata is not None
+    try:
+        array = array_from_bytes(item.data, item.cut_id)
+        described = metadata.get("array", metadata)
+        if list(array.shape) != list(described["shape"]):
+            return f"the shape is {array.shape}, described as {described['shape']}"
+        if np.issubdtype(array.dtype, np.floating):
+            return None if np.isfinite(array).all() else "the array has NaN or infinite values"
+        if codec is not None and array.size and (array.min() < 0 or array.max() >= codec.codebook_size):
+            return f"codes run from {array.min()} to {array.max()} in a codebook of {codec.codebook_size}"
+        if "array" in metadata and seconds is not None:
+            frames = array.shape[metadata["temporal_dim"]]
+            if not seconds / metadata["frame_shift"] - 1 <= frames <= math.ceil(seconds / metadata["frame_shift"]) + 1:
+                return f"{frames} frames of {metadata['frame_shift']} s for {seconds} s of audio"
+        return None
+    except DamagedShard as error:
+        return str(error)
+    except MALFORMED as error:
+        return malformed(error)

@@ -1,19 +1,14 @@
-"""The checks of one audio item: what its metadata says beside what its header or its samples say."""
+"""Audio items by their headers and by their samples: length, rate, silence and clipping."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from sharmill.audio.files import AudioInfo, decode, probe_bytes
-from sharmill.errors import RejectRecord
 from sharmill.shar.items import Item
-from sharmill.validate.agreement import recording_problem
-
-# What stands in a manifest in an archive where lhotse puts the data; anything else, lhotse might try to load.
-_PLACEHOLDERS: Final = ([{"type": "shar", "channels": [0], "source": ""}], [{"type": "shar", "channels": [0]}])
 
 # A stretch is silent below -60 dB of full scale: quieter than the noise of a quiet room.
 SILENCE_LEVEL: Final = 1e-3
@@ -30,7 +25,7 @@ _MAX_RATE: Final = 655350
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What decoding an item tells: samples and rate, and the shares of silent stretches and of clipped samples."""
+    """Length and rate of a decoded item, and its shares of silent stretches and of clipped samples."""
 
     num_samples: int
     sampling_rate: int
@@ -38,39 +33,8 @@ class Levels:
     clipping: float
 
 
-def metadata_problem(metadata: dict[str, Any], num_samples: int, sampling_rate: int) -> str | None:
-    """What is wrong with a Recording beside the samples that there are, in a sentence."""
-    promised = (metadata.get("num_samples"), metadata.get("sampling_rate"))
-    if promised != (num_samples, sampling_rate):
-        return f"samples and rate are {(num_samples, sampling_rate)}, the metadata says {promised}"
-    if metadata.get("duration") != num_samples / sampling_rate:
-        return f"it lasts {num_samples / sampling_rate} s, the metadata says {metadata.get('duration')}"
-    if metadata.get("sources") not in _PLACEHOLDERS:
-        return f"the metadata names a source of its own: {str(metadata.get('sources'))[:100]}"
-    if metadata.get("channel_ids") not in ([0], None):
-        return f"the metadata names the channels {metadata.get('channel_ids')}"
-    return None
-
-
-def header_problem(item: Item, audio_format: str | None, sampling_rate: int | None) -> str | None:
-    """What is wrong with an audio item by its header. Format and rate are those of the dataset; None: any."""
-    if item.data is None or item.metadata is None:
-        return "there is no audio"
-    try:
-        info = probe(item.data)
-    except RejectRecord as error:
-        return str(error)
-    if info.channels != 1:
-        return f"it has {info.channels} channels"
-    if audio_format is not None and not item.extension == info.format == audio_format:
-        return f"it is {info.format} under the name .{item.extension}, in a dataset of {audio_format}"
-    if sampling_rate not in (None, info.sampling_rate):
-        return f"its rate is {info.sampling_rate} Hz in a dataset of {sampling_rate} Hz"
-    return metadata_problem(item.metadata, info.num_samples, info.sampling_rate) or recording_problem(item.metadata)
-
-
-def listen(item: Item) -> Levels:
-    """Decodes an item.
+def measure(item: Item) -> Levels:
+    """Decode an item and return its levels.
 
     Raises:
         RejectRecord: it cannot be decoded, or has values that are not finite.
@@ -87,22 +51,22 @@ def listen(item: Item) -> Levels:
     return Levels(len(samples), rate, float(np.mean(level < SILENCE_LEVEL)), clipping)
 
 
-def loudness_problem(heard: Levels) -> tuple[str, str] | None:
-    """The code and sentence of a warning, if an item deserves one."""
-    if heard.silence > MAX_SILENCE_SHARE:
-        return "silent_audio", f"{heard.silence:.0%} of it is silence"
-    if heard.clipping > MAX_CLIPPING_SHARE:
-        return "clipped_audio", f"{heard.clipping:.2%} of its samples are at full scale"
+def level_problem(levels: Levels) -> tuple[str, str] | None:
+    """Return the code and sentence of a warning, if an item deserves one."""
+    if levels.silence > MAX_SILENCE_SHARE:
+        return "silent_audio", f"{levels.silence:.0%} of it is silence"
+    if levels.clipping > MAX_CLIPPING_SHARE:
+        return "clipped_audio", f"{levels.clipping:.2%} of its samples are at full scale"
     return None
 
 
 def probe(data: bytes) -> AudioInfo:
-    """Like ``probe_bytes``, faster for what sharmill writes: the headers of FLAC and of 16-bit WAV."""
+    """Return what a header says, as ``probe_bytes`` does, faster for what sharmill writes: FLAC and 16-bit WAV."""
     return _probe_flac(data) or _probe_wav(data) or probe_bytes(bytes(data))
 
 
 def _probe_flac(data: bytes) -> AudioInfo | None:
-    """By STREAMINFO, the first block of any FLAC file; None where it is none, or does not tell the length."""
+    """Read STREAMINFO, the first block of any FLAC file; None where it is none, or does not tell the length."""
     head = bytes(data[:42])
     # Block 0 of 34 bytes; the bit above says whether it is the last.
     if len(head) < 42 or head[:4] != b"fLaC" or head[4] & 0x7F or head[5:8] != b"\0\0\x22":
@@ -115,7 +79,7 @@ def _probe_flac(data: bytes) -> AudioInfo | None:
 
 
 def _probe_wav(data: bytes) -> AudioInfo | None:
-    """A RIFF file of 16 bits as libsndfile writes it, the samples right behind the format and nothing behind those."""
+    """Read a RIFF file of 16 bits as libsndfile writes it: samples right behind the format, and nothing behind."""
     head = bytes(data[:44])
     if len(head) < 44 or head[:4] + head[8:16] + head[36:40] != b"RIFFWAVEfmt data" or head[16:20] != b"\x10\0\0\0":
         return None

@@ -11,26 +11,14 @@ import xxhash
 
 from sharmill.errors import RejectRecord
 from sharmill.shar.items import Item
-from sharmill.shar.layout import (
-    CONTEXT_AUDIO,
-    CONTEXT_CODES,
-    CUTS,
-    DATASET_FILE,
-    SHARDS_FILE,
-    TARGET_AUDIO,
-    TARGET_CODES,
-    codes_field,
-    shard_file,
-)
+from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
 from sharmill.validate.accounts import record_hash
-from sharmill.validate.agreement import same_audio_problem
 from sharmill.validate.checked_dataset import CheckedDataset, Shard
-from sharmill.validate.codes import codes_problems
-from sharmill.validate.cuts import MALFORMED, context_problem, cut_problem
+from sharmill.validate.contract import MALFORMED, check_contract
 from sharmill.validate.files import FileReader, ReadFile
 from sharmill.validate.findings import Finding
 from sharmill.validate.foreign import check_foreign
-from sharmill.validate.levels import Levels, header_problem, listen, loudness_problem, metadata_problem
+from sharmill.validate.levels import Levels, level_problem, measure
 from sharmill.validate.recheck import Rechecker
 
 # The index has seconds with three decimals.
@@ -66,7 +54,7 @@ class ShardCheck:
         self.deep = deep
         self.recheck = recheck
         self._reader = FileReader()
-        self._heard: dict[str, Levels | RejectRecord] = {}
+        self._levels: dict[str, Levels | RejectRecord] = {}
 
     def __call__(self, shard: Shard) -> Checked:
         checked = Checked(findings=list(self._check_names(shard)))
@@ -82,12 +70,12 @@ class ShardCheck:
         if shard.record is not None:
             checked.findings += _check_seconds(shard, contents)
         if self.subject.is_own:
-            checked.findings += self._check_cuts(shard, cuts, contents)
-            checked.findings += self._check_codecs(shard, contents)
+            assert self.subject.dataset is not None
+            checked.findings += check_contract(self.subject.dataset, shard.index, cuts, contents)
         else:
             check_foreign(self.subject, shard, cuts, contents, checked.findings, checked.count)
         if self.deep:
-            self._listen_to_all(shard, contents, checked)
+            self._measure_all(shard, contents, checked)
         if self.recheck is not None:
             checked.findings += self.recheck(shard, contents, checked.count)
         return checked
@@ -128,67 +116,44 @@ class ShardCheck:
                 contents[name] = read.contents
         return contents
 
-    def _check_cuts(
-        self, shard: Shard, cuts: list[dict[str, Any]], contents: dict[str, list[Item]]
-    ) -> Iterator[Finding]:
-        dataset = self.subject.dataset
-        assert dataset is not None
-        for cut, target in zip(cuts, contents.get(TARGET_AUDIO, []), strict=False):
-            if problem := cut_problem(cut, target.metadata or {}):
-                yield _finding("bad_cut", shard, problem, field=CUTS, member=str(cut.get("id")))
-        for cut, context in zip(cuts, contents.get(CONTEXT_AUDIO, []), strict=False):
-            if problem := context_problem(cut, context.metadata or {}, dataset.limits):
-                yield _finding("bad_cut", shard, problem, field=CUTS, member=str(cut.get("id")))
-        for target, context in zip(contents.get(TARGET_AUDIO, []), contents.get(CONTEXT_AUDIO, []), strict=False):
-            if problem := same_audio_problem(target, context):
-                yield _finding("bad_audio", shard, problem, field=CONTEXT_AUDIO, member=context.cut_id)
-        audio_format = None if dataset.audio_format == "original" else dataset.audio_format
-        for name in (TARGET_AUDIO, CONTEXT_AUDIO):
-            for item in contents.get(name, []):
-                if problem := header_problem(item, audio_format, dataset.sampling_rate):
-                    yield _finding("bad_audio", shard, problem, field=name, member=item.cut_id)
-
-    def _check_codecs(self, shard: Shard, contents: dict[str, list[Item]]) -> Iterator[Finding]:
-        for codec in self.subject.codecs:
-            for codes, source in ((TARGET_CODES, TARGET_AUDIO), (CONTEXT_CODES, CONTEXT_AUDIO)):
-                name = codes_field(codec.name, codes)
-                items, sources = contents.get(name, []), contents.get(source, [])
-                for cut_id, problem in codes_problems(items, sources, codec, temporal=codes == TARGET_CODES):
-                    yield _finding("bad_codes", shard, problem, field=name, member=cut_id)
-
-    def _listen_to_all(self, shard: Shard, contents: dict[str, list[Item]], checked: Checked) -> None:
-        """Decodes every audio item; the same bytes once, be they target or context."""
-        self._heard.clear()
+    def _measure_all(self, shard: Shard, contents: dict[str, list[Item]], checked: Checked) -> None:
+        """Decode every audio item; the same bytes once, be they target or context."""
+        self._levels.clear()
         reported = {(finding.field, finding.member) for finding in checked.findings if finding.code == "bad_audio"}
         for name, items in contents.items():
             for item in items:
                 if not is_recording(item) or (name, item.cut_id) in reported:
                     continue
-                heard = self._listen(item, checked)
-                checked.count("items heard")
-                if isinstance(heard, RejectRecord):
-                    found: tuple[str, str] | None = ("bad_audio", str(heard))
-                else:
-                    assert item.metadata is not None
-                    problem = metadata_problem(item.metadata, heard.num_samples, heard.sampling_rate)
-                    found = ("bad_audio", problem) if problem else loudness_problem(heard)
-                if found:
+                checked.count("items decoded")
+                if found := _audio_finding(item, self._measure(item, checked)):
                     checked.findings.append(_finding(found[0], shard, found[1], field=name, member=item.cut_id))
 
-    def _listen(self, item: Item, checked: Checked) -> Levels | RejectRecord:
+    def _measure(self, item: Item, checked: Checked) -> Levels | RejectRecord:
         assert item.data is not None
         key = xxhash.xxh3_128_hexdigest(item.data)
-        if key not in self._heard:
+        if key not in self._levels:
             try:
-                heard = self._heard[key] = listen(item)
+                levels = self._levels[key] = measure(item)
             except RejectRecord as reject:
-                self._heard[key] = reject
+                self._levels[key] = reject
             else:
-                seconds = heard.num_samples / heard.sampling_rate
+                seconds = levels.num_samples / levels.sampling_rate
                 checked.count("seconds decoded", seconds)
-                checked.count("seconds of silence", seconds * heard.silence)
-                checked.count("seconds clipped", seconds * heard.clipping)
-        return self._heard[key]
+                checked.count("seconds of silence", seconds * levels.silence)
+                checked.count("seconds clipped", seconds * levels.clipping)
+        return self._levels[key]
+
+
+def _audio_finding(item: Item, levels: Levels | RejectRecord) -> tuple[str, str] | None:
+    """Return the code and sentence of what decoding an item shows, if anything."""
+    if isinstance(levels, RejectRecord):
+        return "bad_audio", str(levels)
+    assert item.metadata is not None
+    found = (levels.num_samples, levels.sampling_rate)
+    promised = (item.metadata.get("num_samples"), item.metadata.get("sampling_rate"))
+    if found != promised:
+        return "bad_audio", f"samples and rate are {found}, the metadata says {promised}"
+    return level_problem(levels)
 
 
 def is_recording(item: Item) -> bool:

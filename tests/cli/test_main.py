@@ -129,7 +129,7 @@ def test_wrong_use_ends_with_one_line(arguments, message, capsys):
     [
         ("match.min_similarty=1", "unknown key 'match.min_similarty'; did you mean 'min_similarity'?"),
         ("write.order=foo", "write.order: 'foo' is not one of manifest, speaker, shuffle"),
-        ("sources.0.audio_root=/no/such/root", "the audio root /no/such/root is not a folder"),
+        ("sources.0.audio_root=/no/such/root", "audio root /no/such/root does not exist"),
         ("prepare.filters.cer=low", "prepare.filters.cer: 'low' is not a comparison with a number"),
         ("speaker_key=librispech", "did you mean librispeech?"),
         ("match.encoder=resemblizer", "resemblyzer"),

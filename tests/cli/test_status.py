@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from datetime import datetime
+from itertools import islice
 
 import msgspec
 import pytest
@@ -65,16 +67,16 @@ def put_rank(stage, rank, *, started, updated, **values):
     stage.dir.rank_progress(rank).write_bytes(msgspec.json.encode(record))
 
 
-def shown(stage) -> str:
-    console = Console(width=160, highlight=False)
+def shown(stage, width=160) -> str:
+    console = Console(width=width, highlight=False)
     with console.capture() as capture:
         print_status(console, stage.run_dir.path)
     return capture.get()
 
 
 def row(text, stage_name) -> list[str]:
-    (line,) = [line for line in text.splitlines() if line.startswith(f"│ {stage_name} ")]
-    return [cell.strip() for cell in line.strip("│").split("│")]
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{stage_name}  ")]
+    return re.split(r"  +", line.strip())
 
 
 def test_units_done_running_failed_and_left(stage, noon):
@@ -84,7 +86,7 @@ def test_units_done_running_failed_and_left(stage, noon):
     assert (seen.units, seen.units_done, seen.units_running, seen.units_failed, seen.units_left) == (4, 1, 1, 1, 1)
     assert seen.state == "under way"
     text = shown(stage)
-    assert row(text, "prepare")[:7] == ["prepare", "under way", "4", "1", "1", "1", "1"]
+    assert row(text, "prepare")[:6] == ["prepare", "under way", "1/4", "1", "1", "1"]
     assert row(text, "match")[:2] == ["match", "not begun"]
     assert "prepare unit 2 failed: ValueError: no" in text
     assert f"tracebacks: {stage.dir.failures}" in text
@@ -92,7 +94,7 @@ def test_units_done_running_failed_and_left(stage, noon):
 
 def test_rejects_are_listed_by_reason(stage, noon):
     assert "prepare rejects: empty_text 1" in shown(stage)
-    assert row(shown(stage), "prepare")[-1] == "1"
+    assert row(shown(stage), "prepare") == ["prepare", "stopped", "1/4", "0", "0", "3", "2/8 records", "1"]
 
 
 def test_the_end_is_predicted_from_the_rate_of_all_living_ranks(stage, noon):
@@ -101,7 +103,14 @@ def test_the_end_is_predicted_from_the_rate_of_all_living_ranks(stage, noon):
     put_rank(stage, 0, started=noon - 100, updated=noon, cost_done=2.0)
     put_rank(stage, 1, started=noon - 100, updated=noon, cost_done=2.0)
     assert read_stage(stage).seconds_left == pytest.approx(150.0)
-    assert "150 s, until 12:02:30" in " ".join(shown(stage).split())
+    assert row(shown(stage), "prepare")[-1] == "0:02:30"
+    assert "prepare: done at about 12:02:30" in shown(stage)
+
+
+def test_units_under_way_count_for_what_is_done(stage, noon):
+    put_rank(stage, 0, started=noon - 100, updated=noon, unit=1, cost_done=2.0, unit_cost_done=1.0)
+    assert row(shown(stage), "prepare")[6] == "3/8 records"
+    assert read_stage(stage).seconds_left == pytest.approx(5 / 0.03)
 
 
 def test_hours_and_hours_per_hour(noon):
@@ -116,20 +125,21 @@ def test_hours_and_hours_per_hour(noon):
         rate=50.0,
     )
     assert seen.seconds_left == 216.0
-    assert status._cells(seen)[7:10] == ["1.00/4.00", "50", "216 s, until 12:03:36"]
+    cells = status._cells(seen)
+    assert (cells["processed"], cells["rate"], cells["time left"]) == ("1.00/4.00 h", "50 x real time", "0:03:36")
 
 
 def test_an_end_that_is_far_off_has_its_date(noon):
-    assert status._describe_end(2 * 86400) == "172800 s, until 2026-03-03 12:00"
+    seen = StageStatus(name="match", state="under way", cost_unit="seconds of audio", cost=2 * 86400.0, rate=1.0)
+    assert str(status._end_line(seen)) == "match: done at about 2026-03-03 12:00"
 
 
 def test_a_rank_that_is_silent_for_more_than_five_minutes_is_marked(stage, noon):
     put_rank(stage, 0, started=noon - 1000, updated=noon - 299, unit=1, cost_done=2.0)
     put_rank(stage, 1, started=noon - 1000, updated=noon - 301, unit=2, cost_done=2.0)
     lively, silent = [line for line in shown(stage).splitlines() if line.startswith("prepare rank")]
-    assert lively.startswith("prepare rank 0 on node7 (pid 1234): unit 1, 0 done,")
-    assert lively.endswith("last sign of life 299 s ago")
-    assert silent.endswith("last sign of life 301 s ago: SILENT")
+    assert lively == "prepare rank 0 on node7: unit 1, 0 done, 0 MB, seen 299 s ago"
+    assert silent == "prepare rank 1 on node7: unit 2, 0 done, 0 MB, SILENT for 301 s (pid 1234)"
     seen = read_stage(stage)
     assert seen.state == "under way"
     assert seen.rate == pytest.approx(2.0 / 701)
@@ -142,8 +152,8 @@ def test_a_rank_without_a_unit_is_loading_or_between_two(stage, noon):
     put_rank(stage, 0, started=noon - 10, updated=noon)
     put_rank(stage, 1, started=noon - 10, updated=noon, units_done=2)
     loading, between = [line for line in shown(stage).splitlines() if line.startswith("prepare rank")]
-    assert "(pid 1234): loading, 0 done" in loading
-    assert "(pid 1234): between units, 2 done" in between
+    assert "on node7: loading, 0 done" in loading
+    assert "on node7: between units, 2 done" in between
 
 
 def test_ranks_that_have_ended_are_not_shown(stage, noon):
@@ -166,9 +176,9 @@ def test_watch_shows_it_again_until_it_is_interrupted(stage):
     command = [sys.executable, "-m", "sharmill", "status", str(stage.run_dir.path), "--watch"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     seen = []
-    for line in process.stdout:
-        if line.startswith("│ prepare"):
-            seen.append(line.split("│")[4].strip())
+    for line in islice(process.stdout, 200):
+        if line.startswith("prepare  "):
+            seen.append(re.split(r"  +", line)[2].partition("/")[0])
             if len(seen) == 1:
                 with Worker(stage, 1, "cpu") as worker:
                     worker.run(read_or_make_plan(stage, restart=False)[1])
@@ -179,6 +189,23 @@ def test_watch_shows_it_again_until_it_is_interrupted(stage):
     assert seen[0] == "1"
     assert process.returncode == 0
     assert errors == ""
+
+
+def test_it_fits_80_columns(stage, noon):
+    put_rank(stage, 0, started=noon - 100, updated=noon - 4, unit=1, units_done=1, cost_done=2.0)
+    put_rank(stage, 1, started=noon - 9000, updated=noon - 4000, unit=2, units_done=1, cost_done=2.0)
+    text = shown(stage, width=80)
+    assert row(text, "stage") == ["stage", "state", "units", "processed", "rejects", "time left"]
+    assert row(text, "prepare") == ["prepare", "under way", "1/4", "2/8 records", "1", "0:04:48"]
+    assert not [line for line in text.splitlines() if "…" in line or len(line) > 80]
+
+
+def test_codecs_of_earlier_runs_are_shown(stage):
+    folder = stage.run_dir.stage("encode/earlier").plan
+    folder.mkdir(parents=True)
+    (folder / "units.jsonl").touch()
+    names = [line.split()[0] for line in shown(stage).splitlines() if line.startswith("encode/")]
+    assert names == ["encode/earlier", "encode/builtin"]
 
 
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):

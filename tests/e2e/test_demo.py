@@ -52,12 +52,12 @@ def test_plain_lhotse_loads_everything(demo):
 def test_status_shows_every_stage_as_done(demo):
     output = run_sharmill("status", demo[0] / "run").stdout
     for stage in ("prepare", "match", "write", "encode/builtin", "validate"):
-        (row,) = [line for line in output.splitlines() if f" {stage} " in line]
+        (row,) = [line for line in output.splitlines() if line.startswith(f"{stage} ")]
         assert " done " in row
 
 
 def test_plan_of_a_finished_run_has_nothing_left(demo):
     outcome = run_sharmill("plan", demo[0] / "demo.yaml")
     assert outcome.returncode == 0, outcome.stderr
-    (row,) = [line for line in outcome.stdout.splitlines() if " write " in line]
-    assert [cell.strip() for cell in row.split("│")[2:5]] == ["5", "5", "0.00 h"]
+    (row,) = [line for line in outcome.stdout.splitlines() if line.startswith("write ")]
+    assert row.split()[1:4] == ["5/5", "0.000", "h"]

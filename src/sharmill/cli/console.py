@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
 
 
 def make_console() -> Console:
-    """Return the console of a command."""
+    """Return the console of a command: as wide as the terminal, or 120 columns where there is none."""
     from rich.console import Console
 
     # A log file has no width of its own, and rich would assume 80 columns.
-    return Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
+    fixed = None if (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ else 120
+    return Console(highlight=False, width=fixed)
 
 
 def plain(text: str, style: str = "") -> Text:
@@ -28,8 +30,42 @@ def plain(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
 
 
-def make_table(title: str) -> Table:
-    """Return an empty table as all commands print them."""
+def make_table(title: str | None = None, *, expand: bool = False) -> Table:
+    """Return an empty table as all commands print them. ``expand`` makes it as wide as the console."""
+    from rich import box
     from rich.table import Table
 
-    return Table(title=plain(title), title_justify="left")
+    return Table(
+        title=None if title is None else plain(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+        show_edge=False, padding=(0, 1, 0, 0), expand=expand,
+    )  # fmt: skip
+
+
+def describe_cost(*costs: float, records: bool) -> str:
+    """Return costs of units, with the precision of the last one.
+
+    Args:
+        costs: seconds of audio, or numbers of records; what is done and what there is in all, or one of them.
+        records: they are numbers of records.
+
+    >>> describe_cost(970.0, 1940.0, records=False)
+    '0.269/0.539 h'
+    >>> describe_cost(120_000, 10_000_000, records=True)
+    '0.12M/10.00M records'
+    """
+    if records:
+        numbers = [f"{cost / 1e6:.2f}M" if costs[-1] >= 1e6 else f"{cost:.0f}" for cost in costs]
+        return f"{'/'.join(numbers)} {'record' if numbers[-1] == '1' else 'records'}"
+    hours = costs[-1] / 3600
+    digits = 3 if hours < 1 else 2 if hours < 100 else 1 if hours < 1000 else 0
+    return f"{'/'.join(f'{cost / 3600:.{digits}f}' for cost in costs)} h"
+
+
+def describe_time(seconds: float) -> str:
+    """Return a time as hours, minutes and seconds.
+
+    >>> describe_time(3725.4)
+    '1:02:05'
+    """
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"

@@ -8,23 +8,29 @@ from typing import TYPE_CHECKING
 import click
 
 from sharmill.cli.arguments import split_arguments
-from sharmill.cli.console import make_console, make_table, plain
+from sharmill.cli.console import describe_cost, make_console, make_table, plain
 from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from sharmill.config import Config
     from sharmill.engine.stage import Stage
 
 # Speech as FLAC at 16 to 24 kHz takes 15 to 35 kB a second; codes add little. A round figure on the safe side.
 _BYTES_PER_SECOND = 40_000
+_MEANING_OF_COLUMNS = (
+    "units: done and all; to process: all audio that is left, contexts included; largest: the load of the busiest rank"
+)
 
 
 @click.command()
 @click.argument("arguments", nargs=-1, required=True, metavar="CONFIG... [KEY=VALUE...]")
-@click.option("--ranks", type=click.IntRange(1), help="Show the balance over this many ranks (default: the cores).")
+@click.option(
+    "--ranks", type=click.IntRange(1), help="Show the balance over this many ranks (default: executor.workers)."
+)
 def plan(arguments: tuple[str, ...], ranks: int | None) -> int:
     """Show what would run, and run nothing.
 
@@ -42,43 +48,51 @@ def plan(arguments: tuple[str, ...], ranks: int | None) -> int:
 
 
 def print_plan(console: Console, config: Config, ranks: int | None) -> None:
-    """Print a row per stage that can be planned now; the others depend on what comes before them."""
+    """Print a row per stage that can be planned now, and a line for each that depends on what comes before it."""
     from sharmill.pipeline import check_config, make_stages
 
     check_config(config, stages=())
-    count = ranks or len(os.sched_getaffinity(0))
     table = make_table(config.name)
-    for column in ("stage", "units", "done", "left", f"largest of {count} ranks", "balance", "disk"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
+    for column in ("stage", "units", "to process", "ranks", "largest", "balance", "disk"):
+        table.add_column(column, justify="left" if column == "stage" else "right", no_wrap=True)
+    not_yet = []
     for stage in make_stages(config):
-        table.add_row(*(plain(cell) for cell in _row(stage, count)))
+        try:
+            table.add_row(*_row(stage, ranks or _count_ranks(config, stage)))
+        except ConfigError as error:
+            not_yet.append(plain(f"{stage.name}: not yet: {error}"))
     console.print(table)
+    for line in not_yet:
+        console.print(line)
+    console.print(plain(_MEANING_OF_COLUMNS, style="dim"))
 
 
-def _row(stage: Stage, ranks: int) -> tuple[str, ...]:
+def _row(stage: Stage, ranks: int) -> list[Text]:
     from sharmill.cli.stage_status import read_or_preview_units
     from sharmill.engine.balance import pack
     from sharmill.write.stage import WriteStage
 
-    try:
-        units, done = read_or_preview_units(stage)
-    except ConfigError as error:
-        return stage.name, str(error), "", "", "", "", ""
+    units, done = read_or_preview_units(stage)
     left = [unit.cost for unit in units if unit.index not in done]
     loads = [sum(left[item] for item in items) for items in pack(left, ranks)]
     largest, mean = max(loads), sum(loads) / ranks
-    balance = f"{mean / largest:.0%}" if largest else ""
-    disk = f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and isinstance(stage, WriteStage) else ""
-    return (
+    records = stage.cost_unit == "records"
+    cells = (
         stage.name,
-        str(len(units)),
-        str(len(done)),
-        _amount(stage, sum(left)),
-        _amount(stage, largest),
-        balance,
-        disk,
+        f"{len(done)}/{len(units)}",
+        describe_cost(sum(left), records=records),
+        str(ranks),
+        describe_cost(largest, records=records),
+        f"{mean / largest:.0%}" if largest else "",
+        f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and isinstance(stage, WriteStage) else "",
     )
+    return [plain(cell) for cell in cells]
 
 
-def _amount(stage: Stage, cost: float) -> str:
-    return f"{cost:.0f} records" if stage.cost_unit == "records" else f"{cost / 3600:.2f} h"
+def _count_ranks(config: Config, stage: Stage) -> int:
+    """Return on how many ranks the executor of the configuration would run a stage if it ran on this machine."""
+    from sharmill.executors.devices import plan_devices, visible_gpus
+
+    workers = config.executor.workers
+    gpus = visible_gpus() if stage.uses_gpu and workers == "auto" else ()
+    return len(plan_devices(workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=len(os.sched_getaffinity(0))))

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
-from sharmill.cli.console import make_table, plain
+from sharmill.cli.console import describe_cost, make_table, plain
+from sharmill.engine.outcomes import StageResult
+from sharmill.engine.plan import load
+from sharmill.engine.stage import Stage
 from sharmill.executors.logs import printable
 from sharmill.pipeline import DatasetResult
 from sharmill.validate.report import INDEX, Report
 
+_MEANING_OF_HOURS = (
+    "processed: all audio that a stage handles, contexts included; target audio: the utterances that went on"
+)
 _MAX_LINES = 10
 _MAX_EXAMPLES = 3
 _MAX_CHARACTERS = 160
@@ -23,27 +30,36 @@ _SHOWN_COUNTS = ("shards", "cuts", "files", "bytes", "items decoded", "seconds d
 def print_result(console: Console, result: DatasetResult) -> None:
     """Print the summary of a run over one dataset: accounts by stage, rejects by reason, failed units."""
     table = make_table(result.config.name)
-    for column in ("stage", "in", "out", "rejected", "hours out"):
+    for column in ("stage", "in", "out", "rejects", "processed", "target audio"):
         table.add_column(column, justify="left" if column == "stage" else "right")
     reasons: Counter[str] = Counter()
     for stage, outcome in result.stages:
-        if outcome.totals is None:
-            table.add_row(plain(stage.name), "", "", "", plain("failed", style="red"))
-            continue
-        totals = outcome.totals
-        reasons.update(totals.rejects)
-        numbers = (f"{totals.num_in}", f"{totals.num_out}", f"{totals.num_rejected}", f"{totals.hours:.3f}")
-        table.add_row(plain(stage.name), *numbers)
+        table.add_row(*_accounts(stage, outcome))
+        if outcome.totals is not None:
+            reasons.update(outcome.totals.rejects)
     console.print(table)
+    console.print(plain(_MEANING_OF_HOURS, style="dim"))
     if reasons:
         listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
-        console.print(plain(f"rejects: {listed} (see {result.config.run_dir}/rejects.jsonl)"))
+        console.print(plain(f"rejects: {listed} (see {result.config.run_dir}/rejects.jsonl)"), soft_wrap=True)
     for stage, outcome in result.stages:
         for error in list(outcome.failures.values())[:_MAX_LINES]:
             console.print(plain(f"{stage.name}: unit {error.index} failed: {error.message}", style="red"))
         if outcome.failures:
             sentence = f"tracebacks: {stage.dir.failures}; run the same command again to retry what failed"
-            console.print(plain(sentence))
+            console.print(plain(sentence), soft_wrap=True)
+
+
+def _accounts(stage: Stage, outcome: StageResult) -> list[Text]:
+    """Return the row of a stage."""
+    if outcome.totals is None:
+        return [plain(stage.name), *[plain("")] * 2, plain("failed", style="red")]
+    totals = outcome.totals
+    records = stage.cost_unit == "records"
+    processed = sum(unit.cost for unit in load(stage)) if stage.dir.units.exists() else 0.0
+    numbers = (totals.num_in, totals.num_out, totals.num_rejected)
+    hours = describe_cost(totals.hours * 3600, records=False)
+    return [plain(cell) for cell in (stage.name, *map(str, numbers), describe_cost(processed, records=records), hours)]
 
 
 def print_report(console: Console, report: Report) -> None:
@@ -52,17 +68,13 @@ def print_report(console: Console, report: Report) -> None:
     if not report.findings:
         console.print(plain("validation: no findings", style="green"))
     else:
-        table = make_table(f"validation: {report.errors} errors, {report.warnings} warnings")
-        for column in ("finding", "severity", "count", "first examples", "what to do"):
-            table.add_column(column, overflow="fold")
-        for kind in report.kinds:
-            examples = islice((row for row in report.findings if row["code"] == kind.code), _MAX_EXAMPLES)
-            style = "red" if kind.severity == "error" else "yellow"
-            table.add_row(
-                plain(kind.code), plain(kind.severity, style=style), f"{kind.count}",
-                plain("\n".join(_describe_finding(row) for row in examples)), plain(kind.to_do),
-            )  # fmt: skip
-        console.print(table)
+        console.print(plain(f"validation: {report.errors} errors, {report.warnings} warnings", style="bold"))
+    for kind in report.kinds:
+        style = "red" if kind.severity == "error" else "yellow"
+        console.print(plain(f"{kind.severity}: {kind.code}, found {kind.count} times", style=style))
+        examples = [row for row in report.findings if row["code"] == kind.code][:_MAX_EXAMPLES]
+        for line in [*map(_describe_finding, examples), f"what to do: {kind.to_do}"]:
+            console.print(Padding(plain(line), (0, 0, 0, 2)))
     console.print(plain(f"checked: {checked}"))
     for phrase in report.unchecked:
         console.print(plain(f"not checked: {phrase}"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sharmill.cli.arguments import read_findings, redo_option, restart_option, split_arguments
+from sharmill.cli.arguments import parse_workers, read_findings, redo_option, restart_option, split_arguments
 from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
 from sharmill.errors import SharmillError
 from sharmill.executors.logs import printable
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 @click.argument("arguments", nargs=-1, required=True, metavar="CONFIG... [STAGE...] [KEY=VALUE...]")
 @restart_option
 @redo_option
-def run(arguments: tuple[str, ...], restart: bool, redo: str | None) -> int:
+@click.option("--workers", help="Worker processes, as executor.workers: a number, or auto.")
+def run(arguments: tuple[str, ...], restart: bool, redo: str | None, workers: str | None) -> int:
     """Run all stages, or those named, for datasets.
 
     CONFIG is a YAML file. STAGE is prepare, match (stage1), write (stage2), encode (stage3) or validate.
@@ -32,6 +33,8 @@ def run(arguments: tuple[str, ...], restart: bool, redo: str | None) -> int:
 
     paths, overrides, names = split_arguments(arguments)
     stages = [resolve_stage(name) for name in names] or list(STAGES)
+    if workers is not None:
+        overrides.append(f"executor.workers={parse_workers(workers)}")
     configs = [load_config(path, overrides) for path in paths]
     named = read_findings(redo, configs, restart=restart)
     return run_configs(configs, stages, restart=restart, redo=named)

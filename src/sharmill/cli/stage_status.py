@@ -6,18 +6,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
+from sharmill.config import CodecConfig, Config
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import load
 from sharmill.engine.progress import RankProgress, read_progress
 from sharmill.engine.run import read_totals
+from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
+from sharmill.pipeline import make_stages
 
 SILENT_SECONDS = 300.0
 
@@ -26,8 +29,8 @@ SILENT_SECONDS = 300.0
 class StageStatus:
     """The state of a stage according to its files.
 
-    Costs are in ``cost_unit``. ``rate`` is how much of them all ranks do in a second. ``ranks``
-    are those that have not ended; ``rejects`` counts by reason.
+    Costs are in ``cost_unit``; ``cost_done`` includes what is done of the units under way, and ``rate`` is how much all
+    ranks do in a second. ``ranks`` are those that have not ended; ``rejects`` counts by reason.
     """
 
     name: str
@@ -53,6 +56,16 @@ class StageStatus:
         return (self.cost - self.cost_done) / self.rate if self.rate and self.state == "under way" else None
 
 
+def stages_of_run(config: Config) -> list[Stage]:
+    """Return the stages of a configuration, and those of codecs that earlier runs added to the same run directory."""
+    encode = RunDir(Path(config.run_dir)).stage("encode").path
+    planned = sorted(path.name for path in encode.glob("*") if RunDir(encode).stage(path.name).units.exists())
+    named = {codec.name for codec in config.encode.codecs}
+    earlier = [CodecConfig(name=name, model="") for name in planned if name not in named]
+    codecs = [*earlier, *config.encode.codecs]
+    return make_stages(replace(config, encode=replace(config.encode, codecs=codecs)))
+
+
 def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
     """Return the state of a stage. ``queued`` says that a stage without ranks is one that waits for them."""
     if not stage.dir.units.exists():
@@ -75,7 +88,8 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
         units_running=len({rank.unit for rank in alive} - set(commits) - {None}),
         units_failed=len(failed),
         cost=sum(unit.cost for unit in units),
-        cost_done=sum(unit.cost for unit in units if unit.index in commits),
+        cost_done=sum(unit.cost for unit in units if unit.index in commits)
+        + sum(rank.unit_cost_done for rank in alive if rank.unit not in commits),
         rate=sum((rank.cost_done + rank.unit_cost_done) / max(rank.updated - rank.started, 1.0) for rank in alive),
         rejects=totals.rejects if totals else dict(rejects),
         ranks=ranks,

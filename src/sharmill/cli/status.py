@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sharmill.cli.console import make_console, make_table, plain
+from sharmill.cli.console import describe_cost, describe_time, make_console, make_table, plain
 from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from sharmill.executors.slurm.chain import ChainState
 
 _MAX_FAILURES = 5
+# From this many columns on there is room for all columns of the table.
+_WIDE = 110
 
 
 @click.command()
@@ -52,21 +54,22 @@ def print_status(console: Console, run_dir: Path) -> None:
     Raises:
         ConfigError: there is no run directory.
     """
-    from sharmill.cli.stage_status import read_stage
+    from sharmill.cli.stage_status import read_stage, stages_of_run
     from sharmill.config import load_config
     from sharmill.engine.rundir import RunDir
     from sharmill.executors.slurm.chain import read_state
-    from sharmill.pipeline import make_stages
 
     paths = RunDir(run_dir)
     if not paths.config.exists():
         raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it")
     # By its own path: the stored one is relative to where the run was started, if it is relative.
-    stages = make_stages(dataclasses.replace(load_config(paths.config), run_dir=str(run_dir)))
+    stages = stages_of_run(dataclasses.replace(load_config(paths.config), run_dir=str(run_dir)))
     chain = read_state(paths)
     statuses = [read_stage(stage, queued=chain is not None and chain.state == "waiting") for stage in stages]
-    console.print(_table(str(run_dir), statuses))
+    console.print(_table(str(run_dir), statuses, wide=console.width >= _WIDE))
     for status in statuses:
+        if status.seconds_left is not None:
+            console.print(_end_line(status))
         for rank in status.ranks:
             console.print(_rank_line(status.name, rank))
     for status in statuses:
@@ -80,37 +83,44 @@ def print_status(console: Console, run_dir: Path) -> None:
         console.print(_chain_line(chain, paths))
 
 
-def _table(title: str, statuses: Sequence[StageStatus]) -> Table:
+def _table(title: str, statuses: Sequence[StageStatus], *, wide: bool) -> Table:
     table = make_table(title)
-    columns = ("stage", "state", "units", "done", "running", "failed", "left", "hours done", "hours/hour", "time left",
-               "rejects")  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("stage", "state") else "right")
+    names = ["stage", "state", "units", "processed", "rejects", "time left"]
+    if wide:
+        names[3:3] = ["running", "failed", "waiting"]
+        names.insert(-2, "rate")
+    for name in names:
+        table.add_column(name, justify="left" if name in ("stage", "state") else "right", no_wrap=True)
     for status in statuses:
-        table.add_row(*(plain(cell) for cell in _cells(status)))
+        cells = _cells(status)
+        table.add_row(*(plain(cells.get(name, "")) for name in names))
     return table
 
 
-def _cells(status: StageStatus) -> list[str]:
+def _cells(status: StageStatus) -> dict[str, str]:
+    """Return the cells of a row, by the name of the column."""
+    cells = {"stage": status.name, "state": status.state}
     if status.state == "not begun":
-        return [status.name, status.state]
-    counts = (status.units, status.units_done, status.units_running, status.units_failed, status.units_left)
-    has_audio = status.cost_unit == "seconds of audio"
-    return [
-        status.name,
-        status.state,
-        *map(str, counts),
-        f"{status.cost_done / 3600:.2f}/{status.cost / 3600:.2f}" if has_audio else "",
-        f"{status.rate:.0f}" if status.rate and has_audio else "",
-        "" if status.seconds_left is None else _describe_end(status.seconds_left),
-        str(sum(status.rejects.values())),
-    ]
+        return cells
+    records = status.cost_unit == "records"
+    return cells | {
+        "units": f"{status.units_done}/{status.units}",
+        "running": str(status.units_running),
+        "failed": str(status.units_failed),
+        "waiting": str(status.units_left),
+        "processed": describe_cost(status.cost_done, status.cost, records=records),
+        "rate": f"{status.rate:.0f} x real time" if status.rate and not records else "",
+        "rejects": str(sum(status.rejects.values())),
+        "time left": "" if status.seconds_left is None else describe_time(status.seconds_left),
+    }
 
 
-def _describe_end(seconds: float) -> str:
-    """Return the time left, and the time of day at its end by this machine's clock."""
-    end = datetime.now() + timedelta(seconds=seconds)
-    return f"{seconds:.0f} s, until {end:{'%H:%M:%S' if seconds < 12 * 3600 else '%Y-%m-%d %H:%M'}}"
+def _end_line(status: StageStatus) -> Text:
+    """Return when a stage is predicted to end, by this machine's clock."""
+    assert status.seconds_left is not None
+    end = datetime.now() + timedelta(seconds=status.seconds_left)
+    style = "%H:%M:%S" if status.seconds_left < 12 * 3600 else "%Y-%m-%d %H:%M"
+    return plain(f"{status.name}: done at about {end:{style}}")
 
 
 def _failure_lines(stage: Stage) -> Iterator[Text]:
@@ -137,10 +147,7 @@ def _rank_line(stage: str, rank: RankProgress) -> Text:
     silent = time.time() - rank.updated
     idle = "between units" if rank.units_done else "loading"
     unit = idle if rank.unit is None else f"unit {rank.unit}"
-    line = (
-        f"{stage} rank {rank.rank} on {rank.host} (pid {rank.pid}): {unit}, {rank.units_done} done, "
-        f"{rank.peak_memory_mb:.0f} MB, last sign of life {silent:.0f} s ago"
-    )
-    if not is_silent(rank):
-        return plain(line)
-    return plain(f"{line}: SILENT", style="red")
+    line = f"{stage} rank {rank.rank} on {rank.host}: {unit}, {rank.units_done} done, {rank.peak_memory_mb:.0f} MB"
+    if is_silent(rank):
+        return plain(f"{line}, SILENT for {silent:.0f} s (pid {rank.pid})", style="red")
+    return plain(f"{line}, seen {silent:.0f} s ago")

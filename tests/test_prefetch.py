@@ -64,7 +64,7 @@ def test_results_are_made_ahead():
 
 
 def test_threads_work_at_the_same_time():
-    meeting = threading.Barrier(3, timeout=10)
+    meeting = threading.Barrier(3, timeout=60)
     assert len(list(prefetch(lambda item: meeting.wait(), range(6), threads=3, ahead=3))) == 6
 
 

@@ -10,6 +10,8 @@ import time
 
 import pytest
 from support.pipelines import digest, run_sharmill
+from support.timing import within
+from support.toy_stage import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -90,22 +92,15 @@ def test_a_read_only_output_folder(which, make_config, small_disk, tmp_path):
     assert "cannot write to" in line
 
 
-def wait_for(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_within_five_seconds_and_a_relaunch_goes_on(workers, make_config, start_sharmill, tmp_path):
     config = make_config(tmp_path, executor={"workers": workers})
     process = start_sharmill("run", config, "prepare", "match")
-    wait_for(lambda: any((tmp_path / "run/match/ledger").glob("*")), 120)
+    wait_until(lambda: any((tmp_path / "run/match/ledger").glob("*")))
     pressed = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - pressed < 5
+    assert time.monotonic() - pressed < within(5)
     if process.returncode != 0:
         assert process.returncode == 1
         assert "run the same command again" in errors

@@ -38,9 +38,9 @@ def test_a_large_ledger_takes_little_time_and_memory(tmp_path):
         with (tmp_path / f"{rank}.jsonl").open("wb") as stream:
             for unit in units[rank::2]:
                 stream.write(msgspec.json.encode(_commit(unit.index, unit.id)) + b"\n")
-    started = time.perf_counter()
+    started = time.process_time()
     commits = read_ledger(tmp_path, units)
-    microseconds = 1e6 * (time.perf_counter() - started) / count
+    microseconds = 1e6 * (time.process_time() - started) / count
     tracemalloc.start()
     again = read_ledger(tmp_path, units)
     kilobytes = tracemalloc.get_traced_memory()[1] / 1e3 / count

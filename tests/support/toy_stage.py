@@ -385,7 +385,7 @@ def output_bytes(stage: ToyStage) -> dict[str, bytes]:
     }
 
 
-def wait_until(condition: Any, seconds: float = 20.0) -> None:
+def wait_until(condition: Any, seconds: float = 120.0) -> None:
     """Returns when ``condition()`` holds; fails the test if it does not within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():

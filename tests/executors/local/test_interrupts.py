@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import TESTS
+from support.timing import within
 from support.toy_stage import ToyStage, is_running, output_bytes, run, wait_until
 
 from sharmill.engine.ledger import read_ledger
@@ -47,8 +48,8 @@ class Driver:
     def end(self):
         """Its exit status, its output and the seconds that it took to end, with all its processes."""
         started = time.monotonic()
-        output, _ = self.process.communicate(timeout=30)
-        wait_until(lambda: not self.members(), SECONDS_TO_END)
+        output, _ = self.process.communicate(timeout=120)
+        wait_until(lambda: not self.members())
         return self.process.returncode, output, time.monotonic() - started
 
 
@@ -103,7 +104,7 @@ class TestInterrupt:
         status, output, seconds = driver.end()
         assert (status, output.strip().splitlines()[-1]) == (1, MESSAGE)
         assert "Traceback" not in output
-        assert seconds < SECONDS_TO_END
+        assert seconds < within(SECONDS_TO_END)
         assert all(rank.ended for rank in read_progress(driver.stage.dir.progress))
         assert not (driver.stage.root / ".sharmill-staging").exists()
 
@@ -126,7 +127,7 @@ class TestInterrupt:
         send(driver, "ctrl-c")
         status, output, seconds = driver.end()
         assert (status, output.strip().splitlines()) == (1, [MESSAGE])
-        assert seconds < SECONDS_TO_END
+        assert seconds < within(SECONDS_TO_END)
 
     def test_ranks_in_native_code_end_too(self, start):
         driver = start(2, units=2, behaviour={0: "hold_gil", 1: "hold_gil"})
@@ -134,7 +135,7 @@ class TestInterrupt:
         send(driver, "ctrl-c")
         status, _, seconds = driver.end()
         assert status == 1
-        assert seconds < SECONDS_TO_END
+        assert seconds < within(SECONDS_TO_END)
 
     def test_many_times_leaves_no_orphans_either(self, start):
         driver = start(2, units=12, behaviour=BUSY)
@@ -145,7 +146,7 @@ class TestInterrupt:
             time.sleep(0.005)
         status, _, seconds = driver.end()
         assert status != 0
-        assert seconds < SECONDS_TO_END
+        assert seconds < within(SECONDS_TO_END)
 
 
 class TestKilledDriver:
@@ -156,7 +157,7 @@ class TestKilledDriver:
         send(driver, "SIGKILL")
         status, _, seconds = driver.end()
         assert status == -signal.SIGKILL
-        assert seconds < SECONDS_TO_END
+        assert seconds < within(SECONDS_TO_END)
         result, heard = run(ToyStage(tmp_path, units=12), 2)
         assert result.ok
         assert sorted(heard.done) == [3, 8]

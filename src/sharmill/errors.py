@@ -56,6 +56,7 @@ CODES: Final[dict[str, str]] = {
     "missing_input": "a file or folder that the configuration names is not there, or cannot be read",
     "stage_not_run": "the stage whose output is read has not been run",
     # Names, models and packages
+    "bad_codes": "a codec gave codes of a wrong shape or outside its codebook",
     "bad_model": "a model's file or weights cannot be used, or it is not what its name promises",
     "bad_plugin": "what another package or python:module:Class offers does not keep to the contract",
     "missing_package": "a package that is needed is not installed",

@@ -8,6 +8,7 @@ import tarfile
 import pytest
 import torch
 from support import models
+from support.errors import raises
 from support.models import make_audio
 
 from sharmill.errors import ConfigError, FatalError
@@ -181,20 +182,20 @@ def test_loading_leaves_the_random_state_alone(checkpoints):
 def test_indices_outside_the_codebook_are_fatal(checkpoints):
     codec = load_codec(f"nemo:{checkpoints['nemo_codec']}")
     codec.codebook_size = 5
-    with pytest.raises(FatalError, match=r"gave the indices \d+ to \d+, outside its codebook of 5"):
+    with raises(FatalError, "bad_codes", "outside its 5"):
         codec.encode(*make_audio([3200]))
 
 
 def test_another_number_of_frames_is_fatal(checkpoints):
     codec = load_codec(f"nemo:{checkpoints['nemo_codec']}")
     codec.samples_per_frame = 64
-    with pytest.raises(FatalError, match=r"\(1, 3, 20\) where .* are \(1, 3, 10\)"):
+    with raises(FatalError, "bad_codes", "(1, 3, 20)", "(1, 3, 10)"):
         codec.encode(*make_audio([640]))
 
 
 def test_a_model_that_claims_another_frame_size_is_refused(tmp_path):
     path = models.save_nemo_codec(tmp_path / "codec.nemo", models.nemo_codec_config(samples_per_frame=64))
-    with pytest.raises(ConfigError, match="use another codec"):
+    with raises(ConfigError, "bad_model", str(path)):
         load_codec(f"nemo:{path}")
 
 
@@ -202,7 +203,7 @@ def test_a_second_semantic_codec_is_refused(tmp_path):
     config = models.nemo_codec_config()
     config["semantic_codec"] = models.nemo_codec_config()
     path = models.save_nemo_codec(tmp_path / "codec.nemo", config)
-    with pytest.raises(ConfigError, match="semantic codec"):
+    with raises(ConfigError, "bad_model", str(path), "semantic"):
         load_codec(f"nemo:{path}")
 
 
@@ -215,7 +216,7 @@ def test_a_nemo_checkpoint_that_lacks_weights_is_refused(checkpoints, tmp_path):
     torch.save(weights, unpacked / "model_weights.ckpt")
     with tarfile.open(path, "w") as archive:
         archive.add(unpacked, ".")
-    with pytest.raises(ConfigError, match=r"lacks 1 weights, the first is audio_encoder\.pre_conv\.conv\.bias"):
+    with raises(ConfigError, "bad_model", "lacks 1 weights", "audio_encoder.pre_conv.conv.bias"):
         load_codec(f"nemo:{path}")
 
 
@@ -226,26 +227,26 @@ def test_a_damaged_nemo_checkpoint_is_one_line(checkpoints, tmp_path):
     (unpacked / "model_weights.ckpt").write_bytes(b"damaged")
     with tarfile.open(path, "w") as archive:
         archive.add(unpacked, ".")
-    with pytest.raises(ConfigError, match="its weights are damaged") as raised:
+    with raises(ConfigError, "bad_model", str(path), "weights") as raised:
         load_codec(f"nemo:{path}")
     assert "\n" not in str(raised.value)
 
 
 def test_a_speaker_encoder_is_no_codec(checkpoints):
-    with pytest.raises(ConfigError, match="is a EncDecSpeakerLabelModel, not a AudioCodecModel"):
+    with raises(ConfigError, "bad_model", "EncDecSpeakerLabelModel", "AudioCodecModel"):
         load_codec(f"nemo:{checkpoints['nemo_speaker']}")
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "shown"),
     [
-        ({"audio_channels": 2}, "encodes 2 channels"),
-        ({"chunk_length_s": 1.0, "overlap": 0.01}, "works on overlapping chunks"),
+        ({"audio_channels": 2}, "2 channels"),
+        ({"chunk_length_s": 1.0, "overlap": 0.01}, "chunks of 1.0 s"),
     ],
 )
-def test_an_encodec_for_stereo_or_chunks_is_refused(tmp_path, changes, message):
+def test_an_encodec_for_stereo_or_chunks_is_refused(tmp_path, changes, shown):
     path = models.save_encodec(tmp_path / "encodec", **changes)
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, "bad_model", str(path), shown):
         load_codec(f"transformers:{path}")
 
 
@@ -258,7 +259,7 @@ def test_an_encodec_that_sees_all_of_its_input_wants_equal_lengths(tmp_path, cha
 
 def test_a_directory_without_weights_is_refused(checkpoints, tmp_path):
     (tmp_path / "config.json").write_bytes((checkpoints["mimi"] / "config.json").read_bytes())
-    with pytest.raises(ConfigError, match="cannot load transformers:"):
+    with raises(ConfigError, "bad_model", f"transformers:{tmp_path}"):
         load_codec(f"transformers:{tmp_path}")
 
 
@@ -269,5 +270,5 @@ def test_a_directory_that_lacks_weights_is_refused(checkpoints, tmp_path):
     weights = load_file(checkpoints["dac"] / "model.safetensors")
     del weights["encoder.conv1.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks 1 weights, the first is encoder\.conv1\.weight"):
+    with raises(ConfigError, "bad_model", "lacks 1 weights", "encoder.conv1.weight"):
         load_codec(f"transformers:{tmp_path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.errors import raises
 from support.models import make_audio
 
 from sharmill.errors import ConfigError
@@ -124,10 +125,10 @@ def test_loading_leaves_the_random_state_alone(checkpoints):
 
 
 def test_a_codec_is_no_speaker_encoder(checkpoints):
-    with pytest.raises(ConfigError, match="is a AudioCodecModel, not a EncDecSpeakerLabelModel"):
+    with raises(ConfigError, "bad_model", "AudioCodecModel", "EncDecSpeakerLabelModel"):
         load_speaker_encoder(f"nemo:{checkpoints['nemo_codec']}")
 
 
 def test_an_unknown_pretrained_name_gets_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean 'titanet_large'"):
+    with raises(ConfigError, "unknown_name", "did you mean 'titanet_large'"):
         load_speaker_encoder("nemo:titanet_lage")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from support.errors import raises
 from support.models import save_encodec, save_nemo_speaker
 
 from sharmill.errors import ConfigError
@@ -74,7 +75,7 @@ def test_the_good_checkpoint_is_loaded(repack):
 
 def test_code_in_the_weights_of_a_nemo_checkpoint(repack, tmp_path):
     path = repack(model_weights=lambda data: bomb(tmp_path / "ran"))
-    with pytest.raises(ConfigError, match="more than tensors"):
+    with raises(ConfigError, "bad_model", "weights"):
         load_speaker_encoder(f"nemo:{path}", "cpu")
     assert not (tmp_path / "ran").exists()
 
@@ -101,7 +102,7 @@ def test_the_class_of_a_nemo_checkpoint(repack, tmp_path):
 def test_tags_in_the_configuration_of_a_nemo_checkpoint(repack, tmp_path):
     tag = f"!!python/object/apply:os.mkdir [{tmp_path / 'ran'}]"
     path = repack(model_config=lambda data: data + f"\nextra: {tag}\n".encode())
-    with pytest.raises(ConfigError, match="more than values"):
+    with raises(ConfigError, "bad_model", str(path), "configuration"):
         load_speaker_encoder(f"nemo:{path}", "cpu")
     assert not (tmp_path / "ran").exists()
 
@@ -131,7 +132,7 @@ def encodec(tmp_path):
 
 def test_code_in_the_weights_of_a_transformers_directory(encodec, tmp_path):
     (encodec / "pytorch_model.bin").write_bytes(bomb(tmp_path / "ran"))
-    with pytest.raises(ConfigError, match="more than tensors"):
+    with raises(ConfigError, "bad_model", "weights"):
         load_codec(f"transformers:{encodec}", "cpu")
     assert not (tmp_path / "ran").exists()
 

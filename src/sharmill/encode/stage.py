@@ -17,9 +17,8 @@ from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed
-from sharmill.models import describe_codec, load_codec, published_name
+from sharmill.models import describe_codec, load_codec, make_deterministic, published_name
 from sharmill.models.batches import pad, padded_batches
-from sharmill.models.determinism import make_deterministic
 from sharmill.models.protocols import Codec
 from sharmill.prefetch import prefetch
 from sharmill.shar.codes import codes_dtype, num_frames

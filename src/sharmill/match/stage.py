@@ -35,8 +35,7 @@ from sharmill.match.embed import Embedder
 from sharmill.match.groups import divide, index_manifest
 from sharmill.match.select import select_context
 from sharmill.match.speaker_key import make_speaker_key
-from sharmill.models import describe_speaker_encoder, load_speaker_encoder
-from sharmill.models.determinism import make_deterministic
+from sharmill.models import describe_speaker_encoder, load_speaker_encoder, make_deterministic
 from sharmill.prepare.stage import manifest_stem, prepared_manifest
 from sharmill.storage import Staging, open_atomic
 

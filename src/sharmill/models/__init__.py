@@ -33,6 +33,7 @@ __all__ = [
     "describe_speaker_encoder",
     "load_codec",
     "load_speaker_encoder",
+    "make_deterministic",
     "published_name",
 ]
 
@@ -102,6 +103,21 @@ def describe_codec(name: str) -> dict[str, str]:
         ConfigError: if the name cannot be loaded for a reason that can be seen now; its message says what to do.
     """
     return _describe(CODECS, name)
+
+
+def make_deterministic(device: str) -> int:
+    """Make torch's results independent of the machine's cores, and return how many threads may decode audio meanwhile.
+
+    One thread computes: sums then do not depend on the number of cores, and the other cores have ranks of their own.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    return 8 if device == "cuda" else 1
 
 
 def published_name(name: str) -> str:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sharmill.errors import ConfigError, FatalError
-from sharmill.models.padding import check_batch, fit_length
 from sharmill.models.protocols import Codec
+from sharmill.models.tensors import check_batch, fit_length
 
 # On a CPU the activations of a large batch leave the cache, and more items at once take longer than one by one.
 _CPU_BATCH_SECONDS = 10.0
@@ -116,13 +116,15 @@ class CodecBackend(ABC):
         if tuple(codes.shape) != expected:
             raise FatalError(
                 f"codec {self.spec.name} gave codes of shape {tuple(codes.shape)} where (items, codebooks, frames) "
-                f"are {expected}: {width} frames of {self.samples_per_frame} samples went in"
+                f"are {expected}: {width} frames of {self.samples_per_frame} samples went in",
+                code="bad_codes",
             )
         codes = codes.masked_fill(torch.arange(width)[None, None, :] >= num_frames[:, None, None], 0)
         low, high = int(codes.min()), int(codes.max())
         if low < 0 or high >= self.codebook_size:
             raise FatalError(
-                f"codec {self.spec.name} gave the indices {low} to {high}, outside its codebook of {self.codebook_size}"
+                f"codec {self.spec.name} gave the indices {low} to {high}, outside its {self.codebook_size}",
+                code="bad_codes",
             )
         return codes
 

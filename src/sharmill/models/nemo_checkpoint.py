@@ -1,4 +1,4 @@
-"""Loading of NeMo models, quietly, with the errors a user can act on. NeMo is imported inside the functions."""
+"""Loading of NeMo models without its log, with errors that a user can act on. NeMo is imported inside the functions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pickle
 import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ import yaml
 
 from sharmill.errors import ConfigError
 from sharmill.models.families import check_nemo_archive, first_line, require_package
+from sharmill.models.hub import require_reachable
 
 if TYPE_CHECKING:
     from nemo.core import ModelPT
@@ -46,7 +48,7 @@ def _loading_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def quiet_nemo() -> Iterator[None]:
-    """Silences NeMo, whose errors are raised as well as logged; also around its first import.
+    """Silence NeMo, whose errors are raised as well as logged; also around its first import.
 
     Raises:
         ConfigError: if NeMo is not installed.
@@ -65,7 +67,7 @@ def quiet_nemo() -> Iterator[None]:
 
 
 def restore_model(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...]) -> ModelT:
-    """Loads a NeMo model on the CPU, frozen and in evaluation mode.
+    """Load a NeMo model on the CPU, frozen and in evaluation mode.
 
     Args:
         model_class: the class it must be of.
@@ -85,13 +87,20 @@ def restore_model(model_class: type[ModelT], name: ModelName, parts: tuple[str, 
     except torch.OutOfMemoryError:
         raise
     except pickle.UnpicklingError as error:
-        raise ConfigError(f"cannot load {name.name}: its weights are damaged, or more than tensors") from error
+        raise ConfigError(
+            f"cannot load {name.name}: its weights are damaged, or more than tensors", code="bad_model"
+        ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"cannot load {name.name}: its configuration is damaged, or more than values") from error
+        raise ConfigError(
+            f"cannot load {name.name}: its configuration is damaged, or more than values", code="bad_model"
+        ) from error
     except _loading_errors() as error:
-        raise ConfigError(f"cannot load {name.name}: {first_line(error)}{_advice(name)}") from error
+        raise ConfigError(f"cannot load {name.name}: {first_line(error)}", code="bad_model") from error
     if not isinstance(model, model_class):
-        raise ConfigError(f"{name.name} is a {type(model).__name__}, not a {model_class.__name__}: use another model")
+        raise ConfigError(
+            f"{name.name} is a {type(model).__name__}, not a {model_class.__name__}: use another model",
+            code="bad_model",
+        )
     model.freeze()
     return model.eval()
 
@@ -106,28 +115,46 @@ def _restore(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...])
             wanted = {key for key in instance.state_dict() if key.startswith(parts)}
             if missing := sorted(wanted - state_dict.keys()):
                 raise ConfigError(
-                    f"{name.name} lacks {len(missing)} weights, the first is {missing[0]}: it is not whole"
+                    f"{name.name} lacks {len(missing)} weights, the first is {missing[0]}: it is not whole",
+                    code="bad_model",
                 )
             super().load_instance_with_state_dict(instance, state_dict, strict)
 
     options = {"map_location": torch.device("cpu"), "save_restore_connector": StrictConnector()}
     if name.path is not None:
         return model_class.restore_from(str(name.path), **options)
-    _check_pretrained_name(model_class, name)
+    location = _pretrained_location(model_class, name)
+    if not _is_cached(name, location):
+        require_reachable(location, name.name, "download the .nemo file elsewhere and give nemo:/path/model.nemo")
     return model_class.from_pretrained(name.target, **options)
 
 
-def _check_pretrained_name(model_class: type[ModelT], name: ModelName) -> None:
-    """Raises ConfigError unless NeMo knows the name; a name with a slash is the hub's."""
-    known = [info.pretrained_model_name for info in model_class.list_available_models() or ()]
-    if "/" in name.target or name.target in known:
-        return
+def _pretrained_location(model_class: type[ModelT], name: ModelName) -> str:
+    """Return the address that a pretrained model comes from; a name with a slash is the hub's.
+
+    Raises:
+        ConfigError: NeMo does not know the name.
+    """
+    if "/" in name.target:
+        from huggingface_hub import constants
+
+        return constants.ENDPOINT
+    known = {info.pretrained_model_name: str(info.location) for info in model_class.list_available_models() or ()}
+    if name.target in known:
+        return known[name.target]
     near = difflib.get_close_matches(name.target, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-    raise ConfigError(f"NeMo has no pretrained {model_class.__name__} {name.target!r}: {hint}")
+    raise ConfigError(f"NeMo has no pretrained {model_class.__name__} {name.target!r}: {hint}", code="unknown_name")
 
 
-def _advice(name: ModelName) -> str:
-    if name.path is not None:
-        return ""
-    return "; without a network, download the .nemo file and give nemo:/path/model.nemo"
+def _is_cached(name: ModelName, location: str) -> bool:
+    """Return True if a pretrained model was downloaded before."""
+    if "/" in name.target:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name.target, f"{PurePosixPath(name.target).name}.nemo")
+        return isinstance(cached, str)
+    from nemo.utils.data_utils import resolve_cache_dir
+
+    filename = PurePosixPath(location).name
+    return any((resolve_cache_dir() / filename.removesuffix(".nemo")).glob(f"*/{filename}"))

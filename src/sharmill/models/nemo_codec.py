@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from sharmill.errors import ConfigError
-from sharmill.models.checksum import weights_checksum
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.families import first_line
 from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
-from sharmill.models.padding import right_padding_matters
+from sharmill.models.tensors import right_padding_matters, weights_checksum
 
 if TYPE_CHECKING:
     from nemo.collections.tts.models import AudioCodecModel
@@ -32,9 +31,11 @@ class NemoCodec(CodecBackend):
 
     def __init__(self, model: AudioCodecModel, name: str, device: str = "cpu", *, trained: bool = True) -> None:
         if model.vector_quantizer is None:
-            raise ConfigError(f"{name} has no quantizer, so it has no codes: use another codec")
+            raise ConfigError(f"{name} has no quantizer, so it has no codes: use another codec", code="bad_model")
         if model.semantic_codec is not None:
-            raise ConfigError(f"{name} adds a second, semantic codec, which is not supported: use another codec")
+            raise ConfigError(
+                f"{name} adds a second, semantic codec, which is not supported: use another codec", code="bad_model"
+            )
         self._encoder = model.audio_encoder.eval().to(device)
         self._quantize = model.quantize
         model.vector_quantizer.eval().to(device)
@@ -66,7 +67,9 @@ class NemoCodec(CodecBackend):
                 refusal = error
             else:
                 return num_frames
-        raise ConfigError(f"{name} cannot encode {samples} samples: {first_line(refusal)}; use another codec")
+        raise ConfigError(
+            f"{name} cannot encode {samples} samples: {first_line(refusal)}; use another codec", code="bad_model"
+        )
 
     def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         encoded, encoded_len = self._encoder(audio=audio, audio_len=num_frames * self.samples_per_frame)

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from sharmill.models.checksum import weights_checksum
-from sharmill.models.embeddings import unit_embeddings
 from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
-from sharmill.models.padding import check_batch, fit_length, right_padding_matters
+from sharmill.models.tensors import check_batch, fit_length, right_padding_matters, unit_embeddings, weights_checksum
 
 if TYPE_CHECKING:
     from nemo.collections.asr.models import EncDecSpeakerLabelModel

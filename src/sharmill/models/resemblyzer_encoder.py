@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sharmill.errors import ConfigError
-from sharmill.models.checksum import weights_checksum
-from sharmill.models.embeddings import unit_embeddings
-from sharmill.models.padding import check_batch, fit_length
+from sharmill.models.tensors import check_batch, fit_length, unit_embeddings, weights_checksum
 
 # resemblyzer.hparams, and the defaults of embed_utterance.
 _SAMPLING_RATE: Final = 16000
@@ -55,7 +53,7 @@ class _Network(nn.Module):
 
 
 class ResemblyzerEncoder:
-    """Implements ``SpeakerEncoder``; equals ``VoiceEncoder.embed_utterance`` but for silence (see the protocol)."""
+    """Speaker encoder of resemblyzer; equals ``VoiceEncoder.embed_utterance`` but for silence (see the protocol)."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.sampling_rate = _SAMPLING_RATE
@@ -70,7 +68,7 @@ class ResemblyzerEncoder:
         self._filters = _mel_filters().to(self.device)
 
     def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        """See ``SpeakerEncoder.embed``."""
+        """Embed a batch of utterances; see ``SpeakerEncoder.embed``."""
         check_batch(audio, num_samples)
         if not len(audio):
             return torch.zeros(0, self.embedding_size)
@@ -86,7 +84,7 @@ class ResemblyzerEncoder:
         return embeddings.clone()
 
     def _mels(self, audio: Tensor) -> Tensor:
-        """(batch, samples) to (batch, frames, mels), as librosa.feature.melspectrogram computes them."""
+        """Return the mels (batch, frames, mels) of audio (batch, samples), as librosa's melspectrogram does."""
         spectra = torch.stft(
             audio, _WINDOW, _HOP, window=self._window, center=True, pad_mode="constant", return_complex=True
         )
@@ -94,7 +92,7 @@ class ResemblyzerEncoder:
         return (self._filters @ power).transpose(1, 2)
 
     def _partials(self, mels: Tensor, starts: list[list[int]]) -> Tensor:
-        """The partial utterances of all items, (partials, _PARTIAL_FRAMES, mels)."""
+        """Return the partial utterances of all items, (partials, _PARTIAL_FRAMES, mels)."""
         items = torch.tensor([item for item, own in enumerate(starts) for _ in own], device=mels.device)
         first = torch.tensor([start for own in starts for start in own], device=mels.device)
         frames = first[:, None] + torch.arange(_PARTIAL_FRAMES, device=mels.device)
@@ -102,7 +100,7 @@ class ResemblyzerEncoder:
 
 
 def partial_starts(num_samples: int) -> list[int]:
-    """First mel frames of the partial utterances of an utterance; resemblyzer's ``compute_partial_slices``.
+    """Return the first mel frames of an utterance's partial utterances, as resemblyzer's ``compute_partial_slices``.
 
     The last one is kept only if speech covers at least ``_MIN_COVERAGE`` of it; there is always one.
     """
@@ -116,7 +114,7 @@ def partial_starts(num_samples: int) -> list[int]:
 
 
 def _mel_filters() -> Tensor:
-    """librosa's mel filters, (mels, frequencies)."""
+    """Return librosa's mel filters, (mels, frequencies)."""
     from librosa.filters import mel
 
     return torch.from_numpy(mel(sr=_SAMPLING_RATE, n_fft=_WINDOW, n_mels=_NUM_MELS))
@@ -125,10 +123,12 @@ def _mel_filters() -> Tensor:
 def _read_weights() -> dict[str, Tensor]:
     spec = importlib.util.find_spec("resemblyzer")
     if spec is None or spec.origin is None:
-        raise ConfigError("the package resemblyzer is not installed: run pip install resemblyzer")
+        raise ConfigError(
+            "the package resemblyzer is not installed: run pip install resemblyzer", code="missing_package"
+        )
     path = Path(spec.origin).parent / "pretrained.pt"
     if not path.is_file():
-        raise ConfigError(f"{path} is missing: run pip install --force-reinstall resemblyzer")
+        raise ConfigError(f"{path} is missing: run pip install --force-reinstall resemblyzer", code="bad_model")
     state = torch.load(path, map_location="cpu", weights_only=True)["model_state"]
     # The checkpoint also has the two scalars of its training loss.
     return {name: tensor for name, tensor in state.items() if name.startswith(("lstm.", "linear."))}

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sharmill.errors import ConfigError
-from sharmill.models.checksum import weights_checksum
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.families import TRANSFORMERS_TYPES, check_transformers_config, first_line, require_package
+from sharmill.models.hub import require_reachable
+from sharmill.models.tensors import weights_checksum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,8 @@ class EncodecCodec(CodecBackend):
         if config.chunk_length_s is not None:
             raise ConfigError(
                 f"{name} works on overlapping chunks of {config.chunk_length_s} s, so that n samples do not give "
-                "ceil(n / samples_per_frame) frames: use a model without chunks, such as facebook/encodec_24khz"
+                "ceil(n / samples_per_frame) frames: use a model without chunks, such as facebook/encodec_24khz",
+                code="bad_model",
             )
         sees_all = not config.use_causal_conv or config.norm_type == "time_group_norm" or config.normalize
         self._bandwidth = max(config.target_bandwidths)
@@ -89,7 +91,9 @@ _CODECS: dict[str, type[EncodecCodec | MimiCodec | DacCodec]] = {
 
 
 def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
-    """Loads EnCodec, DAC or Mimi from a directory or from the hub, whichever the configuration says it is.
+    """Load EnCodec, DAC or Mimi from a directory or from the hub, whichever the configuration says it is.
+
+    What the hub's cache on this machine has is loaded without asking the hub.
 
     Raises:
         ConfigError: if transformers is not installed, the model is none of these or not whole, or it does not give
@@ -98,31 +102,50 @@ def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
     require_package("transformers")
     if name.path is not None:
         check_transformers_config(name.path)
-    source = str(name.path) if name.path is not None else name.target
     try:
         with _quiet_transformers(), torch.random.fork_rng(devices=[]):
-            model = _from_pretrained(source, name.name)
+            model = _from_directory_or_hub(name)
     except torch.OutOfMemoryError:
         raise
     except pickle.UnpicklingError as error:
-        raise ConfigError(f"cannot load {name.name}: its weights are damaged, or more than tensors") from error
+        raise ConfigError(
+            f"cannot load {name.name}: its weights are damaged, or more than tensors", code="bad_model"
+        ) from error
     except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise ConfigError(f"cannot load {name.name}: {first_line(error)}{_advice(name)}") from error
+        raise ConfigError(f"cannot load {name.name}: {first_line(error)}", code="bad_model") from error
     # Half-precision weights become float32, so that codes differ less between machines.
     return _CODECS[model.config.model_type](model.float().eval().requires_grad_(False), name.name, device)
 
 
-def _from_pretrained(source: str, name: str) -> Any:
+def _from_directory_or_hub(name: ModelName) -> Any:
+    if name.path is not None:
+        return _from_pretrained(str(name.path), name.name, local_files_only=True)
+    try:
+        return _from_pretrained(name.target, name.name, local_files_only=True)
+    except OSError:
+        from huggingface_hub import constants
+
+        advice = "download the model elsewhere and give transformers:/path/of/directory"
+        require_reachable(constants.ENDPOINT, name.name, advice)
+    return _from_pretrained(name.target, name.name, local_files_only=False)
+
+
+def _from_pretrained(source: str, name: str, *, local_files_only: bool) -> Any:
     from transformers import AutoConfig, AutoModel
 
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, local_files_only=local_files_only)
     if config.model_type not in _CODECS:
         raise ConfigError(
-            f"{name} is a model of type {config.model_type!r}: supported are {', '.join(TRANSFORMERS_TYPES)}"
+            f"{name} is a model of type {config.model_type!r}: supported are {', '.join(TRANSFORMERS_TYPES)}",
+            code="bad_model",
         )
-    model, report = AutoModel.from_pretrained(source, config=config, output_loading_info=True)
+    model, report = AutoModel.from_pretrained(
+        source, config=config, output_loading_info=True, local_files_only=local_files_only
+    )
     if missing := sorted(report["missing_keys"]):
-        raise ConfigError(f"{name} lacks {len(missing)} weights, the first is {missing[0]}: it is not whole")
+        raise ConfigError(
+            f"{name} lacks {len(missing)} weights, the first is {missing[0]}: it is not whole", code="bad_model"
+        )
     return model
 
 
@@ -141,16 +164,11 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _advice(name: ModelName) -> str:
-    if name.path is not None:
-        return ""
-    return "; without a network, download the model and give transformers:/path/of/directory"
-
-
 def _require_mono(config: Any, name: str) -> None:
     if config.audio_channels != 1:
         raise ConfigError(
-            f"{name} encodes {config.audio_channels} channels, and all audio here is mono: use another codec"
+            f"{name} encodes {config.audio_channels} channels, and all audio here is mono: use another codec",
+            code="bad_model",
         )
 
 
@@ -170,7 +188,7 @@ def _spec(
 
 
 def _encodec_min_frames(config: Any) -> int:
-    """Frames from which on a causal EnCodec does not see the padding.
+    """Return the number of frames from which on a causal EnCodec does not see the padding.
 
     It pads on the left with a mirror image of what comes first, and so looks ahead by the length of that padding: an
     item shorter than it shows its right padding to the model.

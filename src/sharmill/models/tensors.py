@@ -1,14 +1,15 @@
-"""Right padding of batches: what a backend does to the audio it gets, and whether a model notices the padding."""
+"""Functions on tensors that the backends share: padding of batches, unit embeddings, checksums of weights."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -17,7 +18,7 @@ _RELATIVE_TOLERANCE = 1e-3
 
 
 def check_batch(audio: Tensor, num_samples: Tensor) -> None:
-    """Raises ValueError unless audio is (batch, samples) and num_samples (batch,) within it."""
+    """Raise ValueError unless audio is (batch, samples) and num_samples (batch,) within it."""
     if audio.ndim != 2 or num_samples.shape != audio.shape[:1]:
         raise ValueError(
             f"expected audio (batch, samples) and num_samples (batch,), got {tuple(audio.shape)} "
@@ -28,7 +29,7 @@ def check_batch(audio: Tensor, num_samples: Tensor) -> None:
 
 
 def fit_length(audio: Tensor, num_samples: Tensor, length: int) -> Tensor:
-    """Cuts or zero-pads a batch to a length and zeroes what lies beyond each item's end.
+    """Cut or zero-pad a batch to a length and zero what lies beyond each item's end.
 
     Args:
         audio: (batch, samples) float32.
@@ -44,7 +45,7 @@ def fit_length(audio: Tensor, num_samples: Tensor, length: int) -> Tensor:
 
 
 def right_padding_matters(encode: Callable[[Tensor, Tensor], Tensor], short: int, long: int) -> bool:
-    """Finds out by trial whether an item's encoding depends on the padding to its right.
+    """Return True if an item's encoding depends on the padding to its right, which is tried.
 
     An architecture does not tell: one unmasked layer is enough. So seeded noise is encoded alone and beside a longer
     item.
@@ -59,3 +60,35 @@ def right_padding_matters(encode: Callable[[Tensor, Tensor], Tensor], short: int
     alone = encode(noise[:1, :short], torch.tensor([short]))
     beside = encode(noise, torch.tensor([short, long]))[:1, ..., : alone.shape[-1]]
     return bool((alone - beside).abs().max() > _RELATIVE_TOLERANCE * alone.abs().max())
+
+
+def unit_embeddings(embeddings: Tensor, audio: Tensor) -> Tensor:
+    """Scale embeddings to length 1 and replace those of silence by zeros.
+
+    A network gives digital silence a vector like any other, the same for every silent utterance, so that silence
+    would be the best match for silence. A zero vector is similar to nothing.
+
+    Args:
+        embeddings: (batch, embedding_size); a row with NaN, as from a division by a zero norm, counts as silence.
+        audio: (batch, samples), zero beyond each item's end.
+
+    Returns:
+        (batch, embedding_size) float32 on the CPU.
+    """
+    embeddings = functional.normalize(embeddings.float(), dim=1)
+    voiced = (audio != 0).any(dim=1).to(embeddings.device) & embeddings.isfinite().all(dim=1)
+    return torch.where(voiced[:, None], embeddings, 0.0).cpu()
+
+
+def weights_checksum(state: Mapping[str, Tensor]) -> str:
+    """Return the xxh3 (16 hex digits) of a state dict: names, types, shapes and bytes, in the order of the names.
+
+    A state dict has the parameters and the saved buffers; buffers that are not saved, such as caches which grow with
+    the longest input so far, say nothing about the model.
+    """
+    digest = xxhash.xxh3_64()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

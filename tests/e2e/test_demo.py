@@ -52,7 +52,7 @@ def test_plain_lhotse_loads_everything(demo):
 def test_status_shows_every_stage_as_done(demo):
     output = run_sharmill("status", demo[0] / "run").stdout
     for stage in ("prepare", "match", "write", "encode/builtin", "validate"):
-        (row,) = [line for line in output.splitlines() if line.startswith(f"{stage} ")]
+        (row,) = [line for line in output.splitlines() if line.startswith(f"{stage}  ")]
         assert " done " in row
 
 

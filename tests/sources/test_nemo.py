@@ -9,6 +9,7 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.errors import raises
 
 from sharmill.errors import ConfigError
 from sharmill.sources.nemo import NemoSource, expand_shards
@@ -123,6 +124,18 @@ def spoil_array(path):
     path.write_bytes(b"[\n" + LINE.rstrip() + b",\n" + LINE + b"]\n")
 
 
+def spoil_table(path):
+    path.write_bytes(b"audio_filepath,duration,text\na.wav,2.0,Good day.\n")
+
+
+def spoil_text(path):
+    path.write_bytes(b"a.wav\nb.wav\n")
+
+
+def spoil_indented(path):
+    path.write_bytes(json.dumps(json.loads(LINE), indent=2).encode() + b"\n")
+
+
 def spoil_folder(path):
     path.mkdir()
 
@@ -131,11 +144,17 @@ def spoil_fifo(path):
     os.mkfifo(path)
 
 
+ONE_PER_LINE = (
+    "write each record on a line of its own, as a JSON object with audio_filepath, duration, speaker and text"
+)
 NO_MANIFESTS = [
     (spoil_empty, "is empty"),
     (spoil_blank, "is empty"),
     (spoil_binary, "is binary or UTF-16, not lines of JSON in UTF-8"),
-    (spoil_gzip, "is binary or UTF-16, not lines of JSON in UTF-8"),
+    (spoil_gzip, "is compressed (gzip); unpack it, and name the unpacked file"),
+    (spoil_table, f"is a table (CSV or TSV), not lines of JSON; {ONE_PER_LINE}"),
+    (spoil_text, f"is plain text, not lines of JSON; {ONE_PER_LINE}"),
+    (spoil_indented, f"is JSON of which a record takes several lines; {ONE_PER_LINE}"),
     (spoil_utf16, "is UTF-16; save it as plain UTF-8"),
     (spoil_utf16_without_mark, "is binary or UTF-16, not lines of JSON in UTF-8"),
     (spoil_mark, "is UTF-8 with a byte order mark; save it as plain UTF-8"),
@@ -147,9 +166,9 @@ NO_MANIFESTS = [
         spoil_truncated_in_a_letter,
         "seems to be cut off: its last line is not complete JSON; copy it again, or remove that line",
     ),
-    (spoil_array, "is one JSON array; write one JSON object per line instead"),
-    (spoil_folder, "is not a regular file"),
-    (spoil_fifo, "is not a regular file"),
+    (spoil_array, f"is one JSON array; {ONE_PER_LINE}"),
+    (spoil_folder, "is a folder; name the manifest file in it"),
+    (spoil_fifo, "is not a regular file; copy its content into one"),
 ]
 
 
@@ -167,6 +186,26 @@ def test_missing_manifest(tmp_path):
         NemoSource(manifest=str(tmp_path / "m.json"), audio_root="audio").identity()
     expected = f"cannot read the manifest {tmp_path / 'm.json'}: No such file or directory; correct manifest in sources"
     assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("~/m.json", "'~' stands for a home folder in shells only; write the whole path"),
+        ("shards/*.json", "name numbered files as manifest_{0..63}.json, or list several sources"),
+        ("data/m.json", "the path is relative to {}; correct manifest in sources"),
+    ],
+)
+def test_missing_manifest_with_a_path_that_means_something_else(name, remedy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with raises(ConfigError, "missing_input", name) as caught:
+        NemoSource(manifest=name, audio_root="audio").identity()
+    assert remedy.format(tmp_path) in str(caught.value)
+
+
+def test_a_first_line_that_is_no_record_is_left_to_prepare(tmp_path):
+    (tmp_path / "m.json").write_bytes(b"a,b,c\n" + LINE)
+    NemoSource(manifest=str(tmp_path / "m.json"), audio_root="audio").check()
 
 
 def test_last_line_needs_no_newline(tmp_path):

@@ -60,9 +60,11 @@ class AudioRoot:
         if not self.path.is_dir():
             where = "" if self.path.is_absolute() else f", which is relative to {Path.cwd()},"
             found = "is not a folder" if self.path.exists() else "does not exist"
+            remedy = "correct audio_root in sources, or run from the folder that it is relative to"
+            if str(self.path).startswith("~"):
+                remedy = "'~' stands for a home folder in shells only; write the whole path"
             raise ConfigError(
-                f"the audio root {self.path}{where} {found}; correct audio_root in sources, "
-                "or run from the folder that it is relative to",
+                f"the audio root {self.path}{where} {found}; {remedy}",
                 code="missing_input",
             )
 

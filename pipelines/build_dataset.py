@@ -1,11 +1,29 @@
-"""All stages: from manifests to a validated Shar dataset.
+"""Run all stages: from manifests to a validated Shar dataset.
 
-python pipelines/build_dataset.py CONFIG... [KEY=VALUE...] [--restart]
+python pipelines/build_dataset.py CONFIG [KEY=VALUE...]
+
+The exit status is 0 if the dataset is finished and the checker found no errors, 1 if something failed, 2 if the
+configuration is wrong, and 3 if the checker found errors. The same command goes on where an interrupted one stopped.
 """
 
 import sys
 
-from sharmill.cli.main import main
+from recipe import PrintProgress, exit_status
+
+from sharmill.config import load_config
+from sharmill.pipeline import run_dataset
+
+
+def main(path: str, *overrides: str) -> int:
+    config = load_config(path, overrides)
+    result = run_dataset(config, PrintProgress())
+    if not result.ok:
+        return 1
+    report = result.report
+    for finding in report.findings:
+        print(f"{finding['code']}: {finding['sentence']}")
+    return 3 if report.errors else 0
+
 
 if __name__ == "__main__":
-    main(["run", *sys.argv[1:]])
+    sys.exit(exit_status(main, *sys.argv[1:]))

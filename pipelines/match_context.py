@@ -1,11 +1,22 @@
-"""Stage 1: finds a context in the same voice for every utterance of a prepared manifest.
+"""Run stage 1: find a context in the same voice for every utterance of a prepared manifest.
 
-python pipelines/match_context.py CONFIG... [KEY=VALUE...] [--restart]
+python pipelines/match_context.py CONFIG [KEY=VALUE...]
+
+The exit status is 0 if the stage is done, 1 if something failed, and 2 if the configuration is wrong.
 """
 
 import sys
 
-from sharmill.cli.main import main
+from recipe import PrintProgress, exit_status
+
+from sharmill.config import load_config
+from sharmill.pipeline import run_dataset
+
+
+def main(path: str, *overrides: str) -> int:
+    config = load_config(path, overrides)
+    return 0 if run_dataset(config, PrintProgress(), stages=["match"]).ok else 1
+
 
 if __name__ == "__main__":
-    main(["run", *sys.argv[1:], "match"])
+    sys.exit(exit_status(main, *sys.argv[1:]))

@@ -1,11 +1,28 @@
-"""Checks datasets: a directory, or those of configurations.
+"""Check a dataset directory, whatever made it.
 
-python pipelines/validate_shards.py DATASET|CONFIG... [--deep] [--against MANIFEST] [--json FILE]
+python pipelines/validate_shards.py DATASET
+
+The exit status is 0 without errors, 1 if the check itself failed, and 3 if it found errors.
 """
 
 import sys
+import tempfile
+from pathlib import Path
 
-from sharmill.cli.main import main
+from recipe import PrintProgress, exit_status
+
+from sharmill.config import ValidateConfig
+from sharmill.pipeline import validate_dataset
+
+
+def main(dataset: str) -> int:
+    # The check keeps its ledger in a run directory; for a single check a temporary one will do.
+    with tempfile.TemporaryDirectory() as scratch:
+        report = validate_dataset(Path(dataset), Path(scratch), PrintProgress(), ValidateConfig(deep=True))
+    for finding in report.findings:
+        print(f"{finding['code']}: {finding['sentence']}")
+    return 3 if report.errors else 0
+
 
 if __name__ == "__main__":
-    main(["validate", *sys.argv[1:]])
+    sys.exit(exit_status(main, *sys.argv[1:]))

@@ -152,7 +152,8 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         context_duration_max: seconds; what is longer is cut at a random place. See ``ContextLimits``.
         audio_16khz: whose audio at 16 kHz to add, for speaker models.
         text_field: where the text is: in the supervision, or in its ``custom`` under this name.
-        text_bos_id, text_eos_id: added to the tokens if they are not None.
+        text_bos_id: added before the tokens if it is not None.
+        text_eos_id: added after the tokens if it is not None.
         codes: False loads audio also where there are codes.
         sampling_rate: Hz, of audio where ``codec`` is None; by default the rate that the audio has, which must be the
             same for all cuts of a batch.

@@ -1,6 +1,6 @@
 """Reads a dataset with plain Lhotse, without sharmill, and loads every audio and every code array.
 
-python pipelines/read_with_lhotse.py DATASET
+python examples/read_with_lhotse.py DATASET
 """
 
 import json

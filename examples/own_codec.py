@@ -1,0 +1,49 @@
+"""Add the codes of a codec of your own to a finished dataset.
+
+python examples/own_codec.py CONFIG
+
+The codec here only measures loudness. Its codes lie in ``codes_level`` of the dataset, beside those of others.
+"""
+
+import sys
+
+import torch
+
+from sharmill.config import load_config
+from sharmill.engine.listener import Listener
+from sharmill.models.codec_backend import CodecBackend, CodecSpec
+from sharmill.pipeline import run_dataset
+
+
+class LevelCodec(CodecBackend):
+    """One code for each 20 ms of audio: its peak in steps of 1/63.
+
+    sharmill calls the class with what follows its name in the configuration ("" here), and a torch device.
+    """
+
+    def __init__(self, target: str, device: str) -> None:
+        # A real codec loads its weights here, and gives their checksum: codes of other weights are other codes.
+        spec = CodecSpec(
+            name="level",
+            sampling_rate=16000,
+            samples_per_frame=320,
+            num_codebooks=1,
+            codebook_size=64,
+            checksum="level-1",
+        )
+        super().__init__(spec, device)
+
+    def encode_frames(self, audio: torch.Tensor, num_frames: torch.Tensor) -> torch.Tensor:
+        """Return the codes (batch, 1, frames) of samples (batch, frames * 320); the base class makes batches."""
+        peaks = audio.unflatten(1, (-1, self.samples_per_frame)).abs().amax(dim=2)
+        return (peaks.clamp(max=1.0) * 63).long().unsqueeze(1)
+
+
+def main(path: str) -> int:
+    # In a YAML file: codecs: [{name: level, model: "python:own_codec:LevelCodec"}], with this folder on PYTHONPATH.
+    config = load_config(path, ["encode.codecs=[{name: level, model: 'python:own_codec:LevelCodec'}]"])
+    return 0 if run_dataset(config, Listener(), stages=["encode"]).ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

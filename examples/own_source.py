@@ -1,0 +1,77 @@
+"""Read an input format of your own: here a folder per speaker, with a text file beside each audio file.
+
+python examples/own_source.py AUDIO_ROOT OUTPUT
+
+::
+
+    AUDIO_ROOT/anna/hello.wav
+    AUDIO_ROOT/anna/hello.txt
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import soundfile
+
+from sharmill.config import to_config
+from sharmill.engine.listener import Listener
+from sharmill.pipeline import run_dataset
+from sharmill.sources import Piece, Source
+from sharmill.storage import checksum_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderSource(Source):
+    """Utterances from folders. Its fields are the keys of an entry under ``sources``."""
+
+    type: str = "folders"
+    audio_root: str
+    language: str = "en"
+
+    def identity(self) -> dict[str, Any]:
+        """Return what the records depend on: a run whose input has changed is refused."""
+        listing = "\n".join(f"{path} {path.stat().st_size}" for path in self._files())
+        return {"audio_root": self.audio_root, "files": checksum_bytes(listing.encode())}
+
+    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
+        """Yield runs of records; one unit of ``prepare`` reads one of them, in any rank."""
+        count = len(self._files())
+        for begin in range(0, count, records_per_piece):
+            end = min(begin + records_per_piece, count)
+            yield Piece(end - begin, {"begin": begin, "end": end})
+
+    def read(self, piece: dict[str, Any]) -> Iterator[bytes]:
+        """Yield the records of a piece as JSON, with the keys of a NeMo manifest."""
+        for path in self._files()[piece["begin"] : piece["end"]]:
+            record = {
+                "audio_filepath": path.relative_to(self.audio_root).as_posix(),
+                "duration": soundfile.info(path).duration,
+                "speaker": f"| Language:{self.language} Dataset:folders Speaker:{path.parent.name} |",
+                "text": path.with_suffix(".txt").read_text().strip(),
+            }
+            yield json.dumps(record).encode()
+
+    def _files(self) -> list[Path]:
+        return sorted(Path(self.audio_root).glob("*/*.wav"))
+
+
+def main(audio_root: str, output: Path) -> int:
+    config = to_config(
+        {
+            "name": "folders",
+            "run_dir": str(output / "run"),
+            "dataset_dir": str(output / "dataset"),
+            "sources": [{"type": "python:own_source:FolderSource", "audio_root": audio_root}],
+        },
+        origin="examples/own_source.py",
+    )
+    result = run_dataset(config, Listener(), stages=["prepare"])
+    return 0 if result.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

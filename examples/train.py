@@ -1,0 +1,69 @@
+"""Train a tiny model on the codes of a dataset, stop in the middle of an epoch, and go on.
+
+python examples/train.py DATASET CHECKPOINT [STEPS]
+
+Give the command again: it goes on from the checkpoint with the cuts that are left of the epoch. ``jobs/train.py`` is a
+training with several ranks, mixed data and SLURM.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+from lhotse.dataset import DynamicCutSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from sharmill.shar import open_shar
+from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
+from sharmill.training import ContextSpeechDataset
+from sharmill.training.dataset import CodecForm
+
+
+class NextFrame(torch.nn.Module):
+    """A model that predicts each frame of the target from the one before and from the mean of the context."""
+
+    def __init__(self, form: CodecForm, size: int = 32) -> None:
+        super().__init__()
+        num_codes = form.codebook_size + 8  # codes, and the ids of padding, begin and end
+        self.embedding = torch.nn.Embedding(num_codes, size)
+        self.output = torch.nn.Linear(size, num_codes)
+
+    def forward(self, batch: dict) -> torch.Tensor:
+        # The first codebook of each: (cuts, frames).
+        target, context = batch["target_codes"][:, 0], batch["context_codes"][:, 0]
+        voice = self.embedding(context).mean(dim=1, keepdim=True)
+        logits = self.output(self.embedding(target[:, :-1]) + voice)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten())
+
+
+def main(dataset: str, checkpoint: Path, steps: int) -> None:
+    torch.manual_seed(0)
+    form = CodecForm.of_dataset(dataset)
+    cuts = open_shar(dataset, ["target_codes", "context_codes"], shuffle=True, seed=1, infinite=True)
+    # The reader counts the cuts that come out at the end as consumed, whatever the sampler holds back.
+    data = ResumableDataset(
+        cuts,
+        lambda cuts: DynamicCutSampler(cuts, max_cuts=4),
+        finish=ContextSpeechDataset(form).__getitem__,
+    )
+    model = NextFrame(form)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=False)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        data.load_state_dict(merge_loader_states([state["data"]]))  # of all ranks; before the loader is made
+    loader = StatefulDataLoader(data, batch_size=None)
+    for batch in itertools.islice(loader, steps):
+        loss = model(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.3f} {' '.join(batch['ids'])}")
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": loader.state_dict()}
+    torch.save(state, checkpoint)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 20)

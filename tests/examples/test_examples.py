@@ -1,0 +1,108 @@
+"""The programs in examples/ and pipelines/ run as their first lines say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from support.manifests import speaker_tag
+from support.paths import REPOSITORY
+from support.shar import put, voice
+
+from sharmill.shar import open_shar
+from sharmill.shar.index import read_dataset
+
+
+def run(program: str, *arguments, status: int = 0) -> str:
+    """Run a program of the repository, and return what it prints."""
+    command = [sys.executable, str(REPOSITORY / program), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def speech(tmp_path):
+    """``manifest.json`` and ``audio`` in the returned folder: eight utterances of two speakers, of 3 to 4 s."""
+    records = []
+    for number in range(8):
+        speaker, seconds = f"s{number % 2}", 3.0 + 0.125 * number
+        name = f"{speaker}/{number}.wav"
+        put(tmp_path / "audio" / name, voice(seconds, pitch=100 + 60 * (number % 2), seed=number))
+        (tmp_path / "audio" / name).with_suffix(".txt").write_text(f"number {number}\n")
+        tag = speaker_tag(speaker)
+        records.append({"audio_filepath": name, "duration": seconds, "text": f"number {number}", "speaker": tag})
+    (tmp_path / "manifest.json").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return tmp_path
+
+
+@pytest.fixture
+def config(speech):
+    """A configuration for ``speech``, with the codec of ``examples/own_codec.py``."""
+    values = {
+        "name": "small",
+        "run_dir": str(speech / "run"),
+        "dataset_dir": str(speech / "dataset"),
+        "sources": [{"manifest": str(speech / "manifest.json"), "audio_root": str(speech / "audio")}],
+        "write": {"shard_size": 4},
+        "encode": {"codecs": [{"name": "level", "model": "python:own_codec:LevelCodec"}]},
+        "executor": {"workers": 1},
+    }
+    path = speech / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.slow
+def test_a_dataset_is_built_in_python(speech):
+    printed = run("examples/build_dataset.py", speech / "manifest.json", speech / "audio", speech / "out")
+    assert "write: 8 records in, 8 out" in printed
+    assert len(list(open_shar(speech / "out/dataset"))) == 8
+
+
+def test_a_source_of_ones_own(speech):
+    run("examples/own_source.py", speech / "audio", speech / "out")
+    lines = (speech / "out/run/manifests/folders_prepared.json").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in lines] == [f"number {n}" for n in (0, 2, 4, 6, 1, 3, 5, 7)]
+
+
+@pytest.mark.slow
+def test_the_recipes_one_by_one_with_a_codec_of_ones_own(speech, config, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "examples"), prepend=":")
+    for recipe in ("prepare_manifest", "match_context", "write_shar"):
+        assert "8 records, rejected: none" in run(f"pipelines/{recipe}.py", config)
+    run("examples/own_codec.py", config)
+    assert [codec.name for codec in read_dataset(speech / "dataset").codecs] == ["level"]
+    for cut in open_shar(speech / "dataset", ["target_audio", "target_codes"]):
+        peaks = np.abs(cut.load_audio()[0, : 320 * 100].reshape(-1, 320)).max(axis=1)
+        assert (cut.load_target_codes()[0, :100] == (peaks * 63).astype(int)).all()
+    assert "encode/level: 8 units" not in run("pipelines/encode_codes.py", config)
+    run("pipelines/validate_shards.py", speech / "dataset")
+    run("pipelines/build_dataset.py", config)
+    (speech / "dataset/cuts/cuts.000000.jsonl.gz").unlink()
+    assert "missing" in run("pipelines/validate_shards.py", speech / "dataset", status=3)
+
+
+def test_a_recipe_names_what_is_wrong_with_the_configuration(config):
+    assert "min_duration" in run("pipelines/prepare_manifest.py", config, "prepare.min_duration=-1", status=2)
+
+
+@pytest.mark.slow
+def test_plain_lhotse_reads_a_dataset(built):
+    assert run("examples/read_with_lhotse.py", built.dataset).startswith("7 cuts, ")
+
+
+@pytest.mark.slow
+def test_training_goes_on_with_the_cuts_that_are_left(built, tmp_path):
+    def ids(printed: str) -> list[str]:
+        return [cut_id for cut_id in printed.split() if cut_id.startswith("cut-")]
+
+    first = ids(run("examples/train.py", built.dataset, tmp_path / "checkpoint.pt", 1))
+    second = ids(run("examples/train.py", built.dataset, tmp_path / "checkpoint.pt", 1))
+    assert len(first) == 4
+    # Seven cuts in an epoch: the first three after the stop are those that are left of it.
+    assert sorted(first + second[:3]) == sorted(cut.id for cut in open_shar(built.dataset, ["target_codes"]))

@@ -2,6 +2,7 @@
 # make test   the tests of a few minutes, which leave out those marked slow
 # make test-all   all tests, but for those on a real SLURM and a real Ray, which `make test-cluster` has
 # make torture   200 kills and some hundreds of faults on disk, for an hour or more; SEED=, KILLS= (a stage), EVERY=, OUTPUT=
+# make docs   these pages as a site with a reference of the Python API, in build/site
 # All make .venv first if it is missing or older than what it is made from.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml con
 # Further options of pytest, as in `make test PYTEST="-x --durations=30"`.
 PYTEST :=
 
-.PHONY: demo test test-all test-cluster torture lint bench venv clean
+.PHONY: demo test test-all test-cluster torture lint bench docs venv clean
 
 demo: venv
 	$(BIN)/sharmill demo demo
@@ -44,6 +45,16 @@ bench: venv
 	$(BIN)/python tests/bench/bench_pipeline.py
 	$(BIN)/python tests/bench/bench_reader.py
 	$(BIN)/python tests/bench/bench_validate.py
+
+# The site loads nothing from elsewhere, so that it works offline. What builds it comes with the extra `docs`.
+docs: venv
+	@if [ "$$(cat $(VENV)/.docs-made-from 2>/dev/null)" != "$(WANTED)" ]; then \
+	  $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]' && \
+	  echo "$(WANTED)" > $(VENV)/.docs-made-from; fi
+	$(BIN)/python docs/generate.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@! grep -rEn '<(script|link|img)[^>]*(src|href)="?https?://' build/site --include='*.html'
+	@echo "the site is in build/site: open build/site/index.html, or run $(BIN)/python -m http.server -d build/site"
 
 venv:
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(WANTED)" ]; then $(MAKE) --no-print-directory install; fi

@@ -2,7 +2,7 @@
 # make test   the tests of a few minutes, which leave out those marked slow
 # make test-all   all tests, but for those on a real SLURM and a real Ray, which `make test-cluster` has
 # make torture   200 kills and some hundreds of faults on disk, for an hour or more; SEED=, KILLS= (a stage), EVERY=, OUTPUT=
-# make docs   these pages as a site with a reference of the Python API, in build/site
+# make docs   the pages of docs as a site with a reference of the Python API, in build/site
 # All make .venv first if it is missing or older than what it is made from.
 
 PYTHON ?= python3

@@ -163,13 +163,13 @@ class TestOutputsInPlace:
 
     def test_output_that_vanishes_meanwhile_is_reported(self, tmp_path, monkeypatch):
         stage = ToyStage(tmp_path)
-        process = ToyStage.process
+        work = ToyStage.work
 
-        def process_and_remove(self, unit, staging):
+        def work_and_remove(self, unit, staging, advance):
             (self.root / "last" / "000003.txt").unlink(missing_ok=True)
-            return process(self, unit, staging)
+            return work(self, unit, staging, advance)
 
-        monkeypatch.setattr(ToyStage, "process", process_and_remove)
+        monkeypatch.setattr(ToyStage, "work", work_and_remove)
         result, _ = run(stage)
         assert {index: error.message for index, error in result.failures.items()} == {
             3: "its output has vanished since it was committed"

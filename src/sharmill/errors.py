@@ -65,7 +65,11 @@ CODES: Final[dict[str, str]] = {
     "unreachable_model": "a model is neither on this machine nor can it be fetched",
     # Datasets
     "bad_codec": "a codec cannot be used, or its facts are unknown or contradict each other",
+    "bad_findings": "a report of findings is none, is of another dataset, or names nothing that can be done again",
     "damaged_shard": "a file of a dataset is not as it should be",
+    "foreign_output": "an output directory has files that this run has not written",
+    "no_dataset": "there is no finished dataset",
+    "wrong_version": "a file has another format version than this sharmill reads",
     # Everything else
     "unspecified": "an error without a code of its own",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.manifests import speaker_tag
 
@@ -31,6 +31,7 @@ def stored(made: Utterance):
     return msgspec.json.decode(msgspec.json.encode(cut_json(made, sampling_rate=16000, num_samples=20000)))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(["a.wav", "a/b.c.flac", "größe/日本 1.opus", "no_suffix", ".hidden"]),
     st.dictionaries(KEYS, JSON, max_size=4),

@@ -22,31 +22,13 @@ from sharmill.models.batches import pad, padded_batches
 from sharmill.models.protocols import Codec
 from sharmill.prefetch import prefetch
 from sharmill.shar.codes import codes_dtype, num_frames
-from sharmill.shar.index import (
-    CodecRecord,
-    FieldFile,
-    ShardRecord,
-    audio_checksum,
-    changing_index,
-    read_dataset,
-    read_shards,
-    write_dataset,
-    write_shards,
-)
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.index import CodecRecord, FieldFile
 from sharmill.shar.items import FieldWriter, Item, read_field
-from sharmill.shar.layout import (
-    CONTEXT_AUDIO,
-    CONTEXT_CODES,
-    TARGET_AUDIO,
-    TARGET_CODES,
-    codec_folder,
-    codes_field,
-    shard_file,
-)
+from sharmill.shar.layout import CONTEXT_AUDIO, TARGET_AUDIO, codec_fields, shard_file
 from sharmill.shar.lhotse_json import array_json, temporal_array_json
 from sharmill.shar.npy import array_to_bytes
-from sharmill.shar.ownership import was_planned_for
-from sharmill.storage import Staging, checksum, remove_tree
+from sharmill.storage import Staging, checksum
 
 
 class EncodeStage(Stage):
@@ -60,26 +42,27 @@ class EncodeStage(Stage):
         self.root = Path(config.dataset_dir)
         self.codec_config = codec
         self.batch_seconds = config.encode.batch_seconds
-        self.fields = (codes_field(codec.name, TARGET_CODES), codes_field(codec.name, CONTEXT_CODES))
+        self.fields = codec_fields(codec.name)
+        self._dataset = ShardedDataset(self.root)
 
     @property
     def name(self) -> str:
         return f"{self.kind}/{self.codec_config.name}"
 
     def identity(self) -> dict[str, Any]:
-        read_dataset(self.root)
+        self._dataset.record()
         self._check_output()
         return {
             "codec": describe_codec(self.codec_config.model),
             "batch_seconds": self.batch_seconds,
             "dataset_dir": str(self.root.absolute()),
-            "input": audio_checksum(list(read_shards(self.root))),
+            "input": self._dataset.audio_checksum(),
             "versions": versions("torch", "torchaudio", "nemo_toolkit", "transformers"),
         }
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         self._check_output()
-        for shard in read_shards(self.root):
+        for shard in self._dataset.shards():
             cost = round(shard.target_seconds + shard.context_seconds, 3)
             checksums = {field: shard.fields[field].xxh3 for field in (TARGET_AUDIO, CONTEXT_AUDIO)}
             params = {"shard": shard.index, "checksums": checksums}
@@ -93,55 +76,35 @@ class EncodeStage(Stage):
         commits = list(commits)
         records = {msgspec.json.encode(commit.stats["codec"]): commit.stats["codec"] for commit in commits}
         if len(records) > 1:
-            raise FatalError(f"{self.name}: ranks used different models under the same name; run with --restart")
-        with changing_index(self.root):
-            self._add_to_index(commits, [msgspec.convert(record, CodecRecord) for record in records.values()])
+            raise FatalError(
+                f"{self.name}: ranks used different models under the same name; run with --restart", code="bad_model"
+            )
+        record = next((msgspec.convert(found, CodecRecord) for found in records.values()), None)
+        self._dataset.add_codec(self.codec_config.name, record, [self._files(commit) for commit in commits])
         return add_up(commits)
-
-    def _add_to_index(self, commits: list[Commit], records: list[CodecRecord]) -> None:
-        shards, dataset = list(read_shards(self.root)), read_dataset(self.root)
-        codecs = [codec for codec in dataset.codecs if codec.name != self.codec_config.name] + records
-        fields = [field for field in dataset.fields if field not in self.fields] + list(self.fields if records else ())
-        write_shards(self.root, [self._extend(shard, commit) for shard, commit in zip(shards, commits, strict=True)])
-        codecs.sort(key=lambda codec: codec.name)
-        write_dataset(self.root, msgspec.structs.replace(dataset, codecs=codecs, fields=sorted_fields(fields)))
 
     def is_finalized(self) -> bool:
         # The index may have been made again without this codec, as when it was lost.
-        return self.codec_config.name in [codec.name for codec in read_dataset(self.root).codecs]
+        return self.codec_config.name in [codec.name for codec in self._dataset.record().codecs]
 
     def discard(self) -> None:
-        # A restart of the stage write has taken all codes with it.
-        owned = was_planned_for(self.dir.identity, self.root)
-        if not owned or not (self.root / codec_folder(self.codec_config.name)).exists():
-            return
-        with changing_index(self.root):
-            dataset = read_dataset(self.root)
-            codecs = [codec for codec in dataset.codecs if codec.name != self.codec_config.name]
-            fields = [field for field in dataset.fields if field not in self.fields]
-            write_dataset(self.root, msgspec.structs.replace(dataset, codecs=codecs, fields=fields))
-            write_shards(self.root, [self._without(shard) for shard in list(read_shards(self.root))])
-        remove_tree(self.root / codec_folder(self.codec_config.name))
+        # A restart of the stage write has taken all codes with it, and the index.
+        if self._dataset.belongs_to(self.dir.identity):
+            self._dataset.remove_codec(self.codec_config.name)
 
     def _check_output(self) -> None:
-        """Raises ConfigError where the dataset has codes of this name that this run has not made."""
+        """Raise ConfigError where the dataset has codes of this name that this run has not made."""
         name = self.codec_config.name
-        if (self.root / codec_folder(name)).exists() and not was_planned_for(self.dir.identity, self.root):
+        if name in self._dataset.stored_codecs() and not self._dataset.belongs_to(self.dir.identity):
             raise ConfigError(
                 f"{self.root} already has codes called {name!r} that were not made from {self.run_dir.path}; "
-                "give this codec another name"
+                "give this codec another name",
+                code="foreign_output",
             )
 
-    def _extend(self, shard: ShardRecord, commit: Commit) -> ShardRecord:
-        added = {
-            field: FieldFile(file.name, file.size, file.xxh3)
-            for field, file in zip(self.fields, commit.files, strict=True)
-        }
-        return msgspec.structs.replace(shard, fields={**shard.fields, **added})
-
-    def _without(self, shard: ShardRecord) -> ShardRecord:
-        kept = {field: file for field, file in shard.fields.items() if field not in self.fields}
-        return msgspec.structs.replace(shard, fields=kept)
+    def _files(self, commit: Commit) -> dict[str, FieldFile]:
+        files = [FieldFile(file.name, file.size, file.xxh3) for file in commit.files]
+        return dict(zip(self.fields, files, strict=True))
 
 
 class EncodeProcessor(Processor):
@@ -237,11 +200,6 @@ class EncodeProcessor(Processor):
 def _num_frames(item: Item, codec: Codec) -> int:
     assert item.metadata is not None
     return num_frames(item.metadata, codec)
-
-
-def sorted_fields(fields: Iterable[str]) -> list[str]:
-    """Base fields in their order, then codes by name."""
-    return sorted(fields, key=lambda field: ("/" in field, field if "/" in field else ""))
 
 
 def _load(item: Item, sampling_rate: int) -> np.ndarray:

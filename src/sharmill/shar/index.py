@@ -1,4 +1,4 @@
-"""``shards.jsonl`` and ``dataset.json``: what a dataset directory says of itself."""
+"""The index of a dataset directory: its files ``shards.jsonl`` and ``dataset.json``, read and written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sharmill.storage import checksum_bytes, open_atomic, write_atomic
 
 
 class FieldFile(msgspec.Struct, frozen=True):
-    """A field's file of one shard, relative to the dataset directory."""
+    """A file of a field and shard, relative to the dataset directory."""
 
     file: str
     size: int
@@ -30,7 +30,7 @@ class FieldFile(msgspec.Struct, frozen=True):
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of ``shards.jsonl``: number of cuts, seconds of target and context audio, and the fields' files."""
+    """A line of ``shards.jsonl``: number of cuts, seconds of target and context audio, and the fields' files."""
 
     index: int
     count: int
@@ -40,7 +40,7 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader must know of a codec. ``codebook_size`` is the number of values of one code."""
+    """Facts about a codec that its codes are read by. ``codebook_size`` is the number of values of one code."""
 
     name: str
     model: str
@@ -53,7 +53,7 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """``dataset.json``. ``limits`` are those that every context satisfies.
+    """The content of ``dataset.json``. ``limits`` are those that every context satisfies.
 
     ``contract: foreign`` says that another tool wrote the files and only the index is sharmill's: what sharmill
     promises of its cuts and codes does not hold.
@@ -81,51 +81,71 @@ _shard_decoder = msgspec.json.Decoder(ShardRecord)
 
 
 def read_dataset(directory: Path) -> DatasetRecord:
-    """Raises ConfigError where there is no finished dataset, or one of another format version."""
+    """Read ``dataset.json``.
+
+    Raises:
+        ConfigError: there is no finished dataset, or one of another format version.
+        DamagedShard: the file is damaged.
+    """
     path = directory / DATASET_FILE
     try:
         data = path.read_bytes()
         # First of all, since a dataset of another version may have other keys.
         version = msgspec.json.decode(data, type=_Version).format_version
         if version != FORMAT_VERSION:
-            raise ConfigError(f"{path} has format version {version}; this sharmill reads {FORMAT_VERSION}")
+            raise ConfigError(
+                f"{path} has format version {version}; this sharmill reads {FORMAT_VERSION}", code="wrong_version"
+            )
         return msgspec.json.decode(data, type=DatasetRecord)
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise ConfigError(f"{directory} is not a finished dataset: there is no {DATASET_FILE}") from error
+        raise ConfigError(
+            f"{directory} is not a finished dataset: there is no {DATASET_FILE}", code="no_dataset"
+        ) from error
     except NotADirectoryError as error:
-        raise ConfigError(f"{directory} is not a folder") from error
+        raise ConfigError(f"{directory} is not a folder", code="no_dataset") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DamagedShard(f"{path}: {error}") from error
 
 
 def read_shards(directory: Path) -> Iterator[ShardRecord]:
-    """The lines of ``shards.jsonl``, in the order of the shards."""
+    """Yield the lines of ``shards.jsonl``, in the order of the shards.
+
+    Raises:
+        ConfigError: there is no finished dataset.
+        DamagedShard: the file is damaged.
+    """
     path = directory / SHARDS_FILE
     try:
         with path.open("rb") as lines:
             for line in lines:
                 yield _shard_decoder.decode(line)
     except FileNotFoundError as error:
-        raise ConfigError(f"{directory} is not a finished dataset: there is no {SHARDS_FILE}") from error
+        raise ConfigError(
+            f"{directory} is not a finished dataset: there is no {SHARDS_FILE}", code="no_dataset"
+        ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DamagedShard(f"{path}: {error}") from error
 
 
+def _unfinished(directory: Path, missing: str) -> ConfigError:
+    return ConfigError(f"{directory} is not a finished dataset: there is no {missing}", code="no_dataset")
+
+
 def write_shards(directory: Path, shards: Iterable[ShardRecord]) -> None:
-    """Publishes ``shards.jsonl``."""
+    """Publish ``shards.jsonl``."""
     with open_atomic(directory / SHARDS_FILE) as stream:
         for shard in shards:
             stream.write(msgspec.json.encode(shard, order="sorted") + b"\n")
 
 
 def write_dataset(directory: Path, record: DatasetRecord) -> None:
-    """Publishes ``dataset.json``; the last file of a dataset to be written."""
+    """Publish ``dataset.json``, the last file of a dataset to be written."""
     write_atomic(directory / DATASET_FILE, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
 
 
 @contextmanager
 def changing_index(directory: Path) -> Iterator[None]:
-    """Keeps other processes from changing the index meanwhile: two runs may add codecs to one dataset.
+    """Keep other processes from changing the index meanwhile: two runs may add codecs to one dataset.
 
     The lock is on the directory itself and leaves no file in it.
     """
@@ -138,7 +158,7 @@ def changing_index(directory: Path) -> Iterator[None]:
 
 
 def audio_checksum(shards: Sequence[ShardRecord]) -> str:
-    """Identifies cuts and audio of a dataset, whatever codes it has.
+    """Return a checksum of the cuts and audio of a dataset, whatever codes it has.
 
     Raises:
         DamagedShard: a shard lacks one of these fields.

@@ -27,13 +27,14 @@ from sharmill.shar.index import (
 )
 from sharmill.shar.items import Item, read_field
 from sharmill.shar.layout import (
-    BASE_FIELDS,
     CONTEXT_AUDIO,
     CUTS,
     DATASET_FILE,
     FORMAT_VERSION,
+    RECORDING,
     TARGET_AUDIO,
     codec_of_field,
+    sorted_fields,
 )
 from sharmill.shar.reading.foreign import ForeignShard, find_shards
 from sharmill.storage import checksum
@@ -106,7 +107,7 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
     record = DatasetRecord(
         format_version=FORMAT_VERSION,
         name=name or (old.name if old else directory.resolve().name),
-        fields=_in_order(fields),
+        fields=sorted_fields(fields),
         num_shards=len(records),
         num_cuts=sum(shard.count for shard in records),
         target_seconds=round(sum(shard.target_seconds for shard in records), 3),
@@ -154,7 +155,7 @@ def _record(
         name: FieldFile(path.relative_to(directory).as_posix(), path.stat().st_size, checksum(path))
         for name, path in shard.files.items()
     }
-    target = TARGET_AUDIO if TARGET_AUDIO in seconds else "recording"
+    target = TARGET_AUDIO if TARGET_AUDIO in seconds else RECORDING
     return ShardRecord(
         index=shard.index,
         count=len(ids),
@@ -231,9 +232,3 @@ def _codec(
         name=name, model=given.model, checksum=given.checksum, trained=given.trained, sampling_rate=rate,
         samples_per_frame=samples, num_codebooks=seen.num_codebooks.pop(), codebook_size=given.codebook_size,
     )  # fmt: skip
-
-
-def _in_order(fields: Sequence[str]) -> list[str]:
-    """As the stages write and encode list them, so that an index that was lost comes back with the same bytes."""
-    base = [name for name in BASE_FIELDS if name in fields]
-    return [*base, *sorted(set(fields) - set(base))]

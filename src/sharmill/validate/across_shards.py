@@ -14,9 +14,9 @@ import xxhash
 from sharmill.errors import DamagedShard
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.index import DatasetRecord, ShardRecord
-from sharmill.shar.layout import BASE_FIELDS, CUTS, DATASET_FILE, SHARDS_FILE, sidecar_files
+from sharmill.shar.layout import BASE_FIELDS, CUTS, DATASET_FILE, SHARDS_FILE, codec_fields, sidecar_files
 from sharmill.validate.accounts import describe_segment, record_hash
-from sharmill.validate.checked_dataset import CheckedDataset, codec_fields
+from sharmill.validate.checked_dataset import CheckedDataset
 from sharmill.validate.findings import Finding
 
 # A sum of seconds with three decimals each.
@@ -35,7 +35,7 @@ def check_index(subject: CheckedDataset) -> Iterator[Finding]:
     if subject.dataset is not None and len(records) == len(subject.shards):
         yield from _check_totals(subject.dataset, records)
     if subject.dataset is not None and subject.is_own:
-        codes = {field for codec in subject.codecs for field in codec_fields(codec)}
+        codes = {field for codec in subject.codecs for field in codec_fields(codec.name)}
         for field, times in Counter(subject.dataset.fields).items():
             if times > 1:
                 yield _of_dataset(f"the field {field} is named {times} times")

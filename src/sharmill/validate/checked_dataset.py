@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
-from sharmill.shar.layout import CONTEXT_CODES, DATASET_FILE, SHARDS_FILE, TARGET_CODES, codes_field
+from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE, codec_fields
 from sharmill.shar.reading.foreign import find_shards
 from sharmill.validate.findings import Finding
 
@@ -71,12 +71,7 @@ class CheckedDataset:
 
     def codec_of(self, field: str) -> CodecRecord | None:
         """The codec of a field of codes, if it is recorded."""
-        return next((codec for codec in self.codecs if field in codec_fields(codec)), None)
-
-
-def codec_fields(codec: CodecRecord) -> tuple[str, str]:
-    """The fields of a codec: target and context codes."""
-    return codes_field(codec.name, TARGET_CODES), codes_field(codec.name, CONTEXT_CODES)
+        return next((codec for codec in self.codecs if field in codec_fields(codec.name)), None)
 
 
 def read_checked_dataset(directory: Path) -> CheckedDataset:

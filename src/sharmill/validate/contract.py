@@ -18,7 +18,7 @@ from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.shar.codes import codes_dtype, num_frames
 from sharmill.shar.index import CodecRecord, DatasetRecord
 from sharmill.shar.items import Item
-from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, CUTS, TARGET_AUDIO, TARGET_CODES, codes_field, context_id
+from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, TARGET_AUDIO, codec_fields, context_id
 from sharmill.shar.lhotse_json import array_json, cut_json, recording_json, temporal_array_json, utterance_of
 from sharmill.shar.npy import array_from_bytes
 from sharmill.validate.findings import Finding
@@ -62,9 +62,8 @@ def check_contract(
             if problem := _audio_problem(item, dataset):
                 yield found("bad_audio", field, item.cut_id, problem)
     for codec in dataset.codecs:
-        for name, sources in ((TARGET_CODES, targets), (CONTEXT_CODES, contexts)):
-            field = codes_field(codec.name, name)
-            for cut_id, problem in _codes_problems(contents.get(field, []), sources, codec, name == TARGET_CODES):
+        for field, sources, temporal in zip(codec_fields(codec.name), (targets, contexts), (True, False), strict=True):
+            for cut_id, problem in _codes_problems(contents.get(field, []), sources, codec, temporal):
                 yield found("bad_codes", field, cut_id, problem)
 
 

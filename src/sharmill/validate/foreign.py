@@ -11,7 +11,7 @@ import numpy as np
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
-from sharmill.shar.layout import CONTEXT_AUDIO, CUTS
+from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, RECORDING, TARGET_AUDIO
 from sharmill.shar.npy import array_from_bytes
 from sharmill.validate.checked_dataset import CheckedDataset, Shard
 from sharmill.validate.contract import MALFORMED, malformed
@@ -21,7 +21,7 @@ from sharmill.validate.levels import probe
 # As far as lhotse itself lets durations and samples be apart (LHOTSE_AUDIO_DURATION_MISMATCH_TOLERANCE).
 _DURATION_TOLERANCE: Final = 0.025
 # Fields whose items last as long as their cut. Contexts live on another time line.
-_ALIGNED_AUDIO: Final = ("recording", "target_audio")
+_ALIGNED_AUDIO: Final = (RECORDING, TARGET_AUDIO)
 
 
 def check_foreign(

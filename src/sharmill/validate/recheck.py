@@ -18,9 +18,9 @@ from sharmill.models.batches import pad
 from sharmill.models.protocols import Codec
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
-from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, TARGET_AUDIO
+from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, TARGET_AUDIO, codec_fields
 from sharmill.shar.npy import array_from_bytes
-from sharmill.validate.checked_dataset import CheckedDataset, Shard, codec_fields
+from sharmill.validate.checked_dataset import CheckedDataset, Shard
 from sharmill.validate.findings import Finding
 
 # The share of a segment's codes that may differ. Batch neighbours and other hardware change the last bits of a codec's
@@ -82,7 +82,7 @@ class Rechecker:
         self, shard: Shard, contents: dict[str, list[Any]], count: Callable[[str, float], None]
     ) -> Iterator[Finding]:
         for record in self.subject.codecs:
-            for name, source in zip(codec_fields(record), (TARGET_AUDIO, CONTEXT_AUDIO), strict=True):
+            for name, source in zip(codec_fields(record.name), (TARGET_AUDIO, CONTEXT_AUDIO), strict=True):
                 pairs = zip(contents.get(name, []), contents.get(source, []), strict=False)
                 for item, sound in pairs:
                     if self._is_chosen(name, item.cut_id) and (problem := self._compare(record, item, sound, count)):

@@ -11,7 +11,7 @@ from sharmill.engine.ledger import revoke
 from sharmill.engine.plan import load
 from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError
-from sharmill.shar.layout import TARGET_CODES, codec_of_field
+from sharmill.shar.dataset import ShardedDataset
 from sharmill.storage import remove_tree
 from sharmill.validate.report import ENCODE, INDEX, WRITE, Report
 from sharmill.write.stage import WriteStage
@@ -62,8 +62,7 @@ def _check_codecs(config: Config, wanted: dict[str, set[int]], known: set[str]) 
     """What the configuration does not have it can neither encode again nor put back into the index."""
     named = {name for name in wanted if name.startswith(ENCODE)}
     if INDEX in wanted:
-        folders = {path.name for path in Path(config.dataset_dir).glob("codes_*") if path.is_dir()}
-        named |= {f"{ENCODE}{codec_of_field(f'{folder}/{TARGET_CODES}')}" for folder in folders}
+        named |= {f"{ENCODE}{codec}" for codec in ShardedDataset(Path(config.dataset_dir)).stored_codecs()}
     if missing := sorted(named - known):
         codec = missing[0].removeprefix(ENCODE)
         raise ConfigError(

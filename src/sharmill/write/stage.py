@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 
 from sharmill.audio.roots import AudioRoots
@@ -18,37 +17,16 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
-from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Context, Reject, Utterance, read_lines_at, records_checksum
 from sharmill.match.stage import matched_manifest
 from sharmill.shar.cut_lines import write_cuts
-from sharmill.shar.index import (
-    DatasetRecord,
-    FieldFile,
-    ShardRecord,
-    read_dataset,
-    read_shards,
-    write_dataset,
-    write_shards,
-)
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
 from sharmill.shar.items import FieldWriter, Item
-from sharmill.shar.layout import (
-    BASE_FIELDS,
-    CONTEXT_AUDIO,
-    CONTEXT_CODES,
-    CUTS,
-    DATASET_FILE,
-    FORMAT_VERSION,
-    SHARDS_FILE,
-    TARGET_AUDIO,
-    TARGET_CODES,
-    codes_field,
-    context_id,
-    shard_file,
-)
+from sharmill.shar.layout import BASE_FIELDS, CONTEXT_AUDIO, CUTS, FORMAT_VERSION, TARGET_AUDIO, context_id, shard_file
 from sharmill.shar.lhotse_json import cut_json, recording_json
-from sharmill.shar.ownership import was_planned_for
-from sharmill.storage import STAGING_NAME, Staging, remove_tree
+from sharmill.storage import Staging
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
 from sharmill.write.order import index_matched, order_lines
 
@@ -62,6 +40,7 @@ class WriteStage(Stage):
         self.config = config
         self.run_dir = RunDir(Path(config.run_dir))
         self.root = Path(config.dataset_dir)
+        self._dataset = ShardedDataset(self.root)
 
     def identity(self) -> dict[str, Any]:
         self.check_output()
@@ -95,49 +74,28 @@ class WriteStage(Stage):
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
         shards = [_shard_record(commit) for commit in commits]
-        if not self._index_stands(shards):
-            write_shards(self.root, shards)
-            write_dataset(self.root, self._dataset_record(shards))
+        self._dataset.write_index(self._dataset_record(shards), shards)
         return add_up(commits)
 
     def products(self) -> list[Path]:
-        return [self.root / DATASET_FILE, self.root / SHARDS_FILE]
+        return self._dataset.index_files
 
     def discard(self) -> None:
-        if not was_planned_for(self.dir.identity, self.root):
-            return
-        for name in (DATASET_FILE, SHARDS_FILE, *BASE_FIELDS, STAGING_NAME):
-            remove_tree(self.root / name)
-        for codes in self.root.glob("codes_*"):
-            remove_tree(codes)
+        if self._dataset.belongs_to(self.dir.identity):
+            self._dataset.remove()
 
     def check_output(self) -> None:
-        """Raises ConfigError where the dataset directory holds what this run has not written."""
-        if was_planned_for(self.dir.identity, self.root):
+        """Raise ConfigError where the dataset directory holds what this run has not written."""
+        if self._dataset.belongs_to(self.dir.identity):
             return
         if self.root.exists() and not self.root.is_dir():
-            raise ConfigError(f"dataset_dir {self.root} is not a folder")
-        if self.root.is_dir() and any(entry.name != STAGING_NAME for entry in self.root.iterdir()):
+            raise ConfigError(f"dataset_dir {self.root} is not a folder", code="foreign_output")
+        if not self._dataset.is_empty():
             raise ConfigError(
                 f"dataset_dir {self.root} is not empty and was not written from {self.run_dir.path}; "
-                "choose another dataset_dir, or empty it yourself"
+                "choose another dataset_dir, or empty it yourself",
+                code="foreign_output",
             )
-
-    def _index_stands(self, shards: list[ShardRecord]) -> bool:
-        """Whether the index is there, whole, and of these very shards: then it may list codes too, and stays."""
-        if not (self.root / DATASET_FILE).exists() or not (self.root / SHARDS_FILE).exists():
-            return False
-        try:
-            dataset, found = read_dataset(self.root), list(read_shards(self.root))
-        except DamagedShard:
-            return False
-        codes = [codes_field(codec.name, field) for codec in dataset.codecs for field in (TARGET_CODES, CONTEXT_CODES)]
-        fields = {*BASE_FIELDS, *codes}
-        if set(dataset.fields) != fields or any(set(shard.fields) != fields for shard in found):
-            return False
-        base = [msgspec.structs.replace(s, fields={field: s.fields[field] for field in BASE_FIELDS}) for s in found]
-        wanted = self._dataset_record(shards)
-        return base == shards and msgspec.structs.replace(dataset, fields=wanted.fields, codecs=[]) == wanted
 
     def _limits(self) -> dict[str, Any]:
         match = self.config.match

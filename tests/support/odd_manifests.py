@@ -59,7 +59,7 @@ WHOLE_INPUTS = [
     _manifest("a manifest that is audio", 2, odd.wav(), "is binary"),
     _manifest("a manifest of one endless line", 2, b"x" * (65 << 20) + b"\n", "has a line of more than 64 MiB"),
     _instead("no manifest", lambda path: None, "No such file or directory"),
-    _instead("a directory for a manifest", Path.mkdir, "is not a regular file"),
+    _instead("a directory for a manifest", Path.mkdir, "is a folder"),
     _instead("a FIFO for a manifest", os.mkfifo, "is not a regular file"),
     _instead("a manifest that may not be read", lambda path: (path.write_bytes(GOOD_LINE), path.chmod(0)),
              "Permission denied"),

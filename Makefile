@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from
 # Changes when the interpreter or the list of packages does.
-WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml constraints.txt Makefile | cksum)
+WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml constraints.txt Makefile .ci/python-packages | cksum)
 
 # Further options of pytest, as in `make test PYTEST="-x --durations=30"`.
 PYTEST :=
@@ -63,10 +63,7 @@ venv:
 .PHONY: install
 install:
 	@PYTHON="$(PYTHON)" sh .ci/system-packages
-	rm -rf $(VENV)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint]'
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh .ci/python-packages
 	@echo "$(WANTED)" > $(STAMP)
 
 clean:

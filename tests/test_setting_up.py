@@ -1,0 +1,100 @@
+"""``make venv``: it says what it does, takes uv, and falls back to pip aloud. Real installing is tried by CI itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.paths import REPOSITORY
+
+# A Python that makes an environment whose programs write down how they were called, and fail where they are told to.
+PYTHON = """#!/bin/sh
+if [ "$1" = -VV ]; then echo Python 3.fake; exit 0; fi
+if [ "$2" != venv ]; then exit 0; fi
+mkdir -p "$3/bin"
+cat > "$3/bin/python" <<'END'
+#!/bin/sh
+echo "python $*" >> "$CALLS"
+case "$*" in
+*" uv") if [ -n "$NO_UV" ]; then echo "ERROR: $NO_UV" >&2; exit 1; fi; cp "$FAKE_UV" "$(dirname "$0")/uv";;
+esac
+END
+chmod +x "$3/bin/python"
+"""
+UV = """#!/bin/sh
+echo "uv $*, backend: $UV_TORCH_BACKEND" >> "$CALLS"
+exit ${UV_STATUS:-0}
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """What ``make venv`` reads of the repository, and a Python that installs nothing."""
+    folder = tmp_path / "checkout"
+    shutil.copytree(REPOSITORY / ".ci", folder / ".ci")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPOSITORY / name, folder)
+    for name, text in {"python": PYTHON, "uv": UV}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return folder
+
+
+def make(checkout: Path, **environment: str) -> tuple[int, str, list[str]]:
+    """Run ``make venv``: its exit status, what it says, and the calls that it makes."""
+    outside = checkout.parent
+    calls = outside / "calls"
+    calls.unlink(missing_ok=True)
+    given = {"PYTHON": str(outside / "python"), "FAKE_UV": str(outside / "uv"), "CALLS": str(calls)}
+    environment = {"PATH": os.environ["PATH"], "UV_TORCH_BACKEND": "cpu"} | given | environment
+    done = subprocess.run(["make", "venv"], cwd=checkout, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_it_says_what_comes_before_anything_is_called(checkout):
+    status, said, calls = make(checkout)
+    assert status == 0, said
+    first = said.splitlines()[0]
+    assert "Python packages" in first
+    assert "GB" in said
+    assert [call.split()[0] for call in calls] == ["python", "uv"]
+    assert "--constraint constraints.txt --editable .[test,lint]" in calls[1]
+
+
+def test_the_versions_do_not_depend_on_uvs_settings(checkout):
+    assert make(checkout)[2][1].endswith("backend: ")
+
+
+def test_without_uv_pip_installs_and_it_is_said_why(checkout):
+    status, said, calls = make(checkout, NO_UV="no network")
+    assert status == 0, said
+    assert "no network" in said
+    assert "installing with pip" in said
+    assert "--constraint constraints.txt --editable .[test,lint]" in calls[-1]
+    assert calls[-1].startswith("python -m pip install")
+
+
+def test_where_uv_fails_pip_installs(checkout):
+    status, said, calls = make(checkout, UV_STATUS="2")
+    assert status == 0, said
+    assert "trying with pip" in said
+    assert calls[-1].startswith("python -m pip install")
+
+
+def test_it_is_done_once_and_again_when_a_requirement_changes(checkout):
+    assert make(checkout)[2]
+    assert make(checkout) == (0, "", [])
+    with (checkout / "constraints.txt").open("a") as constraints:
+        constraints.write("another==1.0\n")
+    assert make(checkout)[2]
+
+
+def test_what_failed_half_way_is_done_again(checkout):
+    (checkout.parent / "uv").write_text("#!/bin/sh\nexit 2\n")
+    python = checkout.parent / "python"
+    python.write_text(python.read_text().replace("esac", "*editable*) exit 1;;\nesac"))
+    assert make(checkout)[0] != 0
+    assert make(checkout)[2]

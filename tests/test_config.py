@@ -39,7 +39,7 @@ def test_defaults_are_those_of_the_contract(write):
     config = load_config(write())
     assert config.max_reject_fraction == 0.5
     assert (config.prepare.min_duration, config.prepare.max_duration, config.prepare.filters) == (0.1, 600.0, {})
-    assert (config.match.encoder, config.match.min_similarity, config.match.min_duration) == ("resemblyzer", 0.6, 3.0)
+    assert (config.match.encoder, config.match.min_similarity, config.match.min_duration) == ("resemblyzer", None, 3.0)
     assert (config.write.shard_size, config.write.audio_format, config.write.order) == (1000, "flac", "shuffle")
     assert config.encode.codecs == [CodecConfig(name="builtin", model="builtin")]
 
@@ -74,7 +74,7 @@ def test_unknown_key_of_an_override_is_named(write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("match: {min_similarity: high}", "match.min_similarity: expected `float`, got `str`"),
+        ("match: {min_similarity: high}", "match.min_similarity: expected `float | null`, got `str`"),
         ("match: {max_duration: [1]}", "match.max_duration: expected `float | null`, got `list`"),
         ("match: 5", "match: expected `mapping`, got `int`"),
         ("match: null", "match: expected `mapping`, got `null`"),

@@ -20,6 +20,8 @@ REASONS: Final[dict[str, str]] = {
     "unreadable_audio": "the audio file cannot be decoded",
     "empty_audio": "the audio has no samples",
     "non_finite_audio": "the audio has NaN or infinite samples",
+    "silent_audio": "the loudest sample of the audio is below -60 dB of full scale",
+    "changed_audio": "the audio file is not the one that an earlier stage has read",
     "duration_mismatch": "the manifest and the audio disagree about the duration",
     "unsupported_rate": "the sampling rate cannot be resampled or stored as asked",
     "unsupported_channels": "the audio is not mono",
@@ -27,6 +29,7 @@ REASONS: Final[dict[str, str]] = {
     "duplicate_id": "the same segment occurs more than once in the input",
     "single_utterance_speaker": "no other utterance has the same group key",
     "no_similar_context": "no candidate of the group is similar enough",
+    "only_copies": "all that could be the context is a copy of the utterance",
     "no_long_context": "no other utterance of the group satisfies the limits on a context",
 }
 

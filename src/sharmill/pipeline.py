@@ -22,7 +22,7 @@ from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
 from sharmill.match.speaker_key import make_speaker_key
-from sharmill.match.stage import MatchStage
+from sharmill.match.stage import MatchStage, min_similarity
 from sharmill.models import describe_codec, describe_speaker_encoder
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.stage import PrepareStage
@@ -106,6 +106,7 @@ def check_config(config: Config, stages: Sequence[str] = STAGES) -> None:
     parse_filters(config.prepare.filters)
     make_speaker_key(config.speaker_key)
     describe_speaker_encoder(config.match.encoder)
+    min_similarity(config.match)
     for codec in config.encode.codecs:
         describe_codec(codec.model)
     for source in config.sources if {"prepare", "match", "write"} & set(stages) else ():

@@ -46,19 +46,19 @@ def segment(offset, duration, *, source=0, whole_file=False, path="a.wav"):
     ],
 )
 def test_samples_of_a_segment(offset, duration, start, stop, reader, noise):
-    samples, rate = reader.read(segment(offset, duration))
-    assert rate == RATE
-    np.testing.assert_array_equal(samples, noise[0][start:stop])
+    audio = reader.read(segment(offset, duration))
+    assert audio.sampling_rate == RATE
+    np.testing.assert_array_equal(audio.samples, noise[0][start:stop])
 
 
 @pytest.mark.parametrize("duration", [0.9, 1.0, 1.1])
 def test_whole_file_is_read_whatever_the_manifest_says(duration, reader, noise):
-    samples, _ = reader.read(segment(0.0, duration, whole_file=True))
-    np.testing.assert_array_equal(samples, noise[0])
+    audio = reader.read(segment(0.0, duration, whole_file=True))
+    np.testing.assert_array_equal(audio.samples, noise[0])
 
 
 def test_each_source_has_its_root(reader, noise):
-    np.testing.assert_array_equal(reader.read(segment(0.0, 1.0, source=1))[0], noise[1])
+    np.testing.assert_array_equal(reader.read(segment(0.0, 1.0, source=1)).samples, noise[1])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from support.shar import put, voice
 
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
+from sharmill.errors import RejectRecord
 from sharmill.manifest import Segment
 from sharmill.match.embed import Embedder
 from sharmill.models import load_speaker_encoder
@@ -35,6 +36,13 @@ def embedder(root, encoder, batch_seconds=3.0, threads=2):
     return Embedder(encoder, SegmentReader(AudioRoots.of([root])), batch_seconds, threads)
 
 
+def rows_and_rejects(outcomes):
+    """The embeddings of the segments that have one, in order, and the reasons of the others by position."""
+    rows = [outcome.embedding for outcome in outcomes if not isinstance(outcome, RejectRecord)]
+    rejects = {n: outcome.reason for n, outcome in enumerate(outcomes) if isinstance(outcome, RejectRecord)}
+    return np.array(rows), rejects
+
+
 def whole(name, seconds):
     return Segment(0, name, 0.0, seconds, whole_file=True)
 
@@ -47,7 +55,7 @@ def test_every_row_is_of_its_segment_at_the_encoders_rate(tmp_path):
         segments.append(whole(f"{number}.wav", seconds))
         expected.append(round(seconds * 16000))
     segments.append(Segment(0, "1.wav", 0.5, 0.25, whole_file=False))
-    rows, rejects = embedder(tmp_path, encoder)(segments)
+    rows, rejects = rows_and_rejects(embedder(tmp_path, encoder)(segments))
     assert rows[:, 0].tolist() == [*expected, 4000]
     assert rows.dtype == np.float32
     assert rejects == {}
@@ -62,32 +70,59 @@ def test_batches_are_sorted_by_length_and_bounded(tmp_path):
     assert encoder.batches == [[32000], [17600, 16000], [11200, 8000]]
 
 
-def test_what_is_broken_has_a_reason_and_a_row_of_zeros_and_the_others_their_rows(tmp_path):
+def test_what_is_broken_has_a_reason_and_the_others_their_rows(tmp_path):
     for name in ("a.wav", "z.wav", "cut.wav"):
         put(tmp_path / name, voice(0.5))
     (tmp_path / "cut.wav").write_bytes((tmp_path / "cut.wav").read_bytes()[:5000])
     (tmp_path / "text.wav").write_text("no audio")
     sf.write(tmp_path / "nan.wav", np.full(8000, np.nan, np.float32), 16000, subtype="FLOAT")
     names = ["a.wav", "gone.wav", "text.wav", "nan.wav", "cut.wav", "z.wav"]
-    rows, rejects = embedder(tmp_path, LengthEncoder(), batch_seconds=1.0)([whole(name, 0.5) for name in names])
-    assert {index: reject.reason for index, reject in rejects.items()} == {
-        1: "missing_audio", 2: "unreadable_audio", 3: "non_finite_audio", 4: "duration_mismatch",
-    }  # fmt: skip
-    assert rows[:, 0].tolist() == [8000, 0, 0, 0, 0, 8000]
+    embed = embedder(tmp_path, LengthEncoder(), batch_seconds=1.0)
+    rows, rejects = rows_and_rejects(embed([whole(name, 0.5) for name in names]))
+    assert rejects == {1: "missing_audio", 2: "unreadable_audio", 3: "non_finite_audio", 4: "duration_mismatch"}
+    assert rows[:, 0].tolist() == [8000, 8000]
 
 
 def test_a_batch_of_broken_ones_only_is_not_embedded(tmp_path):
     encoder = LengthEncoder()
-    rows, rejects = embedder(tmp_path, encoder)([whole("gone.wav", 0.5)] * 3)
+    _, rejects = rows_and_rejects(embedder(tmp_path, encoder)([whole("gone.wav", 0.5)] * 3))
     assert encoder.batches == []
-    assert rows.shape == (3, 2)
     assert sorted(rejects) == [0, 1, 2]
 
 
 def test_no_segments_give_no_rows(tmp_path):
-    rows, rejects = embedder(tmp_path, LengthEncoder())([])
-    assert rows.shape == (0, 2)
-    assert rejects == {}
+    assert embedder(tmp_path, LengthEncoder())([]) == []
+
+
+def test_progress_adds_up_to_the_seconds_of_the_segments(tmp_path):
+    put(tmp_path / "a.wav", voice(0.5))
+    done = []
+    embedder(tmp_path, LengthEncoder(), batch_seconds=0.5)([whole("a.wav", 0.5), whole("gone.wav", 0.25)], done.append)
+    assert done == [0.5, 0.25]
+
+
+def test_silence_has_no_voice_and_a_quiet_voice_has_one(tmp_path):
+    for name, peak in (("zero.wav", 0.0), ("hiss.wav", 0.0009), ("quiet.wav", 0.0011)):
+        samples = np.zeros(8000, np.float32)
+        samples[4000:4100] = peak
+        sf.write(tmp_path / name, samples, 16000, subtype="FLOAT")
+    outcomes = embedder(tmp_path, LengthEncoder())([whole(name, 0.5) for name in ("zero.wav", "hiss.wav", "quiet.wav")])
+    assert rows_and_rejects(outcomes)[1] == {0: "silent_audio", 1: "silent_audio"}
+
+
+def test_the_same_samples_have_one_content_whatever_the_name_the_format_and_the_place(tmp_path):
+    samples = voice(2.0)
+    put(tmp_path / "a.wav", samples)
+    put(tmp_path / "b.flac", samples)
+    sf.write(tmp_path / "c.wav", samples, 16000, subtype="FLOAT")
+    put(tmp_path / "long.wav", np.concatenate([voice(1.0, seed=5), samples]))
+    put(tmp_path / "other.wav", voice(2.0, seed=1))
+    put(tmp_path / "faster.wav", samples, rate=24000)
+    segments = [whole(name, 2.0) for name in ("a.wav", "b.flac", "c.wav", "other.wav", "faster.wav")]
+    segments.append(Segment(0, "long.wav", 1.0, 2.0, whole_file=False))
+    contents = [outcome.content for outcome in embedder(tmp_path, LengthEncoder())(segments)]
+    assert contents[0] == contents[1] == contents[2] == contents[5]
+    assert len(set(contents)) == 3
 
 
 def test_an_error_of_the_encoder_comes_through(tmp_path):
@@ -107,6 +142,9 @@ def test_the_batching_moves_resemblyzers_embeddings_by_float_noise_only(tmp_path
         seconds = 1.0 + 0.37 * number
         put(tmp_path / f"{number}.wav", voice(seconds, pitch=110 + 25 * number, seed=number))
         segments.append(whole(f"{number}.wav", seconds))
-    found = [embedder(tmp_path, encoder, batch_seconds=seconds)(segments)[0] for seconds in (0.1, 6.0, 1000.0)]
+    found = [
+        rows_and_rejects(embedder(tmp_path, encoder, batch_seconds=seconds)(segments))[0]
+        for seconds in (0.1, 6.0, 1000.0)
+    ]
     for rows in found[1:]:
         np.testing.assert_allclose(rows, found[0], atol=2e-6)

@@ -32,7 +32,9 @@ class Problem:
     starts: np.ndarray  # (N,) offsets
     recordings: np.ndarray | None
     texts: np.ndarray | None
+    contents: np.ndarray | None
     least_square: float
+    most_square: float | None
     min_tenths: int
     max_tenths: int | None
     options: dict[str, Any] = field(default_factory=dict)
@@ -47,6 +49,8 @@ class Problem:
             recordings=self.recordings,
             offsets=None if self.recordings is None else self.starts / 10,
             texts=self.texts,
+            contents=self.contents,
+            max_similarity=None if self.most_square is None else as_cosine(self.most_square),
             **(self.options | options),
         )
 
@@ -63,6 +67,8 @@ class Problem:
             return False
         if self.texts is not None and self.texts[i] != -1 and self.texts[i] == self.texts[j]:
             return False
+        if self.contents is not None and self.contents[i] == self.contents[j]:
+            return False
         if self.recordings is None or self.recordings[i] != self.recordings[j]:
             return True
         ends = self.starts + self.tenths
@@ -74,7 +80,7 @@ class Problem:
         for i, row in enumerate(squares.tolist()):
             survivors, best = [], -math.inf
             for j in sorted(range(len(row)), key=lambda j, row=row: (-row[j], j)):
-                if not self.eligible(i, j):
+                if not self.eligible(i, j) or (self.most_square is not None and row[j] > self.most_square):
                     continue
                 best = max(best, row[j])
                 if row[j] < self.least_square or len(survivors) == how_many:
@@ -95,6 +101,7 @@ def problems(draw: st.DrawFn, max_rows: int = 300) -> Problem:
     span = draw(st.sampled_from([3000, 3000, 200, 60, 5]))  # everything overlaps, some does, hardly anything does
     num_recordings = draw(st.sampled_from([None, 50, 50, 3, 3, 1]))
     num_texts = draw(st.sampled_from([None, 200, 200, 4, 4, 1]))
+    num_contents = draw(st.sampled_from([None, None, 200, 20, 3, 1]))
     max_tenths = draw(st.sampled_from([None, None, None, 80, 60, 40, 5]))
     return Problem(
         vectors=vectors,
@@ -102,6 +109,8 @@ def problems(draw: st.DrawFn, max_rows: int = 300) -> Problem:
         starts=rng.integers(0, span, num_rows),
         recordings=None if num_recordings is None else rng.integers(num_recordings, size=num_rows),
         texts=None if num_texts is None else rng.integers(-1, num_texts, num_rows),
+        contents=None if num_contents is None else rng.integers(num_contents, size=num_rows),
+        most_square=draw(st.sampled_from([None, None, None, *SIGNED_SQUARES])),
         least_square=draw(st.sampled_from(SIGNED_SQUARES)),
         min_tenths=draw(st.sampled_from([0, 1, 5, 10, 20, 29, 30, 31, 30, 200])),
         max_tenths=max_tenths,
@@ -241,6 +250,20 @@ def test_a_long_segment_overlaps_what_it_contains_and_nothing_else():
     assert index == [3, 2, 1, 0]
 
 
+def test_a_copy_is_no_context_though_it_is_the_most_similar():
+    index, similarity = choose([[1, 0], [1, 0], [3, 4]], contents=[7, 7, 2])
+    assert index == [2, 2, 0]
+    assert similarity == pytest.approx([0.6, 0.6, 0.6])
+    assert choose([[1, 0], [1, 0]], contents=[0, 0]) == ([-1, -1], [-math.inf, -math.inf])
+
+
+def test_what_is_more_similar_than_allowed_is_no_context_and_what_equals_the_limit_is_one():
+    assert choose([[1, 0], [1, 0], [3, 4]], max_similarity=0.99)[0] == [2, 2, 0]
+    assert choose([[1, 0], [3, 4]], max_similarity=0.6)[0] == [1, 0]
+    assert choose([[1, 0], [3, 4]], max_similarity=0.6 - 1e-6) == ([-1, -1], [-math.inf, -math.inf])
+    assert choose([[1, 0], [1, 0]], max_similarity=1.0)[0] == [1, 0]
+
+
 def test_an_unknown_text_equals_no_other():
     assert choose([[1]] * 4, texts=[-1, -1, 5, 5])[0] == [1, 0, 0, 0]
     assert choose([[1]] * 3, texts=[5, 5, 5])[0] == [-1, -1, -1]
@@ -291,6 +314,8 @@ def test_a_gpu_gives_what_the_cpu_gives():
         ({"recordings": [1, 2, 3], "offsets": [0.0, math.inf, 0.0]}, "offsets must be finite"),
         ({"offsets": [0.0, 1.0, 2.0]}, "offsets mean nothing without recordings"),
         ({"texts": ["a", "b", "c"]}, "texts must be integers"),
+        ({"contents": [0.5, 1.0, 2.0]}, "contents must be integers"),
+        ({"max_similarity": math.nan}, "max_similarity is NaN"),
         ({"min_similarity": math.nan}, "min_similarity is NaN"),
         ({"max_duration": math.nan}, "max_duration is NaN"),
         ({"choice": "worst"}, 'choice must be "best" or "sample"'),

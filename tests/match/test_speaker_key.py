@@ -10,8 +10,8 @@ from sharmill.errors import ConfigError, RejectRecord
 from sharmill.match.speaker_key import PRESETS, make_speaker_key
 
 PUBLISHED = [
-    ("speaker", "a/b/c.wav", "9136_Other", "9136_other"),
-    ("speaker", "x.wav", "Anna", "anna"),
+    ("speaker", "a/b/c.wav", "9136_Other", "9136_Other"),
+    ("speaker", "x.wav", "Anna", "Anna"),
     ("all", "a/b/c.wav", "Anna", "all"),
     ("all", "d.wav", "Tom", "all"),
     ("librispeech", "train-clean-100/103/1240/103-1240-0000.flac", "103", "103_1240"),
@@ -68,7 +68,7 @@ def test_a_preset_can_be_sent_to_a_worker(preset, path, speaker, key):
 
 
 def test_a_pattern_can_be_sent_to_a_worker():
-    assert pickle.loads(pickle.dumps(make_speaker_key(r"^(?P<voice>\w+)/")))("Anna/1.wav", "") == "anna"
+    assert pickle.loads(pickle.dumps(make_speaker_key(r"^(?P<voice>\w+)/")))("Anna/1.wav", "") == "Anna"
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,29 @@ def test_a_tag_without_a_name_is_rejected():
 @pytest.mark.parametrize(
     ("pattern", "path", "key"),
     [
-        (r"^(?P<house>[^/]+)/(?P<voice>[^/]+)/", "North/Anna/1.wav", "north/anna"),
-        (r"(?P<voice>[a-z]+)_(\d+)_(?P<room>[A-Z]+)\.wav$", "x/tom_12_HALL.wav", "tom/hall"),
+        (r"^(?P<house>[^/]+)/(?P<voice>[^/]+)/", "North/Anna/1.wav", "North/Anna"),
+        (r"(?P<voice>[a-z]+)_(\d+)_(?P<room>[A-Z]+)\.wav$", "x/tom_12_HALL.wav", "tom/HALL"),
         (r"(?P<outer>a(?P<inner>b))(?P<empty>x*)", "abc.wav", "ab/b/"),
     ],
 )
 def test_the_values_of_named_groups_in_order_are_the_key(pattern, path, key):
     assert make_speaker_key(pattern)(path, "ignored") == key
+
+
+@pytest.mark.parametrize("spec", ["speaker", r"^(?P<voice>[^/]+)/"])
+def test_names_that_differ_in_case_only_are_two_speakers(spec):
+    key = make_speaker_key(spec)
+    assert key("S1/a.wav", "S1") != key("s1/a.wav", "s1")
+
+
+@pytest.mark.parametrize(
+    ("preset", "path"),
+    [("nvyt2505", "a.wav"), ("librispeech", "Ab-Cd-1.wav"), ("libritts", "Train/Ab/Cd/1.wav"),
+     ("hifitts", "Ab_Other/Cd/e_1.wav"), ("hifitts2", "Ab_Cd_1.wav")],
+)  # fmt: skip
+def test_published_rules_fold_case(preset, path):
+    key = make_speaker_key(preset)
+    assert key(path, "S1") == key(path.lower(), "s1")
 
 
 def test_a_path_that_a_pattern_does_not_find_is_rejected():

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from unittest import mock
 
 import numpy as np
 import pytest
 import soundfile as sf
 import torch
-from support.shar import Project, lines, run, voice
+from support.errors import raises
+from support.shar import Project, lines, put, run, voice
 
+from sharmill.config import MatchConfig
 from sharmill.errors import ConfigError
-from sharmill.match.stage import MatchStage, matched_manifest
+from sharmill.manifest import records_checksum
+from sharmill.match.stage import MatchStage, matched_manifest, min_similarity
+from sharmill.prepare.stage import PrepareStage
 from sharmill.write.stage import WriteStage
 
 
@@ -157,6 +162,24 @@ def test_a_voice_unlike_all_others(project):
     assert "below 0.6" in reject["detail"]
 
 
+def test_the_threshold_is_the_encoders_own_unless_the_configuration_says_one():
+    assert min_similarity(MatchConfig()) == 0.75
+    assert min_similarity(MatchConfig(encoder="nemo:titanet_large")) == 0.6
+    assert min_similarity(MatchConfig(encoder="nemo:titanet_large", min_similarity=0.7)) == 0.7
+    with raises(ConfigError, "missing_key", "nemo:ecapa_tdnn", "match.min_similarity"):
+        min_similarity(MatchConfig(encoder="nemo:ecapa_tdnn"))
+
+
+def test_the_encoders_own_threshold_is_in_the_name_the_limits_and_the_choice(project):
+    for name, pitch in (("a.wav", 200), ("b.wav", 980)):  # a similarity of 0.71
+        add(project, name, pitch)
+    config = project.configure(match={"min_similarity": None})
+    assert matched_manifest(config).name.endswith("MinSSIM0.75.json")
+    assert match(project, min_similarity=None) == {}
+    assert set(reasons(project).values()) == {"no_similar_context"}
+    assert WriteStage(config).identity()["limits"]["min_similarity"] == 0.75
+
+
 @pytest.mark.parametrize(("limit", "count"), [(0.99, 2), (0.999, 0)])
 def test_the_least_similarity_is_the_configurations(project, limit, count):
     add(project, "a.wav", 200)
@@ -164,13 +187,108 @@ def test_the_least_similarity_is_the_configurations(project, limit, count):
     assert len(match(project, min_similarity=limit)) == count
 
 
-def test_silence_is_similar_to_nothing(project):
+def test_silence_is_rejected_and_nobodys_context(project):
     add(project, "a.wav", 200)
     add(project, "b.wav", 210)
-    for name in ("s1.wav", "s2.wav"):
-        project.add(name, np.zeros(56000, np.float32))
+    project.add("zero.wav", np.zeros(56000, np.float32))
+    project.add("hiss.wav", 0.0009 * np.sign(voice(3.5)), subtype="FLOAT")
     assert contexts(match(project)) == {"a.wav": "b.wav", "b.wav": "a.wav"}
-    assert reasons(project) == {"s1.wav": "no_similar_context", "s2.wav": "no_similar_context"}
+    assert reasons(project) == {"zero.wav": "silent_audio", "hiss.wav": "silent_audio"}
+
+
+def add_copies(project, *names, pitch=200):
+    """The same samples under several names, in the format of each."""
+    samples = voice(3.5, pitch=pitch, seed=99)
+    for name in names:
+        project.add(name, samples)
+
+
+def test_a_copy_is_not_the_context_though_nothing_is_as_similar(project):
+    add_copies(project, "a.wav", "copy.wav", "copy.flac")
+    add(project, "b.wav", 300)
+    assert contexts(match(project)) == {
+        "a.wav": "b.wav", "copy.wav": "b.wav", "copy.flac": "b.wav", "b.wav": "a.wav",
+    }  # fmt: skip
+    assert reasons(project) == {}
+
+
+def test_a_part_of_a_recording_that_is_a_file_too_is_a_copy(project):
+    samples = voice(3.5, pitch=200, seed=99)
+    project.add("long.wav", np.concatenate([voice(3.5, pitch=420), samples]), offset=3.5, duration=3.5)
+    project.add("part.flac", samples)
+    add(project, "b.wav", 300)
+    assert contexts(match(project)) == {"long.wav": "b.wav", "part.flac": "b.wav", "b.wav": "long.wav"}
+
+
+def test_where_only_copies_are_left_the_reason_says_so(project):
+    add_copies(project, "a.wav", "copy.flac")
+    assert match(project) == {}
+    assert reasons(project) == {"a.wav": "only_copies", "copy.flac": "only_copies"}
+    assert {"copy.flac" in reject["detail"] for reject in project.rejects("match")} == {True, False}
+
+
+def test_a_copy_that_could_not_be_the_context_anyway_is_not_the_reason(project):
+    add_copies(project, "a.wav", "copy.wav")
+    add(project, "far.wav", 1800)
+    assert match(project, max_duration=3.2) == {}
+    assert set(reasons(project).values()) == {"no_long_context"}
+
+
+def test_max_similarity_leaves_out_what_is_nearly_a_copy(project):
+    for name, pitch in (("a.wav", 200), ("nearly.wav", 203), ("b.wav", 400)):
+        add(project, name, pitch)
+    assert contexts(match(project))["a.wav"] == "nearly.wav"
+    found = contexts(match(project, max_similarity=0.999, restart=True))
+    assert found == {"a.wav": "b.wav", "nearly.wav": "b.wav", "b.wav": "nearly.wav"}
+    assert match(project, max_similarity=0.9, restart=True) == {}
+    assert set(reasons(project).values()) == {"only_copies"}
+
+
+def test_a_speaker_of_another_case_is_another_speaker(project):
+    add(project, "a.wav", 200, speaker="S1")
+    add(project, "b.wav", 210, speaker="S1")
+    add(project, "c.wav", 201, speaker="s1")
+    add(project, "d.wav", 800, speaker="s1")
+    assert contexts(match(project)) == {"a.wav": "b.wav", "b.wav": "a.wav", "c.wav": "d.wav", "d.wav": "c.wav"}
+
+
+def replace_file(path, samples):
+    """Other samples, with the size and the time of the file as it was."""
+    status = path.stat()
+    put(path, samples)
+    assert path.stat().st_size == status.st_size
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_file_of_another_size_than_prepare_saw_is_rejected(project):
+    for name in ("a.wav", "b.wav", "c.wav"):
+        add(project, name, 200)
+    project.prepare(project.configure())
+    put(project.root / "b.wav", voice(3.55))
+    assert contexts(match(project)) == {"a.wav": "c.wav", "c.wav": "a.wav"}
+    assert reasons(project) == {"b.wav": "changed_audio"}
+
+
+def test_a_file_of_another_time_only_is_not(project):
+    for name in ("a.wav", "b.wav"):
+        add(project, name, 200)
+    project.prepare(project.configure())
+    os.utime(project.root / "b.wav", (1, 1))
+    assert len(match(project)) == 2
+
+
+def test_times_of_files_are_in_no_identity(project):
+    """Files copied to another disk must not make a run begin anew."""
+    for name in ("a.wav", "b.wav"):
+        add(project, name, 200)
+    match(project)
+    config = project.configure(match={})
+    before = [MatchStage(config).identity(), WriteStage(config).identity()]
+    for name in ("a.wav", "b.wav"):
+        os.utime(project.root / name, (1, 1))
+    assert run(PrepareStage(config), restart=True).ok
+    match(project)
+    assert [MatchStage(config).identity(), WriteStage(config).identity()] == before
 
 
 def test_segments_that_overlap_the_target_are_no_context(project):
@@ -312,7 +430,7 @@ def test_the_result_does_not_depend_on_the_units(tmp_path):
         for number in range(12):
             add(project, f"{number}.wav", 200 + 37 * number, speaker=f"s{number % 4}")
         match(project, unit_seconds=unit_seconds, choice="sample")
-        found.append(next(project.run_dir.glob("manifests/*withContext*")).read_bytes())
+        found.append(records_checksum(next(project.run_dir.glob("manifests/*withContext*"))))
     assert len(set(found)) == 1
 
 

@@ -8,7 +8,10 @@ from support.manifests import config_for, make_record, run_prepare, write_manife
 from sharmill.errors import REASONS
 
 # Of what the other stages find out: they have tests of their own.
-LATER = {"unsupported_rate", "non_finite_audio", "single_utterance_speaker", "no_similar_context", "no_long_context"}
+LATER = {
+    "unsupported_rate", "non_finite_audio", "silent_audio", "changed_audio", "single_utterance_speaker",
+    "no_similar_context", "no_long_context", "only_copies",
+}  # fmt: skip
 MISSING = ...
 
 CASES = [

@@ -89,6 +89,8 @@ class Project:
             "sources": [{"manifest": str(manifest), "audio_root": str(self.root)}],
             "prepare": {"min_duration": 0.0},
         }
+        # Of synthetic voices: nothing that an encoder of speech is made for.
+        changes["match"] = {"min_similarity": 0.6} | changes.get("match", {})
         return to_config(values | changes, "test")
 
     def prepare(self, config: Config) -> list[Utterance]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -13,8 +15,10 @@ from support.shar import Project, lines, put, run, snapshot, voice
 
 from sharmill.audio.encoding import encode
 from sharmill.audio.files import read
+from sharmill.audio.roots import AudioRoots
+from sharmill.audio.segments import SegmentReader
 from sharmill.errors import ConfigError
-from sharmill.manifest import Utterance
+from sharmill.manifest import AudioNotes, Utterance
 from sharmill.match.stage import matched_manifest
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
@@ -282,11 +286,121 @@ def test_two_sources_may_have_files_of_one_name(tmp_path):
         np.testing.assert_array_equal(cuts[1 - number].load_context_audio()[0], samples)
 
 
-def test_files_changed_between_the_stages_count_as_they_are_now(project):
+def written(project, config):
+    """Runs write; the numbers written, and role and reason of the rejects."""
+    assert run(WriteStage(config)).ok
+    rejects = {(r["record"]["number"], r["detail"].split(":")[0], r["reason"]) for r in project.rejects("write")}
+    return numbers(open_shar(project.dataset)), rejects
+
+
+def note_checksums(project, config):
+    """Adds to the matched manifest what match notes when it reads the audio."""
+    reader = SegmentReader(AudioRoots.of([project.root]))
+    path = matched_manifest(config)
+    utterances = [Utterance.from_json(line) for line in path.read_bytes().splitlines()]
+    for u in utterances:
+        u.notes = reader.read(u.segment).notes
+        segment = u.context.segment
+        u.context = replace(u.context, segment=replace(segment, notes=reader.read(segment).notes))
+    path.write_bytes(b"".join(u.to_json() + b"\n" for u in utterances))
+
+
+CHANGED = {(0, "context", "changed_audio"), (1, "target", "changed_audio")}
+
+
+def test_a_file_of_another_size_is_changed_audio(project):
     fill(project, 3, "wav")
     config = project.configure(write={"order": "manifest"})
     project.match_by_hand(config)
-    put(project.root / "1.wav", voice(0.45, seed=9))
-    assert run(WriteStage(config)).ok
-    durations = [cut.duration for cut in open_shar(project.dataset)]
-    assert durations == [0.3, 0.45, 0.5]
+    put(project.root / "1.wav", voice(0.41, seed=9))
+    assert written(project, config) == ([2], CHANGED)
+
+
+@pytest.mark.parametrize("audio_format", ["wav", "flac"])
+@pytest.mark.parametrize("same_time", [True, False])
+def test_other_bytes_of_the_same_size_are_changed_audio_whatever_the_time(project, audio_format, same_time):
+    fill(project, 3, "wav")
+    config = project.configure(write={"order": "manifest", "audio_format": audio_format})
+    project.match_by_hand(config)
+    note_checksums(project, config)
+    path = project.root / "1.wav"
+    status = path.stat()
+    put(path, voice(0.4, seed=9))
+    assert path.stat().st_size == status.st_size
+    if same_time:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert written(project, config) == ([2], CHANGED)
+
+
+def test_another_time_alone_is_no_change(project):
+    fill(project, 3, "wav")
+    config = project.configure(write={"order": "manifest"})
+    project.match_by_hand(config)
+    note_checksums(project, config)
+    os.utime(project.root / "1.wav", (1, 1))
+    assert written(project, config) == ([0, 1, 2], set())
+
+
+def fill_up(path):
+    """Appends zeros up to 200,000 bytes, so that the size does not tell other samples."""
+    path.write_bytes(path.read_bytes().ljust(200_000, b"\0"))
+
+
+@pytest.mark.parametrize("suffix", ["wav", "flac", "ogg"])
+def test_a_part_of_a_long_file_that_was_replaced_is_changed_audio(project, suffix):
+    """In lossless formats only where its own samples are others; in lossy ones by the bytes of the file."""
+    long = np.concatenate([voice(0.5, seed=n) for n in range(4)])
+    path = project.add(f"long.{suffix}", long, offset=0.0, duration=0.5, number=0)
+    fill_up(path)
+    for number in range(1, 4):
+        project.add(f"long.{suffix}", offset=0.5 * number, duration=0.5, number=number)
+    config = project.configure(write={"order": "manifest"})
+    project.match_by_hand(config, [1, 0, 3, 2])
+    note_checksums(project, config)
+    long[: len(long) // 4] = voice(0.5, seed=9)
+    fill_up(put(path, long))
+    found, rejects = written(project, config)
+    assert {reason for *_, reason in rejects} == {"changed_audio"}
+    assert found == ([] if suffix == "ogg" else [2, 3])
+
+
+def test_the_duration_is_checked_again(project):
+    """Where no note tells of a change, as in a manifest that another program has matched."""
+    fill(project, 3, "wav")
+    config = project.configure(write={"order": "manifest"})
+    project.match_by_hand(config)
+    path = matched_manifest(config)
+    utterances = [Utterance.from_json(line) for line in path.read_bytes().splitlines()]
+    for u in utterances:
+        u.notes = AudioNotes()
+        u.context = replace(u.context, segment=replace(u.context.segment, notes=u.notes))
+    path.write_bytes(b"".join(u.to_json() + b"\n" for u in utterances))
+    put(project.root / "1.wav", voice(0.55, seed=9))
+    assert written(project, config) == (
+        [2], {(0, "context", "duration_mismatch"), (1, "target", "duration_mismatch")},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("audio_format", ["wav", "flac"])
+def test_silence_is_written_neither_as_target_nor_as_context(project, audio_format):
+    fill(project, 3, "wav")
+    project.add("silent.wav", np.full(8000, 0.0009, np.float32), number=3, subtype="FLOAT")
+    config = project.configure(write={"order": "manifest", "audio_format": audio_format})
+    project.match_by_hand(config)
+    assert written(project, config) == (
+        [0, 1], {(2, "context", "silent_audio"), (3, "target", "silent_audio")},
+    )  # fmt: skip
+
+
+def test_times_of_files_are_not_in_the_dataset(tmp_path):
+    found = []
+    for seconds in (1, 2):
+        project = Project(tmp_path / str(seconds))
+        project.folder.mkdir()
+        fill(project, 3)
+        for path in project.root.iterdir():
+            os.utime(path, (seconds, seconds))
+        project.write()
+        found.append(snapshot(project.dataset))
+    assert found[0] == found[1]
+    assert not any(b"modified" in data or b"_checksum" in data for data in found[0].values())

@@ -14,7 +14,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -54,12 +54,14 @@ class AudioInfo:
         num_samples: per channel.
         channels: number of channels.
         format: "flac", "wav", "mp3", "opus", "ogg" (Vorbis), "aiff", ...: by content.
+        exact_seeks: a part decodes to the same samples wherever the decoder starts, on every kind of CPU.
     """
 
     sampling_rate: int
     num_samples: int
     channels: int
     format: str
+    exact_seeks: bool = field(default=True, compare=False)
 
 
 def probe(path: str | os.PathLike[str]) -> AudioInfo:
@@ -159,7 +161,7 @@ def _header(sound: sf.SoundFile, source: BinaryIO, name: str) -> AudioInfo:
     if num_samples <= 0:
         raise RejectRecord("empty_audio", f"{name} has no samples")
     format = _OTHER_NAMES.get(sound.subtype) or _OTHER_NAMES.get(sound.format) or sound.format.lower()
-    return AudioInfo(sound.samplerate, num_samples, sound.channels, format)
+    return AudioInfo(sound.samplerate, num_samples, sound.channels, format, _has_exact_seeks(sound))
 
 
 def _decode(source: BinaryIO, name: str, start: int, num_samples: int | None) -> tuple[np.ndarray, int]:
@@ -182,10 +184,14 @@ def _decode(source: BinaryIO, name: str, start: int, num_samples: int | None) ->
     return audio, info.sampling_rate
 
 
+def _has_exact_seeks(sound: sf.SoundFile) -> bool:
+    return sound.format == "FLAC" or sound.subtype in _MEMORYLESS
+
+
 def _decode_samples(sound: sf.SoundFile, start: int, wanted: int, size: int, name: str) -> np.ndarray:
     """Samples (wanted,) from ``start`` on, or fewer where the decoder gives up."""
     end = start + wanted
-    seekable = sound.format == "FLAC" or sound.subtype in _MEMORYLESS
+    seekable = _has_exact_seeks(sound)
     # Blocks, so that a wrong header cannot ask for more memory than there is audio. But soundfile seeks after
     # every block, after which MP3 decodes to other values: it is read at one go.
     in_blocks = seekable or sound.format == "OGG"

@@ -1,60 +1,164 @@
-"""Where the samples of a manifest's segments lie, and how they are read."""
+"""Reading of a manifest's segments: where their samples lie, and whether the audio still is what it was.
+
+A stage that reads a segment gets, beside the samples, notes about the file as it was read. The next stage that reads
+the segment compares with them.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Final
 
 import numpy as np
+import xxhash
 
-from sharmill.audio.files import AudioInfo, probe, read
+from sharmill.audio.files import AudioInfo, decode, probe, read
 from sharmill.audio.resample import segment_bounds
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import RejectRecord
-from sharmill.manifest import Segment
+from sharmill.manifest import AudioNotes, Segment
+from sharmill.storage import checksum, checksum_bytes
+
+# -60 dB of full scale: audio whose loudest sample is below has no speech in it.
+SILENT_PEAK: Final = 1e-3
 
 
 @dataclass(frozen=True)
 class Location:
-    """A segment as samples of a file: ``start`` and ``num_samples`` at the file's own rate."""
+    """A segment as samples of a file: ``start`` and ``num_samples`` at the file's own rate.
+
+    ``size`` and ``modified`` are those of the file: bytes, and nanoseconds.
+    """
 
     path: Path
     info: AudioInfo
     start: int
     num_samples: int
+    size: int
+    modified: int
 
     @property
     def is_whole_file(self) -> bool:
         return self.start == 0 and self.num_samples == self.info.num_samples
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentAudio:
+    """The samples of a segment, float32 of shape (samples,), and notes about the file that they were read from."""
+
+    samples: np.ndarray
+    sampling_rate: int
+    notes: AudioNotes
+
+    @property
+    def content(self) -> int:
+        """A hash of rate and samples at 16 bits: equal for copies under other names, formats and positions."""
+        rounded = np.clip(np.rint(self.samples * 32768), -32768, 32767).astype(np.int16)
+        return xxhash.xxh3_128_intdigest(rounded, seed=self.sampling_rate)
+
+
 @dataclass(frozen=True)
 class SegmentReader:
-    """Reads segments below the audio roots of the sources, in their order in the configuration."""
+    """Reads segments below the audio roots of the sources, and rejects audio that is silent or has been replaced.
+
+    Args:
+        roots: the audio roots of the sources.
+        duration_tolerance: how far audio and manifest may be apart, in seconds.
+    """
 
     roots: AudioRoots
+    duration_tolerance: float = math.inf
 
     def locate(self, segment: Segment) -> Location:
-        """Raises RejectRecord where the file is missing, unreadable or outside its root, or the segment is empty."""
+        """Return where the samples of a segment lie; only the header of the file is read.
+
+        Raises:
+            RejectRecord: the file is missing, unreadable or outside its root, or the segment is empty.
+        """
         # A link may have changed since the stage prepare saw it.
         path = self.roots.locate(segment)
         info = probe(path)
-        if segment.whole_file:
-            return Location(path, info, 0, info.num_samples)
-        start, num_samples = segment_bounds(segment.offset, segment.duration, info.sampling_rate)
-        # The header check allows a segment to end a little after its file; there are no samples there.
-        num_samples = min(num_samples, info.num_samples - start)
-        if num_samples <= 0:
-            raise RejectRecord("empty_audio", "the segment has no samples")
-        return Location(path, info, start, num_samples)
+        start, num_samples = 0, info.num_samples
+        if not segment.whole_file:
+            start, num_samples = segment_bounds(segment.offset, segment.duration, info.sampling_rate)
+            # The header check allows a segment to end a little after its file; there are no samples there.
+            num_samples = min(num_samples, info.num_samples - start)
+            if num_samples <= 0:
+                raise RejectRecord("empty_audio", "the segment has no samples")
+        status = path.stat()
+        return Location(path, info, start, num_samples, status.st_size, status.st_mtime_ns)
 
-    def read(self, segment: Segment) -> tuple[np.ndarray, int]:
-        """The samples, float32 of shape (samples,), and their rate.
+    def read(self, segment: Segment, location: Location | None = None) -> SegmentAudio:
+        """Decode a segment; ``location`` is what ``locate`` has returned for it, if it was called before.
 
         Raises:
-            RejectRecord: the audio cannot be used.
+            RejectRecord: the audio cannot be used, is silent, or is not what ``segment.notes`` say.
         """
-        location = self.locate(segment)
+        location = location or self.locate(segment)
         if location.is_whole_file:
-            return read(location.path)
-        return read(location.path, location.start, location.num_samples)
+            samples, rate = read(location.path)
+        else:
+            samples, rate = read(location.path, location.start, location.num_samples)
+        return self._check(segment, location, samples, rate, _checksum(segment, location, samples))
+
+    def read_file(self, segment: Segment, location: Location) -> tuple[bytes, SegmentAudio]:
+        """Read and decode a segment that is a whole file; returns the bytes of the file too.
+
+        Raises:
+            RejectRecord: as ``read``.
+        """
+        try:
+            data = location.path.read_bytes()
+        except FileNotFoundError as error:  # between the look at its header and now
+            raise RejectRecord("missing_audio", f"{location.path}: {error.strerror}") from error
+        samples, rate = decode(data)
+        return data, self._check(segment, location, samples, rate, checksum_bytes(data))
+
+    def _check(self, segment: Segment, location: Location, samples: np.ndarray, rate: int, found: str) -> SegmentAudio:
+        notes, path = segment.notes, location.path
+        if notes.size not in (-1, location.size):
+            raise RejectRecord(
+                "changed_audio",
+                f"{path} has {location.size} bytes, and had {notes.size} when the stage prepare looked at it",
+            )
+        if notes.checksum not in ("", found):
+            raise RejectRecord("changed_audio", f"{path} is not what it was when the stage match read it")
+        seconds = len(samples) / rate
+        # A segment is rounded to samples at both ends.
+        if abs(seconds - segment.duration) > self.duration_tolerance + 1 / rate:
+            raise RejectRecord(
+                "duration_mismatch", f"the manifest says {segment.duration:g} s, the audio has {seconds:g} s"
+            )
+        peak = float(np.abs(samples).max())
+        if peak < SILENT_PEAK:
+            level = f"is {20 * math.log10(peak):.0f} dB of full scale" if peak else "is zero"
+            raise RejectRecord(
+                "silent_audio", f"the loudest sample {level}, below {20 * math.log10(SILENT_PEAK):.0f} dB"
+            )
+        return SegmentAudio(samples, rate, AudioNotes(location.size, location.modified, found))
+
+
+def _checksum(segment: Segment, location: Location, samples: np.ndarray) -> str:
+    """Return the checksum of what a segment was read from.
+
+    Of a whole file its bytes; of a part the samples, which cost nothing more to read. But samples of MP3, Vorbis and
+    Opus may differ in their last bits between kinds of CPU: of a part of such a file all its bytes, once per file, and
+    not again where size and time are those that were noted with the checksum.
+    """
+    if location.is_whole_file:
+        return checksum(location.path)
+    if location.info.exact_seeks:
+        return checksum_bytes(samples.tobytes())
+    notes = segment.notes
+    if notes.checksum and (notes.size, notes.modified) == (location.size, location.modified):
+        return notes.checksum
+    return _file_checksum(location.path, location.size, location.modified)
+
+
+@lru_cache(maxsize=4096)
+def _file_checksum(path: Path, size: int, modified: int) -> str:
+    """Return the checksum of a file's bytes; ``size`` and ``modified`` are for the cache alone."""
+    return checksum(path)

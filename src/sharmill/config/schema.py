@@ -55,8 +55,12 @@ class MatchConfig:
     encoder: str = "resemblyzer"
     """Speaker encoder: ``resemblyzer`` (its weights come with the Python package), ``nemo:titanet_large`` or another
     pretrained name, or ``nemo:/path/model.nemo``."""
-    min_similarity: float = 0.6
-    """Lowest cosine similarity of a context to its target."""
+    min_similarity: float | None = None
+    """Lowest cosine similarity of a context to its target. ``null`` is the encoder's own: 0.75 for ``resemblyzer``, 0.6
+    for TitaNet; any other encoder needs a number here."""
+    max_similarity: float | None = None
+    """Highest cosine similarity of a context to its target, against copies that are stored with loss or otherwise
+    processed, such as 0.99; ``null`` is no limit. Copies with the same samples are never a context."""
     min_duration: float = 3.0
     """Shortest context, in seconds."""
     max_duration: float | None = None
@@ -79,7 +83,10 @@ class MatchConfig:
     """Audio that one unit of work gathers, in seconds; ``null`` derives it from the total."""
 
     def __post_init__(self) -> None:
-        _require(-1 <= self.min_similarity <= 1, "min_similarity must be between -1 and 1")
+        _require(self.min_similarity is None or -1 <= self.min_similarity <= 1,
+                 "min_similarity must be between -1 and 1")  # fmt: skip
+        _require(self.max_similarity is None or -1 <= self.max_similarity <= 1,
+                 "max_similarity must be between -1 and 1")  # fmt: skip
         _require(self.min_duration >= 0, "min_duration must not be negative")
         _require(self.max_duration is None or self.max_duration >= self.min_duration,
                  "max_duration must not be less than min_duration")  # fmt: skip
@@ -220,7 +227,9 @@ class Config:
     """Rule that makes speaker groups, among whose members contexts are chosen. A preset (``speaker``, ``librispeech``,
     ``libritts``, ``hifitts``, ``hifitts2``, ``nvyt2505``, ``rivaLindyRodney``, ``rivaEmmaMeganSeanTom``,
     ``jhsdGtc20Amp20Keynote``, ``all``), or a regular expression with named groups that is searched in
-    ``audio_filepath``, such as ``'^(?P<speaker>[^/]+)/(?P<session>[^/]+)/'``."""
+    ``audio_filepath``, such as ``'^(?P<speaker>[^/]+)/(?P<session>[^/]+)/'``. ``speaker`` and patterns
+    take names as they are (``S1`` and ``s1`` are two speakers). The other presets are published rules, which fold
+    case."""
     max_reject_fraction: float = 0.5
     """Stop a stage when more than this fraction of its records is rejected."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig)

@@ -10,10 +10,32 @@ import numpy as np
 from sharmill.audio.resample import resample
 from sharmill.audio.segments import SegmentReader
 from sharmill.errors import RejectRecord
-from sharmill.manifest import Segment
+from sharmill.manifest import AudioNotes, Segment
 from sharmill.models.batches import pad, padded_batches
 from sharmill.models.protocols import SpeakerEncoder
 from sharmill.prefetch import prefetch
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedSegment:
+    """The voice of a segment, and what was seen while its audio was decoded.
+
+    Attributes:
+        embedding: (D,) float32.
+        content: equal for segments with the same samples.
+        notes: about the file, for the next stage that reads it.
+    """
+
+    embedding: np.ndarray
+    content: int
+    notes: AudioNotes
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    samples: np.ndarray
+    content: int
+    notes: AudioNotes
 
 
 @dataclass(frozen=True)
@@ -27,39 +49,39 @@ class Embedder:
 
     def __call__(
         self, segments: Sequence[Segment], advance: Callable[[float], None] = lambda seconds: None
-    ) -> tuple[np.ndarray, dict[int, RejectRecord]]:
-        """Return embeddings (N, D) float32, and why there is none for some; those rows are zero.
+    ) -> list[EmbeddedSegment | RejectRecord]:
+        """Return the embedding of every segment, or why it has none.
 
-        ``advance`` is called with the seconds of audio of each batch.
+        ``advance`` is called with the seconds of every batch that is done.
         """
-        embeddings = np.zeros((len(segments), self.encoder.embedding_size), dtype=np.float32)
-        rejects: dict[int, RejectRecord] = {}
+        outcomes: dict[int, EmbeddedSegment | RejectRecord] = {}
         batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
-        in_order = [index for batch in batches for index in batch]
         loaded = prefetch(
             lambda index: self._load(segments[index]),
-            in_order,
+            [index for batch in batches for index in batch],
             threads=self.threads,
             ahead=2 * self.batch_seconds,
             weigh=lambda index: segments[index].duration,
         )
         for batch in batches:
-            usable: list[tuple[int, np.ndarray]] = []
+            usable: dict[int, _Loaded] = {}
             for index in batch:
-                samples = next(loaded)
-                if isinstance(samples, RejectRecord):
-                    rejects[index] = samples
+                item = next(loaded)
+                if isinstance(item, RejectRecord):
+                    outcomes[index] = item
                 else:
-                    usable.append((index, samples))
+                    usable[index] = item
             if usable:
-                indices, arrays = zip(*usable, strict=True)
-                embeddings[list(indices)] = self.encoder.embed(*pad(arrays)).numpy()
+                rows = self.encoder.embed(*pad([item.samples for item in usable.values()])).numpy()
+                for row, (index, item) in zip(rows, usable.items(), strict=True):
+                    outcomes[index] = EmbeddedSegment(row.astype(np.float32), item.content, item.notes)
             advance(sum(segments[index].duration for index in batch))
-        return embeddings, rejects
+        return [outcomes[index] for index in range(len(segments))]
 
-    def _load(self, segment: Segment) -> np.ndarray | RejectRecord:
+    def _load(self, segment: Segment) -> _Loaded | RejectRecord:
         try:
-            samples, rate = self.reader.read(segment)
-            return resample(samples, rate, self.encoder.sampling_rate)
+            audio = self.reader.read(segment)
+            samples = resample(audio.samples, audio.sampling_rate, self.encoder.sampling_rate)
         except RejectRecord as reject:
             return reject
+        return _Loaded(samples, audio.content, audio.notes)

@@ -1,4 +1,4 @@
-"""Which utterance of a speaker group is the context of which: numbers in, indices out.
+"""Selection of the context of every utterance of a speaker group: numbers in, indices out.
 
 Knows nothing of audio, manifests or encoders. The rule is the one of NeMo's
 ``extend_nemo_manifest_with_context_audio.py`` (normalise, sort every row of the similarity matrix, walk down
@@ -14,7 +14,7 @@ float32 itself, because float32 keeps that noise where a similarity is near 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
@@ -42,16 +42,18 @@ def select_context(
     recordings: ArrayLike | None = None,
     offsets: ArrayLike | None = None,
     texts: ArrayLike | None = None,
+    contents: ArrayLike | None = None,
+    max_similarity: float | None = None,
     choice: Literal["best", "sample"] = "best",
     sample_size: int = 5,
     seed: int = 0,
     block_size: int | None = None,
 ) -> tuple[Embeddings, Embeddings]:
-    """Picks for every utterance the most similar other utterance that may be its context.
+    """Pick for every utterance the most similar other utterance that may be its context.
 
     A candidate lasts from ``min_duration`` to ``max_duration`` seconds, is not the utterance itself, does not
-    overlap it in the same recording, and has another text (where ``texts`` are given). Of equally similar
-    ones the first wins.
+    overlap it in the same recording, has another text (where ``texts`` are given), is no copy of it (where
+    ``contents`` are given) and no more similar than ``max_similarity``. Of equally similar ones the first wins.
 
     Args:
         embeddings: (N, D), of any scale; a row of zeros has similarity 0 with everything. A numpy array,
@@ -62,6 +64,9 @@ def select_context(
         offsets: (N,) seconds from the start of the recording, 0 by default. Segments that touch do not
             overlap; times are rounded to microseconds, so that 0.1 + 0.2 touches 0.3.
         texts: (N,) integer ids; -1 stands for no text, which equals no other.
+        contents: (N,) integer ids; utterances of one id have the same samples.
+        max_similarity: the greatest cosine similarity, against copies whose samples differ a little; a similarity
+            that equals it is allowed.
         choice: "best", or "sample" for a seeded draw among the ``sample_size`` best that satisfy all limits.
         block_size: rows per block; changes memory and speed, never the result.
 
@@ -82,12 +87,19 @@ def select_context(
     """
     units = _unit_rows(embeddings)
     num_rows = len(units)
-    num_best = _check_options(choice, sample_size, min_similarity, min_duration, max_duration, block_size)
+    limits = {
+        "min_similarity": min_similarity,
+        "max_similarity": max_similarity,
+        "min_duration": min_duration,
+        "max_duration": max_duration,
+    }
+    num_best = _check_options(choice, sample_size, block_size, limits)
     seconds = _times("durations", durations, num_rows, least=0.0)
     longest = math.inf if max_duration is None else max_duration
     columns = np.flatnonzero((seconds >= min_duration) & (seconds <= longest))
-    exclusions = _exclusions(seconds, columns, recordings, offsets, texts)
-    best, steps = _best_candidates(embeddings, units, columns, exclusions, num_best, block_size)
+    exclusions = _exclusions(seconds, columns, recordings, offsets, texts, contents)
+    most = math.inf if max_similarity is None else np.rint(max_similarity * _STEPS)
+    best, steps = _best_candidates(embeddings, units, columns, exclusions, most, num_best, block_size)
 
     least = max(np.rint(min_similarity * _STEPS), -_STEPS)  # -inf stands for none, and is never enough
     num_enough = (steps >= least).sum(axis=1)
@@ -100,22 +112,14 @@ def select_context(
     return _like(embeddings, index), _like(embeddings, similarity)
 
 
-def _check_options(
-    choice: str,
-    sample_size: int,
-    min_similarity: float,
-    min_duration: float,
-    max_duration: float | None,
-    block_size: int | None,
-) -> int:
-    """Refuses options out of range; returns how many of the best candidates the choice needs."""
+def _check_options(choice: str, sample_size: int, block_size: int | None, limits: Mapping[str, float | None]) -> int:
+    """Refuse options out of range; return how many of the best candidates the choice needs."""
     if choice not in ("best", "sample"):
         raise ValueError(f'choice must be "best" or "sample", got {choice!r}')
     if sample_size < 1:
         raise ValueError(f"sample_size must be at least 1, got {sample_size}")
     if block_size is not None and block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
-    limits = {"min_similarity": min_similarity, "min_duration": min_duration, "max_duration": max_duration}
     for name, limit in limits.items():
         if limit is not None and math.isnan(limit):
             raise ValueError(f"{name} is NaN")
@@ -123,12 +127,12 @@ def _check_options(
 
 
 def _is_tensor(values: Any) -> bool:
-    """Whether ``values`` is a torch tensor; asking so needs no import of torch."""
+    """Return True for a torch tensor; asking so needs no import of torch."""
     return hasattr(values, "detach")
 
 
 def _like(embeddings: Any, result: NDArray[Any]) -> Any:
-    """The result as what the embeddings are: a numpy array, or a tensor (on the CPU)."""
+    """Return the result as what the embeddings are: a numpy array, or a tensor (on the CPU)."""
     if not _is_tensor(embeddings):
         return result
     from torch import from_numpy
@@ -137,7 +141,7 @@ def _like(embeddings: Any, result: NDArray[Any]) -> Any:
 
 
 def _to_numpy(values: Any, dtype: Any = None) -> NDArray[Any]:
-    """A numpy array of a sequence, an array or a tensor on any device."""
+    """Make a numpy array of a sequence, an array or a tensor on any device."""
     if _is_tensor(values):
         values = values.detach().cpu()
         # numpy has no bfloat16.
@@ -146,7 +150,7 @@ def _to_numpy(values: Any, dtype: Any = None) -> NDArray[Any]:
 
 
 def _times(name: str, values: ArrayLike, num_rows: int, least: float) -> NDArray[np.float64]:
-    """``values`` as (num_rows,) float64 seconds; ValueError if they are not finite or below ``least``."""
+    """Return ``values`` as (num_rows,) float64 seconds; raise ValueError if they are not finite or below ``least``."""
     seconds = _to_numpy(values, np.float64)
     if seconds.shape != (num_rows,):
         raise ValueError(f"{name} must have shape ({num_rows},) like the embeddings, got {seconds.shape}")
@@ -156,7 +160,7 @@ def _times(name: str, values: ArrayLike, num_rows: int, least: float) -> NDArray
 
 
 def _ids(name: str, values: ArrayLike, num_rows: int) -> IndexArray:
-    """``values`` as (num_rows,) integers; ValueError if they are anything else."""
+    """Return ``values`` as (num_rows,) integers; raise ValueError if they are anything else."""
     ids = _to_numpy(values)
     if ids.shape != (num_rows,):
         raise ValueError(f"{name} must have shape ({num_rows},) like the embeddings, got {ids.shape}")
@@ -166,7 +170,7 @@ def _ids(name: str, values: ArrayLike, num_rows: int) -> IndexArray:
 
 
 def _unit_rows(embeddings: Any) -> NDArray[np.float64]:
-    """Rows of unit length, (N, D) float64; rows of zeros stay zeros.
+    """Scale rows to unit length, (N, D) float64; rows of zeros stay zeros.
 
     Always on the CPU, even for the embeddings of another device: it costs little, and the same numbers then
     go into the product everywhere.
@@ -204,7 +208,7 @@ class _Ranges:
     ends: IndexArray | None = None
 
     def pairs(self, block: slice) -> tuple[IndexArray, IndexArray]:
-        """The excluded pairs of a block: row in the block, position among the candidates."""
+        """Return the excluded pairs of a block: row in the block, position among the candidates."""
         first = self.first[block]
         counts = np.maximum(self.stop[block] - first, 0)
         row = np.repeat(np.arange(len(counts)), counts)
@@ -222,8 +226,9 @@ def _exclusions(
     recordings: ArrayLike | None,
     offsets: ArrayLike | None,
     texts: ArrayLike | None,
+    contents: ArrayLike | None,
 ) -> list[_Ranges]:
-    """What must not be picked though long enough: the utterance itself, what overlaps it, the same text."""
+    """Collect what must not be picked: the utterance itself, what overlaps it, the same text, the same samples."""
     num_rows = len(seconds)
     itself = np.searchsorted(columns, np.arange(num_rows))
     stop = np.searchsorted(columns, np.arange(num_rows), side="right")
@@ -234,14 +239,17 @@ def _exclusions(
     elif offsets is not None:
         raise ValueError("offsets mean nothing without recordings: pass both or neither")
     if texts is not None:
-        exclusions.append(_same_texts(_ids("texts", texts, num_rows), columns))
+        ids = _ids("texts", texts, num_rows)
+        exclusions.append(_same_ids(ids, columns, applies=ids != -1))
+    if contents is not None:
+        exclusions.append(_same_ids(_ids("contents", contents, num_rows), columns))
     return exclusions
 
 
 def _overlaps(
     recordings: IndexArray, offsets: NDArray[np.float64], seconds: NDArray[np.float64], columns: IndexArray
 ) -> _Ranges:
-    """Candidates of the same recording that overlap each utterance in time."""
+    """Find the candidates of the same recording that overlap each utterance in time."""
     num_rows = len(recordings)
     times = np.rint(np.concatenate([offsets, offsets + seconds]) * _MICROSECONDS)
     # Recording and rank of the time in one integer: order by recording, then by time, without overflow.
@@ -256,13 +264,13 @@ def _overlaps(
     return _Ranges(order=order, first=first, stop=stop, starts=starts, ends=ends[columns])
 
 
-def _same_texts(texts: IndexArray, columns: IndexArray) -> _Ranges:
-    """Candidates with the text of each utterance; none for an utterance without a text."""
-    order = np.argsort(texts[columns], kind="stable")
-    in_order = texts[columns][order]
-    first = np.searchsorted(in_order, texts, side="left")
-    stop = np.searchsorted(in_order, texts, side="right")
-    return _Ranges(order=order, first=first, stop=np.where(texts == -1, first, stop))
+def _same_ids(ids: IndexArray, columns: IndexArray, applies: NDArray[np.bool_] | bool = True) -> _Ranges:
+    """Find the candidates with the id of each utterance; none for an utterance to which this does not apply."""
+    order = np.argsort(ids[columns], kind="stable")
+    in_order = ids[columns][order]
+    first = np.searchsorted(in_order, ids, side="left")
+    stop = np.searchsorted(in_order, ids, side="right")
+    return _Ranges(order=order, first=first, stop=np.where(applies, stop, first))
 
 
 def _best_candidates(
@@ -270,10 +278,11 @@ def _best_candidates(
     units: NDArray[np.float64],
     columns: IndexArray,
     exclusions: list[_Ranges],
+    most: float,
     num_best: int,
     block_size: int | None,
 ) -> tuple[IndexArray, NDArray[np.float64]]:
-    """The ``num_best`` most similar candidates of every utterance, best first.
+    """Find the ``num_best`` most similar candidates of every utterance, best first, none above ``most`` steps.
 
     Returns:
         best: (N, K) int64 utterances, K = 1 or at most ``num_best``.
@@ -295,6 +304,8 @@ def _best_candidates(
         for exclusion in exclusions:
             row, candidate = exclusion.pairs(block)
             scores[move(row), move(candidate)] = -math.inf
+        if most < _STEPS:
+            scores[scores > most] = -math.inf
         each_row = move(np.arange(len(scores)))
         for place in range(num_best):
             at = scores.argmax(1)  # numpy and torch both promise the first of equal ones
@@ -305,7 +316,7 @@ def _best_candidates(
 
 
 def _mover(embeddings: Any) -> Callable[[NDArray[Any]], Any]:
-    """Takes numpy arrays to where the embeddings are: nowhere, or to a torch device."""
+    """Return a function that takes numpy arrays to where the embeddings are: nowhere, or to a torch device."""
     if not _is_tensor(embeddings):
         return lambda array: array
     from torch import from_numpy

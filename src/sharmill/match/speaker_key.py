@@ -1,7 +1,8 @@
-"""The key of the speaker group of a record: among whose utterances may its context be picked?
+"""The key of the speaker group of a record: the utterances among which its context may be picked.
 
 A key is made of the path of the audio file or of the name in the speaker tag; parsing the tag is left to
-``sharmill.manifest``. The presets give the keys of NeMo's ``extend_nemo_manifest_with_context_audio.py``.
+``sharmill.manifest``. ``speaker`` and patterns of one's own take names as they are: ``S1`` and ``s1`` are two speakers.
+The other presets give the keys of NeMo's ``extend_nemo_manifest_with_context_audio.py``, which fold case.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sharmill.errors import ConfigError, RejectRecord
 _NO_GROUPS: Final = "speaker_key: the pattern {!r} has no named groups; write each part of the key as (?P<name>...)"
 
 SpeakerKey = Callable[[str, str], str]
-"""(relative path of the audio, speaker name of the tag) -> key in lower case; may raise RejectRecord."""
+"""(relative path of the audio, speaker name of the tag) -> key; may raise RejectRecord."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,13 @@ class PathPattern:
         pattern: searched in the relative path.
         layout: the paths that it is made for, for the message to the user.
         separator: what stands between the values in the key.
+        fold_case: names that differ in case only are one key.
     """
 
     pattern: re.Pattern[str]
     layout: str
     separator: str
+    fold_case: bool = False
 
     def __call__(self, audio_filepath: str, speaker: str) -> str:
         match = self.pattern.search(audio_filepath)
@@ -46,24 +49,30 @@ class PathPattern:
                 )
         if not any(values.values()):
             raise RejectRecord("bad_speaker", f"{self.layout} finds only empty values in {audio_filepath!r}")
-        return self.separator.join(values.values()).lower()
+        key = self.separator.join(values.values())
+        return key.lower() if self.fold_case else key
 
 
 def speaker_of_tag(audio_filepath: str, speaker: str) -> str:
-    """The speaker, wherever the audio lies."""
+    """Return the speaker, wherever the audio lies."""
     if not speaker.strip():
         raise RejectRecord("bad_speaker", f"the speaker tag of {audio_filepath!r} names no speaker")
-    return speaker.lower()
+    return speaker
+
+
+def speaker_in_any_case(audio_filepath: str, speaker: str) -> str:
+    """Return the speaker in lower case, wherever the audio lies."""
+    return speaker_of_tag(audio_filepath, speaker).lower()
 
 
 def whole_corpus(audio_filepath: str, speaker: str) -> str:
-    """One group for everything."""
+    """Return one key for everything."""
     return "all"
 
 
 def _layout(layout: str, pattern: str) -> PathPattern:
-    """A preset for paths of a published layout, whose keys are joined by "_" as in the published script."""
-    return PathPattern(re.compile(pattern), layout, "_")
+    """Return the preset for paths of a published layout: joined by "_", in lower case, as in the published script."""
+    return PathPattern(re.compile(pattern), layout, "_", fold_case=True)
 
 
 PRESETS: Final[dict[str, SpeakerKey]] = {
@@ -85,7 +94,7 @@ PRESETS: Final[dict[str, SpeakerKey]] = {
         "<speaker>_<book>_<chapter>_<segment>.<extension>",
         r"(?:^|/)(?P<chapter>[^/]+)_[^/_]+$",
     ),
-    "nvyt2505": speaker_of_tag,
+    "nvyt2505": speaker_in_any_case,
     "rivaLindyRodney": _layout(
         "<speaker>/<rate>/<emotion>/<file>",
         r"^(?P<speaker>[^/]+)/[^/]+/(?P<emotion>[^/]+)/[^/]",
@@ -102,11 +111,12 @@ PRESETS: Final[dict[str, SpeakerKey]] = {
 
 
 def make_speaker_key(spec: str) -> SpeakerKey:
-    """The function that makes the group keys.
+    """Return the function that makes the group keys.
 
     Args:
         spec: the name of a preset, in any case, or a regular expression with named groups, which is searched
-            in the relative path; the values of the groups, joined by "/", are the key.
+            in the relative path; the values of the groups, joined by "/", are the key. All presets but ``speaker``
+            and ``all`` are published rules, which fold case.
 
     Returns:
         A function of (relative path, speaker name of the tag) that can be pickled; it raises
@@ -119,7 +129,7 @@ def make_speaker_key(spec: str) -> SpeakerKey:
         >>> make_speaker_key("librispeech")("train/84/121123/84-121123-0001.flac", "84")
         '84_121123'
         >>> make_speaker_key(r"^(?P<house>[^/]+)/(?P<voice>[^/]+)/")("North/Anna/1.wav", "anna")
-        'north/anna'
+        'North/Anna'
     """
     if "(?P<" in spec:
         return _own_pattern(spec)
@@ -127,22 +137,24 @@ def make_speaker_key(spec: str) -> SpeakerKey:
     if spec.lower() in names:
         return PRESETS[names[spec.lower()]]
     if re.search(r"[][()^$*+?|\\/]", spec):
-        raise ConfigError(_NO_GROUPS.format(spec))
+        raise ConfigError(_NO_GROUPS.format(spec), code="bad_config_value")
     near = difflib.get_close_matches(spec.lower(), names, n=1)
     hint = f"did you mean {names[near[0]]}?" if near else f"use one of {', '.join(PRESETS)},"
     raise ConfigError(
-        f"speaker_key: there is no preset {spec!r}; {hint} or write a regular expression with named groups"
+        f"speaker_key: there is no preset {spec!r}; {hint} or write a regular expression with named groups",
+        code="bad_config_value",
     )
 
 
 def _own_pattern(spec: str) -> PathPattern:
-    """The pattern of a user; ConfigError if it cannot be used."""
+    """Compile the pattern of a user; raise ConfigError if it cannot be used."""
     try:
         pattern = re.compile(spec)
     except re.error as error:
         raise ConfigError(
-            f"speaker_key: {spec!r} is not a valid regular expression ({error}); correct it, or use a preset"
+            f"speaker_key: {spec!r} is not a valid regular expression ({error}); correct it, or use a preset",
+            code="bad_config_value",
         ) from error
     if not pattern.groupindex:
-        raise ConfigError(_NO_GROUPS.format(spec))
+        raise ConfigError(_NO_GROUPS.format(spec), code="bad_config_value")
     return PathPattern(pattern, f"the pattern {spec!r}", "/")

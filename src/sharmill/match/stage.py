@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ import xxhash
 
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
-from sharmill.config import Config
+from sharmill.config import Config, MatchConfig
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
@@ -31,11 +31,11 @@ from sharmill.manifest import (
     records_checksum,
     write_lines,
 )
-from sharmill.match.embed import Embedder
+from sharmill.match.embed import EmbeddedSegment, Embedder
 from sharmill.match.groups import divide, index_manifest
 from sharmill.match.select import select_context
 from sharmill.match.speaker_key import make_speaker_key
-from sharmill.models import describe_speaker_encoder, load_speaker_encoder, make_deterministic
+from sharmill.models import describe_speaker_encoder, load_speaker_encoder, make_deterministic, own_min_similarity
 from sharmill.prepare.stage import manifest_stem, prepared_manifest
 from sharmill.storage import Staging, open_atomic
 
@@ -59,9 +59,9 @@ class MatchStage(Stage):
     def identity(self) -> dict[str, Any]:
         prepared = prepared_manifest(self.config)
         if not prepared.exists():
-            raise ConfigError(f"{prepared} is not there: run the stage prepare first")
+            raise ConfigError(f"{prepared} is not there: run the stage prepare first", code="stage_not_run")
         return {
-            "match": dataclasses.asdict(self.config.match),
+            "match": dataclasses.asdict(self.config.match) | {"min_similarity": min_similarity(self.config.match)},
             "speaker_key": self.config.speaker_key,
             "encoder": describe_speaker_encoder(self.config.match.encoder),
             "audio_roots": [source.audio_root for source in self.config.sources],
@@ -87,7 +87,7 @@ class MatchStage(Stage):
         roots = AudioRoots.of(source.audio_root for source in self.config.sources)
         embed = Embedder(
             encoder=load_speaker_encoder(self.config.match.encoder, device),
-            reader=SegmentReader(roots),
+            reader=SegmentReader(roots, self.config.prepare.duration_tolerance),
             batch_seconds=self.config.match.batch_seconds,
             threads=threads,
         )
@@ -126,14 +126,23 @@ class MatchProcessor(Processor):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         groups = [list(group) for _, group in groupby(self._read(unit), key=self._key)]
-        candidates = [group for group in groups if self._may_match(group)]
-        embeddings, unusable = self._embed_groups(candidates, advance)
+        candidates = [utterance for group in groups if self._may_match(group) for utterance in group]
+        # The batches of all groups are made together.
+        segments = self._embed([utterance.segment for utterance in candidates], advance)
+        found = {utterance.index: segment for utterance, segment in zip(candidates, segments, strict=True)}
         matched: list[Utterance] = []
         rejects: list[Reject] = []
         for group in groups:
-            rejects += [self._reject(u, unusable[u.index]) for u in group if u.index in unusable]
-            group = [utterance for utterance in group if utterance.index not in unusable]
-            for utterance, outcome in zip(group, self._match_group(group, embeddings), strict=True):
+            usable: list[tuple[Utterance, EmbeddedSegment]] = []
+            for utterance in group:
+                segment = found.get(utterance.index)
+                if isinstance(segment, RejectRecord):
+                    rejects.append(self._reject(utterance, segment))
+                elif segment is not None:
+                    utterance.notes = segment.notes
+                    usable.append((utterance, segment))
+            left = [utterance for utterance in group if not isinstance(found.get(utterance.index), RejectRecord)]
+            for utterance, outcome in zip(left, self._match_group(left, [s for _, s in usable]), strict=True):
                 if isinstance(outcome, RejectRecord):
                     rejects.append(self._reject(utterance, outcome))
                 else:
@@ -156,7 +165,7 @@ class MatchProcessor(Processor):
         return self._group_key(utterance.audio_filepath, parse_speaker_tag(utterance.speaker).speaker)
 
     def _may_match(self, group: list[Utterance]) -> bool:
-        """Whether the durations allow any context at all; if not, there is no need to embed the group."""
+        """Return False where the durations rule out every context; there is no need to embed the group then."""
         return len(group) > 1 and any(self._long_enough(utterance) for utterance in group)
 
     def _long_enough(self, utterance: Utterance) -> bool:
@@ -165,56 +174,72 @@ class MatchProcessor(Processor):
             match.max_duration is None or utterance.duration <= match.max_duration
         )
 
-    def _embed_groups(
-        self, groups: list[list[Utterance]], advance: Advance
-    ) -> tuple[dict[int, np.ndarray], dict[int, RejectRecord]]:
-        """Embeddings, and why there is none, by utterance index; the groups' batches are made together."""
-        utterances = [utterance for group in groups for utterance in group]
-        rows, failed = self._embed([utterance.segment for utterance in utterances], advance)
-        unusable = {utterances[position].index: reject for position, reject in failed.items()}
-        embeddings = {
-            utterance.index: row
-            for utterance, row in zip(utterances, rows, strict=True)
-            if utterance.index not in unusable
-        }
-        return embeddings, unusable
-
-    def _match_group(self, group: list[Utterance], embeddings: dict[int, np.ndarray]) -> list[Utterance | RejectRecord]:
-        """For each utterance of a group, itself with its context or why it has none."""
+    def _match_group(self, group: list[Utterance], segments: list[EmbeddedSegment]) -> list[Utterance | RejectRecord]:
+        """Return each utterance of a group with its context, or why it has none; ``segments`` are of the group."""
         if len(group) < 2:
             return [RejectRecord("single_utterance_speaker", self._describe_group(utterance)) for utterance in group]
         if not self._may_match(group):
             detail = f"no utterance of its group has {self._limits()}"
             return [RejectRecord("no_long_context", detail) for _ in group]
         match = self.config.match
-        index, similarity = select_context(
-            np.stack([embeddings[utterance.index] for utterance in group]),
-            np.array([utterance.duration for utterance in group]),
-            min_similarity=match.min_similarity,
-            min_duration=match.min_duration,
-            max_duration=match.max_duration,
-            recordings=self._number_recordings(group),
-            offsets=np.array([utterance.offset for utterance in group]),
-            texts=_number_texts(group) if match.exclude_same_text else None,
-            choice=match.choice,
-            sample_size=match.sample_size,
-            seed=xxhash.xxh3_64_intdigest(f"{match.seed}\n{group[0].cut_id}".encode()),
-        )
-        return [
-            _with_context(utterance, group[best], float(value)) if best >= 0 else self._no_context(float(value))
-            for utterance, best, value in zip(group, index.tolist(), similarity, strict=True)
-        ]
+        options: dict[str, Any] = {
+            "min_similarity": min_similarity(match),
+            "min_duration": match.min_duration,
+            "max_duration": match.max_duration,
+            "choice": match.choice,
+            "sample_size": match.sample_size,
+            "seed": xxhash.xxh3_64_intdigest(f"{match.seed}\n{group[0].cut_id}".encode()),
+        }
+        problem: dict[str, Any] = {
+            "embeddings": np.stack([segment.embedding for segment in segments]),
+            "durations": np.array([utterance.duration for utterance in group]),
+            "recordings": self._number_recordings(group),
+            "offsets": np.array([utterance.offset for utterance in group]),
+        }
+        if match.exclude_same_text:
+            problem["texts"] = _number_texts(group)
+        contents = _number([segment.content for segment in segments])
+        index, similarity = select_context(**problem, contents=contents, max_similarity=match.max_similarity, **options)
+        copies = self._find_copies(problem, contents, options, np.flatnonzero(index < 0))
+        outcomes: list[Utterance | RejectRecord] = []
+        for row, utterance in enumerate(group):
+            if index[row] >= 0:
+                outcomes.append(_with_context(utterance, group[index[row]], float(similarity[row])))
+            elif row in copies:
+                outcomes.append(_only_copies(group[copies[row][0]], copies[row][1]))
+            else:
+                outcomes.append(self._no_context(float(similarity[row])))
+        return outcomes
+
+    def _find_copies(
+        self, problem: dict[str, Any], contents: np.ndarray, options: dict[str, Any], rows: np.ndarray
+    ) -> dict[int, tuple[int, float]]:
+        """Return the copy that would be the context, and its similarity, for those of ``rows`` that have one."""
+        if self.config.match.max_similarity is None:
+            # All that could be found are utterances with the samples of one of these rows: few, if any.
+            repeated = np.bincount(contents) > 1
+            rows = rows[repeated[contents[rows]]]
+            chosen = np.flatnonzero(np.isin(contents, contents[rows]))
+        else:
+            chosen = np.arange(len(contents))
+        if not len(rows):
+            return {}
+        index, similarity = select_context(**{name: values[chosen] for name, values in problem.items()}, **options)
+        of_rows = np.searchsorted(chosen, rows)
+        return {
+            int(row): (int(chosen[index[at]]), float(similarity[at]))
+            for row, at in zip(rows, of_rows, strict=True)
+            if index[at] >= 0
+        }
 
     def _number_recordings(self, group: list[Utterance]) -> np.ndarray:
-        """Equal numbers for the same file, by whatever links and roots it is named."""
-        numbers: dict[str, int] = {}
-        files = [self._embed.reader.roots.real_path(utterance.segment) for utterance in group]
-        return np.array([numbers.setdefault(file, len(numbers)) for file in files])
+        """Return equal numbers for the same file, by whatever links and roots it is named."""
+        return _number([self._embed.reader.roots.real_path(utterance.segment) for utterance in group])
 
     def _no_context(self, best_similarity: float) -> RejectRecord:
         if best_similarity == -np.inf:
             return RejectRecord("no_long_context", f"no other utterance of its group has {self._limits()}")
-        limit = self.config.match.min_similarity
+        limit = min_similarity(self.config.match)
         return RejectRecord(
             "no_similar_context",
             f"the best candidate has a similarity of {best_similarity:.4f}, below {limit:g}",
@@ -232,16 +257,45 @@ class MatchProcessor(Processor):
         return Reject(MatchStage.kind, why.reason, why.detail, utterance.public_record())
 
 
+def min_similarity(match: MatchConfig) -> float:
+    """Return the least similarity that a context must have: the configuration's, or else the speaker encoder's own.
+
+    Raises:
+        ConfigError: neither says one.
+    """
+    own = match.min_similarity if match.min_similarity is not None else own_min_similarity(match.encoder)
+    if own is None:
+        raise ConfigError(
+            f"the speaker encoder {match.encoder!r} brings no min_similarity of its own, since none was measured for "
+            "it: set match.min_similarity, for example to 0.6 as is usual for TitaNet",
+            code="missing_key",
+        )
+    return own
+
+
 def matched_manifest(config: Config) -> Path:
-    """Where stage 1 leaves its manifest."""
-    limits = f"MinDur{config.match.min_duration}MinSSIM{config.match.min_similarity}"
+    """Return the path of the manifest that stage 1 leaves."""
+    limits = f"MinDur{config.match.min_duration}MinSSIM{min_similarity(config.match)}"
     return RunDir(Path(config.run_dir)).manifests / f"{manifest_stem(config)}{_MATCHED}{limits}.json"
 
 
+def _number(values: Iterable[Hashable], numbers: dict[Any, int] | None = None) -> np.ndarray:
+    """Return equal numbers for equal values, from 0 on; ``numbers`` are those given already."""
+    numbers = {} if numbers is None else numbers
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
+
+
 def _number_texts(group: list[Utterance]) -> np.ndarray:
-    """Equal texts get equal numbers, case and spacing aside; an utterance without text is equal to none."""
-    numbers: dict[str, int] = {"": -1}
-    return np.array([numbers.setdefault(" ".join(u.text.lower().split()), len(numbers)) for u in group])
+    """Return equal numbers for equal texts, case and spacing aside; -1 for an utterance without text."""
+    return _number((" ".join(utterance.text.lower().split()) for utterance in group), {"": -1})
+
+
+def _only_copies(copy: Utterance, similarity: float) -> RejectRecord:
+    return RejectRecord(
+        "only_copies",
+        f"nothing else could be its context: {copy.audio_filepath} at {copy.offset:g} s has the same samples, or more "
+        f"than max_similarity: {similarity:.4f}",
+    )
 
 
 def _with_context(utterance: Utterance, context: Utterance, similarity: float) -> Utterance:

@@ -10,7 +10,8 @@ Another package adds a model by an entry point in the group ``sharmill.encoders`
 configuration names it as ``python:package.module:Class``. The class is called with ``(target, device)``: what follows
 its name and a colon in the configuration ("" if nothing does), and a torch device; what it returns must have what
 ``SpeakerEncoder`` or ``Codec`` ask for. A static method ``describe(target)`` may return a dictionary of texts that
-identifies the model before it is loaded, and raise ConfigError for a target that cannot be loaded.
+identifies the model before it is loaded, and raise ConfigError for a target that cannot be loaded. A speaker encoder's
+attribute ``min_similarity`` is the threshold that ``match.min_similarity: null`` stands for.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
     "load_codec",
     "load_speaker_encoder",
     "make_deterministic",
+    "own_min_similarity",
     "published_name",
 ]
 
@@ -90,6 +92,20 @@ def describe_speaker_encoder(name: str) -> dict[str, str]:
         ConfigError: if the name cannot be loaded for a reason that can be seen now; its message says what to do.
     """
     return _describe(ENCODERS, name)
+
+
+def own_min_similarity(name: str) -> float | None:
+    """Return the least similarity of two utterances that a speaker encoder takes for one voice; None if it has none.
+
+    It is the attribute ``min_similarity`` of what the registry has under the encoder's name: a number, or a function
+    of the target. Similarities of two encoders cannot be compared, so that each needs a number of its own.
+
+    >>> own_min_similarity("nemo:titanet_large")
+    0.6
+    """
+    implementation = _implementation(ENCODERS, name)
+    own = getattr(implementation, "min_similarity", None)
+    return own(ENCODERS.split(name)[1]) if callable(own) else own
 
 
 def describe_codec(name: str) -> dict[str, str]:

@@ -29,6 +29,13 @@ _NEMO_MEMBERS: Final = frozenset({"model_config.yaml", "model_weights.ckpt"})
 _PATH_STARTS: Final[tuple[str, ...]] = ("/", "./", "../", "~")
 _READ_BYTES: Final = 1 << 20
 
+# Measured on read speech: 99.8 % of pairs of one speaker are at least as similar (10 speakers, 450 pairs), and of pairs
+# of different speakers 0.2 % (10 speakers, 4,500 pairs) and 3.2 % (248 speakers, 30,628 pairs). At 0.6 it is 23 % and
+# 47 %.
+_RESEMBLYZER_MIN_SIMILARITY: Final = 0.75
+# Of the published scripts that choose contexts with TitaNet.
+_TITANET_MIN_SIMILARITY: Final = 0.6
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelName:
@@ -53,10 +60,13 @@ class Family:
         load: (target, device) -> the model.
         describe: target -> what identifies the model beside its name; raises ConfigError for a target that cannot be
             loaded for a reason that can be seen without loading.
+        min_similarity: target -> the least similarity of two utterances that an encoder takes for one voice, or None
+            where none is known.
     """
 
     load: Callable[[str, str], Any]
     describe: Callable[[str], dict[str, str]]
+    min_similarity: Callable[[str], float | None] = lambda target: None
 
     def __call__(self, target: str, device: str) -> Any:
         """Load a model on a torch device."""
@@ -141,6 +151,10 @@ def _load_nemo_encoder(target: str, device: str) -> SpeakerEncoder:
     return load_nemo_speaker_encoder(name, device)
 
 
+def _nemo_min_similarity(target: str) -> float | None:
+    return _TITANET_MIN_SIMILARITY if "titanet" in Path(target).name.lower() else None
+
+
 def _load_nemo_codec(target: str, device: str) -> Codec:
     name = _nemo_name(target)
     from sharmill.models.nemo_codec import load_nemo_codec
@@ -183,8 +197,10 @@ def _load_transformers(target: str, device: str) -> Codec:
     return load_transformers_codec(name, device)
 
 
-RESEMBLYZER: Final = Family(load=_load_resemblyzer, describe=_describe_resemblyzer)
-NEMO_ENCODERS: Final = Family(load=_load_nemo_encoder, describe=_describe_nemo)
+RESEMBLYZER: Final = Family(
+    load=_load_resemblyzer, describe=_describe_resemblyzer, min_similarity=lambda target: _RESEMBLYZER_MIN_SIMILARITY
+)
+NEMO_ENCODERS: Final = Family(load=_load_nemo_encoder, describe=_describe_nemo, min_similarity=_nemo_min_similarity)
 BUILTIN: Final = Family(load=_load_builtin, describe=_describe_builtin)
 NEMO_CODECS: Final = Family(load=_load_nemo_codec, describe=_describe_nemo)
 TRANSFORMERS_CODECS: Final = Family(load=_load_transformers, describe=_describe_transformers)

@@ -13,7 +13,7 @@ from sharmill.audio.files import AudioInfo, probe
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import PrepareConfig
 from sharmill.errors import RejectRecord
-from sharmill.manifest import OWN_KEYS, TYPED_KEYS, Utterance, parse_speaker_tag, recording_id, segment_id
+from sharmill.manifest import OWN_KEYS, TYPED_KEYS, AudioNotes, Utterance, parse_speaker_tag, recording_id, segment_id
 from sharmill.prepare.filters import Filter
 from sharmill.prepare.stats import MAX_SECONDS
 
@@ -54,10 +54,13 @@ class RecordCheck:
         for condition in self.filters:
             condition.check(record)
         self._check_duration(_seconds(record, "duration"))
-        info = probe(self.roots[source].path / path)
+        file = self.roots[source].path / path
+        info = probe(file)
         _check_channels(info)
         self._check_header(record, info)
-        return self._utterance(record, path, text, str(tag), source)
+        status = file.stat()
+        notes = AudioNotes(status.st_size, status.st_mtime_ns)
+        return self._utterance(record, path, text, str(tag), source, notes)
 
     def _text(self, record: dict[str, Any]) -> str:
         for key in ("text", "normalized_text"):
@@ -93,7 +96,9 @@ class RecordCheck:
         elif offset >= seconds:
             raise RejectRecord("duration_mismatch", f"the segment begins after the end of the audio, {seconds:g} s")
 
-    def _utterance(self, record: dict[str, Any], path: str, text: str, speaker: str, source: int) -> Utterance:
+    def _utterance(
+        self, record: dict[str, Any], path: str, text: str, speaker: str, source: int, notes: AudioNotes
+    ) -> Utterance:
         custom = {key: value for key, value in record.items() if key not in _NOT_CUSTOM}
         if not (custom.get("normalized_text") or "").strip():
             # Training code takes it for the text wherever it is there at all.
@@ -111,6 +116,7 @@ class RecordCheck:
             whole_file=record.get("offset") is None,
             recording_id=recording,
             cut_id=segment_id(recording, offset, duration),
+            notes=notes,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sharmill.audio.encoding import check_encoder, encode
-from sharmill.audio.files import decode, probe_bytes
+from sharmill.audio.files import probe_bytes
 from sharmill.audio.resample import resample
 from sharmill.audio.segments import Location, SegmentReader
 from sharmill.config import WriteConfig
@@ -55,13 +55,17 @@ class SegmentEncoder:
         try:
             location = self._reader.locate(segment)
             if self._may_copy(location):
-                return _copy(location)
+                data, audio = self._reader.read_file(segment, location)
+                return StoredAudio(data, location.info.format, audio.sampling_rate, len(audio.samples))
             return self._encode(segment, location)
         except RejectRecord as reject:
             return reject
 
     def _may_copy(self, location: Location) -> bool:
-        """A whole file that is mono and already has the wanted format and rate."""
+        """Return True for a whole file that is mono and already has the wanted format and rate.
+
+        It is decoded once all the same: one that breaks later would take its whole shard with it.
+        """
         info, config = location.info, self._config
         return (
             location.is_whole_file
@@ -71,7 +75,8 @@ class SegmentEncoder:
         )
 
     def _encode(self, segment: Segment, location: Location) -> StoredAudio:
-        samples, rate = self._reader.read(segment)
+        audio = self._reader.read(segment, location)
+        samples, rate = audio.samples, audio.sampling_rate
         if self._config.sampling_rate is not None:
             samples = resample(samples, rate, self._config.sampling_rate)
             rate = self._config.sampling_rate
@@ -85,16 +90,6 @@ class SegmentEncoder:
         data = encode(samples, rate, extension)
         stored = probe_bytes(data)
         return StoredAudio(data, extension, stored.sampling_rate, stored.num_samples)
-
-
-def _copy(location: Location) -> StoredAudio:
-    """The file itself, which is decoded once: one that breaks later would take its whole shard with it."""
-    try:
-        data = location.path.read_bytes()
-    except FileNotFoundError as error:  # between the look at its header and now
-        raise RejectRecord("missing_audio", f"{location.path}: {error.strerror}") from error
-    samples, rate = decode(data)
-    return StoredAudio(data, location.info.format, rate, len(samples))
 
 
 def _can_encode(format: str, sampling_rate: int) -> bool:

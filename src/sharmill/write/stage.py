@@ -19,7 +19,7 @@ from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Context, Reject, Utterance, read_lines_at, records_checksum
-from sharmill.match.stage import matched_manifest
+from sharmill.match.stage import matched_manifest, min_similarity
 from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
@@ -46,7 +46,7 @@ class WriteStage(Stage):
         self.check_output()
         matched = matched_manifest(self.config)
         if not matched.exists():
-            raise ConfigError(f"{matched} is not there: run the stage match first")
+            raise ConfigError(f"{matched} is not there: run the stage match first", code="stage_not_run")
         return {
             "write": dataclasses.asdict(self.config.write),
             "name": self.config.name,
@@ -100,7 +100,7 @@ class WriteStage(Stage):
     def _limits(self) -> dict[str, Any]:
         match = self.config.match
         return {
-            "min_similarity": match.min_similarity,
+            "min_similarity": min_similarity(match),
             "min_duration": match.min_duration,
             "max_duration": match.max_duration,
         }
@@ -134,7 +134,8 @@ class WriteProcessor(Processor):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         utterances = self._read(unit)
-        reader = SegmentReader(AudioRoots.of(source.audio_root for source in self.config.sources))
+        roots = AudioRoots.of(source.audio_root for source in self.config.sources)
+        reader = SegmentReader(roots, self.config.prepare.duration_tolerance)
         uses = [segment for u in utterances for segment in (u.segment, _context(u).segment)]
         encode = SegmentEncoder(self.config.write, reader, uses)
         files = {field: shard_file(field, unit.index) for field in BASE_FIELDS}

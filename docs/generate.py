@@ -43,7 +43,7 @@ OmegaConf does. A key that does not exist, a value of a wrong type and a value o
 file, the key and the nearest valid name; the exit status is then 2, and nothing has run. What a run used, defaults
 included, is in `resolved_config.yaml` of its run directory.
 """
-SOURCES = """\
+SOURCE = """\
 Each item of the list has these keys. A source of another package has its own, beside `type` and `audio_root`.
 """
 PROFILE = """\
@@ -62,7 +62,7 @@ def make_configuration() -> str:
 
     from sharmill.config import CodecConfig, Config
     from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-    from sharmill.sources.nemo import NemoSource
+    from sharmill.registry import SOURCES
 
     parts = [INTRODUCTION, section(Config, "Top level")]
     for field in dataclasses.fields(Config):
@@ -70,7 +70,7 @@ def make_configuration() -> str:
         if dataclasses.is_dataclass(kind):
             parts.append(section(kind, f"`{field.name}`"))
         if field.name == "sources":
-            parts.append(section(NemoSource, "`sources` of type `nemo`", SOURCES))
+            parts += [section(SOURCES.load(name), f"`sources` of type `{name}`", SOURCE) for name in SOURCES.own]
         if field.name == "encode":
             parts.append(section(CodecConfig, "`encode.codecs`", "Each item of the list has these keys."))
     parts.append(section(ClusterProfile, "Cluster profile", PROFILE))

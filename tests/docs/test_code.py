@@ -129,6 +129,12 @@ def test_yaml_and_json_of_the_pages_are_read(page):
         assert [json.loads(line) for line in text.splitlines()]
 
 
+def test_toml_of_the_pages_is_read():
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    tables = [tomllib.loads(text) for page in PAGES for _, text in blocks(page, "toml")]
+    assert tables[0]["project"]["entry-points"]["sharmill.codecs"]
+
+
 @pytest.mark.parametrize("page", pages_with(""))
 def test_commands_that_are_not_run_exist(page):
     for _, text in blocks(page, ""):

@@ -33,6 +33,30 @@ REASONS: Final[dict[str, str]] = {
     "no_long_context": "no other utterance of the group satisfies the limits on a context",
 }
 
+# By reason: what mends records that are rejected for it, or lets them through.
+REMEDIES: Final[dict[str, str]] = {
+    "skipped": "remove _skipme from the records that are wanted",
+    "malformed": "write each record as a JSON object on a line of its own, with numbers as numbers",
+    "missing_field": "give each record what is missing; prepare.require_text=false keeps speech without text",
+    "bad_speaker": "correct the speaker tags or the paths, or choose another speaker_key",
+    "empty_text": "prepare.require_text=false keeps speech without text",
+    "filtered": "loosen prepare.filters",
+    "too_short": "lower prepare.min_duration",
+    "too_long": "raise prepare.max_duration, or set it to null",
+    "missing_audio": "correct audio_root in sources: it is the folder that audio_filepath is relative to",
+    "unreadable_audio": "copy these files again, or convert them to WAV or FLAC",
+    "empty_audio": "copy these files again, or remove the records",
+    "non_finite_audio": "make these files anew",
+    "duration_mismatch": "correct duration and offset in the manifest, or raise prepare.duration_tolerance",
+    "unsupported_rate": "set write.sampling_rate to a common rate",
+    "unsupported_channels": "convert the audio to mono",
+    "outside_root": "set audio_root in sources to the folder that holds all of the audio",
+    "duplicate_id": "remove records that are there twice",
+    "single_utterance_speaker": "choose a coarser speaker_key, so that groups have more than one utterance",
+    "no_similar_context": "lower match.min_similarity",
+    "no_long_context": "lower match.min_duration",
+}
+
 
 # One code names one kind of mistake or fault, whatever the sentence says; tests and callers compare codes.
 CODES: Final[dict[str, str]] = {

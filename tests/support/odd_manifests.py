@@ -57,7 +57,7 @@ WHOLE_INPUTS = [
     _manifest("a manifest that is one JSON list", 2, b"[" + GOOD_LINE + b"]\n", "is one JSON array"),
     _manifest("a manifest that is cut off", 2, GOOD_LINE * 3 + GOOD_LINE[:40], "seems to be cut off"),
     _manifest("a manifest that is audio", 2, odd.wav(), "is binary"),
-    _manifest("a manifest of one endless line", 2, b"x" * (65 << 20) + b"\n", "has a line of more than 64 MiB"),
+    _manifest("a manifest of one endless line", 2, b"{" + b"x" * (65 << 20) + b"\n", "has a line of more than 64 MiB"),
     _instead("no manifest", lambda path: None, "No such file or directory"),
     _instead("a directory for a manifest", Path.mkdir, "is a folder"),
     _instead("a FIFO for a manifest", os.mkfifo, "is not a regular file"),

@@ -69,10 +69,10 @@ def submit(command: list[str]) -> str:
         with outside_own_job():
             said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     except FileNotFoundError as error:
-        raise ConfigError("there is no sbatch here; are you on a SLURM cluster?") from error
+        raise ConfigError("there is no sbatch here; are you on a SLURM cluster?", code="unsupported_system") from error
     except subprocess.SubprocessError as error:
         reason = " ".join(str(getattr(error, "stderr", None) or error).split())
-        raise ConfigError(f"sbatch refuses the job: {reason}") from error
+        raise ConfigError(f"sbatch refuses the job: {reason}", code="submission_failed") from error
     return said.strip().split(";")[0]
 
 
@@ -83,11 +83,11 @@ def launch(options: argparse.Namespace) -> None:
         ConfigError: the configuration or the profile is wrong, or SLURM refuses a job; those before it stay submitted.
     """
     if options.num_jobs < 1 or options.nodes < 1:
-        raise ConfigError("-n and --nodes must be at least 1")
+        raise ConfigError("-n and --nodes must be at least 1", code="bad_config_value")
     if Path.cwd() != _ROOT:
-        raise ConfigError(f"the jobs begin in the folder of this command: give it in {_ROOT}")
+        raise ConfigError(f"the jobs begin in the folder of this command: give it in {_ROOT}", code="bad_config_value")
     if any(override.partition("=")[0] in ("seed", "shard_seed") for override in options.overrides):
-        raise ConfigError("each job gets its own seed: leave out seed= and shard_seed=")
+        raise ConfigError("each job gets its own seed: leave out seed= and shard_seed=", code="bad_config_value")
     config = load_typed(TrainConfig, options.config, options.overrides)
     chosen = profile_options(load_profile(options.profile), options.nodes) if options.profile else []
     chosen = chosen or [f"--nodes={options.nodes}"]

@@ -101,7 +101,9 @@ def alone_in(out_dir: Path, world: World) -> Iterator[None]:
         except Timeout:
             taken = False
     if not all(world.gather(taken)):
-        raise ConfigError(f"another training is at work in {out_dir}: wait for it, or use another out_dir")
+        raise ConfigError(
+            f"another training is at work in {out_dir}: wait for it, or use another out_dir", code="in_use"
+        )
     try:
         yield
     finally:
@@ -236,7 +238,8 @@ class Training:
     def _load(self, model: SpeechLM, state: dict[str, Any]) -> None:
         if state["model_config"] != asdict(self.config.model):
             raise ConfigError(
-                f"{self.out_dir} has checkpoints of another model, {state['model_config']}: use another out_dir"
+                f"{self.out_dir} has checkpoints of another model, {state['model_config']}: use another out_dir",
+                code="wrong_state",
             )
         model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

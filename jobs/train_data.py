@@ -123,7 +123,10 @@ class MixedData:
                 is_empty = False
                 yield batch
             if is_empty:
-                raise ConfigError(f"{self._config.loader} gives this rank no batch: look at its filters and limits")
+                raise ConfigError(
+                    f"{self._config.loader} gives this rank no batch: look at its filters and limits",
+                    code="too_few_cuts",
+                )
 
     def state_dict(self) -> dict[str, Any] | None:
         return self._begun().state_dict() if self._config.resumable else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.errors import raises
 
 from sharmill.errors import ConfigError
 from sharmill.shar.reading.foreign import ForeignShard, find_shards
@@ -91,18 +92,18 @@ def test_other_files_are_left_alone(tmp_path):
         (["cuts/notes.txt", "target_audio/recording.000000.tar"], "has no cuts"),
         (["cuts.0.jsonl.gz", "cuts.1.jsonl.gz", "recording.0.tar"], "cuts has a shard 1 and recording does not"),
         (["cuts/cuts.0.jsonl.gz", "a/r.0.tar", "a/r.5.tar"], "a has a shard 5 and cuts does not"),
-        (["cuts.0.jsonl", "cuts.000000.jsonl.gz"], r"are both shard 0 of cuts; remove one"),
-        (["cuts/cuts.0.jsonl", "a/r.0.tar", "a/s.0.tar"], r"r\.0\.tar and s\.0\.tar are both shard 0 of a"),
+        (["cuts.0.jsonl", "cuts.000000.jsonl.gz"], "are both shard 0 of cuts"),
+        (["cuts/cuts.0.jsonl", "a/r.0.tar", "a/s.0.tar"], "r.0.tar and s.0.tar are both shard 0 of a"),
         (["cuts.0.jsonl", "recording.0.tar.gz"], "compressed archives are not read"),
         (["cuts.0.jsonl", "cuts/cuts.0.jsonl"], "both in itself and in its folder"),
         (["cuts.jsonl", "cuts.0.jsonl"], "with and without a number"),
     ],
 )
 def test_what_is_no_dataset_is_refused(tmp_path, names, what):
-    with pytest.raises(ConfigError, match=what):
+    with raises(ConfigError, "bad_layout", what):
         find_shards(touch(tmp_path, *names))
 
 
 def test_what_is_no_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is not a folder"):
+    with raises(ConfigError, "bad_layout"):
         find_shards(touch(tmp_path, "file") / "file")

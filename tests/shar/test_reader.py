@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 from lhotse import CutSet
+from support.errors import raises
 from support.reader import make_dataset
 from support.shar import ToyCodec, copy, lines, members_of, reindex, rewrite, voice, write_members
 
@@ -98,9 +99,9 @@ def test_without_codec_there_is_only_audio(tmp_path, project):
     (cut, _) = open_shar(project.dataset)
     assert cut.has_custom("target_audio")
     assert not cut.has_custom("target_codes")
-    with pytest.raises(ConfigError, match=r"no field 'target_codes'; it has target_audio, context_audio$"):
+    with raises(ConfigError, "unknown_field", "'target_codes'", "target_audio, context_audio"):
         open_shar(project.dataset, ["target_codes"])
-    with pytest.raises(ConfigError, match="no codec 'toy'; it has none"):
+    with raises(ConfigError, "unknown_codec", "'toy'"):
         open_shar(project.dataset, codec="toy")
 
 
@@ -110,9 +111,9 @@ def test_of_two_codecs_one_must_be_named(project):
     config = project.write()
     project.encode(config, "fine", ToyCodec(samples_per_frame=160))
     project.encode(config, "coarse", ToyCodec(samples_per_frame=640))
-    with pytest.raises(ConfigError, match="codecs coarse, fine: name one with codec="):
+    with raises(ConfigError, "unknown_codec", "coarse, fine", "codec="):
         open_shar(project.dataset)
-    with pytest.raises(ConfigError, match="name one with codec="):
+    with raises(ConfigError, "unknown_codec", "codec="):
         open_shar(project.dataset, ["context_codes"])
     for codec, frames in (("fine", 100), ("coarse", 25)):
         assert {cut.target_codes.shape[1] for cut in open_shar(project.dataset, codec=codec)} == {frames}
@@ -225,7 +226,7 @@ def test_damaged_cuts_raise(damaged, change):
 def test_an_index_without_its_last_shard_raises(damaged):
     rewrite(damaged / "shards.jsonl", lines(damaged / "shards.jsonl")[:-1])
     read = []
-    with pytest.raises(DamagedShard, match="2 shards instead of 3"):
+    with raises(DamagedShard, "damaged_shard", "2 shards instead of 3"):
         read.extend(open_shar(damaged))
     assert read == []
 
@@ -235,7 +236,7 @@ def test_an_index_that_lacks_a_field_raises(damaged):
     del shards[2]["fields"]["context_audio"]
     rewrite(damaged / "shards.jsonl", shards)
     assert len(list(open_shar(damaged, ["target_audio"]))) == 7
-    with pytest.raises(DamagedShard, match="shard 2: there is no context_audio"):
+    with raises(DamagedShard, "damaged_shard", "shard 2", "context_audio"):
         list(open_shar(damaged))
 
 
@@ -255,7 +256,7 @@ def test_an_unfinished_dataset_is_not_taken_for_shards_of_another_tool(built, tm
     (folder / "cuts/cuts.000000.jsonl.gz").unlink()
     for field in folder.rglob("*.000000.tar"):
         field.unlink()
-    with pytest.raises(ConfigError, match=r"not a finished dataset.*sharmill index"):
+    with raises(ConfigError, "no_dataset", "sharmill index"):
         open_shar(folder)
 
 

@@ -235,7 +235,7 @@ def program(tmp_path):
 
 
 def test_processes_of_a_process_are_refused():
-    with pytest.raises(ConfigError, match="may not start others: use kind='thread'"):
+    with raises(ConfigError, "bad_config_value", "kind='thread'"):
         list(parallel_map(range(2), nested, 1, kind="process"))
 
 
@@ -275,7 +275,7 @@ def test_items_that_cannot_be_sent_raise_in_their_place():
     ],
 )
 def test_what_cannot_be_is_refused(options, what):
-    with pytest.raises(ConfigError, match=what):
+    with raises(ConfigError, "bad_config_value", what):
         parallel_map([], half, **options)
 
 

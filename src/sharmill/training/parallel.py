@@ -60,12 +60,15 @@ def parallel_map(
         >>> features = CutSet(parallel_map(open_shar("data"), add_features, 4))  # doctest: +SKIP
     """
     if kind not in ("thread", "process"):
-        raise ConfigError(f"kind is {kind!r}: it is 'thread' or 'process'")
+        raise ConfigError(f"kind is {kind!r}: it is 'thread' or 'process'", code="bad_config_value")
     if num_workers < 1:
-        raise ConfigError(f"num_workers is {num_workers}: there must be at least 1")
+        raise ConfigError(f"num_workers is {num_workers}: there must be at least 1", code="bad_config_value")
     prefetch = 4 * num_workers if prefetch is None else prefetch
     if prefetch < num_workers:
-        raise ConfigError(f"prefetch is {prefetch}, which leaves some of the {num_workers} workers without work")
+        raise ConfigError(
+            f"prefetch is {prefetch}, which leaves some of the {num_workers} workers without work",
+            code="bad_config_value",
+        )
     return ParallelMap(items, fn, num_workers, kind, prefetch)
 
 

@@ -29,7 +29,10 @@ def load_tokenizers(names: Sequence[str]) -> Tokenizers:
         return load_tokenizer(names[0])
     by_language = {_language(name): load_tokenizer(name.partition("=")[2]) for name in names if _language(name)}
     if len(by_language) != len(names):
-        raise ConfigError(f"several tokenizers are given as LANGUAGE=NAME, each language once, not {' '.join(names)}")
+        raise ConfigError(
+            f"several tokenizers are given as LANGUAGE=NAME, each language once, not {' '.join(names)}",
+            code="bad_tokenizer",
+        )
     return by_language
 
 
@@ -51,11 +54,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     path = Path(name)
     if path.suffix in (".json", ".model"):
         if not path.is_file():
-            raise ConfigError(f"there is no tokenizer {name}")
+            raise ConfigError(f"there is no tokenizer {name}", code="bad_tokenizer")
         return _from_json(path) if path.suffix == ".json" else _from_sentencepiece(path)
     if ":" in name:
         return load_callable(name, "tokenizer")
-    raise ConfigError(f"there is no tokenizer {name!r}; it is {KINDS}")
+    raise ConfigError(f"there is no tokenizer {name!r}; it is {KINDS}", code="bad_tokenizer")
 
 
 def load_callable(name: str, what: str) -> Callable[..., Any]:
@@ -66,7 +69,7 @@ def load_callable(name: str, what: str) -> Callable[..., Any]:
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise ConfigError(f"the {what} {name!r} is not of the form module:callable")
+        raise ConfigError(f"the {what} {name!r} is not of the form module:callable", code="bad_callable")
     if "" not in sys.path:
         # A script that was installed does not look where the user stands; ``python -m`` does.
         sys.path.insert(0, "")
@@ -75,9 +78,9 @@ def load_callable(name: str, what: str) -> Callable[..., Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"cannot load the {what} {name!r}: {error}") from error
+        raise ConfigError(f"cannot load the {what} {name!r}: {error}", code="bad_callable") from error
     if not callable(found):
-        raise ConfigError(f"the {what} {name!r} is {type(found).__name__}, which cannot be called")
+        raise ConfigError(f"the {what} {name!r} is {type(found).__name__}, which cannot be called", code="bad_callable")
     return found
 
 
@@ -94,7 +97,8 @@ def tokenize(tokenizers: Tokenizers, text: str, language: str | None, cut_id: st
     except TypeError:
         raise ConfigError(
             f"the tokenizer gave {type(found).__name__} for the text of cut {cut_id!r}: it must be a function from "
-            "text to a list of ids, such as the encode of a tokenizer of transformers"
+            "text to a list of ids, such as the encode of a tokenizer of transformers",
+            code="bad_tokenizer",
         ) from None
 
 
@@ -102,7 +106,10 @@ def check_tokenizers(tokenizers: Tokenizers) -> None:
     """Raises ConfigError where these are no functions."""
     for one in tokenizers.values() if isinstance(tokenizers, Mapping) else [tokenizers]:
         if not callable(one):
-            raise ConfigError(f"the tokenizer is {one!r}, which cannot be called: use load_tokenizer, or its encode")
+            raise ConfigError(
+                f"the tokenizer is {one!r}, which cannot be called: use load_tokenizer, or its encode",
+                code="bad_tokenizer",
+            )
 
 
 def choose_tokenizer(tokenizers: Tokenizers, language: str | None, cut_id: str) -> Tokenizer:
@@ -115,7 +122,10 @@ def choose_tokenizer(tokenizers: Tokenizers, language: str | None, cut_id: str) 
         return tokenizers
     if language is None or language not in tokenizers:
         have = ", ".join(tokenizers)
-        raise ConfigError(f"there is no tokenizer for the language {language!r} of cut {cut_id!r}; there is {have}")
+        raise ConfigError(
+            f"there is no tokenizer for the language {language!r} of cut {cut_id!r}; there is {have}",
+            code="bad_tokenizer",
+        )
     return tokenizers[language]
 
 
@@ -136,11 +146,13 @@ def _from_json(path: Path) -> Tokenizer:
     try:
         from tokenizers import Tokenizer as Loaded
     except ImportError as error:
-        raise ConfigError(f"{path} needs the package tokenizers: pip install tokenizers") from error
+        raise ConfigError(
+            f"{path} needs the package tokenizers: pip install tokenizers", code="missing_package"
+        ) from error
     try:
         tokenizer = Loaded.from_file(str(path))
     except Exception as error:
-        raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+        raise ConfigError(f"{path} is not a tokenizer: {error}", code="bad_tokenizer") from error
     return _JsonTokenizer(tokenizer)
 
 
@@ -148,11 +160,13 @@ def _from_sentencepiece(path: Path) -> Tokenizer:
     try:
         import sentencepiece
     except ImportError as error:
-        raise ConfigError(f"{path} needs the package sentencepiece: pip install sentencepiece") from error
+        raise ConfigError(
+            f"{path} needs the package sentencepiece: pip install sentencepiece", code="missing_package"
+        ) from error
     try:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as error:
-        raise ConfigError(f"{path} is not a SentencePiece model: {error}") from error
+        raise ConfigError(f"{path} is not a SentencePiece model: {error}", code="bad_tokenizer") from error
     return _SentencePiece(processor)
 
 

@@ -82,7 +82,7 @@ def test_a_tolerance_saves_probes():
 
 
 def test_a_bucket_of_which_nothing_fits_is_named():
-    with pytest.raises(NothingFits, match="not even one item of 30 with 200 tokens fits"):
+    with raises(NothingFits, "out_of_memory", "30 with 200 tokens"):
         search(lambda size, bucket: bucket.length < 30, [Bucket(10.0, 100), Bucket(30.0, 200)], max_batch_size=8)
 
 
@@ -192,7 +192,7 @@ def test_sizes_of_memory_are_read(text, size):
 
 @pytest.mark.parametrize("text", ["", "8 gibi", "GiB", "-1GiB", "0GiB", "1e3"])
 def test_other_sizes_are_refused(text):
-    with pytest.raises(ConfigError, match="memory"):
+    with raises(ConfigError, "bad_config_value", repr(text)):
         parse_memory(text)
 
 
@@ -267,9 +267,9 @@ def cuda(monkeypatch):
 def test_the_budget_of_a_gpu_is_a_share_of_all_that_it_has(cuda):
     assert make_budget("auto", 0.5, None) == Budget("cuda:0", 40 * 2**30, 80 * 2**30)
     assert make_budget("cuda:1", 0.9, 10 * 2**30) == Budget("cuda:1", 9 * 2**30, 80 * 2**30)
-    with pytest.raises(ConfigError, match=r"--memory is 81\.00 GiB, and cuda:0 has 80\.00 GiB"):
+    with raises(ConfigError, "bad_config_value", "81.00 GiB", "cuda:0", "80.00 GiB"):
         make_budget("cuda", 0.9, 81 * 2**30)
-    with pytest.raises(ConfigError, match="no device 'cuda:2' here; there are 2 GPUs"):
+    with raises(ConfigError, "bad_config_value", "cuda:2", "2 GPUs"):
         make_budget("cuda:2", 0.9, None)
 
 
@@ -332,12 +332,16 @@ def test_bins_are_read_from_a_list(text, buckets):
         ("[True]", "numbers above 0"),
         ("[3.0, 1.0]", "ascending"),
         ("[1.0", "not a list of bins"),
-        ("nowhere.yaml", "cannot read the bins of nowhere.yaml"),
     ],
 )
 def test_other_bins_are_refused(text, what):
-    with pytest.raises(ConfigError, match=what):
+    with raises(ConfigError, "bad_config_value", text, what):
         read_buckets(text)
+
+
+def test_bins_of_a_file_that_is_not_there_are_refused():
+    with raises(ConfigError, "missing_input", "nowhere.yaml"):
+        read_buckets("nowhere.yaml")
 
 
 def test_bins_are_read_from_the_file_of_the_other_command(tmp_path):
@@ -347,13 +351,13 @@ def test_bins_are_read_from_the_file_of_the_other_command(tmp_path):
     )
     assert read_buckets(str(path)) == [Bucket(1.5, 20), Bucket(3.0, 30)]
     path.write_text("num_buckets: 3\nbucket_duration_bins: [1.5, 3.0]\n")
-    with pytest.raises(ConfigError, match=r"the longest cuts are above the last bin; make it with: .* --closed"):
+    with raises(ConfigError, "bad_config_value", "--closed"):
         read_buckets(str(path))
     path.write_text("a: 1\n")
-    with pytest.raises(ConfigError, match="no key bucket_duration_bins; make it with: sharmill bins DATASET --closed"):
+    with raises(ConfigError, "missing_key", "bucket_duration_bins", "sharmill bins DATASET --closed"):
         read_buckets(str(path))
     path.write_text("a: [\n")
-    with pytest.raises(ConfigError, match="not valid YAML"):
+    with raises(ConfigError, "bad_config_file", "bins.yaml"):
         read_buckets(str(path))
 
 
@@ -364,12 +368,12 @@ def test_bins_are_read_from_the_file_of_the_other_command(tmp_path):
         ("cpu", 1.5, None, "at most 1"),
         ("tpu:x", 0.9, None, "--device is 'tpu:x'; use cpu, cuda or cuda:0"),
         ("cuda:77", 0.9, None, "there is no device 'cuda:77' here"),
-        ("cpu", 0.9, 2**60, "--memory is 1073741824.00 GiB, and .* GiB are available here"),
+        ("cpu", 0.9, 2**60, "--memory is 1073741824.00 GiB"),
         ("mps", 0.9, None, "there is no device 'mps' here"),
     ],
 )
 def test_budgets_that_cannot_be_are_refused(device, share, memory, what):
-    with pytest.raises(ConfigError, match=what):
+    with raises(ConfigError, "bad_config_value", what):
         make_budget(device, share, memory)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from nemo.collections.common.data.lhotse import get_lhotse_dataloader_from_config
+from support.errors import raises
 from support.shar import copy
 from support.training import AsIs, Ids, flat, number, take
 
@@ -135,7 +136,7 @@ def test_tensor_parallel_ranks_agree(corpora):
 
 
 def test_more_readers_than_cuts_is_an_error(corpora):
-    with pytest.raises(ConfigError, match="part 11 of 12 gets no cut in epoch"):
+    with raises(ConfigError, "too_few_cuts", "part 11 of 12"):
         read(corpora, 11, 12, name="small", batches=1)
 
 
@@ -150,7 +151,8 @@ def test_more_readers_than_cuts_is_an_error(corpora):
 )
 def test_filters_that_nothing_passes_are_an_error(corpora, settings):
     """Rather than a search without end."""
-    with pytest.raises(ConfigError, match="examples in a row passes the filters"):
+    # torch makes the errors of a worker process anew, from the message alone.
+    with pytest.raises(ConfigError, match="examples in a row passes the filters: loosen min_duration, max_duration"):
         read(corpora, 0, 1, batches=1, **settings)
 
 
@@ -186,7 +188,7 @@ def test_nemos_own_loader_without_workers_does_not_know_the_rank(corpora, monkey
     assert [number(cut) for cut in flat(take(get_lhotse_dataloader_from_config(cfg, 0, 1, AsIs())))] == ALL
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="get_dataloader"):
+    with raises(ConfigError, "split_wrong", "get_dataloader"):
         take(get_lhotse_dataloader_from_config(cfg, 0, 2, AsIs()))
 
 

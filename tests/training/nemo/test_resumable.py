@@ -7,6 +7,7 @@ import random
 from collections import Counter
 
 import pytest
+from support.errors import raises
 from support.training import AsIs, Letters, take
 
 from sharmill.errors import ConfigError
@@ -127,7 +128,7 @@ def test_the_first_batches_are_those_of_the_loader_without_states(corpora):
 )
 def test_what_cannot_be_exact_is_refused(corpora, settings, message):
     cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 3} | ORDER | settings
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, "inexact_state", message):
         get_dataloader(cfg, 0, 1, dataset=AsIs(), resumable=True)
 
 
@@ -135,11 +136,11 @@ def test_a_state_of_other_data_is_refused(corpora):
     cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 3} | ORDER
     _, state = session(cfg, 2, [2, 2], None)
     both = cfg | {"input_cfg": [corpora.entry("large"), corpora.entry("small")]}
-    with pytest.raises(ConfigError, match="the state is of 1 datasets of this loader, which has 2"):
+    with raises(ConfigError, "wrong_state", "1 datasets", "has 2"):
         session(both, 1, [1], state)
-    with pytest.raises(ConfigError, match="the state is of 0 datasets"):
+    with raises(ConfigError, "wrong_state", "0 datasets"):
         session(both, 1, [1], {"epoch": 1})  # of another reader
-    with pytest.raises(ConfigError, match="differ in seed: 3 and 4"):
+    with raises(ConfigError, "wrong_state", "seed: 3 and 4"):
         session(cfg | {"seed": 4}, 1, [1], state)
-    with pytest.raises(ConfigError, match="not the states of one loader"):
+    with raises(ConfigError, "wrong_state"):
         merge_data_states([{}])

@@ -43,27 +43,32 @@ def find_shards(directory: Path, *, complete: bool = True) -> list[ForeignShard]
         ConfigError: there are no cuts, a shard lacks a field that others have, or two files claim to be the same.
     """
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is not a folder")
+        raise ConfigError(f"{directory} is not a folder", code="bad_layout")
     fields: dict[str, dict[int, Path]] = {}
     numbered = _are_numbered(directory)
     for field, path in _candidates(directory):
         match = _SHARD_FILE.fullmatch(path.name)
         if match is None:
             if _COMPRESSED_ARCHIVE.fullmatch(path.name):
-                raise ConfigError(f"{path}: compressed archives are not read; decompress it to .tar")
+                raise ConfigError(f"{path}: compressed archives are not read; decompress it to .tar", code="bad_layout")
             continue
         if (match[2] is not None) != numbered:
             continue
         index = int(match[2] or 0)
         taken = fields.setdefault(field, {}).setdefault(index, path)
         if taken != path:
-            raise ConfigError(f"{taken} and {path.name} are both shard {index} of {field}; remove one")
+            raise ConfigError(
+                f"{taken} and {path.name} are both shard {index} of {field}; remove one", code="bad_layout"
+            )
     if CUTS not in fields:
-        raise ConfigError(f"{directory} has no cuts: neither cuts.000000.jsonl.gz nor a folder cuts with such files")
+        raise ConfigError(
+            f"{directory} has no cuts: neither cuts.000000.jsonl.gz nor a folder cuts with such files",
+            code="bad_layout",
+        )
     for field, files in fields.items() if complete else ():
         if odd := sorted(files.keys() ^ fields[CUTS].keys()):
             has, lacks = (field, CUTS) if odd[0] in files else (CUTS, field)
-            raise ConfigError(f"{directory}: {has} has a shard {odd[0]} and {lacks} does not")
+            raise ConfigError(f"{directory}: {has} has a shard {odd[0]} and {lacks} does not", code="bad_layout")
     return [
         ForeignShard(index, {field: files[index] for field, files in sorted(fields.items()) if index in files})
         for index in sorted(set().union(*fields.values()))
@@ -83,7 +88,7 @@ def _are_numbered(directory: Path) -> bool:
     found = _cuts_files(directory) + _cuts_files(directory / CUTS)
     kinds = {match[2] is not None for match in found}
     if len(kinds) > 1:
-        raise ConfigError(f"{directory} has files of cuts with and without a number; remove either")
+        raise ConfigError(f"{directory} has files of cuts with and without a number; remove either", code="bad_layout")
     return kinds != {False}
 
 
@@ -91,7 +96,9 @@ def _candidates(directory: Path) -> Iterator[tuple[str, Path]]:
     """(field, file) of all files where shards may be, in the order of their names."""
     flat, nested = _cuts_files(directory), _cuts_files(directory / CUTS)
     if flat and nested:
-        raise ConfigError(f"{directory} has files of cuts both in itself and in its folder cuts; remove either")
+        raise ConfigError(
+            f"{directory} has files of cuts both in itself and in its folder cuts; remove either", code="bad_layout"
+        )
     if flat:
         for path in sorted(directory.iterdir()):
             if path.is_file() and not path.name.startswith("."):

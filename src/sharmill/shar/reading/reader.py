@@ -106,14 +106,19 @@ def _check(
     decode_prefetch: int | None,
 ) -> None:
     if not 0 <= rank < world_size:
-        raise ConfigError(f"rank is {rank}: it must be from 0 to world_size - 1, and world_size is {world_size}")
+        raise ConfigError(
+            f"rank is {rank}: it must be from 0 to world_size - 1, and world_size is {world_size}",
+            code="bad_config_value",
+        )
     if mix_shards < 1:
-        raise ConfigError(f"mix_shards is {mix_shards}: at least 1 shard must be open")
+        raise ConfigError(f"mix_shards is {mix_shards}: at least 1 shard must be open", code="bad_config_value")
     if block_size is not None and block_size < 1:
-        raise ConfigError(f"block_size is {block_size}: it must be at least 1")
+        raise ConfigError(f"block_size is {block_size}: it must be at least 1", code="bad_config_value")
     if tail not in ("keep", "drop", "pad"):
-        raise ConfigError(f"tail is {tail!r}: it must be keep, drop or pad")
+        raise ConfigError(f"tail is {tail!r}: it must be keep, drop or pad", code="bad_config_value")
     if infinite and tail != "keep":
-        raise ConfigError(f"tail={tail!r} is for single epochs, and with infinite=True there is no tail")
+        raise ConfigError(
+            f"tail={tail!r} is for single epochs, and with infinite=True there is no tail", code="bad_config_value"
+        )
     if decode_threads < 0 or (decode_prefetch is not None and decode_prefetch < 0):
-        raise ConfigError("decode_threads and decode_prefetch cannot be negative")
+        raise ConfigError("decode_threads and decode_prefetch cannot be negative", code="bad_config_value")

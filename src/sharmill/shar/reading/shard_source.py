@@ -118,7 +118,9 @@ class _ShardLines:
         try:
             return self._path.open("rb")
         except FileNotFoundError as error:
-            raise ConfigError(f"{self._path.parent} is not a finished dataset: there is no {SHARDS_FILE}") from error
+            raise ConfigError(
+                f"{self._path.parent} is not a finished dataset: there is no {SHARDS_FILE}", code="no_dataset"
+            ) from error
 
     def _read(self, lines: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
         """Where each line begins, and the number of cuts that it tells."""
@@ -209,7 +211,8 @@ class ForeignShardSource:
         if self._is_own():
             raise ConfigError(
                 f"{directory} is not a finished dataset: there is no {DATASET_FILE}. Finish the run that writes it; "
-                "if the index was lost, sharmill index makes it again"
+                "if the index was lost, sharmill index makes it again",
+                code="no_dataset",
             )
         self._fields = _choose(directory, _by_attribute(self._shards[0].files), fields, codec)
 
@@ -265,10 +268,14 @@ def _choose(
     """The field that fills each attribute of the cut that is wanted."""
     codecs = sorted({found for choices in available.values() for field in choices if (found := codec_of_field(field))})
     if codec is not None and codec not in codecs:
-        raise ConfigError(f"{directory} has no codec {codec!r}; it has {', '.join(codecs) or 'none'}")
+        raise ConfigError(
+            f"{directory} has no codec {codec!r}; it has {', '.join(codecs) or 'none'}", code="unknown_codec"
+        )
     unknown = [field for field in fields or () if field not in available and field != CUTS]
     if unknown:
-        raise ConfigError(f"{directory} has no field {unknown[0]!r}; it has {', '.join(available)}")
+        raise ConfigError(
+            f"{directory} has no field {unknown[0]!r}; it has {', '.join(available)}", code="unknown_field"
+        )
     chosen: dict[str, str] = {}
     for name, choices in available.items():
         if fields is None or name in fields:
@@ -276,8 +283,13 @@ def _choose(
             if len(wanted) > 1:
                 known = [found for field in wanted if (found := codec_of_field(field))]
                 if len(known) == len(wanted):
-                    raise ConfigError(f"{directory} has the codecs {', '.join(sorted(known))}: name one with codec=")
-                raise ConfigError(f"{directory} has several folders {name}: {', '.join(wanted)}; keep one")
+                    raise ConfigError(
+                        f"{directory} has the codecs {', '.join(sorted(known))}: name one with codec=",
+                        code="unknown_codec",
+                    )
+                raise ConfigError(
+                    f"{directory} has several folders {name}: {', '.join(wanted)}; keep one", code="bad_layout"
+                )
             if wanted:
                 chosen[name] = wanted[0]
     return chosen

@@ -129,7 +129,8 @@ class Progress:
         if self.part not in (None, part):
             raise ConfigError(
                 f"the state is that of part {self.part.index} of {self.part.count}, and this is part {part.index} of "
-                f"{part.count}: put the states of all parts together with merge_states"
+                f"{part.count}: put the states of all parts together with merge_states",
+                code="wrong_state",
             )
         epochs = {
             epoch: EpochProgress(
@@ -161,7 +162,9 @@ class Progress:
         """Raises ConfigError where it is not the state of a reader."""
         try:
             if state["version"] != _VERSION:
-                raise ConfigError(f"the state has version {state['version']}; this sharmill reads {_VERSION}")
+                raise ConfigError(
+                    f"the state has version {state['version']}; this sharmill reads {_VERSION}", code="wrong_state"
+                )
             epochs = {
                 int(epoch): EpochProgress(
                     {Part(*row[:2]): Position(*row[2:]) for row in known["reached"]},
@@ -172,7 +175,7 @@ class Progress:
             part = None if state["part"] is None else Part(*state["part"])
             return cls(dict(state["identity"]), state["epoch"], part, epochs)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ConfigError(f"this is not the state of a Shar reader: {error!r}") from error
+            raise ConfigError(f"this is not the state of a Shar reader: {error!r}", code="wrong_state") from error
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -193,7 +196,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     parts = [Progress.from_dict(state) for state in states]
     if not parts:
-        raise ConfigError("there is no state to merge")
+        raise ConfigError("there is no state to merge", code="wrong_state")
     _check_complete([progress.part for progress in parts])
     identity = parts[0].identity
     for progress in parts[1:]:
@@ -212,21 +215,26 @@ def check_identity(found: Mapping[str, Any], expected: Mapping[str, Any], what: 
     """Raises ConfigError that says what differs."""
     for key in {**found, **expected}:
         if found.get(key) != expected.get(key):
-            raise ConfigError(f"{what} differ in {key}: {found.get(key)!r} and {expected.get(key)!r}")
+            raise ConfigError(
+                f"{what} differ in {key}: {found.get(key)!r} and {expected.get(key)!r}", code="wrong_state"
+            )
 
 
 def _check_complete(parts: Iterable[Part | None]) -> None:
     found = list(parts)
     if None in found:
-        raise ConfigError("a state that is merged already cannot be merged once more")
+        raise ConfigError("a state that is merged already cannot be merged once more", code="wrong_state")
     counts = sorted({part.count for part in found if part})
     if len(counts) > 1:
-        raise ConfigError(f"the states come from readers with {counts[0]} and with {counts[1]} parts")
+        raise ConfigError(
+            f"the states come from readers with {counts[0]} and with {counts[1]} parts", code="wrong_state"
+        )
     indices = sorted(part.index for part in found if part)
     if indices != list(range(counts[0])):
         missing = sorted(set(range(counts[0])) - set(indices))
         raise ConfigError(
             f"of {counts[0]} parts, the states of {missing} are missing"
             if missing
-            else f"there are {len(indices)} states of {counts[0]} parts: some are there twice"
+            else f"there are {len(indices)} states of {counts[0]} parts: some are there twice",
+            code="wrong_state",
         )

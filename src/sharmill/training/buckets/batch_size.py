@@ -70,7 +70,7 @@ def tune_batch_sizes(
         try:
             return search(fits, buckets, max_batch_size=max_batch_size, tolerance=tolerance, tell=tell)
         except NothingFits as error:
-            raise NothingFits(f"{error}\n{process.last_lack}".rstrip()) from error
+            raise NothingFits(f"{error}\n{process.last_lack}".rstrip(), code="out_of_memory") from error
 
 
 def search(
@@ -93,7 +93,8 @@ def search(
         if not found[bucket]:
             raise NothingFits(
                 f"not even one item of {bucket} fits; leave out what is so long, make the model smaller, or allow more "
-                "memory"
+                "memory",
+                code="out_of_memory",
             )
         tell(bucket, found[bucket])
     return [found[bucket] for bucket in buckets]
@@ -125,7 +126,7 @@ def make_budget(device: str, share: float, memory: int | None) -> Budget:
         ConfigError: there is no such device, the share is not above 0 and at most 1, or the device has less memory.
     """
     if not 0 < share <= 1:
-        raise ConfigError(f"--memory-share is {share:g}; it must be above 0 and at most 1")
+        raise ConfigError(f"--memory-share is {share:g}; it must be above 0 and at most 1", code="bad_config_value")
     import torch
 
     if device == "auto":
@@ -134,18 +135,26 @@ def make_budget(device: str, share: float, memory: int | None) -> Budget:
         total = available_memory()
         if memory is not None and memory > total:
             # The kernel would end other processes for it.
-            raise ConfigError(f"--memory is {format_memory(memory)}, and {format_memory(total)} are available here")
+            raise ConfigError(
+                f"--memory is {format_memory(memory)}, and {format_memory(total)} are available here",
+                code="bad_config_value",
+            )
         return Budget("cpu", int(share * (memory or total)), total)
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"--device is {device!r}; use cpu, cuda or cuda:0") from error
+        raise ConfigError(f"--device is {device!r}; use cpu, cuda or cuda:0", code="bad_config_value") from error
     number = chosen.index or 0
     if chosen.type != "cuda" or not torch.cuda.is_available() or number >= torch.cuda.device_count():
-        raise ConfigError(f"there is no device {device!r} here; there are {torch.cuda.device_count()} GPUs")
+        raise ConfigError(
+            f"there is no device {device!r} here; there are {torch.cuda.device_count()} GPUs", code="bad_config_value"
+        )
     total = torch.cuda.get_device_properties(number).total_memory
     if memory is not None and memory > total:
-        raise ConfigError(f"--memory is {format_memory(memory)}, and cuda:{number} has {format_memory(total)}")
+        raise ConfigError(
+            f"--memory is {format_memory(memory)}, and cuda:{number} has {format_memory(total)}",
+            code="bad_config_value",
+        )
     return Budget(f"cuda:{number}", int(share * (memory or total)), total)
 
 
@@ -157,12 +166,15 @@ def read_buckets(text: str) -> list[Bucket]:
     """
     bins = _read_bins(text)
     if not isinstance(bins, list) or not bins:
-        raise ConfigError(f"{text}: bucket_duration_bins is a list of bins, not {bins!r}")
+        raise ConfigError(f"{text}: bucket_duration_bins is a list of bins, not {bins!r}", code="bad_config_value")
     pairs = [tuple(bound) if isinstance(bound, (list, tuple)) else (bound,) for bound in bins]
     if not all(_is_bin(pair) and len(pair) == len(pairs[0]) for pair in pairs):
-        raise ConfigError(f"{text}: bins are numbers above 0, or pairs of them: [3.9, 7.5], [[3.9, 60], [3.9, 94]]")
+        raise ConfigError(
+            f"{text}: bins are numbers above 0, or pairs of them: [3.9, 7.5], [[3.9, 60], [3.9, 94]]",
+            code="bad_config_value",
+        )
     if pairs != sorted(pairs, key=lambda pair: pair[0]):
-        raise ConfigError(f"{text}: bins are in ascending order")
+        raise ConfigError(f"{text}: bins are in ascending order", code="bad_config_value")
     return [Bucket(*pair) for pair in pairs]
 
 
@@ -171,22 +183,27 @@ def _read_bins(text: str) -> Any:
         try:
             return ast.literal_eval(text.strip())
         except (ValueError, SyntaxError) as error:
-            raise ConfigError(f"{text} is not a list of bins: {error}") from error
+            raise ConfigError(f"{text} is not a list of bins: {error}", code="bad_config_value") from error
     import yaml
 
     try:
         values = yaml.safe_load(Path(text).read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the bins of {text}: {error}") from error
+        raise ConfigError(f"cannot read the bins of {text}: {error}", code="missing_input") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{text} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"{text} is not valid YAML: {' '.join(str(error).split())}", code="bad_config_file"
+        ) from error
     if not isinstance(values, dict) or "bucket_duration_bins" not in values:
-        raise ConfigError(f"{text} has no key bucket_duration_bins; make it with: sharmill bins DATASET --closed")
+        raise ConfigError(
+            f"{text} has no key bucket_duration_bins; make it with: sharmill bins DATASET --closed", code="missing_key"
+        )
     bins = values["bucket_duration_bins"]
     if isinstance(bins, list) and values.get("num_buckets") == len(bins) + 1:
         # With batch sizes, a loader drops what is longer than the last bin.
         raise ConfigError(
-            f"{text}: the longest cuts are above the last bin; make it with: sharmill bins DATASET --closed"
+            f"{text}: the longest cuts are above the last bin; make it with: sharmill bins DATASET --closed",
+            code="bad_config_value",
         )
     return bins
 

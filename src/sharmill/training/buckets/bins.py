@@ -64,7 +64,7 @@ def estimate_bins_2d(
     """
     _check(lengths, num_buckets)
     if num_sub_buckets < 1:
-        raise ConfigError(f"{num_sub_buckets} sub-buckets; there must be at least 1")
+        raise ConfigError(f"{num_sub_buckets} sub-buckets; there must be at least 1", code="bad_config_value")
     order = np.lexsort((tokens, lengths))
     lengths, tokens = lengths[order], tokens[order]
     begins = _begins(lengths, num_buckets)
@@ -115,9 +115,11 @@ def _begins(sizes: np.ndarray, num_parts: int) -> list[int]:
 
 def _check(lengths: np.ndarray, num_buckets: int) -> None:
     if num_buckets < 2:
-        raise ConfigError(f"{num_buckets} buckets; there must be at least 2")
+        raise ConfigError(f"{num_buckets} buckets; there must be at least 2", code="bad_config_value")
     if num_buckets > len(lengths):
-        raise ConfigError(f"{num_buckets} buckets are more than the {len(lengths)} cuts; ask for fewer with -b")
+        raise ConfigError(
+            f"{num_buckets} buckets are more than the {len(lengths)} cuts; ask for fewer with -b", code="too_few_cuts"
+        )
 
 
 def round_up(value: float, decimals: int) -> float:

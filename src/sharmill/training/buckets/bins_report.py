@@ -1,4 +1,4 @@
-"""What ``sharmill bins`` prints: a histogram as comments, then the keys for NeMo's loader, together a YAML file."""
+"""The report of ``sharmill bins``: a histogram as comments, then the keys for NeMo's loader, together a YAML file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AnyBin = TypeVar("_AnyBin", float, Bin)
 
 @dataclass(frozen=True, kw_only=True)
 class BinsOptions:
-    """What to estimate.
+    """Options of the estimate.
 
     ``sub_buckets`` makes two dimensions. ``seconds_per_frame`` counts audio in frames of this many seconds, which NeMo
     calls tokens. ``closed`` ends one dimension with the longest cut, as ``bucket_batch_size`` needs it.
@@ -51,7 +51,7 @@ def estimate_report(
     token_bins: bool = False,
     **reading: Any,
 ) -> str:
-    """Reads the cuts of the datasets and describes their bins.
+    """Read the cuts of the datasets and describe their bins.
 
     Args:
         tokenizer: names of tokenizers; see ``load_tokenizers``.
@@ -62,7 +62,10 @@ def estimate_report(
         ConfigError: the options do not go together, or see ``read_lengths``.
     """
     if options.sub_buckets is not None and not tokenizer:
-        raise ConfigError("sub-buckets are made by number of text tokens: name a --tokenizer, such as 'bytes'")
+        raise ConfigError(
+            "sub-buckets are made by number of text tokens: name a --tokenizer, such as 'bytes'",
+            code="bad_config_value",
+        )
     if token_bins and options.seconds_per_frame is None:
         options = replace(options, seconds_per_frame=_frame_shift([Path(dataset) for dataset in datasets]))
     return report_bins(read_lengths(datasets, tokenizer=tokenizer, **reading), options)
@@ -75,12 +78,18 @@ def _frame_shift(datasets: Sequence[Path]) -> float:
     shifts = {codec.samples_per_frame / codec.sampling_rate for codec in codecs}
     if len(shifts) != 1:
         names = ", ".join(codec.name for codec in codecs) or "none"
-        raise ConfigError(f"the codecs are {names}: say how long a frame is with --token-equivalent-duration")
+        raise ConfigError(
+            f"the codecs are {names}: say how long a frame is with --token-equivalent-duration", code="unknown_codec"
+        )
     return shifts.pop()
 
 
 def report_bins(lengths: Lengths, options: BinsOptions) -> str:
-    """Estimates the bins and describes them."""
+    """Estimate the bins and describe them.
+
+    Raises:
+        ConfigError: buckets by number of tokens are asked for, and no cut has a text; or see ``estimate_bins``.
+    """
     frames = options.seconds_per_frame
     in_total = frames is not None and options.sub_buckets is None and lengths.tokens is not None
     counted = lengths if frames is None else lengths.in_frames(frames)
@@ -90,7 +99,11 @@ def report_bins(lengths: Lengths, options: BinsOptions) -> str:
         found = estimate_bins(shown.lengths, options.num_buckets)
         bins = _distinct(close(found, shown.lengths) if options.closed or not found else found)
     else:
-        assert counted.tokens is not None, "two dimensions need tokens"
+        if counted.tokens is None:
+            raise ConfigError(
+                "sub-buckets are made by number of text tokens, and no cut has a text: leave them out",
+                code="too_few_cuts",
+            )
         two = estimate_bins_2d(
             counted.lengths, counted.tokens, options.num_buckets, options.sub_buckets, options.outlier_threshold
         )
@@ -108,7 +121,7 @@ def report_bins(lengths: Lengths, options: BinsOptions) -> str:
 
 
 def _distinct(bins: list[_AnyBin]) -> list[_AnyBin]:
-    """Without those that are as the one before, in which there is never a cut: a common length may end several."""
+    """Leave out those that are as the one before, in which there is never a cut: a common length may end several."""
     return [bound for number, bound in enumerate(bins) if number == 0 or bound != bins[number - 1]]
 
 
@@ -121,29 +134,34 @@ def _summary(lengths: Lengths) -> Iterator[str]:
             points = np.percentile(values, [0, 25, 50, 75, 95, 99, 100])
             names = ("shortest", "25 %", "median", "75 %", "95 %", "99 %", "longest")
             yield f"# {name}: " + ", ".join(f"{n} {p:.2f}" for n, p in zip(names, points, strict=True))
-    if lengths.without_text:
+    if lengths.without_text and lengths.tokens is None:
+        yield "# no cut has a text: there are no limits of tokens"
+    elif lengths.without_text:
         yield f"# without a text, counted as 0 tokens: {lengths.without_text:,}"
 
 
 def _histogram(lengths: Lengths, bins: list[float] | list[Bin], *, closed: bool) -> Iterator[str]:
-    """One line per bucket: where it ends, cuts, hours, and a bar of its hours."""
+    """Yield one line per bucket: its end, tokens in two dimensions, cuts, hours, and a bar of its hours."""
     num_buckets = num_buckets_of(bins, closed=closed)
     buckets = assign(lengths, bins, closed=closed)
     hours = [float(lengths.seconds[buckets == number].sum()) / 3600 for number in range(num_buckets)]
-    yield f"# {'up to':>10} {'tokens':>8} {'cuts':>12} {'hours':>10}"
+    limits = [f"{'up to':>10}", f"{'tokens':>8}"] if isinstance(bins[0], Bin) else [f"{'up to':>10}"]
+    yield f"# {' '.join(limits)} {'cuts':>12} {'hours':>10}"
     for number in range(num_buckets):
         bound = bins[number] if number < len(bins) else None
-        length = bound.length if isinstance(bound, Bin) else bound
-        tokens = str(bound.tokens) if isinstance(bound, Bin) else ""
+        if isinstance(bound, Bin):
+            limits = [f"{_number(bound.length):>10}", f"{bound.tokens:>8}"]
+        else:
+            limits = [f"{_number(bound):>10}"]
         bar = "#" * round(_BAR * hours[number] / max(hours)) if max(hours) else ""
-        cells = f"{_number(length):>10} {tokens:>8} {(buckets == number).sum():>12,}"
-        yield f"# {cells} {hours[number]:>10.2f} {bar}".rstrip()
+        count = (buckets == number).sum()
+        yield f"# {' '.join(limits)} {count:>12,} {hours[number]:>10.2f} {bar}".rstrip()
     if dropped := int((buckets < 0).sum()):
         yield f"# left out by a loader with these limits, for too many tokens: {dropped:,}"
 
 
 def _number(length: float | None) -> str:
-    """Seconds, frames, or nothing where a bucket has no end."""
+    """Format seconds or frames; nothing where a bucket has no end."""
     return f"{length:.3f}" if isinstance(length, float) else str(length or "")
 
 

@@ -1,4 +1,4 @@
-"""How long the cuts of datasets are, in seconds and in text tokens: from the cuts' files alone, shard by shard."""
+"""The lengths of the cuts of datasets, in seconds and in text tokens: from the cuts' files alone, shard by shard."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ from sharmill.training.tokenizers import Tokenizers, load_tokenizers, tokenize
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of N cuts: ``seconds`` (N,); ``lengths`` (N,), which are those as float64, or frames as int64; ``tokens`` (N,).
+    """Lengths of N cuts.
 
-    ``tokens`` of their texts is None if they were not counted; ``without_text`` of the cuts have none, which are 0
-    tokens. ``num_discarded`` other cuts lay outside the limits.
+    Attributes:
+        seconds: (N,).
+        lengths: (N,): the seconds as float64, or frames as int64.
+        tokens: (N,), of their texts; None if they were not counted, or no cut has a text.
+        without_text: number of the cuts without a text, whose tokens are 0; 0 if they were not counted.
+        num_discarded: number of other cuts, which lay outside the limits.
     """
 
     seconds: np.ndarray
@@ -39,11 +43,11 @@ class Lengths:
         return math.fsum(self.seconds.tolist()) / 3600
 
     def in_frames(self, seconds_per_frame: float) -> Lengths:
-        """The same with lengths in frames, as NeMo counts audio in tokens: every begun frame is one."""
+        """Return the same with lengths in frames, as NeMo counts audio in tokens: every begun frame is one."""
         return replace(self, lengths=np.ceil(self.seconds / seconds_per_frame).astype(np.int64))
 
     def in_total(self) -> Lengths:
-        """The same with text tokens added to the frames."""
+        """Return the same with text tokens added to the frames."""
         assert self.tokens is not None
         return replace(self, lengths=self.lengths + self.tokens)
 
@@ -56,7 +60,7 @@ def read_lengths(
     max_duration: float = math.inf,
     workers: int | str = "auto",
 ) -> Lengths:
-    """The lengths of all cuts of these datasets, in no particular order.
+    """Read the lengths of all cuts of these datasets, in no particular order.
 
     Args:
         tokenizer: names as ``load_tokenizers`` takes them; tokens are counted if there are any.
@@ -74,24 +78,26 @@ def read_lengths(
     count = len(os.sched_getaffinity(0)) if workers == "auto" else int(workers)
     parts = list(_each(measure, files, min(count, len(files))))
     if not parts:
-        raise ConfigError(f"there are no cuts in {', '.join(map(str, datasets))}")
+        raise ConfigError(f"there are no cuts in {', '.join(map(str, datasets))}", code="too_few_cuts")
     durations = np.concatenate([part[0] for part in parts])
     tokens = np.concatenate([part[1] for part in parts])
     kept = (durations >= min_duration) & (durations <= max_duration)
     if not kept.any():
-        raise ConfigError(f"none of the {len(kept)} cuts has {min_duration:g} to {max_duration:g} seconds")
+        raise ConfigError(
+            f"none of the {len(kept)} cuts has {min_duration:g} to {max_duration:g} seconds", code="too_few_cuts"
+        )
     durations, tokens = durations[kept], tokens[kept]
     return Lengths(
         seconds=durations,
         lengths=durations,
-        tokens=np.maximum(tokens, 0) if tokenizer else None,
+        tokens=np.maximum(tokens, 0) if tokenizer and (tokens >= 0).any() else None,
         without_text=int((tokens < 0).sum()) if tokenizer else 0,
         num_discarded=int((~kept).sum()),
     )
 
 
 def _cut_files(dataset: Path) -> Iterator[tuple[Path, int | None]]:
-    """The files of the cuts, and how many cuts each has, where an index says so."""
+    """Yield the files of the cuts, and the number of cuts of each where an index has it."""
     source = open_shard_source(dataset, [], None)
     for shard in range(source.num_shards):
         files = source.files(shard)
@@ -110,7 +116,7 @@ _loaded: dict[tuple[str, ...], Tokenizers] = {}
 
 
 def _measure(file: tuple[Path, int | None], tokenizer: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Durations, and numbers of tokens (-1 without a text), of one file of cuts."""
+    """Read durations, and numbers of tokens (-1 without a text), of one file of cuts."""
     path, count = file
     if tokenizer and tokenizer not in _loaded:
         _loaded[tokenizer] = load_tokenizers(tokenizer)

@@ -41,10 +41,10 @@ def parse_memory(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{text!r} is no size of memory; write it like 8GiB or 500MB")
+        raise ConfigError(f"{text!r} is no size of memory; write it like 8GiB or 500MB", code="bad_config_value")
     size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size <= 0:
-        raise ConfigError(f"{text!r} is no memory at all")
+        raise ConfigError(f"{text!r} is no memory at all", code="bad_config_value")
     return size
 
 
@@ -93,7 +93,10 @@ def limit_memory(size: int) -> None:
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError:
         return
-    raise FatalError("this kernel does not enforce RLIMIT_DATA, so that memory on the CPU cannot be limited")
+    raise FatalError(
+        "this kernel does not enforce RLIMIT_DATA, so that memory on the CPU cannot be limited",
+        code="unsupported_system",
+    )
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

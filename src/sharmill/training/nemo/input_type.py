@@ -98,14 +98,21 @@ def collected() -> Iterator[list[PartitionedCuts]]:
 
 def _check(options: dict[str, Any]) -> None:
     if options.pop("slice_length", None) is not None:
-        raise ConfigError("slice_length is not for datasets of sharmill: their order is shuffled as a whole")
+        raise ConfigError(
+            "slice_length is not for datasets of sharmill: their order is shuffled as a whole", code="bad_config_value"
+        )
     for key in options:
         if key not in (*_OPTIONS, *_OF_NEMO, *_IGNORED):
-            raise ConfigError(f"input_cfg: type sharmill has no option {key!r}{nearest(key, [*_OPTIONS, *_OF_NEMO])}")
+            raise ConfigError(
+                f"input_cfg: type sharmill has no option {key!r}{nearest(key, [*_OPTIONS, *_OF_NEMO])}",
+                code="unknown_key",
+            )
     if "dataset" not in options:
-        raise ConfigError("input_cfg: type sharmill needs dataset: the dataset directory")
+        raise ConfigError("input_cfg: type sharmill needs dataset: the dataset directory", code="missing_key")
     if options.get("speaker_tags", "kept") not in ("kept", "nemo"):
-        raise ConfigError(f"input_cfg: speaker_tags is kept or nemo, not {options['speaker_tags']!r}")
+        raise ConfigError(
+            f"input_cfg: speaker_tags is kept or nemo, not {options['speaker_tags']!r}", code="bad_config_value"
+        )
 
 
 def as_nemo_expects(cut: MonoCut, speaker_tags: str = "kept") -> MonoCut:

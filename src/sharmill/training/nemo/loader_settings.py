@@ -80,7 +80,7 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     from lhotse.dataset.dataloading import resolve_seed
 
     if not 0 <= rank < world_size:
-        raise ConfigError(f"there is no rank {rank} among {world_size} data-parallel ranks")
+        raise ConfigError(f"there is no rank {rank} among {world_size} data-parallel ranks", code="bad_config_value")
     settings = resolve_settings(cfg)
     _check_keys(settings)
     sections = sections_of(settings)
@@ -138,7 +138,7 @@ def _check_keys(settings: Settings) -> None:
     at_top = [key for key, value in settings.items() if not any(value is section for section in sections)]
     for key in [*at_top, *(key for section in sections for key in section)]:
         if key not in known:
-            raise ConfigError(f"the loader has no setting {key!r}{nearest(key, known)}")
+            raise ConfigError(f"the loader has no setting {key!r}{nearest(key, known)}", code="unknown_key")
     if settings.get("multi_config", False):
         _check_levels(settings, at_top, sections)
 
@@ -146,12 +146,19 @@ def _check_keys(settings: Settings) -> None:
 def _check_levels(settings: Settings, at_top: list[str], sections: list[Settings]) -> None:
     """NeMo passes over in silence what stands at the wrong level of a multi_config."""
     if not sections:
-        raise ConfigError("multi_config has no sections: each sampler has one, with an input_cfg of its own")
+        raise ConfigError(
+            "multi_config has no sections: each sampler has one, with an input_cfg of its own", code="missing_key"
+        )
     if misplaced := [key for key in at_top if key not in _OF_TOP]:
-        raise ConfigError(f"with multi_config, {misplaced[0]} has no effect at the top level: set it in each section")
+        raise ConfigError(
+            f"with multi_config, {misplaced[0]} has no effect at the top level: set it in each section",
+            code="bad_config_value",
+        )
     for key in _SHARED:
         if any(key in section and section[key] != settings.get(key) for section in sections):
-            raise ConfigError(f"with multi_config, {key} has no effect in a section: set it at the top level")
+            raise ConfigError(
+                f"with multi_config, {key} has no effect in a section: set it at the top level", code="bad_config_value"
+            )
 
 
 def _check_entries(settings: Settings) -> None:
@@ -161,15 +168,17 @@ def _check_entries(settings: Settings) -> None:
     types = [*get_known_config_data_types(), "sharmill"]
     entries = settings.get("input_cfg")
     if entries is not None and not (isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)):
-        raise ConfigError("input_cfg is a list of entries, each with its type")
+        raise ConfigError("input_cfg is a list of entries, each with its type", code="bad_config_value")
     for entry in entries or ():
         if (kind := entry.get("type")) not in types:
-            raise ConfigError(f"input_cfg has no type {kind!r}{nearest(str(kind), types)}")
+            raise ConfigError(f"input_cfg has no type {kind!r}{nearest(str(kind), types)}", code="unknown_name")
         if kind == "sharmill" and "dataset" not in entry:
-            raise ConfigError("input_cfg: type sharmill needs dataset: the dataset directory")
+            raise ConfigError("input_cfg: type sharmill needs dataset: the dataset directory", code="missing_key")
         for key in entry if kind == "group" else ():
             if key not in _OF_GROUP:
-                raise ConfigError(f"input_cfg: a group has no option {key!r}{nearest(key, list(_OF_GROUP))}")
+                raise ConfigError(
+                    f"input_cfg: a group has no option {key!r}{nearest(key, list(_OF_GROUP))}", code="unknown_key"
+                )
         _check_entries(entry)
 
 
@@ -200,7 +209,7 @@ def _is_map_style(section: Settings) -> bool:
         return bool(section.get("force_map_dataset", False))
     first = next(_sources(section, 0), None)
     if first is None:
-        raise ConfigError("input_cfg has no entries")
+        raise ConfigError("input_cfg has no entries", code="missing_key")
     return not _is_stream(first[0])
 
 
@@ -218,10 +227,13 @@ def _check_map_style(
     if "trng" in seeds:
         raise ConfigError(
             "shard_seed: trng makes a different order on each rank, of which the map-style sampler would take samples "
-            "twice and miss others: set shard_seed to randomized or a number"
+            "twice and miss others: set shard_seed to randomized or a number",
+            code="split_wrong",
         )
     if "randomized" in seeds and not common_seed:
-        raise ConfigError("shard_seed: randomized needs a seed that all ranks share: set seed to a number")
+        raise ConfigError(
+            "shard_seed: randomized needs a seed that all ranks share: set seed to a number", code="split_wrong"
+        )
 
 
 def _check_streams(
@@ -231,17 +243,21 @@ def _check_streams(
     finite = settings.get("force_finite", False) or settings.get("metadata_only", False)
     ours = [seed for entry, seed in sources if entry.get("type") == "sharmill"]
     if not common_seed and settings["shuffle"] and any(finite or seed == "randomized" for seed in ours):
-        raise ConfigError("the ranks share one order: set seed to a number, the same on all of them")
+        raise ConfigError(
+            "the ranks share one order: set seed to a number, the same on all of them", code="split_wrong"
+        )
     readers = world_size * max(1, settings.get("num_workers", 0))
     others = [(str(entry.get("type")), seed) for entry, seed in sources if entry.get("type") != "sharmill"]
     if finite and readers > 1 and others:
         raise ConfigError(
             f"with force_finite, each of {readers} readers (ranks x workers) would read all data of type "
-            f"{', '.join(sorted({kind for kind, _ in others}))}: set force_map_dataset: true"
+            f"{', '.join(sorted({kind for kind, _ in others}))}: set force_map_dataset: true",
+            code="split_wrong",
         )
     alike = sorted({kind for kind, seed in others if isinstance(seed, int) or not settings["shuffle"]})
     if readers > 1 and alike:
         raise ConfigError(
             f"each of {readers} readers (ranks x workers) would read the data of type {', '.join(alike)} in the same "
-            "order: set shuffle: true, and a shard_seed of randomized or trng (an entry can have its own)"
+            "order: set shuffle: true, and a shard_seed of randomized or trng (an entry can have its own)",
+            code="split_wrong",
         )

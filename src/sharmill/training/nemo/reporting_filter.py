@@ -77,7 +77,8 @@ class _InVain:
         if all(self._last[reader] > first + 1 for reader, first in self._first.items()):
             raise ConfigError(
                 f"none of {self._count} examples in a row passes the filters: loosen min_duration, max_duration, "
-                "max_cer, min_context_speaker_similarity, the buckets or whatever drops them"
+                "max_cer, min_context_speaker_similarity, the buckets or whatever drops them",
+                code="too_few_cuts",
             )
 
 

@@ -1,4 +1,4 @@
-"""Submits N consecutive SLURM jobs of one training: each begins when the one before has ended, however it ended.
+"""Submit N consecutive SLURM jobs of one training: each begins when the one before has ended, however it ended.
 
 python jobs/launch_training.py -n 8 [--profile PROFILE] [--nodes 2] [--sbatch=--exclusive] CONFIG [key=value ...]
 
@@ -42,7 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def profile_options(cluster: ClusterProfile, nodes: int) -> list[str]:
-    """The options of sbatch for one training job."""
+    """Return the options of sbatch for one training job."""
     ranks = cluster.gpu
     values = {
         "partition": ranks.partition,
@@ -60,7 +60,7 @@ def profile_options(cluster: ClusterProfile, nodes: int) -> list[str]:
 
 
 def submit(command: list[str]) -> str:
-    """The number of the job.
+    """Submit a job, and return its number.
 
     Raises:
         ConfigError: sbatch is not here, or refuses it.
@@ -77,7 +77,7 @@ def submit(command: list[str]) -> str:
 
 
 def launch(options: argparse.Namespace) -> None:
-    """Submits the jobs, each behind the one before.
+    """Submit the jobs, each behind the one before.
 
     Raises:
         ConfigError: the configuration or the profile is wrong, or SLURM refuses a job; those before it stay submitted.
@@ -111,7 +111,7 @@ def launch(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status."""
+    """Submit as the arguments say, and return the exit status."""
     try:
         launch(parse(arguments))
     except ConfigError as error:

@@ -32,7 +32,10 @@ class Losses:
 
 
 class SpeechLM(nn.Module):
-    """``text_size`` and ``codes_size`` count the ids of text tokens and of one codebook, special ones included."""
+    """A decoder-only transformer over text and codes.
+
+    ``text_size`` and ``codes_size`` count the ids of text tokens and of one codebook, special ones included.
+    """
 
     def __init__(self, config: ModelConfig, text_size: int, num_codebooks: int, codes_size: int) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class SpeechLM(nn.Module):
         target: Tensor,
         target_lens: Tensor,
     ) -> Losses:
-        """Losses of a padded batch.
+        """Return the losses of a padded batch.
 
         Args:
             text: (batch, tokens), with its special tokens; ``text_lens`` (batch,).
@@ -83,12 +86,12 @@ class SpeechLM(nn.Module):
         )
 
     def _embed_codes(self, codes: Tensor) -> Tensor:
-        """(batch, codebooks, frames) to (batch, frames, dim)."""
+        """Embed codes (batch, codebooks, frames) as (batch, frames, dim)."""
         shift = torch.arange(self.num_codebooks, device=codes.device) * self.codes_size
         return self.codes_embedding(codes + shift[:, None]).sum(dim=1)
 
     def _place(self, part: Tensor, index: int) -> Tensor:
-        """Adds which part it is, and sinusoidal positions within it (Vaswani et al., 2017, arXiv:1706.03762)."""
+        """Add an embedding of the part, and sinusoidal positions within it (Vaswani et al., 2017, arXiv:1706.03762)."""
         frames, dim = part.shape[1:]
         rates = torch.exp(torch.arange(0, dim, 2, device=part.device) * (-math.log(10_000.0) / dim))
         angles = torch.arange(frames, device=part.device)[:, None] * rates
@@ -100,8 +103,10 @@ def _present(size: int, lengths: Tensor) -> Tensor:
 
 
 def _causal_mask(present: Tensor, num_heads: int) -> Tensor:
-    """(batch * heads, positions, positions), true where attention is not allowed. A padded position sees itself, since
-    a softmax over nothing is not a number."""
+    """Return a mask (batch * heads, positions, positions), true where attention is not allowed.
+
+    A padded position sees itself, since a softmax over nothing is not a number.
+    """
     size = present.shape[1]
     causal = torch.ones(size, size, dtype=torch.bool, device=present.device).tril()
     own = torch.eye(size, dtype=torch.bool, device=present.device)
@@ -110,7 +115,13 @@ def _causal_mask(present: Tensor, num_heads: int) -> Tensor:
 
 
 def _next_loss(logits: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
-    """Mean cross-entropy of the id after each position: (batch, positions, ..., size), (batch, positions, ...)."""
+    """Return the mean cross-entropy of the id after each position.
+
+    Args:
+        logits: (batch, positions, ..., size).
+        ids: (batch, positions, ...).
+        lengths: positions that are no padding (batch,).
+    """
     present = _present(ids.shape[1], lengths)[:, 1:]
     following = ids[:, 1:].masked_fill(~present.view(*present.shape, *[1] * (ids.dim() - 2)), _IGNORED)
     return functional.cross_entropy(logits[:, :-1].flatten(0, -2), following.flatten(), ignore_index=_IGNORED)

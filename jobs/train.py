@@ -1,4 +1,4 @@
-"""Trains a small decoder-only transformer on a finished dataset: an example of reading Shar in training.
+"""Training of a small decoder-only transformer on a finished dataset: an example of reading Shar in training.
 
 torchrun --nproc_per_node=2 jobs/train.py configs/training/example.yaml [key=value ...]
 
@@ -6,8 +6,9 @@ It goes on from the newest checkpoint of ``out_dir``, on as many ranks and worke
 and the place in the data, so that every utterance comes once per epoch whatever the interruptions. On SIGTERM it saves
 a checkpoint and leaves; the exit status is 0 when it left in good order, finished or not.
 
-``out_dir`` gets ``checkpoints/``, and for each rank ``steps.rank<n>.jsonl``: loss, samples, tokens per second and the
-share of the time that was spent waiting for data, and with ``log_ids`` the ids of the cuts.
+It prints step, loss, speed and the time left every ``progress_seconds``. ``out_dir`` gets ``checkpoints/``, and for
+each rank ``steps.rank<n>.jsonl``: loss, samples, tokens per second and the share of the time that was spent waiting
+for data, and with ``log_ids`` the ids of the cuts.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ class World:
     device: torch.device
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in order, on every rank."""
+        """Return the values of all ranks, in order, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -61,7 +63,7 @@ class World:
         return values
 
     def any(self, value: bool) -> bool:
-        """Whether it is true on any rank: what all ranks must do together is decided so."""
+        """Return True on every rank if it is true on any: so all ranks decide alike."""
         if self.size == 1:
             return value
         flag = torch.tensor(int(value), device=self.device)
@@ -71,7 +73,7 @@ class World:
 
 @contextmanager
 def world_of(config: TrainConfig) -> Iterator[World]:
-    """Joins the other ranks that torchrun started; alone without it."""
+    """Join the other ranks that torchrun started; without it there is one rank."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
@@ -88,7 +90,7 @@ def world_of(config: TrainConfig) -> Iterator[World]:
 
 @contextmanager
 def alone_in(out_dir: Path, world: World) -> Iterator[None]:
-    """Keeps other trainings out of a folder: two would write over each other's checkpoints.
+    """Keep other trainings out of a folder: two would write over each other's checkpoints.
 
     Raises:
         ConfigError: there is one.
@@ -135,8 +137,44 @@ class Checkpoints:
         return sorted(path for path in self._folder.iterdir() if _CHECKPOINT.fullmatch(path.name))
 
 
+class ProgressLines:
+    """Lines about a training: after its first step, then at most every ``seconds``, and after its last step.
+
+    Loss and speed are means over the steps since the line before; the time left follows from these steps.
+    """
+
+    def __init__(self, max_steps: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_steps, self._seconds, self._clock = max_steps, seconds, clock
+        self._printed: float | None = None
+        self._begin()
+
+    def add(self, step: int, loss: float, num_tokens: int) -> None:
+        """Count a step, and print a line where it is time."""
+        self._losses.append(loss)
+        self._num_tokens += num_tokens
+        now = self._clock()
+        is_first = self._printed is None
+        if not is_first and now - self._started < self._seconds and step < self._max_steps:
+            return
+        elapsed = max(now - self._started, 1e-9)
+        left = timedelta(seconds=round((self._max_steps - step) * elapsed / len(self._losses)))
+        loss = sum(self._losses) / len(self._losses)
+        said = f"train: step {step:,} of {self._max_steps:,}, loss {loss:.4f}"
+        # The first step waits for processes that read, and says nothing about the others.
+        if not is_first:
+            said += f", {self._num_tokens / elapsed:,.0f} tokens per second on each rank, {left} left"
+        print(said, flush=True)
+        self._printed = now
+        self._begin()
+
+    def _begin(self) -> None:
+        self._started = self._clock()
+        self._losses: list[float] = []
+        self._num_tokens = 0
+
+
 class Training:
-    """One job's part of a training: begins where the newest checkpoint ends."""
+    """One job's part of a training, which begins where the newest checkpoint ends."""
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world = config, world
@@ -157,7 +195,7 @@ class Training:
         self.model: nn.Module = DistributedDataParallel(model) if world.size > 1 else model
 
     def run(self) -> None:
-        """Trains until ``max_steps`` are done, or until it is told to leave."""
+        """Train until ``max_steps`` are done, or until it is told to leave."""
         signal.signal(signal.SIGTERM, self._on_signal)
         try:
             saved = self._run_steps(iter(self.data))
@@ -168,10 +206,11 @@ class Training:
             print(f"train: {ended} at step {self.step}, saved at step {saved}", flush=True)
 
     def _run_steps(self, batches: Iterator[dict[str, Any]]) -> int:
-        """The step that was saved last."""
+        """Run the steps, and return the step that was saved last."""
         saved = self.step
         with (self.out_dir / f"steps.rank{self.world.rank}.jsonl").open("a", buffering=1) as log:
             log.write(json.dumps(self._begin()) + "\n")
+            progress = ProgressLines(self.config.max_steps, self.config.progress_seconds)
             while self.step < self.config.max_steps:
                 started = time.perf_counter()
                 batch = next(batches)
@@ -179,7 +218,10 @@ class Training:
                 losses = self._train(batch)
                 self.step += 1
                 seconds = time.perf_counter() - started
-                log.write(json.dumps(self._describe(batch, losses, seconds, waited)) + "\n")
+                described = self._describe(batch, losses, seconds, waited)
+                log.write(json.dumps(described) + "\n")
+                if self.world.rank == 0:
+                    progress.add(self.step, described["loss"], losses.num_positions)
                 leave = self.world.any(self.leave)
                 if leave or self.step % self.config.checkpoint_every == 0 or self.step == self.config.max_steps:
                     self._save()
@@ -253,7 +295,7 @@ class Training:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status."""
+    """Train as the arguments say, and return the exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if arguments else 2

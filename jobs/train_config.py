@@ -63,11 +63,15 @@ class TrainConfig:
     """Device of the model; ``auto`` is a GPU where there is one."""
     log_ids: bool = False
     """Write the ids of the cuts of every step to ``steps.rank<n>.jsonl``."""
+    progress_seconds: float = 10.0
+    """Seconds between lines with step, loss, speed and time left."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Sizes of the model: see below."""
 
     def __post_init__(self) -> None:
         if min(self.max_steps, self.checkpoint_every, self.keep, self.warmup_steps) < 1:
             raise ValueError("max_steps, checkpoint_every, keep and warmup_steps must be at least 1")
-        if self.batch_seconds <= 0 or self.learning_rate <= 0 or self.num_workers < 0:
-            raise ValueError("batch_seconds and learning_rate must be positive, num_workers not negative")
+        if self.batch_seconds <= 0 or self.learning_rate <= 0:
+            raise ValueError("batch_seconds and learning_rate must be positive")
+        if self.num_workers < 0 or self.progress_seconds < 0:
+            raise ValueError("num_workers and progress_seconds must not be negative")

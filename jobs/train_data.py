@@ -1,4 +1,4 @@
-"""The batches of the training example, and how far they have been read."""
+"""The batches of the training example, and their state."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class TrainingData(Protocol):
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
 
     def state_dict(self) -> dict[str, Any] | None:
-        """How far this rank is; None where that cannot be told."""
+        """Return the state of this rank; None where there is none."""
 
     def merge(self, states: Sequence[Any]) -> dict[str, Any] | None:
-        """One state for any number of ranks, from those of all."""
+        """Merge the states of all ranks into one for any number of ranks."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what ``merge`` gave; before iterating."""
+        """Go on from a merged state; before iterating."""
 
 
 def make_data(config: TrainConfig, *, rank: int, world_size: int, seed: int) -> TrainingData:
-    """The batches that the configuration asks for."""
+    """Return the batches that the configuration asks for."""
     tensors = ContextSpeechDataset(
         CodecForm.of_dataset(config.dataset, config.codec),
         load_tokenizer("bytes"),
@@ -58,7 +58,7 @@ def make_data(config: TrainConfig, *, rank: int, world_size: int, seed: int) -> 
 
 
 def codes_sizes(config: TrainConfig) -> tuple[int, int]:
-    """The number of codebooks, and of the ids in each of them, marks included."""
+    """Return the number of codebooks, and of the ids in each of them, marks included."""
     form = CodecForm.of_dataset(config.dataset, config.codec)
     records = read_dataset(Path(config.dataset)).codecs
     record = next(record for record in records if config.codec in (None, record.name))
@@ -66,7 +66,7 @@ def codes_sizes(config: TrainConfig) -> tuple[int, int]:
 
 
 class ExactData:
-    """Our reader, batches by duration, and a state from which every cut comes once per epoch whatever happens."""
+    """Batches by duration of our reader's cuts: from its state every cut comes once per epoch whatever happens."""
 
     def __init__(self, config: TrainConfig, tensors: ContextSpeechDataset, *, rank: int, world_size: int) -> None:
         cuts = open_shar(
@@ -157,7 +157,7 @@ class MixedData:
         return self._loader
 
     def _settings(self) -> dict[str, Any]:
-        """The order of our datasets belongs to the whole training; that of other data, and the mixing, to the job."""
+        """Return the loader's settings: the order of our datasets is the training's, all else follows the job's seed."""
         from omegaconf import OmegaConf
 
         from sharmill.training.nemo.loader_settings import resolve_settings, sources_of
@@ -172,7 +172,7 @@ class MixedData:
 
 
 def end_readers() -> None:
-    """Ends the processes that read: at its exit Python would ask them to end by SIGTERM, and wait for ever."""
+    """End the processes that read: at its exit Python would ask them to end by SIGTERM, and wait for ever."""
     # torch takes the end of one for an accident.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
@@ -180,7 +180,7 @@ def end_readers() -> None:
 
 
 def _outlive_sigterm(worker: int, then: Callable[[int], None] | None = None) -> None:
-    """SLURM signals every process of a step, and a rank whose workers are gone cannot go on to its checkpoint."""
+    """Ignore SIGTERM, which SLURM sends to every process: without its workers a rank cannot go on to a checkpoint."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if then is not None:
         then(worker)

@@ -68,8 +68,12 @@ def test_killed_and_resumed_it_has_the_data_of_an_uninterrupted_training(example
 
 def test_it_learns(example) -> None:
     learner = example("learner", max_steps=80, learning_rate=2e-2, checkpoint_every=80)
-    learner.run(ranks=1)
+    printed = learner.run(ranks=1)
     steps = learner.steps(0)
+    printed_steps = [line for line in printed.splitlines() if line.startswith("train: step ")]
+    assert printed_steps[0].startswith("train: step 1 of 80, loss ")
+    assert printed_steps[-1].startswith("train: step 80 of 80, loss ")
+    assert "tokens per second" in printed_steps[-1]
     first, last = steps[0]["loss"], sum(values["loss"] for values in steps[-5:]) / 5
     assert last < first / 2
     assert all(values["tokens_per_second"] > 0 and 0 <= values["wait_share"] <= 1 for values in steps)

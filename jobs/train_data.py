@@ -157,7 +157,7 @@ class MixedData:
         return self._loader
 
     def _settings(self) -> dict[str, Any]:
-        """Return the loader's settings: the order of our datasets is the training's, all else follows the job's seed."""
+        """Return the loader's settings: the order of our datasets is the training's, all else is the job's."""
         from omegaconf import OmegaConf
 
         from sharmill.training.nemo.loader_settings import resolve_settings, sources_of

@@ -334,7 +334,6 @@ _LOST = {
         do.change_cuts(CUTS, exchange_all_texts),
         "different_text",
         "against",
-        "accounts know a record by its segment and not by its text",
     ),
 }
 

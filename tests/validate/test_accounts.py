@@ -14,7 +14,8 @@ from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.sources.nemo import NemoSource
-from sharmill.validate.accounts import ExpectedRecords, _difference, _hash_record, record_hash
+from sharmill.validate.accounts import ExpectedRecords, _difference, _hash_record, cut_hashes
+from sharmill.validate.report import read_report
 from sharmill.validate.stage import ValidateStage
 
 
@@ -27,7 +28,7 @@ def account(project, scratch, **changes):
     }
     stage = ValidateStage(project.dataset, RunDir(scratch), against=ExpectedRecords(**(options | changes)))
     assert run(stage).ok
-    return [(f.code, f.shard, f.member) for f in stage.findings() if f.code.endswith("_record")]
+    return [(f.code, f.shard, f.member) for f in stage.findings() if f.code.endswith(("_record", "_text"))]
 
 
 @pytest.fixture
@@ -63,6 +64,41 @@ def test_all_forms_of_records_are_accounted_for(many_kinds, tmp_path):
     assert len(many_kinds.rejects("prepare")) == 13
     assert len(many_kinds.rejects("write")) == 2  # the record itself, and that whose context it is
     assert account(many_kinds, tmp_path / "check") == []
+
+
+def test_the_report_says_where_the_records_were_found(many_kinds, tmp_path):
+    account(many_kinds, tmp_path / "check")
+    checked = read_report(tmp_path / "check" / "validate" / "report.json").checked
+    counts = {name: number for name, number in checked.items() if name.startswith("records")}
+    assert counts == {
+        "records of the manifests": 19,
+        "records found as cuts": checked["cuts"],
+        "records found among the rejects": 15,
+        "records not found": 0,
+    }
+
+
+def test_a_changed_transcript_is_told_with_both_texts(project, tmp_path):
+    for number in range(3):
+        project.add(f"{number}.wav", voice(0.5, seed=number))
+    project.write(match={"min_duration": 0.0}, write={"order": "manifest", "shard_size": 2})
+    assert account(project, tmp_path / "before") == []
+    manifest = project.folder / "small.json"
+    manifest.write_text(manifest.read_text().replace("text of 2.wav", "another text"))
+    assert account(project, tmp_path / "after") == [("different_text", 1, "2.wav at 0.0 s, 0.5 s long")]
+    report = read_report(tmp_path / "after" / "validate" / "report.json")
+    (row,) = report.findings
+    assert "'text of 2.wav'" in row["sentence"]
+    assert "'another text'" in row["sentence"]
+    assert (row["severity"], report.redo) == ("error", [])
+    assert report.checked["records found as cuts"] == report.checked["records of the manifests"] == 3
+
+
+def test_normalized_text_is_the_transcript_where_there_is_no_other(project, tmp_path):
+    project.add("a.wav", voice(1.0), text="", normalized_text="spoken")
+    project.add("b.wav", voice(1.0, seed=1), text="written", normalized_text="other")
+    project.write(match={"min_duration": 0.0})
+    assert account(project, tmp_path / "check") == []
 
 
 def test_a_cut_that_is_gone_is_a_lost_record(many_kinds, tmp_path):
@@ -128,8 +164,8 @@ def test_files_that_are_not_what_they_should_be_are_configuration_errors(many_ki
 
 
 def test_a_cut_that_does_not_say_where_it_came_from_has_no_hash():
-    assert record_hash({"id": "x", "supervisions": []}) == 0
-    assert record_hash({"supervisions": [{"custom": {"audio_filepath": "a", "duration": "1"}}]}) == 0
+    assert cut_hashes({"id": "x", "supervisions": []}) == (0, 0)
+    assert cut_hashes({"supervisions": [{"custom": {"audio_filepath": "a", "duration": "1"}}]}) == (0, 0)
 
 
 @given(st.lists(st.integers(0, 9)), st.lists(st.integers(0, 9)))
@@ -148,5 +184,6 @@ def test_the_difference_is_that_of_multisets(left, right):
 )
 def test_a_record_has_the_hash_of_its_cut(path, offset, duration):
     """As the stage prepare writes it down."""
-    custom = {"audio_filepath": path.lstrip("/") or "x", "offset": offset, "duration": duration}
-    assert _hash_record(custom, []) == record_hash({"supervisions": [{"custom": custom}]})
+    custom = {"audio_filepath": path.lstrip("/") or "x", "offset": offset, "duration": duration, "text": path}
+    cut = {"supervisions": [{"custom": custom, "text": path}]}
+    assert _hash_record(custom, []) == cut_hashes(cut)

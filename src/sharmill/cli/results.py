@@ -24,7 +24,8 @@ _MAX_LINES = 10
 _MAX_EXAMPLES = 3
 _MAX_CHARACTERS = 160
 _SHOWN_COUNTS = ("shards", "cuts", "files", "bytes", "items decoded", "seconds decoded", "segments encoded again",
-                 "codes compared", "codes that differ")  # fmt: skip
+                 "codes compared", "codes that differ", "records of the manifests", "records found as cuts",
+                 "records found among the rejects", "records not found")  # fmt: skip
 
 
 def print_result(console: Console, result: DatasetResult) -> None:

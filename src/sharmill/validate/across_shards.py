@@ -15,14 +15,14 @@ from sharmill.errors import DamagedShard
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.index import DatasetRecord, ShardRecord
 from sharmill.shar.layout import BASE_FIELDS, CUTS, DATASET_FILE, SHARDS_FILE, codec_fields, sidecar_files
-from sharmill.validate.accounts import describe_segment, record_hash
+from sharmill.validate.accounts import RECORD_HASHES, NamedRecord, Records, find_records
 from sharmill.validate.checked_dataset import CheckedDataset
 from sharmill.validate.findings import Finding
 
 # A sum of seconds with three decimals each.
 _SECONDS_TOLERANCE: Final = 2e-3
 # What the check of a shard leaves of its cuts, for those over the whole dataset.
-CUT_HASHES: Final = np.dtype([("id", "u8"), ("record", "u8")])
+CUT_HASHES: Final = np.dtype([("id", "u8"), *RECORD_HASHES.descr])
 
 
 def check_index(subject: CheckedDataset) -> Iterator[Finding]:
@@ -107,12 +107,14 @@ class CutHashes:
                 for shard in sorted(set(shards)):
                     yield Finding(code="duplicate_id", sentence=sentence, shard=shard, field=CUTS, member=cut_id)
 
-    def name_records(self, wanted: set[int]) -> Iterator[tuple[int, int | None, str]]:
-        """(hash, shard, what names the record) of the cuts that came from records with these hashes."""
-        for index, cut in self._cuts("record", np.fromiter(wanted, np.uint64, len(wanted))):
-            if (key := record_hash(cut)) in wanted:
-                custom = cut["supervisions"][0]["custom"]
-                yield key, index, describe_segment(custom["audio_filepath"], custom.get("offset"), custom["duration"])
+    def records(self) -> Records:
+        """Return the records that the cuts came from, those that say so."""
+        hashes = np.empty(sum(map(len, self.parts)), dtype=RECORD_HASHES)
+        hashes["record"], hashes["text"] = self.column("record"), self.column("text")
+        return Records(hashes[hashes["record"] != 0], self._find_records)
+
+    def _find_records(self, column: str, wanted: set[int]) -> Iterator[NamedRecord]:
+        return find_records(self._cuts(column, np.fromiter(wanted, np.uint64, len(wanted))), column, wanted)
 
     def _cuts(self, column: str, wanted: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
         """The cuts of the shards that have any of the hashes, read again."""

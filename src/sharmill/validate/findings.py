@@ -64,6 +64,10 @@ CODES: Final[dict[str, Kind]] = {
         "a record of the manifest ended more often than it was there",
         "check that no --rejects was given twice; then begin the run anew with --restart",
     ),
+    "different_text": Kind(
+        "the text of a cut is not that of its record in the manifest",
+        "see which of the two is right; if it is the manifest, begin the run anew with --restart",
+    ),
     "unknown_record": Kind(
         "a record of the dataset or the rejects is in none of the manifests",
         "give all manifests of the dataset: --against is repeatable",

@@ -24,7 +24,9 @@ _INDEX_CODES: Final = frozenset({"index_gap", "wrong_totals", "wrong_name", "mis
 # Where the files are not to blame.
 _ONLY_INDEX: Final = frozenset({"index_gap", "wrong_totals", "wrong_name"})
 # No unit of the dataset mends these.
-_NOT_MENDED: Final = frozenset({"copied_context", "stray_file", "lost_record", "doubled_record", "unknown_record"})
+_NOT_MENDED: Final = frozenset(
+    {"copied_context", "different_text", "doubled_record", "lost_record", "stray_file", "unknown_record"}
+)
 
 
 class Redo(msgspec.Struct, frozen=True, order=True):

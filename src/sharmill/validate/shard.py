@@ -12,7 +12,7 @@ import xxhash
 from sharmill.errors import RejectRecord
 from sharmill.shar.items import Item
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
-from sharmill.validate.accounts import record_hash
+from sharmill.validate.accounts import cut_hashes
 from sharmill.validate.checked_dataset import CheckedDataset, Shard
 from sharmill.validate.contract import MALFORMED, check_contract
 from sharmill.validate.files import FileReader, ReadFile
@@ -33,13 +33,13 @@ class Checked:
 
     Attributes:
         ids: a 64-bit hash of each cut's id.
-        records: of each cut, a hash of the manifest record that it came from; 0 where the cut does not say.
+        records: of each cut, the ``RECORD_HASHES`` of the manifest record that it came from.
         stats: what adds up over the shards: cuts, bytes, items, seconds decoded ...
     """
 
     findings: list[Finding] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
-    records: list[int] = field(default_factory=list)
+    records: list[tuple[int, int]] = field(default_factory=list)
     stats: dict[str, float] = field(default_factory=dict)
 
     def count(self, name: str, number: float = 1) -> None:
@@ -63,7 +63,7 @@ class ShardCheck:
         cuts: list[dict[str, Any]] = contents.pop(CUTS, [])
         ids = [str(cut.get("id")) for cut in cuts]
         checked.ids = [xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) for name in ids]
-        checked.records = [record_hash(cut) for cut in cuts]
+        checked.records = [cut_hashes(cut) for cut in cuts]
         checked.count("cuts", len(cuts))
         for name, items in contents.items():
             checked.findings += _check_pairing(shard, name, ids, items)

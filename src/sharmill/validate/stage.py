@@ -15,7 +15,7 @@ from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.engine.versions import versions
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
 from sharmill.storage import Staging, checksum, open_atomic, write_atomic
-from sharmill.validate.accounts import ExpectedRecords, check_accounts
+from sharmill.validate.accounts import Accounts, ExpectedRecords, check_accounts
 from sharmill.validate.across_shards import CUT_HASHES, CutHashes, check_index, check_strays
 from sharmill.validate.checked_dataset import CheckedDataset, Shard, read_checked_dataset
 from sharmill.validate.findings import Finding, findings_to_lines, read_findings
@@ -110,8 +110,12 @@ class ValidateStage(Stage):
         commits = list(commits)
         subject = read_checked_dataset(self.dataset_dir)
         hashes = CutHashes.load(subject, [self.root / commit.files[1].name for commit in commits])
+        accounts = Accounts([], {})
+        if self.against is not None:
+            accounts = check_accounts(self.against, hashes.records(), compare_texts=subject.is_own)
         with open_atomic(self.findings_file) as merged:
-            merged.write(findings_to_lines(self._check_whole(subject, hashes)))
+            for found in (check_index(subject), check_strays(subject), hashes.find_duplicates(), accounts.findings):
+                merged.write(findings_to_lines(found))
             for commit in commits:
                 merged.write((self.root / commit.files[0].name).read_bytes())
         checked = _add_up_stats(commits)
@@ -119,7 +123,7 @@ class ValidateStage(Stage):
             self.dataset_dir,
             self.findings(),
             level=self.level(),
-            checked={"shards": len(commits), **checked},
+            checked={"shards": len(commits), **checked, **accounts.counts},
             unchecked=[*subject.unchecked, *self._unchecked(checked, hashes)],
         )
         write_atomic(self.report_file, encode_report(report))
@@ -135,14 +139,6 @@ class ValidateStage(Stage):
     def report(self) -> Report:
         """The report of the finished validation."""
         return read_report(self.report_file)
-
-    def _check_whole(self, subject: CheckedDataset, hashes: CutHashes) -> Iterator[Finding]:
-        yield from check_index(subject)
-        yield from check_strays(subject)
-        yield from hashes.find_duplicates()
-        if self.against is not None:
-            records = hashes.column("record")
-            yield from check_accounts(self.against, records[records != 0], hashes.name_records)
 
     def _unchecked(self, checked: dict[str, float], hashes: CutHashes) -> Iterator[str]:
         """What this level leaves unchecked."""
@@ -182,9 +178,8 @@ class ValidateProcessor(Processor):
         checked = self._check(shard)
         findings, hashes = f"parts/{unit.index:06d}.findings.jsonl", f"parts/{unit.index:06d}.npy"
         staging.path(findings).write_bytes(findings_to_lines(checked.findings))
-        both = np.empty(len(checked.ids), dtype=CUT_HASHES)
-        both["id"], both["record"] = checked.ids, checked.records
-        np.save(staging.path(hashes), both, allow_pickle=False)
+        rows = [(cut_id, *record) for cut_id, record in zip(checked.ids, checked.records, strict=True)]
+        np.save(staging.path(hashes), np.array(rows, dtype=CUT_HASHES), allow_pickle=False)
         seconds = shard.record.target_seconds if shard.record else 0.0
         stats = {"seconds": seconds, "checked": checked.stats}
         return Output(files=[findings, hashes], num_out=unit.size, stats=stats)

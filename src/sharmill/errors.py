@@ -47,6 +47,8 @@ REMEDIES: Final[dict[str, str]] = {
     "unreadable_audio": "copy these files again, or convert them to WAV or FLAC",
     "empty_audio": "copy these files again, or remove the records",
     "non_finite_audio": "make these files anew",
+    "silent_audio": "copy these files again, or remove the records",
+    "changed_audio": "restore the audio, or begin anew from prepare with --restart",
     "duration_mismatch": "correct duration and offset in the manifest, or raise prepare.duration_tolerance",
     "unsupported_rate": "set write.sampling_rate to a common rate",
     "unsupported_channels": "convert the audio to mono",
@@ -54,6 +56,7 @@ REMEDIES: Final[dict[str, str]] = {
     "duplicate_id": "remove records that are there twice",
     "single_utterance_speaker": "choose a coarser speaker_key, so that groups have more than one utterance",
     "no_similar_context": "lower match.min_similarity",
+    "only_copies": "give each speaker more than one recording, or remove the copies",
     "no_long_context": "lower match.min_duration",
 }
 
@@ -83,6 +86,9 @@ CODES: Final[dict[str, str]] = {
     "unknown_field": "a dataset has no such field",
     "unsupported_system": "this machine lacks a command, or its kernel a function, that is needed",
     "wrong_state": "a saved state is incomplete, damaged, or of another dataset, order or loader",
+    # Command line
+    "bad_usage": "a command has arguments or options that it does not take, or that exclude each other",
+    "no_run_dir": "a folder is not a run directory",
     # Inputs
     "bad_manifest": "a manifest cannot be read as JSON lines",
     "changed_input": "an input is no longer what the plan was made from",

@@ -160,9 +160,44 @@ def test_models_of_codecs_are_for_rechecking(capsys, tmp_path):
     assert message == "Error: --codec-model goes with --recheck-codes"
 
 
-def test_an_unknown_option_is_wrong_use(capsys, config):
-    assert ending("run", str(config()), "--retsart") == 2
-    assert "--retsart" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["run", "c.yaml", "--retsart"],
+            "Error: No such option '--retsart'. Did you mean '--restart'?; see sharmill run --help",
+        ),
+        (["run"], "Error: Missing argument 'CONFIG... [STAGE...] [KEY=VALUE...]'; see sharmill run --help"),
+        (["rnu", "c.yaml"], "Error: there is no command 'rnu', did you mean 'run'?; see sharmill --help"),
+        (["tune-btach"], "Error: there is no command 'tune-btach', did you mean 'tune-batch'?; see sharmill --help"),
+        (["xyz"], "Error: there is no command 'xyz'; see sharmill --help"),
+        (
+            ["plan", "c.yaml", "--ranks", "0"],
+            "Error: Invalid value for '--ranks': 0 is not in the range x>=1; see sharmill plan --help",
+        ),
+    ],
+)
+def test_wrong_use_of_commands_ends_with_one_line(arguments, line, capsys):
+    assert error_line(capsys, 2, *arguments) == line
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    assert ending() == 2
+    assert "Watch:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("name: [x\n", "line 2, column 1"),
+        ("name: a\nrun_dir b\nmatch: {}\n", "line 3, column 1"),
+        ("name: x\n\t- y\n", "line 2"),
+    ],
+)
+def test_a_typing_error_in_a_configuration_is_named_with_its_place(text, place, capsys, tmp_path):
+    (tmp_path / "c.yaml").write_text(text)
+    line = error_line(capsys, 2, "run", tmp_path / "c.yaml")
+    assert line.startswith(f"Error: {tmp_path / 'c.yaml'} is not valid YAML: {place}")
 
 
 def test_plan_takes_no_stages(capsys, config):

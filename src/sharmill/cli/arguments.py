@@ -42,7 +42,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], lis
     paths = [argument for argument in others if argument.endswith((".yaml", ".yml"))]
     names = [argument for argument in others if argument not in paths]
     if not paths:
-        raise ConfigError(f"no configuration among {' '.join(arguments)}: name a .yaml file")
+        raise ConfigError(f"no configuration among {' '.join(arguments)}: name a .yaml file", code="bad_usage")
     return paths, overrides, names
 
 
@@ -58,7 +58,7 @@ def parse_workers(text: str) -> int | str:
         ConfigError: it is neither.
     """
     if text != "auto" and not (text.isdigit() and int(text) > 0):
-        raise ConfigError(f"--workers is {text!r}; use 'auto' or a number from 1")
+        raise ConfigError(f"--workers is {text!r}; use 'auto' or a number from 1", code="bad_usage")
     return text if text == "auto" else int(text)
 
 
@@ -75,5 +75,5 @@ def read_findings(path: str | None, configs: Sequence[Config], *, restart: bool)
     if path is None:
         return None
     if restart or len(configs) > 1:
-        raise ConfigError("--redo is for one configuration, and without --restart")
+        raise ConfigError("--redo is for one configuration, and without --restart", code="bad_usage")
     return read_report(Path(path))

@@ -6,6 +6,7 @@ that ``sharmill --help`` starts neither torch nor NeMo nor Ray; what is heavy th
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 import signal
@@ -41,6 +42,15 @@ class GroupedCommands(click.Group):
             return super().get_command(ctx, cmd_name)
         name = cmd_name.replace("-", "_")
         return getattr(importlib.import_module(f"sharmill.cli.{name}"), name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        names = self.list_commands(ctx)
+        if args[0] not in names and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], names, n=1)
+            ctx.fail(f"there is no command '{args[0]}'" + (f", did you mean '{near[0]}'?" if near else ""))
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(len(name) for names in COMMANDS.values() for name in names)
@@ -82,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
         given = list(arguments) if arguments is not None else None
         sys.exit(cli.main(args=given, prog_name="sharmill", standalone_mode=False) or OK)
     except click.ClickException as error:
-        error.show()
+        click.echo(_describe_wrong_use(error), err=True)
         sys.exit(WRONG_USE)
     except (KeyboardInterrupt, click.Abort):
         click.echo("Interrupted. What is done is kept; run the same command again to go on.", err=True)
@@ -90,6 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     except SharmillError as error:
         click.echo(printable(f"Error: {error}"), err=True)
         sys.exit(status_of_error(error))
+
+
+def _describe_wrong_use(error: click.ClickException) -> str:
+    """Return one line for wrong use of a command; the whole help for a group without a command."""
+    # click has this class from 8.2 on; before, it prints the help itself.
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):
+        return error.format_message()
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "sharmill"
+    return printable(f"Error: {error.format_message().rstrip('.')}; see {command} --help")
 
 
 if __name__ == "__main__":

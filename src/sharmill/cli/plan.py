@@ -40,7 +40,7 @@ def plan(arguments: tuple[str, ...], ranks: int | None) -> int:
 
     paths, overrides, names = split_arguments(arguments)
     if names:
-        raise ConfigError(f"'plan' takes no stage names: {', '.join(names)}")
+        raise ConfigError(f"'plan' takes no stage names: {', '.join(names)}", code="bad_usage")
     console = make_console()
     for path in paths:
         print_plan(console, load_config(path, overrides), ranks)

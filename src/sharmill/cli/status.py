@@ -61,7 +61,7 @@ def print_status(console: Console, run_dir: Path) -> None:
 
     paths = RunDir(run_dir)
     if not paths.config.exists():
-        raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it")
+        raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
     # By its own path: the stored one is relative to where the run was started, if it is relative.
     stages = stages_of_run(dataclasses.replace(load_config(paths.config), run_dir=str(run_dir)))
     chain = read_state(paths)

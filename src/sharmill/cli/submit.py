@@ -47,7 +47,7 @@ def submit(
     paths, overrides, names = split_arguments(arguments)
     stages = list(STAGES) if names == ["all"] else [resolve_stage(name) for name in names]
     if not stages:
-        raise ConfigError("name a stage, or 'all'")
+        raise ConfigError("name a stage, or 'all'", code="bad_usage")
     if cluster == "debug":
         overrides.append("executor.workers=1")
     configs = [load_config(path, overrides) for path in paths]
@@ -58,7 +58,10 @@ def submit(
     console = make_console()
     if dry_run:
         if named is not None:
-            raise ConfigError("--dry-run shows what is left to do; with --redo that would have to be taken back first")
+            raise ConfigError(
+                "--dry-run shows what is left to do; with --redo that would have to be taken back first",
+                code="bad_usage",
+            )
         show_submission(console, configs, stages, loaded)
         return OK
     return worst(submit_all(console, configs, stages, loaded, restart=restart, wait=wait, redo=named))

@@ -48,7 +48,7 @@ def validate(arguments: tuple[str, ...], workers: str, **values: Any) -> int:
         return FINDINGS if report.errors else OK
     paths, overrides, names = split_arguments(arguments)
     if names:
-        raise ConfigError(f"'validate' takes configurations or one dataset, not {', '.join(names)}")
+        raise ConfigError(f"'validate' takes configurations or one dataset, not {', '.join(names)}", code="bad_usage")
     return run_configs(options.load_configs(paths, overrides), ["validate"], json_file=options.json_file)
 
 
@@ -76,7 +76,7 @@ class Options:
         try:
             return ValidateConfig(deep=self.deep, recheck_codes=self.recheck_codes, codec_models=self._models())
         except ValueError as error:
-            raise ConfigError(f"--recheck-codes {self.recheck_codes}: {error}") from error
+            raise ConfigError(f"--recheck-codes {self.recheck_codes}: {error}", code="bad_usage") from error
 
     def load_configs(self, paths: Sequence[str], overrides: Sequence[str]) -> list[Config]:
         """Return the configurations, with the options in place of what they say themselves.
@@ -90,10 +90,11 @@ class Options:
         if self.against or self.rejects or self.audio_roots:
             raise ConfigError(
                 "--against, --rejects and --audio-root are for a dataset directory; "
-                "a configuration knows its own: validate.against_sources=true"
+                "a configuration knows its own: validate.against_sources=true",
+                code="bad_usage",
             )
         if self.json_file is not None and len(paths) > 1:
-            raise ConfigError("--json is for one configuration")
+            raise ConfigError("--json is for one configuration", code="bad_usage")
         level = self.level()
         options = [f"validate.codec_models.{codec}={model}" for codec, model in level.codec_models.items()]
         if self.deep:
@@ -114,7 +115,7 @@ class Options:
 
         if not self.against:
             if self.rejects or self.audio_roots:
-                raise ConfigError("--rejects and --audio-root go with --against")
+                raise ConfigError("--rejects and --audio-root go with --against", code="bad_usage")
             return None
         # Only the records are read, and --audio-root says what absolute paths are below.
         sources = tuple(NemoSource(manifest=manifest, audio_root=".") for manifest in self.against)
@@ -123,12 +124,12 @@ class Options:
     def check_models(self, level: ValidateConfig) -> None:
         """Raise ConfigError where models are named and nothing is encoded again."""
         if self.codec_models and not level.recheck_share:
-            raise ConfigError("--codec-model goes with --recheck-codes")
+            raise ConfigError("--codec-model goes with --recheck-codes", code="bad_usage")
 
     def _models(self) -> dict[str, str]:
         pairs = [text.partition("=") for text in self.codec_models]
         if wrong := [codec for codec, separator, model in pairs if not (codec and separator and model)]:
-            raise ConfigError(f"--codec-model {wrong[0]}: write CODEC=MODEL")
+            raise ConfigError(f"--codec-model {wrong[0]}: write CODEC=MODEL", code="bad_usage")
         return {codec: model for codec, _, model in pairs}
 
     def check_json_file(self) -> None:
@@ -138,7 +139,7 @@ class Options:
         if self.json_file is None:
             return
         if Path(self.json_file).is_dir():
-            raise ConfigError(f"--json {self.json_file} is a folder; name a file")
+            raise ConfigError(f"--json {self.json_file} is a folder; name a file", code="bad_usage")
         require_writable(Path(self.json_file).parent)
 
 
@@ -155,7 +156,10 @@ def check_directory(console: Console, arguments: Sequence[str], options: Options
     from sharmill.validate.report import encode_report
 
     if len(arguments) > 1:
-        raise ConfigError(f"'validate' takes one dataset, or configurations that end in .yaml: {' '.join(arguments)}")
+        raise ConfigError(
+            f"'validate' takes one dataset, or configurations that end in .yaml: {' '.join(arguments)}",
+            code="bad_usage",
+        )
     options.check_json_file()
     level = options.level()
     options.check_models(level)

@@ -87,9 +87,7 @@ def _read_merged(kind: type, path: Path, overrides: Sequence[str]) -> dict[str, 
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}", code="bad_config_file") from error
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{path} is not valid YAML: {' '.join(str(error).split())}", code="bad_config_file"
-        ) from error
+        raise ConfigError(f"{path} is not valid YAML: {_describe_yaml_error(error)}", code="bad_config_file") from error
     except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}", code="bad_config_value") from error
     if not isinstance(values, dict):
@@ -139,6 +137,15 @@ def _source_type(name: Any, number: int, origin: str) -> type[Source]:
     if not (isinstance(kind, type) and issubclass(kind, Source) and dataclasses.is_dataclass(kind)):
         raise ConfigError(f"{where}: {name} is not a dataclass derived from sharmill.sources.Source", code="bad_plugin")
     return kind
+
+
+def _describe_yaml_error(error: Exception) -> str:
+    """Return the problem of an error of PyYAML, and its place, as one line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    problem = " ".join(str(getattr(error, "problem", "")).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}; look at this line and the one before it"
 
 
 def _override_value(text: str, expected: Any) -> Any:

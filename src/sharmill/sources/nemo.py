@@ -174,9 +174,7 @@ def _remedy_of_path(path: Path) -> str:
     if "*" in name or "?" in name:
         return "'*' and '?' find no files here; name numbered files as manifest_{0..63}.json, or list several sources"
     if not path.is_absolute():
-        return (
-            f"the path is relative to {Path.cwd()}; correct manifest in sources, or run from the folder that it means"
-        )
+        return f"the path is relative to {Path.cwd()}; correct manifest in sources, or run from its folder"
     return "correct manifest in sources"
 
 

@@ -27,6 +27,8 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.script("scontrol", "echo 'MaxArraySize            = 4'")
+        # submitit looks for srun, and takes a machine without one for no cluster.
+        self.script("srun", "exit 1")
         self.script("squeue", "true")
         self.script("scancel", 'echo "$@" >> cancelled')
         self.script("sbatch", "echo Submitted batch job $(wc -l < sbatch.calls)")

@@ -21,7 +21,7 @@ demo: venv
 	$(BIN)/sharmill demo demo
 
 test: venv
-	$(BIN)/python -m pytest -m "not slow and not slurm and not ray" $(PYTEST)
+	EXAMPLES=quick $(BIN)/python -m pytest -m "not slow and not slurm and not ray" $(PYTEST)
 
 test-all: venv
 	$(BIN)/python -m pytest -m "not slurm and not ray" $(PYTEST)

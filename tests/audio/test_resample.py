@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.audio import RATES, container, one_torch_thread, speech_like, write
+from support.properties import examples
 
 from sharmill.audio.files import read
 from sharmill.audio.resample import resample, resampled_length, segment_bounds
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     offset=st.floats(0, 1e5),
     duration=st.one_of(st.floats(0, 1e4), st.integers(0, 10**7).map(lambda n: n / 1000)),
@@ -80,7 +81,7 @@ def test_resample_leaves_equal_rates_and_its_input_alone():
     assert len(resample(samples, 16000, 8000)) == 500
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 30000), st.sampled_from(RATES), st.sampled_from(RATES))
 def test_resampled_length_is_what_resample_returns(num_samples, from_rate, to_rate):
     resampled = resample(np.zeros(num_samples, dtype=np.float32), from_rate, to_rate)
@@ -92,7 +93,7 @@ def test_resampled_length_of_long_audio():
     assert resampled_length(30_000_001, 16000, 24000) == 45_000_002
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(1, 10**9), st.sampled_from(RATES), st.sampled_from(RATES))
 def test_resampled_length_is_that_of_lhotse(num_samples, from_rate, to_rate):
     from lhotse import Recording

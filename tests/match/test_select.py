@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paths import TESTS
+from support.properties import examples
 
 from sharmill.match.select import select_context
 
@@ -122,7 +123,7 @@ def as_cosine(square: float) -> float:
     return math.copysign(math.sqrt(abs(square)), square) if math.isfinite(square) else square
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(problems())
 def test_the_choice_is_that_of_the_published_walk(problem):
     index, similarity = problem.select()
@@ -132,7 +133,7 @@ def test_the_choice_is_that_of_the_published_walk(problem):
     assert (index.dtype, similarity.dtype) == (np.int64, np.float32)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(problems(max_rows=100), st.sampled_from(["best", "sample"]))
 def test_tensors_give_what_arrays_give(problem, choice):
     index, similarity = problem.select(choice=choice)
@@ -142,7 +143,7 @@ def test_tensors_give_what_arrays_give(problem, choice):
     np.testing.assert_array_equal(torch_similarity.numpy(), similarity)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems(max_rows=100), st.integers(1, 7), st.integers(0, 1000))
 def test_a_sample_is_one_of_the_best_survivors_whatever_the_blocks(problem, sample_size, seed):
     options = {"choice": "sample", "sample_size": sample_size, "seed": seed}

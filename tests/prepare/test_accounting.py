@@ -7,6 +7,7 @@ from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.properties import examples
 
 from sharmill.errors import REASONS
 
@@ -65,7 +66,7 @@ def number_of(record):
     return int("".join(character for character in record if character.isdigit()))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(lines=inputs(), unit_records=st.integers(1, 5), filtered=st.booleans(), require_text=st.booleans())
 def test_in_equals_out_and_rejects(lines, unit_records, filtered, require_text, prepare_records, tmp_path_factory):
     prepared = prepare_records(

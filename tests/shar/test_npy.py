@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from support.properties import examples
 
 from sharmill.errors import DamagedShard
 from sharmill.shar.npy import array_from_bytes, array_to_bytes
@@ -17,7 +18,7 @@ from sharmill.shar.npy import array_from_bytes, array_to_bytes
 DTYPES = st.sampled_from([np.dtype(name) for name in ("int16", "int32", "int64", "float32", "bool", ">i2")])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(DTYPES.flatmap(lambda dtype: arrays.arrays(dtype, arrays.array_shapes(min_dims=0, max_dims=3, min_side=0))))
 def test_arrays_come_back(array):
     found = array_from_bytes(array_to_bytes(array), "x")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.errors import raises
+from support.properties import examples
 from support.reader import make_dataset, numbers
 
 from sharmill.errors import ConfigError
@@ -49,7 +50,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @given(OPTIONS, st.integers(1, 9))
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(30), suppress_health_check=[HealthCheck.too_slow])
 def test_parts_divide_the_one_order(dataset, options, count):
     whole = list(open_shar(dataset, [], **options))
     assert sorted(numbers(whole)) == list(range(TOTAL))
@@ -61,7 +62,7 @@ def test_parts_divide_the_one_order(dataset, options, count):
 
 
 @given(OPTIONS, st.integers(1, 5), st.integers(0, 3 * TOTAL))
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 def test_with_as_many_parts_the_order_is_as_without_interruption(dataset, options, count, taken):
     options |= {"infinite": True, "block_size": 1}
     expected = [list(islice(numbers_of(reader), 4 * TOTAL)) for reader in parts(dataset, count, **options)]

@@ -15,6 +15,7 @@ from lhotse import Recording
 from lhotse.array import Array, TemporalArray
 from lhotse.shar import ArrayTarWriter, AudioTarWriter
 from lhotse.shar.readers.tar import TarIterator
+from support.properties import examples
 from support.shar import members_of
 
 from sharmill.errors import DamagedShard
@@ -69,7 +70,7 @@ def test_headers_carry_no_time_and_no_owner(tar):
     assert archive(MEMBERS) == archive(MEMBERS)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -7,6 +7,7 @@ import tarfile
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.properties import examples
 
 from sharmill.audio.encoding import encode
 from sharmill.audio.files import probe_bytes
@@ -53,7 +54,7 @@ def test_the_items_of_an_archive_are_views_with_its_size_and_checksum(archive):
     assert [item[3] for item in quick(archive)] == [{"size": size} for size in (0, 1, 511, 512, 513, 1500)]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_byte_is_seen_by_both_or_by_none(archive, tmp_path, data):
     content = bytearray(archive.read_bytes())
@@ -64,7 +65,7 @@ def test_a_changed_byte_is_seen_by_both_or_by_none(archive, tmp_path, data):
     assert quick(path) == strict(path)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_an_archive_that_is_cut_off_or_too_long_is_seen_by_both(archive, tmp_path, data):
     content = archive.read_bytes()
@@ -96,7 +97,7 @@ def test_placeholders_are_items_without_data(tmp_path):
     assert quick(path) == strict(path) == [("a", "nodata", None, None), ("b", "bin", b"1", {})]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.sampled_from(["flac", "wav", "mp3", "opus"]),
     st.sampled_from([8000, 16000, 48000]),

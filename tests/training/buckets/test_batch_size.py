@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.errors import raises
 from support.pipelines import run_sharmill
+from support.properties import examples
 
 from sharmill.errors import ConfigError, FatalError
 from sharmill.training.buckets import step_process
@@ -31,7 +32,7 @@ SMALL = Budget("cpu", 512 * 2**20, 2**34)
 MIB = 2**20
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=1, max_size=8, unique=True),
     st.integers(80, 5000),

@@ -14,6 +14,7 @@ from lhotse import CutSet
 from lhotse.dataset.sampling.dynamic_bucketing import estimate_duration_buckets
 from support.errors import raises
 from support.pipelines import run_sharmill, shar_fields
+from support.properties import examples
 from support.shar import ToyCodec, copy, lines, rewrite, voice
 
 from sharmill.errors import ConfigError, DamagedShard
@@ -209,7 +210,7 @@ def test_two_dimensions_are_those_of_nemo(name, buckets, sub_buckets):
     np.testing.assert_allclose([bound.max_ratio for bound in ours], ratios, atol=0.0006, rtol=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.05, 40.0), st.integers(0, 500)), min_size=3, max_size=200),
     st.integers(2, 12),
@@ -229,7 +230,7 @@ def test_every_cut_has_a_bucket_or_too_many_tokens(cuts, buckets, sub_buckets):
         assert bucket == (fitting[0] if fitting else -1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(0, 40)), min_size=3, max_size=200),
     st.integers(2, 12),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.errors import raises
 
 from sharmill.errors import FatalError, RejectRecord
 from sharmill.manifest import (
@@ -173,5 +174,5 @@ def test_lines_are_read_at_offsets_in_the_order_asked_for(lines, data, tmp_path_
 def test_a_file_that_was_shortened_is_noticed(offset, tmp_path):
     path = tmp_path / "lines"
     path.write_bytes(b"abc\nde")
-    with pytest.raises(FatalError, match="is shorter than when it was planned"):
+    with raises(FatalError, "changed_input", str(path)):
         read_lines_at(path, np.array([0, offset]))

@@ -290,6 +290,8 @@ def read_lines_at(path: Path, offsets: np.ndarray) -> list[bytes]:
             stream.seek(int(offsets[position]))
             line = stream.readline()
             if not line.endswith(b"\n"):
-                raise FatalError(f"{path} is shorter than when it was planned; run this stage with --restart")
+                raise FatalError(
+                    f"{path} is shorter than when it was planned; run this stage with --restart", code="changed_input"
+                )
             lines[position] = line.rstrip(b"\n")
     return lines

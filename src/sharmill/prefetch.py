@@ -1,4 +1,4 @@
-"""Results made ahead of their use, in threads: what decodes while a model, a checker or a training works."""
+"""Computation of results ahead of their use, in a bounded pool of threads: decoding while a model works."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def prefetch(
     ahead: float,
     weigh: Callable[[Item], float] = lambda item: 1.0,
 ) -> Iterator[Result]:
-    """The results in the order of the items, some of them made before they are asked for.
+    """Yield the results in the order of the items; some of them are made before they are asked for.
 
     Those that wait, or are being made, together weigh at most ``ahead``, unless they are no more than ``threads``.
     Threads serve, since decoding and resampling release the interpreter's lock. An error is raised where its result
     would have come.
     """
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="ahead") as pool:
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="prefetch") as pool:
         pending: deque[tuple[Future[Result], float]] = deque()
         weight = 0.0
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from support.errors import raises
 
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.match.speaker_key import PRESETS, make_speaker_key
@@ -151,11 +152,11 @@ def test_a_key_of_nothing_is_rejected():
 @pytest.mark.parametrize(
     ("spec", "advice"),
     [
-        ("librispech", r"no preset 'librispech'; did you mean librispeech\?"),
-        ("RivaLindy", r"did you mean rivaLindyRodney\?"),
-        ("zzzzzz", "use one of speaker, all, librispeech"),
-        ("", "use one of speaker"),
-        (r"^([^/]+)/", r"has no named groups; write each part of the key as \(\?P<name>"),
+        ("librispech", "'librispech'; did you mean librispeech?"),
+        ("RivaLindy", "rivaLindyRodney"),
+        ("zzzzzz", "speaker, all, librispeech"),
+        ("", "speaker, all"),
+        (r"^([^/]+)/", "(?P<name>"),
         (r"^(?<voice>[^/]+)/", "has no named groups"),
         (r"\(?P<voice>", "has no named groups"),
         (r"^(?P<voice>[^/]+/", "is not a valid regular expression"),
@@ -163,7 +164,7 @@ def test_a_key_of_nothing_is_rejected():
     ],
 )
 def test_a_wrong_specification_is_a_configuration_error_that_says_what_to_change(spec, advice):
-    with pytest.raises(ConfigError, match=advice) as caught:
+    with raises(ConfigError, "bad_config_value", advice) as caught:
         make_speaker_key(spec)
     assert str(caught.value).startswith("speaker_key: ")
     assert "\n" not in str(caught.value)

@@ -466,7 +466,7 @@ def test_a_restart_leaves_no_manifest_of_other_limits(project):
     match(project, min_similarity=0.5, restart=True)
     names = {path.name for path in (project.run_dir / "manifests").glob("*withContext*")}
     assert names == {"small_withContextAudioMinDur3.0MinSSIM0.5.json", other.name}
-    with pytest.raises(ConfigError, match="run the stage match first"):
+    with raises(ConfigError, "stage_not_run", "match"):
         run(WriteStage(project.configure()))
 
 
@@ -485,7 +485,7 @@ def test_a_lost_matched_manifest_is_merged_again(project):
 
 def test_without_prepare_there_is_nothing_to_match(project):
     add(project, "a.wav", 200)
-    with pytest.raises(ConfigError, match="run the stage prepare first"):
+    with raises(ConfigError, "stage_not_run", "prepare"):
         run(MatchStage(project.configure()))
 
 

@@ -122,7 +122,7 @@ def settle(segments):
         if suspect:
             if repeated and keeper.is_duplicate(utterance):
                 continue
-            keeper.settle(utterance)
+            keeper.make_unique(utterance)
         kept.append((segment, utterance.recording_id, utterance.cut_id))
     return kept
 

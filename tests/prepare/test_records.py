@@ -139,10 +139,8 @@ def test_filter_on_the_duration(prepare_records, tmp_path):
 
 @pytest.mark.parametrize("text", ["", "0.03", "=< 3", "<=", "<= x", "<= nan", "< 1 > 0", "~ 3"])
 def test_filter_that_is_no_comparison(text):
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "bad_config_value", "prepare.filters.cer", repr(text)):
         parse_filters({"cer": text})
-    expected = f"prepare.filters.cer: {text!r} is not a comparison with a number, such as '<= 0.03'"
-    assert str(caught.value) == expected
 
 
 def test_output_is_in_the_order_of_the_input_whatever_the_units(prepare_records, tmp_path):
@@ -170,7 +168,7 @@ def test_prepared_manifest_is_named_after_the_only_manifest(prepare_records, tmp
 
 def test_missing_shard_is_named_before_any_work(audio_root, tmp_path):
     write_manifest(tmp_path / "m_0.json", [make_record()])
-    with pytest.raises(ConfigError, match=r"m_1\.json"):
+    with raises(ConfigError, "missing_input", "m_1.json"):
         run_prepare(config_for(tmp_path, [(tmp_path / "m_{0..1}.json", audio_root)]))
     assert not (tmp_path / "run/prepare").exists()
 

@@ -42,7 +42,7 @@ def test_sixty_four_shards():
 
 @pytest.mark.parametrize("pattern", ["m_{3..0}.json", "m_{0..99999999999}.json"])
 def test_ranges_that_make_no_sense(pattern):
-    with pytest.raises(ConfigError, match="the range in m_"):
+    with raises(ConfigError, "bad_config_value", pattern):
         expand_shards(pattern)
 
 
@@ -64,7 +64,7 @@ def test_identity_is_size_and_checksum_of_every_shard(tmp_path):
 
 def test_missing_shard_is_named(tmp_path):
     (tmp_path / "m_0.json").write_bytes(LINE)
-    with pytest.raises(ConfigError, match=r"m_1\.json: No such file"):
+    with raises(ConfigError, "missing_input", "m_1.json"):
         NemoSource(manifest=str(tmp_path / "m_{0..1}.json"), audio_root="audio").identity()
 
 
@@ -176,16 +176,14 @@ NO_MANIFESTS = [
 def test_what_is_no_manifest_is_refused_in_one_line(spoil, message, tmp_path):
     path = tmp_path / "m.json"
     spoil(path)
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "bad_manifest", f"the manifest {path} {message}") as caught:
         NemoSource(manifest=str(path), audio_root="audio").identity()
-    assert str(caught.value) == f"the manifest {path} {message}"
+    assert "\n" not in str(caught.value)
 
 
 def test_missing_manifest(tmp_path):
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "missing_input", str(tmp_path / "m.json")):
         NemoSource(manifest=str(tmp_path / "m.json"), audio_root="audio").identity()
-    expected = f"cannot read the manifest {tmp_path / 'm.json'}: No such file or directory; correct manifest in sources"
-    assert str(caught.value) == expected
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from lhotse import CutSet
+from support.errors import raises
 from support.pipelines import shar_fields
 from support.shar import Project, lines, put, run, snapshot, voice
 
@@ -242,7 +243,7 @@ def test_a_dataset_of_another_run_is_left_alone(project, tmp_path, built, restar
     project.write()
     own = snapshot(project.dataset)
     config = project.configure(dataset_dir=str(other.dataset))
-    with pytest.raises(ConfigError, match="is not empty and was not written from"):
+    with raises(ConfigError, "foreign_output", str(other.dataset)):
         run(WriteStage(config), restart=restart)
     assert snapshot(other.dataset) == before
     assert snapshot(project.dataset) == own
@@ -251,7 +252,7 @@ def test_a_dataset_of_another_run_is_left_alone(project, tmp_path, built, restar
 
 def test_a_missing_matched_manifest_is_named(project):
     fill(project, 2)
-    with pytest.raises(ConfigError, match="run the stage match first"):
+    with raises(ConfigError, "stage_not_run", "match"):
         run(WriteStage(project.configure()))
 
 

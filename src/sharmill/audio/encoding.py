@@ -31,15 +31,21 @@ def check_encoder(format: str, sampling_rate: int) -> None:
         ConfigError: it cannot; the message says what to set instead.
     """
     if format not in _ENCODINGS:
-        raise ConfigError(f"audio format {format!r} cannot be written; choose one of {', '.join(ENCODERS)}")
+        raise ConfigError(
+            f"audio format {format!r} cannot be written; choose one of {', '.join(ENCODERS)}", code="bad_config_value"
+        )
     rates = _ENCODINGS[format][2]
     if rates is not None and sampling_rate not in rates:
         raise ConfigError(
             f"{format} cannot hold audio at {sampling_rate} Hz: set sampling_rate to one of "
-            f"{', '.join(map(str, rates))}, or audio_format to flac"
+            f"{', '.join(map(str, rates))}, or audio_format to flac",
+            code="bad_config_value",
         )
     if format == "flac" and sampling_rate > _FLAC_MAX_ANY_RATE and sampling_rate % 10:
-        raise ConfigError(f"flac cannot hold audio at {sampling_rate} Hz: set sampling_rate, or audio_format to wav")
+        raise ConfigError(
+            f"flac cannot hold audio at {sampling_rate} Hz: set sampling_rate, or audio_format to wav",
+            code="bad_config_value",
+        )
 
 
 def encode(audio: np.ndarray, sampling_rate: int, format: str) -> bytes:

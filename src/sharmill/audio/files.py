@@ -47,7 +47,7 @@ _SHORTENED_CHUNK: Final = re.compile(
 
 @dataclass(frozen=True)
 class AudioInfo:
-    """What the header of an audio file says.
+    """The header of an audio file.
 
     Args:
         sampling_rate: in Hz.
@@ -65,7 +65,7 @@ class AudioInfo:
 
 
 def probe(path: str | os.PathLike[str]) -> AudioInfo:
-    """The header of an audio file; any number of channels.
+    """Read the header of an audio file; any number of channels.
 
     Only an MP3 without a length in its first frame is read as a whole, to count its frames.
 
@@ -78,7 +78,7 @@ def probe(path: str | os.PathLike[str]) -> AudioInfo:
 
 
 def probe_bytes(data: bytes) -> AudioInfo:
-    """Like ``probe``, for the content of a file."""
+    """Read the header of an audio file in memory, as ``probe``."""
     source = io.BytesIO(data)
     with _open_sound(source, "audio data") as sound:
         return _header(sound, source, "audio data")
@@ -107,7 +107,7 @@ def read(path: str | os.PathLike[str], start: int = 0, num_samples: int | None =
 
 
 def decode(data: bytes) -> tuple[np.ndarray, int]:
-    """Like ``read`` for a whole file, given its content."""
+    """Decode an audio file in memory, as ``read`` does a whole file."""
     return _decode(io.BytesIO(data), "audio data", 0, None)
 
 
@@ -118,7 +118,7 @@ def check_finite(audio: np.ndarray, name: str) -> None:
 
 
 def _open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """A regular file, opened for reading without a buffer: its descriptor is libsndfile's to move."""
+    """Open a regular file for reading without a buffer: its descriptor is libsndfile's to move."""
     path = Path(path)
     try:
         # Before opening: opening a FIFO would wait for its writer, opening a device may do anything.
@@ -189,7 +189,7 @@ def _has_exact_seeks(sound: sf.SoundFile) -> bool:
 
 
 def _decode_samples(sound: sf.SoundFile, start: int, wanted: int, size: int, name: str) -> np.ndarray:
-    """Samples (wanted,) from ``start`` on, or fewer where the decoder gives up."""
+    """Decode samples (wanted,) from ``start`` on, or fewer where the decoder gives up."""
     end = start + wanted
     seekable = _has_exact_seeks(sound)
     # Blocks, so that a wrong header cannot ask for more memory than there is audio. But soundfile seeks after
@@ -226,7 +226,7 @@ def _check_container(sound: sf.SoundFile, source: BinaryIO, name: str) -> None:
 
 
 def _bytes_from(source: BinaryIO, start: int, size: int | None = None) -> bytes:
-    """Bytes of ``source``, read apart from its position, which is libsndfile's."""
+    """Read bytes of ``source``, apart from its position, which is libsndfile's."""
     size = _size(source) if size is None else size
     if isinstance(source, io.BytesIO):
         return bytes(source.getbuffer()[start : start + size])

@@ -19,7 +19,7 @@ _TRAILERS: Final = (b"TAG", b"APETAGEX", b"LYRICSBEGIN", b"ID3")
 
 
 def count_samples(read: ReadBytes, name: str, estimate: int) -> int:
-    """Samples in an MP3: libsndfile's number where a Xing or Info frame states it, else counted.
+    """Return the samples in an MP3: libsndfile's number where a Xing or Info frame states it, else counted.
 
     Without such a frame libsndfile extrapolates from the size of the first: wrong by a frame or so at a
     constant bit rate, by any factor at a variable one.
@@ -38,7 +38,7 @@ def count_samples(read: ReadBytes, name: str, estimate: int) -> int:
 
 
 def _count_frames(data: bytes, name: str) -> int:
-    """Samples per channel in the complete layer III frames of ``data``."""
+    """Count the samples per channel in the complete layer III frames of ``data``."""
     position = num_samples = 0
     while position + 4 <= len(data):
         size, samples = read_frame_header(data[position : position + 4])
@@ -53,7 +53,7 @@ def _count_frames(data: bytes, name: str) -> int:
 
 
 def read_frame_header(header: bytes) -> tuple[int, int]:
-    """Bytes and samples per channel of the layer III frame with this 4-byte header; (0, 0) if it is none."""
+    """Return bytes and samples per channel of the layer III frame with this 4-byte header; (0, 0) if it is none."""
     version, layer = (header[1] >> 3) & 3, (header[1] >> 1) & 3
     kbps, rate = header[2] >> 4, (header[2] >> 2) & 3
     if header[0] != 0xFF or header[1] < 0xE0 or version == 1 or layer != 1 or kbps in (0, 15) or rate == 3:

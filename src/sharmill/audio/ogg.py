@@ -1,4 +1,4 @@
-"""Ogg pages (RFC 3533): a fixed stream serial number, and whether all pages of a file are there and intact.
+"""Ogg pages (RFC 3533): a fixed stream serial number, and a check that all pages of a file are there and intact.
 
 Knows nothing about the codec inside the pages.
 """
@@ -16,7 +16,7 @@ _REVERSED: Final = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def checksum(page: bytes | bytearray) -> int:
-    """CRC-32 of a page whose checksum field is zero: polynomial 0x04c11db7, not reflected, no inversions.
+    """Compute the CRC-32 of a page whose checksum field is zero: polynomial 0x04c11db7, not reflected, no inversions.
 
     That is zlib's CRC of the bit-reversed bytes, its two inversions undone: computed in C.
     """
@@ -25,7 +25,7 @@ def checksum(page: bytes | bytearray) -> int:
 
 
 def with_serial(stream: bytes, serial: int) -> bytes:
-    """``stream`` with ``serial`` as the serial number of all its pages and the checksums made right again.
+    """Return ``stream`` with ``serial`` as the serial number of all its pages and the checksums made right again.
 
     Encoders draw the number at random, for multiplexing; in a file of one stream it makes equal audio differ.
 
@@ -53,7 +53,7 @@ def with_serial(stream: bytes, serial: int) -> bytes:
 
 
 def is_intact(stream: bytes) -> bool:
-    """Whether ``stream`` is pages with right checksums, end to end; something that is no Ogg may follow."""
+    """Return True for pages with right checksums, end to end; something that is no Ogg may follow."""
     position = 0
     while size := _page_bytes(stream, position):
         if not _has_right_checksum(stream[position : position + size]):
@@ -63,7 +63,7 @@ def is_intact(stream: bytes) -> bool:
 
 
 def ends_inside_page(stream: bytes) -> bool:
-    """Whether the last page of ``stream`` is incomplete."""
+    """Return True if the last page of ``stream`` is incomplete."""
     position = stream.rfind(b"OggS")
     if position < 0:
         return False
@@ -77,7 +77,7 @@ def _has_right_checksum(page: bytes | bytearray) -> bool:
 
 
 def _page_bytes(stream: bytes, position: int) -> int:
-    """Size of the page that starts at ``position``, 0 where no whole page header is."""
+    """Return the size of the page that starts at ``position``, 0 where no whole page header is."""
     header = stream[position : position + _HEADER_BYTES]
     if len(header) < _HEADER_BYTES or header[:5] != b"OggS\0":
         return 0

@@ -18,7 +18,7 @@ _MAX_FILTER_SIZE: Final = 1 << 23
 
 
 def segment_bounds(offset: float, duration: float, sampling_rate: int) -> tuple[int, int]:
-    """First sample and number of samples of a segment given in seconds; each is rounded as Lhotse rounds it.
+    """Return first sample and number of samples of a segment given in seconds; each is rounded as Lhotse rounds it.
 
     Raises:
         ValueError: ``offset`` or ``duration`` is negative or not finite.
@@ -29,7 +29,7 @@ def segment_bounds(offset: float, duration: float, sampling_rate: int) -> tuple[
 
 
 def resampled_length(num_samples: int, from_rate: int, to_rate: int) -> int:
-    """Number of samples that ``resample`` makes of ``num_samples``; of a handful it can make 0."""
+    """Return the number of samples that ``resample`` makes of ``num_samples``; of a handful it can make 0."""
     if from_rate == to_rate:
         return num_samples
     # Through seconds in floating point, since that is how Lhotse's Recording.resample computes it.
@@ -65,13 +65,13 @@ def resample(audio: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
 
 
 def _round_half_up(num_samples: float) -> int:
-    """Lhotse's ``compute_num_samples``, which cannot be imported without torch."""
+    """Round as Lhotse's ``compute_num_samples``, which cannot be imported without torch."""
     return int(Decimal(round(num_samples, ndigits=8)).quantize(Decimal(0), rounding=ROUND_HALF_UP))
 
 
 def _check_ratio(from_rate: int, to_rate: int) -> None:
-    """The filter has a phase for every output sample until the two rates meet again: for rates without a common divisor
-    that is gigabytes, which one odd recording must not cost."""
+    """Raise RejectRecord for two rates whose filter would take gigabytes: it has a phase for every output sample until
+    the rates meet again, which without a common divisor is late."""
     divisor = math.gcd(from_rate, to_rate)
     if (from_rate // divisor) * (to_rate // divisor) > _MAX_FILTER_SIZE:
         raise RejectRecord("unsupported_rate", f"{from_rate} Hz and {to_rate} Hz have no small common ratio")

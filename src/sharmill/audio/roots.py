@@ -1,4 +1,4 @@
-"""Audio roots: where the audio paths of a manifest lie, inside one folder and never a command.
+"""Audio roots: the files that the audio paths of a manifest stand for, inside one folder and never a command.
 
 Every stage asks here, so that all of them agree on which file a path means.
 """

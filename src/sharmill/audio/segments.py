@@ -1,4 +1,4 @@
-"""Reading of a manifest's segments: where their samples lie, and whether the audio still is what it was.
+"""Reading of a manifest's segments, and the check that their audio still is what it was.
 
 A stage that reads a segment gets, beside the samples, notes about the file as it was read. The next stage that reads
 the segment compares with them.
@@ -62,7 +62,7 @@ class SegmentAudio:
 
 @dataclass(frozen=True)
 class SegmentReader:
-    """Reads segments below the audio roots of the sources, and rejects audio that is silent or has been replaced.
+    """A reader of segments below the audio roots of the sources; it rejects audio that is silent or was replaced.
 
     Args:
         roots: the audio roots of the sources.

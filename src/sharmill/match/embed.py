@@ -40,7 +40,10 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class Embedder:
-    """Decodes ahead in ``threads`` threads, resamples to the encoder's rate, embeds in batches of padded seconds."""
+    """A speaker encoder, fed by ``threads`` threads that decode and resample ahead of its batches.
+
+    ``batch_seconds`` is the audio in one batch, padding included.
+    """
 
     encoder: SpeakerEncoder
     reader: SegmentReader

@@ -25,7 +25,7 @@ class _Head(msgspec.Struct):
 
 @dataclass(frozen=True)
 class ManifestIndex:
-    """What is kept of N lines while planning, 20 bytes each; making it needs about 100.
+    """Offsets, durations and groups of N lines, for planning: 20 bytes a line; making it needs about 100.
 
     Attributes:
         offsets: (N,) int64, where each line begins.
@@ -39,7 +39,7 @@ class ManifestIndex:
 
 
 def index_manifest(path: Path, group_key: GroupKey) -> ManifestIndex:
-    """Reads a prepared manifest once. Groups are told apart by 128-bit hashes of their keys."""
+    """Read a prepared manifest once. Groups are told apart by 128-bit hashes of their keys."""
     offsets, seconds = array("q"), array("f")
     high, low = array("Q"), array("Q")
     decoder = msgspec.json.Decoder(_Head)
@@ -59,7 +59,7 @@ def index_manifest(path: Path, group_key: GroupKey) -> ManifestIndex:
 
 
 def _number(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """The number of each entry's key (N,), keys being numbered as they first appear."""
+    """Return the number of each entry's key (N,), keys being numbered as they first appear."""
     order = np.lexsort((low, high))
     high, low = high[order], low[order]
     begins = np.ones(len(order), dtype=bool)
@@ -75,7 +75,7 @@ def _number(high: np.ndarray, low: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Span:
-    """A unit's place in the order of lines by group: lines ``start`` to ``stop``, ``seconds`` of audio."""
+    """The lines of a unit, in the order by group: lines ``start`` to ``stop``, ``seconds`` of audio."""
 
     start: int
     stop: int
@@ -83,7 +83,7 @@ class Span:
 
 
 def divide(index: ManifestIndex, order: np.ndarray, *, unit_seconds: float, max_group: int | None) -> Iterator[Span]:
-    """Spans of whole groups of about ``unit_seconds`` together, and parts of groups larger than ``max_group``.
+    """Divide lines into spans: whole groups, about ``unit_seconds`` together, and parts of those above ``max_group``.
 
     ``order`` (N,) has the lines sorted by group. A group is never divided unless ``max_group`` says so, since contexts
     are sought within a span.
@@ -106,7 +106,7 @@ def divide(index: ManifestIndex, order: np.ndarray, *, unit_seconds: float, max_
 
 
 def _parts(start: int, stop: int, largest: int) -> Iterator[tuple[int, int]]:
-    """Parts of nearly equal size, none larger than ``largest``."""
+    """Divide a range into parts of nearly equal size, none larger than ``largest``."""
     count = -(-(stop - start) // largest)
     bounds = [start + (stop - start) * part // count for part in range(count + 1)]
     return pairwise(bounds)

@@ -192,7 +192,7 @@ def _unit_rows(embeddings: Any) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ranges:
-    """Which candidates each utterance must not get: a range, in an order that makes them neighbours.
+    """The candidates that each utterance must not get: a range, in an order that makes them neighbours.
 
     Attributes:
         order: (M,) candidates, as positions in the list of all candidates.

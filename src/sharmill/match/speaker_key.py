@@ -23,7 +23,7 @@ SpeakerKey = Callable[[str, str], str]
 
 @dataclass(frozen=True)
 class PathPattern:
-    """Makes a key of the named groups of a regular expression, in order of appearance.
+    """A speaker key made of the named groups of a regular expression, in order of appearance.
 
     Args:
         pattern: searched in the relative path.

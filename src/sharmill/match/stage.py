@@ -46,7 +46,7 @@ _MATCHED = "_withContextAudio"
 
 
 class MatchStage(Stage):
-    """Reads the prepared manifest and writes ``manifests/<stem>_withContextAudio....json``."""
+    """The stage that chooses contexts; it writes ``manifests/<stem>_withContextAudio....json``."""
 
     kind: ClassVar[str] = "match"
     uses_gpu: ClassVar[bool] = True
@@ -112,7 +112,7 @@ class MatchStage(Stage):
 
 
 class MatchProcessor(Processor):
-    """Finds the contexts of speaker groups.
+    """The choice of contexts for the speaker groups of a unit, in one rank.
 
     Args:
         plan: the folder of the stage's plan.

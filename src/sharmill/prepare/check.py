@@ -43,7 +43,7 @@ class RecordCheck:
     group_key: Callable[[str, str], str]
 
     def __call__(self, record: dict[str, Any], source: int) -> Utterance:
-        """Raises RejectRecord with the first reason found; the cheap checks come before those that open the file."""
+        """Return the utterance of a record; raise RejectRecord with the first reason found, cheap checks first."""
         if record.get("_skipme"):
             raise RejectRecord("skipped", "the record is marked with _skipme")
         _check_fields(record)
@@ -79,7 +79,7 @@ class RecordCheck:
             raise RejectRecord("too_long", f"{duration:g} s is more than max_duration={self.config.max_duration:g}")
 
     def _check_header(self, record: dict[str, Any], info: AudioInfo) -> None:
-        """A record without offset is the whole file, and so must have its duration; a segment must lie inside."""
+        """Compare with the header: a record without offset has the duration of the file, a segment lies inside it."""
         seconds = info.num_samples / info.sampling_rate
         offset, duration = _seconds(record, "offset"), _seconds(record, "duration")
         tolerance = self.config.duration_tolerance
@@ -121,7 +121,7 @@ class RecordCheck:
 
 
 def parse_record(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line.
+    """Decode the JSON object of a line.
 
     Raises:
         RejectRecord: ``malformed``.
@@ -167,7 +167,7 @@ def _check_fields(record: dict[str, Any]) -> None:
 
 
 def _seconds(record: dict[str, Any], key: str) -> float:
-    """A number of the record, 0 where it is absent; infinite where it is too large for a float."""
+    """Return a number of the record, 0 where it is absent; infinite where it is too large for a float."""
     try:
         return float(record.get(key) or 0.0)
     except OverflowError:

@@ -24,14 +24,14 @@ _COMPARISON = re.compile(r"\s*(<=|>=|==|!=|<|>)\s*(\S+)\s*")
 
 @dataclass(frozen=True)
 class Filter:
-    """Holds where the record's ``key`` compares to ``limit`` as asked."""
+    """A condition that holds where the record's ``key`` compares to ``limit`` as asked."""
 
     key: str
     symbol: str
     limit: float
 
     def check(self, record: Mapping[str, Any]) -> None:
-        """Raises RejectRecord ``filtered`` where the value is absent, not a number, or on the wrong side."""
+        """Raise RejectRecord ``filtered`` where the value is absent, not a number, or on the wrong side."""
         value = record.get(self.key)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise RejectRecord("filtered", f"{self.key} is {str(value)[:40]!r}, not a number")
@@ -42,7 +42,7 @@ class Filter:
 
 
 def parse_filters(filters: Mapping[str, str]) -> list[Filter]:
-    """The filters of a configuration.
+    """Parse the filters of a configuration.
 
     Raises:
         ConfigError: a filter is not a comparison with a number.
@@ -57,5 +57,8 @@ def _parse(key: str, text: str) -> Filter:
     except ValueError:
         limit = math.nan
     if match is None or math.isnan(limit):
-        raise ConfigError(f"prepare.filters.{key}: {text!r} is not a comparison with a number, such as '<= 0.03'")
+        raise ConfigError(
+            f"prepare.filters.{key}: {text!r} is not a comparison with a number; write one such as '<= 0.03'",
+            code="bad_config_value",
+        )
     return Filter(key, match[1], limit)

@@ -13,7 +13,7 @@ HASH_FIELDS = np.dtype([("segment", "u8"), ("file", "u8"), ("recording", "u8"), 
 
 
 def hash_utterance(utterance: Utterance) -> tuple[int, int, int, int]:
-    """What ``find_suspects`` compares: the exact segment, its file, and the two ids."""
+    """Return hashes of the exact segment, of its file, and of the two ids, for ``find_suspects``."""
     file = _file_text(utterance)
     return (
         _hash(_segment_text(utterance)),
@@ -24,7 +24,7 @@ def hash_utterance(utterance: Utterance) -> tuple[int, int, int, int]:
 
 
 def find_suspects(hashes: np.ndarray) -> np.ndarray:
-    """Which of N records may be a duplicate or share an id with another; ``hashes`` is (N,) of ``HASH_FIELDS``.
+    """Mark those of N records that may be a duplicate or share an id; ``hashes`` is (N,) of ``HASH_FIELDS``.
 
     All others are known to be unique and need not be looked at again.
     """
@@ -33,23 +33,23 @@ def find_suspects(hashes: np.ndarray) -> np.ndarray:
 
 
 def repeated_segments(hashes: np.ndarray) -> np.ndarray:
-    """Which of N records may be a duplicate, or have one."""
+    """Mark those of N records that may be a duplicate, or have one."""
     return _repeats(hashes["segment"])
 
 
 def ambiguous_recordings(hashes: np.ndarray) -> frozenset[int]:
-    """The hashes of recording ids that stand for more than one file."""
+    """Return the hashes of recording ids that stand for more than one file."""
     return _distinct(hashes["recording"][_has_several(hashes["recording"], hashes["file"])])
 
 
 def ambiguous_cuts(hashes: np.ndarray) -> frozenset[int]:
-    """The hashes of cut ids that stand for more than one segment of a file."""
+    """Return the hashes of cut ids that stand for more than one segment of a file."""
     return _distinct(hashes["cut"][_has_several(hashes["cut"], hashes["segment"])])
 
 
 @dataclass
 class IdKeeper:
-    """Goes through the suspects in the order of the input: tells duplicates, and makes ids unique.
+    """A pass over the suspects in the order of the input that tells duplicates and makes ids unique.
 
     An ambiguous id gets a suffix made from what it stands for, so that it does not depend on the order of the input.
     """
@@ -59,15 +59,15 @@ class IdKeeper:
     _seen: set[bytes] = field(default_factory=set)
 
     def is_duplicate(self, utterance: Utterance) -> bool:
-        """Whether this segment was here before: told from 128 bits, which do not meet by chance."""
+        """Return True if this segment was here before: told from 128 bits, which do not meet by chance."""
         key = xxhash.xxh3_128_digest(_segment_text(utterance).encode())
         if key in self._seen:
             return True
         self._seen.add(key)
         return False
 
-    def settle(self, utterance: Utterance) -> None:
-        """Gives the utterance ids that no other one has."""
+    def make_unique(self, utterance: Utterance) -> None:
+        """Give the utterance ids that no other one has."""
         segment, file, recording, cut = hash_utterance(utterance)
         if recording in self.recordings:
             utterance.recording_id += f"-{file:016x}"
@@ -89,7 +89,7 @@ def _distinct(values: np.ndarray) -> frozenset[int]:
 
 
 def _repeats(values: np.ndarray) -> np.ndarray:
-    """Which values occur more than once."""
+    """Mark the values that occur more than once."""
     order = np.argsort(values, kind="stable")
     same = values[order[1:]] == values[order[:-1]]
     repeated = np.zeros(len(values), dtype=bool)
@@ -99,7 +99,7 @@ def _repeats(values: np.ndarray) -> np.ndarray:
 
 
 def _has_several(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Which entries have a key that occurs with more than one value."""
+    """Mark the entries whose key occurs with more than one value."""
     order = np.lexsort((values, keys))
     keys, values = keys[order], values[order]
     differs = (keys[1:] == keys[:-1]) & (values[1:] != values[:-1])

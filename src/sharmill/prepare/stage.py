@@ -37,7 +37,7 @@ from sharmill.storage import Staging, open_atomic, write_atomic
 
 
 class PrepareStage(Stage):
-    """Reads the sources, checks every record, and writes ``manifests/<stem>_prepared.json`` and ``stats.json``."""
+    """The stage that checks every record; it writes ``manifests/<stem>_prepared.json`` and ``stats.json``."""
 
     kind: ClassVar[str] = "prepare"
     cost_unit: ClassVar = "records"
@@ -109,7 +109,7 @@ class PrepareStage(Stage):
         )
 
     def _merge(self, commits: list[Commit], hours: HoursTable) -> tuple[int, float]:
-        """Writes the prepared manifest and, aside, the rejects of duplicates; returns their number and seconds."""
+        """Write the prepared manifest and, aside, the rejects of duplicates; return their number and seconds."""
         loaded = [np.load(self.root / commit.files[1].name, allow_pickle=False) for commit in commits]
         hashes = np.concatenate(loaded) if loaded else np.empty(0, dtype=HASH_FIELDS)
         keeper = IdKeeper(ambiguous_recordings(hashes), ambiguous_cuts(hashes))
@@ -124,7 +124,7 @@ class PrepareStage(Stage):
                         hours.move_to_rejected(utterance)
                         count, seconds = count + 1, seconds + utterance.duration
                         continue
-                    keeper.settle(utterance)
+                    keeper.make_unique(utterance)
                     line = utterance.to_json() + b"\n"
                 merged.write(line)
         return count, seconds
@@ -146,7 +146,7 @@ class PrepareStage(Stage):
 
 
 class PrepareProcessor(Processor):
-    """Checks the records of pieces of the sources."""
+    """The checks of the records of pieces of the sources, in one rank."""
 
     def __init__(self, sources: Sequence[Source], check: RecordCheck) -> None:
         self._sources = sources
@@ -188,11 +188,11 @@ def _duplicate(utterance: Utterance) -> Reject:
 
 
 def manifest_stem(config: Config) -> str:
-    """What the manifests of a dataset are called: after its only manifest, or after the dataset."""
+    """Return how the manifests of a dataset are called: after its only manifest, or after the dataset."""
     stem = config.sources[0].stem() if len(config.sources) == 1 else None
     return stem or config.name
 
 
 def prepared_manifest(config: Config) -> Path:
-    """Where ``prepare`` leaves its manifest."""
+    """Return the path of the manifest that ``prepare`` leaves."""
     return RunDir(Path(config.run_dir)).manifests / f"{manifest_stem(config)}_prepared.json"

@@ -40,7 +40,7 @@ class _Cell(msgspec.Struct):
 
 
 class HoursTable:
-    """Counts records and seconds; tables of parts add up."""
+    """Counts of records and seconds; tables of parts add up."""
 
     def __init__(self, cells: dict[str, dict[str, _Cell]] | None = None) -> None:
         self._cells = cells or {dimension: {} for dimension in ("total", *_DIMENSIONS)}
@@ -50,7 +50,7 @@ class HoursTable:
         self._count(utterance.speaker, _Cell(records_in=1, records_out=1, seconds_in=seconds, seconds_out=seconds))
 
     def count_rejected(self, record: Any) -> None:
-        """``record`` is whatever the line was: a mapping, or text that is not JSON."""
+        """Count a record that is rejected: a mapping, or the text of a line that is not JSON."""
         seconds, tag = 0.0, ""
         if isinstance(record, dict):
             duration, speaker = record.get("duration"), record.get("speaker")
@@ -60,7 +60,7 @@ class HoursTable:
         self._count(tag, _Cell(records_in=1, seconds_in=seconds))
 
     def move_to_rejected(self, utterance: Utterance) -> None:
-        """A record that was counted as kept turned out to be a duplicate."""
+        """Move a record that was counted as kept, and is a duplicate, to the rejected ones."""
         self._count(utterance.speaker, _Cell(records_out=-1, seconds_out=-utterance.duration))
 
     def add(self, other: HoursTable) -> None:
@@ -69,7 +69,7 @@ class HoursTable:
                 self._cells[dimension].setdefault(value, _Cell()).add(cell)
 
     def report(self, totals: Totals) -> dict[str, Any]:
-        """What ``stats.json`` says."""
+        """Return the content of ``stats.json``."""
         total = self._cells["total"].get("total", _Cell()).report()
         by = {
             f"by_{dimension}": {value: cell.report() for value, cell in sorted(self._cells[dimension].items())}

@@ -1,4 +1,4 @@
-"""Audio of segments as it is stored: copied where the file already is what is wanted, else decoded and encoded once."""
+"""Audio of segments as it is stored: a copy where the file already is what is wanted, else decoded and encoded once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StoredAudio:
 
 
 class SegmentEncoder:
-    """Makes the stored audio of segments; each unique one once, and kept only as long as it will be asked for again."""
+    """A maker of stored audio: each unique segment once, and kept only as long as it will be asked for again."""
 
     def __init__(self, config: WriteConfig, reader: SegmentReader, uses: Iterable[Segment]) -> None:
         self._config = config
@@ -42,7 +42,7 @@ class SegmentEncoder:
         self._kept: dict[Segment, StoredAudio | RejectRecord] = {}
 
     def __call__(self, segment: Segment) -> StoredAudio:
-        """Raises RejectRecord where the audio cannot be used."""
+        """Return the stored audio of a segment; raise RejectRecord where the audio cannot be used."""
         outcome = self._kept.pop(segment, None) or self._attempt(segment)
         self._uses_left[segment] -= 1
         if self._uses_left[segment] > 0:

@@ -19,7 +19,7 @@ class _Head(msgspec.Struct):
 
 @dataclass(frozen=True)
 class MatchedIndex:
-    """What is kept of N lines of the matched manifest, which has them by speaker group.
+    """Offsets, positions and durations of N lines of the matched manifest, which has them by speaker group.
 
     Attributes:
         offsets: (N,) int64, where each line begins.
@@ -33,7 +33,7 @@ class MatchedIndex:
 
 
 def index_matched(path: Path) -> MatchedIndex:
-    """Reads the matched manifest once."""
+    """Read the matched manifest once."""
     offsets, positions, seconds = array("q"), array("q"), array("d")
     decoder = msgspec.json.Decoder(_Head)
     begin = 0
@@ -52,7 +52,7 @@ def index_matched(path: Path) -> MatchedIndex:
 
 
 def order_lines(index: MatchedIndex, order: Literal["manifest", "speaker", "shuffle"], seed: int) -> np.ndarray:
-    """The line numbers (N,) in the order asked for: as in the input, by speaker group, or a seeded permutation.
+    """Return the line numbers (N,) in the order asked for: as in the input, by speaker group, or a seeded permutation.
 
     The permutation is of the input's order, so it does not depend on how groups were found.
     """

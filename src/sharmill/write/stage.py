@@ -32,7 +32,7 @@ from sharmill.write.order import index_matched, order_lines
 
 
 class WriteStage(Stage):
-    """Reads the matched manifest and writes the dataset directory. One unit is one shard."""
+    """The stage that writes the dataset directory from the matched manifest. One unit is one shard."""
 
     kind: ClassVar[str] = "write"
 
@@ -173,7 +173,7 @@ class WriteProcessor(Processor):
 def _encode_pair(
     encode: SegmentEncoder, utterance: Utterance
 ) -> tuple[StoredAudio | None, StoredAudio | None, RejectRecord | None]:
-    """Target and context, or why the record has to go. Both are always asked for, so that the encoder's counts hold."""
+    """Return target and context, or why the record has to go; both are always asked for, as the encoder counts uses."""
     outcomes: list[StoredAudio | None] = []
     why: RejectRecord | None = None
     for segment, role in ((utterance.segment, "target"), (_context(utterance).segment, "context")):

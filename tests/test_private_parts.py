@@ -82,6 +82,73 @@ def lhotse_worker_seeds() -> bool:
         return os.environ[dataloading.LHOTSE_PROCESS_SEED] == str(5 + 100 * 3 + 100_000 * 2)
 
 
+def lhotse_wrapped_sampler() -> bool:
+    from lhotse import CutSet
+    from lhotse.dataset import DynamicCutSampler, IterableDatasetWrapper
+
+    sampler = DynamicCutSampler(CutSet(iter(())), max_cuts=1)
+    return IterableDatasetWrapper(dataset=None, sampler=sampler).sampler is sampler
+
+
+class Counting:
+    """Three numbers with a state, for a loader."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self):
+        for self.count in (1, 2, 3):
+            yield self.count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def torchdata_states() -> bool:
+    """The states of a loader's datasets, of one worker process and of none, are where they were."""
+    import torch
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from sharmill.shar.reading.loading import dataset_states
+
+    class Numbers(Counting, torch.utils.data.IterableDataset):
+        pass
+
+    states = []
+    for num_workers in (0, 1):
+        # Forked, since a class in a function cannot be pickled.
+        context = "fork" if num_workers else None
+        loader = StatefulDataLoader(
+            Numbers(), batch_size=None, num_workers=num_workers, multiprocessing_context=context
+        )
+        stream = iter(loader)
+        assert [next(stream), next(stream)] == [1, 2]
+        states.append(dataset_states(loader.state_dict()))
+    return states == [[{"count": 2}], [{"count": 2}]]
+
+
+def nemo_loader_settings() -> bool:
+    from nemo.collections.common.data.lhotse.cutset import data_type_parser, get_known_config_data_types
+    from nemo.collections.common.data.lhotse.dataloader import LhotseDataLoadingConfig
+
+    known = {field.name for field in dataclasses.fields(LhotseDataLoadingConfig)}
+    used = {
+        "input_cfg", "multi_config", "shard_seed", "seed", "shuffle", "force_finite", "force_map_dataset",
+        "force_iterable_dataset", "metadata_only", "concurrent_bucketing", "sample_rate", "num_workers",
+    }  # fmt: skip
+    return used <= known and callable(data_type_parser) and "txt" in get_known_config_data_types()
+
+
+def nemo_broadcasting() -> bool:
+    from nemo.collections.common.data.lhotse.broadcasting import BroadcastingDataLoader, is_dp_source_rank
+
+    parameters = list(inspect.signature(BroadcastingDataLoader.__init__).parameters)
+    return parameters[:3] == ["self", "source", "device_mesh"] and is_dp_source_rank(None)
+
+
 def submitit_scripts() -> bool:
     from submitit.slurm.slurm import SlurmExecutor
 
@@ -143,6 +210,10 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("lhotse", "cuts of a sampler, samplers of a RoundRobinSampler", "training/nemo/reporting_filter.py",
      lhotse_samplers),
     ("lhotse", "seeds of worker processes", "training/nemo/partition.py", lhotse_worker_seeds),
+    ("lhotse", "sampler of an IterableDatasetWrapper", "training/nemo/loader.py", lhotse_wrapped_sampler),
+    ("torchdata", "keys of the state of a StatefulDataLoader", "shar/reading/loading.py", torchdata_states),
+    ("nemo_toolkit", "settings and types of its loader", "training/nemo/loader_settings.py", nemo_loader_settings),
+    ("nemo_toolkit", "broadcasting of batches", "training/nemo/loader.py", nemo_broadcasting),
     ("submitit", "text of sbatch scripts", "executors/slurm/executor.py", submitit_scripts),
     ("ray", "addresses of nodes", "executors/ray/node.py", ray_node_addresses),
     ("resemblyzer", "weights in pretrained.pt", "models/resemblyzer_encoder.py", resemblyzer_weights),

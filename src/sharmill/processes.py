@@ -11,8 +11,6 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
-SECONDS_TO_END = 2.0
-
 
 class ChildEnded(Exception):
     """The end of the pipe: the child has closed its side, as it does at the latest when it ends."""
@@ -132,7 +130,7 @@ def join_all(children: Iterable[ChildProcess], seconds: float) -> None:
         child.join(max(0.0, deadline - time.monotonic()))
 
 
-def end_by_force(children: Iterable[ChildProcess], seconds: float = SECONDS_TO_END) -> None:
+def end_by_force(children: Iterable[ChildProcess], seconds: float = 2.0) -> None:
     """End processes by SIGTERM, and those that are left after ``seconds`` by SIGKILL; close their pipes."""
     children = list(children)
     for child in children:

@@ -20,7 +20,6 @@ from support.toy_stage import (
 )
 
 from sharmill.errors import FatalError
-from sharmill.executors.local.executor import _describe_exit
 
 
 @pytest.fixture(autouse=True)
@@ -221,7 +220,3 @@ class TestLogs:
 
 def _rank_logs(stage):
     return "".join(path.read_text() for path in stage.dir.logs.glob("rank-*.log"))
-
-
-def test_a_real_time_signal_has_a_number():
-    assert _describe_exit(-(signal.SIGRTMIN + 1)).startswith(f"was ended by signal {signal.SIGRTMIN + 1}")

@@ -7,18 +7,12 @@ rank takes its place.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import pickle
-import signal
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from typing import Any
+from multiprocessing.connection import wait
 
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import FailedAttempt
@@ -33,6 +27,7 @@ from sharmill.executors.local.rank_process import RankStart, rank_main
 from sharmill.executors.logs import logging_to
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.unit_queue import UnitQueue
+from sharmill.processes import ChildEnded, ChildProcess, end_by_force, join_all
 from sharmill.storage import remove_staging
 
 log = logging.getLogger(__name__)
@@ -86,8 +81,7 @@ def _run_inline(stage: Stage, device: Device, queue: UnitQueue, listener: Listen
 
 @dataclass(kw_only=True)
 class _Rank(DrivenRank):
-    process: SpawnProcess
-    connection: Connection
+    child: ChildProcess
 
 
 @dataclass
@@ -103,7 +97,6 @@ class _Pool:
     failed_starts: FailedStarts = field(default_factory=FailedStarts)
 
     def run(self) -> None:
-        resource_tracker.ensure_running()  # which unblocks signals, so not in the middle of the first start
         try:
             while self.queue or any(rank.unit for rank in self.ranks.values()):
                 self._start_missing()
@@ -130,16 +123,11 @@ class _Pool:
             )
 
     def _start(self, number: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        log_path = self.stage.dir.rank_log(number)
-        start = RankStart(pickle.dumps(self.stage), number, self.devices[number], log_path)
-        process = context.Process(target=rank_main, args=(start, theirs), name=f"sharmill-rank-{number}")
+        start = RankStart(pickle.dumps(self.stage), number, self.devices[number], self.stage.dir.rank_log(number))
         # An interrupt in here would leave a process that nobody knows of.
         with deferred_interrupts():
-            process.start()
-            self.ranks[number] = _Rank(number=number, process=process, connection=ours)
-        theirs.close()
+            child = ChildProcess(rank_main, start, name=f"sharmill-rank-{number}", daemon=False)
+            self.ranks[number] = _Rank(number=number, child=child)
 
     def _report_loading(self) -> None:
         loading = sum(not rank.ready for rank in self.ranks.values())
@@ -149,34 +137,33 @@ class _Pool:
 
     def _hand_out(self) -> None:
         for rank in self.ranks.values():
-            if not rank.ready or rank.unit or not rank.process.is_alive():
+            if not rank.ready or rank.unit or not rank.child.is_alive():
                 continue
             rank.unit = self.queue.take()
             if rank.unit is None:
                 return
             # A rank that has died since is buried as one that had a unit. The attempt counts, so that a rank that
             # always dies there does not go on for ever.
-            with suppress(OSError):
-                rank.connection.send(rank.unit)
+            with suppress(ChildEnded):
+                rank.child.send(rank.unit)
 
     def _listen(self) -> None:
-        handles: list[Any] = []
-        for rank in self.ranks.values():
-            handles += [rank.connection, rank.process.sentinel]
-        wait(handles, timeout=_SECONDS_BETWEEN_LOOKS)
+        wait([handle for rank in self.ranks.values() for handle in rank.child.handles], timeout=_SECONDS_BETWEEN_LOOKS)
         for rank in list(self.ranks.values()):
             self._attend(rank)
 
     def _attend(self, rank: _Rank) -> None:
         # Asked first: what a dead rank has said is then all there, and its last word may be a commit.
-        alive = rank.process.is_alive()
+        alive = rank.child.is_alive()
         try:
-            if rank.connection.poll():
-                self._hear(rank, rank.connection.recv())
-            elif not alive:
+            answer = rank.child.receive(timeout=0.0)
+        except TimeoutError:
+            if not alive:
                 self._bury(rank)
-        except (EOFError, OSError):
+        except ChildEnded:
             self._bury(rank)
+        else:
+            self._hear(rank, answer)
 
     def _hear(self, rank: _Rank, answer: Answer) -> None:
         rank.hear(answer, self.queue)
@@ -188,10 +175,10 @@ class _Pool:
 
     def _bury(self, rank: _Rank) -> None:
         # Its pipe is closed before its status is known; if it does not end by itself, it is made to.
-        rank.process.join(_SECONDS_TO_END)
+        rank.child.join(_SECONDS_TO_END)
         self._end([rank])
         del self.ranks[rank.number]
-        how = _describe_exit(rank.process.exitcode)
+        how = rank.child.describe_exit()
         log.warning("rank %d %s", rank.number, how)
         if not rank.ready:
             self._count_failed_start(rank.number, how)
@@ -206,37 +193,11 @@ class _Pool:
         """All is done: ranks that wait for units leave by themselves; those still loading are not waited for."""
         leaving = [rank for rank in self.ranks.values() if rank.ready]
         for rank in leaving:
-            with suppress(OSError):
-                rank.connection.send(None)
-        _join_all(leaving, _SECONDS_TO_LEAVE)
+            with suppress(ChildEnded):
+                rank.child.send(None)
+        join_all([rank.child for rank in leaving], _SECONDS_TO_LEAVE)
 
     def _end(self, ranks: Iterable[_Rank]) -> None:
         """Ends processes by force; returns when there are none."""
-        ranks = list(ranks)
         with deferred_interrupts():
-            for rank in ranks:
-                rank.process.terminate()
-            _join_all(ranks, _SECONDS_TO_END)
-            for rank in ranks:
-                rank.process.kill()
-            _join_all(ranks, _SECONDS_TO_END)
-            for rank in ranks:
-                rank.connection.close()
-
-
-def _join_all(ranks: Iterable[_Rank], seconds: float) -> None:
-    """Waits for the ends of processes, ``seconds`` in all."""
-    deadline = time.monotonic() + seconds
-    for rank in ranks:
-        rank.process.join(max(0.0, deadline - time.monotonic()))
-
-
-def _describe_exit(exitcode: int | None) -> str:
-    if exitcode is None or exitcode >= 0:
-        return f"ended with exit status {exitcode}"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:  # a real-time signal
-        name = str(-exitcode)
-    hint = " (as the kernel does when memory runs out)" if -exitcode == signal.SIGKILL else ""
-    return f"was ended by signal {name}{hint}"
+            end_by_force([rank.child for rank in ranks], _SECONDS_TO_END)

@@ -43,7 +43,7 @@ class RankStart:
     log: Path
 
 
-def rank_main(start: RankStart, connection: Connection) -> None:
+def rank_main(connection: Connection, start: RankStart) -> None:
     """A rank's process. The driver decides when it ends, so Ctrl-C, which reaches the whole group, is left to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

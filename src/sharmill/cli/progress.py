@@ -89,12 +89,12 @@ class StageProgress:
         if self.ended is not None:
             return "failed" if self.failed else f"in {describe_time(self.elapsed(now))}"
         if self.is_loading():
-            return "loading"
+            return "loading" if self.loads_model else "starting"
         left = self.seconds_left(now)
         return f"for {describe_time(self.elapsed(now))}" if left is None else f"{describe_time(left)} left"
 
     def is_loading(self) -> bool:
-        """Return True while all ranks that there are start or load their model."""
+        """Return True while all ranks that there are start, or load their model."""
         return self.num_loading > 0 and self.ready is None and self.done <= self.already_done
 
 

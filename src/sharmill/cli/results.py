@@ -24,8 +24,8 @@ _MAX_LINES = 10
 _MAX_EXAMPLES = 3
 _MAX_CHARACTERS = 160
 _SHOWN_COUNTS = ("shards", "cuts", "files", "bytes", "items decoded", "seconds decoded", "segments encoded again",
-                 "codes compared", "codes that differ", "records of the manifests", "records found as cuts",
-                 "records found among the rejects", "records not found")  # fmt: skip
+                 "codes compared", "codes that differ")  # fmt: skip
+_ACCOUNTS = ("records found as cuts", "records found among the rejects", "records not found")
 
 
 def print_result(console: Console, result: DatasetResult) -> None:
@@ -77,6 +77,9 @@ def print_report(console: Console, report: Report) -> None:
         for line in [*map(_describe_finding, examples), f"what to do: {kind.to_do}"]:
             console.print(Padding(plain(line), (0, 0, 0, 2)))
     console.print(plain(f"checked: {checked}"))
+    if (expected := report.checked.get("records of the manifests")) is not None:
+        found = ", ".join(f"{report.checked[name]:,.0f} {name.removeprefix('records ')}" for name in _ACCOUNTS)
+        console.print(plain(f"accounted for: {expected:,.0f} records of the manifests: {found}"))
     for phrase in report.unchecked:
         console.print(plain(f"not checked: {phrase}"))
     if report.redo:

@@ -1,0 +1,59 @@
+"""``sharmill plan``: ranks of the configuration, and columns that fit a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import pytest
+from rich.console import Console
+from support.manifests import make_record, write_manifest, write_tone
+
+from sharmill.cli.plan import print_plan
+from sharmill.config import to_config
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Returns a function: workers -> configuration of a dataset of three records."""
+    write_tone(tmp_path / "audio/a.wav")
+    manifest = write_manifest(tmp_path / "m.json", [make_record(offset=0.5 * n, duration=0.5) for n in range(3)])
+
+    def make(workers):
+        return to_config({
+            "name": "small",
+            "run_dir": str(tmp_path / "run"),
+            "dataset_dir": str(tmp_path / "dataset"),
+            "sources": [{"manifest": str(manifest), "audio_root": str(tmp_path / "audio")}],
+            "prepare": {"unit_records": 1},
+            "executor": {"workers": workers},
+        }, "test")  # fmt: skip
+
+    return make
+
+
+def row(config, ranks=None, stage="prepare") -> list[str]:
+    console = Console(width=80, file=io.StringIO(), highlight=False)
+    print_plan(console, config, ranks)
+    lines = console.file.getvalue().splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    assert lines[1].split() == ["stage", "units", "to", "process", "ranks", "largest", "balance", "disk"]
+    (line,) = [line for line in lines if line.startswith(f"{stage} ")]
+    return line.split()
+
+
+def test_ranks_are_those_of_the_configuration(config):
+    assert row(config(1)) == ["prepare", "0/3", "3", "records", "1", "3", "records", "100%"]
+    assert row(config(2)) == ["prepare", "0/3", "3", "records", "2", "2", "records", "75%"]
+
+
+def test_auto_is_the_number_of_cores_for_a_stage_without_a_model(config):
+    assert row(config("auto"))[4] == str(len(os.sched_getaffinity(0)))
+
+
+def test_another_number_of_ranks_can_be_asked_for(config):
+    assert row(config(1), ranks=3)[4:] == ["3", "1", "record", "100%"]
+
+
+def test_stages_that_cannot_be_planned_yet_have_a_line(config):
+    assert row(config(1), stage="match: not yet:")[-1]

@@ -38,6 +38,13 @@ def test_makes_a_dataset_of_all_good_records(demo):
     assert "validation: no findings" in output
 
 
+def test_the_program_that_it_ends_with_reads_the_dataset(demo):
+    lines = demo[1].split("in Python:\n")[1].split("\n- use your own speech")[0].splitlines()
+    program = "\n".join(line.removeprefix("    ") for line in lines)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.stdout.startswith("cut-"), done.stderr
+
+
 def test_plain_lhotse_loads_everything(demo):
     count = 0
     for cut in read_with_lhotse(demo[0] / "dataset", "builtin"):

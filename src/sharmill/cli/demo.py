@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 
 import click
 
 from sharmill.cli.arguments import is_override
+from sharmill.cli.exit_status import OK
 from sharmill.cli.run import run_configs
 
 
@@ -20,7 +23,7 @@ def demo(directory: str, overrides: tuple[str, ...]) -> int:
     """
     from sharmill.cli.console import make_console
     from sharmill.config import STAGES
-    from sharmill.demo.run import make_demo
+    from sharmill.demo.run import make_demo, next_steps
     from sharmill.storage import require_writable
 
     if is_override(directory):
@@ -28,4 +31,9 @@ def demo(directory: str, overrides: tuple[str, ...]) -> int:
     require_writable(Path(directory))
     console = make_console()
     config = make_demo(Path(directory), overrides, tell=lambda line: console.print(line, markup=False))
-    return run_configs([config], list(STAGES), restart=False)
+    status = run_configs([config], list(STAGES), restart=False)
+    if status == OK:
+        # `make demo` calls it by its path, since its folder is not on PATH.
+        command = "sharmill" if shutil.which("sharmill") else sys.argv[0]
+        console.print(next_steps(config, command), markup=False, soft_wrap=True)
+    return status

@@ -12,8 +12,10 @@ from sharmill.storage import write_atomic
 
 
 def make_demo(directory: Path, overrides: Sequence[str], tell: Callable[[str], None]) -> Config:
-    """Makes the corpus in ``directory / "corpus"`` unless it is there, and returns the configuration for it, which is
-    also left as ``directory / "demo.yaml"``. ``tell`` gets lines for the user."""
+    """Make the corpus in ``directory / "corpus"`` unless it is there, and return the configuration for it.
+
+    The configuration is also written to ``directory / "demo.yaml"``. ``tell`` gets lines for the user.
+    """
     tell(f"making a synthetic corpus in {directory / 'corpus'}")
     corpus = make_corpus(directory / "corpus")
     tell(
@@ -34,3 +36,21 @@ def make_demo(directory: Path, overrides: Sequence[str], tell: Callable[[str], N
             "note: the codec 'builtin' is UNTRAINED: its codes show the form of a dataset and are of no use in training"
         )
     return config
+
+
+def next_steps(config: Config, command: str = "sharmill") -> str:
+    """Return what a user may do after the demo, as lines for the terminal; ``command`` is how sharmill is called."""
+    return f"""
+What to do next
+- look at how the stages went:
+    {command} status {config.run_dir}
+- read the dataset with lhotse, in Python:
+    from sharmill.shar import open_shar
+    cut = next(iter(open_shar("{config.dataset_dir}")))
+    print(cut.id, cut.load_audio().shape, cut.load_context_audio().shape)
+- use your own speech: copy {Path(config.run_dir).parent / "demo.yaml"} to my.yaml,
+  name your manifest, audio_root and folders in it, and
+    {command} plan my.yaml
+    {command} run my.yaml
+  docs/getting_started.md says what a manifest is; docs/configuration.md has
+  every key."""

@@ -13,12 +13,12 @@ import importlib.util
 import inspect
 import os
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import tomllib
 from support.paths import REPOSITORY
 
 

@@ -2,7 +2,7 @@
 
 A name in a configuration is one of three kinds:
 
-- one of sharmill's own, listed at the end of this module;
+- one of sharmill's own, listed in ``SOURCES``, ``ENCODERS`` and ``CODECS`` below;
 - an entry point that an installed package declares in the group of the registry, ``sharmill.sources``,
   ``sharmill.encoders`` or ``sharmill.codecs``; it does not replace a name of sharmill's own;
 - ``python:package.module:Class``, anything that can be imported.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -124,3 +125,15 @@ CODECS: Final = Registry(
         "transformers": "sharmill.models.families:TRANSFORMERS_CODECS",
     },
 )
+
+
+def require_package(package: str, *, extra: str | None = None) -> None:
+    """Raise ConfigError if an optional package is absent, naming the extra that brings it; import nothing.
+
+    The extra is called like the package unless ``extra`` says otherwise.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"the package {package} is not installed: run pip install 'sharmill[{extra or package}]'",
+            code="missing_package",
+        )

@@ -43,6 +43,7 @@ def submit(
     """
     from sharmill.config import STAGES, load_config, resolve_stage
     from sharmill.executors.slurm.profile import ClusterProfile, load_profile
+    from sharmill.registry import require_package
 
     paths, overrides, names = split_arguments(arguments)
     stages = list(STAGES) if names == ["all"] else [resolve_stage(name) for name in names]
@@ -54,6 +55,7 @@ def submit(
     named = read_findings(redo, configs, restart=restart)
     if cluster != "slurm":
         return run_configs(configs, stages, restart=restart, redo=named)
+    require_package("submitit", extra="slurm")
     loaded = load_profile(profile) if profile else ClusterProfile()
     console = make_console()
     if dry_run:

@@ -32,7 +32,7 @@ from sharmill.storage import Staging, checksum
 
 
 class EncodeStage(Stage):
-    """The codes of one codec for the audio of a dataset, added to it as fields. One unit is one shard."""
+    """Reads the audio of a dataset and adds the fields of one codec to it. One unit is one shard."""
 
     kind: ClassVar[str] = "encode"
     uses_gpu: ClassVar[bool] = True
@@ -108,7 +108,7 @@ class EncodeStage(Stage):
 
 
 class EncodeProcessor(Processor):
-    """A codec that encodes the audio of shards.
+    """Encodes the audio of shards with one codec.
 
     Args:
         threads: how many may read and resample audio beside the codec.
@@ -148,7 +148,7 @@ class EncodeProcessor(Processor):
         )  # fmt: skip
 
     def _read(self, unit: Unit, field: str) -> list[Item]:
-        """Return the items of an audio field, if it is as it was written: damaged audio would give codes as well."""
+        """The items of an audio field, if it still is as it was written: damaged audio would give codes as well."""
         path = self._stage.root / shard_file(field, unit.params["shard"])
         if checksum(path) != unit.params["checksums"][field]:
             raise UnitFailed(f"{path} has changed since it was written: remove it and run the stage write again")

@@ -6,7 +6,6 @@ Each is an entry of a registry in ``sharmill.registry``. Nothing heavy is import
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import tarfile
 import zlib
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import xxhash
 
 from sharmill.errors import ConfigError
+from sharmill.registry import require_package
 
 if TYPE_CHECKING:
     from sharmill.models.protocols import Codec, SpeakerEncoder
@@ -71,14 +71,6 @@ class Family:
     def __call__(self, target: str, device: str) -> Any:
         """Load a model on a torch device."""
         return self.load(target, device)
-
-
-def require_package(package: str) -> None:
-    """Raise ConfigError, with what to install, if an optional package is absent; import nothing."""
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"the package {package} is not installed: run pip install 'sharmill[{package}]'", code="missing_package"
-        )
 
 
 def _no_target(form: str, target: str) -> None:

@@ -15,8 +15,9 @@ import torch
 import yaml
 
 from sharmill.errors import ConfigError
-from sharmill.models.families import check_nemo_archive, first_line, require_package
+from sharmill.models.families import check_nemo_archive, first_line
 from sharmill.models.hub import require_reachable
+from sharmill.registry import require_package
 
 if TYPE_CHECKING:
     from nemo.core import ModelPT

@@ -19,9 +19,10 @@ import torch
 
 from sharmill.errors import ConfigError
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.families import TRANSFORMERS_TYPES, check_transformers_config, first_line, require_package
+from sharmill.models.families import TRANSFORMERS_TYPES, check_transformers_config, first_line
 from sharmill.models.hub import require_reachable
 from sharmill.models.tensors import weights_checksum
+from sharmill.registry import require_package
 
 if TYPE_CHECKING:
     from torch import Tensor

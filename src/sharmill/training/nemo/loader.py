@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sharmill.errors import ConfigError
+from sharmill.registry import require_package
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES
 from sharmill.training.nemo.loader_settings import Settings, prepare_settings, sections_of, sources_of
 
@@ -46,13 +47,14 @@ def get_dataloader(
             workers: each of their cuts that passes the filters comes once per epoch. Other data begin anew.
 
     Raises:
-        ConfigError: an unknown key, or settings under which ranks would get samples twice or not at all.
+        ConfigError: NeMo is not installed, a key is unknown, or ranks would get samples twice or not at all.
 
     Example:
         >>> settings = OmegaConf.load("configs/training/tts.yaml")  # doctest: +SKIP
         >>> loader = get_dataloader(settings.train_ds, rank=0, world_size=1, tokenizer=my_tokenizer)  # doctest: +SKIP
         >>> batch = next(iter(loader))  # doctest: +SKIP
     """
+    require_package("nemo")
     from lhotse.dataset import IterableDatasetWrapper
     from nemo.collections.common.data.lhotse.broadcasting import BroadcastingDataLoader, is_dp_source_rank
     from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config

@@ -242,13 +242,13 @@ class MatchProcessor(Processor):
         limit = min_similarity(self.config.match)
         return RejectRecord(
             "no_similar_context",
-            f"the best candidate has a similarity of {best_similarity:.4f}, below {limit:g}",
+            f"the best candidate has a similarity of {best_similarity:.4f}, below {limit:g} (match.min_similarity)",
         )
 
     def _limits(self) -> str:
         match = self.config.match
-        longest = "" if match.max_duration is None else f" and at most {match.max_duration:g} s"
-        return f"at least {match.min_duration:g} s{longest} and satisfies the other limits"
+        longest = "" if match.max_duration is None else f" and at most {match.max_duration:g} s (match.max_duration)"
+        return f"at least {match.min_duration:g} s (match.min_duration){longest} and satisfies the other limits"
 
     def _describe_group(self, utterance: Utterance) -> str:
         return f"the group {self._key(utterance)!r} has no other usable utterance"

@@ -67,16 +67,18 @@ class RecordCheck:
             if (record.get(key) or "").strip():
                 return record[key]
         if self.config.require_text:
+            remedy = "prepare.require_text=false keeps such records"
             if record.get("text") is None:
-                raise RejectRecord("missing_field", "the record has neither text nor normalized_text")
-            raise RejectRecord("empty_text", "text is empty, and there is no normalized_text to use instead")
+                raise RejectRecord("missing_field", f"the record has neither text nor normalized_text; {remedy}")
+            raise RejectRecord("empty_text", f"text is empty, and so is normalized_text; {remedy}")
         return ""
 
     def _check_duration(self, duration: float) -> None:
-        if duration < self.config.min_duration:
-            raise RejectRecord("too_short", f"{duration:g} s is less than min_duration={self.config.min_duration:g}")
-        if self.config.max_duration is not None and duration > self.config.max_duration:
-            raise RejectRecord("too_long", f"{duration:g} s is more than max_duration={self.config.max_duration:g}")
+        shortest, longest = self.config.min_duration, self.config.max_duration
+        if duration < shortest:
+            raise RejectRecord("too_short", f"{duration:g} s is less than prepare.min_duration={shortest:g}")
+        if longest is not None and duration > longest:
+            raise RejectRecord("too_long", f"{duration:g} s is more than prepare.max_duration={longest:g}")
 
     def _check_header(self, record: dict[str, Any], info: AudioInfo) -> None:
         """Compare with the header: a record without offset has the duration of the file, a segment lies inside it."""

@@ -106,9 +106,26 @@ CODES: Final[dict[str, str]] = {
     "bad_codec": "a codec cannot be used, or its facts are unknown or contradict each other",
     "bad_findings": "a report of findings is none, is of another dataset, or names nothing that can be done again",
     "damaged_shard": "a file of a dataset is not as it should be",
-    "foreign_output": "an output directory has files that this run has not written",
+    "foreign_output": "a folder that is to be written has files that are not this run's",
     "no_dataset": "there is no finished dataset",
     "wrong_version": "a file has another format version than this sharmill reads",
+    # Runs and their directories
+    "accounts": "the numbers of records of a stage or a dataset do not add up",
+    "changed_plan": "a stage was begun with other settings, input or versions than these",
+    "damaged_run_dir": "a file of the run directory cannot be understood",
+    "disk": "a file or folder cannot be read or written: full, read-only, not permitted, or failing",
+    "locked": "another process is at work in the run directory",
+    "no_ranks": "ranks cannot be started, or end before they have begun a unit",
+    "setup_failed": "a rank cannot load what the stage needs",
+    "too_many_rejects": "more records are rejected than max_reject_fraction allows",
+    "units_failed": "units failed for good",
+    # Clusters
+    "jobs_gone": "the jobs of a dataset have ended before the work did",
+    "jobs_in_queue": "jobs of the dataset are still in the queue",
+    "jobs_refused": "the scheduler does not accept a job",
+    "no_cluster": "there is no SLURM or no Ray cluster here",
+    "silent_cluster": "the scheduler does not answer",
+    "unlike_nodes": "a node differs from the driver's: another version, or folders that it does not see",
     # Everything else
     "unspecified": "an error without a code of its own",
 }

@@ -1,4 +1,4 @@
-"""From a configuration to stages, and through them: what command line, pipelines and jobs share."""
+"""Runs of stages over the dataset of a configuration; the entry point of command line, recipes and cluster jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.stage import PrepareStage
 from sharmill.storage import disk_errors, open_atomic, require_writable, write_atomic
 from sharmill.validate.accounts import ExpectedRecords
-from sharmill.validate.redo import forget_damaged_units
 from sharmill.validate.report import Report
 from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage
@@ -36,26 +35,58 @@ from sharmill.write.stage import WriteStage
 
 @dataclass(frozen=True)
 class DatasetResult:
-    """How a run over one dataset ended."""
+    """The results of a run over one dataset."""
 
     config: Config
     stages: list[tuple[Stage, StageResult]]
 
     @property
     def ok(self) -> bool:
+        """Return True if all stages that were to be run are done."""
         return all(result.ok for _, result in self.stages)
 
     @property
     def report(self) -> Report | None:
-        """What the checker found, if it ran."""
+        """The report of the checker, if it ran."""
         for stage, result in self.stages:
             if isinstance(stage, ValidateStage) and result.ok:
                 return stage.report()
         return None
 
+    @property
+    def num_errors(self) -> int:
+        """The number of errors that the checker found."""
+        return self.report.errors if self.report else 0
+
+
+@dataclass(frozen=True)
+class DatasetRun:
+    """The stages of one dataset that are to be run: what a chain of cluster jobs carries along."""
+
+    config: Config
+    stages: tuple[str, ...] = STAGES
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run_dir)
+
+    def make_stages(self) -> list[Stage]:
+        """Return the stages in the order in which they run."""
+        return make_stages(self.config, self.stages)
+
+    def run(self, executor: Executor, listener: Listener, *, restart: bool, wait_seconds: float) -> DatasetResult:
+        """Run the stages; see ``run_dataset``."""
+        return run_dataset(
+            self.config, listener, stages=self.stages, restart=restart, executor=executor, wait_seconds=wait_seconds
+        )
+
 
 def make_stages(config: Config, names: Sequence[str] = STAGES) -> list[Stage]:
-    """The stages in the order in which they run; ``encode`` is one stage per codec."""
+    """Return the stages in the order in which they run; ``encode`` is one stage per codec."""
     stages: dict[str, list[Stage]] = {
         "prepare": [PrepareStage(config)],
         "match": [MatchStage(config)],
@@ -87,7 +118,7 @@ def _validate_stage(config: Config) -> ValidateStage:
 
 
 def make_executor(config: Config) -> Executor:
-    """The executor that the configuration asks for.
+    """Return the executor that the configuration asks for.
 
     Raises:
         ConfigError: it cannot work here.
@@ -98,7 +129,7 @@ def make_executor(config: Config) -> Executor:
 
 
 def check_config(config: Config, stages: Sequence[str] = STAGES) -> None:
-    """Proves, before any work, what can be proven: models, patterns, filters, formats, folders.
+    """Check, before any work, what can be checked then: models, patterns, filters, formats, folders.
 
     Raises:
         ConfigError: with what to change.
@@ -115,7 +146,8 @@ def check_config(config: Config, stages: Sequence[str] = STAGES) -> None:
             source.check()
     run_dir, dataset_dir = Path(config.run_dir).resolve(), Path(config.dataset_dir).resolve()
     if dataset_dir.is_relative_to(run_dir) or run_dir.is_relative_to(dataset_dir):
-        raise ConfigError("run_dir and dataset_dir must not lie within each other: a dataset holds nothing else")
+        message = "run_dir and dataset_dir must not lie within each other: a dataset holds nothing else"
+        raise ConfigError(message, code="bad_config_value")
     if config.write.sampling_rate is not None and config.write.audio_format != "original":
         check_encoder(config.write.audio_format, config.write.sampling_rate)
     if stages:
@@ -132,16 +164,26 @@ def run_dataset(
     restart: bool = False,
     executor: Executor | None = None,
     wait_seconds: float = 0.0,
-    redo: Report | None = None,
 ) -> DatasetResult:
-    """Runs stages over one dataset, in order, until one has units that failed; by default where the configuration says.
+    """Run stages over one dataset, in order, until one has units that failed or is submitted to a cluster.
 
-    ``wait_seconds`` is how long it waits for another process to leave the run directory. What ``redo`` names is done
-    again.
+    Args:
+        listener: follows the run; ``Listener()`` shows nothing.
+        stages: names of stages; by default all.
+        restart: begin these stages anew.
+        executor: by default the one that the configuration names.
+        wait_seconds: how long to wait for another process to leave the run directory.
 
     Raises:
         ConfigError: before any work.
         FatalError: a stage stopped.
+
+    Example:
+        >>> from sharmill.config import load_config
+        >>> from sharmill.engine.listener import Listener
+        >>> result = run_dataset(load_config("configs/demo.yaml"), Listener())  # doctest: +SKIP
+        >>> result.ok  # doctest: +SKIP
+        True
     """
     executor = executor or make_executor(config)
     check_config(config, stages)
@@ -149,28 +191,37 @@ def run_dataset(
     results: list[tuple[Stage, StageResult]] = []
     with disk_errors(run_dir.path), locked(run_dir, wait_seconds):
         write_atomic(run_dir.config, to_yaml(config))
-        if redo is not None:
-            forget_damaged_units(config, redo, stages)
         for stage in make_stages(config, stages):
             try:
                 result = run_stage(
                     stage, executor, listener, max_reject_fraction=config.max_reject_fraction, restart=restart
                 )
-            except BaseException:
-                # What ended the stage is what has to be told.
+            except BaseException as error:
+                # The error that ended the stage is the one to be raised.
                 with suppress(FatalError):
                     _merge_rejects(config)
+                if isinstance(error, ConfigError) and error.code == "changed_plan":
+                    command = _restart_command(config, stages, stage)
+                    raise ConfigError(f"{error}: {command}", code=error.code) from error
                 raise
             _merge_rejects(config)
             results.append((stage, result))
             if not result.ok:
                 break
-        _check_chain(results)
+        _check_accounts(config, results)
     return DatasetResult(config, results)
 
 
+def _restart_command(config: Config, stages: Sequence[str], changed: Stage) -> str:
+    """Return the command that begins a stage anew, and those behind it, whose input is another then."""
+    behind = STAGES[STAGES.index(changed.kind) :]
+    begun = {stage.kind for stage in make_stages(config, behind) if any(stage.dir.ledger.glob("*.jsonl"))}
+    named = [kind for kind in behind if kind in stages or kind in begun]
+    return " ".join(["sharmill run CONFIG", *(named if len(named) < len(STAGES) else []), "--restart"])
+
+
 def _merge_rejects(config: Config) -> None:
-    """All rejects of the dataset, in the order of the stages; stages that have not run have none."""
+    """Write all rejects of the dataset, in the order of the stages; stages that have not run have none."""
     run_dir = RunDir(Path(config.run_dir))
     with open_atomic(run_dir.rejects) as merged:
         for stage in make_stages(config):
@@ -179,14 +230,15 @@ def _merge_rejects(config: Config) -> None:
                     shutil.copyfileobj(rejects, merged)
 
 
-def _check_chain(results: Sequence[tuple[Stage, StageResult]]) -> None:
-    """What went on from one stage must be what came into the next."""
-    totals = [(stage.name, result.totals) for stage, result in results if result.totals is not None]
+def _check_accounts(config: Config, results: Sequence[tuple[Stage, StageResult]]) -> None:
+    """Raise FatalError unless the records that went on from one stage came into the next."""
+    totals = [(stage, result.totals) for stage, result in results if result.totals is not None]
     for (before, went_on), (after, came) in pairwise(totals):
         if came.num_in != went_on.num_out:
             raise FatalError(
-                f"accounts do not add up: {went_on.num_out} records went on from {before}, but {came.num_in} "
-                f"came into {after}; run {after} with --restart"
+                f"accounts do not add up: {went_on.num_out} records went on from {before.name}, but {came.num_in} "
+                f"came into {after.name}; begin that anew: {_restart_command(config, (), after)}",
+                code="accounts",
             )
 
 
@@ -199,10 +251,10 @@ def validate_dataset(
     workers: int | str = "auto",
     against: ExpectedRecords | None = None,
 ) -> Report:
-    """Checks a dataset that need not have a run directory; ``scratch`` is a folder for the time being.
+    """Check a dataset that need not have a run directory; ``scratch`` is a folder that may be removed afterwards.
 
     Raises:
-        ConfigError: there is no dataset, or what it is to be checked with cannot be used.
+        ConfigError: there is no dataset, or what it is to be compared with cannot be used.
         FatalError: a unit of the check failed.
     """
     stage = ValidateStage(
@@ -212,5 +264,5 @@ def validate_dataset(
     result = run_stage(stage, LocalExecutor(workers), listener, max_reject_fraction=0.0)
     if not result.ok:
         reasons = "; ".join(error.message for error in result.failures.values())
-        raise FatalError(f"the check itself failed: {reasons}")
+        raise FatalError(f"the check itself failed: {reasons}", code="units_failed")
     return stage.report()

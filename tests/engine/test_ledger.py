@@ -10,7 +10,7 @@ import pytest
 from support.toy_stage import ToyStage, output_bytes, run
 
 from sharmill.engine.ledger import LedgerWriter, read_ledger
-from sharmill.engine.plan import load
+from sharmill.engine.plan import load_plan
 from sharmill.engine.unit import Commit, make_unit
 from sharmill.errors import FatalError
 
@@ -178,7 +178,7 @@ class TestOutputsInPlace:
     def test_a_relaunch_reads_the_same_plan(self, tmp_path):
         stage = ToyStage(tmp_path)
         run(stage)
-        assert sorted(read_ledger(stage.dir.ledger, load(stage))) == list(range(6))
+        assert sorted(read_ledger(stage.dir.ledger, load_plan(stage))) == list(range(6))
 
 
 def _fill(path):

@@ -8,7 +8,7 @@ import signal
 import pytest
 from support.toy_stage import ToyStage, output_bytes, run
 
-from sharmill.engine.plan import describe_differences, load, read_or_make_plan
+from sharmill.engine.plan import describe_differences, load_plan, read_or_make_plan
 from sharmill.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ class TestFreeze:
 
     def test_what_is_loaded_is_what_was_planned(self, tmp_path):
         stage = ToyStage(tmp_path)
-        assert read_or_make_plan(stage, restart=False) == load(stage) == read_or_make_plan(stage, restart=False)
+        assert read_or_make_plan(stage, restart=False) == load_plan(stage) == read_or_make_plan(stage, restart=False)
 
     def test_planner_killed_half_way_leaves_nothing_that_counts(self, tmp_path):
         stage = ToyStage(tmp_path)
@@ -121,7 +121,7 @@ def _die_at_removal(stage, allowed, error):
     plan.remove_tree = remove
     try:
         with pytest.raises(error):
-            plan.forget(stage)
+            plan.discard_stage(stage)
     finally:
         plan.remove_tree = original
 

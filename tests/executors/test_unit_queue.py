@@ -8,6 +8,7 @@ import pytest
 from support.toy_stage import RecordingListener
 
 from sharmill.engine.outcomes import FailedAttempt
+from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.unit import Commit, make_unit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.driven_rank import DrivenRank, FailedStarts, Ready, as_answer
@@ -24,7 +25,8 @@ def heard():
 @pytest.fixture
 def queue(heard):
     """Two units; unit 1 costs more."""
-    return UnitQueue([make_unit(index, cost=float(index), size=1, params={}) for index in range(2)], heard)
+    units = [make_unit(index, cost=float(index), size=1, params={}) for index in range(2)]
+    return UnitQueue(units, RejectLimit("toy", Path("rejects"), expected_in=2, max_fraction=0.4), heard)
 
 
 def commit_of(unit):
@@ -73,14 +75,14 @@ def test_a_unit_that_takes_its_node_down_each_time_comes_to_an_end(queue):
 
 def test_a_rank_takes_commits_and_errors_for_its_unit(queue, heard):
     rank = DrivenRank(number=0)
-    rank.hear(Ready(), queue)
+    rank.handle_answer(Ready(), queue)
     assert rank.ready
     rank.unit = queue.take()
-    rank.hear(commit_of(rank.unit), queue)
+    rank.handle_answer(commit_of(rank.unit), queue)
     assert rank.unit is None
     assert heard.done == [1]
     rank.unit = queue.take()
-    rank.hear(error_of(rank.unit), queue)
+    rank.handle_answer(error_of(rank.unit), queue)
     assert rank.unit is None
     assert len(queue) == 1
 
@@ -90,7 +92,7 @@ def test_a_rank_goes_after_two_failures_in_a_row(queue):
     seen = []
     for answer in (error_of, commit_of, error_of, error_of):
         rank.unit = make_unit(0, cost=0.0, size=1, params={})
-        rank.hear(answer(rank.unit), queue)
+        rank.handle_answer(answer(rank.unit), queue)
         seen.append(rank.needs_replacing())
     assert seen == [False, False, False, True]
 
@@ -104,7 +106,7 @@ def test_an_error_that_ends_the_stage_is_raised(queue, kind):
     answer = as_answer(Special("this", "that"))
     assert type(answer) is kind
     with pytest.raises(kind, match="this and that"):
-        DrivenRank(number=0).hear(answer, queue)
+        DrivenRank(number=0).handle_answer(answer, queue)
 
 
 @pytest.mark.parametrize(("excused", "failures"), [(False, {0}), (True, set())])
@@ -127,6 +129,6 @@ def test_failed_starts_count_by_place_until_one_succeeds():
     assert starts.too_many(1)
     assert not starts.too_many(2)
     assert starts.last == "died"
-    starts.forget(1)
+    starts.reset(1)
     assert not starts.too_many(1)
-    starts.forget(5)
+    starts.reset(5)

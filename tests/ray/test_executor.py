@@ -12,7 +12,7 @@ from support.toy_stage import GpuStage, ToyStage, Unloadable, output_bytes, run
 
 from sharmill.config import ExecutorConfig
 from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load
+from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import read_progress
 from sharmill.errors import ConfigError, FatalError
 
@@ -137,7 +137,7 @@ class TestFailures:
         stage = ToyStage(tmp_path, setup_does="die_after_commit:3")
         assert on_ray(stage, 1)[0].ok
         assert output_bytes(stage) == whole
-        assert set(read_ledger(stage.dir.ledger, load(stage))) == set(range(6))
+        assert set(read_ledger(stage.dir.ledger, load_plan(stage))) == set(range(6))
 
     @pytest.mark.parametrize(
         ("does", "error", "message"),

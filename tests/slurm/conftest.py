@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.toy_cluster import SleepyStage, ToyChain, cancel_all, make_profile
+from support.toy_cluster import SleepyStage, ToyChain, ToyDataset, cancel_all, make_profile
 
-from sharmill.config import to_config
 from sharmill.executors.slurm.profile import ClusterProfile
 
 
@@ -40,17 +39,8 @@ def make_chain(tmp_path):
     folders = []
 
     def make(*, profile: ClusterProfile | None = None, folder: Path = tmp_path, **options: Any) -> ToyChain:
-        config = to_config(
-            {
-                "name": "toy",
-                "run_dir": str(folder / "run"),
-                "dataset_dir": str(folder / "out"),
-                "sources": [{"manifest": "m.json", "audio_root": "."}],
-            },
-            "test",
-        )
         folders.append(folder / "run" / "jobs")
-        return ToyChain(config, ("toy",), profile or make_profile(), stage=SleepyStage(folder, **options))
+        return ToyChain(ToyDataset(SleepyStage(folder, **options)), profile or make_profile())
 
     yield make
     for jobs in folders:

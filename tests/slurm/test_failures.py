@@ -12,7 +12,7 @@ from support.toy_cluster import SETUP, make_profile, slurm
 from support.toy_stage import output_bytes, wait_until
 
 from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load
+from sharmill.engine.plan import load_plan
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import executor as slurm_executor
 from sharmill.executors.slurm.chain import read_state, wait_for_end
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def done_units(chain) -> list[int]:
-    return sorted(read_ledger(chain.stage.dir.ledger, load(chain.stage)))
+    return sorted(read_ledger(chain.stage.dir.ledger, load_plan(chain.stage)))
 
 
 def test_units_that_fail_or_kill_their_rank_are_named_and_the_others_are_done(make_chain):
@@ -97,7 +97,7 @@ def test_when_all_jobs_are_cancelled_waiting_ends_and_a_new_submission_goes_on(m
 
 
 def test_what_slurm_refuses_leaves_no_job_behind(make_chain):
-    """The ranks are accepted, the step behind them is not."""
+    """The ranks are accepted, the driver job behind them is not."""
     profile = make_profile()
     profile = replace(profile, cpu=replace(profile.cpu, partition="nowhere"))
     chain = make_chain(units=8, uses_gpu=True, profile=profile)
@@ -113,7 +113,7 @@ def test_arrays_above_the_clusters_limit_are_split(make_chain, monkeypatch):
     state = chain.start()
     arrays = sorted({job.split("_")[0] for job in state.jobs[:-1]}, key=int)
     assert [sum(job.startswith(f"{array}_") for job in state.jobs) for array in arrays] == [3, 3, 2]
-    assert [len(ranks) for ranks, _ in chain._executor().arrays(8)] == [3, 3, 2]
+    assert [len(ranks) for ranks, _ in chain.executor().arrays(8)] == [3, 3, 2]
     shown = slurm("squeue", "--noheader", "--format=%i", f"--jobs={','.join(arrays)}")
     limits = [slurm("scontrol", "show", "job", f"{array}") for array in arrays]
     assert ["ArrayTaskThrottle=1" in limit for limit in limits] == [True, True, True], shown
@@ -125,7 +125,7 @@ def test_arrays_above_the_clusters_limit_are_split(make_chain, monkeypatch):
 def test_a_stage_with_too_many_rejects_stops_before_its_end(make_chain):
     options = {"units": 400, "seconds": 0.5, "everywhere": "reject:too_short,too_short"}
     chain = make_chain(**options, profile=make_profile(max_ranks=2))
-    chain = replace(chain, config=replace(chain.config, max_reject_fraction=0.001))
+    chain = replace(chain, dataset=replace(chain.dataset, max_reject_fraction=0.001))
     chain.start()
     state = wait_for_end(chain)
     assert state.state == "failed"
@@ -141,12 +141,12 @@ from sharmill.executors.slurm.executor import SlurmExecutor
 chain = cloudpickle.loads(Path(sys.argv[1]).read_bytes())
 def die(self, name, ranks):
     os.kill(os.getpid(), signal.SIGKILL)
-SlurmExecutor._submit_continuation = die
+SlurmExecutor._submit_driver_job = die
 chain.start()
 """
 
 
-def test_a_submission_killed_between_ranks_and_step_goes_on_when_started_again(make_chain, tmp_path):
+def test_a_submission_killed_between_ranks_and_driver_job_goes_on_when_started_again(make_chain, tmp_path):
     import cloudpickle
 
     chain = make_chain(units=8, seconds=0.3, profile=make_profile(max_ranks=2))
@@ -156,7 +156,7 @@ def test_a_submission_killed_between_ranks_and_step_goes_on_when_started_again(m
     killed = subprocess.run([sys.executable, "-c", SUBMIT, pickled], env=os.environ | environment, check=False)
     assert killed.returncode == -9
     assert read_state(chain.run_dir) is None
-    assert "still in the queue, continued by job" in chain.start().message
+    assert "still in the queue, then driver job" in chain.start().message
     assert wait_for_end(chain).state == "done"
     assert done_units(chain) == list(range(8))
     assert chain.stage.redone() == 0

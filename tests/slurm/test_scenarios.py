@@ -21,7 +21,7 @@ from support.toy_stage import wait_until
 
 from sharmill.engine.progress import read_progress
 from sharmill.executors.slurm.chain import wait_for_end
-from sharmill.executors.slurm.executor import is_step
+from sharmill.executors.slurm.executor import is_driver_job
 from sharmill.executors.slurm.queue import queued_jobs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -129,8 +129,8 @@ def test_a_cancelled_step_leaves_what_a_new_submission_goes_on_with(make_chain, 
     chain = make_chain(units=24, seconds=0.5)
     chain.start()
     wait_for_units(chain, 2)
-    slurm("scancel", *(job.id for job in queued_jobs(chain.run_dir.jobs) if is_step(job)))
-    wait_until(lambda: not any(map(is_step, queued_jobs(chain.run_dir.jobs))))
+    slurm("scancel", *(job.id for job in queued_jobs(chain.run_dir.jobs) if is_driver_job(job)))
+    wait_until(lambda: not any(map(is_driver_job, queued_jobs(chain.run_dir.jobs))))
     again = chain.start()
     assert "still in the queue, continued by job" in again.message
     assert wait_for_end(chain).state == "done"

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load
-from sharmill.engine.run import locked, read_totals, run_stage
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import StageResult
+from sharmill.engine.plan import load_plan
+from sharmill.engine.run import Executor, locked, read_totals, run_stage
 from sharmill.engine.stage import Advance, Stage
 from sharmill.engine.unit import Output, Unit
-from sharmill.executors.slurm.chain import Chain, LogListener
+from sharmill.executors.slurm.chain import Chain
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import cancel, queued_jobs
-from sharmill.pipeline import DatasetResult
 from sharmill.storage import Staging
 from support.paths import SHARED
 from support.toy_stage import ToyStage, output_bytes, run, wait_until
@@ -51,20 +52,36 @@ class SleepyStage(ToyStage):
 
 
 @dataclass(frozen=True)
-class ToyChain(Chain):
-    stage: SleepyStage | None = None
+class ToyDataset:
+    """A dataset of one toy stage, as chains take it."""
 
-    def _make_stages(self) -> list[Stage]:
-        assert self.stage is not None
+    stage: SleepyStage
+    name: str = "toy"
+    max_reject_fraction: float = 0.5
+    num_errors: int = 0
+    stages: tuple[tuple[Stage, StageResult], ...] = ()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.stage.run_dir.path
+
+    def make_stages(self) -> list[Stage]:
         return [self.stage]
 
-    def _run_dataset(self, wait_seconds: float) -> DatasetResult:
-        assert self.stage is not None
-        with locked(self.run_dir, wait_seconds):
+    def run(self, executor: Executor, listener: Listener, *, restart: bool, wait_seconds: float) -> ToyDataset:
+        with locked(self.stage.run_dir, wait_seconds):
             result = run_stage(
-                self.stage, self._executor(), LogListener(), max_reject_fraction=0.5, restart=self.restart
+                self.stage, executor, listener, max_reject_fraction=self.max_reject_fraction, restart=restart
             )
-        return DatasetResult(self.config, [(self.stage, result)])
+        return replace(self, stages=((self.stage, result),))
+
+
+@dataclass(frozen=True)
+class ToyChain(Chain):
+    @property
+    def stage(self) -> SleepyStage:
+        assert isinstance(self.dataset, ToyDataset)
+        return self.dataset.stage
 
 
 def slurm(*command: Any) -> str:
@@ -88,11 +105,10 @@ def cancel_all(folder: Path) -> None:
 def assert_same_as_local(chain: ToyChain, folder: Path) -> None:
     """The output has the bytes of an undisturbed local run, every unit is in the ledger, and the accounts add up."""
     stage = chain.stage
-    assert stage is not None
     reference = SleepyStage(folder / "reference", units=stage.units)
     run(reference)
     assert output_bytes(stage) == output_bytes(reference)
-    units = load(stage)
+    units = load_plan(stage)
     assert sorted(read_ledger(stage.dir.ledger, units)) == list(range(stage.units))
     assert read_totals(stage) == read_totals(reference)
 
@@ -104,6 +120,7 @@ def running_ranks(chain: ToyChain) -> list[str]:
 
 def wait_for_units(chain: ToyChain, count: int, seconds: float = 90.0) -> None:
     """Returns when at least ``count`` units are in the ledger."""
-    assert chain.stage is not None
     stage = chain.stage
-    wait_until(lambda: stage.dir.units.exists() and len(read_ledger(stage.dir.ledger, load(stage))) >= count, seconds)
+    wait_until(
+        lambda: stage.dir.units.exists() and len(read_ledger(stage.dir.ledger, load_plan(stage))) >= count, seconds
+    )

@@ -12,7 +12,7 @@ from sharmill.encode.stage import EncodeStage
 from sharmill.engine import ledger
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
-from sharmill.validate.redo import forget_damaged_units
+from sharmill.validate.redo import take_back_commits
 from sharmill.validate.report import Redo, encode_report, read_report
 from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage
@@ -121,7 +121,7 @@ def test_what_is_named_is_done_again_with_the_same_bytes(finished, tmp_path, dam
     report = finished.validate(tmp_path / "first")
     assert set(report.redo) >= set(expected)
     assert {unit.stage for unit in report.redo} == {unit.stage for unit in expected}
-    forget_damaged_units(finished.config, report, STAGES)
+    take_back_commits(finished.config, report, STAGES)
     finished.run()
     assert snapshot(finished.dataset) == finished.original
     assert finished.validate(tmp_path / "second").findings == []
@@ -132,7 +132,7 @@ def test_only_the_units_that_are_named_are_done_again(finished, tmp_path):
     flip(finished.dataset / TARGETS)
     flip(finished.dataset / "codes_b/target_codes/codes.000002.tar", 700)
     times = {path: path.stat().st_mtime_ns for path in finished.dataset.rglob("*.tar")}
-    forget_damaged_units(finished.config, finished.validate(tmp_path / "check"), STAGES)
+    take_back_commits(finished.config, finished.validate(tmp_path / "check"), STAGES)
     gone = {name: number - finished.commits()[name] for name, number in finished.ledgers.items()}
     assert gone == {"write": 1, "encode/a": 1, "encode/b": 2}
     finished.run()
@@ -167,9 +167,9 @@ def test_interrupted_anywhere_it_goes_on_with_the_same_command(finished, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(ledger, "write_atomic", write_atomic)
         with pytest.raises(KeyboardInterrupt):
-            forget_damaged_units(finished.config, report, STAGES)
+            take_back_commits(finished.config, report, STAGES)
     finished.run()
-    forget_damaged_units(finished.config, report, STAGES)
+    take_back_commits(finished.config, report, STAGES)
     finished.run()
     assert snapshot(finished.dataset) == finished.original
 
@@ -207,7 +207,7 @@ def test_what_is_no_report_is_a_configuration_error(tmp_path, content):
 
 def test_a_clean_report_names_nothing_to_do(finished, tmp_path):
     with pytest.raises(ConfigError, match="there are none"):
-        forget_damaged_units(finished.config, finished.validate(tmp_path / "check"), STAGES)
+        take_back_commits(finished.config, finished.validate(tmp_path / "check"), STAGES)
 
 
 def test_a_context_that_is_a_copy_needs_another_match_and_no_redo(tmp_path):
@@ -225,7 +225,7 @@ def test_a_context_that_is_a_copy_needs_another_match_and_no_redo(tmp_path):
     assert "sharmill run CONFIG --restart" in row["to_do"]
     assert report.redo == []
     with pytest.raises(ConfigError, match="see to_do of each"):
-        forget_damaged_units(config, report, ["write"])
+        take_back_commits(config, report, ["write"])
 
 
 def test_strays_are_for_a_person_to_remove(finished, tmp_path):
@@ -234,7 +234,7 @@ def test_strays_are_for_a_person_to_remove(finished, tmp_path):
     assert report.redo == []
     assert report.findings[0]["to_do"] == "look whose it is, then remove it"
     with pytest.raises(ConfigError, match="see to_do of each"):
-        forget_damaged_units(finished.config, report, STAGES)
+        take_back_commits(finished.config, report, STAGES)
 
 
 def test_what_cannot_be_done_again_is_refused_before_any_work(finished, tmp_path):
@@ -242,37 +242,35 @@ def test_what_cannot_be_done_again_is_refused_before_any_work(finished, tmp_path
     flip(finished.dataset / CODES, 700)
     report = finished.validate(tmp_path / "check")
     with pytest.raises(ConfigError, match="concern the stage write"):
-        forget_damaged_units(finished.config, report, ["encode"])
+        take_back_commits(finished.config, report, ["encode"])
     other = Project(tmp_path / "other").configure
     (tmp_path / "other").mkdir()
     with pytest.raises(ConfigError, match="these findings are of"):
-        forget_damaged_units(other(), report, STAGES)
+        take_back_commits(other(), report, STAGES)
     same_place = {"dataset_dir": str(finished.dataset), "run_dir": str(tmp_path / "elsewhere")}
     with pytest.raises(ConfigError, match="'b' are not of this configuration"):
-        forget_damaged_units(
-            other(encode={"codecs": [{"name": "a", "model": "builtin"}]}, **same_place), report, STAGES
-        )
+        take_back_commits(other(encode={"codecs": [{"name": "a", "model": "builtin"}]}, **same_place), report, STAGES)
     codecs = {"codecs": [{"name": name, "model": "builtin"} for name in CODECS]}
     with pytest.raises(ConfigError, match="has no plan of write"):
-        forget_damaged_units(other(encode=codecs, **same_place), report, STAGES)
+        take_back_commits(other(encode=codecs, **same_place), report, STAGES)
     assert finished.commits() == finished.ledgers
 
 
 def test_a_shard_whose_source_has_changed_is_not_passed_off_as_the_same(finished, tmp_path):
     flip(finished.dataset / TARGETS)
-    forget_damaged_units(finished.config, finished.validate(tmp_path / "check"), STAGES)
+    take_back_commits(finished.config, finished.validate(tmp_path / "check"), STAGES)
     put(finished.project.root / "4.flac", voice(0.8, seed=99))
     with pytest.raises(FatalError, match="unit 1 was done again with another outcome: its files have other bytes"):
         run(WriteStage(finished.config))
     put(finished.project.root / "4.flac", voice(0.8, seed=4))
-    forget_damaged_units(finished.config, finished.validate(tmp_path / "check"), STAGES)
+    take_back_commits(finished.config, finished.validate(tmp_path / "check"), STAGES)
     finished.run()
     assert snapshot(finished.dataset) == finished.original
 
 
 def test_a_lost_source_costs_no_record(finished, tmp_path):
     flip(finished.dataset / TARGETS)
-    forget_damaged_units(finished.config, finished.validate(tmp_path / "check"), STAGES)
+    take_back_commits(finished.config, finished.validate(tmp_path / "check"), STAGES)
     (finished.project.root / "4.flac").unlink()
     with pytest.raises(FatalError, match="1 records went on instead of 3"):
         run(WriteStage(finished.config))

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from sharmill.cli.console import describe_cost, make_table, plain
 from sharmill.engine.outcomes import StageResult
-from sharmill.engine.plan import load
+from sharmill.engine.plan import load_plan
 from sharmill.engine.stage import Stage
 from sharmill.executors.logs import printable
 from sharmill.pipeline import DatasetResult
@@ -57,7 +57,7 @@ def _accounts(stage: Stage, outcome: StageResult) -> list[Text]:
         return [plain(stage.name), *[plain("")] * 2, plain("failed", style="red")]
     totals = outcome.totals
     records = stage.cost_unit == "records"
-    processed = sum(unit.cost for unit in load(stage)) if stage.dir.units.exists() else 0.0
+    processed = sum(unit.cost for unit in load_plan(stage)) if stage.dir.units.exists() else 0.0
     numbers = (totals.num_in, totals.num_out, totals.num_rejected)
     hours = describe_cost(totals.hours * 3600, records=False)
     return [plain(cell) for cell in (stage.name, *map(str, numbers), describe_cost(processed, records=records), hours)]

@@ -70,11 +70,14 @@ def _run_one(
     from sharmill.cli.results import print_report, print_result
     from sharmill.pipeline import run_dataset
     from sharmill.storage import write_atomic
+    from sharmill.validate.redo import take_back_commits
     from sharmill.validate.report import encode_report
 
     console = make_console()
+    if redo is not None:
+        take_back_commits(config, redo, stages)
     with ProgressListener(console) as listener:
-        result = run_dataset(config, listener, stages=stages, restart=restart, redo=redo)
+        result = run_dataset(config, listener, stages=stages, restart=restart)
     print_result(console, result)
     if not result.ok:
         return FAILED

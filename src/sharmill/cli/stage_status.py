@@ -14,7 +14,7 @@ import msgspec
 from sharmill.config import CodecConfig, Config
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.outcomes import FailedAttempt
-from sharmill.engine.plan import load
+from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import RankProgress, read_progress
 from sharmill.engine.run import read_totals
 from sharmill.engine.rundir import RunDir
@@ -70,7 +70,7 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
     """Return the state of a stage. ``queued`` says that a stage without ranks is one that waits for them."""
     if not stage.dir.units.exists():
         return StageStatus(name=stage.name, state="not begun", cost_unit=stage.cost_unit)
-    units = load(stage)
+    units = load_plan(stage)
     commits = read_ledger(stage.dir.ledger, units)
     totals = read_totals(stage)
     rejects: Counter[str] = Counter()
@@ -128,7 +128,7 @@ def read_or_preview_units(stage: Stage) -> tuple[list[Unit], dict[int, Commit]]:
     """
     stage.identity()
     if stage.dir.units.exists():
-        units = load(stage)
+        units = load_plan(stage)
         return units, read_ledger(stage.dir.ledger, units)
     with tempfile.TemporaryDirectory(prefix="sharmill-plan-") as folder:
         return list(stage.plan(Path(folder))), {}

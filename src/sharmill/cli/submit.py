@@ -85,8 +85,15 @@ def submit_all(
     are done again.
     """
     from sharmill.executors.slurm.chain import Chain
+    from sharmill.pipeline import DatasetRun
+    from sharmill.validate.redo import take_back_commits
 
-    chains = [Chain(config, tuple(stages), profile, restart, redo) for config in configs]
+    chains = [Chain(DatasetRun(config, tuple(stages)), profile, restart) for config in configs]
+    if redo is not None:
+        for config, chain in zip(configs, chains, strict=True):
+            # Ranks that are still at work would add to what is taken back.
+            chain.require_no_jobs()
+            take_back_commits(config, redo, stages)
     started = [_guarded(console, chain, _start) for chain in chains]
     if not wait:
         return started
@@ -103,13 +110,11 @@ def show_submission(
     comes after it depends on its outcome."""
     from sharmill.cli.stage_status import read_or_preview_units
     from sharmill.executors.slurm.chain import Chain
-    from sharmill.executors.slurm.executor import SlurmExecutor
-    from sharmill.pipeline import check_config, make_stages
+    from sharmill.pipeline import DatasetRun, check_config, make_stages
 
     for config in configs:
         check_config(config, stages)
-        chain = Chain(config, tuple(stages), profile)
-        executor = SlurmExecutor(profile, chain.run_dir.jobs, chain, config.name)
+        executor = Chain(DatasetRun(config, tuple(stages)), profile).executor()
         for stage in make_stages(config, stages):
             units, done = read_or_preview_units(stage)
             left = [unit for unit in units if unit.index not in done]
@@ -136,7 +141,7 @@ def _describe_balance(stage: Stage, bins: Sequence[Sequence[Unit]], arrays: Sequ
 
 def _start(console: Console, chain: Chain) -> int:
     state = chain.start()
-    console.print(plain(f"{chain.config.name}: {state.message}"))
+    console.print(plain(f"{chain.name}: {state.message}"))
     return _status(state) if state.state != "waiting" else OK
 
 
@@ -144,7 +149,7 @@ def _finish(console: Console, chain: Chain) -> int:
     from sharmill.executors.slurm.chain import wait_for_end
 
     state = wait_for_end(chain)
-    console.print(plain(f"{chain.config.name}: {state.state}: {state.message}"))
+    console.print(plain(f"{chain.name}: {state.state}: {state.message}"))
     return _status(state)
 
 
@@ -158,5 +163,5 @@ def _guarded(console: Console, chain: Chain, step: Callable[[Console, Chain], in
     try:
         return step(console, chain)
     except SharmillError as error:
-        console.print(plain(f"Error: {chain.config.name}: {error}", style="red"))
+        console.print(plain(f"Error: {chain.name}: {error}", style="red"))
         return status_of_error(error)

@@ -1,6 +1,7 @@
-"""What ranks that outlive no driver note of their attempts, so that a unit that kills its rank is given up in the end.
+"""Attempts of ranks that no driver watches: the ranks note them, and the next driver reads the notes.
 
-Like the ledger, one file of JSON lines per process. Nothing here says that a unit is done; only the ledger does.
+So a unit that kills its rank each time is given up in the end. Like the ledger, one file of JSON lines per process.
+Nothing here says that a unit is done; only the ledger does.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from uuid import uuid4
 import msgspec
 
 from sharmill.engine.outcomes import FailedAttempt
+from sharmill.errors import SharmillError
 from sharmill.storage import stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)
@@ -31,35 +33,35 @@ _decoder = msgspec.json.Decoder(_Note)
 
 
 class AttemptLog:
-    """Notes the attempts of one process."""
+    """The notes of one process."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"{uuid4().hex}.jsonl"
         self._stopped = _stopped_path(folder)
 
     def begin(self, unit: int) -> None:
-        """An attempt begins; it counts from here on, however it ends."""
+        """Note that an attempt begins; it counts from here on, however it ends."""
         self._append(_Note(unit))
 
     def give_up(self, unit: int) -> None:
-        """The attempt was broken off for no fault of the unit, and does not count."""
+        """Note that the attempt was broken off for no fault of the unit, and does not count."""
         self._append(_Note(unit, given_up=True))
 
     def fail(self, error: FailedAttempt) -> None:
-        """The attempt that was begun has failed with an error."""
+        """Note that the attempt that was begun has failed with an error."""
         self._append(_Note(error.index, message=error.message, traceback=error.traceback))
 
-    def trouble(self, message: str) -> None:
-        """This rank cannot work; others perhaps can."""
+    def fail_setup(self, message: str) -> None:
+        """Note that this rank cannot work; others perhaps can."""
         self._append(_Note(_NO_UNIT, message=message))
 
-    def stop(self, message: str) -> None:
-        """No rank can go on with this stage."""
-        write_atomic(self._stopped, message.encode())
+    def stop(self, error: SharmillError) -> None:
+        """Note that no rank can go on with this stage."""
+        write_atomic(self._stopped, msgspec.json.encode({"code": error.code, "message": str(error)}))
 
     @property
     def stopped(self) -> bool:
-        """Whether any rank has said so."""
+        """Return True if any rank has noted that."""
         return self._stopped.exists()
 
     def _append(self, note: _Note) -> None:
@@ -70,18 +72,18 @@ class AttemptLog:
 
 
 class Attempts:
-    """How often each unit was begun, and the last error of those that failed with one.
+    """The attempts of all ranks: how often each unit was begun, and the last error of those that failed with one.
 
     Attributes:
-        stopped: why no rank can go on, or nothing.
-        trouble: why one of the ranks could not work, or nothing.
+        stopped: the reason why no rank can go on, or nothing; ``stopped_code`` is the error's code.
+        setup_error: the reason why one of the ranks could not work, or nothing.
     """
 
     def __init__(self, folder: Path) -> None:
         self.counts: Counter[int] = Counter()
         self.errors: dict[int, FailedAttempt] = {}
-        self.trouble = ""
-        self.stopped = _stopped_path(folder).read_text() if _stopped_path(folder).exists() else ""
+        self.setup_error = ""
+        self.stopped, self.stopped_code = _read_stopped(_stopped_path(folder))
         for path in sorted(folder.glob("*.jsonl")):
             for line in path.read_bytes().splitlines(keepends=True):
                 if line.endswith(b"\n"):
@@ -95,7 +97,7 @@ class Attempts:
             log.warning("a line of %s is no note: %s", path, error)
             return
         if note.unit == _NO_UNIT:
-            self.trouble = note.message
+            self.setup_error = note.message
         elif note.message:
             self.errors[note.unit] = FailedAttempt(note.unit, note.message, note.traceback)
         else:
@@ -103,4 +105,11 @@ class Attempts:
 
 
 def _stopped_path(folder: Path) -> Path:
-    return folder / "stopped.txt"
+    return folder / "stopped.json"
+
+
+def _read_stopped(path: Path) -> tuple[str, str]:
+    if not path.exists():
+        return "", "unspecified"
+    stored = msgspec.json.decode(path.read_bytes())
+    return stored["message"], stored["code"]

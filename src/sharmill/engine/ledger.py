@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import msgspec
 
-from sharmill.engine.plan import load
+from sharmill.engine.plan import load_plan
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.storage import fsync_directory, stopping_errors, write_atomic
@@ -74,7 +74,7 @@ def revoke(stage: Stage, indices: Collection[int]) -> None:
     They are kept aside, for what comes out then is to be the same. Interrupted in between, some units are done again
     and others not: the same call makes up for it. Only for the one process that directs a run.
     """
-    units = [unit for unit in load(stage) if unit.index in indices]
+    units = [unit for unit in load_plan(stage) if unit.index in indices]
     first = read_revoked(stage)
     for index, commit in read_ledger(stage.dir.ledger, units).items():
         first.setdefault(index, commit)

@@ -25,11 +25,11 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     """
     identity = _as_stored(stage.identity())
     if restart:
-        forget(stage)
+        discard_stage(stage)
     if stage.dir.identity.exists():
         differences = describe_differences(_read_identity(stage), identity)
         if not differences:
-            return load(stage)
+            return load_plan(stage)
         begun = any(stage.dir.ledger.glob("*.jsonl"))
         if begun and not stage.replan_when_changed:
             raise ConfigError(
@@ -37,7 +37,7 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
                 "Restore that, choose another run_dir, or begin it anew: "
                 f"sharmill run CONFIG {stage.kind} --restart"
             )
-        forget(stage)
+        discard_stage(stage)
     return _freeze(stage, identity)
 
 
@@ -48,13 +48,13 @@ def _read_identity(stage: Stage) -> Any:
         raise ConfigError(f"{stage.dir.identity} is damaged ({error}); begin this stage anew with --restart") from error
 
 
-def load(stage: Stage) -> list[Unit]:
+def load_plan(stage: Stage) -> list[Unit]:
     """The units of a plan that is known to exist."""
     with stage.dir.units.open("rb") as stream:
         return [_unit_decoder.decode(line) for line in stream]
 
 
-def forget(stage: Stage) -> None:
+def discard_stage(stage: Stage) -> None:
     """Removes the stage's plan, ledger and output.
 
     The output goes before the plan, so that a process that dies in between leaves no output that belongs to nothing:

@@ -1,4 +1,7 @@
-"""One class names every path of a run directory."""
+"""Paths of a run directory, as the engine, the executors and the command line use them.
+
+The files that a stage keeps in its own folder beside these are named by the stage.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class StageDir:
-    """The folder of one stage in a run directory: plan, ledger, logs, progress, rejects, parts."""
+    """The folder of one stage in a run directory: plan, ledger, logs, progress, rejects."""
 
     path: Path
 
@@ -30,12 +33,12 @@ class StageDir:
 
     @property
     def attempts(self) -> Path:
-        """Notes of ranks that no driver watches."""
+        """The notes of ranks that no driver watches."""
         return self.path / "attempts"
 
     @property
     def rounds(self) -> Path:
-        """How many attempts there were each time that ranks were submitted."""
+        """The number of attempts so far, each time that ranks were submitted."""
         return self.path / "rounds"
 
     @property
@@ -106,13 +109,18 @@ class RunDir:
 
     @property
     def chain(self) -> Path:
-        """How far a run on a cluster has got."""
+        """The state of the driver jobs on a cluster."""
         return self.path / "chain.json"
 
     @property
     def jobs(self) -> Path:
-        """What the cluster's jobs are started with, and what they print."""
+        """The scripts of a cluster's jobs, their input and their output."""
         return self.path / "jobs"
+
+    @property
+    def chain_log(self) -> Path:
+        """The log of the driver jobs on a cluster."""
+        return self.jobs / "chain.log"
 
     @property
     def manifests(self) -> Path:

@@ -1,4 +1,4 @@
-"""What ranks answer to a driver that hands units out one by one, and what becomes of it; for processes and actors."""
+"""Messages from ranks to a driver that hands units out one by one, and its answer to them; for processes and actors."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ Answer = Ready | Advanced | Commit | FailedAttempt | SharmillError
 
 
 def as_answer(error: ConfigError | FatalError) -> SharmillError:
-    """An error that ends the stage, made anew: what a library hung on to it may not go through a pipe or Ray."""
+    """Return an error that ends the stage, made anew: what a library attached to it may not be picklable."""
     kind = ConfigError if isinstance(error, ConfigError) else FatalError
     return kind(str(error), code=error.code)
 
 
 @dataclass(kw_only=True)
 class DrivenRank:
-    """A rank as its driver sees it, whatever it runs as."""
+    """A rank on the driver's side, be it a process or an actor."""
 
     number: int
     ready: bool = False
     unit: Unit | None = None
     failures_in_a_row: int = 0
 
-    def hear(self, answer: Answer, queue: UnitQueue) -> None:
-        """Takes the answer to the request to get ready or to do ``unit``.
+    def handle_answer(self, answer: Answer, queue: UnitQueue) -> None:
+        """Handle the answer to the request to get ready or to do ``unit``.
 
         Raises:
             ConfigError, FatalError: the answer is that the stage cannot go on.
@@ -81,16 +81,16 @@ class DrivenRank:
         queue.failed(unit, answer)
 
     def needs_replacing(self) -> bool:
-        """Whether a fresh rank has to take its place."""
+        """Return True if a fresh rank has to take its place."""
         if self.failures_in_a_row < _FAILURES_IN_A_ROW:
             return False
-        log.warning("rank %d makes way for a fresh one after %d failures", self.number, self.failures_in_a_row)
+        log.warning("rank %d is replaced after %d failures in a row", self.number, self.failures_in_a_row)
         return True
 
     def report_lost_unit(
         self, queue: UnitQueue, how: str, log_path: Path, details: str = "", *, excused: bool = False
     ) -> None:
-        """The rank is gone, and with it its attempt at a unit, if it had one; the attempt counts unless excused."""
+        """Give the unit of a rank that has ended back to the queue; the attempt counts unless excused."""
         if self.unit is None:
             return
         message = f"{how}; its log is {log_path}"
@@ -99,21 +99,22 @@ class DrivenRank:
 
 
 class FailedStarts:
-    """Ranks that ended before they were ready, since the last that was ready in the same place."""
+    """Counts of ranks that ended before they were ready, since the last that was ready in the same place."""
 
     def __init__(self) -> None:
         self._counts: Counter[Hashable] = Counter()
         self.last = ""
 
     def add(self, how: str, place: Hashable = None) -> int:
-        """How many there are in this place now."""
+        """Count one more, and return how many there are in this place now."""
         self._counts[place] += 1
         self.last = how
         return self._counts[place]
 
-    def forget(self, place: Hashable = None) -> None:
-        """A rank is ready there."""
+    def reset(self, place: Hashable = None) -> None:
+        """Begin to count anew: a rank is ready there."""
         del self._counts[place]
 
     def too_many(self, place: Hashable = None) -> bool:
+        """Return True if no more ranks should be tried in this place."""
         return self._counts[place] >= MAX_ATTEMPTS

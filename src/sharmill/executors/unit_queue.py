@@ -1,4 +1,4 @@
-"""The units of a stage that are still to do, for executors that hand them out one by one."""
+"""A queue of the units of a stage that are still to do, for executors that hand them out one by one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import FailedAttempt
+from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import MAX_ATTEMPTS
 
@@ -26,31 +27,37 @@ class UnitQueue:
         failures: the last error of every unit that has failed for good, by unit index.
     """
 
-    def __init__(self, units: Sequence[Unit], listener: Listener) -> None:
+    def __init__(self, units: Sequence[Unit], rejects: RejectLimit, listener: Listener) -> None:
         self._waiting = deque(sorted(units, key=lambda unit: (-unit.cost, unit.index)))
         self._attempts: Counter[int] = Counter()
         self._interruptions: Counter[int] = Counter()
+        self._rejects = rejects
         self._listener = listener
         self.failures: dict[int, FailedAttempt] = {}
 
     def __len__(self) -> int:
-        """How many units wait for a rank."""
+        """Return how many units wait for a rank."""
         return len(self._waiting)
 
     def take(self) -> Unit | None:
-        """The next unit to do, or None."""
+        """Return the next unit to do, or None."""
         return self._waiting.popleft() if self._waiting else None
 
     def advanced(self, unit: Unit, done: float) -> None:
-        """An attempt has done so much of the unit's cost."""
+        """Report that an attempt has done so much of the unit's cost."""
         self._listener.unit_advanced(unit, done)
 
     def done(self, unit: Unit, commit: Commit) -> None:
-        """An attempt has succeeded."""
+        """Report that an attempt has succeeded.
+
+        Raises:
+            FatalError: too many records of the stage are rejected now.
+        """
         self._listener.unit_done(unit, commit)
+        self._rejects.add([commit])
 
     def failed(self, unit: Unit, error: FailedAttempt) -> None:
-        """An attempt has failed: the unit waits again, or is given up."""
+        """Take a unit back whose attempt has failed: it waits again, or is given up."""
         self._listener.unit_advanced(unit, 0.0)
         self._attempts[unit.index] += 1
         attempts = self._attempts[unit.index]
@@ -65,7 +72,7 @@ class UnitQueue:
         self._listener.unit_failed(unit, error, attempts)
 
     def interrupted(self, unit: Unit, error: FailedAttempt) -> None:
-        """An attempt was broken off for no fault of the unit, as far as one can tell: it waits again."""
+        """Take a unit back whose attempt was broken off, probably for no fault of the unit: it waits again."""
         self._interruptions[unit.index] += 1
         if self._interruptions[unit.index] > _MOST_INTERRUPTIONS:
             self.failed(unit, error)

@@ -1,4 +1,4 @@
-"""Doing units of a finished dataset again that the checker found damaged, by way of the ordinary relaunch."""
+"""Take back the commits of units that the checker found damaged, so that the next ordinary run does them again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from sharmill.config import Config
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.ledger import revoke
-from sharmill.engine.plan import load
+from sharmill.engine.plan import load_plan
+from sharmill.engine.run import locked
+from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError
 from sharmill.shar.dataset import ShardedDataset
@@ -17,17 +19,23 @@ from sharmill.validate.report import ENCODE, INDEX, WRITE, Report
 from sharmill.write.stage import WriteStage
 
 
-def forget_damaged_units(config: Config, report: Report, stages: Sequence[str]) -> None:
-    """Takes back the commits of the units that a report names, so that a run of ``stages`` does them again.
+def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> None:
+    """Take back the commits of the units that a report names, so that the next run of ``stages`` does them again.
 
     A shard whose audio or cuts are damaged is encoded again by every codec of the configuration too. The index of the
-    dataset is compared with the ledger again in any case. The caller holds the run directory's lock.
+    dataset is compared with the ledger again in any case. No ranks may be at work on the dataset.
 
     Raises:
         ConfigError: the report is of another dataset, names nothing that can be done again, or what it names was not
-            made by this configuration, or not by these stages; nothing has been done then.
+            made by this configuration, or not by these stages, or another process is at work; nothing has been done
+            then.
     """
     _check_report(config, report)
+    with locked(RunDir(Path(config.run_dir))):
+        _take_back(config, report, stages)
+
+
+def _take_back(config: Config, report: Report, stages: Sequence[str]) -> None:
     wanted: dict[str, set[int]] = {}
     for unit in report.redo:
         wanted.setdefault(unit.stage, set()).update(() if unit.shard is None else {unit.shard})
@@ -39,27 +47,31 @@ def forget_damaged_units(config: Config, report: Report, stages: Sequence[str]) 
     concerned = [stage for stage in (write, *encodes.values()) if shards[stage.name] or INDEX in wanted]
     for stage in concerned:
         if stage.kind not in stages:
-            raise ConfigError(f"these findings concern the stage {stage.kind}: name it too, or no stage at all")
+            message = f"these findings concern the stage {stage.kind}: name it too, or no stage at all"
+            raise ConfigError(message, code="bad_findings")
         if not stage.dir.units.exists():
-            raise ConfigError(f"{config.run_dir} has no plan of {stage.name}: it is not the run that made this dataset")
+            message = f"{config.run_dir} has no plan of {stage.name}: it is not the run that made this dataset"
+            raise ConfigError(message, code="bad_findings")
     for stage in concerned:
         remove_tree(stage.dir.done)
-        if known := shards[stage.name] & {unit.index for unit in load(stage)}:
+        if known := shards[stage.name] & {unit.index for unit in load_plan(stage)}:
             revoke(stage, known)
 
 
 def _check_report(config: Config, report: Report) -> None:
     if Path(report.dataset).resolve() != Path(config.dataset_dir).resolve():
-        raise ConfigError(f"these findings are of {report.dataset}, and {config.name} is in {config.dataset_dir}")
+        message = f"these findings are of {report.dataset}, and {config.name} is in {config.dataset_dir}"
+        raise ConfigError(message, code="bad_findings")
     if not report.redo:
         raise ConfigError(
             "these findings name no unit that could be done again"
-            + ("; see to_do of each" if report.findings else ": there are none")
+            + ("; see to_do of each" if report.findings else ": there are none"),
+            code="bad_findings",
         )
 
 
 def _check_codecs(config: Config, wanted: dict[str, set[int]], known: set[str]) -> None:
-    """What the configuration does not have it can neither encode again nor put back into the index."""
+    """Raise ConfigError where a codec is concerned that the configuration does not have, and so cannot encode again."""
     named = {name for name in wanted if name.startswith(ENCODE)}
     if INDEX in wanted:
         named |= {f"{ENCODE}{codec}" for codec in ShardedDataset(Path(config.dataset_dir)).stored_codecs()}
@@ -67,5 +79,6 @@ def _check_codecs(config: Config, wanted: dict[str, set[int]], known: set[str]) 
         codec = missing[0].removeprefix(ENCODE)
         raise ConfigError(
             f"the codes called {codec!r} are not of this configuration: add that codec to encode.codecs, with the "
-            "run_dir that they were made from" + ("; or make the index with sharmill index" if INDEX in wanted else "")
+            "run_dir that they were made from" + ("; or make the index with sharmill index" if INDEX in wanted else ""),
+            code="bad_findings",
         )

@@ -17,7 +17,7 @@ from support.timing import within
 from support.toy_stage import ToyStage, is_running, output_bytes, run, wait_until
 
 from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load
+from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import read_progress
 from sharmill.executors.signals import deferred_interrupts
 
@@ -76,7 +76,7 @@ def start(tmp_path):
 
 
 def done(stage):
-    return sorted(read_ledger(stage.dir.ledger, load(stage))) if stage.dir.units.exists() else []
+    return sorted(read_ledger(stage.dir.ledger, load_plan(stage))) if stage.dir.units.exists() else []
 
 
 def send(driver, how):

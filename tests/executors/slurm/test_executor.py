@@ -6,19 +6,27 @@ import os
 from pathlib import Path
 
 import pytest
+from support.errors import raises
 from support.toy_stage import ToyStage
 
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import Submitted
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.errors import FatalError
+from sharmill.engine.rejects import RejectLimit
+from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import executor as slurm
 from sharmill.executors.slurm import queue as slurm_queue
-from sharmill.executors.slurm.executor import SlurmExecutor, Submitted
+from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, queued_jobs
 
 
 def do_nothing() -> None:
     pass
+
+
+def no_limit() -> RejectLimit:
+    return RejectLimit("toy", Path("rejects"), expected_in=24, max_fraction=1.0)
 
 
 class Cluster:
@@ -31,6 +39,8 @@ class Cluster:
         self.script("srun", "exit 1")
         self.script("squeue", "true")
         self.script("scancel", 'echo "$@" >> cancelled')
+        # submitit asks whether there is one before it submits an array.
+        self.script("srun", "exit 1")
         self.script("sbatch", "echo Submitted batch job $(wc -l < sbatch.calls)")
 
     def script(self, name: str, does: str, *, fails: int = 0, says: str = "") -> None:
@@ -63,9 +73,9 @@ def submit(tmp_path):
         stage = ToyStage(tmp_path, units=8)
         ranks = RankProfile(max_ranks=profile.pop("max_ranks", 2))
         executor = SlurmExecutor(ClusterProfile(cpu=ranks, **profile), tmp_path / "jobs", do_nothing, "toy")
-        with pytest.raises(Submitted) as handed_over:
-            executor.run(stage, read_or_make_plan(stage, restart=False), listener=None)
-        return handed_over.value
+        submitted = executor.run(stage, read_or_make_plan(stage, restart=False), no_limit(), Listener())
+        assert isinstance(submitted, Submitted)
+        return submitted
 
     return submit
 
@@ -75,7 +85,7 @@ def test_a_busy_controller_is_asked_again(cluster, submit):
     cluster.script(
         "sbatch", "echo Submitted batch job 7", fails=2, says="Batch job submission failed: Socket timed out"
     )
-    assert submit().ranks == ["7_0", "7_1"]
+    assert submit().jobs == ["7_0", "7_1", "7"]
     assert cluster.calls("squeue") == 3
     assert cluster.calls("sbatch") == 2 + 1 + 1
 
@@ -84,14 +94,14 @@ def test_what_is_wrong_with_a_request_is_told_at_once(cluster, tmp_path):
     cluster.script("sbatch", "", fails=9, says="Batch job submission failed: Invalid qos specification")
     stage = ToyStage(tmp_path, units=8)
     executor = SlurmExecutor(ClusterProfile(qos="gold"), tmp_path / "jobs", do_nothing, "toy")
-    with pytest.raises(FatalError, match=r"^SLURM refuses the jobs: .*Invalid qos specification"):
-        executor.run(stage, read_or_make_plan(stage, restart=False), listener=None)
+    with raises(FatalError, "jobs_refused", "Invalid qos specification"):
+        executor.run(stage, read_or_make_plan(stage, restart=False), no_limit(), Listener())
     assert cluster.calls("sbatch") == 1
 
 
 def test_a_controller_that_stays_silent_is_named(cluster, tmp_path):
     cluster.script("squeue", "", fails=9, says="slurm_load_jobs error: Unable to contact slurm controller")
-    with pytest.raises(SlurmSilent, match=r"SLURM does not answer squeue: .*Unable to contact"):
+    with raises(SlurmSilent, "silent_cluster", "squeue", "Unable to contact"):
         queued_jobs(tmp_path)
     assert cluster.calls("squeue") == 3
 
@@ -122,7 +132,18 @@ def test_arrays_are_no_larger_than_the_cluster_allows_and_never_run_too_many_at_
 
 
 def test_split_arrays_are_all_submitted(cluster, submit):
-    """In the order of their numbers, and the continuation last."""
-    handed_over = submit(max_ranks=8)
-    assert handed_over.ranks == [*(f"1_{n}" for n in range(3)), *(f"2_{n}" for n in range(3)), "3_0", "3_1"]
-    assert handed_over.continuation == "4"
+    """In the order of their numbers, and the driver job last."""
+    ranks = [*(f"1_{n}" for n in range(3)), *(f"2_{n}" for n in range(3)), "3_0", "3_1"]
+    assert submit(max_ranks=8).jobs == [*ranks, "4"]
+
+
+def test_a_script_can_be_shown_where_there_is_no_slurm(tmp_path, monkeypatch):
+    """With arrays as large as SLURM allows by default."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    executor = SlurmExecutor(ClusterProfile(), tmp_path / "jobs", do_nothing, "toy")
+    assert "#SBATCH --array=0-63%64\n" in executor.script(ToyStage(tmp_path), 64)
+    assert executor.arrays(2500) == [(range(1000), 102), (range(1000, 2000), 102), (range(2000, 2500), 51)]
+    with raises(ConfigError, "no_cluster", "squeue"):
+        queued_jobs(tmp_path)

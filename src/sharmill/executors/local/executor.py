@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import FailedAttempt
+from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import mark_ended
+from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import Worker
@@ -44,12 +45,12 @@ class LocalExecutor:
 
     workers: int | str = "auto"
 
-    def run(self, stage: Stage, units: Sequence[Unit], listener: Listener) -> dict[int, FailedAttempt]:
-        """See ``engine.run.Executor``."""
+    def run(self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener) -> Finished:
+        """Do the units; see ``engine.run.Executor``."""
         gpus = visible_gpus() if stage.uses_gpu else []
         cores = len(os.sched_getaffinity(0))
         devices = plan_devices(self.workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=cores)[: len(units)]
-        queue = UnitQueue(units, listener)
+        queue = UnitQueue(units, rejects, listener)
         try:
             if len(devices) == 1:
                 _run_inline(stage, devices[0], queue, listener)
@@ -60,7 +61,7 @@ class LocalExecutor:
             # No rank is left that could do it for itself.
             remove_staging(stage.root)
             mark_ended(stage.dir.progress)
-        return queue.failures
+        return Finished(queue.failures)
 
 
 def _run_inline(stage: Stage, device: Device, queue: UnitQueue, listener: Listener) -> None:
@@ -86,7 +87,7 @@ class _Rank(DrivenRank):
 
 @dataclass
 class _Pool:
-    """The driver's side: hands out units, hears the outcomes, replaces ranks that die."""
+    """The driver's side: hands out units, handles the answers, replaces ranks that die."""
 
     stage: Stage
     devices: list[Device]
@@ -102,13 +103,13 @@ class _Pool:
                 self._start_missing()
                 self._report_loading()
                 self._hand_out()
-                self._listen()
+                self._poll_all()
             self._dismiss_all()
         finally:
             self._end(self.ranks.values())
 
     def _start_missing(self) -> None:
-        """Starts ranks while there are units for them; a rank that cannot start is given up, the others go on."""
+        """Start ranks while there are units for them; a rank that cannot start is given up, the others go on."""
         for number in range(len(self.devices)):
             free = sum(rank.unit is None for rank in self.ranks.values())
             if number not in self.ranks and free < len(self.queue) and not self.failed_starts.too_many(number):
@@ -119,7 +120,8 @@ class _Pool:
         if not self.ranks and all(map(self.failed_starts.too_many, range(len(self.devices)))):
             raise FatalError(
                 f"{self.stage.name}: worker processes cannot start: the last one {self.failed_starts.last}; "
-                f"see {self.stage.dir.logs}"
+                f"see {self.stage.dir.logs}",
+                code="no_ranks",
             )
 
     def _start(self, number: int) -> None:
@@ -142,38 +144,38 @@ class _Pool:
             rank.unit = self.queue.take()
             if rank.unit is None:
                 return
-            # A rank that has died since is buried as one that had a unit. The attempt counts, so that a rank that
+            # A rank that has died since is removed as one that had a unit. The attempt counts, so that a rank that
             # always dies there does not go on for ever.
             with suppress(ChildEnded):
                 rank.child.send(rank.unit)
 
-    def _listen(self) -> None:
+    def _poll_all(self) -> None:
         wait([handle for rank in self.ranks.values() for handle in rank.child.handles], timeout=_SECONDS_BETWEEN_LOOKS)
         for rank in list(self.ranks.values()):
-            self._attend(rank)
+            self._poll(rank)
 
-    def _attend(self, rank: _Rank) -> None:
-        # Asked first: what a dead rank has said is then all there, and its last word may be a commit.
+    def _poll(self, rank: _Rank) -> None:
+        # Asked first: the answers of a dead rank are then all there, and the last may be a commit.
         alive = rank.child.is_alive()
         try:
             answer = rank.child.receive(timeout=0.0)
         except TimeoutError:
             if not alive:
-                self._bury(rank)
+                self._remove_dead(rank)
         except ChildEnded:
-            self._bury(rank)
+            self._remove_dead(rank)
         else:
-            self._hear(rank, answer)
+            self._handle_answer(rank, answer)
 
-    def _hear(self, rank: _Rank, answer: Answer) -> None:
-        rank.hear(answer, self.queue)
+    def _handle_answer(self, rank: _Rank, answer: Answer) -> None:
+        rank.handle_answer(answer, self.queue)
         if isinstance(answer, Ready):
-            self.failed_starts.forget(rank.number)
+            self.failed_starts.reset(rank.number)
         if rank.needs_replacing():
             self._end([rank])
             del self.ranks[rank.number]
 
-    def _bury(self, rank: _Rank) -> None:
+    def _remove_dead(self, rank: _Rank) -> None:
         # Its pipe is closed before its status is known; if it does not end by itself, it is made to.
         rank.child.join(_SECONDS_TO_END)
         self._end([rank])
@@ -190,7 +192,7 @@ class _Pool:
             log.error("rank %d cannot start and is given up: it %s", number, how)
 
     def _dismiss_all(self) -> None:
-        """All is done: ranks that wait for units leave by themselves; those still loading are not waited for."""
+        """Let ranks that wait for units leave by themselves; those still loading are not waited for."""
         leaving = [rank for rank in self.ranks.values() if rank.ready]
         for rank in leaving:
             with suppress(ChildEnded):
@@ -198,6 +200,6 @@ class _Pool:
         join_all([rank.child for rank in leaving], _SECONDS_TO_LEAVE)
 
     def _end(self, ranks: Iterable[_Rank]) -> None:
-        """Ends processes by force; returns when there are none."""
+        """End processes by force, and return when there are none."""
         with deferred_interrupts():
             end_by_force([rank.child for rank in ranks], _SECONDS_TO_END)

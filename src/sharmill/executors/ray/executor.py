@@ -20,8 +20,9 @@ from typing import Any
 import sharmill
 from sharmill.config import Config
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import FailedAttempt
+from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import INTERVAL_SECONDS, mark_ended, read_progress
+from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
 from sharmill.engine.worker import MAX_ATTEMPTS
@@ -58,16 +59,20 @@ class RayExecutor:
 
     @classmethod
     def from_config(cls, config: Config) -> RayExecutor:
-        """Raises ConfigError where relative paths would lead into a folder that Ray removes, or Ray is missing."""
+        """Return the executor that a configuration asks for.
+
+        Raises:
+            ConfigError: relative paths would lead into a folder that Ray removes, or Ray is not installed.
+        """
         import_ray()
         check_paths(config)
         wanted = config.executor
         return cls(workers=wanted.workers, address=wanted.address, cores=wanted.cores, device=wanted.device)
 
-    def run(self, stage: Stage, units: Sequence[Unit], listener: Listener) -> dict[int, FailedAttempt]:
-        """See ``engine.run.Executor``."""
+    def run(self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener) -> Finished:
+        """Do the units; see ``engine.run.Executor``."""
         connect(self.address)
-        queue = UnitQueue(units, listener)
+        queue = UnitQueue(units, rejects, listener)
         try:
             with logging_to(stage.dir.driver_log):
                 _Pool(stage, self._needs(stage), self.workers, queue, listener).run()
@@ -75,7 +80,7 @@ class RayExecutor:
             # No actor is left that could do it for itself.
             remove_staging(stage.root)
             mark_ended(stage.dir.progress)
-        return queue.failures
+        return Finished(queue.failures)
 
     def _needs(self, stage: Stage) -> RankNeeds:
         if stage.uses_gpu and self.device != "cpu":
@@ -87,8 +92,10 @@ class RayExecutor:
 
 @dataclass(kw_only=True)
 class _Rank(DrivenRank):
-    """``call`` is the reference of what the actor does: its set-up or a unit. ``out_of_reach`` is what came instead of
-    its answer; ``call`` then asks what has become of it."""
+    """An actor. ``call`` is the reference of what it does: its set-up or a unit.
+
+    ``out_of_reach`` is the error that came instead of its answer; ``call`` then asks whether it still is there.
+    """
 
     actor: Any
     call: Any
@@ -97,7 +104,7 @@ class _Rank(DrivenRank):
 
 @dataclass
 class _Pool:
-    """The driver's side: asks for actors, hands out units, hears the outcomes."""
+    """The driver's side: asks for actors, hands out units, handles the answers."""
 
     stage: Stage
     needs: RankNeeds
@@ -124,8 +131,8 @@ class _Pool:
                 self._ask_for_ranks()
                 self._report_progress()
                 self._hand_out()
-                self._let_go()
-                self._listen()
+                self._dismiss_idle()
+                self._poll_all()
             self._dismiss(self.ranks.values())
             if farewells := [rank.call for rank in self.leaving]:
                 self._ray.wait(farewells, num_returns=len(farewells), timeout=_SECONDS_TO_LEAVE)
@@ -134,8 +141,10 @@ class _Pool:
                 self._ray.kill(rank.actor)
 
     def _limit(self) -> int:
-        """How many actors there may be. Without a number in the configuration, one more than there is room for: it
-        waits for nodes that join and for what others on the cluster leave."""
+        """Return how many actors there may be: one more than there is room for where the configuration has no number.
+
+        That one waits for nodes that join, and for others on the cluster to end.
+        """
         if self.workers != "auto":
             return int(self.workers)
         as_of, limit = self._limit_as_of
@@ -187,53 +196,53 @@ class _Pool:
                     return
                 rank.call = rank.actor.run.remote(rank.unit)
 
-    def _let_go(self) -> None:
-        """When no unit waits, actors without one leave to others what they hold; one stays, should a unit fail."""
+    def _dismiss_idle(self) -> None:
+        """When no unit waits, end the actors without one but the first, which stays in case a unit fails."""
         if not self.queue:
             idle = sorted((rank for rank in self.ranks.values() if rank.unit is None), key=lambda rank: not rank.ready)
             self._dismiss(idle[1:])
 
-    def _listen(self) -> None:
+    def _poll_all(self) -> None:
         calls = {rank.call: rank for rank in self.ranks.values() if rank.unit or not rank.ready}
         if not calls:
             time.sleep(_SECONDS_BETWEEN_LOOKS)  # until the next start
             return
-        heard, _ = self._ray.wait(list(calls), num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
-        if heard:
-            heard, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0)
+        answered, _ = self._ray.wait(list(calls), num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
+        if answered:
+            answered, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0)
         elif not any(rank.ready for rank in self.ranks.values()):
             self._warn_of_no_room()
-        for call in heard:
-            self._attend(calls[call], call)
+        for call in answered:
+            self._poll(calls[call], call)
 
-    def _attend(self, rank: _Rank, call: Any) -> None:
+    def _poll(self, rank: _Rank, call: Any) -> None:
         try:
             answer: Answer = self._ray.get(call)
         except self._ray.exceptions.ActorUnavailableError as error:
-            self._ask_what_became_of(rank, error)
+            self._ask_again(rank, error)
             return
         except self._ray.exceptions.RayError as error:
-            self._bury(rank, error)
+            self._remove_dead(rank, error)
             return
         if rank.out_of_reach is not None:
-            # It is there again; what it had to say is lost.
-            self._bury(rank, rank.out_of_reach)
+            # It is there again; its answer is lost.
+            self._remove_dead(rank, rank.out_of_reach)
             return
-        rank.hear(answer, self.queue)
+        rank.handle_answer(answer, self.queue)
         if isinstance(answer, Ready):
-            self.failed_starts.forget()
+            self.failed_starts.reset()
         if rank.needs_replacing():
             self._dismiss([rank])
 
-    def _ask_what_became_of(self, rank: _Rank, error: Exception) -> None:
-        """Ray has lost the connection and does not know yet whether actor or node has died: its next answer says."""
+    def _ask_again(self, rank: _Rank, error: Exception) -> None:
+        """Ask an actor out of reach for an answer: Ray does not know yet whether it or its node has died."""
         if rank.out_of_reach is not None:
-            self._bury(rank, error)
+            self._remove_dead(rank, error)
             return
         rank.out_of_reach = error
         rank.call = rank.actor.answer.remote()
 
-    def _bury(self, rank: _Rank, error: Exception) -> None:
+    def _remove_dead(self, rank: _Rank, error: Exception) -> None:
         # An actor that cannot be reached may still run. It must not go on beside the one that takes its place.
         self._ray.kill(rank.actor)
         del self.ranks[rank.number]
@@ -247,20 +256,21 @@ class _Pool:
         rank.report_lost_unit(self.queue, how, log_path, str(error), excused=excused)
 
     def _count_failed_start(self, how: str) -> None:
-        """Goes on while there is hope: one node may be broken, and actors on others still be loading."""
+        """Count it, and give up only when no actor is left: one node may be broken, while others are loading."""
         failed_starts = self.failed_starts.add(how)
         if not self.failed_starts.too_many():
             return
         self.next_start = time.monotonic() + _SECONDS_BETWEEN_BAD_STARTS
-        hopeless = not self.ranks or failed_starts >= MAX_ATTEMPTS * self._limit()
-        if hopeless and not any(rank.ready for rank in self.ranks.values()):
+        all_failed = not self.ranks or failed_starts >= MAX_ATTEMPTS * self._limit()
+        if all_failed and not any(rank.ready for rank in self.ranks.values()):
             raise FatalError(
                 f"{self.stage.name}: actors cannot start: {how}; see {self.stage.dir.logs}. "
-                "Every node needs sharmill and what the stage imports"
+                "Every node needs sharmill and what the stage imports",
+                code="no_ranks",
             )
 
     def _dismiss(self, ranks: Iterable[_Rank]) -> None:
-        """Actors that wait leave by themselves; those that are loading or wait for room are not waited for."""
+        """Let actors that wait leave by themselves; those that are loading or wait for room are not waited for."""
         for rank in list(ranks):
             del self.ranks[rank.number]
             if rank.ready:
@@ -278,7 +288,7 @@ class _Pool:
                       self.needs.capacity())  # fmt: skip
 
     def _describe(self, error: Exception) -> str:
-        """One line of what Ray says in many."""
+        """Return Ray's explanation in one line."""
         if isinstance(error, self._ray.exceptions.RayTaskError):
             return f"the actor failed: {type(error.cause).__name__}: {' '.join(str(error.cause).split())}"
         text = " ".join(str(error).split())

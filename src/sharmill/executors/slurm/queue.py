@@ -1,14 +1,16 @@
-"""What SLURM says about its queue and itself."""
+"""SLURM's own commands: jobs in the queue, their end, and the limits of the cluster."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
 
@@ -21,6 +23,8 @@ _PAUSE_SECONDS = 5.0
 class SlurmSilent(FatalError):
     """The controller does not answer; that says nothing about the jobs."""
 
+    default_code: ClassVar[str] = "silent_cluster"
+
 
 @dataclass(frozen=True)
 class QueuedJob:
@@ -32,17 +36,18 @@ class QueuedJob:
 
     @property
     def number(self) -> int:
-        """The job's number, which it shares with the other tasks of its array. Later jobs have higher ones."""
+        """Return the job's number, which it shares with the other tasks of its array. Later jobs have higher ones."""
         return int(self.id.split("_")[0])
 
 
 def queued_jobs(folder: Path) -> list[QueuedJob]:
-    """This user's jobs that are not over and whose scripts lie in ``folder``, without the one that asks.
+    """Return this user's jobs that are not over and whose scripts lie in ``folder``, without the one that asks.
 
     Found by the path of their scripts and not by noted numbers, so that a process that dies between submitting and
     noting hides none.
 
     Raises:
+        ConfigError: there is no SLURM here.
         SlurmSilent: nobody answers.
     """
     shown = _ask(["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%T|%j|%o"])
@@ -58,21 +63,20 @@ def queued_jobs(folder: Path) -> list[QueuedJob]:
 
 
 def cancel(job_ids: Sequence[str]) -> None:
-    """Asks SLURM to end jobs; says nothing if it does not answer."""
+    """Ask SLURM to end jobs; no error where it does not answer."""
     if job_ids:
         subprocess.run(["scancel", *job_ids], capture_output=True, check=False, timeout=60)
 
 
 def max_array_size() -> int:
-    """How many tasks the cluster allows in one array.
+    """Return how many tasks the cluster allows in one array; SLURM's own default where there is no SLURM to ask.
 
     Raises:
-        ConfigError: there is no SLURM here.
+        SlurmSilent: nobody answers.
     """
-    try:
-        shown = _ask(["scontrol", "show", "config"])
-    except SlurmSilent as error:
-        raise ConfigError(f"{error}; are you on a SLURM cluster?") from error
+    if shutil.which("scontrol") is None:
+        return _DEFAULT_MAX_ARRAY - 1
+    shown = _ask(["scontrol", "show", "config"])
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", shown, re.MULTILINE)
     # The largest index is one less than MaxArraySize, and so is the largest number of tasks from index 0 on.
     return (int(match[1]) if match else _DEFAULT_MAX_ARRAY) - 1
@@ -80,7 +84,7 @@ def max_array_size() -> int:
 
 @contextmanager
 def outside_own_job() -> Iterator[None]:
-    """A job that submits jobs must not hand its own allocation on: sbatch takes such variables for options.
+    """Hide the variables of the job that this process is in while it submits others: sbatch takes them for options.
 
     Outside of a job they are the user's own settings and stay, and where SLURM's configuration lies stays in any case.
     """
@@ -102,7 +106,8 @@ def _ask(command: list[str]) -> str:
     try:
         return _output(command)
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no {command[0]} here; are you on a SLURM cluster?") from error
+        message = f"there is no {command[0]} here; are you on a SLURM cluster?"
+        raise ConfigError(message, code="no_cluster") from error
     except (OSError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", "") or error).strip()
         raise SlurmSilent(f"SLURM does not answer {command[0]}: {' '.join(said.split())}") from error
@@ -114,5 +119,5 @@ def _may_pass(error: BaseException) -> bool:
 
 @retry(stop=stop_after_attempt(3), wait=wait_fixed(_PAUSE_SECONDS), retry=retry_if_exception(_may_pass), reraise=True)
 def _output(command: list[str]) -> str:
-    """What a command prints. A controller that is busy, or being restarted, may not answer for a moment."""
+    """Return what a command prints. A controller that is busy, or being restarted, may not answer for a moment."""
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

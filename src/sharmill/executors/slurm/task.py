@@ -1,8 +1,8 @@
 """The work of one rank that no driver watches: a task of a SLURM array.
 
-It gets its bin of units when it is submitted and goes through what the ledger lacks of them. Told to leave (preemption,
-time limit), it gives up the unit in flight and is requeued, to go on from the ledger. That too many records are
-rejected it sees in the ledger, which has what the other ranks have done as well.
+It gets its bin of units when it is submitted and does those that are not in the ledger. Told to leave (preemption, time
+limit), it gives up the unit in flight and is requeued, to go on from the ledger. Whether too many records are rejected
+it reads in the ledger, which has the commits of the other ranks as well.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from sharmill.engine.attempts import AttemptLog, Attempts
 from sharmill.engine.ledger import outputs_in_place, read_ledger
-from sharmill.engine.plan import load
-from sharmill.engine.run import check_rejects
+from sharmill.engine.plan import load_plan
+from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import MAX_ATTEMPTS, Worker
@@ -44,15 +44,15 @@ _MOST_OF_THE_LIMIT = 0.8
 class RankTask:
     """A rank's part of a stage: picklable, and callable on the node.
 
-    ``units`` are indices into the plan; ``limit`` is how many seconds a rank has before it is told to leave.
+    ``units`` are indices into the plan; ``limit`` is the number of seconds before the rank is told to leave.
     """
 
     stage: Stage
     rank: int
     units: list[int]
     device: str
+    rejects: RejectLimit
     limit: float = math.inf
-    max_reject_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         self._told_to_leave = False
@@ -62,7 +62,7 @@ class RankTask:
         self._next_look = 0.0
 
     def __call__(self) -> int:
-        """Goes through the units and returns how many are in the ledger now."""
+        """Do the units that are missing, and return how many of all are in the ledger now."""
         with logging_to(self.stage.dir.rank_log(self.rank)):
             # What was pickled is not this process's: a requeued task has a file of its own.
             self._attempts = AttemptLog(self.stage.dir.attempts)
@@ -74,7 +74,7 @@ class RankTask:
         return len(self.units) - len(self._outstanding())
 
     def checkpoint(self) -> DelayedSubmission:
-        """Called by submitit in this process when the rank has to leave; what it returns is run after the requeue."""
+        """Return what is run after the requeue; submitit calls this in the rank's process when it has to leave."""
         from submitit.helpers import DelayedSubmission
 
         self._told_to_leave = True
@@ -84,7 +84,7 @@ class RankTask:
         return DelayedSubmission(dataclasses.replace(self))
 
     def _expect_the_end(self, number: int, frame: FrameType | None) -> None:
-        """Preemption without a warning signal, and scancel: SIGKILL follows. Until then the unit may still be done."""
+        """Handle SIGTERM, as of scancel and of preemption without a warning: SIGKILL follows."""
         self._excuse_current()
         log.warning("rank %d will be killed", self.rank)
 
@@ -105,8 +105,10 @@ class RankTask:
                 # The request to leave arrives as SystemExit, here in the middle of the set-up.
                 sys.exit(1)
             # A rank that cannot be set up may lie on a broken node; anything else would meet the others as well.
-            note = self._attempts.stop if ready or isinstance(error, ConfigError) else self._attempts.trouble
-            note(str(error))
+            if ready or isinstance(error, ConfigError):
+                self._attempts.stop(error)
+            else:
+                self._attempts.fail_setup(str(error))
             raise
 
     def _work(self, worker: Worker, units: list[Unit]) -> None:
@@ -133,21 +135,20 @@ class RankTask:
                 self._check_rejects()
 
     def _check_rejects(self) -> None:
-        """Raises FatalError if more is rejected than the configuration allows; looks now and then."""
+        """Raise FatalError if more is rejected than the configuration allows; the ledger is read now and then."""
         began = time.monotonic()
         if began < self._next_look:
             return
-        units = load(self.stage)
         reasons: Counter[str] = Counter()
-        for commit in read_ledger(self.stage.dir.ledger, units).values():
+        for commit in read_ledger(self.stage.dir.ledger, load_plan(self.stage)).values():
             reasons.update(commit.rejects)
-        check_rejects(self.stage, reasons, sum(unit.size for unit in units), self.max_reject_fraction)
+        self.rejects.check(reasons)
         now = time.monotonic()
         self._next_look = now + max(_SECONDS_BETWEEN_LEDGERS, _LEDGER_SHARE * (now - began))
 
     def _outstanding(self) -> list[Unit]:
-        """What is left of this rank's units, largest first as they were packed."""
-        units = load(self.stage)
+        """Return what is left of this rank's units, largest first as they were packed."""
+        units = load_plan(self.stage)
         mine = [units[index] for index in self.units]
         commits = read_ledger(self.stage.dir.ledger, mine)
         return [u for u in mine if u.index not in commits or not outputs_in_place(commits[u.index], self.stage)]
@@ -160,5 +161,6 @@ def _require_device(device: str) -> None:
 
     if not torch.cuda.is_available():
         raise FatalError(
-            "this rank should run on a GPU and finds none; correct the cluster profile, or set device: cpu"
+            "this rank should run on a GPU and finds none; correct the cluster profile, or set device: cpu",
+            code="setup_failed",
         )

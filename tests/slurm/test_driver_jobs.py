@@ -1,4 +1,4 @@
-"""Steps of a chain that meet jobs, locks and signals at awkward moments."""
+"""Driver jobs of a chain that meet jobs, locks and signals at awkward moments."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from support.errors import raises
 from support.toy_cluster import assert_same_as_local, make_profile, running_ranks, slurm
 from support.toy_stage import wait_until
 
@@ -14,7 +15,7 @@ from sharmill.engine.attempts import Attempts
 from sharmill.engine.run import locked
 from sharmill.errors import ConfigError
 from sharmill.executors.slurm.chain import read_state, wait_for_end
-from sharmill.executors.slurm.executor import is_step
+from sharmill.executors.slurm.executor import is_driver_job
 from sharmill.executors.slurm.queue import outside_own_job, queued_jobs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -22,30 +23,30 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 @pytest.fixture
 def waiting_chain(make_chain):
-    """Two ranks that wait for the mark ``go``, and the step behind them."""
+    """Two ranks that wait for the mark ``go``, and the driver job behind them."""
     chain = make_chain(units=8, everywhere="wait:go", profile=make_profile(max_ranks=2))
     chain.start()
     return chain
 
 
-def steps(chain) -> list[str]:
-    return [job.id for job in queued_jobs(chain.run_dir.jobs) if is_step(job)]
+def driver_jobs(chain) -> list[str]:
+    return [job.id for job in queued_jobs(chain.run_dir.jobs) if is_driver_job(job)]
 
 
-def test_a_step_that_is_requeued_after_it_has_submitted_leaves_the_work_to_the_next(waiting_chain, monkeypatch):
+def test_a_driver_job_requeued_after_it_has_submitted_leaves_the_work_to_the_next(waiting_chain, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     before = queued_jobs(waiting_chain.run_dir.jobs)
-    assert waiting_chain._next_step() is None
+    assert waiting_chain._run_driver_job() is None
     assert {job.id for job in queued_jobs(waiting_chain.run_dir.jobs)} == {job.id for job in before}
 
 
-def test_a_step_that_meets_ranks_only_goes_behind_them(waiting_chain, monkeypatch, tmp_path):
-    (step,) = steps(waiting_chain)
-    monkeypatch.setenv("SLURM_JOB_ID", step)
-    state = waiting_chain._next_step()
-    slurm("scancel", step)
+def test_a_driver_job_that_meets_ranks_only_submits_one_behind_them(waiting_chain, monkeypatch, tmp_path):
+    (own,) = driver_jobs(waiting_chain)
+    monkeypatch.setenv("SLURM_JOB_ID", own)
+    state = waiting_chain._run_driver_job()
+    slurm("scancel", own)
     monkeypatch.delenv("SLURM_JOB_ID")
-    wait_until(lambda: steps(waiting_chain) == state.jobs[-1:])
+    wait_until(lambda: driver_jobs(waiting_chain) == state.jobs[-1:])
     waiting_chain.stage.mark("go")
     assert wait_for_end(waiting_chain).state == "done"
     assert_same_as_local(waiting_chain, tmp_path)
@@ -55,17 +56,17 @@ def test_a_step_that_meets_ranks_only_goes_behind_them(waiting_chain, monkeypatc
 def test_a_submission_that_lost_the_race_submits_nothing(waiting_chain):
     """Both have looked at the queue when it was empty; the second gets the lock after the first."""
     before = queued_jobs(waiting_chain.run_dir.jobs)
-    with pytest.raises(ConfigError, match="appeared in the queue"):
-        waiting_chain._step(wait_seconds=0.0)
+    with raises(ConfigError, "jobs_in_queue"):
+        waiting_chain._run_stages(wait_seconds=0.0)
     assert len(queued_jobs(waiting_chain.run_dir.jobs)) == len(before)
 
 
-def test_a_step_waits_until_the_run_directory_is_free(waiting_chain, tmp_path):
+def test_a_driver_job_waits_until_the_run_directory_is_free(waiting_chain, tmp_path):
     chain = waiting_chain
     wait_until(lambda: len(running_ranks(chain)) == 2, 60)
     with locked(chain.run_dir):
         chain.stage.mark("go")
-        wait_until(lambda: not [job for job in queued_jobs(chain.run_dir.jobs) if not is_step(job)], 60)
+        wait_until(lambda: not [job for job in queued_jobs(chain.run_dir.jobs) if not is_driver_job(job)], 60)
         wait_until(lambda: [job.state for job in queued_jobs(chain.run_dir.jobs)] == ["RUNNING"], 60)
         time.sleep(2)  # long enough to have failed; nothing tells that it waits
         assert [job.state for job in queued_jobs(chain.run_dir.jobs)] == ["RUNNING"]
@@ -86,7 +87,7 @@ def test_a_rank_told_to_leave_comes_back_without_stale_state(make_chain, tmp_pat
     assert wait_for_end(chain).state == "done"
     assert_same_as_local(chain, tmp_path)
     attempts = Attempts(chain.stage.dir.attempts)
-    assert attempts.trouble == ""
+    assert attempts.setup_error == ""
     assert attempts.errors == {}
     assert set(attempts.counts.values()) == {1}
     assert chain.stage.redone() == (0 if where == "setup" else 1)

@@ -1,15 +1,17 @@
-"""A rank's task without a cluster, and what profiles allow."""
+"""A rank's task without a cluster, and the values that profiles allow."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
+from support.errors import raises
 from support.paths import REPOSITORY
 from support.toy_cluster import SleepyStage
 
 from sharmill.engine.attempts import AttemptLog, Attempts
-from sharmill.engine.plan import read_or_make_plan
+from sharmill.engine.plan import load_plan, read_or_make_plan
+from sharmill.engine.rejects import RejectLimit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import task as rank_task
 from sharmill.executors.slurm.profile import load_profile
@@ -25,18 +27,24 @@ def stage(tmp_path):
     return stage
 
 
+def make_task(stage, rank, units, device="cpu", *, max_reject_fraction=1.0, **options):
+    expected_in = sum(unit.size for unit in load_plan(stage))
+    rejects = RejectLimit(stage.name, stage.dir.path / "rejects", expected_in, max_reject_fraction)
+    return RankTask(stage, rank, units, device, rejects, **options)
+
+
 def test_a_rank_on_a_gpu_that_is_not_there_is_an_error(stage, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(FatalError, match="should run on a GPU and finds none"):
-        RankTask(stage, 0, [0, 1], "cuda")()
+    with raises(FatalError, "setup_failed", "device: cpu"):
+        make_task(stage, 0, [0, 1], "cuda")()
     attempts = Attempts(stage.dir.attempts)
-    assert "finds none" in attempts.trouble
+    assert "finds none" in attempts.setup_error
     assert not attempts.stopped
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(10, 0), (90, 1)])
 def test_a_unit_that_had_most_of_the_time_limit_to_itself_is_not_excused(stage, seconds, count):
-    task = RankTask(stage, 0, [0, 1], "cpu", limit=100.0)
+    task = make_task(stage, 0, [0, 1], limit=100.0)
     task._attempts.begin(1)
     task._current, task._begun = 1, time.monotonic() - seconds
     fresh = task.checkpoint().function
@@ -47,14 +55,15 @@ def test_a_unit_that_had_most_of_the_time_limit_to_itself_is_not_excused(stage, 
 
 def test_units_that_may_have_ended_a_rank_come_last(stage):
     AttemptLog(stage.dir.attempts).begin(0)
-    RankTask(stage, 0, [0, 1], "cpu")()
+    make_task(stage, 0, [0, 1])()
     assert list(stage.begun()) == [1, 0]
 
 
 def test_a_rank_leaves_when_another_has_stopped_the_stage(stage):
-    AttemptLog(stage.dir.attempts).stop("the disk is full")
-    assert RankTask(stage, 0, [0, 1], "cpu")() == 0
-    assert Attempts(stage.dir.attempts).stopped == "the disk is full"
+    AttemptLog(stage.dir.attempts).stop(FatalError("the disk is full", code="disk"))
+    assert make_task(stage, 0, [0, 1])() == 0
+    attempts = Attempts(stage.dir.attempts)
+    assert (attempts.stopped, attempts.stopped_code) == ("the disk is full", "disk")
 
 
 def test_too_many_rejects_stop_the_stage_at_once(tmp_path, monkeypatch):
@@ -63,8 +72,8 @@ def test_too_many_rejects_stop_the_stage_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_task, "_LEDGER_SHARE", 0.0)
     stage = SleepyStage(tmp_path, units=8, everywhere="reject:too_short,too_short")
     read_or_make_plan(stage, restart=False)
-    with pytest.raises(FatalError, match="toy stopped: 14 of 24 records are rejected, more than max_reject_fraction"):
-        RankTask(stage, 0, list(range(8)), "cpu", max_reject_fraction=0.5)()
+    with raises(FatalError, "too_many_rejects", "14 of 24", "max_reject_fraction"):
+        make_task(stage, 0, list(range(8)), max_reject_fraction=0.5)()
     assert sum(stage.begun().values()) == 7
     assert "too_short 14" in Attempts(stage.dir.attempts).stopped
 
@@ -72,16 +81,16 @@ def test_too_many_rejects_stop_the_stage_at_once(tmp_path, monkeypatch):
 def test_the_rejects_of_other_ranks_count(tmp_path):
     stage = SleepyStage(tmp_path, units=4, everywhere="reject:too_short,too_short")
     read_or_make_plan(stage, restart=False)
-    RankTask(stage, 0, [0], "cpu", max_reject_fraction=0.4)()
-    with pytest.raises(FatalError, match="4 of 12 records are rejected"):
-        RankTask(stage, 1, [1, 2, 3], "cpu", max_reject_fraction=0.3)()
+    make_task(stage, 0, [0], max_reject_fraction=0.4)()
+    with raises(FatalError, "too_many_rejects", "4 of 12"):
+        make_task(stage, 1, [1, 2, 3], max_reject_fraction=0.3)()
     assert sum(stage.begun().values()) == 2
 
 
 def test_the_ledger_is_not_read_after_every_unit(tmp_path):
     stage = SleepyStage(tmp_path, units=8, everywhere="reject:too_short,too_short")
     read_or_make_plan(stage, restart=False)
-    assert RankTask(stage, 0, list(range(8)), "cpu", max_reject_fraction=0.5)() == 8
+    assert make_task(stage, 0, list(range(8)), max_reject_fraction=0.5)() == 8
 
 
 def test_a_damaged_note_does_not_count(stage, caplog):

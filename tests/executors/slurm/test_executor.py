@@ -39,8 +39,6 @@ class Cluster:
         self.script("srun", "exit 1")
         self.script("squeue", "true")
         self.script("scancel", 'echo "$@" >> cancelled')
-        # submitit asks whether there is one before it submits an array.
-        self.script("srun", "exit 1")
         self.script("sbatch", "echo Submitted batch job $(wc -l < sbatch.calls)")
 
     def script(self, name: str, does: str, *, fails: int = 0, says: str = "") -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import posixpath
+from pathlib import PurePosixPath
 
 import numpy as np
 import pytest
@@ -79,6 +81,11 @@ def test_bad_speaker_tag(tag):
 )
 def test_recording_id(path, expected):
     assert recording_id(path) == expected
+
+
+@given(st.text("ab./ü ", min_size=1, max_size=12).map(posixpath.normpath).filter(lambda path: path.strip("/.")))
+def test_the_extension_is_what_pathlib_takes_for_it(path):
+    assert recording_id(path) == "rec-" + str(PurePosixPath(path).with_suffix("")).replace("/", "-")
 
 
 def test_segment_id_has_two_decimals():

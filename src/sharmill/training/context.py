@@ -1,4 +1,4 @@
-"""Which part of a context a batch gets: a random slice in whole frames of the codec, the same for the same cut."""
+"""The part of a context that a batch gets: a random slice in whole frames of the codec, the same for the same cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class ContextLimits:
-    """How many seconds of a context are taken, and the codec's frames that these are counted in.
+    """Limits on the seconds of a context that are taken, and the codec's frames that these are counted in.
 
     ``min_frames`` is ``min_duration`` rounded up to whole frames, ``max_frames`` is ``max_duration`` rounded down, but
     never below ``min_frames``.
@@ -43,7 +43,7 @@ class ContextLimits:
         return max(self.min_frames, math.floor(self.max_duration / self.frame_shift + _TOLERANCE))
 
     def draw(self, num_frames: int, key: str) -> ContextSlice:
-        """A slice of a context of ``num_frames`` frames; the same one for the same ``key``.
+        """Draw a slice of a context of ``num_frames`` frames; the same one for the same ``key``.
 
         Its length is drawn evenly between ``min_frames`` and the smaller of ``max_frames`` and ``num_frames``, then its
         place among all places. A context shorter than ``min_frames`` is repeated from its beginning to that length.
@@ -70,11 +70,11 @@ class ContextSlice:
         return self.length * self.frame_shift
 
     def of_frames(self, codes: np.ndarray) -> np.ndarray:
-        """The slice of codes (codebooks, frames)."""
+        """Return the slice of codes (codebooks, frames)."""
         return _take(codes, self.first, self.length)
 
     def of_samples(self, samples: np.ndarray, sampling_rate: int) -> np.ndarray:
-        """The same seconds of samples (time,) at ``sampling_rate``.
+        """Return the same seconds of samples (time,) at ``sampling_rate``.
 
         The context is brought to its whole frames first, with zeros behind it or, where it was rounded up at another
         rate, without its last sample: so what is repeated stays in step with the codes.
@@ -87,7 +87,7 @@ class ContextSlice:
 
 
 def _take(values: np.ndarray, first: int, length: int) -> np.ndarray:
-    """``length`` values along the last axis from ``first`` on, starting over at the end."""
+    """Return ``length`` values along the last axis from ``first`` on, starting over at the end."""
     size = values.shape[-1]
     if first + length <= size:
         return values[..., first : first + length]

@@ -1,4 +1,4 @@
-"""Processes that call one function for whoever asks, each for one item at a time."""
+"""Processes that call one function, each for one item at a time."""
 
 from __future__ import annotations
 

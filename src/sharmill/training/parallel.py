@@ -1,4 +1,4 @@
-"""A function of every item of a stream, in threads or processes: in order, bounded, ahead of the use.
+"""A function of every item of a stream, prefetched in threads or processes: in order, within bounds.
 
 For what is too slow for the loop that uses it: decoding, resampling, features. Threads suffice for whatever works
 without Python's lock (libsndfile, torch, numpy); processes are for the rest. Both work on the cuts of one reader, also
@@ -30,7 +30,7 @@ def parallel_map(
     kind: Literal["thread", "process"] = "thread",
     prefetch: int | None = None,
 ) -> ParallelMap[T, R]:
-    """``fn`` of every item, in the order of the items; as often as it is iterated over.
+    """Return an iterable over ``fn`` of every item, in the order of the items; it may be iterated over again.
 
     A thread of its own reads the items, so that reading, working and using go on at the same time. An exception, of
     ``fn`` or of the items, is raised where its item would have come, after all before it; nothing comes after it. The
@@ -73,7 +73,7 @@ def parallel_map(
 
 
 class ParallelMap(Generic[T, R]):
-    """What ``parallel_map`` gives."""
+    """The results of ``parallel_map``."""
 
     def __init__(self, items: Iterable[T], fn: Callable[[T], R], num_workers: int, kind: str, prefetch: int) -> None:
         self._items = items
@@ -83,7 +83,7 @@ class ParallelMap(Generic[T, R]):
         self._prefetch = prefetch
 
     def __len__(self) -> int:
-        """That of the items, if they have one."""
+        """Return the number of items, if they have one."""
         return len(self._items)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[R]:
@@ -121,7 +121,7 @@ class _Feeder(Generic[T, R]):
             yield result
 
     def stop(self) -> None:
-        """Ends thread and workers; waits for what they are doing."""
+        """End thread and workers; wait for what they are doing."""
         self._stopped.set()
         self._room.release()
         self._thread.join()

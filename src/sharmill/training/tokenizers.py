@@ -1,4 +1,4 @@
-"""Text tokenizers by name, for those who count tokens: the command line, and worker processes."""
+"""Text tokenizers by name, for the command line and for worker processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = "'bytes', 'chars', a tokenizer.json, a SentencePiece .model, or module:c
 
 
 def load_tokenizers(names: Sequence[str]) -> Tokenizers:
-    """One tokenizer, or one for each language where the names are ``LANGUAGE=NAME``.
+    """Load one tokenizer, or one for each language where the names are ``LANGUAGE=NAME``.
 
     Raises:
         ConfigError: see ``load_tokenizer``; or there are several names without their languages.
@@ -37,7 +37,7 @@ def load_tokenizers(names: Sequence[str]) -> Tokenizers:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """A function from text to token ids, without ids for begin or end.
+    """Load a function from text to token ids, without ids for begin or end.
 
     Args:
         name: ``bytes`` (UTF-8), ``chars`` (Unicode code points), the path of a ``tokenizer.json`` (needs tokenizers) or
@@ -62,7 +62,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def load_callable(name: str, what: str) -> Callable[..., Any]:
-    """What ``module:attribute`` names; ``what`` it is for stands in the message of an error.
+    """Load what ``module:attribute`` names; ``what`` it is for stands in the message of an error.
 
     Raises:
         ConfigError: there is no such module or attribute, or it is nothing to call.
@@ -85,7 +85,7 @@ def load_callable(name: str, what: str) -> Callable[..., Any]:
 
 
 def tokenize(tokenizers: Tokenizers, text: str, language: str | None, cut_id: str) -> list[int]:
-    """The token ids of a text in its language.
+    """Return the token ids of a text in its language.
 
     Raises:
         ConfigError: see ``choose_tokenizer``; or what the tokenizer gives are no ids.
@@ -103,7 +103,7 @@ def tokenize(tokenizers: Tokenizers, text: str, language: str | None, cut_id: st
 
 
 def check_tokenizers(tokenizers: Tokenizers) -> None:
-    """Raises ConfigError where these are no functions."""
+    """Raise ConfigError where these are no functions."""
     for one in tokenizers.values() if isinstance(tokenizers, Mapping) else [tokenizers]:
         if not callable(one):
             raise ConfigError(
@@ -113,7 +113,7 @@ def check_tokenizers(tokenizers: Tokenizers) -> None:
 
 
 def choose_tokenizer(tokenizers: Tokenizers, language: str | None, cut_id: str) -> Tokenizer:
-    """That of the language.
+    """Return the tokenizer of the language.
 
     Raises:
         ConfigError: there are tokenizers by language, and none for this one.

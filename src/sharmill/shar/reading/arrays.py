@@ -40,7 +40,7 @@ class TimeLastArray(TemporalArray):
     """A TemporalArray with ``temporal_dim=-1`` that loads the right part of itself."""
 
     def load(self, start: float | None = None, duration: float | None = None) -> np.ndarray:
-        """The codes (codebooks, frames) of ``duration`` seconds from ``start`` on; by default all.
+        """Return the codes (codebooks, frames) of ``duration`` seconds from ``start`` on; by default all.
 
         There are ``ceil(duration / frame_shift)`` frames, or as many as are left. What begins in the last frame has it.
 

@@ -1,4 +1,4 @@
-"""Puts what the fields of a shard have for a cut onto the cut."""
+"""The items of a shard's fields, attached to the cut that they belong to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _set = object.__setattr__
 
 
 def attach(cut: Cut, items: dict[str, Any], position: tuple[int, ...], *, foreign: bool) -> None:
-    """Makes items attributes of a cut, and notes its position.
+    """Make items attributes of a cut, and note its position.
 
     Args:
         cut: is changed.
@@ -56,7 +56,7 @@ def attach(cut: Cut, items: dict[str, Any], position: tuple[int, ...], *, foreig
 
 
 def decode_audio(cut: Cut, shard: OpenShard) -> Cut:
-    """The same cut with the audio that it holds in memory decoded.
+    """Decode the audio that a cut holds in memory, and return the cut.
 
     Raises:
         DamagedShard: it cannot be decoded.
@@ -85,7 +85,7 @@ def decode_audio(cut: Cut, shard: OpenShard) -> Cut:
 
 
 def positions_of(cut: Cut) -> list[tuple[int, ...]]:
-    """The positions of the cuts of readers that a cut is made of: several where cuts were mixed or joined."""
+    """Return the positions of the cuts that a cut is made of: several where cuts were mixed or joined."""
     tracks = getattr(cut, "tracks", None)
     if tracks is not None:
         return [position for track in tracks for position in positions_of(track.cut)]
@@ -94,7 +94,7 @@ def positions_of(cut: Cut) -> list[tuple[int, ...]]:
 
 
 def _align(cut: MonoCut, custom: dict[str, Any]) -> None:
-    """Undoes what the published scripts leave: the offset of the target in the cut, and contexts on its time line.
+    """Undo what the published scripts leave: the offset of the target in the cut, and contexts on its time line.
 
     Their audio and codes are of the segments alone. lhotse, which takes them for as long as the whole recording, would
     look for them at the offset.

@@ -1,4 +1,4 @@
-"""Makes lhotse's objects from decoded JSON: the same as lhotse makes, in a tenth of the time.
+"""Lhotse's objects from decoded JSON: the same as lhotse makes, in a tenth of the time.
 
 What looks as sharmill and lhotse usually write it is put together directly. Whatever has further keys (features,
 alignments, transforms, video) is left to lhotse's own functions.
@@ -40,7 +40,7 @@ _set = object.__setattr__
 
 
 def read_cut(values: dict[str, Any]) -> Cut:
-    """The cut that lhotse's ``deserialize_item`` makes. ``values`` are used up.
+    """Return the cut that lhotse's ``deserialize_item`` makes of ``values``, which are used up.
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError, AssertionError (``MALFORMED``): it is not a cut, or has
@@ -72,7 +72,7 @@ def read_cut(values: dict[str, Any]) -> Cut:
 
 
 def read_item(metadata: dict[str, Any], extension: str, data: bytes) -> Any:
-    """What a tar field has for a cut: a Recording, Array, TemporalArray or Features with its data in memory.
+    """Return the item of a tar field for a cut: a Recording, Array, TemporalArray or Features with its data in memory.
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError, AssertionError (``MALFORMED``): it is none of these.
@@ -94,14 +94,14 @@ def read_item(metadata: dict[str, Any], extension: str, data: bytes) -> Any:
 
 
 def as_array(temporal: TemporalArray) -> Array:
-    """The same array without a time line, so that it is never cut."""
+    """Return the same array without a time line, so that it is never cut."""
     array = _new(MemoryArray)
     array.__dict__.update(temporal.array.__dict__)
     return array
 
 
 def with_id(recording: Recording, recording_id: str) -> Recording:
-    """The same recording under another id."""
+    """Return the same recording under another id."""
     other = _new(Recording)
     other.__dict__.update(recording.__dict__, id=recording_id)
     return other
@@ -159,7 +159,7 @@ def _make_custom(custom: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _fill(manifest: Any, extension: str, data: bytes) -> Any:
-    """Puts the data into a manifest that lhotse made."""
+    """Put the data into a manifest that lhotse made, and return it."""
     if isinstance(manifest, Recording):
         (source,) = manifest.sources
         source.type, source.source = "memory", data
@@ -172,7 +172,7 @@ def _fill(manifest: Any, extension: str, data: bytes) -> Any:
 
 
 def _require_safe(values: Any) -> None:
-    """Raises ValueError where lhotse would load what does not lie in the dataset; see the module ``safety``."""
+    """Raise ValueError where lhotse would load what does not lie in the dataset; see the module ``safety``."""
     if found := forbidden_source(values):
         raise ValueError(f"it has {found}, which is not loaded")
     block_sph_sources(values)

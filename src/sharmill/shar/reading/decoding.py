@@ -1,4 +1,4 @@
-"""Audio that is decoded ahead of its use: by libsndfile, which works without Python's lock, so that threads serve."""
+"""Audio that is decoded before it is used: by libsndfile, which works without Python's lock, so that threads serve."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DecodedSource(AudioSource):
     def load_audio(
         self, offset: float = 0.0, duration: float | None = None, force_opus_sampling_rate: int | None = None
     ) -> np.ndarray:
-        """The samples (channels, num_samples) that lhotse would decode; a copy of them."""
+        """Return a copy of the samples (channels, num_samples) that lhotse would decode."""
         if not hasattr(self, "samples"):
             return super().load_audio(offset, duration, force_opus_sampling_rate)
         if offset == 0.0 and duration is None:
@@ -39,13 +39,13 @@ class DecodedSource(AudioSource):
             return self.samples[..., first:].copy()
         end = first + compute_num_samples(duration, self.sampling_rate)
         if end > self.samples.shape[-1]:
-            # How short audio may be is lhotse's to judge.
+            # lhotse decides how much too short audio may be.
             return super().load_audio(offset, duration, force_opus_sampling_rate)
         return self.samples[..., first:end].copy()
 
 
 def decode_recording(recording: Recording) -> Recording:
-    """The same Recording, whose audio is decoded already.
+    """Return the same Recording with its audio decoded.
 
     Raises:
         Exception: whatever lhotse raises for audio that cannot be decoded.
@@ -63,14 +63,14 @@ def decode_recording(recording: Recording) -> Recording:
 
 
 def _decode(data: bytes) -> np.ndarray:
-    """As lhotse's ``soundfile_load``, whose copies cost a third of the time: (channels, num_samples)."""
+    """Return samples (channels, num_samples) as lhotse's ``soundfile_load``, whose copies cost a third of the time."""
     with _as_file(data) as file, sf.SoundFile(file, closefd=False) as sound:
         return np.ascontiguousarray(sound.read(dtype=np.float32, always_2d=True).T)
 
 
 @contextmanager
 def _as_file(data: bytes) -> Iterator[int | io.BytesIO]:
-    """Bytes as a file for libsndfile. From one without a name it reads by itself; else each read waits for Python."""
+    """Open bytes as a file of the system, which libsndfile reads by itself; else each read would wait for Python."""
     if not hasattr(os, "memfd_create"):
         yield io.BytesIO(data)
         return

@@ -33,7 +33,7 @@ class ForeignShard:
 
 
 def find_shards(directory: Path, *, complete: bool = True) -> list[ForeignShard]:
-    """The shards of a folder, ordered by their numbers as numbers: 2 comes before 10.
+    """Find the shards of a folder, ordered by their numbers as numbers: 2 comes before 10.
 
     With ``complete`` false a shard may lack fields, and a field may have shards of its own: the checker says so itself.
 
@@ -76,7 +76,7 @@ def find_shards(directory: Path, *, complete: bool = True) -> list[ForeignShard]
 
 
 def _cuts_files(folder: Path) -> list[re.Match[str]]:
-    """The names of the files with cuts in a folder, parsed."""
+    """Return the parsed names of the files with cuts in a folder."""
     if not folder.is_dir():
         return []
     matches = (_SHARD_FILE.fullmatch(path.name) for path in folder.iterdir())
@@ -84,7 +84,7 @@ def _cuts_files(folder: Path) -> list[re.Match[str]]:
 
 
 def _are_numbered(directory: Path) -> bool:
-    """Whether the files of cuts have numbers; only files that are like them in this belong to them."""
+    """Return True if the files of cuts have numbers; only files that are like them in this belong to them."""
     found = _cuts_files(directory) + _cuts_files(directory / CUTS)
     kinds = {match[2] is not None for match in found}
     if len(kinds) > 1:
@@ -93,7 +93,7 @@ def _are_numbered(directory: Path) -> bool:
 
 
 def _candidates(directory: Path) -> Iterator[tuple[str, Path]]:
-    """(field, file) of all files where shards may be, in the order of their names."""
+    """Yield (field, file) of all files where shards may be, in the order of their names."""
     flat, nested = _cuts_files(directory), _cuts_files(directory / CUTS)
     if flat and nested:
         raise ConfigError(

@@ -34,7 +34,7 @@ END = Position(1 << 40, 0, 0, 0)
 
 
 def count_blocks(num_shards: int, shard_size: int, block_size: int | None) -> int:
-    """How many blocks a shard has: of ``block_size`` cuts at most, and of equal sizes.
+    """Count the blocks of a shard: of ``block_size`` cuts at most, and of equal sizes.
 
     Args:
         num_shards: how many there are.
@@ -80,21 +80,21 @@ class Order:
         return -(-self.num_shards // self.group_size)
 
     def permutation(self, epoch: int) -> np.ndarray:
-        """The shards (num_shards,) in the order of an epoch."""
+        """Return the shards (num_shards,) in the order of an epoch."""
         if not self.shuffle:
             return np.arange(self.num_shards)
         return np.argsort(_draw(self._key(epoch, 0), np.arange(self.num_shards, dtype=np.uint64)), kind="stable")
 
     def slots(self, group: int) -> range:
-        """The slots of the permutation that make a group."""
+        """Return the slots of the permutation that make a group."""
         return range(group * self.group_size, min((group + 1) * self.group_size, self.num_shards))
 
     def group_of(self, block: int) -> int:
-        """The group of a block."""
+        """Return the group of a block."""
         return block // self.blocks_per_shard // self.group_size
 
     def positions(self, epoch: int, slot: int, count: int) -> ShardPositions:
-        """The positions of the ``count`` cuts of the shard at a slot of the permutation."""
+        """Return the positions of the ``count`` cuts of the shard at a slot of the permutation."""
         items = np.arange(count, dtype=np.int64)
         number = min(count, self.blocks_per_shard)
         blocks = self._block_numbers(epoch, slot, number)[items * number // max(1, count)]
@@ -104,7 +104,7 @@ class Order:
         return ShardPositions(draws.astype(np.int64), blocks)
 
     def _block_numbers(self, epoch: int, slot: int, number: int) -> np.ndarray:
-        """The numbers (number,) of the blocks of a shard.
+        """Return the numbers (number,) of the blocks of a shard.
 
         With numbers that were always the same, the part of a cut would be the same in every epoch wherever P divides
         the blocks of a shard; and with short shards that all began at their first number, so would be their parts.
@@ -127,7 +127,7 @@ _STEP = 0x9E3779B97F4A7C15
 
 
 def _mix_bits(value: int) -> int:
-    """SplitMix64 (Steele, Lea and Flood 2014): equal on every machine and with every version of any library."""
+    """Return SplitMix64 (Steele, Lea and Flood 2014): equal on every machine and with every version of any library."""
     value = (value + _STEP) & _WORD
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -135,7 +135,7 @@ def _mix_bits(value: int) -> int:
 
 
 def _draw(key: int, numbers: np.ndarray) -> np.ndarray:
-    """A number of 53 bits for each of ``numbers``: as ``_mix_bits``, for arrays. JSON readers keep 53 bits exactly."""
+    """Return 53 bits for each of ``numbers``: as ``_mix_bits``, for arrays. JSON readers keep 53 bits exactly."""
     value = numbers * np.uint64(_STEP) + np.uint64(key)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Reads a dataset directory as a lazy lhotse CutSet: in any order, in parts, and from where it was left."""
+"""``open_shar``: a dataset directory as a lazy lhotse CutSet, in any order, in parts, and from a saved state on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def open_shar(
     decode_threads: int = 0,
     decode_prefetch: int | None = None,
 ) -> CutSet:
-    """The cuts of a dataset, read lazily and a few shards at a time.
+    """Open the cuts of a dataset, which are read lazily and a few shards at a time.
 
     Args:
         dataset: a finished dataset directory, which is read through its index without listing folders; or a folder
@@ -62,7 +62,7 @@ def open_shar(
         ``recording`` themselves), so that ``load_audio()`` works; without, ``recording`` only tells where the audio
         came from. ``load_target_codes()`` of a truncated cut has its frames only; ``load_context_audio()`` and
         ``load_context_codes()`` always have the whole context.
-        Every cut has its place in the order as ``cut.shar_position``. The iterable in the CutSet, its ``data``, is a
+        Every cut has its position in the order as ``cut.shar_position``. The iterable in the CutSet, its ``data``, is a
         ``SharReader``, with ``state_dict()`` and ``load_state_dict()``: see there.
 
     Raises:

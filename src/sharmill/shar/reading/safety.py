@@ -1,4 +1,4 @@
-"""What the manifests in a dataset may refer to: data that lies in the dataset, and paths that say where it came from.
+"""Limits on the manifests in a dataset: they may refer to data in it, and name the paths that data came from.
 
 lhotse's manifests can do more: a recording may be the output of a command or the answer of a server, an array a pickle.
 Whoever loads it runs it, so that a dataset from elsewhere must not have it.
@@ -14,7 +14,7 @@ _RECORDING_KEYS: Final = frozenset({"id", "sources", "sampling_rate"})
 
 
 def forbidden_source(values: Any) -> str | None:
-    """The first thing in a cut, or in a part of one, that must not be loaded, in words, or None.
+    """Describe the first thing in a cut, or in a part of one, that must not be loaded; None if there is none.
 
     Raises:
         LookupError, AttributeError, TypeError: a recording is not made as recordings are.
@@ -41,12 +41,12 @@ def _forbidden(manifest: dict[str, Any]) -> str | None:
 
 
 def is_given_to_a_shell(source: dict[str, Any]) -> bool:
-    """Whether lhotse gives the name of this source to a shell as it stands; a file may have any name."""
+    """Return True if lhotse gives the name of this source to a shell as it stands; a file may have any name."""
     return source["type"] == "file" and str(source["source"]).lower().endswith(".sph")
 
 
 def block_sph_sources(values: Any) -> None:
-    """Makes recordings that lie in ``.sph`` files, in a cut or a part of one, say where they came from, and no more."""
+    """Make recordings in ``.sph`` files, in a cut or a part of one, name their origin without being loadable."""
     if isinstance(values, dict):
         if values.keys() >= _RECORDING_KEYS:
             for source in values["sources"]:

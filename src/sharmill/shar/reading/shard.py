@@ -50,7 +50,7 @@ class OpenShard:
             column.close()
 
     def read(self, number: int) -> tuple[Cut, dict[str, Any]]:
-        """A cut, and what the fields have for it: lhotse's manifests with data, or None for a placeholder.
+        """Read a cut, and the fields' items for it: lhotse's manifests with data, or None for a placeholder.
 
         Raises:
             DamagedShard: anything is not as it should be.
@@ -108,7 +108,7 @@ class _LinesColumn:
         return len(self._lines)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: no file is open."""
 
     def read(self, number: int, cut_id: str) -> Any:
         try:

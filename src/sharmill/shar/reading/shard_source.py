@@ -1,4 +1,4 @@
-"""Where a reader's shards are: in a dataset with an index, or in a folder of somebody else's."""
+"""The shards that a reader reads: of a dataset with an index, or of a folder that another tool wrote."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sharmill.storage import STAGING_NAME, checksum_bytes
 
 @dataclass(frozen=True, slots=True)
 class ShardFiles:
-    """What there is to read of a shard.
+    """The files of a shard that are read.
 
     Args:
         index: the shard's number, for messages.
@@ -58,10 +58,10 @@ class ShardSource(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells this dataset from another, for saved states; the fields do not matter."""
+        """The values that tell this dataset from another, for saved states; the fields do not matter."""
 
     def count(self, shard: int) -> int:
-        """Cuts in a shard."""
+        """Return the number of cuts in a shard."""
 
     def num_cuts(self) -> int: ...
 
@@ -69,7 +69,7 @@ class ShardSource(Protocol):
 
 
 def open_shard_source(directory: Path, fields: Sequence[str] | None, codec: str | None) -> ShardSource:
-    """The shards of a folder.
+    """Open the shards of a folder.
 
     Raises:
         ConfigError: there are none, or not this field or codec.
@@ -100,7 +100,7 @@ class _ShardLines:
             self._version, (self._starts, self.counts) = _version_of(lines), self._read(lines)
 
     def record(self, shard: int) -> ShardRecord:
-        """What the index says of a shard."""
+        """Return the index's record of a shard."""
         with self._open() as lines:
             if (version := _version_of(lines)) != self._version:
                 starts, counts = self._read(lines)
@@ -123,7 +123,7 @@ class _ShardLines:
             ) from error
 
     def _read(self, lines: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
-        """Where each line begins, and the number of cuts that it tells."""
+        """Return where each line begins (num_shards,), and the number of cuts that it records (num_shards,)."""
         decoder = msgspec.json.Decoder(_Line)
         starts: list[int] = []
         counts: list[int] = []
@@ -148,7 +148,7 @@ class _ShardLines:
 
 
 def _version_of(stream: BinaryIO) -> tuple[int, ...]:
-    """Tells a file from one that is put in its place."""
+    """Return what tells a file from one that is put in its place."""
     status = os.fstat(stream.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -242,7 +242,7 @@ class ForeignShardSource:
         return ShardFiles(found.index, found.files[CUTS], paths, self._counts.get(shard))
 
     def _is_own(self) -> bool:
-        """Whether sharmill wrote it. Its dataset has an index when it is complete, and without one may lack shards."""
+        """Return True if sharmill wrote it: then without an index it is not complete, and may lack shards."""
         for shard, found in enumerate(self._shards):
             path = found.files[CUTS]
             lines = read_lines(path)
@@ -254,7 +254,7 @@ class ForeignShardSource:
 
 
 def _by_attribute(fields: Iterable[str]) -> dict[str, list[str]]:
-    """The fields that can fill each attribute of a cut."""
+    """Return the fields that can fill each attribute of a cut."""
     available: dict[str, list[str]] = {}
     for field in fields:
         if field != CUTS:
@@ -265,7 +265,7 @@ def _by_attribute(fields: Iterable[str]) -> dict[str, list[str]]:
 def _choose(
     directory: Path, available: dict[str, list[str]], fields: Sequence[str] | None, codec: str | None
 ) -> dict[str, str]:
-    """The field that fills each attribute of the cut that is wanted."""
+    """Return the field that fills each attribute of the cut that is wanted."""
     codecs = sorted({found for choices in available.values() for field in choices if (found := codec_of_field(field))})
     if codec is not None and codec not in codecs:
         raise ConfigError(

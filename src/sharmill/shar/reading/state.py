@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(slots=True)
 class EpochProgress:
-    """What has been read of one epoch.
+    """The progress of one epoch.
 
     Args:
         reached: the last position read, by the part that read it.
@@ -43,7 +43,7 @@ class EpochProgress:
     unused: dict[int, set[int]] = field(default_factory=dict)
 
     def groups_left(self, order: Order, part: Part) -> Iterator[int]:
-        """The groups that may have anything left for a part, in order: those that surely have not are passed over."""
+        """Yield the groups that may have anything left for a part, in order, without those that surely have nothing."""
         unused = {order.group_of(block) for block in self.unused}
         first = self.reached.get(part, BEGINNING).group
         for count in {part.count for part in self.reached}:
@@ -52,7 +52,7 @@ class EpochProgress:
         yield from range(max(first, 0), order.num_groups)
 
     def left(self, group: int, positions: ShardPositions) -> np.ndarray:
-        """Which cuts of a shard are left, as a mask (count,)."""
+        """Return a mask (count,) of the cuts of a shard that are left."""
         items = np.arange(len(positions.blocks))
         left = np.ones(len(items), bool)
         for count in {part.count for part in self.reached}:
@@ -67,7 +67,7 @@ class EpochProgress:
         return left
 
     def add(self, other: EpochProgress) -> None:
-        """Takes over what another reader of the epoch knows."""
+        """Add the progress of another part, or of several."""
         for part, position in other.reached.items():
             self.reached[part] = max(self.reached.get(part, BEGINNING), position)
         for block, items in other.unused.items():
@@ -76,7 +76,7 @@ class EpochProgress:
 
 @dataclass(slots=True)
 class Progress:
-    """How far one part has come, or, where ``part`` is None, all parts together.
+    """The progress of one part, or, where ``part`` is None, of all parts together.
 
     Args:
         identity: what the positions mean: dataset, seed and so on. States of other readers are refused.
@@ -97,7 +97,7 @@ class Progress:
         return known
 
     def take(self, position: Position | None) -> None:
-        """Notes that the part came to a position. Padding, which has none, changes nothing."""
+        """Note that the part reached a position. Padding, which has none, changes nothing."""
         if position is None:
             return
         assert self.part is not None
@@ -125,7 +125,7 @@ class Progress:
         self.epoch += 1
 
     def for_part(self, part: Part) -> Progress:
-        """The same progress as a part of the reader that goes on with it."""
+        """Return a copy for the part that goes on with it."""
         if self.part not in (None, part):
             raise ConfigError(
                 f"the state is that of part {self.part.index} of {self.part.count}, and this is part {part.index} of "
@@ -141,7 +141,7 @@ class Progress:
         return Progress(self.identity, self.epoch, part, epochs)
 
     def to_dict(self) -> dict[str, Any]:
-        """As numbers, texts and lists, for JSON and checkpoints."""
+        """Return it as numbers, texts and lists, for JSON and checkpoints."""
         return {
             "version": _VERSION,
             "identity": dict(self.identity),
@@ -159,7 +159,7 @@ class Progress:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Progress:
-        """Raises ConfigError where it is not the state of a reader."""
+        """Read what ``to_dict`` made; raise ConfigError where it is not the state of a reader."""
         try:
             if state["version"] != _VERSION:
                 raise ConfigError(
@@ -179,13 +179,13 @@ class Progress:
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state out of those of all parts, for a reader of any number of ranks and workers.
+    """Merge the states of all parts into one, for a reader of any number of ranks and workers.
 
     Args:
-        states: what ``state_dict()`` gave for every part: each rank, and there each worker.
+        states: of ``state_dict()`` of every part: each rank, and there each worker.
 
     Returns:
-        What ``load_state_dict`` takes on every rank. With as many parts as before, each goes on with its own.
+        The state for ``load_state_dict`` on every rank. With as many parts as before, each goes on with its own.
 
     Raises:
         ConfigError: a part is missing or there twice, or they do not belong to one reader.
@@ -212,7 +212,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_identity(found: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
-    """Raises ConfigError that says what differs."""
+    """Raise ConfigError that names the first difference."""
     for key in {**found, **expected}:
         if found.get(key) != expected.get(key):
             raise ConfigError(

@@ -47,7 +47,7 @@ def tune_batch_sizes(
     tell: Callable[[Bucket, int], None] = lambda bucket, size: None,
     tell_try: Callable[[Bucket, int, bool], None] = lambda bucket, size, fits: None,
 ) -> list[int]:
-    """The largest batch of each bucket; see the module for what a step is.
+    """Find the largest batch of each bucket; see the module for what a step is.
 
     Args:
         step: ``module:callable``.
@@ -81,7 +81,7 @@ def search(
     tolerance: float = 0.0,
     tell: Callable[[Bucket, int], None] = lambda bucket, size: None,
 ) -> list[int]:
-    """The largest batch of each bucket for which ``fits`` is true.
+    """Find the largest batch of each bucket for which ``fits`` is true.
 
     What fits in a bucket is taken to fit in every bucket that is neither longer nor has more tokens: so results never
     grow with the bucket, and the search begins where the longer bucket's ended.
@@ -105,7 +105,7 @@ def _covers(longer: Bucket, bucket: Bucket) -> bool:
 
 
 def _largest(fits: Fits, bucket: Bucket, known: int, limit: int, tolerance: float) -> int:
-    """Doubles from what is known to fit until it does not, then halves the gap. 0 if not even 1 fits."""
+    """Double from what is known to fit until it does not, then halve the gap. Return 0 if not even 1 fits."""
     good, bad = known, limit + 1
     while good < limit and bad > limit:
         size = min(limit, max(1, 2 * good))
@@ -117,7 +117,7 @@ def _largest(fits: Fits, bucket: Bucket, known: int, limit: int, tolerance: floa
 
 
 def make_budget(device: str, share: float, memory: int | None) -> Budget:
-    """``share`` of ``memory`` bytes; by default of all that a GPU has, or that is available to this process on the CPU.
+    """Return ``share`` of ``memory`` bytes; by default of a GPU's, or of those available to this process on the CPU.
 
     Args:
         device: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` for the first GPU if there is one.
@@ -159,7 +159,7 @@ def make_budget(device: str, share: float, memory: int | None) -> Budget:
 
 
 def read_buckets(text: str) -> list[Bucket]:
-    """The buckets of a list, such as ``[3.9, 7.5]`` or ``[[3.9, 60], [3.9, 94]]``, or of a file of ``sharmill bins``.
+    """Read the buckets of a list, ``[3.9, 7.5]`` or ``[[3.9, 60], [3.9, 94]]``, or of a file of ``sharmill bins``.
 
     Raises:
         ConfigError: there is no such file, or these are no bins: ascending, positive, all numbers or all pairs.
@@ -214,7 +214,7 @@ def _is_bin(pair: tuple[Any, ...]) -> bool:
 
 
 def to_yaml(step: str, buckets: Sequence[Bucket], sizes: Sequence[int], budget: Budget) -> str:
-    """The keys for NeMo's loader, and what they hold for."""
+    """Format the keys for NeMo's loader, below a comment with step and budget."""
     bins = [bucket.length if bucket.num_tokens is None else [bucket.length, bucket.num_tokens] for bucket in buckets]
     return (
         f"# the largest batches of {step} in {budget}\n"

@@ -27,7 +27,7 @@ class Bin:
 
 
 def estimate_bins(lengths: np.ndarray, num_buckets: int) -> list[float]:
-    """The longest of each bucket but the last: at most ``num_buckets - 1`` lengths, ascending, as lhotse computes them.
+    """Return the longest of each bucket but the last, ascending: at most ``num_buckets - 1`` lengths, as lhotse does.
 
     (Its docstring has them as the shortest of the next bucket; its samplers put what is equal into the bucket below.)
 
@@ -51,7 +51,7 @@ class _Itself:
 def estimate_bins_2d(
     lengths: np.ndarray, tokens: np.ndarray, num_buckets: int, num_sub_buckets: int, outlier_threshold: float = 4.0
 ) -> list[Bin]:
-    """The buckets by length, each divided by number of tokens, in ascending order.
+    """Return the buckets by length, each divided by number of tokens, in ascending order.
 
     What is exactly as long as a bound counts below it, where loaders put it; NeMo counts it above, and its loader then
     leaves out what has too many tokens for the bucket below. Cuts whose ratio of tokens to length lies more than
@@ -92,18 +92,18 @@ def _divide(bound: float, lengths: np.ndarray, tokens: np.ndarray, parts: int, t
 
 
 def max_ratio_of(lengths: np.ndarray, tokens: np.ndarray, outlier_threshold: float = 4.0) -> float:
-    """The largest ratio of tokens to length that is no outlier among all cuts."""
+    """Return the largest ratio of tokens to length that is no outlier among all cuts."""
     ratios = tokens / lengths
     return float(ratios[_no_outliers(ratios, outlier_threshold)].max())
 
 
 def _no_outliers(ratios: np.ndarray, threshold: float) -> np.ndarray:
-    """Which are not too high (N,); low ones never hurt."""
+    """Return a mask (N,) of those that are not too high; low ones never hurt."""
     return ratios - ratios.mean() <= threshold * ratios.std()
 
 
 def _begins(sizes: np.ndarray, num_parts: int) -> list[int]:
-    """Where each part but the first of sorted sizes begins: a part ends when it has more than its share of the sum."""
+    """Return the begin of each part but the first of sorted sizes: a part ends when it has more than its share."""
     before = np.concatenate([[0.0], np.cumsum(sizes, dtype=np.float64)])
     share = before[-1] / num_parts
     begins: list[int] = []
@@ -123,7 +123,7 @@ def _check(lengths: np.ndarray, num_buckets: int) -> None:
 
 
 def round_up(value: float, decimals: int) -> float:
-    """Not below ``value``, as ``round`` may be.
+    """Round, but never below ``value`` as ``round`` may.
 
     >>> round_up(1.2341, 3), round_up(1.234, 3)
     (1.235, 1.234)
@@ -133,7 +133,7 @@ def round_up(value: float, decimals: int) -> float:
 
 
 def assign(lengths: Lengths, bins: list[float] | list[Bin], *, closed: bool) -> np.ndarray:
-    """The bucket of each cut (N,), -1 for those that a loader would drop.
+    """Return the bucket of each cut (N,), -1 for those that a loader would drop.
 
     Args:
         closed: there is no bucket for what is longer than the last bin, as with ``bucket_batch_size`` in NeMo.
@@ -159,11 +159,11 @@ def assign(lengths: Lengths, bins: list[float] | list[Bin], *, closed: bool) -> 
 
 
 def num_buckets_of(bins: list[float] | list[Bin], *, closed: bool) -> int:
-    """How many buckets the bins make."""
+    """Count the buckets that the bins make."""
     return len(bins) if closed or isinstance(bins[0], Bin) else len(bins) + 1
 
 
 def close(bins: list[float], lengths: np.ndarray) -> list[float]:
-    """The bins as upper bounds, the last one that of the longest cut."""
+    """Return the bins as upper bounds, the last one that of the longest cut."""
     longest = lengths.max().item()
     return bins if bins and bins[-1] >= longest else [*bins, longest]

@@ -1,4 +1,4 @@
-"""How much memory there is, and what an error has to look like to be about memory."""
+"""The memory that is available, a limit on it, and the errors of libraries that are about memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MESSAGES = (
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of ``8GiB``, ``500 MB`` or ``1000000``.
+    """Return the bytes of ``8GiB``, ``500 MB`` or ``1000000``.
 
     Raises:
         ConfigError: it is none of these, or nothing.
@@ -49,19 +49,19 @@ def parse_memory(text: str) -> int:
 
 
 def format_memory(size: float) -> str:
-    """In GiB, for people."""
+    """Format bytes in GiB."""
     return f"{size / 2**30:.2f} GiB"
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still take: of the machine, and of the control groups that it is in."""
+    """Return the bytes that this process may still take: of the machine, and of the control groups that it is in."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     assert match is not None, "Linux tells what is available since 3.14"
     return min([int(match[1]) * 1024, *_left_in_groups(proc, cgroups)])
 
 
 def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """What each group leaves, for those of this process that have a limit; version 2 and version 1."""
+    """Yield the bytes that each control group of this process with a limit leaves; version 2 and version 1."""
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -78,7 +78,7 @@ def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
 
 
 def limit_memory(size: int) -> None:
-    """From now on this process gets no more than ``size`` bytes of data; what it has already counts.
+    """Limit the data of this process to ``size`` bytes from now on; what it has already counts.
 
     By RLIMIT_DATA, which counts private writable memory. RLIMIT_AS would count the libraries of torch as well, and
     address space that is reserved and never used.
@@ -100,7 +100,7 @@ def limit_memory(size: int) -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception, or what caused it, is about memory."""
+    """Return True if an exception, or what caused it, is about memory."""
     if error is None:
         return False
     # torch is not imported for this: without it there is no such error.
@@ -116,5 +116,5 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def mentions_memory(text: str) -> bool:
-    """Whether a message, or what a process left before it died, says that memory was lacking."""
+    """Return True if a message, or the last output of a process, says that memory was lacking."""
     return any(message in text for message in _MESSAGES)

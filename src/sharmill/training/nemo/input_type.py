@@ -51,7 +51,7 @@ _made: ContextVar[list[PartitionedCuts] | None] = ContextVar("_made", default=No
 
 @data_type_parser(TYPE)
 def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
-    """The cuts of one entry, without end unless ``force_finite`` or ``metadata_only`` is set.
+    """Return the cuts of one entry, without end unless ``force_finite`` or ``metadata_only`` is set.
 
     Returns:
         The CutSet, and True: like tarred data and text it is read where the batches are made.
@@ -87,7 +87,7 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
 
 @contextmanager
 def collected() -> Iterator[list[PartitionedCuts]]:
-    """What the entries of type sharmill become that NeMo reads meanwhile, in their order."""
+    """Collect what the entries of type sharmill become that NeMo reads meanwhile, in their order."""
     made: list[PartitionedCuts] = []
     token = _made.set(made)
     try:
@@ -116,7 +116,7 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def as_nemo_expects(cut: MonoCut, speaker_tags: str = "kept") -> MonoCut:
-    """The cut with what NeMo's filters and datasets look for where they look for it.
+    """Put what NeMo's filters and datasets look for where they look for it, and return the cut.
 
     ``validation_status`` is sought in the cut, and is a manifest key, which we keep in the supervision. A ``cer`` or
     ``context_speaker_similarity`` of null would be compared with a number. ``speaker_tags="nemo"`` writes the

@@ -1,4 +1,4 @@
-"""Checks the settings of a training loader and tells every entry of ``type: sharmill`` who reads it.
+"""The settings of a training loader, checked, with the readers of every entry of ``type: sharmill``.
 
 NeMo's loader ignores keys that it does not know, and hands samples to ranks twice, or not at all, under settings that
 look harmless; both are errors here.
@@ -72,7 +72,7 @@ _OF_GROUP: Final = (
 
 
 def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:
-    """The settings for NeMo's loader: a copy, checked and resolved, in which every sharmill entry has its readers.
+    """Return the settings for NeMo's loader: a checked, resolved copy, in which every sharmill entry has its readers.
 
     Raises:
         ConfigError: an unknown key, or settings under which ranks would get samples twice or not at all.
@@ -109,7 +109,7 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
 
 
 def resolve_settings(cfg: Mapping[str, Any]) -> Settings:
-    """A copy of the settings, with the contents of the files that ``input_cfg`` names in their place."""
+    """Return a copy of the settings, with the contents of the files that ``input_cfg`` names in their place."""
     from omegaconf import OmegaConf
 
     settings: Settings = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)  # type: ignore[assignment,call-overload]
@@ -119,14 +119,14 @@ def resolve_settings(cfg: Mapping[str, Any]) -> Settings:
 
 
 def sections_of(settings: Settings) -> list[Settings]:
-    """The settings of each sampler: those of a ``multi_config``, or the settings themselves."""
+    """Return the settings of each sampler: those of a ``multi_config``, or the settings themselves."""
     if not settings.get("multi_config", False):
         return [settings]
     return [value for key, value in settings.items() if isinstance(value, dict) and key != "sampler_weights"]
 
 
 def sources_of(settings: Settings) -> list[Settings]:
-    """All entries that read data, of all samplers."""
+    """Return all entries that read data, of all samplers."""
     return [source for section in sections_of(settings) for source, _ in _sources(section, 0)]
 
 
@@ -144,7 +144,7 @@ def _check_keys(settings: Settings) -> None:
 
 
 def _check_levels(settings: Settings, at_top: list[str], sections: list[Settings]) -> None:
-    """NeMo passes over in silence what stands at the wrong level of a multi_config."""
+    """Raise ConfigError for a key at the wrong level of a multi_config, which NeMo would ignore."""
     if not sections:
         raise ConfigError(
             "multi_config has no sections: each sampler has one, with an input_cfg of its own", code="missing_key"
@@ -162,7 +162,7 @@ def _check_levels(settings: Settings, at_top: list[str], sections: list[Settings
 
 
 def _check_entries(settings: Settings) -> None:
-    """At all levels: NeMo takes a group for what it is not where a key is misspelt."""
+    """Check the entries at all levels: NeMo takes a group for what it is not where a key is misspelt."""
     from nemo.collections.common.data.lhotse.cutset import get_known_config_data_types
 
     types = [*get_known_config_data_types(), "sharmill"]
@@ -183,7 +183,7 @@ def _check_entries(settings: Settings) -> None:
 
 
 def _inline_files(settings: Settings) -> None:
-    """Puts the contents of a file that ``input_cfg`` names in its place, at all levels."""
+    """Put the contents of a file that ``input_cfg`` names in its place, at all levels."""
     from lhotse.serialization import load_yaml
     from omegaconf import OmegaConf
 
@@ -195,7 +195,7 @@ def _inline_files(settings: Settings) -> None:
 
 
 def _sources(settings: Settings, shard_seed: int | str) -> Iterator[tuple[Settings, int | str]]:
-    """The entries that read data, each with its shard seed: its own, or that of the nearest group around it."""
+    """Yield the entries that read data, each with its shard seed: its own, or that of the nearest group around it."""
     shard_seed = settings.get("shard_seed", shard_seed)
     if settings.get("input_cfg") is None:
         yield settings, shard_seed
@@ -204,7 +204,7 @@ def _sources(settings: Settings, shard_seed: int | str) -> Iterator[tuple[Settin
 
 
 def _is_map_style(section: Settings) -> bool:
-    """Whether NeMo samples in the main process, as it decides it."""
+    """Return True if NeMo samples in the main process, as it decides it."""
     if section.get("force_map_dataset", False) or section.get("force_iterable_dataset", False):
         return bool(section.get("force_map_dataset", False))
     first = next(_sources(section, 0), None)
@@ -220,7 +220,7 @@ def _is_stream(entry: Settings) -> bool:
 def _check_map_style(
     settings: Settings, sources: list[tuple[Settings, int | str]], world_size: int, common_seed: bool
 ) -> None:
-    """All ranks must draw the same order, since the sampler of each takes every n-th batch of it."""
+    """Check that all ranks draw the same order, since the sampler of each takes every n-th batch of it."""
     if world_size == 1 or not (settings["shuffle"] or len(sources) > 1):
         return
     seeds = {settings["shard_seed"], *(seed for _, seed in sources)}
@@ -239,7 +239,7 @@ def _check_map_style(
 def _check_streams(
     settings: Settings, sources: list[tuple[Settings, int | str]], world_size: int, common_seed: bool
 ) -> None:
-    """A reader of sharmill takes its part of the common order; of other types every worker reads everything."""
+    """Check streams: our readers take their parts of one order; of other types every worker reads everything."""
     finite = settings.get("force_finite", False) or settings.get("metadata_only", False)
     ours = [seed for entry, seed in sources if entry.get("type") == "sharmill"]
     if not common_seed and settings["shuffle"] and any(finite or seed == "randomized" for seed in ours):

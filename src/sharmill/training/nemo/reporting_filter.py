@@ -1,4 +1,4 @@
-"""The filters of a sampler of NeMo's in one place, where somebody can be told what they drop.
+"""The filters of a sampler of NeMo's in one place, which reports what they drop.
 
 NeMo puts a filter for each limit between the data and a sampler. Where they drop everything, endless data would be
 searched for ever; and what they drop has to be known, so that a saved state does not hold it as still to come.
@@ -57,7 +57,7 @@ class ReportingFilter:
 
 
 class _InVain:
-    """What has been dropped since the last example that passed."""
+    """The examples that were dropped since the last one that passed."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -83,7 +83,7 @@ class _InVain:
 
 
 def cuts_of(example: Any) -> list[Cut]:
-    """The cuts of an example: itself, those of a conversation, or none of a text."""
+    """Return the cuts of an example: itself, those of a conversation, or none of a text."""
     if isinstance(example, Cut):
         return [example]
     return example.list_cuts() if hasattr(example, "list_cuts") else []

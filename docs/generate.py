@@ -136,10 +136,10 @@ def show_default(field: dataclasses.Field) -> str:
 
 def make_formats() -> str:
     """Return the page on formats with the reasons of rejects as they are now."""
-    from sharmill.errors import REASONS
+    from sharmill.errors import REASONS, REMEDIES
 
-    rows = [f"| `{reason}` | {meaning} |\n" for reason, meaning in REASONS.items()]
-    table = "\n| reason | meaning |\n|---|---|\n" + "".join(rows) + "\n"
+    rows = [f"| `{reason}` | {meaning} | {REMEDIES[reason]} |\n" for reason, meaning in REASONS.items()]
+    table = "\n| reason | meaning | what to do |\n|---|---|---|\n" + "".join(rows) + "\n"
     return re.sub(r"(<!-- reasons: .*? -->\n).*?(<!-- end -->)", rf"\1{table}\2", FORMATS.read_text(), flags=re.DOTALL)
 
 

@@ -13,8 +13,10 @@ from sharmill.audio.encoding import check_encoder
 from sharmill.audio.roots import AudioRoot
 from sharmill.config import STAGES, Config, ValidateConfig, to_yaml
 from sharmill.encode.stage import EncodeStage
+from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
+from sharmill.engine.plan import load_plan
 from sharmill.engine.run import Executor, locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
@@ -167,23 +169,24 @@ def run_dataset(
 ) -> DatasetResult:
     """Run stages over one dataset, in order, until one has units that failed or is submitted to a cluster.
 
-    Args:
-        listener: follows the run; ``Listener()`` shows nothing.
-        stages: names of stages; by default all.
-        restart: begin these stages anew.
-        executor: by default the one that the configuration names.
-        wait_seconds: how long to wait for another process to leave the run directory.
+        Args:
+            listener: follows the run; ``Listener()`` shows nothing.
+            stages: names of stages; by default all.
+            restart: begin these stages anew.
+            executor: by default the one that the configuration names.
+            wait_seconds: how long to wait for another process to leave the run directory.
 
-    Raises:
-        ConfigError: before any work.
-        FatalError: a stage stopped.
+        Raises:
+            ConfigError: before any work.
+            FatalError: a stage stopped.
 
-    Example:
-        >>> from sharmill.config import load_config
-        >>> from sharmill.engine.listener import Listener
-        >>> result = run_dataset(load_config("configs/demo.yaml"), Listener())  # doctest: +SKIP
-        >>> result.ok  # doctest: +SKIP
-        True
+        Example:
+            >>> from sharmill.config import load_config
+            >>> from sharmill.engine.ledger import read_ledger
+    from sharmill.engine.listener import Listener
+            >>> result = run_dataset(load_config("configs/demo.yaml"), Listener())  # doctest: +SKIP
+            >>> result.ok  # doctest: +SKIP
+            True
     """
     executor = executor or make_executor(config)
     check_config(config, stages)
@@ -221,13 +224,23 @@ def _restart_command(config: Config, stages: Sequence[str], changed: Stage) -> s
 
 
 def _merge_rejects(config: Config) -> None:
-    """Write all rejects of the dataset, in the order of the stages; stages that have not run have none."""
+    """Write all rejects of the dataset so far, in the order of the stages."""
     run_dir = RunDir(Path(config.run_dir))
     with open_atomic(run_dir.rejects) as merged:
         for stage in make_stages(config):
-            if stage.dir.rejects.exists():
-                with stage.dir.rejects.open("rb") as rejects:
+            for path in _reject_files(stage):
+                with path.open("rb") as rejects:
                     shutil.copyfileobj(rejects, merged)
+
+
+def _reject_files(stage: Stage) -> list[Path]:
+    """Return the files of a stage's rejects: one of a finished stage, else one of each unit that is done."""
+    if stage.dir.done.exists():
+        return [stage.dir.rejects] if stage.dir.rejects.exists() else []
+    if not stage.dir.units.exists():
+        return []
+    commits = read_ledger(stage.dir.ledger, load_plan(stage))
+    return [stage.dir.unit_rejects(index) for index in sorted(commits) if commits[index].num_rejected]
 
 
 def _check_accounts(config: Config, results: Sequence[tuple[Stage, StageResult]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
 import subprocess
@@ -223,14 +224,28 @@ def test_prepare_alone_ends_well(config, tmp_path, capsys):
     assert not (tmp_path / "dataset").exists()
 
 
-def test_too_many_rejects_end_with_one_line_that_names_the_reasons(config, capsys, tmp_path):
+def test_too_many_rejects_end_with_the_first_sentence_and_the_remedy_of_each_reason(config, capsys, tmp_path):
     path = config()
-    write_manifest(
-        tmp_path / "m.json", [make_record(audio_filepath="none.wav")] * 3 + [make_record(text=""), make_record()]
-    )
-    line = error_line(capsys, 1, "run", path, "prepare")
-    assert "4 of 5 records are rejected, more than max_reject_fraction=0.5 allows" in line
-    assert "missing_audio 3 (the audio file does not exist), empty_text 1" in line
+    missing = [make_record(audio_filepath="none.wav")] * 3
+    write_manifest(tmp_path / "m.json", [*missing, make_record(text=""), make_record()])
+    assert ending("run", str(path), "prepare") == 1
+    first, *reasons = capsys.readouterr().err.splitlines()
+    assert "4 of 5 records are rejected, more than max_reject_fraction=0.5 allows" in first
+    assert "or raise max_reject_fraction" in first
+    assert reasons[0].startswith("  missing_audio 3, the first: ")
+    assert "none.wav: No such file" in reasons[0]
+    assert "audio_root in sources" in reasons[0]
+    assert reasons[1].startswith("  empty_text 1, the first: a.wav: text is empty")
+    assert "prepare.require_text=false" in reasons[1]
+    rejects = [json.loads(line) for line in (tmp_path / "run/rejects.jsonl").read_bytes().splitlines()]
+    assert [reject["reason"] for reject in rejects] == ["missing_audio"] * 3 + ["empty_text"]
+
+
+def test_no_higher_limit_is_advised_where_all_is_rejected(config, capsys, tmp_path):
+    path = config()
+    write_manifest(tmp_path / "m.json", [make_record(text="")] * 3)
+    assert ending("run", str(path), "prepare") == 1
+    assert "raise max_reject_fraction" not in capsys.readouterr().err
 
 
 def test_errors_show_no_traceback_in_a_process_of_its_own(config):

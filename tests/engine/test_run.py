@@ -14,7 +14,7 @@ from support.toy_stage import RECORDS_PER_UNIT, SlowStage, ToyStage, output_byte
 
 from sharmill.engine.progress import ProgressWriter, read_progress
 from sharmill.engine.run import locked, read_totals
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import REMEDIES, ConfigError, FatalError
 from sharmill.storage import path_aside
 
 
@@ -64,8 +64,15 @@ class TestRejects:
         with pytest.raises(FatalError, match=r"max_reject_fraction=0\.2 allows") as caught:
             run(stage, workers, max_reject_fraction=0.2)
         message = str(caught.value)
-        assert message.index("too_short ") < message.index("too_long ") < message.index("empty_text 3 (neither text")
+        assert message.index("too_short ") < message.index("too_long ") < message.index("empty_text 3, the first: ")
+        assert REMEDIES["empty_text"] in message
+        assert "raise max_reject_fraction" not in message
         assert 8 < len(stage.attempts()) <= 9 + workers
+
+    def test_a_higher_limit_is_advised_only_where_something_is_left(self, tmp_path):
+        stage = ToyStage(tmp_path, units=10, behaviour=dict.fromkeys(range(5, 10), f"reject:{self.ALL}"))
+        with pytest.raises(FatalError, match="mend the input, or raise max_reject_fraction"):
+            run(stage, max_reject_fraction=0.2)
 
     def test_exactly_the_limit_is_allowed(self, tmp_path):
         stage = ToyStage(tmp_path, units=100, behaviour=dict.fromkeys(range(29), f"reject:{self.ALL}"))

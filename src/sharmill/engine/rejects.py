@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sharmill.engine.reject_examples import describe_rejects
 from sharmill.engine.unit import Commit
-from sharmill.errors import REASONS, FatalError
+from sharmill.errors import FatalError
 
 
 @dataclass
@@ -29,6 +30,7 @@ class RejectLimit:
     expected_in: int
     max_fraction: float
     reasons: Counter[str] = field(default_factory=Counter)
+    num_in: int = 0
 
     def add(self, commits: Iterable[Commit]) -> None:
         """Count the rejects of commits.
@@ -38,19 +40,25 @@ class RejectLimit:
         """
         for commit in commits:
             self.reasons.update(commit.rejects)
-        self.check(self.reasons)
+            self.num_in += commit.num_in
+        self.check(self.reasons, self.num_in)
 
-    def check(self, reasons: Mapping[str, int]) -> None:
-        """Raise FatalError with the three commonest reasons if these are more rejects than are allowed."""
+    def check(self, reasons: Mapping[str, int], num_in: int) -> None:
+        """Raise FatalError with the commonest reasons if these are more rejects than are allowed.
+
+        Args:
+            reasons: how many records were rejected, by reason.
+            num_in: how many records were read for that.
+        """
         rejected = sum(reasons.values())
         # A quotient, since 0.29 * 100 is less than 29.
         if rejected == 0 or rejected / self.expected_in <= self.max_fraction:
             return
-        commonest = Counter(reasons).most_common(3)
-        listed = ", ".join(f"{reason} {count} ({REASONS[reason]})" for reason, count in commonest)
-        raise FatalError(
+        # Where nothing is left, a higher limit would only move the error to the next stage.
+        remedy = "mend the input" if rejected >= num_in else "mend the input, or raise max_reject_fraction"
+        summary = (
             f"{self.stage} stopped: {rejected} of {self.expected_in} records are rejected, more than "
-            f"max_reject_fraction={self.max_fraction:g} allows. Commonest reasons: {listed}. "
-            f"See {self.folder}; mend the input or raise max_reject_fraction",
-            code="too_many_rejects",
+            f"max_reject_fraction={self.max_fraction:g} allows; {remedy}. The commonest reasons (all: {self.folder}):"
         )
+        lines = [summary, *describe_rejects(self.folder, reasons)]
+        raise FatalError("\n  ".join(lines), code="too_many_rejects")

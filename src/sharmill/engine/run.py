@@ -138,7 +138,7 @@ def _finalize(stage: Stage, units: list[Unit], commits: dict[int, Commit], rejec
     _merge_rejects(stage, in_order)
     totals = stage.finalize(units, in_order)
     totals.check(stage.name, rejects.expected_in)
-    rejects.check(totals.rejects)
+    rejects.check(totals.rejects, totals.num_in)
     remove_staging(stage.root)
     write_atomic(stage.dir.done, msgspec.json.encode(totals))
     remove_tree(stage.dir.revoked)

@@ -140,9 +140,10 @@ class RankTask:
         if began < self._next_look:
             return
         reasons: Counter[str] = Counter()
-        for commit in read_ledger(self.stage.dir.ledger, load_plan(self.stage)).values():
+        commits = read_ledger(self.stage.dir.ledger, load_plan(self.stage)).values()
+        for commit in commits:
             reasons.update(commit.rejects)
-        self.rejects.check(reasons)
+        self.rejects.check(reasons, sum(commit.num_in for commit in commits))
         now = time.monotonic()
         self._next_look = now + max(_SECONDS_BETWEEN_LEDGERS, _LEDGER_SHARE * (now - began))
 

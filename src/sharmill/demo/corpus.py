@@ -1,7 +1,7 @@
 """The demo corpus: speech of a dozen synthetic speakers with a NeMo manifest and some bad records.
 
 It is what ``sharmill demo`` and the end-to-end tests run on, and shows what real corpora have: FLAC and WAV,
-whole files and segments of long ones, optional keys. Voices are in ``voices``, texts in ``sentences``, bad
+whole files and segments of long ones, optional keys. Voices are in ``voices``, texts in ``sentences.txt``, bad
 records in ``defects``.
 """
 
@@ -39,7 +39,7 @@ _PAUSE_SECONDS: Final = 0.4
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """What ``make_corpus`` made.
+    """The corpus that ``make_corpus`` made.
 
     Args:
         manifest: the manifest, JSON lines.
@@ -59,7 +59,7 @@ class CorpusSummary:
 def make_corpus(
     directory: Path, *, num_voices: int = 12, utterances_per_voice: int = 20, seed: int = 42
 ) -> CorpusSummary:
-    """Makes the corpus in ``directory``, or finds there the one made with the same arguments before.
+    """Make the corpus in ``directory``, or find there the one made with the same arguments before.
 
     The files are the same, byte for byte, for the same arguments; the directory appears only when complete.
 
@@ -73,7 +73,9 @@ def make_corpus(
         "seed": seed,
     }
     if utterances_per_voice < 2:
-        raise ConfigError(f"utterances_per_voice is {utterances_per_voice}; a context needs 2 or more")
+        raise ConfigError(
+            f"utterances_per_voice is {utterances_per_voice}; a context needs 2 or more", code="bad_config_value"
+        )
     if (finished := _find_finished(directory, arguments)) is not None:
         return finished
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -100,23 +102,26 @@ def _publish(building: Path, directory: Path) -> None:
 
 
 def _find_finished(directory: Path, arguments: dict[str, int]) -> CorpusSummary | None:
-    """The corpus in ``directory`` if it was made with these arguments; None if nothing is there."""
+    """Return the corpus in ``directory`` if it was made with these arguments; None if nothing is there."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return None
     marker = directory / _MARKER
     if not marker.is_file():
-        raise ConfigError(f"{directory} is not empty and holds no demo corpus; choose another directory")
+        raise ConfigError(
+            f"{directory} is not empty and holds no demo corpus; choose another directory", code="foreign_output"
+        )
     content = json.loads(marker.read_text())
     if content["arguments"] != arguments:
         raise ConfigError(
             f"{directory} holds a demo corpus made with {content['arguments']}, not {arguments}; "
-            "remove it or choose another directory"
+            "remove it or choose another directory",
+            code="foreign_output",
         )
     return CorpusSummary(directory / _MANIFEST, directory / _AUDIO_ROOT, **content["totals"])
 
 
 def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed: int) -> dict[str, Any]:
-    """Writes everything but the marker; returns the totals of the summary."""
+    """Write everything but the marker; return the totals of the summary."""
     espeak = Espeak()
     speakers = make_speakers(espeak, num_voices=num_voices, seed=seed)
     speak = _Reader(directory / _AUDIO_ROOT, sentences(seed=seed)).read
@@ -142,7 +147,7 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Hands out the sentences, each to one speaker."""
+    """The sentences, each of which one speaker says."""
 
     audio_root: Path
     texts: Iterator[str]
@@ -159,7 +164,7 @@ def _write_utterances(utterances: list[Utterance], *, suffix: str) -> list[Recor
 
 
 def _write_sessions(utterances: list[Utterance], *, suffix: str) -> list[Record]:
-    """Several utterances in one long file, with pauses, and records that cut them out again."""
+    """Write several utterances into one long file, with pauses; return records that cut them out again."""
     records = []
     for first in range(0, len(utterances), _UTTERANCES_PER_SESSION):
         session = utterances[first : first + _UTTERANCES_PER_SESSION]
@@ -175,7 +180,7 @@ def _write_sessions(utterances: list[Utterance], *, suffix: str) -> list[Record]
 
 
 def _add_optional_keys(record: Record, index: int, rng: random.Random) -> Record:
-    """Keys that some corpora have on some of their records: so have these."""
+    """Return a record with keys that real corpora have on some of their records."""
     if index % 10 != 9:
         record = record | {"cer": round(rng.uniform(0.0, 0.025), 4)}
     if index % 3 == 0:
@@ -184,7 +189,7 @@ def _add_optional_keys(record: Record, index: int, rng: random.Random) -> Record
 
 
 def _write_manifest(path: Path, good: list[Record], bad: list[Record | str], rng: random.Random) -> None:
-    """Writes the bad records scattered among the good; one that is a text is a line as it stands."""
+    """Write the bad records scattered among the good; one that is a text is a line as it stands."""
     lines = [json.dumps(record) for record in good]
     for record in bad:
         line = record if isinstance(record, str) else json.dumps(record)

@@ -38,7 +38,7 @@ _SHORT_SECONDS: Final = 0.05
 
 
 def spoil(utterances: Iterator[Utterance], solo: Utterance) -> Iterator[Record | str]:
-    """All bad records but the duplicate, which needs a good one; a text is a line that is not JSON."""
+    """Yield all bad records but the duplicate, which needs a good one; a text is a line that is not JSON."""
     for defect, make in _MAKERS.items():
         yield make(next(utterances)) | {"demo_defect": defect}
     yield solo.write_as("only") | {"demo_defect": "single_utterance"}
@@ -46,7 +46,7 @@ def spoil(utterances: Iterator[Utterance], solo: Utterance) -> Iterator[Record |
 
 
 def duplicate(record: Record) -> Record:
-    """The same segment once more."""
+    """Return a record of the same segment."""
     return record | {"demo_defect": "duplicate"}
 
 
@@ -62,7 +62,7 @@ def _not_audio(utterance: Utterance) -> Record:
 
 
 def _truncated_flac(utterance: Utterance) -> Record:
-    """The header is whole and gives the full length, so only decoding finds out."""
+    """Cut a file off behind its header, which gives the full length, so that only decoding shows it."""
     record = utterance.write_as("truncated")
     path = utterance.audio_root / record["audio_filepath"]
     content = path.read_bytes()
@@ -93,7 +93,7 @@ def _skipme(utterance: Utterance) -> Record:
 
 
 def _outside_root(utterance: Utterance) -> Record:
-    """The file exists and is sound: only its path is refused."""
+    """Name a file that exists and is sound, but lies outside the audio root."""
     path = "../outside_root.flac"
     write_audio(utterance.audio_root / path, utterance.samples, utterance.speaker.sampling_rate)
     return utterance.record(path)

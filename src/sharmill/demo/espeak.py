@@ -33,7 +33,7 @@ _SynthCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), 
 
 @dataclass(frozen=True, kw_only=True)
 class VoiceSettings:
-    """How espeak speaks, in espeak's own units.
+    """Settings of a voice, in espeak's own units.
 
     Args:
         name: language and variant, such as ``en-us+f5``; the variants are files in ``voices/!v`` of the data.
@@ -80,7 +80,7 @@ class Espeak:
         self._data_path = str(loader.get_data_path())
 
     def synthesize(self, text: str, voice: VoiceSettings) -> NDArray[np.int16]:
-        """Speech for ``text``: mono samples, shape (time,), at ``sampling_rate``.
+        """Return speech for ``text``: mono samples, shape (time,), at ``sampling_rate``.
 
         Raises:
             ConfigError: there is no such voice, or espeak-ng cannot read its data.
@@ -103,7 +103,9 @@ class Espeak:
     def _initialize(self, library: ctypes.CDLL, callback: Any) -> None:
         rate = library.espeak_Initialize(_AUDIO_OUTPUT_SYNCHRONOUS, 0, self._data_path.encode(), _INITIALIZE_DONT_EXIT)
         if rate != _SAMPLING_RATE:
-            raise ConfigError(f"espeak-ng cannot use its data in {self._data_path!r} (it answered {rate})")
+            raise ConfigError(
+                f"espeak-ng cannot use its data in {self._data_path!r} (it answered {rate})", code="missing_package"
+            )
         # Breath noise comes from a generator that would otherwise be seeded with the time.
         library.espeak_ng_SetRandSeed(ctypes.c_long(_RANDOM_SEED))
         library.espeak_SetSynthCallback(callback)
@@ -111,7 +113,7 @@ class Espeak:
 
 @contextlib.contextmanager
 def _fresh_library(path: str) -> Iterator[ctypes.CDLL]:
-    """Loads the library and unloads it again.
+    """Load the library and unload it again.
 
     Flutter and wave phase live in static variables that neither espeak_Initialize nor espeak_SetVoiceByName
     resets, so that every utterance would depend on those before it. Loading takes about 5 ms.
@@ -128,7 +130,7 @@ def _fresh_library(path: str) -> Iterator[ctypes.CDLL]:
 
 def _set_voice(library: ctypes.CDLL, voice: VoiceSettings) -> None:
     if library.espeak_SetVoiceByName(voice.name.encode()) != 0:
-        raise ConfigError(f"espeak-ng has no voice {voice.name!r}")
+        raise ConfigError(f"espeak-ng has no voice {voice.name!r}", code="bad_config_value")
     for field, parameter in _PARAMETER_IDS.items():
         library.espeak_SetParameter(parameter, getattr(voice, field), 0)
 
@@ -151,5 +153,6 @@ def _import_loader() -> Any:
         return importlib.import_module("espeakng_loader")
     except ImportError as error:
         raise ConfigError(
-            "the demo corpus is spoken by espeak-ng; install it with: pip install 'sharmill[demo]'"
+            "the demo corpus is spoken by espeak-ng; install it with: pip install 'sharmill[demo]'",
+            code="missing_package",
         ) from error

@@ -23,7 +23,7 @@ _PEAK_CHUNK: Final = b"PEAK"
 
 @dataclass(frozen=True)
 class Utterance:
-    """What a speaker said: samples of shape (time,), not yet on disk."""
+    """Samples of shape (time,) that a speaker said, not yet on disk."""
 
     audio_root: Path
     speaker: Speaker
@@ -32,11 +32,11 @@ class Utterance:
 
     @property
     def duration(self) -> float:
-        """Seconds."""
+        """Length in seconds."""
         return len(self.samples) / self.speaker.sampling_rate
 
     def record(self, path: str, *, duration: float | None = None) -> Record:
-        """A manifest record; ``path`` is relative to the audio root, ``duration`` by default its own."""
+        """Return a manifest record; ``path`` is relative to the audio root, ``duration`` by default its own."""
         return {
             "audio_filepath": path,
             "duration": round(self.duration if duration is None else duration, 6),
@@ -45,7 +45,7 @@ class Utterance:
         }
 
     def write_as(self, name: str, samples: Samples | None = None, *, suffix: str = ".flac") -> Record:
-        """Writes the samples (its own if none are given) into the speaker's folder; returns their record."""
+        """Write the samples (its own if none are given) into the speaker's folder; return their record."""
         samples = self.samples if samples is None else samples
         path = f"{self.speaker.name}/{self.speaker.name}_{name}{suffix}"
         write_audio(self.audio_root / path, samples, self.speaker.sampling_rate)
@@ -53,7 +53,7 @@ class Utterance:
 
 
 def write_audio(path: Path, samples: Samples, sampling_rate: int) -> None:
-    """Writes samples, shape (time,) or (time, channels), in the format that the suffix of ``path`` names."""
+    """Write samples, shape (time,) or (time, channels), in the format that the suffix of ``path`` names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     subtype = "FLOAT" if samples.dtype == np.float32 else "PCM_16"
     soundfile.write(path, samples, sampling_rate, subtype=subtype)
@@ -62,7 +62,7 @@ def write_audio(path: Path, samples: Samples, sampling_rate: int) -> None:
 
 
 def _clear_peak_time(path: Path) -> None:
-    """Sets the time of writing to zero that libsndfile puts into the PEAK chunk of a float WAV."""
+    """Set the time of writing to zero that libsndfile puts into the PEAK chunk of a float WAV."""
     content = bytearray(path.read_bytes())
     chunk = content.find(_PEAK_CHUNK)
     if chunk >= 0:

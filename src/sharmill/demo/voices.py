@@ -1,4 +1,4 @@
-"""The speakers of the demo corpus: how each of them speaks, and the room and microphone each of them has.
+"""The speakers of the demo corpus: the voice, the room and the microphone of each.
 
 The variants were picked by measurement: among espeak's own, they are the twelve whose closest pair is the
 least similar to the resemblyzer speaker encoder.
@@ -29,7 +29,7 @@ _EQ_OCTAVES: Final = 0.7
 
 @dataclass(frozen=True)
 class Voice:
-    """One speaker: a name for the manifest and how espeak speaks."""
+    """One speaker: a name for the manifest and espeak's settings."""
 
     speaker: str
     settings: VoiceSettings
@@ -69,7 +69,7 @@ class Speaker:
         self.noise_level = float(self._rng.uniform(*_NOISE_LEVELS))
 
     def say(self, text: str) -> NDArray[np.int16] | None:
-        """Speech for ``text``, shape (time,); None where it is not between the limits on the duration.
+        """Return speech for ``text``, shape (time,); None where it is not between the limits on the duration.
 
         The n-th utterance of a speaker has its own rate, within 5 % of the voice's, and its own noise.
         """
@@ -82,7 +82,7 @@ class Speaker:
         return self._quantize(coloured + self._noise(len(coloured)))
 
     def silence(self, seconds: float) -> NDArray[np.int16]:
-        """The speaker's noise floor without speech, shape (time,)."""
+        """Return the speaker's noise floor without speech, shape (time,)."""
         return self._quantize(self._noise(round(seconds * self.sampling_rate)))
 
     def _equalize(self, samples: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -100,16 +100,18 @@ class Speaker:
 
 
 def make_speakers(espeak: Espeak, *, num_voices: int, seed: int) -> list[Speaker]:
-    """The first ``num_voices`` speakers.
+    """Return the first ``num_voices`` speakers.
 
     Raises:
         ConfigError: there are not that many voices.
     """
     if not 1 <= num_voices <= len(VOICES):
-        raise ConfigError(f"num_voices is {num_voices}; the demo corpus has 1 to {len(VOICES)} voices")
+        raise ConfigError(
+            f"num_voices is {num_voices}; the demo corpus has 1 to {len(VOICES)} voices", code="bad_config_value"
+        )
     return [Speaker(voice, espeak, seed=seed) for voice in VOICES[:num_voices]]
 
 
 def make_solo(espeak: Espeak, *, seed: int) -> Speaker:
-    """A speaker beside the others, who has one utterance only, so that nothing can be its context."""
+    """Return a speaker beside the others, who has one utterance only, so that nothing can be its context."""
     return Speaker(_SOLO_VOICE, espeak, seed=seed)

@@ -71,8 +71,10 @@ def test_another_configuration_is_refused_until_restart(make_config, tmp_path):
     changed = run_sharmill("run", config, "prepare", "match", "write", "write.shard_size=5")
     assert changed.returncode == 2
     (line,) = error_lines(changed)
-    assert "write.shard_size (8, now 5)" in line
-    assert "--restart" in line
+    assert "write.shard_size is 5, was 8" in line
+    assert line.endswith("sharmill run CONFIG write --restart")
+    both = run_sharmill("run", config, "prepare", "match", "write", "write.shard_size=5", "match.min_duration=0.5")
+    assert error_lines(both)[0].endswith("sharmill run CONFIG match write --restart")
     restarted = run_sharmill("run", config, "write", "write.shard_size=5", "--restart")
     assert restarted.returncode == 0, restarted.stderr
     shards = (tmp_path / "dataset/shards.jsonl").read_text().splitlines()

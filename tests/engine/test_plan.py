@@ -6,9 +6,11 @@ import multiprocessing
 import signal
 
 import pytest
+from support.errors import raises
 from support.toy_stage import ToyStage, output_bytes, run
 
-from sharmill.engine.plan import describe_differences, load_plan, read_or_make_plan
+from sharmill.engine.identity import find_changes, identify_folder, is_same_folder
+from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.errors import ConfigError
 
 
@@ -52,7 +54,7 @@ class TestIdentity:
     def test_other_configuration_is_refused_by_name_and_values(self, tmp_path):
         run(ToyStage(tmp_path, option=0.6))
         before = output_bytes(ToyStage(tmp_path))
-        with pytest.raises(ConfigError, match=r"option \(0\.6, now 0\.7\).*--restart"):
+        with raises(ConfigError, "changed_plan", "toy was begun differently", "option is 0.7, was 0.6"):
             run(ToyStage(tmp_path, option=0.7))
         assert output_bytes(ToyStage(tmp_path)) == before
 
@@ -61,7 +63,34 @@ class TestIdentity:
         assert run(ToyStage(tmp_path, option=({"a": 3, "b": [1, 2]},)))[0].ok
 
     def test_keys_that_came_or_went_are_named(self):
-        assert describe_differences({"a": {"x": 1}}, {"a": {"y": 2}}) == ["a.x (1, now null)", "a.y (null, now 2)"]
+        assert find_changes({"a": {"x": 1}}, {"a": {"y": 2}}) == ["a.x is gone, was 1", "a.y is 2, was not there"]
+
+    def test_changes_are_told_in_words(self):
+        old = {"match": {"min_similarity": 0.6}, "input": [1400, "c334"], "versions": {"torch": "2.1"}}
+        new = {"match": {"min_similarity": 0.7}, "input": [1500, "d445"], "versions": {"torch": "2.2"}}
+        assert find_changes(old, new) == [
+            "the input has other content",
+            "match.min_similarity is 0.7, was 0.6",
+            "the version of torch is 2.2, was 2.1",
+        ]
+
+    def test_a_folder_is_the_same_however_it_is_spelt(self, tmp_path):
+        (tmp_path / "data").mkdir()
+        (tmp_path / "run").mkdir()
+        (tmp_path / "link").symlink_to("data")
+        first = identify_folder(tmp_path / "data", tmp_path / "run")
+        for path in (tmp_path / "run" / ".." / "data", tmp_path / "link"):
+            assert find_changes({"dataset_dir": first}, {"dataset_dir": identify_folder(path, tmp_path / "run")}) == []
+
+    def test_a_folder_that_moved_with_the_run_directory_is_the_same(self, tmp_path):
+        for place in ("old", "new"):
+            (tmp_path / place / "run").mkdir(parents=True)
+            (tmp_path / place / "data").mkdir()
+        old, new = (identify_folder(tmp_path / place / "data", tmp_path / place / "run") for place in ("old", "new"))
+        assert find_changes({"dataset_dir": old}, {"dataset_dir": new}) == []
+        apart = identify_folder(tmp_path / "old" / "data", tmp_path / "new" / "run")
+        assert is_same_folder(old, apart)
+        assert not is_same_folder(new, apart)
 
     def test_a_check_plans_anew_when_its_input_has_changed(self, tmp_path):
         run(ReplanningStage(tmp_path, option=1))

@@ -12,6 +12,7 @@ import numpy as np
 from sharmill.audio.files import decode
 from sharmill.audio.resample import resample
 from sharmill.config import CodecConfig, Config
+from sharmill.engine.identity import identify_folder
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
@@ -55,7 +56,7 @@ class EncodeStage(Stage):
         return {
             "codec": describe_codec(self.codec_config.model),
             "batch_seconds": self.batch_seconds,
-            "dataset_dir": str(self.root.absolute()),
+            "dataset_dir": identify_folder(self.root, self.run_dir.path),
             "input": self._dataset.audio_checksum(),
             "versions": versions("torch", "torchaudio", "nemo_toolkit", "transformers"),
         }
@@ -89,13 +90,13 @@ class EncodeStage(Stage):
 
     def discard(self) -> None:
         # A restart of the stage write has taken all codes with it, and the index.
-        if self._dataset.belongs_to(self.dir.identity):
+        if self._dataset.belongs_to(self.dir.identity, self.run_dir.path):
             self._dataset.remove_codec(self.codec_config.name)
 
     def _check_output(self) -> None:
         """Raise ConfigError where the dataset has codes of this name that this run has not made."""
         name = self.codec_config.name
-        if name in self._dataset.stored_codecs() and not self._dataset.belongs_to(self.dir.identity):
+        if name in self._dataset.stored_codecs() and not self._dataset.belongs_to(self.dir.identity, self.run_dir.path):
             raise ConfigError(
                 f"{self.root} already has codes called {name!r} that were not made from {self.run_dir.path}; "
                 "give this codec another name",

@@ -1,4 +1,4 @@
-"""The frozen plan of a stage: made once, bound to the identity of what made it."""
+"""The frozen plan of a stage: made once, bound to the identity of its configuration, inputs and versions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import msgspec
 
-from sharmill.engine.differences import describe_differences
+from sharmill.engine.identity import find_changes
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError
@@ -18,7 +18,7 @@ _unit_decoder = msgspec.json.Decoder(Unit)
 
 
 def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
-    """The units of the stage's plan; the plan is made if there is none.
+    """Return the units of the stage's plan; the plan is made if there is none.
 
     Raises:
         ConfigError: there is a plan, but of another configuration, input or version.
@@ -27,15 +27,15 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     if restart:
         discard_stage(stage)
     if stage.dir.identity.exists():
-        differences = describe_differences(_read_identity(stage), identity)
-        if not differences:
+        changes = find_changes(_read_identity(stage), identity)
+        if not changes:
             return load_plan(stage)
         begun = any(stage.dir.ledger.glob("*.jsonl"))
         if begun and not stage.replan_when_changed:
             raise ConfigError(
-                f"{stage.name}: {stage.run_dir.path} was made with another {'; '.join(differences[:4])}. "
-                "Restore that, choose another run_dir, or begin it anew: "
-                f"sharmill run CONFIG {stage.kind} --restart"
+                f"{stage.name} was begun differently in {stage.run_dir.path}: {'; '.join(changes[:4])}. "
+                "Restore that, choose another run_dir, or begin the stage anew",
+                code="changed_plan",
             )
         discard_stage(stage)
     return _freeze(stage, identity)
@@ -45,17 +45,18 @@ def _read_identity(stage: Stage) -> Any:
     try:
         return msgspec.json.decode(stage.dir.identity.read_bytes())
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{stage.dir.identity} is damaged ({error}); begin this stage anew with --restart") from error
+        message = f"{stage.dir.identity} is damaged ({error}); begin this stage anew with --restart"
+        raise ConfigError(message, code="damaged_run_dir") from error
 
 
 def load_plan(stage: Stage) -> list[Unit]:
-    """The units of a plan that is known to exist."""
+    """Return the units of a plan that is known to exist."""
     with stage.dir.units.open("rb") as stream:
         return [_unit_decoder.decode(line) for line in stream]
 
 
 def discard_stage(stage: Stage) -> None:
-    """Removes the stage's plan, ledger and output.
+    """Remove the stage's plan, ledger and output.
 
     The output goes before the plan, so that a process that dies in between leaves no output that belongs to nothing:
     by the ledger its units are to be done again. The identity goes before the rest of the plan, which is no plan then.
@@ -94,12 +95,13 @@ def _as_stored(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_foreign_folder(stage: Stage) -> None:
-    """Raises ConfigError where the stage's folder has files but nothing that a stage leaves there."""
+    """Raise ConfigError where the stage's folder has files but nothing that a stage leaves there."""
     own = (stage.dir.ledger, stage.dir.logs, stage.dir.progress, stage.dir.rejects, stage.dir.done, stage.dir.plan)
     if not stage.dir.path.exists() or any(path.exists() for path in own):
         return
     foreign = [path.name for path in stage.dir.path.iterdir() if not path.name.startswith(".")]
     if foreign:
         raise ConfigError(
-            f"{stage.dir.path} has {foreign[0]!r}, which is not sharmill's: choose another run_dir, or move that away"
+            f"{stage.dir.path} has {foreign[0]!r}, which is not sharmill's: choose another run_dir, or move that away",
+            code="foreign_output",
         )

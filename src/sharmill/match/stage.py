@@ -16,6 +16,7 @@ import xxhash
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config, MatchConfig
+from sharmill.engine.identity import identify_folder
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
@@ -64,7 +65,9 @@ class MatchStage(Stage):
             "match": dataclasses.asdict(self.config.match) | {"min_similarity": min_similarity(self.config.match)},
             "speaker_key": self.config.speaker_key,
             "encoder": describe_speaker_encoder(self.config.match.encoder),
-            "audio_roots": [source.audio_root for source in self.config.sources],
+            "audio_roots": [
+                identify_folder(Path(source.audio_root), self.run_dir.path) for source in self.config.sources
+            ],
             "input": records_checksum(prepared),
             "versions": versions("torch", "numpy"),
         }

@@ -13,6 +13,7 @@ import numpy as np
 
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config
+from sharmill.engine.identity import identify_folder
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
@@ -53,10 +54,15 @@ class PrepareStage(Stage):
         return {
             "prepare": dataclasses.asdict(self.config.prepare),
             "speaker_key": self.config.speaker_key,
-            "sources": dataclasses.asdict(self.config)["sources"],
-            "input": [source.identity() for source in self._sources],
+            "sources": [self._identify(values) for values in dataclasses.asdict(self.config)["sources"]],
+            # Of the files' paths only the order counts: they may have been moved, with the project or alone.
+            "input": [list(source.identity().values()) for source in self._sources],
             "versions": versions(),
         }
+
+    def _identify(self, source: dict[str, Any]) -> dict[str, Any]:
+        values = source | {"audio_root": identify_folder(Path(source["audio_root"]), self.run_dir.path)}
+        return values | {"manifest": Path(source["manifest"]).name} if "manifest" in source else values
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         index = 0

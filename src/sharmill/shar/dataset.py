@@ -75,9 +75,9 @@ class ShardedDataset:
         """Return the path of a field's file of one shard."""
         return self.directory / shard_file(field, shard)
 
-    def belongs_to(self, identity: Path) -> bool:
+    def belongs_to(self, identity: Path, run_dir: Path) -> bool:
         """Return whether it was planned by the plan with this identity file, whose run may change and remove it."""
-        return was_planned_for(identity, self.directory)
+        return was_planned_for(identity, run_dir, self.directory)
 
     def is_empty(self) -> bool:
         """Return whether there is no directory, or nothing in it that a stage has published."""

@@ -1,4 +1,4 @@
-"""Whether a dataset directory is a plan's own, so that ``--restart`` removes nobody else's work."""
+"""The guard of dataset directories: a run changes and removes only what it has planned, and nobody else's work."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import msgspec
 
+from sharmill.engine.identity import identify_folder, is_same_folder
 
-def was_planned_for(identity: Path, dataset_dir: Path) -> bool:
-    """Whether ``identity``, the identity file of a stage's plan, is there and names this dataset directory.
+
+def was_planned_for(identity: Path, run_dir: Path, dataset_dir: Path) -> bool:
+    """Return True if ``identity``, the identity file of a stage's plan, is there and names this dataset directory.
 
     A run directory may have served another one before: then what lies in this one is not the plan's.
     """
@@ -16,4 +18,4 @@ def was_planned_for(identity: Path, dataset_dir: Path) -> bool:
         stored = msgspec.json.decode(identity.read_bytes())
     except FileNotFoundError:
         return False
-    return stored["dataset_dir"] == str(dataset_dir.absolute())
+    return is_same_folder(stored["dataset_dir"], identify_folder(dataset_dir, run_dir))

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import xxhash
 
+from sharmill.engine.identity import identify_folder
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
@@ -87,7 +88,7 @@ class ValidateStage(Stage):
             self._rechecker(subject).check()
         index = [self.dataset_dir / name for name in (DATASET_FILE, SHARDS_FILE)]
         return {
-            "dataset_dir": str(self.dataset_dir.absolute()),
+            "dataset_dir": identify_folder(self.dataset_dir, self.run_dir.path),
             "input": [checksum(path) for path in index if path.is_file()],
             # Damage does not change the index: what was checked before may have changed since.
             "files": _fingerprint(self.dataset_dir),

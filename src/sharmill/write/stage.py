@@ -13,6 +13,7 @@ import numpy as np
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
+from sharmill.engine.identity import identify_folder
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
@@ -50,8 +51,10 @@ class WriteStage(Stage):
         return {
             "write": dataclasses.asdict(self.config.write),
             "name": self.config.name,
-            "dataset_dir": str(self.root.absolute()),
-            "audio_roots": [source.audio_root for source in self.config.sources],
+            "dataset_dir": identify_folder(self.root, self.run_dir.path),
+            "audio_roots": [
+                identify_folder(Path(source.audio_root), self.run_dir.path) for source in self.config.sources
+            ],
             "limits": self._limits(),
             "input": records_checksum(matched),
             "versions": versions("soundfile", "torchaudio"),
@@ -81,12 +84,12 @@ class WriteStage(Stage):
         return self._dataset.index_files
 
     def discard(self) -> None:
-        if self._dataset.belongs_to(self.dir.identity):
+        if self._dataset.belongs_to(self.dir.identity, self.run_dir.path):
             self._dataset.remove()
 
     def check_output(self) -> None:
         """Raise ConfigError where the dataset directory holds what this run has not written."""
-        if self._dataset.belongs_to(self.dir.identity):
+        if self._dataset.belongs_to(self.dir.identity, self.run_dir.path):
             return
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError(f"dataset_dir {self.root} is not a folder", code="foreign_output")

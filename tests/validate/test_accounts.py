@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.errors import raises
 from support.manifests import speaker_tag
 from support.shar import lines, rewrite, run, voice
 
@@ -157,9 +158,9 @@ def test_of_a_manifest_that_was_not_given_all_is_unknown_and_only_a_warning(many
 def test_files_that_are_not_what_they_should_be_are_configuration_errors(many_kinds, tmp_path):
     with pytest.raises(ConfigError, match="cannot read the manifest"):
         account(many_kinds, tmp_path / "check", sources=(NemoSource(manifest="nothing.json", audio_root="."),))
-    with pytest.raises(ConfigError, match="there is no file of rejects"):
+    with raises(ConfigError, "missing_input", "nothing.jsonl"):
         account(many_kinds, tmp_path / "check", rejects=("nothing.jsonl",))
-    with pytest.raises(ConfigError, match="is not a file of rejects"):
+    with raises(ConfigError, "bad_manifest", "small.json"):
         account(many_kinds, tmp_path / "check", rejects=(str(many_kinds.folder / "small.json"),))
 
 

@@ -14,6 +14,7 @@ import pytest
 from support.damage import FILES, change_codec, change_description, index_as_written
 from support.damage_content import CONTENT_DAMAGED, DESCRIPTION_DAMAGED, RECORDS_LOST
 from support.damage_structure import DIRECTORY_DAMAGED, FILES_DAMAGED
+from support.errors import raises
 from support.shar import ToyCodec, copy, run, snapshot
 
 from sharmill.engine.rundir import RunDir
@@ -132,14 +133,14 @@ def test_nothing_is_found_where_nothing_is_damaged(dataset, level):
 def test_codes_are_not_compared_with_those_of_a_codec_that_is_another(dataset, facts):
     change_codec(**facts)(dataset)
     assert check(dataset) == []
-    with pytest.raises(ConfigError, match="'toy'"):
+    with raises(ConfigError, "bad_codec", "'toy'"):
         check(dataset, "recheck-codes")
 
 
 def test_a_dataset_of_another_version_is_refused(dataset):
     change_description(format_version=2)(dataset)
     for use in (check, lambda directory: list(open_shar(directory))):
-        with pytest.raises(ConfigError, match="format version 2"):
+        with raises(ConfigError, "wrong_version", "format version 2"):
             use(dataset)
 
 

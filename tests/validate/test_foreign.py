@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
+from support.errors import raises
 from support.shar import copy, lines, put, rewrite, run, snapshot, voice
 
 from sharmill.engine.rundir import RunDir
@@ -235,20 +236,20 @@ def test_a_stale_index_is_made_again(built, tmp_path):
 
 
 def test_what_the_files_do_not_tell_must_be_given(published, tmp_path):
-    with pytest.raises(ConfigError, match="do not tell the codebook_size of 'toy'"):
+    with raises(ConfigError, "bad_codec", "codebook_size", "'toy'"):
         list(rebuild_index(published))
-    with pytest.raises(ConfigError, match="there are no codes of that name, only toy"):
+    with raises(ConfigError, "unknown_codec", "toy"):
         list(rebuild_index(published, [parse_codec_facts(TOY), parse_codec_facts("other,codebook_size=3")]))
     for path in sorted((published / "codes_toy").rglob("*.tar")):
         change_items(path, lambda item: Item(item.cut_id, "npy", item.data, item.metadata | {"frame_shift": 0.0123}))
-    with pytest.raises(ConfigError, match="do not tell sampling_rate and samples_per_frame"):
+    with raises(ConfigError, "bad_codec", "sampling_rate", "samples_per_frame"):
         list(rebuild_index(published, [parse_codec_facts(TOY)]))
     assert not (published / "dataset.json").exists()
 
 
 @pytest.mark.parametrize("text", ["", "x=1", "toy,size=3", "toy,name=other", "toy,codebook_size=many"])
 def test_facts_of_another_form_are_refused(text):
-    with pytest.raises(ConfigError, match="--codec"):
+    with raises(ConfigError, "bad_codec", "--codec"):
         parse_codec_facts(text)
 
 

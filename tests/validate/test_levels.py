@@ -6,6 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from support.errors import raises
 from support.shar import Project, ToyCodec, copy, run, voice
 
 from sharmill.engine.rundir import RunDir
@@ -130,14 +131,14 @@ def test_a_sample_without_a_segment_is_told(encoded, toy, tmp_path):
 
 def test_another_model_is_refused(encoded, toy, tmp_path):
     toy.return_value.checksum = "other"
-    with pytest.raises(ConfigError, match="--codec-model toy=MODEL"):
+    with raises(ConfigError, "bad_codec", "--codec-model toy=MODEL"):
         validate(encoded, tmp_path / "run", recheck_codes=1.0)
 
 
 def test_a_model_that_has_moved_is_looked_for_where_it_is_said(encoded, toy, tmp_path):
     validate(encoded, tmp_path / "run", recheck_codes=1.0, codec_models={"toy": "transformers:/there"})
     assert {call.args for call in toy.call_args_list} == {("transformers:/there",)}
-    with pytest.raises(ConfigError, match="has no codec 'other'"):
+    with raises(ConfigError, "unknown_codec", "'other'"):
         validate(encoded, tmp_path / "run", recheck_codes=1.0, codec_models={"other": "builtin"})
 
 

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 from support.damage import CODES, CUTS, TARGETS, change_codes, change_item, change_items, flip_bit, swap_items
+from support.errors import raises
 from support.shar import Project, ToyCodec, copy, lines, loading, put, reindex, run, snapshot, voice
 
 from sharmill.config import CodecConfig
@@ -56,7 +57,7 @@ def test_a_dataset_without_codecs_and_one_without_cuts_are_clean(project, tmp_pa
 
 
 def test_what_is_no_dataset_is_a_configuration_error(tmp_path):
-    with pytest.raises(ConfigError, match="not a finished dataset"):
+    with raises(ConfigError, "no_dataset"):
         check(tmp_path, tmp_path / "run")
 
 

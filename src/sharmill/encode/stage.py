@@ -33,7 +33,7 @@ from sharmill.storage import Staging, checksum
 
 
 class EncodeStage(Stage):
-    """Reads the audio of a dataset and adds the fields of one codec to it. One unit is one shard."""
+    """The codes of one codec for the audio of a dataset, added to it as fields. One unit is one shard."""
 
     kind: ClassVar[str] = "encode"
     uses_gpu: ClassVar[bool] = True
@@ -109,7 +109,7 @@ class EncodeStage(Stage):
 
 
 class EncodeProcessor(Processor):
-    """Encodes the audio of shards with one codec.
+    """A codec that encodes the audio of shards.
 
     Args:
         threads: how many may read and resample audio beside the codec.
@@ -149,7 +149,7 @@ class EncodeProcessor(Processor):
         )  # fmt: skip
 
     def _read(self, unit: Unit, field: str) -> list[Item]:
-        """The items of an audio field, if it still is as it was written: damaged audio would give codes as well."""
+        """Return the items of an audio field, if it is as it was written: damaged audio would give codes as well."""
         path = self._stage.root / shard_file(field, unit.params["shard"])
         if checksum(path) != unit.params["checksums"][field]:
             raise UnitFailed(f"{path} has changed since it was written: remove it and run the stage write again")

@@ -43,7 +43,7 @@ UNKNOWN = "unknown"
 
 
 class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person knows of a codec. ``num_codebooks`` is read from the files."""
+    """Facts about a codec that a person gives. ``num_codebooks`` is read from the files."""
 
     name: str
     codebook_size: int | None = None
@@ -56,7 +56,7 @@ class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class _CodecSeen:
-    """What the files tell of a codec: the values that occur, over all shards."""
+    """Facts about a codec that occur in the files, over all shards."""
 
     num_codebooks: set[int] = field(default_factory=set)
     frame_shifts: set[float] = field(default_factory=set)
@@ -64,7 +64,7 @@ class _CodecSeen:
 
 
 def parse_codec_facts(text: str) -> CodecFacts:
-    """The facts of ``NAME,KEY=VALUE,...``, such as ``nano,codebook_size=4032,sampling_rate=22050``.
+    """Parse the facts of ``NAME,KEY=VALUE,...``, such as ``nano,codebook_size=4032,sampling_rate=22050``.
 
     Raises:
         ConfigError: it is not of this form.
@@ -74,15 +74,15 @@ def parse_codec_facts(text: str) -> CodecFacts:
     unknown = sorted(values.keys() - set(CodecFacts.__struct_fields__) | values.keys() & {"name"})
     if not name or "=" in name or unknown:
         known = ", ".join(key for key in CodecFacts.__struct_fields__ if key != "name")
-        raise ConfigError(f"--codec {text}: write NAME,KEY=VALUE,... with keys among {known}")
+        raise ConfigError(f"--codec {text}: write NAME,KEY=VALUE,... with keys among {known}", code="bad_codec")
     try:
         return msgspec.convert({"name": name, **values}, CodecFacts, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"--codec {text}: {error}") from error
+        raise ConfigError(f"--codec {text}: {error}", code="bad_codec") from error
 
 
 def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: str | None = None) -> Iterator[str]:
-    """Makes the index again, and tells line by line what was found, taken over and inferred.
+    """Make the index again, and yield lines that say what was found, taken over and inferred.
 
     Every file is read to its end. Nothing is written unless all shards are whole.
 
@@ -92,7 +92,7 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
     """
     found = find_shards(directory)
     if [shard.index for shard in found] != list(range(len(found))):
-        raise ConfigError(f"{directory}: the shards are not numbered from 0 without gaps")
+        raise ConfigError(f"{directory}: the shards are not numbered from 0 without gaps", code="no_dataset")
     old = _read_old(directory)
     seen: dict[str, _CodecSeen] = {}
     audio: set[tuple[str, int]] = set()
@@ -102,7 +102,10 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
     inferred: list[str] = []
     codecs = [_codec(codec, seen[codec], facts, old, inferred) for codec in sorted(seen)]
     if unused := sorted({fact.name for fact in facts} - set(seen)):
-        raise ConfigError(f"--codec {unused[0]}: there are no codes of that name, only {', '.join(seen) or 'none'}")
+        raise ConfigError(
+            f"--codec {unused[0]}: there are no codes of that name, only {', '.join(seen) or 'none'}",
+            code="unknown_codec",
+        )
     formats, rates = {extension for extension, _ in audio}, {rate for _, rate in audio}
     record = DatasetRecord(
         format_version=FORMAT_VERSION,
@@ -133,7 +136,7 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
 
 
 def _read_old(directory: Path) -> DatasetRecord | None:
-    """What ``dataset.json`` said, where it can be read."""
+    """Return the content of ``dataset.json``, or None where it cannot be read."""
     if not (directory / DATASET_FILE).is_file():
         return None
     try:
@@ -145,7 +148,7 @@ def _read_old(directory: Path) -> DatasetRecord | None:
 def _record(
     directory: Path, shard: ForeignShard, seen: dict[str, _CodecSeen], audio: set[tuple[str, int]]
 ) -> ShardRecord:
-    """The record of a shard; adds to what is seen of codecs, and to the formats and rates of ``audio``."""
+    """Return the record of a shard; add to ``seen``, and to the formats and rates of ``audio``."""
     ids = [str(cut.get("id")) for cut in read_cuts(shard.files[CUTS])]
     seconds: dict[str, float] = {}
     for name, path in shard.files.items():
@@ -168,7 +171,7 @@ def _record(
 def _read_field(
     name: str, path: Path, ids: list[str], seen: dict[str, _CodecSeen], audio: set[tuple[str, int]]
 ) -> float:
-    """The seconds of audio in a field. Its items must be those of the cuts."""
+    """Return the seconds of audio in a field. Its items must be those of the cuts."""
     seconds, count = 0.0, 0
     codec = codec_of_field(name)
     # To its end, behind the last cut, for only that tells that the archive is whole.
@@ -203,7 +206,7 @@ def _look_at_codes(item: Item, seen: _CodecSeen, audio: set[tuple[str, int]]) ->
 def _codec(
     name: str, seen: _CodecSeen, facts: Sequence[CodecFacts], old: DatasetRecord | None, inferred: list[str]
 ) -> CodecRecord:
-    """The record of a codec: as given, else as it was, else as its files tell."""
+    """Return the record of a codec: as given, else as it was, else as its files tell."""
     given = next((fact for fact in facts if fact.name == name), None)
     before = next((codec for codec in old.codecs if codec.name == name), None) if old else None
     if given is None and before is not None:
@@ -211,10 +214,10 @@ def _codec(
     how = f"give it with --codec {name},KEY=VALUE,..."
     if len(seen.num_codebooks) != 1 or len(seen.frame_shifts) > 1:
         found = f"{sorted(seen.num_codebooks)} codebooks and frames of {sorted(seen.frame_shifts)} s"
-        raise ConfigError(f"the codes of {name!r} have {found}: they are not of one codec")
+        raise ConfigError(f"the codes of {name!r} have {found}: they are not of one codec", code="bad_codec")
     given = given or CodecFacts(name=name)
     if given.codebook_size is None:
-        raise ConfigError(f"the files do not tell the codebook_size of {name!r}: {how}")
+        raise ConfigError(f"the files do not tell the codebook_size of {name!r}: {how}", code="bad_codec")
     rate, samples = given.sampling_rate, given.samples_per_frame
     if rate is None and samples is None and len(seen.frame_shifts) == len(seen.rates) == 1:
         (rate,), (shift,) = seen.rates, seen.frame_shifts
@@ -227,7 +230,9 @@ def _codec(
         else:
             rate = samples = None
     if rate is None or samples is None:
-        raise ConfigError(f"the files do not tell sampling_rate and samples_per_frame of {name!r}: {how}")
+        raise ConfigError(
+            f"the files do not tell sampling_rate and samples_per_frame of {name!r}: {how}", code="bad_codec"
+        )
     return CodecRecord(
         name=name, model=given.model, checksum=given.checksum, trained=given.trained, sampling_rate=rate,
         samples_per_frame=samples, num_codebooks=seen.num_codebooks.pop(), codebook_size=given.codebook_size,

@@ -22,7 +22,7 @@ from sharmill.storage import require_writable, write_atomic
 
 
 def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
-    """Writes the index files of a finished dataset, and the uncompressed copies of its cuts.
+    """Write the index files of a finished dataset, and the uncompressed copies of its cuts.
 
     Args:
         dataset: the dataset directory.
@@ -60,7 +60,7 @@ def indexed_shar(
     codec: str | None = None,
     into: str | Path | None = None,
 ) -> dict[str, Any]:
-    """The arguments ``fields`` and ``index_path`` of lhotse 2's ``CutSet.from_shar`` for a dataset with sidecars.
+    """Return the arguments ``fields`` and ``index_path`` of lhotse 2's ``CutSet.from_shar`` for a dataset.
 
     Args:
         dataset: the dataset directory.

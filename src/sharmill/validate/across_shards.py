@@ -26,7 +26,7 @@ CUT_HASHES: Final = np.dtype([("id", "u8"), *RECORD_HASHES.descr])
 
 
 def check_index(subject: CheckedDataset) -> Iterator[Finding]:
-    """Whether ``shards.jsonl`` and ``dataset.json`` agree with each other."""
+    """Yield where ``shards.jsonl`` and ``dataset.json`` disagree with each other."""
     yield from subject.findings
     if [shard.index for shard in subject.shards] != list(range(len(subject.shards))):
         file = SHARDS_FILE if subject.has_index else None
@@ -60,7 +60,7 @@ def _of_dataset(sentence: str) -> Finding:
 
 
 def check_strays(subject: CheckedDataset) -> Iterator[Finding]:
-    """Files that belong to no shard. In a folder without an index, nothing tells which those are."""
+    """Yield the files that belong to no shard. In a folder without an index, nothing tells which those are."""
     if not subject.has_index:
         return
     expected = {DATASET_FILE, SHARDS_FILE} | {file for shard in subject.shards for file in shard.files.values()}
@@ -91,7 +91,7 @@ class CutHashes:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
 
     def find_duplicates(self) -> Iterator[Finding]:
-        """A finding for every cut whose id occurs more than once: nothing tells which of them is the right one."""
+        """Yield a finding for every cut whose id occurs more than once: nothing tells which is the right one."""
         ids = np.sort(self.column("id"))
         repeated = np.unique(ids[1:][ids[1:] == ids[:-1]])
         if not len(repeated):
@@ -117,7 +117,7 @@ class CutHashes:
         return find_records(self._cuts(column, np.fromiter(wanted, np.uint64, len(wanted))), column, wanted)
 
     def _cuts(self, column: str, wanted: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The cuts of the shards that have any of the hashes, read again."""
+        """Read again the cuts of the shards that have any of the hashes."""
         for shard, part in zip(self.subject.shards, self.parts, strict=True):
             if CUTS in shard.files and np.isin(part[column], wanted).any():
                 try:

@@ -1,4 +1,4 @@
-"""What is checked: the shards that the index names or, where that is absent or damaged, those that lie there."""
+"""The dataset that is checked: the shards that its index names or, without an intact index, those that lie there."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CheckedDataset:
 
     @property
     def is_own(self) -> bool:
-        """Whether sharmill's contract holds for the cuts."""
+        """Whether sharmill promises its contract for the cuts."""
         return self.dataset is not None and self.dataset.contract == "sharmill"
 
     @property
@@ -75,7 +75,7 @@ class CheckedDataset:
 
 
 def read_checked_dataset(directory: Path) -> CheckedDataset:
-    """What there is to check in a directory.
+    """Read the index of a directory, or list its shards where there is none.
 
     Raises:
         ConfigError: there is no dataset, or one of another format version.
@@ -84,7 +84,9 @@ def read_checked_dataset(directory: Path) -> CheckedDataset:
         try:
             shards = _listed(directory)
         except ConfigError as error:
-            raise ConfigError(f"{directory} is not a finished dataset, nor a Shar of another tool: {error}") from error
+            raise ConfigError(
+                f"{directory} is not a finished dataset, nor a Shar of another tool: {error}", code="no_dataset"
+            ) from error
         unchecked = (*_NO_SHARDS, *_NO_DATASET, _NO_INDEX, _FOREIGN)
         return CheckedDataset(directory, None, shards, (), unchecked, has_index=False, fields=_fields(shards))
     findings: list[Finding] = []
@@ -123,5 +125,5 @@ def _listed(directory: Path) -> list[Shard]:
 
 
 def _fields(shards: Iterable[Shard]) -> tuple[str, ...]:
-    """All fields that any shard has, in the order of their names."""
+    """Return all fields that any shard has, in the order of their names."""
     return tuple(sorted({field for shard in shards for field in shard.files}))

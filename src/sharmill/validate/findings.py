@@ -1,4 +1,4 @@
-"""What the checker may find: typed, so that it can be counted, filtered and acted upon."""
+"""Findings of the checker: typed, so that they can be counted, filtered and acted upon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a code stands for, and what to do about it."""
+    """The meaning of a code, and what to do about it."""
 
     meaning: str
     to_do: str
@@ -79,7 +79,7 @@ CODES: Final[dict[str, Kind]] = {
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that is wrong.
+    """One thing that the checker says about a dataset.
 
     Attributes:
         shard: its index; None where it concerns the dataset as a whole.
@@ -111,12 +111,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def to_do_for(finding: Finding) -> str:
-    """What to do about a finding: as for its kind, unless it is the index itself that is missing or damaged."""
+    """Return what to do about a finding: as for its kind, unless it is the index itself that is missing or damaged."""
     return _INDEX if finding.file in (DATASET_FILE, SHARDS_FILE) else CODES[finding.code].to_do
 
 
 def has_errors(findings: Iterable[Finding]) -> bool:
-    """Whether a dataset with these findings should not be used. Warnings alone do not say so."""
+    """Return whether a dataset with these findings should not be used. Warnings alone do not say so."""
     return any(finding.severity == "error" for finding in findings)
 
 
@@ -125,5 +125,5 @@ def findings_to_lines(findings: Iterable[Finding]) -> bytes:
 
 
 def read_findings(path: Path) -> list[Finding]:
-    """The findings that a validation left."""
+    """Read the findings that a validation left."""
     return [msgspec.json.decode(line, type=Finding) for line in iterate_lines(path)]

@@ -32,7 +32,7 @@ def check_foreign(
     findings: list[Finding],
     count: Callable[[str], None],
 ) -> None:
-    """Adds what is wrong, and counts, under ``unchecked``, the items of kinds that nothing is known of."""
+    """Add what is wrong to ``findings``, and count, under ``unchecked``, the items of which nothing is known."""
 
     def add(code: str, name: str, member: str, sentence: str | None) -> None:
         if sentence is not None:
@@ -57,7 +57,7 @@ def check_foreign(
 
 
 def _sources(name: str, contents: dict[str, list[Item]], number: int) -> list[float | None]:
-    """The seconds of the audio that the items of a field of arrays are aligned with, as far as that is known."""
+    """Return the seconds of the audio that the items of a field of arrays are aligned with, as far as that is known."""
     wanted = (CONTEXT_AUDIO,) if "context" in name.rpartition("/")[2] else _ALIGNED_AUDIO
     for source in wanted:
         if source in contents:

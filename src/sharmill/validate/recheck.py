@@ -1,4 +1,4 @@
-"""Encodes a seeded sample of the stored audio again and compares the codes with those that are stored."""
+"""The comparison of stored codes with those that the codec makes of a seeded sample of the stored audio."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FACTS: Final = ("sampling_rate", "samples_per_frame", "num_codebooks", "codeboo
 
 @dataclass
 class Rechecker:
-    """Checks shards of a dataset; the models are loaded once.
+    """Check of the codes in shards of a dataset; the models are loaded once.
 
     Args:
         share: of all segments, targets and contexts alike.
@@ -47,17 +47,19 @@ class Rechecker:
     _codecs: dict[str, Codec] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises ConfigError, before any work, where a codec cannot be the one that made the codes."""
+        """Raise ConfigError, before any work, where a codec cannot be the one that made the codes."""
         if not self.subject.codecs:
-            raise ConfigError(f"--recheck-codes: {self.subject.directory} records no codec")
+            raise ConfigError(f"--recheck-codes: {self.subject.directory} records no codec", code="unknown_codec")
         if unknown := sorted(self.models.keys() - {codec.name for codec in self.subject.codecs}):
-            raise ConfigError(f"--codec-model: {self.subject.directory} has no codec {unknown[0]!r}")
+            raise ConfigError(
+                f"--codec-model: {self.subject.directory} has no codec {unknown[0]!r}", code="unknown_codec"
+            )
         for codec in self.subject.codecs:
             with _hint(codec):
                 describe_codec(self._model(codec))
 
     def load(self) -> None:
-        """Loads the codecs.
+        """Load the codecs.
 
         Raises:
             ConfigError: a model is not the one that the dataset was made with.
@@ -68,13 +70,15 @@ class Rechecker:
             if codec.checksum != record.checksum:
                 raise ConfigError(
                     f"{self._model(record)} has the checksum {codec.checksum}, but the codes called {record.name!r} "
-                    f"are of a model with {record.checksum}: name that one with --codec-model {record.name}=MODEL"
+                    f"are of a model with {record.checksum}: name that one with --codec-model {record.name}=MODEL",
+                    code="bad_codec",
                 )
             for fact in _FACTS:
                 if (made := getattr(codec, fact)) != getattr(record, fact):
                     raise ConfigError(
                         f"{self.subject.directory / DATASET_FILE} says {fact} {getattr(record, fact)} of the codec "
-                        f"{record.name!r}, but the model has {made}: {DATASET_FILE} is damaged"
+                        f"{record.name!r}, but the model has {made}: {DATASET_FILE} is damaged",
+                        code="bad_codec",
                     )
             self._codecs[record.name] = codec
 
@@ -84,24 +88,24 @@ class Rechecker:
         for record in self.subject.codecs:
             for name, source in zip(codec_fields(record.name), (TARGET_AUDIO, CONTEXT_AUDIO), strict=True):
                 pairs = zip(contents.get(name, []), contents.get(source, []), strict=False)
-                for item, sound in pairs:
-                    if self._is_chosen(name, item.cut_id) and (problem := self._compare(record, item, sound, count)):
+                for item, audio in pairs:
+                    if self._is_chosen(name, item.cut_id) and (problem := self._compare(record, item, audio, count)):
                         yield Finding(
                             code="different_codes", sentence=problem, shard=shard.index, field=name, member=item.cut_id
                         )
 
     def _is_chosen(self, name: str, cut_id: str) -> bool:
-        """By a hash of what it is, so that the choice depends on nothing else."""
+        """Return whether an item is in the sample: by a hash of its name, so that nothing else decides."""
         key = f"{self.seed}\n{name}\n{cut_id}".encode("utf-8", "surrogatepass")
         return xxhash.xxh3_64_intdigest(key) < self.share * _HASHES
 
-    def _compare(self, record: CodecRecord, item: Item, sound: Item, count: Callable[[str, float], None]) -> str | None:
-        """What is wrong with the codes of an item; None also where other checks say why there is nothing to compare."""
-        if item.data is None or sound.data is None:
+    def _compare(self, record: CodecRecord, item: Item, audio: Item, count: Callable[[str, float], None]) -> str | None:
+        """Return what is wrong with the codes of an item; None also where other checks find nothing to compare."""
+        if item.data is None or audio.data is None:
             return None
         try:
             stored = array_from_bytes(item.data, item.cut_id)
-            samples, rate = decode(sound.data)
+            samples, rate = decode(audio.data)
         except (DamagedShard, RejectRecord):
             return None
         codec = self._codecs[record.name]
@@ -128,7 +132,7 @@ class Rechecker:
 
 @contextmanager
 def _hint(codec: CodecRecord) -> Iterator[None]:
-    """Adds to an error about a model what to do: a dataset names local models without their folders."""
+    """Add to an error about a model what to do: a dataset names local models without their folders."""
     try:
         yield
     except ConfigError as error:

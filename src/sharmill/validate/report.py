@@ -1,6 +1,6 @@
 """The report of a validation: what was found, what was checked and could not be, and which units would mend it.
 
-As JSON it is what ``--json FILE`` writes and ``--redo FILE`` reads; README.md describes its keys.
+As JSON it is what ``--json FILE`` writes and ``--redo FILE`` reads; docs/checking.md describes its keys.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _NOT_MENDED: Final = frozenset(
 
 
 class Redo(msgspec.Struct, frozen=True, order=True):
-    """A unit to be done again: ``stage`` is write, encode/<codec>, or index, which has no shards."""
+    """A unit that mends findings: ``stage`` is write, encode/<codec>, or index, which has no shards."""
 
     stage: str
     shard: int | None = None
 
 
 class KindCount(msgspec.Struct, frozen=True):
-    """How often a code was found."""
+    """The number of findings of a code, and what the code stands for."""
 
     code: str
     severity: str
@@ -65,7 +65,7 @@ def make_report(
     dataset: Path, findings: Sequence[Finding], *, level: dict[str, Any], checked: dict[str, float],
     unchecked: Iterable[str],
 ) -> Report:  # fmt: skip
-    """The report of a dataset directory."""
+    """Return the report of a dataset directory."""
     counts = Counter(finding.code for finding in findings)
     kinds = [KindCount(code, kind.severity, counts[code], kind.meaning, kind.to_do)
              for code, kind in CODES.items() if counts[code]]  # fmt: skip
@@ -79,7 +79,7 @@ def make_report(
         errors=errors,
         warnings=len(findings) - errors,
         kinds=kinds,
-        redo=sorted({unit for finding in findings for unit in units_to_redo(finding)}, key=_in_order),
+        redo=sorted({unit for finding in findings for unit in damaged_units(finding)}, key=_in_order),
         findings=[_to_row(finding) for finding in findings],
     )
 
@@ -89,20 +89,25 @@ def encode_report(report: Report) -> bytes:
 
 
 def read_report(path: Path) -> Report:
-    """Raises ConfigError where the file is not a report."""
+    """Read a report; raises ConfigError where the file is none, or of another version."""
     try:
         report = msgspec.json.decode(path.read_bytes(), type=Report)
     except OSError as error:
-        raise ConfigError(f"cannot read the findings {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the findings {path}: {error.strerror}", code="bad_findings") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not what sharmill validate --json writes: {error}") from error
+        raise ConfigError(
+            f"{path} is not what sharmill validate --json writes: {error}", code="bad_findings"
+        ) from error
     if report.format_version != REPORT_VERSION:
-        raise ConfigError(f"{path} has format version {report.format_version}; this sharmill reads {REPORT_VERSION}")
+        raise ConfigError(
+            f"{path} has format version {report.format_version}; this sharmill reads {REPORT_VERSION}",
+            code="wrong_version",
+        )
     return report
 
 
-def units_to_redo(finding: Finding) -> list[Redo]:
-    """What would mend a finding; nothing where no unit does."""
+def damaged_units(finding: Finding) -> list[Redo]:
+    """Return the units that mend a finding when they are done again; none where none does."""
     if finding.severity == "warning" or finding.code in _NOT_MENDED:
         return []
     units: list[Redo] = []

@@ -1,9 +1,9 @@
-"""The checks of one shard: its files, and whether cuts, audio and codes belong together."""
+"""The check of one shard: its files, and how cuts, audio and codes belong together."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ _UNREADABLE: Final = (errno.EIO, errno.EACCES, errno.EPERM)
 
 @dataclass
 class Checked:
-    """What the check of a shard leaves.
+    """The outcome of checking a shard.
 
     Attributes:
         ids: a 64-bit hash of each cut's id.
@@ -47,7 +47,7 @@ class Checked:
 
 
 class ShardCheck:
-    """Checks shards of one dataset, one after the other. ``deep`` decodes every audio item as well."""
+    """Check of the shards of one dataset, one after the other. ``deep`` decodes every audio item as well."""
 
     def __init__(self, subject: CheckedDataset, *, deep: bool = False, recheck: Rechecker | None = None) -> None:
         self.subject = subject
@@ -56,7 +56,8 @@ class ShardCheck:
         self._reader = FileReader()
         self._levels: dict[str, Levels | RejectRecord] = {}
 
-    def __call__(self, shard: Shard) -> Checked:
+    def __call__(self, shard: Shard, advance: Callable[[float], None] = lambda seconds: None) -> Checked:
+        """Return the findings of a shard. ``advance`` is called with the seconds of audio that have been decoded."""
         checked = Checked(findings=list(self._check_names(shard)))
         contents = self._read_files(shard, checked)
         checked.findings += _check_counts(shard, contents)
@@ -75,7 +76,7 @@ class ShardCheck:
         else:
             check_foreign(self.subject, shard, cuts, contents, checked.findings, checked.count)
         if self.deep:
-            self._measure_all(shard, contents, checked)
+            self._measure_all(shard, contents, checked, advance)
         if self.recheck is not None:
             checked.findings += self.recheck(shard, contents, checked.count)
         return checked
@@ -94,7 +95,7 @@ class ShardCheck:
                 yield _finding("wrong_name", shard, sentence, field=name)
 
     def _read_files(self, shard: Shard, checked: Checked) -> dict[str, list[Any]]:
-        """The contents of the fields whose files could be read to their ends."""
+        """Return the contents of the fields whose files could be read to their ends."""
         contents: dict[str, list[Any]] = {}
         for name, file in shard.files.items():
             path = self.subject.directory / file
@@ -116,7 +117,9 @@ class ShardCheck:
                 contents[name] = read.contents
         return contents
 
-    def _measure_all(self, shard: Shard, contents: dict[str, list[Item]], checked: Checked) -> None:
+    def _measure_all(
+        self, shard: Shard, contents: dict[str, list[Item]], checked: Checked, advance: Callable[[float], None]
+    ) -> None:
         """Decode every audio item; the same bytes once, be they target or context."""
         self._levels.clear()
         reported = {(finding.field, finding.member) for finding in checked.findings if finding.code == "bad_audio"}
@@ -125,6 +128,7 @@ class ShardCheck:
                 if not is_recording(item) or (name, item.cut_id) in reported:
                     continue
                 checked.count("items decoded")
+                advance(_seconds(item))
                 if found := _audio_finding(item, self._measure(item, checked)):
                     checked.findings.append(_finding(found[0], shard, found[1], field=name, member=item.cut_id))
 
@@ -157,7 +161,7 @@ def _audio_finding(item: Item, levels: Levels | RejectRecord) -> tuple[str, str]
 
 
 def is_recording(item: Item) -> bool:
-    """Whether an item is audio, by its metadata."""
+    """Return whether an item is audio, by its metadata."""
     return item.data is not None and item.metadata is not None and "sampling_rate" in item.metadata
 
 
@@ -205,7 +209,7 @@ def _check_seconds(shard: Shard, contents: dict[str, list[Item]]) -> Iterator[Fi
 
 
 def _seconds(item: Item) -> float:
-    """By the metadata; 0 where that is malformed, which is another finding."""
+    """Return the duration in the metadata; 0 where that is malformed, which is another finding."""
     try:
         return float((item.metadata or {})["duration"])
     except MALFORMED:

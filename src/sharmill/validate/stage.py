@@ -33,7 +33,7 @@ _NOT_AGAINST: Final = "completeness: the dataset was not compared with its manif
 
 
 class ValidateStage(Stage):
-    """Checks a dataset and leaves ``findings.jsonl`` and ``report.json`` in its folder of the run directory.
+    """The check of a dataset, which leaves ``findings.jsonl`` and ``report.json`` in its folder of the run directory.
 
     Args:
         deep: decode every audio item.
@@ -72,7 +72,7 @@ class ValidateStage(Stage):
         return self.root / "report.json"
 
     def level(self) -> dict[str, Any]:
-        """What the checks depend on beside the files."""
+        """Return what the checks depend on beside the files."""
         return {
             "deep": self.deep,
             "recheck_codes": self.recheck_codes,
@@ -134,15 +134,15 @@ class ValidateStage(Stage):
         return [self.findings_file, self.report_file]
 
     def findings(self) -> list[Finding]:
-        """What the finished validation found."""
+        """Read the findings of the finished validation."""
         return read_findings(self.findings_file)
 
     def report(self) -> Report:
-        """The report of the finished validation."""
+        """Read the report of the finished validation."""
         return read_report(self.report_file)
 
     def _unchecked(self, checked: dict[str, float], hashes: CutHashes) -> Iterator[str]:
-        """What this level leaves unchecked."""
+        """Yield what this level leaves unchecked, a phrase each."""
         for name, number in checked.items():
             if name.startswith("unchecked "):
                 yield f"{number:.0f} {name.removeprefix('unchecked ')}: nothing is known of such data"
@@ -168,7 +168,7 @@ class ValidateStage(Stage):
 
 
 class ValidateProcessor(Processor):
-    """Checks shards."""
+    """The check of shards in one rank."""
 
     def __init__(self, shards: Sequence[Shard], check: ShardCheck) -> None:
         self._shards = shards
@@ -176,7 +176,7 @@ class ValidateProcessor(Processor):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         shard = self._shards[unit.params["line"]]
-        checked = self._check(shard)
+        checked = self._check(shard, advance)
         findings, hashes = f"parts/{unit.index:06d}.findings.jsonl", f"parts/{unit.index:06d}.npy"
         staging.path(findings).write_bytes(findings_to_lines(checked.findings))
         rows = [(cut_id, *record) for cut_id, record in zip(checked.ids, checked.records, strict=True)]
@@ -196,7 +196,10 @@ def _add_up_stats(commits: Iterable[Commit]) -> dict[str, float]:
 
 
 def _fingerprint(directory: Path) -> str:
-    """Of the names, sizes and times of all files: the time of change too, for copying may keep that of the content."""
+    """Return a hash of the names, sizes and times of all files.
+
+    The time of change is among them, for copying may keep that of the content.
+    """
     digest = xxhash.xxh3_64()
     for path in sorted(directory.rglob("*")):
         status = path.lstat()

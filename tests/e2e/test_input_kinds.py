@@ -22,7 +22,7 @@ from sharmill.shar import open_shar
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # What has a dozen tests of its own, and needs voices that differ, a filter or no companion at all.
-ELSEWHERE = {"filtered", "no_similar_context", "no_long_context"}
+ELSEWHERE = {"filtered", "no_similar_context", "no_long_context", "only_copies"}
 
 
 @pytest.fixture(scope="module")

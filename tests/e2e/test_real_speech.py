@@ -12,6 +12,9 @@ import soundfile as sf
 from support.paths import DATA, REPOSITORY
 from support.pipelines import run_sharmill
 
+from sharmill.audio.files import read
+from sharmill.models import load_speaker_encoder, own_min_similarity
+from sharmill.models.batches import pad
 from sharmill.shar import open_shar
 
 CONFIG = REPOSITORY / "configs/librispeech.yaml"
@@ -50,6 +53,22 @@ def test_librispeech_accounts_add_up(build, tmp_path):
     count = json.loads((tmp_path / "dataset/dataset.json").read_text())["num_cuts"]
     assert count + len(lines(tmp_path / "run/rejects.jsonl")) == 100
     assert count >= 95
+
+
+@pytest.mark.slow
+def test_resemblyzers_own_threshold_tells_speakers_apart():
+    """The figures beside the number in sharmill.models.families; 0.6 lets a fifth of the wrong pairs through."""
+    encoder = load_speaker_encoder("resemblyzer")
+    records = lines(DATA / "librispeech_10x10/manifest.json")
+    audio = [read(DATA / "librispeech_10x10/audio" / record["audio_filepath"])[0] for record in records]
+    rows = np.concatenate([encoder.embed(*pad([samples])).numpy() for samples in audio])
+    speakers = np.array([record["speaker"] for record in records])
+    pairs = np.triu_indices(len(rows), 1)
+    similarity, same = (rows @ rows.T)[pairs], (speakers[:, None] == speakers)[pairs]
+    least = own_min_similarity("resemblyzer")
+    assert (similarity[same] >= least).mean() > 0.99
+    assert (similarity[~same] >= least).mean() < 0.01
+    assert (similarity[~same] >= 0.6).mean() > 0.2
 
 
 @pytest.mark.slow

@@ -14,10 +14,12 @@ from support.errors import raises
 from support.shar import Project, lines, put, run, voice
 
 from sharmill.config import MatchConfig
+from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.manifest import records_checksum
 from sharmill.match.stage import MatchStage, matched_manifest, min_similarity
 from sharmill.prepare.stage import PrepareStage
+from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage
 
 
@@ -210,6 +212,19 @@ def test_a_copy_is_not_the_context_though_nothing_is_as_similar(project):
         "a.wav": "b.wav", "copy.wav": "b.wav", "copy.flac": "b.wav", "b.wav": "a.wav",
     }  # fmt: skip
     assert reasons(project) == {}
+
+
+@pytest.mark.parametrize("audio_format", ["flac", "wav", "original"])
+def test_a_run_with_copies_passes_the_check(project, tmp_path, audio_format):
+    add_copies(project, "a.wav", "copy.wav", "copy.flac")
+    add_copies(project, "c.wav", "d.flac", pitch=330)
+    match(project)
+    config = project.configure(match={}, write={"audio_format": audio_format})
+    assert run(WriteStage(config)).ok
+    check = ValidateStage(project.dataset, RunDir(tmp_path / "check"), deep=True)
+    assert run(check).ok
+    assert list(check.findings()) == []
+    assert len(lines(project.dataset / "cuts/cuts.000000.jsonl.gz")) == 5
 
 
 def test_a_part_of_a_recording_that_is_a_file_too_is_a_copy(project):

@@ -105,7 +105,9 @@ class WriteConfig:
     """Number of cuts in one shard."""
     audio_format: Literal["flac", "wav", "mp3", "opus", "original"] = "flac"
     """Format of the stored audio; ``original`` is that of each source file (FLAC where it cannot be written). A record
-    that is a whole mono file in this format and at ``sampling_rate`` is copied byte for byte."""
+    that is a whole mono file in this format and at ``sampling_rate`` is copied byte for byte. Opus and MP3 are written
+    at the variable bit rates of libsndfile, which cannot be changed: for speech at 16, 24 and 48 kHz about 28, 37 and
+    62 kbit/s (Opus) and 43, 55 and 68 kbit/s (MP3)."""
     sampling_rate: int | None = None
     """Sampling rate of the stored audio, in Hz; ``null`` keeps the rate of each recording."""
     order: Literal["manifest", "speaker", "shuffle"] = "shuffle"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def padded_batches(lengths: Sequence[float], max_padded: float, *, equal_only: bool = False) -> list[list[int]]:
-    """Indices of the items in batches, sorted by length, so that little is padded.
+    """Return the indices of the items in batches, sorted by length, so that little is padded.
 
     A batch's number of items times its longest is at most ``max_padded``; an item that is longer is alone.
     ``equal_only`` puts only items of the same length together.
@@ -30,7 +30,7 @@ def padded_batches(lengths: Sequence[float], max_padded: float, *, equal_only: b
 
 
 def pad(items: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 arrays of shape (samples,) as one zero-padded tensor (batch, samples), and their lengths (batch,)."""
+    """Return arrays (samples,) as one zero-padded float32 tensor (batch, samples), and their lengths (batch,)."""
     import torch
 
     lengths = torch.tensor([len(item) for item in items], dtype=torch.int64)

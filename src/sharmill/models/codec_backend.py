@@ -1,4 +1,4 @@
-"""The part of a codec that all backends share: padding to whole frames, safe batches, checks on what comes out.
+"""The part of a codec that all backends share: padding to whole frames, safe batches, checks of the codes.
 
 A backend sets the attributes of ``Codec`` and implements ``encode_frames`` for a batch of whole frames.
 """
@@ -23,7 +23,7 @@ _CPU_BATCH_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class CodecSpec:
-    """What a codec is; the fields are those of the ``Codec`` protocol.
+    """Facts about a codec; the fields are those of the ``Codec`` protocol.
 
     Args:
         name: the model name, for messages.
@@ -46,7 +46,7 @@ class CodecSpec:
 
 
 class CodecBackend(ABC):
-    """Base of the codec backends; implements ``Codec``."""
+    """Base of the codec backends, and of codecs of other packages; implements ``Codec``."""
 
     def __init__(self, spec: CodecSpec, device: str) -> None:
         self.spec = spec
@@ -61,7 +61,7 @@ class CodecBackend(ABC):
 
     @abstractmethod
     def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
-        """Encodes whole frames.
+        """Encode whole frames.
 
         Args:
             audio: (batch, max_frames * samples_per_frame) float32 on the model's device, zero beyond each item.
@@ -72,7 +72,7 @@ class CodecBackend(ABC):
         """
 
     def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        """See ``Codec.encode``."""
+        """Encode a batch of segments; see ``Codec.encode``."""
         check_batch(audio, num_samples)
         num_samples = num_samples.to("cpu", torch.int64)
         num_frames = (num_samples + self.samples_per_frame - 1) // self.samples_per_frame
@@ -86,7 +86,7 @@ class CodecBackend(ABC):
         return codes
 
     def _batches(self, num_frames: Tensor) -> Iterator[Tensor]:
-        """Row numbers of the items that are encoded together, shortest first; items without a frame are left out."""
+        """Yield the row numbers of items that are encoded together, shortest first; leave out those without a frame."""
         order = torch.argsort(num_frames, stable=True).tolist()
         rows = [row for row in order if num_frames[row] > 0]
         for _, group in groupby(rows, key=lambda row: self._group(int(num_frames[row]))):
@@ -99,7 +99,7 @@ class CodecBackend(ABC):
             yield torch.tensor(batch)
 
     def _group(self, num_frames: int) -> int:
-        """Items of one group may share a batch."""
+        """Return the group of an item; items of one group may share a batch."""
         alike_only = self.equal_lengths_only or num_frames < self.spec.min_frames_in_batch
         return num_frames if alike_only else -1
 
@@ -108,7 +108,7 @@ class CodecBackend(ABC):
         return self.device.type != "cpu" or seconds <= _CPU_BATCH_SECONDS
 
     def _checked(self, audio: Tensor, num_frames: Tensor) -> Tensor:
-        """Codes (batch, codebooks, frames) of whole frames, 0 beyond each item's end."""
+        """Return codes (batch, codebooks, frames) of whole frames, 0 beyond each item's end."""
         width = audio.shape[1] // self.samples_per_frame
         with torch.inference_mode():
             codes = self.encode_frames(audio.to(self.device), num_frames.to(self.device)).cpu().long()

@@ -23,7 +23,7 @@ _TRIED_FRAMES: Final = (1, 2, 4, 8, 16, 32)
 
 
 class NemoCodec(CodecBackend):
-    """Implements ``Codec`` with an AudioCodecModel, of which only the encoder and the quantizer are used.
+    """Codec made of an AudioCodecModel, of which only the encoder and the quantizer are used.
 
     The model's own ``encode`` pads again what is whole already and may resample; so its two parts are called as they
     are. Causal encoders do not see the padding of a batch, the others do: this is found out when the model is loaded.
@@ -58,7 +58,7 @@ class NemoCodec(CodecBackend):
         super().__init__(spec, device)
 
     def _find_min_frames(self, samples_per_frame: int, name: str) -> int:
-        """The fewest frames, a power of two, that the encoder takes: mirror padding refuses what is shorter than it."""
+        """Return the fewest frames, a power of two, that the encoder takes: mirror padding refuses shorter audio."""
         for num_frames in _TRIED_FRAMES:
             samples = num_frames * samples_per_frame
             try:
@@ -82,7 +82,7 @@ class NemoCodec(CodecBackend):
 
 
 def load_nemo_codec(name: ModelName, device: str) -> NemoCodec:
-    """Loads a NeMo codec by pretrained name or from a .nemo file.
+    """Load a NeMo codec by pretrained name or from a .nemo file.
 
     Raises:
         ConfigError: if NeMo is not installed, this is not such a model, or it does not give one frame for every

@@ -25,7 +25,7 @@ _TRIED_SECONDS: Final = 1.59
 
 
 class NemoSpeakerEncoder:
-    """Implements ``SpeakerEncoder`` with a NeMo speaker model.
+    """Speaker encoder made of a NeMo speaker model.
 
     Models with masked convolutions (TitaNet) do not see the padding of a batch. Others (ECAPA) do: this is found out
     when the model is loaded, and then only utterances of equal length share a batch, which is slower.
@@ -42,7 +42,7 @@ class NemoSpeakerEncoder:
         self.embedding_size = self._forward(torch.zeros(1, tried), torch.tensor([tried])).shape[1]
 
     def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        """See ``SpeakerEncoder.embed``."""
+        """Embed a batch of utterances; see ``SpeakerEncoder.embed``."""
         check_batch(audio, num_samples)
         embeddings = torch.zeros(len(audio), self.embedding_size)
         num_samples = num_samples.to(audio.device, torch.int64)
@@ -54,7 +54,7 @@ class NemoSpeakerEncoder:
         return embeddings
 
     def _batches(self, lengths: Tensor) -> list[Tensor]:
-        """Row numbers of the items that may go through the network together."""
+        """Return the row numbers of the items that may go through the network together."""
         if not len(lengths):
             return []
         if not self._equal_lengths_only:
@@ -68,7 +68,7 @@ class NemoSpeakerEncoder:
 
 
 def load_nemo_speaker_encoder(name: ModelName, device: str) -> NemoSpeakerEncoder:
-    """Loads a NeMo speaker model by pretrained name or from a .nemo file.
+    """Load a NeMo speaker model by pretrained name or from a .nemo file.
 
     Raises:
         ConfigError: if NeMo is not installed or this is not such a model.

@@ -1,4 +1,4 @@
-"""What stages 1 and 3 ask of a model: two protocols, met by every backend of this package.
+"""The two protocols of models: of a speaker encoder, for the stage match, and of a codec, for the stage encode.
 
 Decoding, resampling and the batching over a unit are the callers'; a backend gets float32 audio at its own
 sampling rate, and its results do not depend on what else is in the batch (beyond the noise of float arithmetic).
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class SpeakerEncoder(Protocol):
-    """Turns utterances into vectors whose cosine similarity says how alike the voices are.
+    """A model that turns utterances into vectors whose cosine similarity says how alike the voices are.
 
     Attributes:
         sampling_rate: rate of the audio that ``embed`` expects, in Hz.
@@ -27,7 +27,7 @@ class SpeakerEncoder(Protocol):
     checksum: str
 
     def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        """Embeds a batch of utterances.
+        """Embed a batch of utterances.
 
         Args:
             audio: (batch, samples) float32; what lies beyond an item's ``num_samples`` is ignored.
@@ -45,7 +45,7 @@ class SpeakerEncoder(Protocol):
 
 @runtime_checkable
 class Codec(Protocol):
-    """Turns audio into discrete codes.
+    """A model that turns audio into discrete codes.
 
     Attributes:
         sampling_rate: rate of the audio that ``encode`` expects, in Hz.
@@ -67,7 +67,7 @@ class Codec(Protocol):
     equal_lengths_only: bool
 
     def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        """Encodes a batch of segments.
+        """Encode a batch of segments.
 
         An item of n samples has exactly ``ceil(n / samples_per_frame)`` frames: its last frame is filled up with
         zeros before the model sees it.

@@ -29,7 +29,7 @@ _GRID: Final = 1 << 11
 
 
 def load_untrained_codec(device: str) -> NemoCodec:
-    """Builds the built-in codec and warns that it is untrained.
+    """Build the built-in codec and warns that it is untrained.
 
     Raises:
         ConfigError: if NeMo is not installed.
@@ -39,7 +39,7 @@ def load_untrained_codec(device: str) -> NemoCodec:
 
 
 def build_untrained_model() -> AudioCodecModel:
-    """The NeMo model behind the built-in codec, the same in every process; the caller's random state is untouched."""
+    """Return the NeMo model behind the built-in codec, the same in every process; leave the random state alone."""
     config = OmegaConf.load(BUILTIN_CONFIG)
     with quiet_nemo(), torch.random.fork_rng(devices=[]):
         from nemo.collections.tts.models import AudioCodecModel
@@ -51,7 +51,7 @@ def build_untrained_model() -> AudioCodecModel:
 
 
 def _seed_weights(encoder: nn.Module, seed: int, input_gain: float) -> None:
-    """Sets weights whose bits depend on the seed alone.
+    """Set weights whose bits depend on the seed alone.
 
     The directions are integers divided by a power of two, and the norms constants: no logarithm, sum or root, whose
     last bit would depend on the processor, enters the checksum. Without biases the output is proportional to the

@@ -124,7 +124,9 @@ class EncodeProcessor(Processor):
         shard = unit.params["shard"]
         targets, contexts = (self._read(unit, field) for field in (TARGET_AUDIO, CONTEXT_AUDIO))
         if [item.cut_id for item in targets] != [item.cut_id for item in contexts]:
-            raise UnitFailed(f"shard {shard}: target_audio and context_audio do not have the same ids")
+            raise UnitFailed(
+                f"shard {shard}: target_audio and context_audio do not have the same ids", code="damaged_shard"
+            )
         # The same audio is encoded once, be it target or context, and however often.
         unique = {item.data: item for item in [*targets, *contexts]}
         # The cost counts every use, but the work is one encoding of each.
@@ -152,10 +154,13 @@ class EncodeProcessor(Processor):
         """Return the items of an audio field, if it is as it was written: damaged audio would give codes as well."""
         path = self._stage.root / shard_file(field, unit.params["shard"])
         if checksum(path) != unit.params["checksums"][field]:
-            raise UnitFailed(f"{path} has changed since it was written: remove it and run the stage write again")
+            raise UnitFailed(
+                f"{path} has changed since it was written: remove it and run the stage write again",
+                code="damaged_shard",
+            )
         items = list(read_field(path))
         if len(items) != unit.size:
-            raise UnitFailed(f"{path} has {len(items)} items instead of {unit.size}")
+            raise UnitFailed(f"{path} has {len(items)} items instead of {unit.size}", code="damaged_shard")
         return items
 
     def _encode(self, items: Sequence[Item], advance: Callable[[int], None]) -> list[np.ndarray]:
@@ -209,10 +214,15 @@ def _load(item: Item, sampling_rate: int) -> np.ndarray:
     try:
         samples, rate = decode(item.data)
     except RejectRecord as error:
-        raise UnitFailed(f"the stored audio of {item.cut_id} cannot be decoded: {error}") from error
+        raise UnitFailed(
+            f"the stored audio of {item.cut_id} cannot be decoded: {error}", code="damaged_shard"
+        ) from error
     promised = (item.metadata["num_samples"], item.metadata["sampling_rate"])
     if (len(samples), rate) != promised:
-        raise UnitFailed(f"the stored audio of {item.cut_id} has {len(samples)} samples at {rate} Hz, not {promised}")
+        raise UnitFailed(
+            f"the stored audio of {item.cut_id} has {len(samples)} samples at {rate} Hz, not {promised}",
+            code="damaged_shard",
+        )
     return resample(samples, rate, sampling_rate)
 
 

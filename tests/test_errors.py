@@ -1,0 +1,49 @@
+"""Every error of the program has a code, and every code an error."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+
+import pytest
+from support.paths import REPOSITORY
+
+from sharmill.errors import CODES, ConfigError, DamagedShard, FatalError, RejectRecord, UnitFailed
+
+SOURCE = REPOSITORY / "src/sharmill"
+# Their errors get codes next.
+NOT_YET = ("engine/", "executors/", "pipeline.py", "storage.py", "shar/rebuild.py", "validate/")
+# A damaged shard has the code of its class.
+NEED_A_CODE = {kind.__name__ for kind in (ConfigError, FatalError, UnitFailed)}
+
+
+def calls():
+    """Each call of an error's class in the program: its place, the name of the class, and its arguments by name."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Call):
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                if name in NEED_A_CODE | {"DamagedShard"}:
+                    place = f"{path.relative_to(SOURCE)}:{node.lineno}"
+                    yield place, name, {keyword.arg: keyword.value for keyword in node.keywords}
+
+
+def test_every_error_has_a_code():
+    without = [place for place, name, given in calls() if name in NEED_A_CODE and "code" not in given]
+    assert [place for place in without if not place.startswith(NOT_YET)] == []
+
+
+def test_codes_in_the_program_are_listed():
+    written = {given["code"].value for _, _, given in calls() if isinstance(given.get("code"), ast.Constant)}
+    assert written <= CODES.keys()
+
+
+@pytest.mark.parametrize("kind", [ConfigError, FatalError, UnitFailed, DamagedShard])
+def test_an_error_keeps_its_code_between_processes(kind):
+    error = pickle.loads(pickle.dumps(kind("a sentence", code="in_use")))
+    assert (type(error), str(error), error.code) == (kind, "a sentence", "in_use")
+
+
+def test_a_reject_keeps_its_reason_between_processes():
+    error = pickle.loads(pickle.dumps(RejectRecord("too_short", "0.05 s")))
+    assert (error.reason, error.detail) == ("too_short", "0.05 s")

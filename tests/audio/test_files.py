@@ -66,12 +66,17 @@ from sharmill.audio.files import probe
 from sharmill.errors import RejectRecord
 if os.geteuid() == 0:
     os.setuid(65534)
+if os.access({str(path)!r}, os.R_OK, effective_ids=True):
+    print("readable")
+    raise SystemExit
 try:
     probe({str(path)!r})
 except RejectRecord as error:
     print(error.reason)
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    if result.stdout.strip() == "readable":
+        pytest.skip("a user with the capability to read everything")
     assert result.stdout.strip() == "unreadable_audio"
 
 

@@ -134,8 +134,9 @@ def test_sbatch_files_process_several_datasets_as_one_array(tmp_path, make_two_c
     configs = make_two_configs(tmp_path)
     options = ["--parsable", "--array=0-1", "--partition=cpu", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=2G"]
     after: list[str] = []
-    for file in ("prepare", "stage1", "stage2", "stage3", "validate"):
-        command = ["sbatch", *options, *after, f"--output={tmp_path}/{file}-%a.log", f"jobs/sbatch/{file}.sbatch"]
+    for stage, kind in (("prepare", "cpu"), ("match", "gpu"), ("write", "cpu"), ("encode", "gpu"), ("validate", "cpu")):
+        output = f"--output={tmp_path}/{stage}-%a.log"
+        command = ["sbatch", *options, *after, output, f"jobs/sbatch/{kind}.sbatch", stage]
         submitted = subprocess.run(
             [*command, *configs], cwd=REPOSITORY, check=True, capture_output=True, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -151,7 +152,8 @@ def test_an_sbatch_task_goes_on_after_its_time_limit_signal(tmp_path, make_confi
     config = make_config(tmp_path / "a")
     submitted = slurm(
         "sbatch", "--parsable", "--array=0-0", "--partition=cpu", "--cpus-per-task=1", "--mem=2G",
-        f"--chdir={REPOSITORY}", f"--output={tmp_path}/log", REPOSITORY / "jobs/sbatch/prepare.sbatch", config,
+        f"--chdir={REPOSITORY}", f"--output={tmp_path}/log", REPOSITORY / "jobs/sbatch/cpu.sbatch",
+        "prepare", config,
     ).strip()  # fmt: skip
     lock = tmp_path / "a" / "run" / "prepare"
     wait_until(lock.exists, 60)

@@ -10,7 +10,7 @@ import re
 import pytest
 from support.paths import REPOSITORY
 
-from sharmill.executors.ray.node import LOOPBACK_VARIABLE, node_command
+from sharmill.executors.ray.node import WORKER_VARIABLE, node_command
 
 SOURCES = [path for folder in ("src", "jobs", "pipelines") for path in sorted((REPOSITORY / folder).rglob("*"))
            if path.suffix in (".py", ".sbatch", ".sh")]  # fmt: skip
@@ -52,7 +52,16 @@ def test_a_cluster_in_an_allocation_asks_for_a_token_of_its_own():
     assert script.index("export RAY_AUTH_MODE=token") < started
     assert script.index("secrets.token_hex(32)") < started
     # Where all nodes are one machine, Ray is told to believe it.
-    assert f"127.*) export {LOOPBACK_VARIABLE}=" in script[:started]
+    assert "127.*) export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0" in script[:started]
+
+
+def test_only_a_worker_of_a_trial_is_started_by_another_program(tmp_path):
+    started = {
+        (node, worker): node_command("127.0.0.1", 6379, tmp_path, {"SLURM_NODEID": node, WORKER_VARIABLE: worker})[1]
+        for node in ("0", "1")
+        for worker in ("", "worker.py")
+    }
+    assert started == {("0", ""): "-c", ("0", "worker.py"): "-c", ("1", ""): "-c", ("1", "worker.py"): "worker.py"}
 
 
 def test_nothing_of_our_own_listens():

@@ -20,16 +20,9 @@ from types import FrameType
 
 from tenacity import Retrying, retry_if_result, stop_after_attempt, wait_fixed
 
-# Ray replaces 127.0.0.1 by an address that others can reach, and then listens everywhere. With this variable it takes
-# itself for a cluster of one machine and stays on 127.0.0.1; a second node is refused then, which START_WORKER undoes.
-LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_START_WORKER = """
-from ray._private import ray_constants, services
-ray_constants.ENABLE_RAY_CLUSTER = True
-services.resolve_ip_for_localhost = lambda host: host
-from ray.scripts.scripts import main
-main()
-"""
+# A Python file that starts a worker in the place of ``ray``; for trials on one host, see jobs/sbatch/ray.sbatch.
+WORKER_VARIABLE = "SHARMILL_RAY_WORKER"
+_RAY = ("-c", "from ray.scripts.scripts import main; main()")
 _SECONDS_TO_END = 10
 _MOST_STARTS = 3
 _SECONDS_BETWEEN_STARTS = 2.0
@@ -37,16 +30,16 @@ _OBJECT_STORE_BYTES = 200_000_000  # units and commit records are small, and all
 
 
 def node_command(head: str, port: int, folder: Path, environment: Mapping[str, str]) -> list[str]:
-    """The command that starts this node and stays until it is ended."""
+    """Return the command that starts this node and stays until it is ended."""
     is_head = environment.get("SLURM_NODEID", "0") == "0"
-    loopback = ip_address(head).is_loopback
-    program = _START_WORKER if loopback and not is_head else "from ray.scripts.scripts import main; main()"
-    command = [sys.executable, "-c", program, "start", "--block", "--disable-usage-stats"]
+    worker = environment.get(WORKER_VARIABLE)
+    program = [worker] if worker and not is_head else _RAY
+    command = [sys.executable, *program, "start", "--block", "--disable-usage-stats"]
     if is_head:
         command += ["--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
         command += [f"--node-ip-address={head}"]
     else:
-        address = head if loopback else address_towards(head, port)
+        address = head if ip_address(head).is_loopback else address_towards(head, port)
         command += [f"--address={head}:{port}", f"--node-ip-address={address}"]
     # Other jobs may have a node on the same host: every port is one that is free, as are those of the workers.
     command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"]
@@ -58,21 +51,21 @@ def node_command(head: str, port: int, folder: Path, environment: Mapping[str, s
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address that this host has on the network on which it reaches ``host``; nothing is sent."""
+    """Return the address that this host has on the network on which it reaches ``host``; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
 
 
 class RayNode:
-    """Keeps a node running until it is told to end."""
+    """A node that is kept running until it is told to end."""
 
     def __init__(self, head: str, port: int) -> None:
         self._head = head
@@ -81,7 +74,7 @@ class RayNode:
         self._told_to_end = False
 
     def run(self) -> int:
-        """Returns Ray's exit status. A node that does not come up, which takes a busy host longer than Ray waits, or
+        """Return Ray's exit status. A node that does not come up, which takes a busy host longer than Ray waits, or
         that fails later, is started again."""
         signal.signal(signal.SIGTERM, self._end)
         # A worker whose head is gone may not listen. What it leaves behind, SLURM ends with the step.
@@ -120,7 +113,7 @@ class RayNode:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the node until SIGTERM and returns Ray's exit status."""
+    """Run the node until SIGTERM and return Ray's exit status."""
     return RayNode(arguments[0], int(arguments[1])).run()
 
 

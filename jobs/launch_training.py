@@ -72,7 +72,7 @@ def submit(command: list[str]) -> str:
         raise ConfigError("there is no sbatch here; are you on a SLURM cluster?", code="unsupported_system") from error
     except subprocess.SubprocessError as error:
         reason = " ".join(str(getattr(error, "stderr", None) or error).split())
-        raise ConfigError(f"sbatch refuses the job: {reason}", code="submission_failed") from error
+        raise ConfigError(f"sbatch refuses the job: {reason}", code="jobs_refused") from error
     return said.strip().split(";")[0]
 
 

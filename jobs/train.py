@@ -104,7 +104,7 @@ def alone_in(out_dir: Path, world: World) -> Iterator[None]:
             taken = False
     if not all(world.gather(taken)):
         raise ConfigError(
-            f"another training is at work in {out_dir}: wait for it, or use another out_dir", code="in_use"
+            f"another training is at work in {out_dir}: wait for it, or use another out_dir", code="locked"
         )
     try:
         yield

@@ -1,6 +1,7 @@
-"""Every write of files: aside first, fsync, then rename, so that no reader sees a partial file.
+"""Writes of files that others may read: aside first, fsync, then rename, so that no reader sees a partial file.
 
-Local paths only; nothing outside this module renames or removes what others may read.
+Local paths only. Ranks rename their progress records by themselves, without fsync, since they are only looked at; the
+demo publishes its corpus in the same way.
 """
 
 from __future__ import annotations
@@ -33,21 +34,22 @@ WRITE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 @contextmanager
 def stopping_errors(path: Path, errnos: frozenset[int] = _STOPPING_ERRNOS) -> Iterator[None]:
-    """Turns a full disk, a read-only folder and the like into a FatalError that names ``path``."""
+    """Turn a full disk, a read-only folder and the like into a FatalError that names ``path``."""
     try:
         yield
     except OSError as error:
         if error.errno in errnos:
             raise FatalError(
                 f"cannot write {path}: {os.strerror(error.errno)}; "
-                "make room or permit writing there, then run the same command again"
+                "make room or permit writing there, then run the same command again",
+                code="disk",
             ) from error
         raise
 
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turns what a failing disk does to anything else, reading included, into a FatalError: around a whole run."""
+    """Turn what a failing disk does to anything else, reading included, into a FatalError: around a whole run."""
     try:
         yield
     except OSError as error:
@@ -55,7 +57,8 @@ def disk_errors(folder: Path) -> Iterator[None]:
             place = error.filename or f"a file of {folder}"
             raise FatalError(
                 f"cannot read or write {place}: {os.strerror(error.errno)}; see to the disk, then run the same command "
-                "again"
+                "again",
+                code="disk",
             ) from error
         raise
 
@@ -75,7 +78,7 @@ def checksum_bytes(data: bytes) -> str:
 
 
 def fsync_directory(path: Path) -> None:
-    """Makes the renames inside a directory durable."""
+    """Make the renames inside a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -84,7 +87,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def fsync_file(path: Path) -> None:
-    """Makes the contents of a closed file durable."""
+    """Make the contents of a closed file durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -93,13 +96,13 @@ def fsync_file(path: Path) -> None:
 
 
 def path_aside(path: Path) -> Path:
-    """Where to write what will be published as ``path``: beside it, under a name that nobody else has."""
+    """Return the path at which to write what will be published as ``path``: beside it, under a name of its own."""
     return path.with_name(f".{path.name}.{uuid4().hex}.tmp")
 
 
 @contextmanager
 def open_atomic(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file beside ``path`` for writing and publishes it under that name if no error is raised."""
+    """Open a file beside ``path`` for writing and publish it under that name if no error is raised."""
     with stopping_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path_aside(path)
@@ -115,13 +118,13 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Publishes ``data`` as ``path``."""
+    """Publish ``data`` as ``path``."""
     with open_atomic(path) as stream:
         stream.write(data)
 
 
 def publish_directory(aside: Path, final: Path) -> None:
-    """Publishes a complete directory: syncs the files in it, then renames it as a whole."""
+    """Publish a complete directory: sync the files in it, then rename it as a whole."""
     with stopping_errors(final):
         for file in sorted(aside.rglob("*")):
             if file.is_file():
@@ -141,7 +144,7 @@ class PublishedFile:
 
 
 class Staging:
-    """Where one attempt at one unit writes its files before they are published below ``root``.
+    """Folder in which one attempt at one unit writes its files before they are published below ``root``.
 
     It lies on the file system of ``root``, so that publishing is a rename. Each attempt has its own folder: two
     attempts at one unit do not meet before the rename, and then both bring the same bytes.
@@ -160,13 +163,13 @@ class Staging:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def path(self, name: str) -> Path:
-        """The path at which to write the file that will be published as ``root / name``."""
+        """Return the path at which to write the file that will be published as ``root / name``."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def publish(self, names: list[str]) -> list[PublishedFile]:
-        """Publishes the files in the order given; a reader may rely on the last one to mean that all are there."""
+        """Publish the files in the order given; a reader may rely on the last one to mean that all are there."""
         with stopping_errors(self.root):
             published = [self._seal(name) for name in names]
             for name in names:
@@ -183,13 +186,13 @@ class Staging:
 
 
 def remove_staging(root: Path) -> None:
-    """Removes what killed processes left aside. Only for the one process that directs a run."""
+    """Remove what killed processes left aside. Only for the one process that directs a run."""
     shutil.rmtree(root / STAGING_NAME, ignore_errors=True)
     remove_asides(root)
 
 
 def remove_asides(folder: Path, names: Container[str] | None = None) -> None:
-    """Removes what killed processes left in a folder, not in those below it, of files that were to be published there.
+    """Remove what killed processes left in a folder, not in those below it, of files that were to be published there.
 
     Only for the one process that may publish there; where others publish files too, ``names`` are its own.
     """
@@ -200,7 +203,7 @@ def remove_asides(folder: Path, names: Container[str] | None = None) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a file or a directory with all that is in it, if it exists."""
+    """Remove a file or a directory with all that is in it, if it exists."""
     with stopping_errors(path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -209,7 +212,7 @@ def remove_tree(path: Path) -> None:
 
 
 def require_writable(directory: Path) -> None:
-    """Creates ``directory`` if needed and proves that files can be written there.
+    """Create ``directory`` if needed and prove that files can be written there.
 
     Raises:
         ConfigError: it cannot be created or written to.
@@ -222,5 +225,6 @@ def require_writable(directory: Path) -> None:
         probe.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot write to {directory}: {error.strerror}; choose a folder that you may write to"
+            f"cannot write to {directory}: {error.strerror}; choose a folder that you may write to",
+            code="disk",
         ) from error

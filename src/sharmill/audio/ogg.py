@@ -15,7 +15,7 @@ _CHECKSUM: Final = slice(22, 26)
 _REVERSED: Final = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
-def checksum(page: bytes | bytearray) -> int:
+def page_checksum(page: bytes | bytearray) -> int:
     """Compute the CRC-32 of a page whose checksum field is zero: polynomial 0x04c11db7, not reflected, no inversions.
 
     That is zlib's CRC of the bit-reversed bytes, its two inversions undone: computed in C.
@@ -46,7 +46,7 @@ def with_serial(stream: bytes, serial: int) -> bytes:
             raise ValueError(f"the checksum of the page at byte {position} is wrong")
         page[_SERIAL] = struct.pack("<I", serial)
         page[_CHECKSUM] = bytes(4)
-        page[_CHECKSUM] = struct.pack("<I", checksum(page))
+        page[_CHECKSUM] = struct.pack("<I", page_checksum(page))
         pages.append(bytes(page))
         position += size
     return b"".join(pages)
@@ -73,7 +73,7 @@ def ends_inside_page(stream: bytes) -> bool:
 
 def _has_right_checksum(page: bytes | bytearray) -> bool:
     bare = page[: _CHECKSUM.start] + bytes(4) + page[_CHECKSUM.stop :]
-    return page[_CHECKSUM] == struct.pack("<I", checksum(bare))
+    return page[_CHECKSUM] == struct.pack("<I", page_checksum(bare))
 
 
 def _page_bytes(stream: bytes, position: int) -> int:

@@ -62,7 +62,7 @@ def parse_workers(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-def read_findings(path: str | None, configs: Sequence[Config], *, restart: bool) -> Report | None:
+def read_redo_report(path: str | None, configs: Sequence[Config], *, restart: bool) -> Report | None:
     """Return the report that ``--redo`` names, or None without that option.
 
     Raises:

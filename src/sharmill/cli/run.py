@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sharmill.cli.arguments import parse_workers, read_findings, redo_option, restart_option, split_arguments
+from sharmill.cli.arguments import parse_workers, read_redo_report, redo_option, restart_option, split_arguments
 from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
 from sharmill.errors import SharmillError
 from sharmill.executors.logs import printable
@@ -36,7 +36,7 @@ def run(arguments: tuple[str, ...], restart: bool, redo: str | None, workers: st
     if workers is not None:
         overrides.append(f"executor.workers={parse_workers(workers)}")
     configs = [load_config(path, overrides) for path in paths]
-    named = read_findings(redo, configs, restart=restart)
+    named = read_redo_report(redo, configs, restart=restart)
     return run_configs(configs, stages, restart=restart, redo=named)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sharmill.cli.arguments import read_findings, redo_option, restart_option, split_arguments
+from sharmill.cli.arguments import read_redo_report, redo_option, restart_option, split_arguments
 from sharmill.cli.console import make_console, plain
 from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
 from sharmill.cli.run import run_configs
@@ -52,7 +52,7 @@ def submit(
     if cluster == "debug":
         overrides.append("executor.workers=1")
     configs = [load_config(path, overrides) for path in paths]
-    named = read_findings(redo, configs, restart=restart)
+    named = read_redo_report(redo, configs, restart=restart)
     if cluster != "slurm":
         return run_configs(configs, stages, restart=restart, redo=named)
     require_package("submitit", extra="slurm")

@@ -28,7 +28,7 @@ def tune_batch(step: str, bins_text: str, memory_share: float, memory: str | Non
     Runs your training step with larger and larger made-up batches, until it has not enough memory, and prints YAML for
     NeMo's loader.
     """
-    from sharmill.training.buckets.batch_size import make_budget, read_buckets, to_yaml, tune_batch_sizes
+    from sharmill.training.buckets.batch_size import batch_sizes_to_yaml, make_budget, read_buckets, tune_batch_sizes
     from sharmill.training.buckets.memory import parse_memory
 
     buckets = read_buckets(bins_text)
@@ -40,5 +40,5 @@ def tune_batch(step: str, bins_text: str, memory_share: float, memory: str | Non
         tell=lambda bucket, size: click.echo(f"{bucket}: {size}{' or more' * (size == most)}", err=True),
         tell_try=lambda bucket, size, fits: click.echo(f"  {size} {'fits' if fits else 'does not fit'}", err=True),
     )  # fmt: skip
-    click.echo(to_yaml(step, buckets, sizes, budget), nl=False)
+    click.echo(batch_sizes_to_yaml(step, buckets, sizes, budget), nl=False)
     return OK

@@ -42,7 +42,7 @@ def validate(arguments: tuple[str, ...], workers: str, **values: Any) -> int:
     DATASET is its directory; for a CONFIG it is that of the configuration, checked on the executor that this names.
     Exit status 3 means errors; warnings alone leave it at 0.
     """
-    options = Options(workers=parse_workers(workers), **values)
+    options = ValidateOptions(workers=parse_workers(workers), **values)
     if not arguments[0].endswith((".yaml", ".yml")):
         report = check_directory(make_console(), arguments, options)
         return FINDINGS if report.errors else OK
@@ -53,7 +53,7 @@ def validate(arguments: tuple[str, ...], workers: str, **values: Any) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ValidateOptions:
     """Options of the command as they were given."""
 
     deep: bool
@@ -143,7 +143,7 @@ class Options:
         require_writable(Path(self.json_file).parent)
 
 
-def check_directory(console: Console, arguments: Sequence[str], options: Options) -> Report:
+def check_directory(console: Console, arguments: Sequence[str], options: ValidateOptions) -> Report:
     """Check a dataset directory, with worker processes of this machine; print, write and return the report.
 
     Raises:

@@ -22,7 +22,7 @@ import numpy as np
 
 from sharmill.demo.defects import duplicate, spoil
 from sharmill.demo.espeak import Espeak
-from sharmill.demo.records import Record, Utterance, write_audio
+from sharmill.demo.records import Record, SpokenText, write_audio
 from sharmill.demo.sentences import sentences
 from sharmill.demo.voices import Speaker, make_solo, make_speakers
 from sharmill.errors import ConfigError
@@ -152,18 +152,18 @@ class _Reader:
     audio_root: Path
     texts: Iterator[str]
 
-    def read(self, speaker: Speaker) -> Utterance:
+    def read(self, speaker: Speaker) -> SpokenText:
         for text in self.texts:
             if (samples := speaker.say(text)) is not None:
-                return Utterance(self.audio_root, speaker, text, samples)
+                return SpokenText(self.audio_root, speaker, text, samples)
         raise AssertionError("the sentences have no end")
 
 
-def _write_utterances(utterances: list[Utterance], *, suffix: str) -> list[Record]:
+def _write_utterances(utterances: list[SpokenText], *, suffix: str) -> list[Record]:
     return [utterance.write_as(f"{index:04d}", suffix=suffix) for index, utterance in enumerate(utterances)]
 
 
-def _write_sessions(utterances: list[Utterance], *, suffix: str) -> list[Record]:
+def _write_sessions(utterances: list[SpokenText], *, suffix: str) -> list[Record]:
     """Write several utterances into one long file, with pauses; return records that cut them out again."""
     records = []
     for first in range(0, len(utterances), _UTTERANCES_PER_SESSION):

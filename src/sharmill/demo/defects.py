@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from sharmill.demo.records import Record, Utterance, write_audio
+from sharmill.demo.records import Record, SpokenText, write_audio
 
 # The reason code that a prepared manifest should give for each kind (see ``sharmill.errors.REASONS``).
 DEFECTS: Final[dict[str, str]] = {
@@ -37,7 +37,7 @@ _NAN_SAMPLES: Final = slice(1000, 1010)
 _SHORT_SECONDS: Final = 0.05
 
 
-def spoil(utterances: Iterator[Utterance], solo: Utterance) -> Iterator[Record | str]:
+def spoil(utterances: Iterator[SpokenText], solo: SpokenText) -> Iterator[Record | str]:
     """Yield all bad records but the duplicate, which needs a good one; a text is a line that is not JSON."""
     for defect, make in _MAKERS.items():
         yield make(next(utterances)) | {"demo_defect": defect}
@@ -50,18 +50,18 @@ def duplicate(record: Record) -> Record:
     return record | {"demo_defect": "duplicate"}
 
 
-def _missing_file(utterance: Utterance) -> Record:
+def _missing_file(utterance: SpokenText) -> Record:
     return utterance.record(f"{utterance.speaker.name}/no_such_file.flac")
 
 
-def _not_audio(utterance: Utterance) -> Record:
+def _not_audio(utterance: SpokenText) -> Record:
     record = utterance.write_as("not_audio", suffix=".wav")
     path = utterance.audio_root / record["audio_filepath"]
     path.write_text("<html><body>404 not found</body></html>\n" * 50)
     return record
 
 
-def _truncated_flac(utterance: Utterance) -> Record:
+def _truncated_flac(utterance: SpokenText) -> Record:
     """Cut a file off behind its header, which gives the full length, so that only decoding shows it."""
     record = utterance.write_as("truncated")
     path = utterance.audio_root / record["audio_filepath"]
@@ -70,48 +70,48 @@ def _truncated_flac(utterance: Utterance) -> Record:
     return record
 
 
-def _stereo(utterance: Utterance) -> Record:
+def _stereo(utterance: SpokenText) -> Record:
     channels = np.stack([utterance.samples, utterance.samples // 2], axis=1)
     return utterance.write_as("stereo", channels, suffix=".wav")
 
 
-def _wrong_duration(utterance: Utterance) -> Record:
+def _wrong_duration(utterance: SpokenText) -> Record:
     record = utterance.write_as("wrong_duration")
     return record | {"duration": round(record["duration"] + 4.0, 6)}
 
 
-def _empty_text(utterance: Utterance) -> Record:
+def _empty_text(utterance: SpokenText) -> Record:
     return utterance.write_as("empty_text") | {"text": " "}
 
 
-def _bad_speaker_tag(utterance: Utterance) -> Record:
+def _bad_speaker_tag(utterance: SpokenText) -> Record:
     return utterance.write_as("bad_speaker_tag") | {"speaker": f"{utterance.speaker.name}, English (demo)"}
 
 
-def _skipme(utterance: Utterance) -> Record:
+def _skipme(utterance: SpokenText) -> Record:
     return utterance.write_as("skipme") | {"_skipme": 1}
 
 
-def _outside_root(utterance: Utterance) -> Record:
+def _outside_root(utterance: SpokenText) -> Record:
     """Name a file that exists and is sound, but lies outside the audio root."""
     path = "../outside_root.flac"
     write_audio(utterance.audio_root / path, utterance.samples, utterance.speaker.sampling_rate)
     return utterance.record(path)
 
 
-def _nan_samples(utterance: Utterance) -> Record:
+def _nan_samples(utterance: SpokenText) -> Record:
     samples = utterance.samples.astype(np.float32) / np.float32(32768)
     samples[_NAN_SAMPLES] = np.nan
     return utterance.write_as("nan", samples, suffix=".wav")
 
 
-def _too_short(utterance: Utterance) -> Record:
+def _too_short(utterance: SpokenText) -> Record:
     num_samples = round(_SHORT_SECONDS * utterance.speaker.sampling_rate)
     middle = len(utterance.samples) // 2
     return utterance.write_as("short", utterance.samples[middle : middle + num_samples])
 
 
-_MAKERS: Final[dict[str, Callable[[Utterance], Record]]] = {
+_MAKERS: Final[dict[str, Callable[[SpokenText], Record]]] = {
     "missing_file": _missing_file,
     "not_audio": _not_audio,
     "truncated_flac": _truncated_flac,

@@ -22,7 +22,7 @@ _PEAK_CHUNK: Final = b"PEAK"
 
 
 @dataclass(frozen=True)
-class Utterance:
+class SpokenText:
     """Samples of shape (time,) that a speaker said, not yet on disk."""
 
     audio_root: Path

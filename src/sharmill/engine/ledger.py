@@ -33,7 +33,7 @@ class LedgerWriter:
         self._path: Path | None = None
 
     def append(self, commit: Commit) -> None:
-        """Returns when the record is on disk.
+        """Append a commit record and return when it is on disk.
 
         Raises:
             FatalError: it cannot be written; the unit does not count as done.
@@ -56,7 +56,7 @@ class LedgerWriter:
 
 
 def read_ledger(folder: Path, units: Iterable[Unit]) -> dict[int, Commit]:
-    """The commit of every unit that is done, by unit index. Records of another plan's units do not count."""
+    """Return the commit of every unit that is done, by unit index. Records of another plan's units do not count."""
     ids = {unit.index: unit.id for unit in units}
     commits: dict[int, Commit] = {}
     for path in sorted(folder.glob("*.jsonl")):
@@ -69,7 +69,7 @@ def read_ledger(folder: Path, units: Iterable[Unit]) -> dict[int, Commit]:
 
 
 def revoke(stage: Stage, indices: Collection[int]) -> None:
-    """Takes the commits of units out of the ledger, so that the next run does them again.
+    """Take the commits of units out of the ledger, so that the next run does them again.
 
     They are kept aside, for what comes out then is to be the same. Interrupted in between, some units are done again
     and others not: the same call makes up for it. Only for the one process that directs a run.
@@ -88,7 +88,7 @@ def revoke(stage: Stage, indices: Collection[int]) -> None:
 
 
 def read_revoked(stage: Stage) -> dict[int, Commit]:
-    """The commits that were revoked and whose units are not finished again, by unit index."""
+    """Return the commits that were revoked and whose units are not finished again, by unit index."""
     if not stage.dir.revoked.exists():
         return {}
     commits = (_decoder.decode(line) for line in stage.dir.revoked.read_bytes().splitlines())
@@ -107,7 +107,7 @@ def _decode(path: Path, line: bytes) -> Commit | None:
 
 
 def outputs_in_place(commit: Commit, stage: Stage) -> bool:
-    """Whether the files of a commit are still there with the recorded sizes, and its rejects if it has any."""
+    """Return True if the files of a commit are there with the recorded sizes, and its rejects if it has any."""
     try:
         for file in commit.files:
             status = (stage.root / file.name).stat()

@@ -27,7 +27,7 @@ Sink = Callable[[dict[str, float], int], None]
 
 
 class MetricsLog:
-    """What one rank tells of its units."""
+    """Curves of one rank over its units."""
 
     def __init__(self, config: MetricsConfig, stage_name: str, stage_dir: StageDir, rank: int) -> None:
         self._started = time.monotonic()
@@ -42,7 +42,7 @@ class MetricsLog:
             self._try("wandb", lambda: self._open_wandb(config.wandb_project or "", stage_name, stage_dir.path, rank))
 
     def commit(self, unit: Unit, commit: Commit) -> None:
-        """Adds a point to every curve."""
+        """Add a point to every curve."""
         self._units += 1
         self._audio_seconds += unit.cost
         self._rejects += commit.num_rejected
@@ -58,7 +58,7 @@ class MetricsLog:
                 self._sinks.remove(sink)
 
     def close(self) -> None:
-        """Lets the sinks write what they still hold."""
+        """Write what the sinks still hold."""
         for closer in self._closers:
             self._try("metrics", closer)
 

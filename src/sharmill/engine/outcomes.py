@@ -38,7 +38,7 @@ class Submitted:
 
 @dataclass(frozen=True)
 class StageResult:
-    """How a stage ended: its totals, or the units that failed, or what was submitted and is not done yet."""
+    """Outcome of a stage: its totals, or the units that failed, or what was submitted and is not done yet."""
 
     totals: Totals | None = None
     failures: dict[int, FailedAttempt] = field(default_factory=dict)

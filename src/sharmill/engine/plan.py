@@ -90,7 +90,7 @@ def _freeze(stage: Stage, identity: dict[str, Any]) -> list[Unit]:
 
 
 def _as_stored(identity: dict[str, Any]) -> dict[str, Any]:
-    """What is read back is compared: JSON has no tuples, and the keys are stored in order."""
+    """Return an identity as it is read back, to be compared: JSON has no tuples, and the keys are stored in order."""
     return msgspec.json.decode(msgspec.json.encode(identity, order="sorted"))
 
 

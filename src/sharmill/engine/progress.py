@@ -104,7 +104,7 @@ def _write_aside(path: Path, record: RankProgress) -> None:
 
 
 def mark_ended(folder: Path) -> None:
-    """Corrects the records of ranks that had no chance to say that they end; to be called when none is left."""
+    """Correct the records of ranks that had no chance to say that they end; to be called when none is left."""
     for path, record in _records(folder):
         if not record.ended:
             record.ended = True
@@ -113,7 +113,7 @@ def mark_ended(folder: Path) -> None:
 
 
 def read_progress(folder: Path) -> list[RankProgress]:
-    """The progress records of all ranks, in the order of the ranks."""
+    """Return the progress records of all ranks, in the order of the ranks."""
     return [record for _, record in _records(folder)]
 
 

@@ -70,7 +70,7 @@ class Stage(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """All that the output bytes depend on: configuration, inputs (size and checksum), versions.
+        """Return all that the output bytes depend on: configuration, inputs (size and checksum), versions.
 
         Raises:
             ConfigError: the configuration or an input cannot be used; nothing has been done yet.
@@ -78,8 +78,10 @@ class Stage(ABC):
 
     @abstractmethod
     def plan(self, folder: Path) -> Iterator[Unit]:
-        """The units, in order. Files that the processor needs beside them may be written to ``folder``, which will be
-        ``self.dir.plan``."""
+        """Yield the units, in order.
+
+        Files that the processor needs beside them may be written to ``folder``, which will be ``self.dir.plan``.
+        """
 
     @abstractmethod
     def open(self, device: str) -> Processor:
@@ -87,23 +89,23 @@ class Stage(ABC):
 
     @abstractmethod
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
-        """Merges the parts and returns the totals. ``commits`` are in the order of the plan, one for every unit.
+        """Merge the parts and return the totals. ``commits`` are in the order of the plan, one for every unit.
         Called again if it was interrupted."""
 
     def products(self) -> list[Path]:
-        """The files that ``finalize`` leaves for others."""
+        """Return the files that ``finalize`` leaves for others."""
         return []
 
     def is_finalized(self) -> bool:
-        """Whether what ``finalize`` leaves is still in place; where it is not, it is run again."""
+        """Return True if what ``finalize`` leaves is still in place; where it is not, it is run again."""
         return all(path.exists() for path in self.products())
 
     def discard(self) -> None:  # noqa: B027 - most stages publish below their own folder only
-        """Removes what the stage has published outside its folder in the run directory (for ``--restart``)."""
+        """Remove what the stage has published outside its folder in the run directory (for ``--restart``)."""
 
 
 def add_up(commits: Iterable[Commit]) -> Totals:
-    """Totals of the commits' counts; ``hours`` from ``stats['seconds']``, the audio that went on."""
+    """Return the totals of the commits' counts; ``hours`` from ``stats['seconds']``, the audio that went on."""
     num_in = num_out = 0
     seconds = 0.0
     rejects: dict[str, int] = {}

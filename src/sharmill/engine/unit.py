@@ -31,14 +31,14 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_unit(index: int, *, cost: float, size: int, params: dict[str, Any]) -> Unit:
-    """A unit whose id is derived from its position and parameters."""
+    """Return a unit whose id is derived from its position and parameters."""
     content = msgspec.json.encode([index, size, params], order="sorted")
     return Unit(index=index, id=checksum_bytes(content), cost=cost, size=size, params=params)
 
 
 @dataclass(kw_only=True)
 class Output:
-    """What a stage made of one unit.
+    """Result of one unit.
 
     Attributes:
         files: names, relative to the stage's root, of the files written in the staging folder, in the order in which
@@ -54,14 +54,15 @@ class Output:
     stats: dict[str, Any] = field(default_factory=dict)
 
     def check_accounts(self, unit: Unit) -> None:
-        """Every record of the unit must have ended exactly once.
+        """Check that every record of the unit has ended exactly once.
 
         Raises:
             FatalError: the numbers do not add up, which is an error in the stage.
         """
         if self.num_out + len(self.rejects) != unit.size:
             raise FatalError(
-                f"unit {unit.index}: {unit.size} records in, but {self.num_out} out and {len(self.rejects)} rejected"
+                f"unit {unit.index}: {unit.size} records in, but {self.num_out} out and {len(self.rejects)} rejected",
+                code="accounts",
             )
 
 
@@ -98,9 +99,10 @@ class Totals:
         return sum(self.rejects.values())
 
     def check(self, stage: str, expected_in: int) -> None:
-        """Raises FatalError unless every input record ended exactly once."""
+        """Raise FatalError unless every input record ended exactly once."""
         if self.num_in != expected_in or self.num_out + self.num_rejected != self.num_in:
             raise FatalError(
                 f"{stage}: accounts do not add up: {expected_in} records planned, {self.num_in} read, "
-                f"{self.num_out} went on, {self.num_rejected} rejected"
+                f"{self.num_out} went on, {self.num_rejected} rejected",
+                code="accounts",
             )

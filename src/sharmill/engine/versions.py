@@ -8,7 +8,7 @@ import sharmill
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The installed version of sharmill and of each package; ``absent`` where there is none."""
+    """Return the installed version of sharmill and of each package; ``absent`` where there is none."""
     found = {"sharmill": sharmill.__version__}
     for package in packages:
         try:

@@ -45,7 +45,7 @@ class Worker:
         self._closing = ExitStack()
 
     def __enter__(self) -> Worker:
-        """Loads the model.
+        """Load the model.
 
         Raises:
             ConfigError, FatalError: it cannot be loaded; other ranks would fare no better.
@@ -75,11 +75,12 @@ class Worker:
             log.warning("rank %d cannot be set up", self.rank, exc_info=True)
             raise FatalError(
                 f"{self.stage.name}: a rank cannot be set up on {self.device}: {_one_line(error)}; "
-                f"see {self.stage.dir.rank_log(self.rank)}"
+                f"see {self.stage.dir.rank_log(self.rank)}",
+                code="setup_failed",
             ) from error
 
     def run(self, unit: Unit) -> Commit | FailedAttempt:
-        """One attempt at a unit: its commit record, or why it failed.
+        """Try a unit once and return its commit record, or the failed attempt.
 
         Raises:
             ConfigError, FatalError: going on with other units makes no sense.
@@ -92,7 +93,8 @@ class Worker:
             raise
         except ImportError as error:
             raise FatalError(
-                f"{self.stage.name}: what every unit needs is not installed: {_one_line(error)}"
+                f"{self.stage.name}: what every unit needs is not installed: {_one_line(error)}",
+                code="missing_package",
             ) from error
         except (Exception, SystemExit) as error:
             log.warning("unit %d failed", unit.index, exc_info=True)

@@ -21,13 +21,13 @@ class Device:
     visible: str | None = None
 
     def restrict_environment(self) -> None:
-        """Hides the other GPUs from this process; to be called before anything uses CUDA."""
+        """Hide the other GPUs from this process; to be called before anything uses CUDA."""
         if self.visible is not None:
             os.environ[_VISIBLE] = self.visible
 
     @contextmanager
     def only_visible(self) -> Iterator[None]:
-        """Hides the other GPUs for as long as the context lasts: the next stage of this process may use them all."""
+        """Hide the other GPUs for as long as the context lasts: the next stage of this process may use them all."""
         before = os.environ.get(_VISIBLE)
         self.restrict_environment()
         try:
@@ -41,7 +41,7 @@ class Device:
 
 @cache
 def visible_gpus() -> tuple[str, ...]:
-    """The identifiers of the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` would name them.
+    """Return the identifiers of the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` would name them.
 
     Asked once: after a rank has run inline, torch counts only the GPU that was its.
     """
@@ -53,7 +53,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def plan_devices(workers: int | str, *, uses_gpu: bool, gpus: Sequence[str], cores: int) -> list[Device]:
-    """The device of every rank.
+    """Return the device of every rank.
 
     ``workers`` is a number or ``auto``: one per GPU for a stage that uses them where there are any, else one per core.
     With more ranks than GPUs, ranks share them in turn.
@@ -62,7 +62,7 @@ def plan_devices(workers: int | str, *, uses_gpu: bool, gpus: Sequence[str], cor
         ConfigError: ``workers`` is neither.
     """
     if workers != "auto" and (not str(workers).isdecimal() or int(workers) < 1):
-        raise ConfigError(f"executor.workers is {workers}; use 'auto' or a number from 1")
+        raise ConfigError(f"executor.workers is {workers}; use 'auto' or a number from 1", code="bad_config_value")
     places = [Device("cuda", gpu) for gpu in gpus] if uses_gpu and gpus else [Device()] * cores
     count = len(places) if workers == "auto" else int(workers)
     return [places[rank % len(places)] for rank in range(count)]

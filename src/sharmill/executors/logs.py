@@ -16,7 +16,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which could move the cursor, rename the window or hide what follows."""
+    """Return the text without control characters, which could move the cursor, rename the window or hide text."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
@@ -29,7 +29,7 @@ class PrintableFormatter(logging.Formatter):
 
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Sends this process's log records to ``path`` as well, for as long as the context lasts."""
+    """Send this process's log records to ``path`` as well, for as long as the context lasts."""
     with stopping_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(path, encoding="utf-8")
@@ -58,7 +58,7 @@ class _LogFile(logging.FileHandler):
 
 
 def redirect_output(path: Path) -> None:
-    """Sends all that this process prints, and the stack of a crash in native code, to the end of ``path``."""
+    """Send all that this process prints, and the stack of a crash in native code, to the end of ``path``."""
     sys.stdout.flush()
     sys.stderr.flush()
     with stopping_errors(path):

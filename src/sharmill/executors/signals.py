@@ -13,7 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Puts off SIGINT and SIGTERM until the context ends; processes started in it never see a SIGINT.
+    """Put off SIGINT and SIGTERM until the context ends; processes started in it never see a SIGINT.
 
     The handlers are exchanged because a signal may arrive in another thread, where no mask of this one holds it back;
     the mask is set because a started process inherits it.

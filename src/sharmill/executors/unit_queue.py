@@ -63,7 +63,7 @@ class UnitQueue:
         attempts = self._attempts[unit.index]
         if attempts < MAX_ATTEMPTS:
             log.warning("unit %d failed (%s); it is tried again", unit.index, error.message)
-            # Last in line: trouble that passes, or that lies with one rank, then costs many units one attempt each
+            # Last in line: an error that passes, or that lies with one rank, then costs many units one attempt each
             # rather than a few units all of theirs.
             self._waiting.append(unit)
             return

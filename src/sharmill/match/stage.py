@@ -38,7 +38,7 @@ from sharmill.match.select import select_context
 from sharmill.match.speaker_key import make_speaker_key
 from sharmill.models import describe_speaker_encoder, load_speaker_encoder, make_deterministic, own_min_similarity
 from sharmill.prepare.stage import manifest_stem, prepared_manifest
-from sharmill.storage import Staging, open_atomic
+from sharmill.storage import Staging, open_atomic, remove_tree
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies.
 _UNITS_WANTED = 64
@@ -111,7 +111,7 @@ class MatchStage(Stage):
         # Those of other limits too: of one plan at a time, and taken for its output by the stage write.
         own = matched_manifest(self.config)
         for path in own.parent.glob(f"{glob.escape(manifest_stem(self.config))}{_MATCHED}*.json"):
-            path.unlink()
+            remove_tree(path)
 
 
 class MatchProcessor(Processor):

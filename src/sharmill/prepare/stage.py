@@ -34,7 +34,7 @@ from sharmill.prepare.ids import (
 )
 from sharmill.prepare.stats import HoursTable
 from sharmill.sources import Source
-from sharmill.storage import Staging, open_atomic, write_atomic
+from sharmill.storage import Staging, open_atomic, remove_tree, write_atomic
 
 
 class PrepareStage(Stage):
@@ -102,7 +102,7 @@ class PrepareStage(Stage):
 
     def discard(self) -> None:
         for product in self.products():
-            product.unlink(missing_ok=True)
+            remove_tree(product)
 
     def _make_check(self) -> RecordCheck:
         roots = AudioRoots.of(source.audio_root for source in self.config.sources)

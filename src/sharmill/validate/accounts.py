@@ -113,7 +113,7 @@ def find_records(cuts: Iterable[tuple[int, dict[str, Any]]], column: str, wanted
 def _describe_cut(cut: dict[str, Any], shard: int) -> NamedRecord:
     custom = cut["supervisions"][0]["custom"]
     name = _describe_segment(custom["audio_filepath"], custom.get("offset"), custom["duration"])
-    return NamedRecord(cut_hashes(cut), shard, name, text_of(cut["supervisions"][0]))
+    return NamedRecord(cut_hashes(cut), shard, name, transcript_of(cut["supervisions"][0]))
 
 
 def check_accounts(expected: ExpectedRecords, cuts: Records, *, compare_texts: bool) -> Accounts:
@@ -153,7 +153,7 @@ def _read_records(expected: ExpectedRecords, lines: Callable[[ExpectedRecords], 
         position = _COLUMNS.index(column)
         for text, record in lines(expected):
             if (hashes := _hash_record(record, roots))[position] in wanted:
-                yield NamedRecord(hashes, None, _describe(text, record), text_of(record))
+                yield NamedRecord(hashes, None, _describe(text, record), transcript_of(record))
 
     roots = _roots(expected)
     hashes = (_hash_record(record, roots) for _, record in lines(expected))
@@ -237,7 +237,7 @@ def _roots(against: ExpectedRecords) -> list[str]:
     return [name for root in AudioRoots.of(against.audio_roots).roots for name in root.names]
 
 
-def text_of(record: Any) -> str:
+def transcript_of(record: Any) -> str:
     """Return the transcript that the stage prepare takes from a record: ``text``, else ``normalized_text``."""
     if not isinstance(record, dict):
         return ""
@@ -255,7 +255,7 @@ def _hash_record(record: Any, roots: Sequence[str]) -> tuple[int, int]:
 
 
 def _hash_text(key: int, record: Any) -> int:
-    return xxhash.xxh3_64_intdigest(f"{key}\n{text_of(record)}".encode("utf-8", "surrogatepass"))
+    return xxhash.xxh3_64_intdigest(f"{key}\n{transcript_of(record)}".encode("utf-8", "surrogatepass"))
 
 
 def _hash_segment(path: Any, offset: Any, duration: Any, roots: Sequence[str] = ()) -> int:

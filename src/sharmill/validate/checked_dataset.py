@@ -62,7 +62,7 @@ class CheckedDataset:
 
     @property
     def is_own(self) -> bool:
-        """Whether sharmill promises its contract for the cuts."""
+        """True if sharmill promises its contract for the cuts."""
         return self.dataset is not None and self.dataset.contract == "sharmill"
 
     @property

@@ -22,7 +22,7 @@ from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, TARGET_AUDIO, codec_fields
 from sharmill.shar.lhotse_json import array_json, cut_json, recording_json, temporal_array_json, utterance_of
 from sharmill.shar.npy import array_from_bytes
 from sharmill.validate.findings import Finding
-from sharmill.validate.levels import probe
+from sharmill.validate.levels import probe_item
 
 # What looking at a manifest raises that is not as it should be.
 MALFORMED: Final = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
@@ -122,7 +122,7 @@ def _audio_problem(item: Item, dataset: DatasetRecord) -> str | None:
     if item.data is None or item.metadata is None:
         return "there is no audio"
     try:
-        info = probe(item.data)
+        info = probe_item(item.data)
     except RejectRecord as reject:
         return str(reject)
     if info.channels != 1:

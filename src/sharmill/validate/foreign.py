@@ -16,7 +16,7 @@ from sharmill.shar.npy import array_from_bytes
 from sharmill.validate.checked_dataset import CheckedDataset, Shard
 from sharmill.validate.contract import MALFORMED, malformed
 from sharmill.validate.findings import Finding
-from sharmill.validate.levels import probe
+from sharmill.validate.levels import probe_item
 
 # As far as lhotse itself lets durations and samples be apart (LHOTSE_AUDIO_DURATION_MISMATCH_TOLERANCE).
 _DURATION_TOLERANCE: Final = 0.025
@@ -87,7 +87,7 @@ def _audio_problem(item: Item, duration: float | None) -> str | None:
     assert metadata is not None
     assert item.data is not None
     try:
-        info = probe(item.data)
+        info = probe_item(item.data)
         channels = len(metadata.get("channel_ids") or metadata["sources"][0]["channels"])
         found, promised = (info.num_samples, info.sampling_rate), (metadata["num_samples"], metadata["sampling_rate"])
         if abs(found[0] - promised[0]) > _DURATION_TOLERANCE * found[1] or found[1] != promised[1]:

@@ -60,7 +60,7 @@ def level_problem(levels: Levels) -> tuple[str, str] | None:
     return None
 
 
-def probe(data: bytes) -> AudioInfo:
+def probe_item(data: bytes) -> AudioInfo:
     """Return what a header says, as ``probe_bytes`` does, faster for what sharmill writes: FLAC and 16-bit WAV."""
     return _probe_flac(data) or _probe_wav(data) or probe_bytes(bytes(data))
 

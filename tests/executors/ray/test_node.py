@@ -23,7 +23,7 @@ def node(tmp_path, monkeypatch):
     def run(script: str) -> tuple[int, int]:
         script = f"echo start >> {starts}; starts=$(wc -l < {starts}); {script}"
         monkeypatch.setattr(ray_node, "node_command", lambda *arguments: ["bash", "-c", script])
-        status = ray_node.main(["127.0.0.1", "1"])
+        status = ray_node.run_node(["127.0.0.1", "1"])
         return status, len(starts.read_text().splitlines())
 
     yield run

@@ -19,10 +19,10 @@ from sharmill.errors import ConfigError, FatalError
 from sharmill.training.buckets import step_process
 from sharmill.training.buckets.batch_size import (
     NothingFits,
+    batch_sizes_to_yaml,
     make_budget,
     read_buckets,
     search,
-    to_yaml,
     tune_batch_sizes,
 )
 from sharmill.training.buckets.memory import available_memory, is_out_of_memory, parse_memory
@@ -384,7 +384,7 @@ def test_the_budget_of_the_cpu_is_a_share_of_what_is_available():
 
 
 def test_results_are_yaml():
-    values = yaml.safe_load(to_yaml("my:step", [Bucket(1.5, 20), Bucket(3.0, 30)], [8, 4], SMALL))
+    values = yaml.safe_load(batch_sizes_to_yaml("my:step", [Bucket(1.5, 20), Bucket(3.0, 30)], [8, 4], SMALL))
     assert values == {
         "use_bucketing": True, "bucket_duration_bins": [[1.5, 20], [3.0, 30]], "bucket_batch_size": [8, 4]
     }  # fmt: skip

@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class RankStart:
-    """What a rank's process is started with.
+    """Values that the process of a rank is started with.
 
     ``stage`` is pickled: it is unpacked, which imports its modules, once the log and the device are in place.
     """
@@ -44,7 +44,7 @@ class RankStart:
 
 
 def rank_main(connection: Connection, start: RankStart) -> None:
-    """A rank's process. The driver decides when it ends, so Ctrl-C, which reaches the whole group, is left to it."""
+    """Run a rank. The driver decides when it ends, so Ctrl-C, which reaches the whole group, is left to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     start.device.restrict_environment()
@@ -74,7 +74,7 @@ def _work(start: RankStart, connection: Connection) -> None:
 
 
 def _die_with_driver() -> None:
-    """Ends this process when the driver is gone: nobody would hear of its work, and a relaunch has its own ranks."""
+    """End this process when the driver is gone: nobody would know of its work, and a relaunch has its own ranks."""
     if sys.platform == "linux":
         # The kernel ends this process even in the middle of native code that keeps Python's threads from running.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

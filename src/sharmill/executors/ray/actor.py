@@ -27,7 +27,7 @@ _SECONDS_UNTIL_VISIBLE = 30.0
 
 @dataclass(frozen=True)
 class ActorStart:
-    """What an actor is started with.
+    """Values that an actor is started with.
 
     Attributes:
         stage: pickled; unpacking it imports its modules, once the log is in place.
@@ -54,7 +54,7 @@ class RankActor:
         self._worker: Worker | None = None
 
     def set_up(self) -> Answer:
-        """Loads the model; the first call."""
+        """Load the model; the first call."""
         start = self._start
         try:
             self._check_node()
@@ -67,7 +67,7 @@ class RankActor:
         return Ready()
 
     def run(self, unit: Unit) -> Answer:
-        """One attempt at a unit."""
+        """Try a unit once."""
         assert self._worker is not None
         try:
             return self._worker.run(unit)
@@ -75,34 +75,39 @@ class RankActor:
             return self._stop(error)
 
     def answer(self) -> None:
-        """Says by returning that the actor is there."""
+        """Return, which says that the actor is there."""
 
     def close(self) -> None:
-        """Ends the process once the progress record says so."""
+        """End the process once the progress record says so."""
         import ray
 
         self._stack.close()
         ray.actor.exit_actor()
 
     def _check_node(self) -> None:
-        """What differs between a driver and its nodes would otherwise show as output that has vanished."""
+        """Refuse a node that differs from the driver, which would otherwise show as output that has vanished."""
         start, host = self._start, socket.gethostname()
         if sharmill.__version__ != start.version:
-            raise ConfigError(f"node {host} has sharmill {sharmill.__version__}, but the driver has {start.version}")
+            raise ConfigError(
+                f"node {host} has sharmill {sharmill.__version__}, but the driver has {start.version}",
+                code="unlike_nodes",
+            )
         try:
             if start.folder is not None:
                 os.chdir(start.folder)
         except OSError as error:
             raise ConfigError(
                 f"node {host} does not have the driver's folder {start.folder} ({error.strerror}): "
-                "work in one that all nodes share"
+                "work in one that all nodes share",
+                code="unlike_nodes",
             ) from error
         deadline = time.monotonic() + _SECONDS_UNTIL_VISIBLE
         while not start.must_exist.exists():
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"node {host} does not see {start.must_exist}: run_dir and dataset_dir must lie on a file system "
-                    "that all nodes share"
+                    "that all nodes share",
+                    code="unlike_nodes",
                 )
             time.sleep(0.5)
 

@@ -27,7 +27,7 @@ _SECONDS_BETWEEN_TRIES = 5.0
 
 @dataclass(frozen=True)
 class RankNeeds:
-    """What Ray sets aside for one rank."""
+    """Resources that Ray sets aside for one rank."""
 
     cores: int
     gpus: int
@@ -37,7 +37,7 @@ class RankNeeds:
         return "cuda" if self.gpus else "cpu"
 
     def options(self) -> dict[str, Any]:
-        """As ``ray.remote`` takes them. Nothing is restarted by Ray: the driver redoes what is lost."""
+        """Return them as ``ray.remote`` takes them. Nothing is restarted by Ray: the driver redoes what is lost."""
         return {
             "num_cpus": self.cores,
             "num_gpus": self.gpus,
@@ -47,7 +47,7 @@ class RankNeeds:
         }
 
     def capacity(self) -> int:
-        """How many ranks the nodes that are there now have room for, were nothing else running on them."""
+        """Return the number of ranks that fit on the present nodes, were nothing else running on them."""
         nodes = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
         room = [int(node.get("CPU", 0) // self.cores) for node in nodes]
         if self.gpus:
@@ -64,12 +64,14 @@ def import_ray() -> ModuleType:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("executor.kind=ray needs a package: pip install 'sharmill[ray]'") from error
+        raise ConfigError(
+            "executor.kind=ray needs a package: pip install 'sharmill[ray]'", code="missing_package"
+        ) from error
     return ray
 
 
 def connect(address: str) -> None:
-    """Joins the cluster as a driver, unless this process has already.
+    """Join the cluster as a driver, unless this process has already.
 
     Raises:
         ConfigError: there is no cluster at ``address``.
@@ -99,7 +101,7 @@ def connect(address: str) -> None:
     reraise=True,
 )
 def _join(address: str) -> None:
-    """A cluster that has just been started, or is busy, may take longer to answer than Ray waits."""
+    """Join, with patience: a cluster that has just been started, or is busy, may take longer than Ray waits."""
     ray = import_ray()
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -109,7 +111,7 @@ def _join(address: str) -> None:
 
 
 def _require_listener(address: str) -> None:
-    """Asks before Ray does, which goes on trying for minutes."""
+    """Ask before Ray does, which goes on trying for minutes."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", address)
     host, _, port = address.rpartition(":")
@@ -125,17 +127,18 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
     where = "no Ray cluster is running here" if address == "auto" else f"there is no Ray cluster at {address}"
     return ConfigError(
         f"{where} ({' '.join(str(error).split())[:200]}); start one with `ray start --head`, "
-        "submit with `ray job submit`, or name one with executor.address=HOST:PORT"
+        "submit with `ray job submit`, or name one with executor.address=HOST:PORT",
+        code="no_cluster",
     )
 
 
 def in_working_dir_copy() -> bool:
-    """Whether the current folder is a copy that Ray made of a job's working directory, and will remove."""
+    """Return True if the current folder is a copy that Ray made of a job's working directory, and will remove."""
     return _WORKING_DIR_COPIES in Path.cwd().parts
 
 
 def check_paths(config: Config) -> None:
-    """What a job writes below the copy of its working directory would be lost with the copy.
+    """Refuse paths below the copy of a job's working directory: what is written there is lost with the copy.
 
     Raises:
         ConfigError: a path of the configuration is relative, and the current folder is such a copy.
@@ -150,5 +153,6 @@ def check_paths(config: Config) -> None:
             raise ConfigError(
                 f"{key} is {path!r}, but a Ray job runs in a copy of the working directory that is removed afterwards: "
                 "give absolute paths on a file system that all nodes share, or the folder that relative paths are "
-                "meant from with `jobs/ray_job.py --root DIR`"
+                "meant from with `jobs/ray_job.py --root DIR`",
+                code="bad_config_value",
             )

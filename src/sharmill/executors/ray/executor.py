@@ -197,7 +197,7 @@ class _Pool:
                 rank.call = rank.actor.run.remote(rank.unit)
 
     def _dismiss_idle(self) -> None:
-        """When no unit waits, end the actors without one but the first, which stays in case a unit fails."""
+        """End the actors without a unit when none waits, but the first, which stays in case a unit fails."""
         if not self.queue:
             idle = sorted((rank for rank in self.ranks.values() if rank.unit is None), key=lambda rank: not rank.ready)
             self._dismiss(idle[1:])

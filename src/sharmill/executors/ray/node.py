@@ -112,10 +112,10 @@ class RayNode:
         self._process.kill()
 
 
-def main(arguments: Sequence[str]) -> int:
+def run_node(arguments: Sequence[str]) -> int:
     """Run the node until SIGTERM and return Ray's exit status."""
     return RayNode(arguments[0], int(arguments[1])).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_node(sys.argv[1:]))

@@ -67,7 +67,7 @@ class ChainedDataset(Protocol):
 
 
 class ChainState(msgspec.Struct, kw_only=True):
-    """How far a chain has got. ``jobs`` are those that the last driver job submitted."""
+    """State of a chain. ``jobs`` are those that the last driver job submitted."""
 
     state: Literal["waiting", "done", "failed"]
     message: str

@@ -72,10 +72,14 @@ class ClusterProfile:
                 )
 
     def for_stage(self, uses_gpu: bool) -> RankProfile:
-        """The profile of the ranks of a stage."""
+        """Return the profile of the ranks of a stage."""
         return self.gpu if uses_gpu else self.cpu
 
 
 def load_profile(path: str | Path) -> ClusterProfile:
-    """Raises ConfigError with the file, the key and what to change."""
+    """Read a cluster profile.
+
+    Raises:
+        ConfigError: with the file, the key and what to change.
+    """
     return load_typed(ClusterProfile, path)

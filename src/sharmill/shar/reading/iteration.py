@@ -25,7 +25,7 @@ _MAX_EMPTY_EPOCHS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class ReadOptions:
     """The options of ``open_shar``, which explains them."""
 
     shuffle: bool = False
@@ -63,7 +63,7 @@ class SharReader:
         ...     checkpoint["data"] = reader.state_dict()
     """
 
-    def __init__(self, source: ShardSource, options: Options) -> None:
+    def __init__(self, source: ShardSource, options: ReadOptions) -> None:
         self._source = source
         self._options = options
         self._epoch = 0

@@ -76,10 +76,10 @@ def open_shar(
     _check(rank, world_size, mix_shards, block_size, infinite, tail, decode_threads, decode_prefetch)
     from lhotse import CutSet
 
-    from sharmill.shar.reading.iteration import Options, SharReader
+    from sharmill.shar.reading.iteration import ReadOptions, SharReader
     from sharmill.shar.reading.shard_source import open_shard_source
 
-    options = Options(
+    options = ReadOptions(
         shuffle=shuffle,
         seed=seed,
         mix_shards=mix_shards,

@@ -213,7 +213,7 @@ def _is_bin(pair: tuple[Any, ...]) -> bool:
     return numbers and pair[0] > 0 and (len(pair) == 1 or (len(pair) == 2 and isinstance(pair[1], int)))
 
 
-def to_yaml(step: str, buckets: Sequence[Bucket], sizes: Sequence[int], budget: Budget) -> str:
+def batch_sizes_to_yaml(step: str, buckets: Sequence[Bucket], sizes: Sequence[int], budget: Budget) -> str:
     """Format the keys for NeMo's loader, below a comment with step and budget."""
     bins = [bucket.length if bucket.num_tokens is None else [bucket.length, bucket.num_tokens] for bucket in buckets]
     return (

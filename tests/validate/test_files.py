@@ -15,7 +15,7 @@ from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.storage import checksum
 from sharmill.validate.files import FileReader
-from sharmill.validate.levels import probe
+from sharmill.validate.levels import probe_item
 
 
 def strict(path):
@@ -115,4 +115,4 @@ def test_headers_tell_what_libsndfile_tells(format, rate, num_samples, change):
         expected = probe_bytes(bytes(data))
     except RejectRecord:
         return
-    assert probe(bytes(data)) == expected
+    assert probe_item(bytes(data)) == expected

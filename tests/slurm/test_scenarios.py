@@ -125,14 +125,14 @@ def restarts(task: str) -> int:
     return int(re.search(r"Restarts=(\d+)", slurm("scontrol", "show", "job", task))[1])
 
 
-def test_a_cancelled_step_leaves_what_a_new_submission_goes_on_with(make_chain, tmp_path, record_property):
+def test_a_cancelled_driver_job_leaves_what_a_new_submission_goes_on_with(make_chain, tmp_path, record_property):
     chain = make_chain(units=24, seconds=0.5)
     chain.start()
     wait_for_units(chain, 2)
     slurm("scancel", *(job.id for job in queued_jobs(chain.run_dir.jobs) if is_driver_job(job)))
     wait_until(lambda: not any(map(is_driver_job, queued_jobs(chain.run_dir.jobs))))
     again = chain.start()
-    assert "still in the queue, continued by job" in again.message
+    assert "still in the queue, then driver job" in again.message
     assert wait_for_end(chain).state == "done"
     assert_same_as_local(chain, tmp_path)
     assert report(chain, record_property) == 0

@@ -182,8 +182,7 @@ def run_dataset(
 
         Example:
             >>> from sharmill.config import load_config
-            >>> from sharmill.engine.ledger import read_ledger
-    from sharmill.engine.listener import Listener
+            >>> from sharmill.engine.listener import Listener
             >>> result = run_dataset(load_config("configs/demo.yaml"), Listener())  # doctest: +SKIP
             >>> result.ok  # doctest: +SKIP
             True

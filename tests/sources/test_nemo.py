@@ -84,6 +84,16 @@ def test_pieces_hold_every_line_once_and_count_it(lines, size, last_newline, tmp
     assert all(piece.num_records == size for piece in pieces[:-1])
 
 
+def test_a_piece_is_read_where_the_manifest_lies_now(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    (old / "m.json").write_bytes(LINE)
+    (piece,) = NemoSource(manifest=str(old / "m.json"), audio_root="audio").pieces(10)
+    old.rename(new)
+    moved = NemoSource(manifest=str(new / "m.json"), audio_root="audio")
+    assert list(moved.read(piece.params)) == [LINE.strip()]
+
+
 def spoil_empty(path):
     path.touch()
 

@@ -71,7 +71,7 @@ class NemoSource(Source):
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
         """Yield runs of lines, each found again by its byte range."""
-        for file in self.files:
+        for number, file in enumerate(self.files):
             begin = end = count = 0
             with file.open("rb") as stream:
                 while line := stream.readline(_MAX_LINE_BYTES + 1):
@@ -80,14 +80,14 @@ class NemoSource(Source):
                     end += len(line)
                     count += bool(line.strip())
                     if count == records_per_piece:
-                        yield _piece(file, begin, end, count)
+                        yield _piece(number, begin, end, count)
                         begin, count = end, 0
             if count:
-                yield _piece(file, begin, end, count)
+                yield _piece(number, begin, end, count)
 
     def read(self, piece: dict[str, Any]) -> Iterator[bytes]:
         """Yield the lines of a piece that are not blank."""
-        with Path(piece["file"]).open("rb") as stream:
+        with self.files[piece["file"]].open("rb") as stream:
             stream.seek(piece["begin"])
             left = piece["end"] - piece["begin"]
             while left > 0:
@@ -112,8 +112,9 @@ class NemoSource(Source):
         return {"manifest": self.manifest, "audio_root": self.audio_root}
 
 
-def _piece(file: Path, begin: int, end: int, count: int) -> Piece:
-    return Piece(count, {"file": str(file), "begin": begin, "end": end})
+def _piece(file: int, begin: int, end: int, count: int) -> Piece:
+    # By its number: the files may have been moved, with their project, when the piece is read.
+    return Piece(count, {"file": file, "begin": begin, "end": end})
 
 
 def expand_shards(pattern: str) -> list[str]:

@@ -68,16 +68,19 @@ def _run_one(
     from sharmill.cli.console import make_console
     from sharmill.cli.progress import ProgressListener
     from sharmill.cli.results import print_report, print_result
-    from sharmill.pipeline import run_dataset
+    from sharmill.pipeline import check_config, make_executor, run_dataset
     from sharmill.storage import write_atomic
     from sharmill.validate.redo import take_back_commits
     from sharmill.validate.report import encode_report
 
     console = make_console()
+    executor = make_executor(config)
     if redo is not None:
+        # What was done is taken back only for a run that can begin.
+        check_config(config, stages)
         take_back_commits(config, redo, stages)
     with ProgressListener(console) as listener:
-        result = run_dataset(config, listener, stages=stages, restart=restart)
+        result = run_dataset(config, listener, stages=stages, restart=restart, executor=executor)
     print_result(console, result)
     if not result.ok:
         return FAILED

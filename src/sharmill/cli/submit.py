@@ -85,7 +85,7 @@ def submit_all(
     are done again.
     """
     from sharmill.executors.slurm.chain import Chain
-    from sharmill.pipeline import DatasetRun
+    from sharmill.pipeline import DatasetRun, check_config
     from sharmill.validate.redo import take_back_commits
 
     chains = [Chain(DatasetRun(config, tuple(stages)), profile, restart) for config in configs]
@@ -93,6 +93,7 @@ def submit_all(
         for config, chain in zip(configs, chains, strict=True):
             # Ranks that are still at work would add to what is taken back.
             chain.require_no_jobs()
+            check_config(config, stages)
             take_back_commits(config, redo, stages)
     started = [_guarded(console, chain, _start) for chain in chains]
     if not wait:

@@ -169,23 +169,23 @@ def run_dataset(
 ) -> DatasetResult:
     """Run stages over one dataset, in order, until one has units that failed or is submitted to a cluster.
 
-        Args:
-            listener: follows the run; ``Listener()`` shows nothing.
-            stages: names of stages; by default all.
-            restart: begin these stages anew.
-            executor: by default the one that the configuration names.
-            wait_seconds: how long to wait for another process to leave the run directory.
+    Args:
+        listener: follows the run; ``Listener()`` shows nothing.
+        stages: names of stages; by default all.
+        restart: begin these stages anew.
+        executor: by default the one that the configuration names.
+        wait_seconds: how long to wait for another process to leave the run directory.
 
-        Raises:
-            ConfigError: before any work.
-            FatalError: a stage stopped.
+    Raises:
+        ConfigError: before any work.
+        FatalError: a stage stopped.
 
-        Example:
-            >>> from sharmill.config import load_config
-            >>> from sharmill.engine.listener import Listener
-            >>> result = run_dataset(load_config("configs/demo.yaml"), Listener())  # doctest: +SKIP
-            >>> result.ok  # doctest: +SKIP
-            True
+    Example:
+        >>> from sharmill.config import load_config
+        >>> from sharmill.engine.listener import Listener
+        >>> result = run_dataset(load_config("configs/demo.yaml"), Listener())  # doctest: +SKIP
+        >>> result.ok  # doctest: +SKIP
+        True
     """
     executor = executor or make_executor(config)
     check_config(config, stages)
@@ -200,7 +200,7 @@ def run_dataset(
                 )
             except BaseException as error:
                 # The error that ended the stage is the one to be raised.
-                with suppress(FatalError):
+                with suppress(FatalError, OSError):
                     _merge_rejects(config)
                 if isinstance(error, ConfigError) and error.code == "changed_plan":
                     command = _restart_command(config, stages, stage)
@@ -239,7 +239,8 @@ def _reject_files(stage: Stage) -> list[Path]:
     if not stage.dir.units.exists():
         return []
     commits = read_ledger(stage.dir.ledger, load_plan(stage))
-    return [stage.dir.unit_rejects(index) for index in sorted(commits) if commits[index].num_rejected]
+    paths = (stage.dir.unit_rejects(index) for index in sorted(commits) if commits[index].num_rejected)
+    return [path for path in paths if path.exists()]
 
 
 def _check_accounts(config: Config, results: Sequence[tuple[Stage, StageResult]]) -> None:

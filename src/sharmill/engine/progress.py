@@ -119,6 +119,7 @@ def read_progress(folder: Path) -> list[RankProgress]:
 
 def _records(folder: Path) -> Iterator[tuple[Path, RankProgress]]:
     for path in sorted(folder.glob("rank-*.json")):
-        # They are not synced to disk: one may be empty after a power cut, or gone because a relaunch has begun.
-        with suppress(msgspec.DecodeError, FileNotFoundError):
+        # They are not synced to disk: one may be empty after a power cut, gone because a relaunch has begun, or stale
+        # on a shared disk. Progress is for people to look at: no such error ends a run.
+        with suppress(msgspec.DecodeError, OSError):
             yield path, _decoder.decode(path.read_bytes())

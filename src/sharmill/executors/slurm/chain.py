@@ -169,6 +169,10 @@ class Chain:
         outcome = self.dataset.run(
             self.executor(), _ChainListener(self), restart=self.restart, wait_seconds=wait_seconds
         )
+        if not outcome.stages:
+            state = ChainState(state="done", message="there is no stage to run")
+            self._write(state)
+            return state
         stage, result = outcome.stages[-1]
         if result.submitted is not None:
             # The listener has written this while the run directory was locked.

@@ -278,6 +278,17 @@ def test_padding_is_not_waited_for(dataset):
     assert [known["unused"] for state in states for known in state["epochs"].values()] == [[], [], []]
 
 
+def test_marked_padding_leaves_the_cut_itself_to_be_read(dataset):
+    reader = next(cuts.data for cuts in parts(dataset, 3, tail="pad", block_size=4) if any(
+        cut.has_custom("shar_padding") for cut in cuts
+    ))  # fmt: skip
+    reader.count_only_marked()
+    cuts = list(reader)
+    before = reader.state_dict()
+    reader.mark_consumed([cut for cut in cuts if cut.has_custom("shar_padding")])
+    assert reader.state_dict() == before
+
+
 def test_marks_count_only_where_they_were_asked_for(dataset):
     reader = open_shar(dataset, []).data
     with raises(ConfigError, "inexact_state", "count_only_marked"):

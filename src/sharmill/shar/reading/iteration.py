@@ -133,6 +133,9 @@ class SharReader:
         if not self._only_marked:
             raise ConfigError("call count_only_marked() of this reader before iterating", code="inexact_state")
         for cut in cuts:
+            if getattr(cut, PADDING, False):
+                # A copy that fills up a part: the cut itself has its own mark.
+                continue
             for position in positions_of(cut):
                 if self._unmarked.pop(position, None) is not None:
                     self._pass_start = None

@@ -74,6 +74,10 @@ def test_unknown_key_of_an_override_is_named(write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (
+            "match: {min_similarity: 0.7, max_similarity: 0.5}",
+            "match: max_similarity must not be less than min_similarity",
+        ),
         ("match: {min_similarity: high}", "match.min_similarity: expected `float | null`, got `str`"),
         ("match: {max_duration: [1]}", "match.max_duration: expected `float | null`, got `list`"),
         ("match: 5", "match: expected `mapping`, got `int`"),

@@ -87,6 +87,9 @@ class MatchConfig:
                  "min_similarity must be between -1 and 1")  # fmt: skip
         _require(self.max_similarity is None or -1 <= self.max_similarity <= 1,
                  "max_similarity must be between -1 and 1")  # fmt: skip
+        _require(self.min_similarity is None or self.max_similarity is None
+                 or self.min_similarity <= self.max_similarity,
+                 "max_similarity must not be less than min_similarity")  # fmt: skip
         _require(self.min_duration >= 0, "min_duration must not be negative")
         _require(self.max_duration is None or self.max_duration >= self.min_duration,
                  "max_duration must not be less than min_duration")  # fmt: skip

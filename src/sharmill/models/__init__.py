@@ -105,7 +105,13 @@ def own_min_similarity(name: str) -> float | None:
     """
     implementation = _implementation(ENCODERS, name)
     own = getattr(implementation, "min_similarity", None)
-    return own(ENCODERS.split(name)[1]) if callable(own) else own
+    value = own(ENCODERS.split(name)[1]) if callable(own) else own
+    if value is not None and not isinstance(value, (int, float)):
+        raise ConfigError(
+            f"min_similarity of the encoder {name!r} is {value!r}: it must be a number or a function of the target",
+            code="bad_plugin",
+        )
+    return value
 
 
 def describe_codec(name: str) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """The parts that all recipes share: progress as plain lines, and exit statuses."""
 
+import inspect
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -34,10 +36,20 @@ class PrintProgress(Listener):
 def exit_status(main: Callable[..., int], *arguments: str) -> int:
     """Call a recipe's ``main``, print an error of sharmill as one line, and return the exit status."""
     try:
+        inspect.signature(main).bind(*arguments)
+    except TypeError:
+        print(inspect.getdoc(inspect.getmodule(main)), file=sys.stderr)
+        return 2
+    # A cluster ends jobs with SIGTERM: the same clean end as Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
         return main(*arguments)
     except ConfigError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     except SharmillError as error:
         print(f"Error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted. What is done is kept; the same command goes on.", file=sys.stderr)
         return 1

@@ -91,6 +91,11 @@ def test_a_recipe_names_what_is_wrong_with_the_configuration(config):
     assert "min_duration" in run("pipelines/prepare_manifest.py", config, "prepare.min_duration=-1", status=2)
 
 
+@pytest.mark.parametrize("recipe", ["build_dataset", "validate_shards"])
+def test_a_recipe_without_arguments_says_what_it_wants(recipe):
+    assert f"python pipelines/{recipe}.py" in run(f"pipelines/{recipe}.py", status=2)
+
+
 @pytest.mark.slow
 def test_plain_lhotse_reads_a_dataset(built):
     assert run("examples/read_with_lhotse.py", built.dataset).startswith("7 cuts, ")

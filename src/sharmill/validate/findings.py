@@ -115,11 +115,6 @@ def to_do_for(finding: Finding) -> str:
     return _INDEX if finding.file in (DATASET_FILE, SHARDS_FILE) else CODES[finding.code].to_do
 
 
-def has_errors(findings: Iterable[Finding]) -> bool:
-    """Return whether a dataset with these findings should not be used. Warnings alone do not say so."""
-    return any(finding.severity == "error" for finding in findings)
-
-
 def findings_to_lines(findings: Iterable[Finding]) -> bytes:
     return b"".join(msgspec.json.encode(finding) + b"\n" for finding in findings)
 

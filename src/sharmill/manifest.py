@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -20,7 +20,11 @@ from sharmill.errors import FatalError, RejectRecord
 _TAG = re.compile(r"^\s*\|(.*)\|\s*$", re.DOTALL)
 _TAG_PARTS = ("Language", "Dataset", "Speaker")
 TYPED_KEYS: Final = ("audio_filepath", "offset", "duration", "text", "speaker")
-# In the order in which they are written.
+# The keys that may hold the transcript, the first one with any text first.
+TEXT_KEYS: Final = ("text", "normalized_text", "tts_text", "tts_text_normalized")
+# Stands beside ``duration`` where that was read from the header of the audio, since the record had none.
+DURATION_FROM_HEADER: Final = "duration_from_header"
+# In the order in which they are written; the last two only where there is such a thing.
 CONTEXT_KEYS: Final = (
     "context_audio_filepath",
     "context_audio_offset",
@@ -29,7 +33,9 @@ CONTEXT_KEYS: Final = (
     "context_speaker_similarity",
     "context_recording_id",
     "context_audio_normalized_text",
+    "context_audio_channel",
 )
+_CHANNEL: Final = "_channel"
 # The last one ends the line, so that it can be left out of a checksum without reading the JSON.
 OWN_KEYS: Final = (
     "_source",
@@ -43,6 +49,9 @@ OWN_KEYS: Final = (
     "_modified",
 )
 _TIMES: Final = b',"_modified":'
+
+# A channel from 0, or the mean of all; None where the audio is mono.
+Channel = int | Literal["downmix"] | None
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder()
@@ -102,17 +111,19 @@ class Segment:
     """A stretch of a recording; two of the same place are equal, whatever is noted about their audio.
 
     Attributes:
-        source: number of the source whose audio root ``audio_filepath`` is relative to.
+        root: number of the audio root that ``audio_filepath`` is relative to.
         offset, duration: seconds.
         whole_file: the record had no offset, so it is the file, however long that is.
+        channel: of audio with several.
     """
 
-    source: int
+    root: int
     audio_filepath: str
     offset: float
     duration: float
     whole_file: bool
     notes: AudioNotes = field(default=AudioNotes(), compare=False)
+    channel: Channel = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +149,19 @@ class Context:
             self.similarity,
             self.recording_id,
             self.normalized_text,
+            self.segment.channel,
         )
         record = dict(zip(CONTEXT_KEYS, values, strict=True))
-        if self.normalized_text is None:
-            del record["context_audio_normalized_text"]
-        return record
+        return {key: value for key, value in record.items() if value is not None or key not in CONTEXT_KEYS[-2:]}
 
 
 @dataclass(slots=True)
 class Utterance:
     """One record of a manifest that passed the checks.
 
-    ``audio_filepath`` is relative to the audio root of source number ``source``; ``offset`` and ``duration`` are
-    seconds; ``custom`` has all further keys as they came. ``index`` is the line number in the prepared manifest, known
-    from stage 1 on, as is ``context``.
+    ``audio_filepath`` is relative to the audio root number ``root``; ``offset`` and ``duration`` are seconds;
+    ``custom`` has all further keys as they came; ``channel`` is one of audio that has several. ``index`` is the line
+    number in the prepared manifest, known from stage 1 on, as is ``context``.
     """
 
     audio_filepath: str
@@ -160,17 +170,20 @@ class Utterance:
     text: str
     speaker: str
     custom: dict[str, Any] = field(default_factory=dict)
-    source: int = 0
+    root: int = 0
     whole_file: bool = False
     index: int = -1
     recording_id: str = ""
     cut_id: str = ""
     notes: AudioNotes = AudioNotes()
     context: Context | None = None
+    channel: Channel = None
 
     @property
     def segment(self) -> Segment:
-        return Segment(self.source, self.audio_filepath, self.offset, self.duration, self.whole_file, self.notes)
+        return Segment(
+            self.root, self.audio_filepath, self.offset, self.duration, self.whole_file, self.notes, self.channel
+        )
 
     def further_keys(self) -> dict[str, Any]:
         """Return the keys of a manifest that have no attribute here: those of the source, and those of the context."""
@@ -184,66 +197,89 @@ class Utterance:
         """Encode as one JSON line, without the newline."""
         context = self.context.segment if self.context else None
         own = (
-            self.source,
+            self.root,
             self.whole_file,
             self.index,
             self.recording_id,
             self.cut_id,
             self.notes.size,
             self.notes.checksum,
-            context and (context.source, context.whole_file, context.notes.size, context.notes.checksum),
-            (self.notes.modified, context.notes.modified if context else -1),
+            context and (context.root, context.whole_file, context.notes.size, context.notes.checksum),
+            (_fixed_width(self.notes.modified), _fixed_width(context.notes.modified if context else -1)),
         )
-        return _encoder.encode({**self.public_record(), **dict(zip(OWN_KEYS, own, strict=True))})
+        channel = {} if self.channel is None else {_CHANNEL: self.channel}
+        return _encoder.encode({**self.public_record(), **channel, **dict(zip(OWN_KEYS, own, strict=True))})
 
     @classmethod
     def from_json(cls, line: bytes) -> Utterance:
         """Decode the line of a manifest that sharmill wrote, where every key is known to be there."""
         record = _decoder.decode(line)
         typed = {key: record.pop(key) for key in TYPED_KEYS}
-        source, whole_file, index, recording, cut, size, checksum, own_context, modified = map(record.pop, OWN_KEYS)
+        root, whole_file, index, recording, cut, size, checksum, own_context, modified = map(record.pop, OWN_KEYS)
+        channel = record.pop(_CHANNEL, None)
         context = None
         if own_context is not None:
-            path, offset, duration, text, similarity, context_recording = map(record.pop, CONTEXT_KEYS[:-1])
-            context_source, context_whole_file, context_size, context_checksum = own_context
-            notes = AudioNotes(context_size, modified[1], context_checksum)
-            segment = Segment(context_source, path, offset, duration, context_whole_file, notes)
-            context = Context(segment, context_recording, text, similarity, record.pop(CONTEXT_KEYS[-1], None))
+            path, offset, duration, text, similarity, context_recording = map(record.pop, CONTEXT_KEYS[:-2])
+            normalized_text, context_channel = (record.pop(key, None) for key in CONTEXT_KEYS[-2:])
+            context_root, context_whole_file, context_size, context_checksum = own_context
+            notes = AudioNotes(context_size, int(modified[1]), context_checksum)
+            segment = Segment(context_root, path, offset, duration, context_whole_file, notes, context_channel)
+            context = Context(segment, context_recording, text, similarity, normalized_text)
         return cls(
             **typed,
             custom=record,
-            source=source,
+            root=root,
             whole_file=whole_file,
             index=index,
             recording_id=recording,
             cut_id=cut,
-            notes=AudioNotes(size, modified[0], checksum),
+            notes=AudioNotes(size, int(modified[0]), checksum),
             context=context,
+            channel=channel,
         )
+
+
+def _fixed_width(nanoseconds: int) -> str:
+    # Plans have the byte offsets of lines, which must stay where a manifest is made again from files copied since.
+    return f"{nanoseconds:020d}"
+
+
+def transcript_of(record: Any) -> str:
+    """Return the first text of ``TEXT_KEYS`` that is not blank, "" where there is none."""
+    texts = (record.get(key) for key in TEXT_KEYS) if isinstance(record, dict) else ()
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A record that ended outside the dataset. ``record`` is the parsed record, or the raw text where it has none."""
+    """A record that ended outside the dataset. ``record`` is the parsed record, or the raw text where it has none.
+
+    ``source`` is the number of the source of a record as it came, None where a stage has made its path relative.
+    """
 
     stage: str
     reason: str
     detail: str
     record: Any
+    source: int | None = None
 
     def to_json(self) -> bytes:
-        return _encoder.encode(
-            {"stage": self.stage, "reason": self.reason, "detail": self.detail, "record": self.record}
-        )
+        values = {"stage": self.stage, "reason": self.reason, "detail": self.detail, "record": self.record}
+        return _encoder.encode(values if self.source is None else {**values, "source": self.source})
 
 
-def recording_id(audio_filepath: str) -> str:
-    """Return ``rec-`` and the relative path without its extension, ``/`` replaced by ``-``."""
+def recording_id(audio_filepath: str, channel: Channel = None) -> str:
+    """Return ``rec-`` and the relative path without its extension, ``/`` replaced by ``-``, and the channel chosen.
+
+    >>> recording_id("calls/one.wav"), recording_id("calls/one.wav", 1)
+    ('rec-calls-one', 'rec-calls-one-ch1')
+    """
     # Without pathlib, which would be a large part of the time that checking a cut takes.
     folder, slash, name = audio_filepath.rpartition("/")
     stem, _, extension = name.rpartition(".")
     path = folder + slash + stem if stem and extension else audio_filepath
-    return "rec-" + path.replace("/", "-")
+    suffix = "" if channel is None else "-downmix" if channel == "downmix" else f"-ch{channel}"
+    return "rec-" + path.replace("/", "-") + suffix
 
 
 def segment_id(recording: str, offset: float, duration: float) -> str:
@@ -272,12 +308,13 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> int:
 def records_checksum(path: Path) -> str:
     """Return the xxh3-64 (hexadecimal) of the records of a manifest that sharmill wrote, times of files left out.
 
-    A plan is identified by it, and has to stay the same where files were copied and only their times differ.
+    A plan is identified by it, and has to stay the same where files were copied and only their times differ. The
+    lengths of the lines count, since plans have their byte offsets.
     """
     digest = xxhash.xxh3_64()
     with path.open("rb") as stream:
         for line in stream:
-            digest.update(line[: line.rfind(_TIMES)])
+            digest.update(b"%d:" % len(line) + line[: line.rfind(_TIMES)])
     return digest.hexdigest()
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.errors import raises
 
 from sharmill.audio.roots import AudioRoots, normalise_path
-from sharmill.errors import RejectRecord
+from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Segment
 
 
@@ -32,7 +33,7 @@ def test_a_file_has_one_real_path_by_whatever_root_and_link(tmp_path):
     roots = AudioRoots.of([tmp_path / "link", tmp_path / "real"])
     paths = {roots.real_path(Segment(source, name, 0.0, 1.0, True)) for source in (0, 1) for name in ("a.wav", "b.wav")}
     assert paths == {str((tmp_path / "real/a.wav").resolve())}
-    assert roots.first_equal(1) == 0
+    assert roots.place(1, "a.wav") == (0, "a.wav")
 
 
 def test_a_root_whose_name_begins_like_another_is_another_folder(tmp_path):
@@ -43,3 +44,35 @@ def test_a_root_whose_name_begins_like_another_is_another_folder(tmp_path):
     with pytest.raises(RejectRecord) as caught:
         AudioRoots.of([tmp_path / "data"]).locate(Segment(0, "a.wav", 0.0, 1.0, True))
     assert caught.value.reason == "outside_root"
+
+
+def test_roots_are_numbered_over_all_sources(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.wav").touch()
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    roots = AudioRoots.of([[a, b], c, None, [b, a]])
+    roots.check()
+    assert roots.place(0, "a.wav") == (0, "a.wav")
+    assert roots.place(0, "b.wav") == (1, "b.wav")
+    assert roots.place(0, f"{b}/b.wav") == (1, "b.wav")
+    assert roots.place(0, "none.wav") == (0, "none.wav")
+    assert roots.place(1, "c.wav") == (2, "c.wav")
+    assert roots.place(2, f"{c}/c.wav") == (3, f"{c[1:]}/c.wav")
+    assert roots.place(3, "b.wav") == (1, "b.wav")
+    for source, path in ((0, f"{c}/c.wav"), (2, "a.wav"), (1, "../a/a.wav"), (2, "pipe:ls"), (2, "/bin/ls |")):
+        with pytest.raises(RejectRecord) as caught:
+            roots.place(source, path)
+        assert caught.value.reason == "outside_root"
+
+
+def test_roots_of_a_source_do_not_lie_within_each_other(tmp_path):
+    (tmp_path / "inner").mkdir()
+    with raises(ConfigError, "bad_config_value", "inner"):
+        AudioRoots.of([[str(tmp_path), str(tmp_path / "inner")]]).check()
+    AudioRoots.of([str(tmp_path), str(tmp_path / "inner")]).check()
+
+
+def test_home_folder_as_a_root(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert AudioRoots.of(["~/x"]).roots[0].path == tmp_path / "x"

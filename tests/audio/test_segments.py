@@ -80,3 +80,26 @@ def test_missing_file(reader):
     with pytest.raises(RejectRecord) as caught:
         reader.locate(segment(0.0, 1.0, path="none.wav"))
     assert caught.value.reason == "missing_audio"
+
+
+@pytest.mark.parametrize("suffix", ["wav", "flac", "ogg", "mp3", "opus"])
+def test_a_channel_has_the_samples_of_the_file_decoded_whole(suffix, tmp_path):
+    rate = 48000
+    noise = 0.1 * np.random.default_rng(1).normal(size=(rate, 2))
+    path = tmp_path / f"a.{suffix}"
+    form = {"opus": {"format": "OGG", "subtype": "OPUS"}}.get(suffix, {})
+    sf.write(path, noise, rate, **form)
+    whole, _ = sf.read(path, dtype="float32")
+    reader = SegmentReader(AudioRoots.of([tmp_path]))
+    for channel, expected in ((0, whole[:, 0]), (1, whole[:, 1]), ("downmix", whole.mean(axis=1))):
+        all_of_it = reader.read(Segment(0, path.name, 0.0, 1.0, True, channel=channel))
+        np.testing.assert_array_equal(all_of_it.samples, expected)
+        part = reader.read(Segment(0, path.name, 0.25, 0.5, False, channel=channel))
+        np.testing.assert_array_equal(part.samples, expected[12000:36000])
+
+
+def test_audio_of_several_channels_is_read_only_with_a_channel(tmp_path):
+    sf.write(tmp_path / "a.wav", np.full((RATE, 2), 0.5), RATE)
+    with pytest.raises(RejectRecord) as caught:
+        SegmentReader(AudioRoots.of([tmp_path])).read(segment(0.0, 1.0))
+    assert caught.value.reason == "unsupported_channels"

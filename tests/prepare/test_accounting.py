@@ -34,6 +34,8 @@ ODD_VALUES = {
     "text": VALUES,
     "normalized_text": VALUES,
     "_skipme": VALUES,
+    "channel": st.sampled_from([0, 1, 2, "downmix"]) | VALUES,
+    "tts_text": VALUES,
     "cer": VALUES,
     "_index": VALUES,
 }

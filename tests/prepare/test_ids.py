@@ -94,7 +94,7 @@ def test_the_same_path_below_two_roots_is_two_recordings(tmp_path):
     prepared = run_prepare(config_for(tmp_path, sources))
     assert prepared.rejects == []
     assert len({utterance.cut_id for utterance in prepared.kept}) == 2
-    assert [utterance.source for utterance in prepared.kept] == [0, 1]
+    assert [utterance.root for utterance in prepared.kept] == [0, 1]
 
 
 SEGMENTS = st.tuples(
@@ -111,7 +111,7 @@ def settle(segments):
     for source, path, offset, seconds in segments:
         cut = segment_id(recording_id(path), offset, seconds)
         utterances.append(
-            Utterance(path, offset, seconds, "", "", source=source, recording_id=recording_id(path), cut_id=cut)
+            Utterance(path, offset, seconds, "", "", root=source, recording_id=recording_id(path), cut_id=cut)
         )
     hashes = np.array([hash_utterance(utterance) for utterance in utterances], dtype=HASH_FIELDS)
     keeper = IdKeeper(ambiguous_recordings(hashes), ambiguous_cuts(hashes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 
 import pytest
 from support.errors import raises
@@ -11,6 +12,7 @@ from support.manifests import config_for, make_record, run_prepare, write_manife
 from sharmill.errors import ConfigError
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
+from sharmill.sources import Source
 
 
 def only(prepared):
@@ -50,7 +52,7 @@ def test_further_keys_are_kept_as_they_came(prepare_records, tmp_path):
 
 def test_keys_of_sharmill_in_the_input_are_not_taken_over(prepare_records, tmp_path):
     utterance = only(prepare_records(tmp_path, [make_record(_source=9, _index=3, _cut_id="x", _skipme=False)]))
-    assert (utterance.source, utterance.index, utterance.cut_id) == (0, -1, "cut-rec-a-0.00-2.00")
+    assert (utterance.root, utterance.index, utterance.cut_id) == (0, -1, "cut-rec-a-0.00-2.00")
     assert utterance.custom == {}
 
 
@@ -186,8 +188,32 @@ def test_audio_root_that_is_no_folder(root, tmp_path):
 def test_a_relative_audio_root_that_is_not_there_says_what_it_is_relative_to(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     manifest = write_manifest(tmp_path / "m.json", [make_record()])
-    with raises(ConfigError, "missing_input", "audio", f"relative to {tmp_path}"):
+    with raises(ConfigError, "missing_input", "audio", str(tmp_path)):
         PrepareStage(config_for(tmp_path, [(manifest, "audio")])).identity()
+
+
+def test_a_renamed_file_of_a_source_is_another_input(tmp_path, audio_root):
+    @dataclass(frozen=True, kw_only=True)
+    class Folder(Source):
+        """A folder of text files; the name of each is a part of its record."""
+
+        audio_root: str
+        type: str = "folder"
+
+        def identity(self):
+            return {path.name: path.stat().st_size for path in tmp_path.glob("*.txt")}
+
+        def pieces(self, records_per_piece):
+            yield from ()
+
+        def read(self, piece):
+            yield from ()
+
+    config = replace(config_for(tmp_path, [("m.json", audio_root)]), sources=[Folder(audio_root=str(audio_root))])
+    (tmp_path / "one.txt").write_text("Hi.")
+    before = PrepareStage(config).identity()
+    (tmp_path / "one.txt").rename(tmp_path / "two.txt")
+    assert PrepareStage(config).identity()["input"] != before["input"]
 
 
 def test_a_run_that_died_before_its_last_record_ends_the_same(prepare_records, tmp_path):
@@ -200,3 +226,95 @@ def test_a_run_that_died_before_its_last_record_ends_the_same(prepare_records, t
     prepared.stage.dir.done.unlink()
     assert run_prepare(prepared.config).result.totals == prepared.result.totals
     assert [path.read_bytes() for path in outputs] == before
+
+
+def test_the_line_that_nemos_documentation_prints(audio_root, tmp_path):
+    record = {"audio_filepath": str(audio_root / "deep/c.flac"), "text": "the transcription", "duration": 2.0}
+    manifest = write_manifest(tmp_path / "m.json", [record])
+    for number, (source, tag, origin) in enumerate(
+        [
+            ({"speaker": "{path[0]}"}, "| Language:und Dataset:small Speaker:deep |", "template"),
+            ({"speaker": "{path[0]}", "language": "en", "dataset": "LS"}, "| Language:en Dataset:LS Speaker:deep |",
+             "template"),
+            ({}, "| Language:und Dataset:small Speaker:unknown |", "none"),
+        ]
+    ):  # fmt: skip
+        source |= {"manifest": str(manifest), "audio_root": str(audio_root)}
+        folder = tmp_path / str(number)
+        prepared = run_prepare(config_for(folder, [source], speaker_key="all"))
+        utterance = only(prepared)
+        assert (utterance.audio_filepath, utterance.text, utterance.speaker) == ("deep/c.flac", record["text"], tag)
+        assert prepared.stats["tag_from"] == {origin: 1}
+
+
+def test_a_duration_that_is_missing_is_that_of_the_header_and_noted(prepare_records, tmp_path):
+    records = [make_record(duration=...), make_record(duration=None, offset=0.5)]
+    prepared = prepare_records(tmp_path, records)
+    assert [(u.duration, u.offset, u.whole_file, u.custom) for u in prepared.kept] == [
+        (2.0, 0.0, True, {"duration_from_header": True}),
+        (1.5, 0.5, False, {"duration_from_header": True}),
+    ]
+    assert prepared.stats["duration_from"] == {"header": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"text": ..., "tts_text": "A.", "tts_text_normalized": "a"}, "A."),
+        ({"text": "", "tts_text_normalized": "a"}, "a"),
+        ({"normalized_text": "B.", "tts_text": "A."}, "Good day."),
+        ({"tts_text": 3}, "Good day."),
+    ],
+)
+def test_text_of_tts(changes, text, prepare_records, tmp_path):
+    assert only(prepare_records(tmp_path, [make_record(**changes)])).text == text
+
+
+def test_two_channels_of_a_file_are_two_records(prepare_records, tmp_path):
+    records = [make_record(audio_filepath="stereo.wav", channel=channel) for channel in (0, 1, "downmix", 1)]
+    prepared = prepare_records(tmp_path, records)
+    assert [(u.channel, u.custom, u.cut_id) for u in prepared.kept] == [
+        (0, {"channel": 0}, "cut-rec-stereo-ch0-0.00-2.00"),
+        (1, {"channel": 1}, "cut-rec-stereo-ch1-0.00-2.00"),
+        ("downmix", {"channel": "downmix"}, "cut-rec-stereo-downmix-0.00-2.00"),
+    ]
+    assert prepared.result.totals.rejects == {"duplicate_id": 1}
+
+
+def test_the_channel_of_a_source_is_for_audio_that_has_several(audio_root, tmp_path):
+    records = [make_record(audio_filepath=name) for name in ("stereo.wav", "a.wav")]
+    manifest = write_manifest(tmp_path / "m.json", records)
+    source = {"manifest": str(manifest), "audio_root": str(audio_root)}
+    kept = run_prepare(config_for(tmp_path / "0", [source | {"channel": 0}])).kept
+    assert [(u.channel, u.recording_id) for u in kept] == [(0, "rec-stereo-ch0"), (None, "rec-a")]
+    prepared = run_prepare(config_for(tmp_path / "1", [source | {"channel": 1}]))
+    assert [u.channel for u in prepared.kept] == [1]
+    assert prepared.result.totals.rejects == {"unsupported_channels": 1}
+
+
+def test_of_mono_audio_the_key_channel_is_a_key_like_any_other(prepare_records, tmp_path):
+    utterance = only(prepare_records(tmp_path, [make_record(channel=3)]))
+    assert (utterance.channel, utterance.custom, utterance.cut_id) == (None, {"channel": 3}, "cut-rec-a-0.00-2.00")
+
+
+def test_absolute_paths_anywhere_are_stored_without_the_slash(audio_root, tmp_path):
+    paths = [str(audio_root / "a.wav"), "a.wav", str(audio_root / "link_out.wav")]
+    manifest = write_manifest(tmp_path / "m.json", [make_record(audio_filepath=path) for path in paths])
+    source = {"manifest": str(manifest), "audio_root": None}
+    prepared = run_prepare(config_for(tmp_path, [source]))
+    assert [u.audio_filepath for u in prepared.kept] == [paths[0][1:], paths[2][1:]]
+    assert [reject["reason"] for reject in prepared.rejects] == ["outside_root"]
+
+
+def test_a_list_of_audio_roots(audio_root, tmp_path):
+    records = [make_record(audio_filepath=path)
+               for path in ("a.wav", "c.flac", str(audio_root / "deep/c.flac"), str(audio_root / "a.wav"))]  # fmt: skip
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.wav").write_bytes((audio_root / "b.wav").read_bytes())
+    manifest = write_manifest(tmp_path / "m.json", records)
+    source = {"manifest": str(manifest), "audio_root": [str(other), str(audio_root / "deep")]}
+    prepared = run_prepare(config_for(tmp_path, [source]))
+    assert [(u.root, u.audio_filepath) for u in prepared.kept] == [(0, "a.wav"), (1, "c.flac")]
+    assert sorted(reject["reason"] for reject in prepared.rejects) == ["duplicate_id", "outside_root"]
+    assert {reject.get("source") for reject in prepared.rejects} == {0, None}

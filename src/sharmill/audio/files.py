@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import soundfile as sf
 
 from sharmill.audio import mp3, ogg
 from sharmill.errors import RejectRecord
+from sharmill.manifest import Channel
 
 # Our names where they are not libsndfile's format in lower case.
 _OTHER_NAMES: Final = {"OPUS": "opus", "MPEG_LAYER_I": "mp1", "MPEG_LAYER_II": "mp2", "WAVEX": "wav"}
@@ -84,8 +85,12 @@ def probe_bytes(data: bytes) -> AudioInfo:
         return _header(sound, source, "audio data")
 
 
-def read(path: str | os.PathLike[str], start: int = 0, num_samples: int | None = None) -> tuple[np.ndarray, int]:
+def read(
+    path: str | os.PathLike[str], start: int = 0, num_samples: int | None = None, channel: Channel = None
+) -> tuple[np.ndarray, int]:
     """Decode a mono file, or ``num_samples`` of it (by default all that follow) from sample ``start`` on.
+
+    Of a file with several channels ``channel`` is decoded, or the mean of all for "downmix".
 
     Equal to a slice of ``soundfile.read(path, dtype="float32")``, sample for sample. libsndfile's seeks are
     not exact in MP3, Vorbis and Opus: what precedes the segment is decoded too, and held in memory in MP3.
@@ -103,12 +108,12 @@ def read(path: str | os.PathLike[str], start: int = 0, num_samples: int | None =
     if start < 0 or (num_samples is not None and num_samples < 0):
         raise ValueError(f"negative segment: start {start}, num_samples {num_samples}")
     with _open_file(path) as source:
-        return _decode(source, str(path), start, num_samples)
+        return _decode(source, str(path), start, num_samples, channel)
 
 
 def decode(data: bytes) -> tuple[np.ndarray, int]:
     """Decode an audio file in memory, as ``read`` does a whole file."""
-    return _decode(io.BytesIO(data), "audio data", 0, None)
+    return _decode(io.BytesIO(data), "audio data", 0, None, None)
 
 
 def check_finite(audio: np.ndarray, name: str) -> None:
@@ -164,11 +169,28 @@ def _header(sound: sf.SoundFile, source: BinaryIO, name: str) -> AudioInfo:
     return AudioInfo(sound.samplerate, num_samples, sound.channels, format, _has_exact_seeks(sound))
 
 
-def _decode(source: BinaryIO, name: str, start: int, num_samples: int | None) -> tuple[np.ndarray, int]:
+def choose_channel(wanted: Any, channels: int) -> Channel:
+    """Return the channel to read of audio with so many: None of mono audio, of which channel 0 and the mean are itself.
+
+    Raises:
+        RejectRecord: ``unsupported_channels`` where there is no such channel, or none is wanted of several.
+    """
+    if wanted is None and channels > 1:
+        raise RejectRecord(
+            "unsupported_channels",
+            f"the audio has {channels} channels; channel: 0 or another number takes one of them, downmix their mean",
+        )
+    if wanted not in (None, "downmix") and (type(wanted) is not int or not 0 <= wanted < channels):
+        raise RejectRecord("unsupported_channels", f"there is no channel {str(wanted)[:40]} in audio of {channels}")
+    return None if channels == 1 else wanted
+
+
+def _decode(
+    source: BinaryIO, name: str, start: int, num_samples: int | None, channel: Channel
+) -> tuple[np.ndarray, int]:
     with _open_sound(source, name) as sound:
         info = _header(sound, source, name)
-        if info.channels != 1:
-            raise RejectRecord("unsupported_channels", f"{name} has {info.channels} channels")
+        channel = choose_channel(channel, info.channels)
         if num_samples == 0:
             raise RejectRecord("empty_audio", f"the segment of {name} has no samples")
         wanted = max(info.num_samples - start, 1) if num_samples is None else num_samples
@@ -177,7 +199,7 @@ def _decode(source: BinaryIO, name: str, start: int, num_samples: int | None) ->
             raise RejectRecord("duration_mismatch", detail)
         if num_samples is None:
             _check_container(sound, source, name)
-        audio = _decode_samples(sound, start, wanted, _size(source), name)
+        audio = _decode_samples(sound, start, wanted, _size(source), name, channel)
     if len(audio) < wanted:
         raise RejectRecord("duration_mismatch", f"{name}: {len(audio)} samples decoded instead of {wanted}")
     check_finite(audio, name)
@@ -188,7 +210,7 @@ def _has_exact_seeks(sound: sf.SoundFile) -> bool:
     return sound.format == "FLAC" or sound.subtype in _MEMORYLESS
 
 
-def _decode_samples(sound: sf.SoundFile, start: int, wanted: int, size: int, name: str) -> np.ndarray:
+def _decode_samples(sound: sf.SoundFile, start: int, wanted: int, size: int, name: str, channel: Channel) -> np.ndarray:
     """Decode samples (wanted,) from ``start`` on, or fewer where the decoder gives up."""
     end = start + wanted
     seekable = _has_exact_seeks(sound)
@@ -204,7 +226,10 @@ def _decode_samples(sound: sf.SoundFile, start: int, wanted: int, size: int, nam
         asked = min(_BLOCK_SAMPLES, end - position) if in_blocks else end
         got = sound.read(asked, dtype="float32")
         if position + len(got) > start:
-            blocks.append(got[max(0, start - position) :])
+            block = got[max(0, start - position) :]
+            if channel is not None:
+                block = block.mean(axis=1, dtype=np.float32) if channel == "downmix" else block[:, channel].copy()
+            blocks.append(block)
         position += len(got)
         if len(got) < asked:
             break

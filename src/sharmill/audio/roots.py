@@ -5,8 +5,9 @@ Every stage asks here, so that all of them agree on which file a path means.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -51,20 +52,29 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class AudioRoot:
-    """The folder that no audio path of one source may leave."""
+    """A folder that no audio path of one source may leave.
+
+    Args:
+        path: the folder.
+        absolute_only: paths relative to it are rejected: of ``audio_root: null``, where it is the root of all folders.
+    """
 
     path: Path
+    absolute_only: bool = False
+
+    @classmethod
+    def of(cls, path: str | Path | None) -> AudioRoot:
+        """Make the root of a value of ``audio_root``: ``~`` is a home folder, and None is all folders."""
+        return cls(Path("/"), absolute_only=True) if path is None else cls(Path(os.path.expanduser(path)))  # noqa: PTH111
 
     def check(self) -> None:
         """Raise ConfigError where the folder is not there."""
         if not self.path.is_dir():
             where = "" if self.path.is_absolute() else f", which is relative to {Path.cwd()},"
             found = "is not a folder" if self.path.exists() else "does not exist"
-            remedy = "correct audio_root in sources, or run from the folder that it is relative to"
-            if str(self.path).startswith("~"):
-                remedy = "'~' stands for a home folder in shells only; write the whole path"
             raise ConfigError(
-                f"the audio root {self.path}{where} {found}; {remedy}",
+                f"the audio root {self.path}{where} {found}; correct audio_root in sources, or run from the folder "
+                "that it is relative to",
                 code="missing_input",
             )
 
@@ -77,17 +87,6 @@ class AudioRoot:
     def real(self) -> str:
         """The absolute path, links resolved."""
         return self.names[-1]
-
-    def relative(self, audio_filepath: str) -> str:
-        """Return the normalised path relative to the root, links left as they are.
-
-        Raises:
-            RejectRecord: ``outside_root``, as ``normalise_path``, and where a symbolic link leads out;
-                ``missing_audio`` where a link leads to itself.
-        """
-        relative = normalise_path(audio_filepath, self.names)
-        self.locate(relative)
-        return relative
 
     def locate(self, relative: str) -> Path:
         """Return where the file of a normalised path lies, links left as they are.
@@ -103,31 +102,69 @@ class AudioRoot:
 
 @dataclass(frozen=True)
 class AudioRoots:
-    """The audio roots of the sources of a dataset, in their order in the configuration."""
+    """The audio roots of all sources of a dataset, numbered in their order in the configuration.
+
+    Attributes:
+        roots: by number.
+        numbers: those of each source.
+    """
 
     roots: tuple[AudioRoot, ...]
+    numbers: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, paths: Iterable[str | Path]) -> AudioRoots:
-        """Make the roots of the folders at ``paths``."""
-        return cls(tuple(AudioRoot(Path(path)) for path in paths))
-
-    def __getitem__(self, source: int) -> AudioRoot:
-        return self.roots[source]
+    def of(cls, audio_roots: Iterable[str | Path | Sequence[str] | None]) -> AudioRoots:
+        """Make the roots of the values of ``audio_root``, one of each source."""
+        roots: list[AudioRoot] = []
+        numbers = []
+        for value in audio_roots:
+            paths = [value] if value is None or isinstance(value, (str, Path)) else value
+            numbers.append(tuple(range(len(roots), len(roots) + len(paths))))
+            roots += [AudioRoot.of(path) for path in paths]
+        return cls(tuple(roots), tuple(numbers))
 
     def check(self) -> None:
-        """Raise ConfigError where a folder is not there."""
+        """Raise ConfigError where a folder is not there, or one of a source lies within another of it."""
         for root in self.roots:
             root.check()
+        for numbers in self.numbers:
+            for one, other in itertools.permutations(numbers, 2):
+                outer, inner = self.roots[one], self.roots[other]
+                if Path(inner.real).is_relative_to(outer.real):
+                    raise ConfigError(
+                        f"the audio root {inner.path} lies within {outer.path}; name the outer one only",
+                        code="bad_config_value",
+                    )
 
-    def first_equal(self, source: int) -> int:
-        """Return the first source with the same folder, so that one file is one file in whichever manifest it is."""
-        return next(number for number, root in enumerate(self.roots) if root.real == self.roots[source].real)
+    def place(self, source: int, audio_filepath: str) -> tuple[int, str]:
+        """Return the root of a record's audio, by its number, and the normalised path below it, links left as they are.
+
+        A relative path is below the first root of the source that has such a file. Of equal roots the first one is
+        returned, so that one file is one file in whichever source it is.
+
+        Raises:
+            RejectRecord: ``outside_root``, as ``normalise_path``, and where a symbolic link leads out.
+        """
+        numbers = self.numbers[source]
+        relative = normalise_path(audio_filepath, [name for number in numbers for name in self.roots[number].names])
+        number = numbers[0]
+        if audio_filepath.startswith("/"):
+            path = PurePosixPath(audio_filepath)
+            number = next(n for n in numbers if any(path.is_relative_to(name) for name in self.roots[n].names))
+        elif self.roots[number].absolute_only:
+            raise RejectRecord("outside_root", "the audio path is relative, and its source has audio_root: null")
+        elif len(numbers) > 1:
+            number = next((n for n in numbers if (self.roots[n].path / relative).exists()), number)
+        self.roots[number].locate(relative)
+        return self._first_equal(number), relative
+
+    def _first_equal(self, number: int) -> int:
+        return next(n for n, root in enumerate(self.roots) if root.real == self.roots[number].real)
 
     def locate(self, segment: Segment) -> Path:
         """Return where the file of a segment lies; raise RejectRecord ``outside_root`` where a link leads out."""
-        return self.roots[segment.source].locate(segment.audio_filepath)
+        return self.roots[segment.root].locate(segment.audio_filepath)
 
     def real_path(self, segment: Segment) -> str:
         """Return the path of a segment's file with links resolved: the same for one file, however it is named."""
-        return os.path.realpath(self.roots[segment.source].path / segment.audio_filepath)
+        return os.path.realpath(self.roots[segment.root].path / segment.audio_filepath)

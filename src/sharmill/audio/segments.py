@@ -99,9 +99,9 @@ class SegmentReader:
         """
         location = location or self.locate(segment)
         if location.is_whole_file:
-            samples, rate = read(location.path)
+            samples, rate = read(location.path, channel=segment.channel)
         else:
-            samples, rate = read(location.path, location.start, location.num_samples)
+            samples, rate = read(location.path, location.start, location.num_samples, segment.channel)
         return self._check(segment, location, samples, rate, _checksum(segment, location, samples))
 
     def read_file(self, segment: Segment, location: Location) -> tuple[bytes, SegmentAudio]:

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from sharmill.audio.files import AudioInfo, probe
+from sharmill.audio.files import AudioInfo, choose_channel, probe
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import PrepareConfig
 from sharmill.errors import RejectRecord
-from sharmill.manifest import OWN_KEYS, TYPED_KEYS, AudioNotes, Utterance, parse_speaker_tag, recording_id, segment_id
+from sharmill.manifest import (
+    DURATION_FROM_HEADER,
+    OWN_KEYS,
+    TYPED_KEYS,
+    AudioNotes,
+    Channel,
+    SpeakerTag,
+    Utterance,
+    recording_id,
+    segment_id,
+    transcript_of,
+)
+from sharmill.match.speaker_key import SpeakerKey, needs_speaker
 from sharmill.prepare.filters import Filter
 from sharmill.prepare.stats import MAX_SECONDS
+from sharmill.shar.lhotse_json import plain_value
+from sharmill.shar.reading.safety import find_forbidden
+from sharmill.sources.speakers import SpeakerRule
 
 _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, "_skipme"}
-_REQUIRED = ("audio_filepath", "duration", "speaker")
 # Where the interpreter's own limit lies depends on the caller, so it would not be the same in every executor.
 _MAX_DEPTH = 100
 # A record this large is none, and would be carried through all stages and into the dataset.
@@ -27,7 +41,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "audio_filepath": (str,),
     "duration": (int, float),
     "offset": (int, float),
-    "speaker": (str,),
+    "speaker": (str, int),
     "text": (str,),
     "normalized_text": (str,),
 }
@@ -35,43 +49,82 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class RecordCheck:
-    """Turns a raw record of source number ``source`` into an Utterance, or rejects it."""
+    """Turns a raw record of source number ``source`` into an Utterance, or rejects it.
+
+    ``speakers`` and ``channels`` are the rules of the sources for speaker tags, and the channels that they ask for.
+    """
 
     config: PrepareConfig
     filters: list[Filter]
     roots: AudioRoots
-    group_key: Callable[[str, str], str]
+    speakers: Sequence[SpeakerRule]
+    channels: Sequence[Channel]
+    group_key: SpeakerKey
 
     def __call__(self, record: dict[str, Any], source: int) -> Utterance:
         """Return the utterance of a record; raise RejectRecord with the first reason found, cheap checks first."""
-        if record.get("_skipme"):
-            raise RejectRecord("skipped", "the record is marked with _skipme")
+        if mark := record.get("_skipme"):
+            reason = f": {mark[:200]}" if isinstance(mark, str) else ""
+            raise RejectRecord("skipped", f"the record is marked with _skipme{reason}")
         _check_fields(record)
-        path = self.roots[source].relative(record["audio_filepath"])
-        tag = parse_speaker_tag(record["speaker"])
+        root, path = self.roots.place(source, record["audio_filepath"])
+        tag = self._tag(record, path, source)
         self.group_key(path, tag.speaker)
         text = self._text(record)
         for condition in self.filters:
             condition.check(record)
-        self._check_duration(_seconds(record, "duration"))
-        file = self.roots[source].path / path
+        offset, duration = _seconds(record, "offset"), _seconds(record, "duration")
+        no_duration = record.get("duration") is None
+        if not no_duration:
+            self._check_duration(duration)
+        file = self.roots.roots[root].path / path
         info = probe(file)
-        _check_channels(info)
-        self._check_header(record, info)
+        channel = self._channel(record, source, info)
+        if no_duration:
+            duration = info.num_samples / info.sampling_rate - offset
+            if duration > 0:
+                self._check_duration(duration)
+        self._check_header(record, offset, duration, info)
         status = file.stat()
-        notes = AudioNotes(status.st_size, status.st_mtime_ns)
-        return self._utterance(record, path, text, str(tag), source, notes)
+        recording = recording_id(path, channel)
+        return Utterance(
+            audio_filepath=path,
+            offset=offset,
+            duration=duration,
+            text=text,
+            speaker=str(tag),
+            custom=_further_keys(record, channel, no_duration),
+            root=root,
+            whole_file=record.get("offset") is None,
+            recording_id=recording,
+            cut_id=segment_id(recording, offset, duration),
+            notes=AudioNotes(status.st_size, status.st_mtime_ns),
+            channel=channel,
+        )
+
+    def _tag(self, record: dict[str, Any], path: str, source: int) -> SpeakerTag:
+        rule = self.speakers[source]
+        tag = rule.make_tag(record, path)
+        if tag is None and needs_speaker(self.group_key):
+            raise RejectRecord(
+                "missing_field",
+                "the record has no speaker, of which speaker_key makes groups; give its source a speaker template, "
+                "or choose a speaker_key of the path",
+            )
+        return tag or rule.without_speaker(record)
 
     def _text(self, record: dict[str, Any]) -> str:
-        for key in ("text", "normalized_text"):
-            if (record.get(key) or "").strip():
-                return record[key]
-        if self.config.require_text:
-            remedy = "prepare.require_text=false keeps such records"
+        text = transcript_of(record)
+        if not text and self.config.require_text:
             if record.get("text") is None:
-                raise RejectRecord("missing_field", f"the record has neither text nor normalized_text; {remedy}")
-            raise RejectRecord("empty_text", f"text is empty, and so is normalized_text; {remedy}")
-        return ""
+                raise RejectRecord("missing_field", "the record has neither text nor normalized_text")
+            raise RejectRecord("empty_text", "text is empty, and so is normalized_text")
+        return text
+
+    def _channel(self, record: dict[str, Any], source: int, info: AudioInfo) -> Channel:
+        """Return the channel to read; of mono audio the key ``channel`` of a record is a key like any other."""
+        own = record.get("channel") if info.channels > 1 else None
+        return choose_channel(self.channels[source] if own is None else own, info.channels)
 
     def _check_duration(self, duration: float) -> None:
         shortest, longest = self.config.min_duration, self.config.max_duration
@@ -80,10 +133,9 @@ class RecordCheck:
         if longest is not None and duration > longest:
             raise RejectRecord("too_long", f"{duration:g} s is more than prepare.max_duration={longest:g}")
 
-    def _check_header(self, record: dict[str, Any], info: AudioInfo) -> None:
+    def _check_header(self, record: dict[str, Any], offset: float, duration: float, info: AudioInfo) -> None:
         """Compare with the header: a record without offset has the duration of the file, a segment lies inside it."""
         seconds = info.num_samples / info.sampling_rate
-        offset, duration = _seconds(record, "offset"), _seconds(record, "duration")
         tolerance = self.config.duration_tolerance
         if record.get("offset") is None:
             if abs(duration - seconds) > tolerance:
@@ -98,28 +150,21 @@ class RecordCheck:
         elif offset >= seconds:
             raise RejectRecord("duration_mismatch", f"the segment begins after the end of the audio, {seconds:g} s")
 
-    def _utterance(
-        self, record: dict[str, Any], path: str, text: str, speaker: str, source: int, notes: AudioNotes
-    ) -> Utterance:
-        custom = {key: value for key, value in record.items() if key not in _NOT_CUSTOM}
-        if not (custom.get("normalized_text") or "").strip():
-            # Training code takes it for the text wherever it is there at all.
-            custom.pop("normalized_text", None)
-        recording = recording_id(path)
-        offset, duration = _seconds(record, "offset"), _seconds(record, "duration")
-        return Utterance(
-            audio_filepath=path,
-            offset=offset,
-            duration=duration,
-            text=text,
-            speaker=speaker,
-            custom=custom,
-            source=self.roots.first_equal(source),
-            whole_file=record.get("offset") is None,
-            recording_id=recording,
-            cut_id=segment_id(recording, offset, duration),
-            notes=notes,
-        )
+
+def _further_keys(record: dict[str, Any], channel: Channel, no_duration: bool) -> dict[str, Any]:
+    """Return the keys of a record that have no attribute, with the channel that was chosen and the note on duration."""
+    custom = {key: value for key, value in record.items() if key not in _NOT_CUSTOM}
+    if not (custom.get("normalized_text") or "").strip():
+        # Training code takes it for the text wherever it is there at all.
+        custom.pop("normalized_text", None)
+    for key, value in custom.items():
+        if isinstance(value, (dict, list)) and (forbidden := find_forbidden(plain_value(value))):
+            raise RejectRecord("malformed", f"{key[:40]!r} has {forbidden[:100]}, which no dataset may have")
+    if channel is not None:
+        custom["channel"] = channel
+    if no_duration:
+        custom[DURATION_FROM_HEADER] = True
+    return custom
 
 
 def parse_record(line: bytes) -> dict[str, Any]:
@@ -154,9 +199,8 @@ def _is_deeper(value: Any, limit: int) -> bool:
 
 
 def _check_fields(record: dict[str, Any]) -> None:
-    for key in _REQUIRED:
-        if record.get(key) is None:
-            raise RejectRecord("missing_field", f"the record has no {key}")
+    if record.get("audio_filepath") is None:
+        raise RejectRecord("missing_field", "the record has no audio_filepath")
     for key, types in _TYPES.items():
         value = record.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, types)):
@@ -174,8 +218,3 @@ def _seconds(record: dict[str, Any], key: str) -> float:
         return float(record.get(key) or 0.0)
     except OverflowError:
         return math.inf
-
-
-def _check_channels(info: AudioInfo) -> None:
-    if info.channels != 1:
-        raise RejectRecord("unsupported_channels", f"the audio has {info.channels} channels; only mono is supported")

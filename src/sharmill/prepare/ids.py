@@ -13,7 +13,7 @@ HASH_FIELDS = np.dtype([("segment", "u8"), ("file", "u8"), ("recording", "u8"), 
 
 
 def hash_utterance(utterance: Utterance) -> tuple[int, int, int, int]:
-    """Return hashes of the exact segment, of its file, and of the two ids, for ``find_suspects``."""
+    """Return hashes of the exact segment, of its file and channel, and of the two ids, for ``find_suspects``."""
     file = _file_text(utterance)
     return (
         _hash(_segment_text(utterance)),
@@ -77,7 +77,8 @@ class IdKeeper:
 
 
 def _file_text(utterance: Utterance) -> str:
-    return f"{utterance.source}/{utterance.audio_filepath}"
+    channel = "" if utterance.channel is None else f"\n{utterance.channel}"
+    return f"{utterance.root}/{utterance.audio_filepath}{channel}"
 
 
 def _segment_text(utterance: Utterance) -> str:

@@ -13,11 +13,10 @@ import numpy as np
 
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config
-from sharmill.engine.identity import identify_folder
+from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.engine.versions import versions
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Reject, Utterance, write_lines
 from sharmill.match.speaker_key import make_speaker_key
@@ -33,7 +32,7 @@ from sharmill.prepare.ids import (
     repeated_segments,
 )
 from sharmill.prepare.stats import HoursTable
-from sharmill.sources import Source
+from sharmill.sources import Source, Unreadable
 from sharmill.storage import Staging, open_atomic, remove_tree, write_atomic
 
 
@@ -54,15 +53,15 @@ class PrepareStage(Stage):
         return {
             "prepare": dataclasses.asdict(self.config.prepare),
             "speaker_key": self.config.speaker_key,
-            "sources": [self._identify(values) for values in dataclasses.asdict(self.config)["sources"]],
-            # Of the files' paths only the order counts: they may have been moved, with the project or alone.
-            "input": [list(source.identity().values()) for source in self._sources],
+            "sources": [self._identify(source) for source in self._sources],
+            "input": [source.identity() for source in self._sources],
             "versions": versions(),
         }
 
-    def _identify(self, source: dict[str, Any]) -> dict[str, Any]:
-        values = source | {"audio_root": identify_folder(Path(source["audio_root"]), self.run_dir.path)}
-        return values | {"manifest": Path(source["manifest"]).name} if "manifest" in source else values
+    def _identify(self, source: Source) -> dict[str, Any]:
+        roots = AudioRoots.of([source.audio_root]).roots
+        folders = [identify_folder(root.path, self.run_dir.path) for root in roots]
+        return source.settings() | {"audio_root": folders[0] if len(folders) == 1 else folders}
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         index = 0
@@ -101,16 +100,18 @@ class PrepareStage(Stage):
         return [prepared_manifest(self.config), self.run_dir.stats]
 
     def discard(self) -> None:
-        for product in self.products():
-            remove_tree(product)
+        for path in (*self.products(), self._duplicates):
+            remove_tree(path)
 
     def _make_check(self) -> RecordCheck:
-        roots = AudioRoots.of(source.audio_root for source in self.config.sources)
+        roots = AudioRoots.of(source.audio_root for source in self._sources)
         roots.check()
         return RecordCheck(
             config=self.config.prepare,
             filters=parse_filters(self.config.prepare.filters),
             roots=roots,
+            speakers=[source.speaker_rule(self.config.name) for source in self._sources],
+            channels=[source.default_channel() for source in self._sources],
             group_key=make_speaker_key(self.config.speaker_key),
         )
 
@@ -164,16 +165,18 @@ class PrepareProcessor(Processor):
         rejects: list[Reject] = []
         hours = HoursTable()
         for line in self._sources[number].read(unit.params["piece"]):
-            record: Any = line.decode("utf-8", "replace")
+            record: Any = line.record if isinstance(line, Unreadable) else line.decode("utf-8", "replace")
             try:
+                if isinstance(line, Unreadable):
+                    raise RejectRecord(line.reason, line.detail)
                 record = parse_record(line)
                 utterance = self._check(record, number)
             except RejectRecord as reject:
-                rejects.append(Reject(PrepareStage.kind, reject.reason, reject.detail, record))
+                rejects.append(Reject(PrepareStage.kind, reject.reason, reject.detail, record, number))
                 hours.count_rejected(record)
             else:
                 kept.append(utterance)
-                hours.count_kept(utterance)
+                hours.count_kept(utterance, self._check.speakers[number].origin(record))
             advance(1.0)
         part = f"parts/{unit.index:06d}"
         write_lines(staging.path(f"{part}.jsonl"), (utterance.to_json() for utterance in kept))

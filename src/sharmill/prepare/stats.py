@@ -8,9 +8,11 @@ import msgspec
 
 from sharmill.engine.unit import Totals
 from sharmill.errors import RejectRecord
-from sharmill.manifest import Utterance, parse_speaker_tag
+from sharmill.manifest import DURATION_FROM_HEADER, Utterance, parse_speaker_tag
 
 _DIMENSIONS = ("dataset", "language", "speaker")
+# What records that passed their own checks have from elsewhere, duplicates included.
+_ORIGINS = ("tag", "duration")
 _UNKNOWN = "(unknown)"
 # 31 years: what claims to be longer is no duration, and must not swamp the sums.
 MAX_SECONDS = 1e9
@@ -40,13 +42,17 @@ class _Cell(msgspec.Struct):
 
 
 class HoursTable:
-    """Counts of records and seconds; tables of parts add up."""
+    """Counts of records and seconds, and of what speaker tags and durations were made of; tables of parts add up."""
 
     def __init__(self, cells: dict[str, dict[str, _Cell]] | None = None) -> None:
-        self._cells = cells or {dimension: {} for dimension in ("total", *_DIMENSIONS)}
+        self._cells = cells or {dimension: {} for dimension in ("total", *_DIMENSIONS, *_ORIGINS)}
 
-    def count_kept(self, utterance: Utterance) -> None:
+    def count_kept(self, utterance: Utterance, tag_from: str) -> None:
+        """Count a record that passed the checks; ``tag_from`` is what its speaker tag was made of."""
         seconds = utterance.duration
+        duration_from = "header" if utterance.custom.get(DURATION_FROM_HEADER) else "record"
+        for dimension, value in zip(_ORIGINS, (tag_from, duration_from), strict=True):
+            self._cells[dimension].setdefault(value, _Cell()).add(_Cell(records_in=1))
         self._count(utterance.speaker, _Cell(records_in=1, records_out=1, seconds_in=seconds, seconds_out=seconds))
 
     def count_rejected(self, record: Any) -> None:
@@ -75,7 +81,11 @@ class HoursTable:
             f"by_{dimension}": {value: cell.report() for value, cell in sorted(self._cells[dimension].items())}
             for dimension in _DIMENSIONS
         }
-        return {**total, "rejects": dict(sorted(totals.rejects.items())), **by}
+        origins = {
+            f"{dimension}_from": {value: cell.records_in for value, cell in sorted(self._cells[dimension].items())}
+            for dimension in _ORIGINS
+        }
+        return {**total, "rejects": dict(sorted(totals.rejects.items())), **origins, **by}
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self._cells)

@@ -1,0 +1,173 @@
+"""Sources of files: the paths that stand for several of them, and the check that a file can be read at all.
+
+In a path, ranges name numbered shards, ``*`` and ``?`` find files, and ``~`` is the home folder.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from sharmill.errors import ConfigError
+from sharmill.sources import SpeechSource, name_paths
+from sharmill.storage import checksum
+
+_RANGE: Final = re.compile(
+    r"\{(\d+)\.\.(\d+)\}|\((\d+)\.\.(\d+)\)|\[(\d+)\.\.(\d+)\]|<(\d+)\.\.(\d+)>|_OP_(\d+)\.\.(\d+)_CL_"
+)
+_MAX_FILES: Final = 1_000_000
+_COMPRESSED: Final = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource(SpeechSource):
+    """A source of files that one key names; a subclass has this key, checks the files and reads them."""
+
+    files_key: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self._patterns or any(not pattern.strip() for pattern in self._patterns):
+            raise ValueError(f"{self.files_key} must not be empty")
+
+    @property
+    def _patterns(self) -> list[str]:
+        value = getattr(self, self.files_key)
+        return value if isinstance(value, list) else [value]
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The files that the key names, in order."""
+        return find_files(self._patterns)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the size and checksum of every file, by its number and name; also prove that each can be read."""
+        self.check()
+        # Without folders: the files may be moved, with the project or alone.
+        return {
+            f"{number} {file.name}": [file.stat().st_size, checksum(file)] for number, file in enumerate(self.files)
+        }
+
+    def stem(self) -> str | None:
+        """Return the name of the only file without its suffix; None where there may be several."""
+        value = getattr(self, self.files_key)
+        return None if isinstance(value, list) or names_several(value) else Path(value).stem
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keys other than ``audio_root``; of files their names only."""
+        names = [Path(pattern).name for pattern in self._patterns]
+        is_list = isinstance(getattr(self, self.files_key), list)
+        return super().settings() | {self.files_key: names if is_list else names[0]}
+
+    def paths(self) -> dict[str, str]:
+        """Return the keys that are paths, and the paths."""
+        return name_paths(self.files_key, getattr(self, self.files_key)) | super().paths()
+
+
+def find_files(patterns: Iterable[str]) -> list[Path]:
+    """Return the files that patterns stand for: in their order, those found by ``*`` and ``?`` sorted by name.
+
+    Raises:
+        ConfigError: a range runs backwards, there are too many files, or ``*`` and ``?`` find none.
+    """
+    return [Path(name) for pattern in patterns for name in _expand(pattern)]
+
+
+def names_several(pattern: str) -> bool:
+    """Return True if a path is a pattern that may stand for several files."""
+    return bool(_RANGE.search(pattern)) or "*" in pattern or "?" in pattern
+
+
+def _expand(pattern: str) -> list[str]:
+    return [name for shard in expand_shards(os.path.expanduser(pattern)) for name in _find(shard)]  # noqa: PTH111
+
+
+def _find(name: str) -> list[str]:
+    # A file may be called like a pattern.
+    if not ("*" in name or "?" in name) or os.path.lexists(name):
+        return [name]
+    found = sorted(glob.glob(name.replace("[", "[[]"), recursive=True))  # noqa: PTH207
+    if not found:
+        raise ConfigError(
+            f"{name} finds no files from {Path.cwd()}; correct the path, or put files there", code="missing_input"
+        )
+    return found
+
+
+def expand_shards(pattern: str) -> list[str]:
+    """Return the names of ranges ``{a..b}``, ``(a..b)``, ``[a..b]``, ``<a..b>`` and ``_OP_a..b_CL_`` in a pattern.
+
+    >>> expand_shards("m__OP_8..10_CL_.json")
+    ['m_8.json', 'm_9.json', 'm_10.json']
+
+    Raises:
+        ConfigError: a range runs backwards, or together they name too many files.
+    """
+    ranges, texts, position = [], [], 0
+    for match in _RANGE.finditer(pattern):
+        first, last = (text for text in match.groups() if text is not None)
+        if int(last) < int(first):
+            raise ConfigError(
+                f"the range {match[0]} in {pattern} runs backwards; write the lower number first",
+                code="bad_config_value",
+            )
+        ranges.append((range(int(first), int(last) + 1), len(first)))
+        texts.append(pattern[position : match.start()])
+        position = match.end()
+    # len() of a range is limited to what an index can be.
+    count = math.prod(numbers.stop - numbers.start for numbers, _ in ranges)
+    if count > _MAX_FILES:
+        raise ConfigError(
+            f"the ranges in {pattern} name {count:,} files, more than {_MAX_FILES:,}", code="bad_config_value"
+        )
+    choices = [[f"{text}{number:0{width}d}" for number in numbers]
+               for text, (numbers, width) in zip(texts, ranges, strict=True)]  # fmt: skip
+    return ["".join(chosen) + pattern[position:] for chosen in itertools.product(*choices)]
+
+
+def read_ends(path: Path, kind: str) -> tuple[bytes, bytes]:
+    """Return the first 64 KiB and the last MiB of a file; ``kind`` is the key of the source that names it.
+
+    Raises:
+        ConfigError: it is missing, no regular file, empty or compressed.
+    """
+    try:
+        # Before opening: a FIFO would wait for its writer.
+        if path.is_dir():
+            raise bad_file(path, kind, f"is a folder; name the {kind} file in it")
+        if path.exists() and not path.is_file():
+            raise bad_file(path, kind, "is not a regular file; copy its content into one")
+        with path.open("rb") as stream:
+            head = stream.read(1 << 16)
+            stream.seek(max(0, path.stat().st_size - (1 << 20)))
+            tail = stream.read()
+    except OSError as error:
+        where = "" if path.is_absolute() else f"the path is relative to {Path.cwd()}; run from its folder, or "
+        raise ConfigError(
+            f"cannot read the {kind} {path}: {error.strerror}; {where}correct {kind} in sources", code="missing_input"
+        ) from error
+    if not head.strip():
+        raise bad_file(path, kind, "is empty")
+    for magic, name in _COMPRESSED.items():
+        if head.startswith(magic):
+            raise bad_file(path, kind, f"is compressed ({name}); unpack it, and name the unpacked file")
+    return head, tail
+
+
+def bad_file(path: Path, kind: str, sentence: str) -> ConfigError:
+    """Return the error about a file that cannot be what its source takes it for."""
+    return ConfigError(f"the {kind} {path} {sentence}", code="bad_manifest")

@@ -1,0 +1,166 @@
+"""Folders: every audio file below the audio root is a record, with the text of a file of the same name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import xxhash
+
+from sharmill.errors import ConfigError
+from sharmill.sources import Piece, SpeechSource, Unreadable, check_encoding
+
+# A text is read as a whole; a larger one is none of an utterance.
+_MAX_TEXT_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderSource(SpeechSource):
+    """Records of a folder of audio, with texts in files beside it or at the same place below another folder."""
+
+    type: str = "folder"
+    audio_suffixes: list[str] = field(
+        default_factory=lambda: [".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif", ".sph", ".au"]
+    )
+    """Ends of the names of audio files, whatever their case; the longest that fits is taken off, as ``_mic1.flac``."""
+    text_suffixes: list[str] = field(default_factory=lambda: [".txt", ".lab", ".normalized.txt"])
+    """Ends of the names of texts, in the place of that of the audio; the first file that is there counts."""
+    text_root: str | None = None
+    """Folder of the texts, where they do not lie beside the audio; ``null`` is ``audio_root``."""
+    encoding: str = "utf-8"
+    """Encoding of the texts, such as ``latin-1``. A text that cannot be decoded is rejected as ``malformed``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.audio_root, str):
+            raise ValueError("audio_root of a folder must be one folder; name several as sources of their own")
+        if not all(self.audio_suffixes) or not self.audio_suffixes:
+            raise ValueError("audio_suffixes must not be empty")
+        check_encoding(self.encoding)
+
+    def check(self) -> None:
+        """Raise ConfigError where the folder of texts is not there, or there is no audio."""
+        if self.text_root is not None and not self._texts.is_dir():
+            raise ConfigError(f"there is no folder {self._texts}; correct text_root in sources", code="missing_input")
+        if self._root.is_dir() and not any(names for _, names in self._folders()):
+            raise ConfigError(
+                f"there is no audio below {self._root} whose name ends in {', '.join(self.audio_suffixes)}; correct "
+                "audio_root or audio_suffixes in sources",
+                code="missing_input",
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """Return the number of audio files, and a checksum of the paths and sizes of audio and texts."""
+        self.check()
+        digest, count = xxhash.xxh3_64(), 0
+        for folder, names in self._folders():
+            for name in names:
+                text = self._text_of(folder, name)
+                path = self._root / folder / name
+                told = [_to_text(f"{folder}/{name}"), path.lstat().st_size]
+                told += [text.suffix, text.stat().st_size] if text else []
+                digest.update(msgspec.json.encode(told))
+                count += 1
+        return {"files": [count, digest.hexdigest()]}
+
+    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
+        """Yield runs of files, each found again by the folders that they are in and their place there."""
+        spans: list[list[Any]] = []
+        count = 0
+        for folder, names in self._folders():
+            begin = 0
+            while begin < len(names):
+                end = min(len(names), begin + records_per_piece - count)
+                spans.append([_to_text(folder), begin, end])
+                count, begin = count + end - begin, end
+                if count == records_per_piece:
+                    yield Piece(count, {"spans": spans})
+                    spans, count = [], 0
+        if spans:
+            yield Piece(count, {"spans": spans})
+
+    def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
+        """Yield the records of the files of a piece."""
+        for text, begin, end in piece["spans"]:
+            folder = os.fsdecode(text.encode("latin-1"))
+            for name in _list_audio(self._root / folder, tuple(self.audio_suffixes))[0][begin:end]:
+                yield self._record(folder, name)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keys other than the folders."""
+        return {key: value for key, value in super().settings().items() if key != "text_root"}
+
+    def paths(self) -> dict[str, str]:
+        """Return the keys that are paths, and the paths."""
+        return super().paths() | ({} if self.text_root is None else {"text_root": str(self._texts)})
+
+    @property
+    def _root(self) -> Path:
+        return Path(os.path.expanduser(str(self.audio_root)))  # noqa: PTH111
+
+    @property
+    def _texts(self) -> Path:
+        return self._root if self.text_root is None else Path(os.path.expanduser(self.text_root))  # noqa: PTH111
+
+    def _folders(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield each folder below the root with the names of its audio files, both sorted; one folder is in memory."""
+        left = [""]
+        while left:
+            folder = left.pop()
+            names, folders = _list_audio(self._root / folder, tuple(self.audio_suffixes))
+            if names:
+                yield folder, names
+            left += [os.path.join(folder, name) for name in reversed(folders)]  # noqa: PTH118
+
+    def _text_of(self, folder: str, name: str) -> Path | None:
+        """Return the file of the text of an audio file; None where there is none."""
+        ends = [suffix for suffix in self.audio_suffixes if name.lower().endswith(suffix.lower())]
+        stem = name[: -len(max(ends, key=len))]
+        paths = (self._texts / folder / f"{stem}{suffix}" for suffix in self.text_suffixes)
+        return next((path for path in paths if path.is_file()), None)
+
+    def _record(self, folder: str, name: str) -> bytes | Unreadable:
+        path = os.path.join(folder, name)  # noqa: PTH118
+        shown = os.fsencode(path).decode("utf-8", "replace")
+        if shown != path:
+            return Unreadable("malformed", "the name of the file is not UTF-8", shown)
+        record = {"audio_filepath": path}
+        text = self._text_of(folder, name)
+        if text is not None:
+            try:
+                with text.open("rb") as stream:
+                    data = stream.read(_MAX_TEXT_BYTES + 1)
+                if len(data) > _MAX_TEXT_BYTES:
+                    return Unreadable("malformed", f"the text {text.name} has more than 1 MiB", path)
+                record["text"] = data.decode(self.encoding).removeprefix("\ufeff").strip()
+            except PermissionError:
+                return Unreadable("malformed", f"this user may not read the text {text.name}", path)
+            except UnicodeDecodeError:
+                return Unreadable(
+                    "malformed", f"the text {text.name} is not {self.encoding}; set encoding of the source", path
+                )
+        return msgspec.json.encode(record)
+
+
+def _to_text(path: str) -> str:
+    """Return a path as a text that JSON can have, also one that is not UTF-8."""
+    return os.fsencode(path).decode("latin-1")
+
+
+def _list_audio(folder: Path, suffixes: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Return the names of the audio files and of the folders in a folder, sorted, without hidden ones."""
+    ends = tuple(suffix.lower() for suffix in suffixes)
+    names, folders = [], []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+            elif entry.name.lower().endswith(ends):
+                names.append(entry.name)
+    return sorted(names), sorted(folders)

@@ -1,0 +1,191 @@
+"""Speech from where it lies, through the real stages to a validated dataset."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from support.paths import DATA
+from support.pipelines import digest
+from support.shar import run, voice
+
+from sharmill.config import to_config
+from sharmill.engine.listener import Listener
+from sharmill.engine.rundir import RunDir
+from sharmill.pipeline import run_dataset
+from sharmill.shar import open_shar
+from sharmill.validate.accounts import ExpectedRecords
+from sharmill.validate.stage import ValidateStage
+
+STAGES = ["prepare", "match", "write", "validate"]
+
+real_speech = pytest.mark.skipif(
+    not DATA.is_dir(), reason="needs real speech in ../shared/data, which is not in the repository"
+)
+
+
+def check(project, config, folder):
+    """The findings of a deep check against the sources of a configuration."""
+    against = ExpectedRecords(sources=tuple(config.sources), rejects=(str(project.run_dir / "prepare/rejects.jsonl"),))
+    stage = ValidateStage(project.dataset, RunDir(folder), deep=True, against=against)
+    assert run(stage).ok
+    return list(stage.findings())
+
+
+def test_channels_of_one_file(project, tmp_path):
+    left, right = voice(2.0, pitch=150, seed=1), voice(2.0, pitch=250, seed=2)
+    stereo = np.stack([left, right], axis=1)
+    for number, channel in enumerate([0, 1, "downmix", None]):
+        project.add("call.wav", stereo if number == 0 else None, duration=2.0, channel=channel)
+    project.add("call.wav", duration=1.0, offset=0.5, channel=1)
+    config = project.write(write={"order": "manifest"}, match={"min_duration": 0.0})
+    samples = [cut.load_target_audio()[0] for cut in open_shar(project.dataset)]
+    for found, expected in zip(samples, [left, right, stereo.mean(axis=1), right[8000:24000]], strict=True):
+        np.testing.assert_allclose(found, expected, atol=2**-15)
+    np.testing.assert_array_equal(samples[0], left)
+    cuts = list(open_shar(project.dataset, []))
+    assert [cut.supervisions[0].custom["context_audio_channel"] for cut in cuts] == [1, "downmix", 1, 0]
+    assert len({cut.id for cut in cuts}) == len({cut.supervisions[0].recording_id for cut in cuts}) + 1 == 4
+    assert [reject["reason"] for reject in project.rejects("prepare")] == ["unsupported_channels"]
+    assert check(project, config, tmp_path / "check") == []
+
+
+def test_records_without_duration_in_several_trees(project, tmp_path):
+    roots = [tmp_path / "one", tmp_path / "two"]
+    for number, root in enumerate(roots):
+        project.root = root
+        project.add(str(root / f"{number}.wav"), voice(1.0 + number, seed=number), duration=None)
+    project.add("1.wav", duration=None, offset=0.5)
+    project.add("/elsewhere/a.wav", duration=None)
+    project.add("none.wav", duration=None)
+    source = {"manifest": str(project.folder / "small.json"), "audio_root": [str(root) for root in roots]}
+    for name, sources in (("list", [source]), ("null", [source | {"audio_root": None}])):
+        project.run_dir, project.dataset = tmp_path / name / "run", tmp_path / name / "dataset"
+        config = project.write([1, 0, 0], match={"min_duration": 0.0}, sources=sources)
+        assert check(project, config, tmp_path / name / "check") == []
+        cuts = list(open_shar(project.dataset, []))
+        assert len(cuts) == (3 if name == "list" else 2)
+        paths = {cut.supervisions[0].custom["audio_filepath"] for cut in cuts}
+        assert not any(path.startswith("/") for path in paths)
+        assert paths == (
+            {"0.wav", "1.wav"} if name == "list" else {f"{root}/{n}.wav"[1:] for n, root in enumerate(roots)}
+        )
+
+
+def build(folder, source, **changes):
+    """The files of the validated dataset of one source."""
+    values = {
+        "name": "real",
+        "run_dir": str(folder / "run"),
+        "dataset_dir": str(folder / "dataset"),
+        "sources": [source],
+        "write": {"shard_size": 30},
+        "encode": {"codecs": []},
+        "validate": {"deep": True, "against_sources": True},
+        "executor": {"workers": 1},
+    }
+    result = run_dataset(to_config(values | changes, "test"), Listener(), stages=STAGES)
+    assert result.ok
+    assert result.num_errors == 0
+    return digest(folder / "dataset")
+
+
+def records_of(name):
+    return [json.loads(line) for line in (DATA / name / "manifest.json").read_text().splitlines()]
+
+
+@real_speech
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_nemos_documented_line_makes_the_same_dataset_as_speaker_tags(tmp_path):
+    audio = str(DATA / "librispeech_10x10/audio")
+    plain = build(tmp_path / "plain", {"manifest": str(DATA / "librispeech_10x10/manifest.json"), "audio_root": audio})
+    lines = [
+        json.dumps(
+            {"audio_filepath": f"{audio}/{record['audio_filepath']}"} | {k: record[k] for k in ("text", "duration")}
+        )
+        for record in records_of("librispeech_10x10")
+    ]
+    for shard in range(2):
+        (tmp_path / f"manifest_{shard}.json").write_text("".join(line + "\n" for line in lines[shard * 50 :][:50]))
+    source = {"manifest": str(tmp_path / "manifest__OP_0..1_CL_.json"), "audio_root": audio, "speaker": "{path[0]}",
+              "language": "en", "dataset": "LibriSpeech"}  # fmt: skip
+    assert build(tmp_path / "documented", source) == plain
+
+
+@real_speech
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_tables_and_folders_make_the_dataset_of_the_manifest(tmp_path):
+    """LJSpeech as its CSV, as F5-TTS wants it, and as a folder with texts; quotes and commas are in its sentences."""
+    audio = DATA / "ljspeech_formats/audio"
+    records = records_of("ljspeech_formats")
+    flac = [record for record in records if record["audio_filepath"].endswith(".flac")]
+    manifest = tmp_path / "plain.json"
+    manifest.write_text("".join(json.dumps(record) + "\n" for record in flac))
+    (tmp_path / "lj.csv").write_text(
+        "".join(f"{r['audio_filepath'][:-5]}|{r['text'].upper()}|{r['text']}\r\n" for r in flac), newline=""
+    )
+    with (tmp_path / "f5.csv").open("w", newline="") as stream:
+        rows = [[str(audio / r["audio_filepath"]), r["text"], r["duration"]] for r in flac]
+        csv.writer(stream).writerows([("audio_file", "text", "duration"), *rows])
+    for record in flac:
+        path = tmp_path / "folder" / record["audio_filepath"]
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes((audio / record["audio_filepath"]).read_bytes())
+        path.with_suffix(".txt").write_text(record["text"] + "\n")
+    tag = {"speaker": "LJ", "language": "en", "dataset": "LJSpeech"}
+    lj = {"type": "table", "table": str(tmp_path / "lj.csv"), "audio_root": str(audio), "delimiter": "|",
+          "quotes": False, "header": ["id", "raw", "text"], "audio": "{id}.flac"}  # fmt: skip
+    f5 = {"type": "table", "table": str(tmp_path / "f5.csv"), "audio_root": str(audio),
+          "columns": {"audio_filepath": "audio_file"}}  # fmt: skip
+    folder = {"type": "folder", "audio_root": str(tmp_path / "folder")}
+    limits = {"match": {"min_duration": 1.0}, "write": {"order": "manifest"}}
+    plain = build(tmp_path / "plain", {"manifest": str(manifest), "audio_root": str(audio)}, **limits)
+    for name, source in (("lj", lj), ("f5", f5), ("tree", folder)):
+        made = build(tmp_path / name, source | tag, **limits)
+        assert contents(tmp_path / name) == contents(tmp_path / "plain")
+        if name == "f5":  # The others have durations of the headers, which are not rounded, and so other ids.
+            assert {file: made[file] for file in made if "audio/" in file} == {
+                file: plain[file] for file in plain if "audio/" in file
+            }
+
+
+def contents(folder):
+    """The texts, speakers and samples of the cuts of a dataset and of their contexts."""
+    return [
+        (
+            cut.supervisions[0].text,
+            cut.supervisions[0].speaker,
+            cut.supervisions[0].custom["context_audio_text"],
+            cut.load_target_audio().tobytes(),
+            cut.load_context_audio().tobytes(),
+        )
+        for cut in open_shar(folder / "dataset")
+    ]
+
+
+@real_speech
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_segments_of_long_recordings_from_a_table(tmp_path):
+    records = records_of("ami_segments")
+    audio = str(DATA / "ami_segments/audio")
+    with (tmp_path / "segments.tsv").open("w", newline="") as stream:
+        writer = csv.writer(stream, delimiter="\t")
+        writer.writerow(["meeting", "begin", "duration", "speaker", "text"])
+        for record in records:
+            name = record["speaker"].split("Speaker:")[1].split()[0]
+            writer.writerow([record["audio_filepath"][:-4], record["offset"], record["duration"], name, ""])
+    source = {"type": "table", "table": str(tmp_path / "segments.tsv"), "audio_root": audio, "delimiter": "\t",
+              "columns": {"offset": "begin"}, "audio": "{meeting}.wav", "language": "en", "dataset": "AMI"}  # fmt: skip
+    limits = {"prepare": {"require_text": False}, "match": {"min_duration": 1.0}, "max_reject_fraction": 1.0}
+    plain = build(
+        tmp_path / "plain", {"manifest": str(DATA / "ami_segments/manifest.json"), "audio_root": audio}, **limits
+    )
+    made = build(tmp_path / "table", source, **limits)
+    assert {file for file in plain if "audio/" in file and made[file] != plain[file]} == set()
+    assert len(contents(tmp_path / "table")) > 10
+    assert contents(tmp_path / "table") == contents(tmp_path / "plain")

@@ -26,11 +26,12 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--root", type=Path, help="the folder from which relative paths in configurations are meant")
     parser.add_argument("--restart", action="store_true", help="begin the stages anew")
     parser.add_argument("--redo", type=Path, metavar="FINDINGS.json", help="do the shards again that it names")
+    parser.add_argument("--take-over", action="store_true", help="run where SLURM cannot be asked about submitted jobs")
     options = parser.parse_intermixed_args(arguments)
     try:
         paths, overrides, stages = split_arguments(options.arguments)
         if not stages:
-            raise ConfigError("name a stage, or 'all'")
+            raise ConfigError("name a stage, or 'all'", code="bad_usage")
         configs = [str(Path(path).absolute()) for path in paths]
         redo = [] if options.redo is None else ["--redo", str(options.redo.absolute())]
         if options.root is not None:
@@ -39,9 +40,9 @@ def run(arguments: list[str]) -> int:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     stages = [] if stages == ["all"] else stages
-    restart = ["--restart"] if options.restart else []
+    flags = [flag for flag, given in (("--restart", options.restart), ("--take-over", options.take_over)) if given]
     try:
-        main(["run", *restart, *redo, *configs, *stages, *overrides, "executor.kind=ray"])
+        main(["run", *flags, *redo, *configs, *stages, *overrides, "executor.kind=ray"])
     except SystemExit as end:
         return int(end.code or 0)
     return 0

@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock, Timeout
 from speech_lm import Losses, SpeechLM
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -38,6 +37,7 @@ from train_config import TrainConfig
 from train_data import TEXT_SIZE, codes_sizes, end_readers, make_data
 
 from sharmill.config import load_typed
+from sharmill.engine.locks import FolderLock
 from sharmill.errors import ConfigError
 from sharmill.storage import write_atomic
 
@@ -95,21 +95,17 @@ def alone_in(out_dir: Path, world: World) -> Iterator[None]:
     Raises:
         ConfigError: there is one.
     """
-    lock, taken = FileLock(out_dir / ".lock", timeout=_SECONDS_TO_WAIT_FOR_LOCK), True
-    if world.rank == 0:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire()
-        except Timeout:
-            taken = False
-    if not all(world.gather(taken)):
-        raise ConfigError(
-            f"another training is at work in {out_dir}: wait for it, or use another out_dir", code="locked"
-        )
-    try:
+    refused = ""
+    with ExitStack() as stack:
+        if world.rank == 0:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(FolderLock(out_dir, wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK))
+            except ConfigError as error:
+                refused = str(error)
+        if messages := [message for message in world.gather(refused) if message]:
+            raise ConfigError(f"{messages[0]}, or use another out_dir", code="locked")
         yield
-    finally:
-        lock.release()
 
 
 class Checkpoints:

@@ -1,15 +1,59 @@
-"""Child processes that talk to this one over a pipe: start, send, receive, describe how one ended, end by force."""
+"""Child processes that talk to this one over a pipe: start, send, receive, describe how one ended, end by force.
+
+Also who runs a process, and since when, as Linux tells it.
+"""
 
 from __future__ import annotations
 
+import getpass
 import multiprocessing
+import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
+
+_SAFE_PATH: Final = "PYTHONSAFEPATH"
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Have new Python processes look for modules in the current folder last, if at all: it may be a stranger's dataset.
+
+    They, and all processes that they start, have PYTHONSAFEPATH in their environment.
+    """
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before
+
+
+def user_name() -> str:
+    """Return the name of the user of this process."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"  # without an entry in the list of users, as in containers
+
+
+def state_and_start(pid: int) -> tuple[str, int]:
+    """Return the state of a process as one letter, and the time of its start in clock ticks since the machine's.
+
+    Raises:
+        OSError: there is no such process, or it is hidden from this user.
+    """
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return fields[0].decode(), int(fields[19])
 
 
 class ChildEnded(Exception):
@@ -42,17 +86,23 @@ class ChildProcess:
         self.connection: Connection = pipe[0]
         theirs = pipe[1]
         self._process = context.Process(target=target, args=(theirs, *args), name=name, daemon=daemon)
+        try:
+            with safe_path():
+                self._start()
+        except BaseException:
+            self.connection.close()
+            raise
+        finally:
+            theirs.close()
+
+    def _start(self) -> None:
         # A process inherits blocked signals. The tracker that multiprocessing starts beside it would unblock them.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
-        except BaseException:
-            self.connection.close()
-            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
 
     @property
     def handles(self) -> list[Any]:

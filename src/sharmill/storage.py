@@ -7,13 +7,15 @@ demo publishes its corpus in the same way.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shutil
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
+from socket import gethostname
 from typing import BinaryIO
 from uuid import uuid4
 
@@ -26,6 +28,7 @@ STAGING_NAME = ".sharmill-staging"
 # What ``path_aside`` calls a file until it is published.
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
 PROBE = "probe"
+_REMOVALS = 10
 # Errors that the next unit would meet as well: going on would only fail every unit in turn.
 _STOPPING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
 # Those that only writing can meet: where a stage reads and writes, the others may concern one input file.
@@ -65,11 +68,8 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 def checksum(path: Path) -> str:
     """xxh3-64 of a file's bytes, in hexadecimal."""
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    with path.open("rb", buffering=0) as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_64).hexdigest()
 
 
 def checksum_bytes(data: bytes) -> str:
@@ -101,10 +101,14 @@ def path_aside(path: Path) -> Path:
 
 
 @contextmanager
-def open_atomic(path: Path) -> Iterator[BinaryIO]:
-    """Open a file beside ``path`` for writing and publish it under that name if no error is raised."""
+def open_atomic(path: Path, *, parents: bool = True) -> Iterator[BinaryIO]:
+    """Open a file beside ``path`` for writing and publish it under that name if no error is raised.
+
+    ``parents`` makes the folder where it is missing.
+    """
     with stopping_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
         aside = path_aside(path)
         try:
             with aside.open("wb") as stream:
@@ -117,9 +121,9 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
         fsync_directory(path.parent)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, *, parents: bool = True) -> None:
     """Publish ``data`` as ``path``."""
-    with open_atomic(path) as stream:
+    with open_atomic(path, parents=parents) as stream:
         stream.write(data)
 
 
@@ -147,16 +151,18 @@ class Staging:
     """Folder in which one attempt at one unit writes its files before they are published below ``root``.
 
     It lies on the file system of ``root``, so that publishing is a rename. Each attempt has its own folder: two
-    attempts at one unit do not meet before the rename, and then both bring the same bytes.
+    attempts at one unit do not meet before the rename, and then both bring the same bytes. Parents are never made: the
+    folder of the plan's token, and those of the final files, are there as long as the plan is valid, and are missed
+    (FileNotFoundError) as soon as it is not.
     """
 
-    def __init__(self, root: Path, unit_index: int) -> None:
+    def __init__(self, root: Path, token: str, unit_index: int) -> None:
         self.root = root
-        self.folder = root / STAGING_NAME / f"{unit_index:06d}-{uuid4().hex}"
+        self.folder = token_staging(root, token) / f"{unit_index:06d}-{gethostname()}-{os.getpid()}-{uuid4().hex}"
 
     def __enter__(self) -> Staging:
         with stopping_errors(self.folder):
-            self.folder.mkdir(parents=True)
+            self.folder.mkdir()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -164,9 +170,9 @@ class Staging:
 
     def path(self, name: str) -> Path:
         """Return the path at which to write the file that will be published as ``root / name``."""
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+        for parent in reversed(PurePath(name).parents[:-1]):
+            (self.folder / parent).mkdir(exist_ok=True)
+        return self.folder / name
 
     def publish(self, names: list[str]) -> list[PublishedFile]:
         """Publish the files in the order given; a reader may rely on the last one to mean that all are there."""
@@ -174,21 +180,80 @@ class Staging:
             published = [self._seal(name) for name in names]
             for name in names:
                 final = self.root / name
-                final.parent.mkdir(parents=True, exist_ok=True)
-                self.path(name).replace(final)
+                (self.folder / name).replace(final)
                 fsync_directory(final.parent)
         return published
 
     def _seal(self, name: str) -> PublishedFile:
-        path = self.path(name)
+        path = self.folder / name
         fsync_file(path)
         return PublishedFile(name=name, size=path.stat().st_size, xxh3=checksum(path))
 
 
-def remove_staging(root: Path) -> None:
-    """Remove what killed processes left aside. Only for the one process that directs a run."""
-    shutil.rmtree(root / STAGING_NAME, ignore_errors=True)
-    remove_asides(root)
+def token_staging(root: Path, token: str) -> Path:
+    """Return the folder below which all ranks of a plan write aside what they publish below ``root``."""
+    return root / STAGING_NAME / token
+
+
+def remove_dead_attempts(root: Path, token: str) -> None:
+    """Remove what processes of this host that have ended left aside for a plan. Others may be at work for it."""
+    for folder in token_staging(root, token).glob(f"*-{gethostname()}-*-*"):
+        try:
+            os.kill(int(folder.name.split("-")[-2]), 0)
+        except ProcessLookupError:
+            remove_tree(folder)
+        except PermissionError:
+            continue
+
+
+def remove_at_once(folder: Path) -> None:
+    """Remove a folder in which others may be at work: by a rename first, after which nobody finds it any more.
+
+    When this returns, nothing that was in it can be renamed out of it either.
+    """
+    aside = path_aside(folder)
+    with stopping_errors(folder):
+        try:
+            folder.rename(aside)
+        except FileNotFoundError:
+            return
+        fsync_directory(folder.parent)
+        # Another process may be making a file in it at this moment.
+        for _ in range(_REMOVALS):
+            shutil.rmtree(aside, ignore_errors=True)
+            if not aside.exists():
+                return
+        shutil.rmtree(aside)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, with its parents, so that it outlasts a loss of power."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        with stopping_errors(path):
+            path.mkdir(exist_ok=True)
+            fsync_directory(path.parent)
+
+
+def remove_if_empty(*folders: Path) -> None:
+    """Remove those of the folders that are there and have nothing in them."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def refuse_links(root: Path, paths: Iterable[Path]) -> None:
+    """Raise ConfigError if a path below ``root`` is a link or leads through one: what lies behind is not ours."""
+    for path in paths:
+        for part in (path, *path.parents):
+            if part == root or not part.is_relative_to(root):
+                break
+            if part.is_symlink():
+                raise ConfigError(
+                    f"{part} is a link, and links inside {root} are not followed: put the folder itself there, or let "
+                    "the directory as a whole be a link",
+                    code="foreign_output",
+                )
 
 
 def remove_asides(folder: Path, names: Container[str] | None = None) -> None:

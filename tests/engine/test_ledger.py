@@ -6,13 +6,18 @@ import errno
 import os
 import subprocess
 
+import msgspec
 import pytest
+from support.errors import raises
 from support.toy_stage import ToyStage, output_bytes, run
 
 from sharmill.engine.ledger import LedgerWriter, read_ledger
 from sharmill.engine.plan import load_plan
+from sharmill.engine.rundir import StageDir
 from sharmill.engine.unit import Commit, make_unit
 from sharmill.errors import FatalError
+
+TOKEN = "0123456789abcdef"
 
 
 def unit(index, **params):
@@ -21,8 +26,24 @@ def unit(index, **params):
 
 def commit_of(unit, rank=0):
     return Commit(
-        index=unit.index, id=unit.id, files=[], num_in=1, num_out=1, rejects={}, stats={}, seconds=0.5, rank=rank
+        token=TOKEN,
+        index=unit.index,
+        id=unit.id,
+        files=[],
+        num_in=1,
+        num_out=1,
+        rejects={},
+        stats={},
+        seconds=0.5,
+        rank=rank,
     )
+
+
+def open_ledger(folder):
+    """A writer for the ledger of a stage's folder, as one of its ranks has it."""
+    ledger = StageDir(folder, TOKEN).ledger
+    ledger.mkdir(parents=True, exist_ok=True)
+    return LedgerWriter(ledger)
 
 
 @pytest.fixture
@@ -40,43 +61,44 @@ def tiny_disk(tmp_path):
 class TestReading:
     def test_a_torn_last_line_is_no_record(self, tmp_path):
         units = [unit(0), unit(1)]
-        writer = LedgerWriter(tmp_path)
+        writer = open_ledger(tmp_path)
         for each in units:
             writer.append(commit_of(each))
-        (file,) = tmp_path.glob("*.jsonl")
+        (file,) = tmp_path.rglob("*.jsonl")
         whole = file.read_bytes()
         first = whole.index(b"\n") + 1
         for length in range(first, len(whole)):
             file.write_bytes(whole[:length])
-            assert list(read_ledger(tmp_path, units)) == [0]
+            assert list(read_ledger(StageDir(tmp_path, TOKEN), units)) == [0]
 
     def test_a_damaged_line_is_no_record_and_hides_none(self, tmp_path):
         units = [unit(0), unit(1)]
-        writer = LedgerWriter(tmp_path)
+        writer = open_ledger(tmp_path)
         writer.append(commit_of(units[0]))
-        (file,) = tmp_path.glob("*.jsonl")
+        (file,) = tmp_path.rglob("*.jsonl")
         file.write_bytes(file.read_bytes() + b"\0\0\0\n" + b'{"index": 1}\n' + b"[]\n")
         writer.append(commit_of(units[1]))
-        assert sorted(read_ledger(tmp_path, units)) == [0, 1]
+        assert sorted(read_ledger(StageDir(tmp_path, TOKEN), units)) == [0, 1]
 
     def test_records_of_another_plan_do_not_count(self, tmp_path):
-        writer = LedgerWriter(tmp_path)
+        writer = open_ledger(tmp_path)
         writer.append(commit_of(unit(0, of="another")))
         writer.append(commit_of(unit(7)))
-        assert read_ledger(tmp_path, [unit(0)]) == {}
+        writer.append(msgspec.structs.replace(commit_of(unit(0)), token="fedcba9876543210"))
+        assert read_ledger(StageDir(tmp_path, TOKEN), [unit(0)]) == {}
 
     def test_a_unit_recorded_twice_counts_once(self, tmp_path):
         for rank in range(2):
-            LedgerWriter(tmp_path).append(commit_of(unit(0), rank))
-        assert list(read_ledger(tmp_path, [unit(0)])) == [0]
+            open_ledger(tmp_path).append(commit_of(unit(0), rank))
+        assert list(read_ledger(StageDir(tmp_path, TOKEN), [unit(0)])) == [0]
 
     def test_no_ledger_is_an_empty_one(self, tmp_path):
-        assert read_ledger(tmp_path / "absent", [unit(0)]) == {}
+        assert read_ledger(StageDir(tmp_path / "absent", TOKEN), [unit(0)]) == {}
 
 
 class TestFailedAppend:
     def test_error_of_the_disk_is_fatal_and_later_records_are_whole(self, tmp_path, monkeypatch):
-        writer = LedgerWriter(tmp_path)
+        writer = open_ledger(tmp_path)
         writer.append(commit_of(unit(0)))
         fsync = os.fsync
 
@@ -85,15 +107,15 @@ class TestFailedAppend:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", half_a_line)
-        with pytest.raises(FatalError, match="No space left"):
+        with raises(FatalError, "disk", "No space left"):
             writer.append(commit_of(unit(1)))
         monkeypatch.setattr(os, "fsync", fsync)
         writer.append(commit_of(unit(2)))
-        assert sorted(read_ledger(tmp_path, [unit(0), unit(1), unit(2)])) == [0, 2]
+        assert sorted(read_ledger(StageDir(tmp_path, TOKEN), [unit(0), unit(1), unit(2)])) == [0, 2]
 
     def test_full_disk_is_fatal_and_room_lets_it_go_on(self, tiny_disk):
         ballast = tiny_disk / "ballast"
-        writer = LedgerWriter(tiny_disk / "ledger")
+        writer = open_ledger(tiny_disk)
         writer.append(commit_of(unit(0)))
         _fill(ballast)
         done = [0]
@@ -103,18 +125,18 @@ class TestFailedAppend:
                 writer.append(commit_of(unit(index)))
                 done.append(index)
 
-        with pytest.raises(FatalError, match="No space left"):
+        with raises(FatalError, "disk", os.strerror(errno.ENOSPC)):
             append_many()
         ballast.unlink()
         writer.append(commit_of(unit(1000)))
-        assert sorted(read_ledger(tiny_disk / "ledger", map(unit, range(1001)))) == [*done, 1000]
+        assert sorted(read_ledger(StageDir(tiny_disk, TOKEN), map(unit, range(1001)))) == [*done, 1000]
 
 
 class TestFullDisk:
     @pytest.mark.parametrize("workers", [1, 2])
     def test_run_stops_with_one_line_and_goes_on_when_there_is_room(self, tiny_disk, workers, capfd):
         stage = ToyStage(tiny_disk, units=8)
-        with pytest.raises(FatalError, match=r"cannot write .*No space left on device; make room"):
+        with raises(FatalError, "disk", os.strerror(errno.ENOSPC)):
             run(stage, workers)
         assert "Traceback" not in capfd.readouterr().err
         subprocess.run(["mount", "-o", "remount,size=16m", tiny_disk], check=True)
@@ -171,14 +193,12 @@ class TestOutputsInPlace:
 
         monkeypatch.setattr(ToyStage, "work", work_and_remove)
         result, _ = run(stage)
-        assert {index: error.message for index, error in result.failures.items()} == {
-            3: "its output has vanished since it was committed"
-        }
+        assert list(result.failures) == [3]
 
     def test_a_relaunch_reads_the_same_plan(self, tmp_path):
         stage = ToyStage(tmp_path)
         run(stage)
-        assert sorted(read_ledger(stage.dir.ledger, load_plan(stage))) == list(range(6))
+        assert sorted(read_ledger(stage.dir, load_plan(stage))) == list(range(6))
 
 
 def _fill(path):

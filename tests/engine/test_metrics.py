@@ -13,17 +13,16 @@ import pytest
 
 from sharmill.config import MetricsConfig
 from sharmill.engine.metrics import MetricsLog
-from sharmill.engine.rundir import StageDir
 from sharmill.engine.unit import Commit, make_unit
 
 
 def commit_of(unit, rejects):
-    return Commit(index=unit.index, id=unit.id, files=[], num_in=unit.size, num_out=0, rejects=rejects, stats={},
-                  seconds=0.5, rank=0)  # fmt: skip
+    return Commit(token="", index=unit.index, id=unit.id, files=[], num_in=unit.size, num_out=0, rejects=rejects,
+                  stats={}, seconds=0.5, rank=0)  # fmt: skip
 
 
 def tell(config, folder):
-    curves = MetricsLog(config, "match", StageDir(folder), 3)
+    curves = MetricsLog(config, "match", folder, 3)
     for index, rejects in enumerate(({}, {"too_short": 2})):
         unit = make_unit(index, cost=1800.0, size=2, params={})
         curves.commit(unit, commit_of(unit, rejects))
@@ -38,7 +37,7 @@ def test_off_by_default_and_then_nothing_is_written(tmp_path):
 def test_tensorboard_files_have_the_values(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     tell(MetricsConfig(tensorboard=True), tmp_path)
-    events = accumulator.EventAccumulator(str(tmp_path / "metrics/rank-003")).Reload()
+    events = accumulator.EventAccumulator(str(tmp_path / "rank-003")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("audio_hours")] == [(1, 0.5), (2, 1.0)]
     assert [event.value for event in events.Scalars("rejects")] == [0.0, 2.0]
     assert [event.value for event in events.Scalars("unit_seconds")] == [0.5, 0.5]
@@ -108,7 +107,7 @@ def test_a_missing_package_costs_the_curve_only(config, tmp_path, monkeypatch, c
 
 
 def test_a_sink_that_fails_is_dropped_after_one_warning(tmp_path, caplog):
-    curves = MetricsLog(MetricsConfig(), "match", StageDir(tmp_path), 0)
+    curves = MetricsLog(MetricsConfig(), "match", tmp_path, 0)
 
     def broken(values, step):
         raise OSError("no space")

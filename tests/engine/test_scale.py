@@ -10,6 +10,7 @@ import pytest
 from support.toy_stage import ToyStage, run
 
 from sharmill.engine.ledger import read_ledger
+from sharmill.engine.rundir import StageDir
 from sharmill.engine.unit import Commit, make_unit
 from sharmill.storage import PublishedFile
 
@@ -34,15 +35,17 @@ def test_a_large_ledger_takes_little_time_and_memory(tmp_path):
     units = [
         make_unit(index, cost=30.0, size=1000, params={"start": index, "stop": index + 1}) for index in range(count)
     ]
+    paths = StageDir(tmp_path, "0123456789abcdef")
+    paths.ledger.mkdir(parents=True)
     for rank in range(2):
-        with (tmp_path / f"{rank}.jsonl").open("wb") as stream:
+        with (paths.ledger / f"{rank}.jsonl").open("wb") as stream:
             for unit in units[rank::2]:
                 stream.write(msgspec.json.encode(_commit(unit.index, unit.id)) + b"\n")
     started = time.process_time()
-    commits = read_ledger(tmp_path, units)
+    commits = read_ledger(paths, units)
     microseconds = 1e6 * (time.process_time() - started) / count
     tracemalloc.start()
-    again = read_ledger(tmp_path, units)
+    again = read_ledger(paths, units)
     kilobytes = tracemalloc.get_traced_memory()[1] / 1e3 / count
     tracemalloc.stop()
     print(f"a record: {microseconds:.1f} us, {kilobytes:.1f} kB")
@@ -58,6 +61,7 @@ def _commit(index, unit_id):
     ]
     stats = {"seconds": 12345.678, "context_seconds": 9876.543}
     return Commit(
+        token="0123456789abcdef",
         index=index,
         id=unit_id,
         files=files,

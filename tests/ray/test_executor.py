@@ -6,6 +6,7 @@ import os
 import sys
 
 import pytest
+from support.errors import raises
 from support.manifests import config_for
 from support.pipelines import run_sharmill
 from support.toy_stage import GpuStage, ToyStage, Unloadable, output_bytes, run
@@ -137,7 +138,7 @@ class TestFailures:
         stage = ToyStage(tmp_path, setup_does="die_after_commit:3")
         assert on_ray(stage, 1)[0].ok
         assert output_bytes(stage) == whole
-        assert set(read_ledger(stage.dir.ledger, load_plan(stage))) == set(range(6))
+        assert set(read_ledger(stage.dir, load_plan(stage))) == set(range(6))
 
     @pytest.mark.parametrize(
         ("does", "error", "message"),
@@ -153,12 +154,12 @@ class TestFailures:
             on_ray(ToyStage(tmp_path, behaviour={3: does}), 2)
 
     def test_an_actor_that_cannot_be_set_up_ends_the_stage(self, tmp_path, on_ray):
-        with pytest.raises(FatalError, match=r"a rank cannot be set up on cpu: ValueError: a bad day .*rank-00\d\.log"):
+        with raises(FatalError, "setup_failed", "cpu", "ValueError: a bad day", "rank-00"):
             on_ray(ToyStage(tmp_path, setup_does="raise"), 2)
 
     @pytest.mark.parametrize("stage_class", [ToyStage, Unloadable])
     def test_actors_that_never_start_end_the_stage(self, tmp_path, on_ray, stage_class):
-        with pytest.raises(FatalError, match=r"actors cannot start: .*Every node needs sharmill"):
+        with raises(FatalError, "no_ranks", "sharmill"):
             on_ray(stage_class(tmp_path, setup_does="kill"), 2)
 
     def test_an_actor_that_dies_at_its_start_is_replaced(self, tmp_path, on_ray):
@@ -168,7 +169,7 @@ class TestFailures:
 
     def test_too_many_rejects_stop_the_stage(self, tmp_path, on_ray):
         stage = ToyStage(tmp_path, units=40, everywhere="reject:too_short,too_short")
-        with pytest.raises(FatalError, match="too_short"):
+        with raises(FatalError, "too_many_rejects", "too_short"):
             on_ray(stage, 2, max_reject_fraction=0.1)
         assert len(stage.attempts()) < 40
 
@@ -178,7 +179,7 @@ class TestConfiguration:
         from sharmill.pipeline import make_executor
 
         monkeypatch.setitem(sys.modules, "ray", None)
-        with pytest.raises(ConfigError, match=r"pip install 'sharmill\[ray\]'"):
+        with raises(ConfigError, "missing_package", "sharmill[ray]"):
             make_executor(config_for(tmp_path, [("m.json", "audio")], executor={"kind": "ray"}))
 
     def test_relative_paths_are_refused_in_a_copy_of_the_working_directory(self, monkeypatch, tmp_path):
@@ -188,7 +189,7 @@ class TestConfiguration:
         copy.mkdir(parents=True)
         monkeypatch.chdir(copy)
         config = config_for(tmp_path, [("m.json", tmp_path)], executor={"kind": "ray"})
-        with pytest.raises(ConfigError, match=r"sources\[0\]\.manifest is 'm\.json'.*absolute paths.*--root DIR"):
+        with raises(ConfigError, "bad_config_value", "sources[0].manifest", "'m.json'", "--root DIR"):
             make_executor(config)
 
     def test_no_cluster_is_a_configuration_error(self, tmp_path, ray_folder):
@@ -200,7 +201,7 @@ class TestConfiguration:
             f" sources: [{{manifest: {tmp_path}/m.json, audio_root: {tmp_path}}}]}}"
         )
         done = run_sharmill("run", config, "prepare")
-        assert "there is no Ray cluster at 127.0.0.1:1023" in done.stderr
+        assert "127.0.0.1:1023" in done.stderr
         assert done.returncode == 2
 
     def test_keys_for_ray_are_errors_elsewhere(self):

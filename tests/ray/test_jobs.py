@@ -104,7 +104,8 @@ class TestJobs:
         done = submit(working_dir, "python", "jobs/ray_job.py", "all", *relative)
         assert done.returncode == 1
         output = done.stdout + done.stderr
-        assert "run_dir is 'a/run', but a Ray job runs in a copy of the working directory" in output
+        assert "run_dir" in output
+        assert "'a/run'" in output
         assert "exit code 2" in output
         assert "failed" in output
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.toy_cluster import SleepyStage, ToyChain, ToyDataset, cancel_all, make_profile
 
+from sharmill.engine.rundir import RunDir
 from sharmill.executors.slurm.profile import ClusterProfile
 
 
@@ -39,12 +40,12 @@ def make_chain(tmp_path):
     folders = []
 
     def make(*, profile: ClusterProfile | None = None, folder: Path = tmp_path, **options: Any) -> ToyChain:
-        folders.append(folder / "run" / "jobs")
+        folders.append(folder / "run")
         return ToyChain(ToyDataset(SleepyStage(folder, **options)), profile or make_profile())
 
     yield make
-    for jobs in folders:
-        cancel_all(jobs)
+    for run_dir in folders:
+        cancel_all(RunDir(run_dir))
 
 
 @pytest.fixture
@@ -53,9 +54,9 @@ def make_config(write_config):
     folders = []
 
     def make(folder: Path, **changes: Any) -> Path:
-        folders.append(folder / "run" / "jobs")
+        folders.append(folder / "run")
         return write_config(folder, **changes)
 
     yield make
-    for folder in folders:
-        cancel_all(folder)
+    for run_dir in folders:
+        cancel_all(RunDir(run_dir))

@@ -13,10 +13,10 @@ from support.toy_stage import wait_until
 
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.run import locked
+from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.slurm.chain import read_state, wait_for_end
-from sharmill.executors.slurm.executor import is_driver_job
-from sharmill.executors.slurm.queue import outside_own_job, queued_jobs
+from sharmill.executors.slurm.queue import make_run_id, outside_own_job, queued_jobs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -30,14 +30,14 @@ def waiting_chain(make_chain):
 
 
 def driver_jobs(chain) -> list[str]:
-    return [job.id for job in queued_jobs(chain.run_dir.jobs) if is_driver_job(job)]
+    return [job.id for job in queued_jobs(chain.run_dir) if job.role == "driver"]
 
 
 def test_a_driver_job_requeued_after_it_has_submitted_leaves_the_work_to_the_next(waiting_chain, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    before = queued_jobs(waiting_chain.run_dir.jobs)
+    before = queued_jobs(waiting_chain.run_dir)
     assert waiting_chain._run_driver_job() is None
-    assert {job.id for job in queued_jobs(waiting_chain.run_dir.jobs)} == {job.id for job in before}
+    assert {job.id for job in queued_jobs(waiting_chain.run_dir)} == {job.id for job in before}
 
 
 def test_a_driver_job_that_meets_ranks_only_submits_one_behind_them(waiting_chain, monkeypatch, tmp_path):
@@ -55,10 +55,10 @@ def test_a_driver_job_that_meets_ranks_only_submits_one_behind_them(waiting_chai
 
 def test_a_submission_that_lost_the_race_submits_nothing(waiting_chain):
     """Both have looked at the queue when it was empty; the second gets the lock after the first."""
-    before = queued_jobs(waiting_chain.run_dir.jobs)
+    before = queued_jobs(waiting_chain.run_dir)
     with raises(ConfigError, "jobs_in_queue"):
         waiting_chain._run_stages(wait_seconds=0.0)
-    assert len(queued_jobs(waiting_chain.run_dir.jobs)) == len(before)
+    assert len(queued_jobs(waiting_chain.run_dir)) == len(before)
 
 
 def test_a_driver_job_waits_until_the_run_directory_is_free(waiting_chain, tmp_path):
@@ -66,10 +66,10 @@ def test_a_driver_job_waits_until_the_run_directory_is_free(waiting_chain, tmp_p
     wait_until(lambda: len(running_ranks(chain)) == 2, 60)
     with locked(chain.run_dir):
         chain.stage.mark("go")
-        wait_until(lambda: not [job for job in queued_jobs(chain.run_dir.jobs) if not is_driver_job(job)], 60)
-        wait_until(lambda: [job.state for job in queued_jobs(chain.run_dir.jobs)] == ["RUNNING"], 60)
+        wait_until(lambda: not [job for job in queued_jobs(chain.run_dir) if job.role == "rank"], 60)
+        wait_until(lambda: [job.state for job in queued_jobs(chain.run_dir)] == ["RUNNING"], 60)
         time.sleep(2)  # long enough to have failed; nothing tells that it waits
-        assert [job.state for job in queued_jobs(chain.run_dir.jobs)] == ["RUNNING"]
+        assert [job.state for job in queued_jobs(chain.run_dir)] == ["RUNNING"]
     assert wait_for_end(chain).state == "done"
     assert_same_as_local(chain, tmp_path)
 
@@ -94,9 +94,11 @@ def test_a_rank_told_to_leave_comes_back_without_stale_state(make_chain, tmp_pat
 
 
 def test_the_jobs_of_another_dataset_are_not_seen(waiting_chain, tmp_path):
-    assert len(queued_jobs(waiting_chain.run_dir.jobs)) == 3
-    assert queued_jobs(tmp_path / "another" / "run" / "jobs") == []
-    assert queued_jobs(waiting_chain.run_dir.path) == []
+    assert len(queued_jobs(waiting_chain.run_dir)) == 3
+    another = RunDir(tmp_path / "another")
+    assert queued_jobs(another) == []
+    make_run_id(another)
+    assert queued_jobs(another) == []
 
 
 def test_a_job_hides_its_allocation_from_sbatch_and_keeps_it_for_itself(monkeypatch):

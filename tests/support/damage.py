@@ -22,9 +22,9 @@ import numpy as np
 import soundfile as sf
 
 from sharmill.errors import DamagedShard
+from sharmill.shar.arrays import array_from_bytes, array_to_bytes
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.items import FieldWriter, Item, read_field
-from sharmill.shar.npy import array_from_bytes, array_to_bytes
 from support.shar import lines, reindex, rewrite
 
 Damage = Callable[[Path], object]

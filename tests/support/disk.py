@@ -58,13 +58,19 @@ class FaultyDisk:
         assert compiler, "there is no C compiler"
         subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", self._library, _SOURCE, "-ldl"], check=True)
 
-    def run(self, run: SmallRun, stage: str, kind: str, at: int, workers: int = 1) -> subprocess.CompletedProcess[str]:
-        """Runs a stage to its end, or to the error's."""
+    def run(
+        self, run: SmallRun, stage: str, kind: str, at: int, workers: int = 1, **more: object
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a stage to its end, or to the error's; ``more`` are further settings of the library."""
         for path in (self._count, self._log):
             path.unlink(missing_ok=True)
-        values = {"FOLDER": f"{run.work}/", "KIND": kind, "AT": at, "COUNT": self._count, "LOG": self._log}
-        environment = {f"FAULTY_DISK_{key}": str(value) for key, value in values.items()}
-        return run.run(stage, workers, env=os.environ | environment | {"LD_PRELOAD": str(self._library)})
+        values = {"FOLDER": f"{run.work}/", "KIND": kind, "AT": at, "COUNT": self._count, "LOG": self._log} | more
+        return run.run(stage, workers, env=os.environ | self.environment(**values))
+
+    def environment(self, **values: object) -> dict[str, str]:
+        """What preloads the library with these settings."""
+        settings = {f"FAULTY_DISK_{key}": str(value) for key, value in values.items()}
+        return settings | {"LD_PRELOAD": str(self._library)}
 
     def operations(self) -> list[str]:
         """The operations of the last run that failed, or all of them if none should: a name and a path each."""

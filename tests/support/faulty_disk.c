@@ -10,6 +10,8 @@
  *   fsync     one fsync fails with EIO
  *   unreadable  every read fails with EIO
  *   kill      the process is killed instead of doing the operation
+ * Whatever the kind, FAULTY_DISK_FLOCK is the errno of every flock below the folder; 0 grants it to everybody, as where
+ * hosts do not see each other's.
  * Operations are counted over all processes, in the file FAULTY_DISK_COUNT; FAULTY_DISK_LOG gets a line for each that
  * fails, or for every one where nothing fails: its number, its name, its path.
  */
@@ -23,6 +25,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -157,6 +160,19 @@ ssize_t pwrite64(int file, const void *data, size_t size, off64_t offset) {
     FAIL(fault_of("write", file, NEEDS_ROOM));
     REAL(ssize_t, "pwrite64", int, const void *, size_t, off64_t);
     return real(file, data, size, offset);
+}
+
+int flock(int file, int operation) {
+    const char *answer = getenv("FAULTY_DISK_FLOCK");
+    char path[PATH_MAX], link[64];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    if (answer && folder && length > 0 && !strncmp(path, folder, strlen(folder))) {
+        errno = atoi(answer);
+        return errno ? -1 : 0;
+    }
+    REAL(int, "flock", int, int);
+    return real(file, operation);
 }
 
 int fsync(int file) {

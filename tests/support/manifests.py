@@ -77,13 +77,16 @@ class Prepared:
         return json.loads(self.stage.run_dir.stats.read_bytes())
 
 
-def config_for(folder: Path, sources: list[tuple[Path | str, Path | str]], **changes: Any) -> Config:
-    """Return a configuration with its directories below ``folder``, of (manifest, audio root) pairs."""
+def config_for(folder: Path, sources: list[tuple[Path | str, Path | str] | dict[str, Any]], **changes: Any) -> Config:
+    """Return a configuration with its directories below ``folder``, of (manifest, audio root) pairs or sources."""
     values = {
         "name": "small",
         "run_dir": str(folder / "run"),
         "dataset_dir": str(folder / "dataset"),
-        "sources": [{"manifest": str(manifest), "audio_root": str(root)} for manifest, root in sources],
+        "sources": [
+            entry if isinstance(entry, dict) else {"manifest": str(entry[0]), "audio_root": str(entry[1])}
+            for entry in sources
+        ],
     }
     return to_config(values | changes, "test")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sharmill.shar.arrays import array_to_bytes
 from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.index import (
     CodecRecord,
@@ -18,7 +19,6 @@ from sharmill.shar.index import (
 from sharmill.shar.items import FieldWriter, Item
 from sharmill.shar.layout import codes_field, shard_file
 from sharmill.shar.lhotse_json import array_json, recording_json, temporal_array_json
-from sharmill.shar.npy import array_to_bytes
 
 TARGET_CODES = codes_field("toy", "target_codes")
 CONTEXT_CODES = codes_field("toy", "context_codes")

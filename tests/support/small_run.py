@@ -5,6 +5,7 @@ Each stage is run once without trouble; what it left is kept and is what every t
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -22,13 +23,14 @@ from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_shards
 from sharmill.shar.layout import BASE_FIELDS, CONTEXT_CODES, CUTS, TARGET_CODES, codes_field, shard_file
+from sharmill.storage import STAGING_NAME
 from support.models import save_encodec
 from support.paths import REPOSITORY
 
 STAGES = ("prepare", "match", "write", "encode", "validate")
 CODEC = "tiny"
 # Of one run only: who did what and when. Each of them may differ from run to run.
-_PERSONAL = {"ledger", "logs", "progress", ".lock", "resolved_config.yaml"}
+_PERSONAL = {"ledger", "logs", "progress", "token", "resolved_config.yaml"}
 # It has the times of the dataset's files.
 _PERSONAL_FILES = {"run/validate/plan/identity.json"}
 _INDEX = {"dataset.json", "shards.jsonl"}
@@ -103,7 +105,7 @@ class SmallRun:
 
     def commits(self, stage: str) -> int:
         """How many commits are in the ledger."""
-        return sum(path.read_bytes().count(b"\n") for path in self.stage_dir(stage).glob("ledger/*.jsonl"))
+        return sum(path.read_bytes().count(b"\n") for path in self.stage_dir(stage).glob("ranks/*/ledger/*.jsonl"))
 
     def attempts(self, stage: str) -> Counter[str]:
         """How often each unit was begun, by the logs of the ranks."""
@@ -120,12 +122,13 @@ class SmallRun:
         for name in expected.keys() & found.keys() - _PERSONAL_FILES:
             if expected[name].read_bytes() != found[name].read_bytes():
                 wrong.append(f"{name} has other bytes")
-        return sorted(wrong) + [f"{name} is left over" for name in self.leftovers()]
+        staging = [path.parent.relative_to(self.work) for path in self.work.rglob(f"{STAGING_NAME}/*")]
+        return sorted(wrong) + [f"{name} is left over" for name in (*self.leftovers(), *staging)]
 
     def leftovers(self, below: str = "") -> list[str]:
-        """Temporary files and folders, wherever they are."""
+        """Temporary files and folders, wherever they are; in a staging folder what an attempt has left."""
         names = (path.relative_to(self.work).as_posix() for path in sorted((self.work / below).rglob("*")))
-        return [name for name in names if _is_temporary(name.rpartition("/")[2])]
+        return [name for name in names if _is_temporary(name)]
 
     def check_readers(self, stage: str) -> None:
         """Proves that who reads the dataset directory at this moment, while a stage is at work, gets nothing bad."""
@@ -197,8 +200,15 @@ def _load_all(cuts: CutSet) -> int:
 def _files(folder: Path) -> dict[str, Path]:
     """The files whose bytes must be the same after every run, by relative name."""
     found = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name.as_posix(): path for name, path in found.items() if not _PERSONAL & set(name.parts)}
+    # The folder of a plan's ranks is called by a random token.
+    return {
+        re.sub("/ranks/[0-9a-f]{16}/", "/ranks/", name.as_posix()): path
+        for name, path in found.items()
+        if not _PERSONAL & set(name.parts)
+    }
 
 
 def _is_temporary(name: str) -> bool:
-    return (name.startswith(".") and name != ".lock") or name.endswith(".tmp")
+    own = name.rpartition("/")[2]
+    in_staging = name.partition(f"{STAGING_NAME}/")[2]
+    return (own.startswith(".") and own != STAGING_NAME) or own.endswith(".tmp") or "/" in in_staging

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan
 from sharmill.engine.run import Executor, locked, read_totals, run_stage
+from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Stage
-from sharmill.engine.unit import Output, Unit
+from sharmill.engine.unit import Commit, Output, Totals, Unit
 from sharmill.executors.slurm.chain import Chain
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import cancel, queued_jobs
@@ -49,6 +52,23 @@ class SleepyStage(ToyStage):
     def redone(self) -> int:
         """How many attempts there were beyond one a unit."""
         return sum(self.begun().values()) - len(self.begun())
+
+
+class MortalStage(SleepyStage):
+    """Ends the driver jobs that finalize it, one after the other, in the ways that were marked as ``ends``."""
+
+    def finalize(self, units: Sequence[Unit], commits: Sequence[Commit]) -> Totals:
+        ends, ended = self.marked("ends"), self.marked("ended")
+        if len(ended) < len(ends):
+            how, job = ends[len(ended)], os.environ["SLURM_JOB_ID"]
+            self.mark("ended", how)
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif how != "error":
+                subprocess.run(["scancel", job] if how == "scancel" else ["scontrol", how, job], check=True)
+                time.sleep(60)
+            raise OSError(39, "Directory not empty")
+        return super().finalize(units, commits)
 
 
 @dataclass(frozen=True)
@@ -96,10 +116,10 @@ def make_profile(**changes: Any) -> ClusterProfile:
     return ClusterProfile(**({"cpu": ranks, "gpu": replace(ranks), "signal_s": 30, "setup": SETUP} | cluster))
 
 
-def cancel_all(folder: Path) -> None:
-    """Ends the jobs of a folder, and returns when they are gone."""
-    cancel([job.id for job in queued_jobs(folder)])
-    wait_until(lambda: not queued_jobs(folder), 60)
+def cancel_all(run_dir: RunDir) -> None:
+    """Ends the jobs of a run directory, and returns when they are gone."""
+    cancel([job.id for job in queued_jobs(run_dir)])
+    wait_until(lambda: not queued_jobs(run_dir), 60)
 
 
 def assert_same_as_local(chain: ToyChain, folder: Path) -> None:
@@ -109,18 +129,16 @@ def assert_same_as_local(chain: ToyChain, folder: Path) -> None:
     run(reference)
     assert output_bytes(stage) == output_bytes(reference)
     units = load_plan(stage)
-    assert sorted(read_ledger(stage.dir.ledger, units)) == list(range(stage.units))
+    assert sorted(read_ledger(stage.dir, units)) == list(range(stage.units))
     assert read_totals(stage) == read_totals(reference)
 
 
 def running_ranks(chain: ToyChain) -> list[str]:
     """The tasks of the ranks' array that run."""
-    return [job.id for job in queued_jobs(chain.run_dir.jobs) if job.state == "RUNNING" and "_" in job.id]
+    return [job.id for job in queued_jobs(chain.run_dir) if job.state == "RUNNING" and "_" in job.id]
 
 
 def wait_for_units(chain: ToyChain, count: int, seconds: float = 90.0) -> None:
     """Returns when at least ``count`` units are in the ledger."""
     stage = chain.stage
-    wait_until(
-        lambda: stage.dir.units.exists() and len(read_ledger(stage.dir.ledger, load_plan(stage))) >= count, seconds
-    )
+    wait_until(lambda: stage.dir.units.exists() and len(read_ledger(stage.dir, load_plan(stage))) >= count, seconds)

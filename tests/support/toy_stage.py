@@ -55,6 +55,7 @@ class ToyStage(Stage):
     ) -> None:
         self.run_dir = RunDir(folder / "run")
         self.root = folder / "out"
+        self.folders = ("first", "last")
         self.marks = folder / "marks"
         self.units = units
         self.behaviour = behaviour or {}
@@ -175,14 +176,14 @@ def _do_memory(stage: ToyStage, unit: Unit | None, argument: str) -> None:
 
 
 def _do_config(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    raise ConfigError("model 'x' is unknown; use 'y'")
+    raise ConfigError("model 'x' is unknown; use 'y'", code="unknown_name")
 
 
 class UnpicklableFatal(FatalError):
     """Cannot go through a pipe: it holds a generator and has an __init__ of its own."""
 
     def __init__(self, first: str, second: str) -> None:
-        super().__init__(f"{first} and {second}")
+        super().__init__(f"{first} and {second}", code="disk")
         self.held = (character for character in first)
 
 

@@ -57,7 +57,8 @@ class AttemptLog:
 
     def stop(self, error: SharmillError) -> None:
         """Note that no rank can go on with this stage."""
-        write_atomic(self._stopped, msgspec.json.encode({"code": error.code, "message": str(error)}))
+        data = msgspec.json.encode({"code": error.code, "message": str(error)})
+        write_atomic(self._stopped, data, parents=False)
 
     @property
     def stopped(self) -> bool:
@@ -65,22 +66,22 @@ class AttemptLog:
         return self._stopped.exists()
 
     def _append(self, note: _Note) -> None:
-        with stopping_errors(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as stream:
-                stream.write(msgspec.json.encode(note) + b"\n")
+        with stopping_errors(self._path), self._path.open("ab") as stream:
+            stream.write(msgspec.json.encode(note) + b"\n")
 
 
 class Attempts:
     """The attempts of all ranks: how often each unit was begun, and the last error of those that failed with one.
 
     Attributes:
+        interruptions: how often the attempts at each unit were broken off for no fault of its own; not in ``counts``.
         stopped: the reason why no rank can go on, or nothing; ``stopped_code`` is the error's code.
         setup_error: the reason why one of the ranks could not work, or nothing.
     """
 
     def __init__(self, folder: Path) -> None:
         self.counts: Counter[int] = Counter()
+        self.interruptions: Counter[int] = Counter()
         self.errors: dict[int, FailedAttempt] = {}
         self.setup_error = ""
         self.stopped, self.stopped_code = _read_stopped(_stopped_path(folder))
@@ -102,6 +103,7 @@ class Attempts:
             self.errors[note.unit] = FailedAttempt(note.unit, note.message, note.traceback)
         else:
             self.counts[note.unit] += -1 if note.given_up else 1
+            self.interruptions[note.unit] += note.given_up
 
 
 def _stopped_path(folder: Path) -> Path:

@@ -1,12 +1,29 @@
-"""Folders in the identities of plans, and the differences of two identities in words."""
+"""Identities of plans: versions and folders in them, and the differences of two in words."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-from sharmill.engine.differences import ABSENT, Difference, find_differences, show
+import msgspec
+
+import sharmill
+
+_SHOWN_CHARACTERS: Final = 60
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Return the installed version of sharmill and of each package; ``absent`` where there is none."""
+    found = {"sharmill": sharmill.__version__}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
 
 
 def identify_folder(folder: Path, run_dir: Path) -> dict[str, str]:
@@ -65,3 +82,45 @@ def _describe(difference: Difference) -> str:
 
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) and value and "\n" not in value and len(value) < 60 else show(value)
+
+
+class _Absent:
+    """The value of a key that is not there."""
+
+
+ABSENT: Final = _Absent()
+
+
+class Difference(NamedTuple):
+    """A place at which two values differ, such as ``match.min_similarity``; ``ABSENT`` where only one has the key."""
+
+    path: str
+    old: Any
+    new: Any
+
+
+def find_differences(old: Any, new: Any, path: str = "") -> Iterator[Difference]:
+    """Yield the innermost places at which two values differ, keys in their alphabetical order.
+
+    >>> [tuple(found) for found in find_differences({"a": [1, 2], "b": 3}, {"a": [1, 5], "b": 3})]
+    [('a[1]', 2, 5)]
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            inner = f"{path}.{key}" if path else key
+            yield from find_differences(old.get(key, ABSENT), new.get(key, ABSENT), inner)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for number, (left, right) in enumerate(zip(old, new, strict=True)):
+            yield from find_differences(left, right, f"{path}[{number}]")
+    elif old is ABSENT or new is ABSENT or _encode(old) != _encode(new):
+        yield Difference(path, old, new)
+
+
+def show(value: Any) -> str:
+    """Return a value as JSON of at most 60 characters; ``null`` for one that is absent."""
+    text = "null" if value is ABSENT else msgspec.json.encode(value).decode()
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def _encode(value: Any) -> bytes:
+    return msgspec.json.encode(value, order="sorted")

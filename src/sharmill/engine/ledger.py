@@ -16,9 +16,10 @@ from uuid import uuid4
 import msgspec
 
 from sharmill.engine.plan import load_plan
+from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
-from sharmill.storage import fsync_directory, stopping_errors, write_atomic
+from sharmill.storage import PublishedFile, fsync_directory, stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class LedgerWriter:
     """Appends commit records; for one process."""
 
     def __init__(self, folder: Path) -> None:
+        """``folder`` is there as long as the plan is the present one."""
         self.folder = folder
         self._path: Path | None = None
 
@@ -49,23 +51,31 @@ class LedgerWriter:
     def _new_file(self) -> Path:
         path = self.folder / f"{uuid4().hex}.jsonl"
         with stopping_errors(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
             path.touch()
             fsync_directory(self.folder)
         return path
 
 
-def read_ledger(folder: Path, units: Iterable[Unit]) -> dict[int, Commit]:
-    """Return the commit of every unit that is done, by unit index. Records of another plan's units do not count."""
+def read_ledger(paths: StageDir, units: Iterable[Unit]) -> dict[int, Commit]:
+    """Return the commit of every unit that is done, by unit index. Records of another plan do not count."""
     ids = {unit.index: unit.id for unit in units}
+    paths = paths.of_present_plan()
     commits: dict[int, Commit] = {}
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(paths.ledger.glob("*.jsonl")):
         with path.open("rb") as stream:
             for line in stream:
                 commit = _decode(path, line)
-                if commit is not None and ids.get(commit.index) == commit.id:
+                if commit is not None and commit.token == paths.token and ids.get(commit.index) == commit.id:
                     commits[commit.index] = commit
     return commits
+
+
+def committed_files(stage: Stage) -> list[PublishedFile]:
+    """Return the files of all units that the stage's present plan has finished, those that were revoked too."""
+    if not stage.dir.token_file.exists():
+        return []
+    commits = [*read_ledger(stage.dir, load_plan(stage)).values(), *read_revoked(stage).values()]
+    return [file for commit in commits for file in commit.files]
 
 
 def revoke(stage: Stage, indices: Collection[int]) -> None:
@@ -76,7 +86,7 @@ def revoke(stage: Stage, indices: Collection[int]) -> None:
     """
     units = [unit for unit in load_plan(stage) if unit.index in indices]
     first = read_revoked(stage)
-    for index, commit in read_ledger(stage.dir.ledger, units).items():
+    for index, commit in read_ledger(stage.dir, units).items():
         first.setdefault(index, commit)
     write_atomic(stage.dir.revoked, b"".join(msgspec.json.encode(commit) + b"\n" for commit in first.values()))
     ids = {unit.id for unit in units}

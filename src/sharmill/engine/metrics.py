@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from sharmill.config import MetricsConfig
-from sharmill.engine.rundir import StageDir
 from sharmill.engine.unit import Commit, Unit
 
 log = logging.getLogger(__name__)
@@ -27,9 +26,9 @@ Sink = Callable[[dict[str, float], int], None]
 
 
 class MetricsLog:
-    """Curves of one rank over its units."""
+    """Curves of one rank over its units, in ``folder``, which is there as long as the plan is the present one."""
 
-    def __init__(self, config: MetricsConfig, stage_name: str, stage_dir: StageDir, rank: int) -> None:
+    def __init__(self, config: MetricsConfig, stage_name: str, folder: Path, rank: int) -> None:
         self._started = time.monotonic()
         self._units = 0
         self._audio_seconds = 0.0
@@ -37,9 +36,9 @@ class MetricsLog:
         self._sinks: list[Sink] = []
         self._closers: list[Callable[[], Any]] = []
         if config.tensorboard:
-            self._try("tensorboard", lambda: self._open_tensorboard(stage_dir.metrics / f"rank-{rank:03d}"))
+            self._try("tensorboard", lambda: self._open_tensorboard(folder / f"rank-{rank:03d}"))
         if config.wandb_project:
-            self._try("wandb", lambda: self._open_wandb(config.wandb_project or "", stage_name, stage_dir.path, rank))
+            self._try("wandb", lambda: self._open_wandb(config.wandb_project or "", stage_name, folder, rank))
 
     def commit(self, unit: Unit, commit: Commit) -> None:
         """Add a point to every curve."""
@@ -65,6 +64,7 @@ class MetricsLog:
     def _open_tensorboard(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        folder.mkdir(exist_ok=True)
         writer = SummaryWriter(str(folder))
 
         def write(values: dict[str, float], step: int) -> None:
@@ -80,7 +80,6 @@ class MetricsLog:
 
         # Without a limit a network that goes down during the run would keep its end waiting for ever.
         settings = wandb.Settings(init_timeout=_SECONDS_FOR_WANDB, finish_timeout=_SECONDS_FOR_WANDB, silent=True)
-        folder.mkdir(parents=True, exist_ok=True)
         with _nobody_to_ask():
             run = wandb.init(
                 project=project, name=f"{stage_name}-rank-{rank:03d}", group=stage_name, dir=str(folder),

@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 
+from sharmill.engine.fence import (
+    claim_output,
+    new_token,
+    refuse_linked_folders,
+    release_output,
+    remove_fences,
+    tokens_of,
+)
 from sharmill.engine.identity import find_changes
+from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError
-from sharmill.storage import publish_directory, remove_tree, stopping_errors
+from sharmill.storage import (
+    STAGING_NAME,
+    make_folder,
+    publish_directory,
+    remove_asides,
+    remove_at_once,
+    remove_if_empty,
+    remove_tree,
+    stopping_errors,
+)
 
 _unit_decoder = msgspec.json.Decoder(Unit)
+# The files of a unit in a stage's own folder: parts/000007.npy.
+_UNIT_FILE = re.compile(r"\d{6}\..+")
+_PLAN_ASIDE = re.compile(r"\.plan(-[0-9a-f]{32}|\.[0-9a-f]{32}\.tmp)")
 
 
 def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
-    """Return the units of the stage's plan; the plan is made if there is none.
+    """Return the units of the stage's plan; the plan is made if there is none. The stage gets the plan's token.
 
     Raises:
-        ConfigError: there is a plan, but of another configuration, input or version.
+        ConfigError: there is a plan, but of another configuration, input or version; or the output is another run's.
     """
+    stage.token = ""
+    refuse_linked_folders(stage)
     identity = _as_stored(stage.identity())
-    if restart:
-        discard_stage(stage)
-    if stage.dir.identity.exists():
+    if stage.dir.identity.exists() and not restart:
         changes = find_changes(_read_identity(stage), identity)
         if not changes:
+            stage.token = stage.dir.read_token()
             return load_plan(stage)
         begun = any(stage.dir.ledger.glob("*.jsonl"))
         if begun and not stage.replan_when_changed:
@@ -37,7 +60,6 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
                 "Restore that, choose another run_dir, or begin the stage anew",
                 code="changed_plan",
             )
-        discard_stage(stage)
     return _freeze(stage, identity)
 
 
@@ -55,37 +77,89 @@ def load_plan(stage: Stage) -> list[Unit]:
         return [_unit_decoder.decode(line) for line in stream]
 
 
-def discard_stage(stage: Stage) -> None:
-    """Remove the stage's plan, ledger and output.
+def discard_stage(stage: Stage, keep: str) -> None:
+    """Remove the stage's plan, ledger and output, and the plans of the stages whose output goes with that.
 
-    The output goes before the plan, so that a process that dies in between leaves no output that belongs to nothing:
-    by the ledger its units are to be done again. The identity goes before the rest of the plan, which is no plan then.
+    The output is that of this run: it is claimed for the plan to come, whose token is ``keep``. First of all go the
+    folders that ranks write to, so that none of these plans can publish any more. The output goes before the plan, so
+    that a process that dies in between leaves no output that belongs to nothing: by the ledger its units are to be
+    done again.
     """
+    later = stage.later()
     with stopping_errors(stage.dir.path):
+        gone = {token for paths in (stage.dir, *later) for token in tokens_of(paths)} - {keep}
+        for paths in (stage.dir, *later):
+            remove_fences(paths, stage.root, keep)
         remove_tree(stage.dir.done)
         # Without a plan, what lies where the stage publishes is not this run's to remove.
-        if stage.dir.identity.exists():
+        if stage.dir.token_file.exists():
             stage.discard()
-        remove_tree(stage.dir.identity)
-        remove_tree(stage.dir.path)
+        for paths in later:
+            _remove_own_files(paths)
+            remove_if_empty(paths.path / "ranks", paths.path, paths.path.parent)
+        if stage.shares_root:
+            release_output(stage.root, gone)
+        else:
+            _remove_parts(stage)
+        _remove_own_files(stage.dir)
+
+
+def _remove_parts(stage: Stage) -> None:
+    """Remove the files of units in the stage's own folder, and the staging folder."""
+    if not stage.dir.token_file.exists():
+        return
+    for name in stage.folders:
+        folder = stage.root / name
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if _UNIT_FILE.fullmatch(path.name):
+                remove_tree(path)
+        remove_if_empty(folder)
+    remove_if_empty(stage.root / STAGING_NAME)
+
+
+def _remove_own_files(paths: StageDir) -> None:
+    """Remove from a stage's folder what the engine writes there beside the ranks' folders, the plan last."""
+    for path in paths.path.iterdir() if paths.path.is_dir() else ():
+        if _PLAN_ASIDE.fullmatch(path.name):
+            remove_tree(path)
+    if not paths.token_file.exists():
+        return
+    remove_asides(paths.path)
+    for path in (paths.done, paths.failures, paths.rejects, paths.revoked, *paths.logs.glob("*.log")):
+        remove_tree(path)
+    remove_if_empty(paths.logs)
+    remove_at_once(paths.plan)
 
 
 def _freeze(stage: Stage, identity: dict[str, Any]) -> list[Unit]:
     _refuse_foreign_folder(stage)
-    # A process that died while planning leaves its folder aside; whatever else is there belongs to no plan.
-    remove_tree(stage.dir.path)
+    token = new_token()
+    ranks = stage.dir.ranks_of(token)
+    make_folder(ranks)
+    try:
+        claim_output(stage, token, alone=stage.replaces_root)
+    except BaseException:
+        remove_if_empty(ranks, ranks.parent)
+        raise
+    discard_stage(stage, keep=token)
     aside = stage.dir.path / f".plan-{uuid4().hex}"
     with stopping_errors(aside):
-        aside.mkdir(parents=True)
         try:
+            aside.mkdir()
             units = list(stage.plan(aside))
             with (aside / stage.dir.units.name).open("wb") as stream:
                 for unit in units:
                     stream.write(msgspec.json.encode(unit) + b"\n")
             (aside / stage.dir.identity.name).write_bytes(msgspec.json.encode(identity))
+            (aside / stage.dir.token_file.name).write_text(token)
             publish_directory(aside, stage.dir.plan)
-        finally:
+        except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
+            if stage.shares_root:
+                release_output(stage.root, [token])
+            remove_if_empty(ranks, ranks.parent)
+            raise
+    stage.token = token
     return units
 
 
@@ -95,13 +169,16 @@ def _as_stored(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_foreign_folder(stage: Stage) -> None:
-    """Raise ConfigError where the stage's folder has files but nothing that a stage leaves there."""
-    own = (stage.dir.ledger, stage.dir.logs, stage.dir.progress, stage.dir.rejects, stage.dir.done, stage.dir.plan)
-    if not stage.dir.path.exists() or any(path.exists() for path in own):
+    """Raise ConfigError where the stage's folder has files, but no plan and nothing that one leaves on its way."""
+    paths = stage.dir
+    if paths.token_file.exists() or not paths.path.exists():
         return
-    foreign = [path.name for path in stage.dir.path.iterdir() if not path.name.startswith(".")]
+    own = {"ranks", STAGING_NAME}
+    foreign = [p.name for p in sorted(paths.path.iterdir()) if p.name not in own and not _PLAN_ASIDE.fullmatch(p.name)]
+    ranks = paths.path / "ranks"
+    foreign += [f"ranks/{p.name}" for p in sorted(ranks.glob("[!.]*")) if p.name not in tokens_of(paths)]
     if foreign:
         raise ConfigError(
-            f"{stage.dir.path} has {foreign[0]!r}, which is not sharmill's: choose another run_dir, or move that away",
+            f"{paths.path} has {foreign[0]!r}, which is not sharmill's: choose another run_dir, or move that away",
             code="foreign_output",
         )

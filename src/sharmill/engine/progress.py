@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from sharmill.storage import path_aside, stopping_errors
+from sharmill.storage import path_aside
 
 INTERVAL_SECONDS = 10.0
 
@@ -28,6 +28,7 @@ class RankProgress(msgspec.Struct, kw_only=True):
     started: float
     updated: float = 0.0
     unit: int | None = None
+    unit_began: float = 0.0
     units_done: int = 0
     cost_done: float = 0.0
     unit_cost_done: float = 0.0
@@ -49,8 +50,6 @@ class ProgressWriter:
         self._thread = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
 
     def __enter__(self) -> ProgressWriter:
-        with stopping_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
         self._write()
         self._thread.start()
         return self
@@ -65,6 +64,7 @@ class ProgressWriter:
     def begin(self, unit: int) -> None:
         """Note that an attempt at a unit begins."""
         self.record.unit = unit
+        self.record.unit_began = time.time()
 
     def advance(self, done: float) -> None:
         """Note how much of the cost of the unit in flight is done."""
@@ -110,6 +110,12 @@ def mark_ended(folder: Path) -> None:
             record.ended = True
             record.unit = None
             _write_aside(path, record)
+
+
+def forget_progress(folder: Path) -> None:
+    """Remove the records of earlier ranks; those that are still at work write theirs anew."""
+    for path in folder.glob("rank-*.json"):
+        path.unlink(missing_ok=True)
 
 
 def read_progress(folder: Path) -> list[RankProgress]:

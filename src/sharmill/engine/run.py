@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import msgspec
-from filelock import FileLock, Timeout
 
+from sharmill.engine.fence import claim_output, make_fence, release_output
 from sharmill.engine.ledger import outputs_in_place, read_ledger, read_revoked
 from sharmill.engine.listener import Listener
+from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
 from sharmill.engine.outcomes import FailedAttempt, Finished, StageResult, Submitted
 from sharmill.engine.plan import read_or_make_plan
+from sharmill.engine.progress import forget_progress
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
@@ -23,9 +25,11 @@ from sharmill.storage import (
     PROBE,
     open_atomic,
     remove_asides,
-    remove_staging,
+    remove_at_once,
+    remove_dead_attempts,
     remove_tree,
     require_writable,
+    token_staging,
     write_atomic,
 )
 
@@ -56,17 +60,8 @@ def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> Iterator[None]:
         ConfigError: another process still holds it after ``wait_seconds``.
     """
     require_writable(run_dir.path)
-    lock = FileLock(run_dir.lock, timeout=wait_seconds)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise ConfigError(
-            f"another sharmill process is at work in {run_dir.path}; wait for it or end it first", code="locked"
-        ) from error
-    try:
+    with FolderLock(run_dir.path, wait_seconds=wait_seconds):
         yield
-    finally:
-        lock.release()
 
 
 def run_stage(
@@ -82,15 +77,23 @@ def run_stage(
     units = read_or_make_plan(stage, restart=restart)
     _remove_leftovers(stage)
     commits, missing = _outstanding(stage, units, check=units)
+    if not commits:
+        _refuse_vanished(stage, units)
     if missing or not stage.is_finalized():
         remove_tree(stage.dir.done)
+    if not stage.dir.done.exists():
+        claim_output(stage, stage.token)
     expected_in = sum(unit.size for unit in units)
-    rejects = RejectLimit(stage.name, stage.dir.path / "rejects", expected_in, max_reject_fraction)
+    rejects = RejectLimit(stage.name, stage.dir.unit_rejects(0).parent, expected_in, max_reject_fraction)
     listener.stage_started(stage, units, list(commits.values()))
     rejects.add(commits.values())
     if missing:
         require_writable(stage.root)
-        remove_tree(stage.dir.progress)
+        # The index can be written under a lock only, which must not turn out when all units are done.
+        with FolderLock(stage.root, wait_seconds=SECONDS_TO_WAIT_FOR_INDEX):
+            pass
+        make_fence(stage)
+        forget_progress(stage.dir.progress)
         outcome = executor.run(stage, missing, rejects, listener)
         if isinstance(outcome, Submitted):
             return _end(stage, StageResult(submitted=outcome), listener)
@@ -115,31 +118,48 @@ def read_totals(stage: Stage) -> Totals | None:
 
 
 def _remove_leftovers(stage: Stage) -> None:
-    """Remove what killed processes left aside, wherever this stage and its engine publish."""
-    remove_staging(stage.root)
+    """Remove what killed processes left aside, but nothing of ranks, which may be at work for the same plan."""
+    remove_dead_attempts(stage.root, stage.token)
+    remove_asides(stage.root, {PROBE})
     paths = stage.run_dir
     remove_asides(paths.path, {path.name for path in (paths.config, paths.rejects, paths.stats)} | {PROBE})
-    for folder in (paths.manifests, stage.dir.path, stage.dir.unit_rejects(0).parent, stage.dir.progress):
+    for folder in (paths.manifests, stage.dir.path):
         remove_asides(folder)
 
 
 def _outstanding(stage: Stage, units: Sequence[Unit], *, check: Sequence[Unit]) -> tuple[dict[int, Commit], list[Unit]]:
     """Return the commits whose files are in place, and the units without one; only files of ``check`` are looked at."""
-    commits = read_ledger(stage.dir.ledger, units)
+    commits = read_ledger(stage.dir, units)
     for unit in check:
         if unit.index in commits and not outputs_in_place(commits[unit.index], stage):
             del commits[unit.index]
     return commits, [unit for unit in units if unit.index not in commits]
 
 
+def _refuse_vanished(stage: Stage, units: Sequence[Unit]) -> None:
+    """Raise ConfigError where nothing is left of all that was done: it was moved rather than lost."""
+    done = read_ledger(stage.dir, units).values()
+    files = [stage.root / file.name for commit in done for file in commit.files]
+    if stage.shares_root and files and not any(path.exists() for path in files):
+        raise ConfigError(
+            f"{stage.name}: the output of the {len(done)} units that are done is not in {stage.root} any more: move it "
+            "back, name its new place in the configuration, or have it done anew with --restart",
+            code="no_dataset",
+        )
+
+
 def _finalize(stage: Stage, units: list[Unit], commits: dict[int, Commit], rejects: RejectLimit) -> Totals:
+    # All is there: a rank that still does a unit once more changes nothing from here on.
+    remove_at_once(token_staging(stage.root, stage.token))
+    for folder in (stage.dir.unit_rejects(0).parent, stage.dir.progress):
+        remove_asides(folder)
     in_order = [commits[unit.index] for unit in units]
     _check_redone(stage, commits)
     _merge_rejects(stage, in_order)
     totals = stage.finalize(units, in_order)
     totals.check(stage.name, rejects.expected_in)
     rejects.check(totals.rejects, totals.num_in)
-    remove_staging(stage.root)
+    release_output(stage.root, [stage.token])
     write_atomic(stage.dir.done, msgspec.json.encode(totals))
     remove_tree(stage.dir.revoked)
     return totals

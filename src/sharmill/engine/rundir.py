@@ -8,12 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+# In the place of a token where there is no plan.
+_NO_PLAN = "none"
+
 
 @dataclass(frozen=True)
 class StageDir:
-    """The folder of one stage in a run directory: plan, ledger, logs, progress, rejects."""
+    """The folder of one stage in a run directory: plan, ledger, logs, progress, rejects.
+
+    Args:
+        token: that of the plan whose ranks are meant; by default that of the plan which is there.
+    """
 
     path: Path
+    token: str = ""
 
     @property
     def plan(self) -> Path:
@@ -28,22 +36,45 @@ class StageDir:
         return self.plan / "units.jsonl"
 
     @property
+    def token_file(self) -> Path:
+        return self.plan / "token"
+
+    def read_token(self) -> str:
+        """Return the token of the plan that is there, or nothing where there is none."""
+        try:
+            return self.token_file.read_text().strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+
+    def of_present_plan(self) -> StageDir:
+        """Return this folder with the token of the plan that is there, so that no path has to look for it again."""
+        return StageDir(self.path, self.token or self.read_token())
+
+    def ranks_of(self, token: str) -> Path:
+        return self.path / "ranks" / token
+
+    @property
+    def ranks(self) -> Path:
+        """The folder of all that the ranks of a plan write in the run directory, but their logs."""
+        return self.ranks_of(self.token or self.read_token() or _NO_PLAN)
+
+    @property
     def ledger(self) -> Path:
-        return self.path / "ledger"
+        return self.ranks / "ledger"
 
     @property
     def attempts(self) -> Path:
         """The notes of ranks that no driver watches."""
-        return self.path / "attempts"
+        return self.ranks / "attempts"
 
     @property
     def rounds(self) -> Path:
         """The number of attempts so far, each time that ranks were submitted."""
-        return self.path / "rounds"
+        return self.ranks / "rounds"
 
     @property
     def metrics(self) -> Path:
-        return self.path / "metrics"
+        return self.ranks / "metrics"
 
     @property
     def logs(self) -> Path:
@@ -51,7 +82,7 @@ class StageDir:
 
     @property
     def progress(self) -> Path:
-        return self.path / "progress"
+        return self.ranks / "progress"
 
     @property
     def failures(self) -> Path:
@@ -82,7 +113,7 @@ class StageDir:
         return self.progress / f"rank-{rank:03d}.json"
 
     def unit_rejects(self, index: int) -> Path:
-        return self.path / "rejects" / f"{index:06d}.jsonl"
+        return self.ranks / "rejects" / f"{index:06d}.jsonl"
 
 
 @dataclass(frozen=True)
@@ -92,8 +123,9 @@ class RunDir:
     path: Path
 
     @property
-    def lock(self) -> Path:
-        return self.path / ".lock"
+    def id(self) -> Path:
+        """A random number, made by the first submission to a cluster, by which the cluster's jobs are found."""
+        return self.path / "id"
 
     @property
     def config(self) -> Path:

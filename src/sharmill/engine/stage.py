@@ -7,7 +7,7 @@ stage's model, loaded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -38,7 +38,7 @@ class Processor(ABC):
 class Stage(ABC):
     """One step of the pipeline over one dataset: its configuration.
 
-    An instance is cheap to make and to pickle, and nothing changes it.
+    An instance is cheap to make and to pickle. Nothing changes it but the engine, which notes the token of its plan.
 
     Attributes:
         kind: the stage as the command line calls it, such as ``encode``.
@@ -47,7 +47,11 @@ class Stage(ABC):
             several of one kind something more, as in ``encode/mimi``.
         run_dir: the run directory of the dataset.
         root: published files are named relative to this directory.
+        folders: the folders below ``root`` that its ranks publish files in.
+        token: the token of its plan, once that is read or made; ranks have it from the process that started them.
         metrics: which curves its ranks write.
+        unit_time_limit: seconds after which an attempt at a unit ends its rank, or None.
+        replaces_root: begun anew, it removes all of ``root`` that stages of this and of other runs have published.
         uses_gpu: one rank per visible GPU where there are any.
         replan_when_changed: a check, which loses nothing by starting anew when its input has changed.
     """
@@ -56,8 +60,12 @@ class Stage(ABC):
     cost_unit: ClassVar[Literal["records", "seconds of audio"]] = "seconds of audio"
     run_dir: RunDir
     root: Path
+    folders: Sequence[str] = ("parts",)
+    token: str = ""
     metrics: MetricsConfig = MetricsConfig()
+    unit_time_limit: float | None = None
     uses_gpu: ClassVar[bool] = False
+    replaces_root: ClassVar[bool] = False
     replan_when_changed: ClassVar[bool] = False
 
     @property
@@ -66,7 +74,12 @@ class Stage(ABC):
 
     @property
     def dir(self) -> StageDir:
-        return self.run_dir.stage(self.name)
+        return StageDir(self.run_dir.path / self.name, self.token)
+
+    @property
+    def shares_root(self) -> bool:
+        """Return True if stages of other runs may publish below ``root`` too."""
+        return self.root != self.dir.path
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -75,6 +88,9 @@ class Stage(ABC):
         Raises:
             ConfigError: the configuration or an input cannot be used; nothing has been done yet.
         """
+
+    def require_models(self) -> None:  # noqa: B027 - most stages load none
+        """Raise ConfigError where a model that ``open`` loads can neither be found on this machine nor be had."""
 
     @abstractmethod
     def plan(self, folder: Path) -> Iterator[Unit]:
@@ -100,8 +116,18 @@ class Stage(ABC):
         """Return True if what ``finalize`` leaves is still in place; where it is not, it is run again."""
         return all(path.exists() for path in self.products())
 
+    def check_output(self) -> None:  # noqa: B027 - most stages publish below their own folder only
+        """Raise ConfigError where ``root`` holds what the present plan of this run has not published."""
+
     def discard(self) -> None:  # noqa: B027 - most stages publish below their own folder only
-        """Remove what the stage has published outside its folder in the run directory (for ``--restart``)."""
+        """Remove what the stage has published beside the files of units in its own folder (for ``--restart``).
+
+        It is called when ``check_output`` found nothing, as long as the plan is there.
+        """
+
+    def later(self) -> list[StageDir]:
+        """Return the folders of the stages whose output goes with that of this one when it begins anew."""
+        return []
 
 
 def add_up(commits: Iterable[Commit]) -> Totals:

@@ -67,8 +67,12 @@ class Output:
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a finished unit: written last, and its existence means that all else is in place."""
+    """The record of a finished unit: written last, and its existence means that all else is in place.
 
+    It counts for the plan with its ``token`` only.
+    """
+
+    token: str
     index: int
     id: str
     files: list[PublishedFile]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from types import TracebackType
 
+from sharmill.engine.fence import require_current
 from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.metrics import MetricsLog
 from sharmill.engine.outcomes import FailedAttempt
@@ -48,13 +50,15 @@ class Worker:
         """Load the model.
 
         Raises:
-            ConfigError, FatalError: it cannot be loaded; other ranks would fare no better.
+            ConfigError, FatalError: it cannot be loaded, or the plan is not the present one; other ranks would fare no
+                better.
         """
+        require_current(self.stage)
         started = time.monotonic()
         with ExitStack() as stack:
             stack.enter_context(self._progress)
             self._processor = stack.enter_context(closing(self._open()))
-            self._metrics = MetricsLog(self.stage.metrics, self.stage.name, self.stage.dir, self.rank)
+            self._metrics = MetricsLog(self.stage.metrics, self.stage.name, self.stage.dir.metrics, self.rank)
             stack.callback(self._metrics.close)
             self._closing = stack.pop_all()
         log.info("rank %d is ready for %s on %s after %.1f s", self.rank, self.stage.name, self.device,
@@ -86,9 +90,11 @@ class Worker:
             ConfigError, FatalError: going on with other units makes no sense.
         """
         log.info("unit %d begins: %d records, %.1f s of audio", unit.index, unit.size, unit.cost)
+        require_current(self.stage)
         self._progress.begin(unit.index)
         try:
-            commit = self._attempt(unit)
+            with _time_limit(self.stage.unit_time_limit):
+                commit = self._attempt(unit)
         except (ConfigError, FatalError):
             raise
         except ImportError as error:
@@ -98,6 +104,8 @@ class Worker:
             ) from error
         except (Exception, SystemExit) as error:
             log.warning("unit %d failed", unit.index, exc_info=True)
+            # What was removed with the plan fails in as many ways as there are files.
+            require_current(self.stage)
             self._progress.give_up()
             return FailedAttempt(unit.index, _one_line(error), _format(error))
         self._progress.end(unit.cost)
@@ -123,15 +131,16 @@ class Worker:
 
     def _attempt(self, unit: Unit) -> Commit:
         started = time.monotonic()
-        with Staging(self.stage.root, unit.index) as staging:
+        with Staging(self.stage.root, self.stage.token, unit.index) as staging:
             with stopping_errors(staging.folder, WRITE_ERRNOS):
                 output = self._processor.process(unit, staging, self._follow(unit))
             output.check_accounts(unit)
             files = staging.publish(output.files)
         if output.rejects:
             lines = b"".join(reject.to_json() + b"\n" for reject in output.rejects)
-            write_atomic(self.stage.dir.unit_rejects(unit.index), lines)
+            write_atomic(self.stage.dir.unit_rejects(unit.index), lines, parents=False)
         commit = Commit(
+            token=self.stage.token,
             index=unit.index,
             id=unit.id,
             files=files,
@@ -144,6 +153,19 @@ class Worker:
         )
         self._ledger.append(commit)
         return commit
+
+
+@contextmanager
+def _time_limit(seconds: float | None) -> Iterator[None]:
+    """End this process after so many seconds, even in native code that holds Python's lock, and print where it was."""
+    if seconds is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _count_reasons(output: Output) -> dict[str, int]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from sharmill.engine.outcomes import FailedAttempt
+from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import ConfigError, FatalError, SharmillError
@@ -53,7 +54,13 @@ class DrivenRank:
     number: int
     ready: bool = False
     unit: Unit | None = None
+    unit_began: float = 0.0
     failures_in_a_row: int = 0
+
+    def take_unit(self, queue: UnitQueue) -> Unit | None:
+        """Take the next unit, if there is one, and return it."""
+        self.unit, self.unit_began = queue.take(), time.monotonic()
+        return self.unit
 
     def handle_answer(self, answer: Answer, queue: UnitQueue) -> None:
         """Handle the answer to the request to get ready or to do ``unit``.
@@ -88,12 +95,15 @@ class DrivenRank:
         return True
 
     def report_lost_unit(
-        self, queue: UnitQueue, how: str, log_path: Path, details: str = "", *, excused: bool = False
+        self, queue: UnitQueue, how: str, stage: Stage, details: str = "", *, excused: bool = False
     ) -> None:
         """Give the unit of a rank that has ended back to the queue; the attempt counts unless excused."""
         if self.unit is None:
             return
-        message = f"{how}; its log is {log_path}"
+        limit = stage.unit_time_limit
+        if limit is not None and time.monotonic() - self.unit_began >= limit and not excused:
+            how = f"it took longer than executor.unit_time_limit of {limit:g} s"
+        message = f"{how}; its log is {stage.dir.rank_log(self.number)}"
         lost = queue.interrupted if excused else queue.failed
         lost(self.unit, FailedAttempt(self.unit.index, message, details or message))
 

@@ -33,6 +33,7 @@ class UnitQueue:
         self._interruptions: Counter[int] = Counter()
         self._rejects = rejects
         self._listener = listener
+        self._shows_progress = True
         self.failures: dict[int, FailedAttempt] = {}
 
     def __len__(self) -> int:
@@ -44,8 +45,16 @@ class UnitQueue:
         return self._waiting.popleft() if self._waiting else None
 
     def advanced(self, unit: Unit, done: float) -> None:
-        """Report that an attempt has done so much of the unit's cost."""
-        self._listener.unit_advanced(unit, done)
+        """Report that an attempt has done so much of the unit's cost.
+
+        A rank in this process calls it in the middle of the unit, which an error of the display must not fail.
+        """
+        if self._shows_progress:
+            try:
+                self._listener.unit_advanced(unit, done)
+            except Exception:
+                self._shows_progress = False
+                log.warning("progress within units is no longer shown", exc_info=True)
 
     def done(self, unit: Unit, commit: Commit) -> None:
         """Report that an attempt has succeeded.

@@ -13,11 +13,13 @@ import numpy as np
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
-from sharmill.engine.identity import identify_folder
-from sharmill.engine.rundir import RunDir
+from sharmill.engine.fence import require_own_output
+from sharmill.engine.identity import identify_folder, versions
+from sharmill.engine.ledger import committed_files
+from sharmill.engine.plan import load_plan
+from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Context, Reject, Utterance, read_lines_at, records_checksum
 from sharmill.match.stage import matched_manifest, min_similarity
@@ -36,24 +38,26 @@ class WriteStage(Stage):
     """The stage that writes the dataset directory from the matched manifest. One unit is one shard."""
 
     kind: ClassVar[str] = "write"
+    replaces_root: ClassVar[bool] = True
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.run_dir = RunDir(Path(config.run_dir))
         self.root = Path(config.dataset_dir)
+        self.folders = BASE_FIELDS
         self._dataset = ShardedDataset(self.root)
 
     def identity(self) -> dict[str, Any]:
-        self.check_output()
+        require_own_output(self)
         matched = matched_manifest(self.config)
         if not matched.exists():
             raise ConfigError(f"{matched} is not there: run the stage match first", code="stage_not_run")
         return {
             "write": dataclasses.asdict(self.config.write),
             "name": self.config.name,
-            "dataset_dir": identify_folder(self.root, self.run_dir.path),
             "audio_roots": [
-                identify_folder(Path(source.audio_root), self.run_dir.path) for source in self.config.sources
+                identify_folder(root.path, self.run_dir.path)
+                for root in AudioRoots.of(source.audio_root for source in self.config.sources).roots
             ],
             "limits": self._limits(),
             "input": records_checksum(matched),
@@ -61,7 +65,6 @@ class WriteStage(Stage):
         }
 
     def plan(self, folder: Path) -> Iterator[Unit]:
-        self.check_output()
         index = index_matched(matched_manifest(self.config))
         write = self.config.write
         order = order_lines(index, write.order, write.seed)
@@ -84,16 +87,19 @@ class WriteStage(Stage):
         return self._dataset.index_files
 
     def discard(self) -> None:
-        if self._dataset.belongs_to(self.dir.identity, self.run_dir.path):
-            self._dataset.remove()
+        self._dataset.remove(len(load_plan(self)))
+
+    def later(self) -> list[StageDir]:
+        encoded = sorted((self.run_dir.path / "encode").glob("*"))
+        return [self.run_dir.stage(f"encode/{path.name}") for path in encoded if path.is_dir()]
 
     def check_output(self) -> None:
         """Raise ConfigError where the dataset directory holds what this run has not written."""
-        if self._dataset.belongs_to(self.dir.identity, self.run_dir.path):
-            return
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError(f"dataset_dir {self.root} is not a folder", code="foreign_output")
-        if not self._dataset.is_empty():
+        if self._dataset.is_empty():
+            return
+        if not self.dir.token_file.exists() or not self._dataset.is_made_of(BASE_FIELDS, committed_files(self)):
             raise ConfigError(
                 f"dataset_dir {self.root} is not empty and was not written from {self.run_dir.path}; "
                 "choose another dataset_dir, or empty it yourself",

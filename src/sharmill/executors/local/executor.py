@@ -29,7 +29,7 @@ from sharmill.executors.logs import logging_to
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.unit_queue import UnitQueue
 from sharmill.processes import ChildEnded, ChildProcess, end_by_force, join_all
-from sharmill.storage import remove_staging
+from sharmill.storage import remove_dead_attempts
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +52,15 @@ class LocalExecutor:
         devices = plan_devices(self.workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=cores)[: len(units)]
         queue = UnitQueue(units, rejects, listener)
         try:
-            if len(devices) == 1:
+            # A time limit ends the rank, which must not be this process then.
+            if len(devices) == 1 and stage.unit_time_limit is None:
                 _run_inline(stage, devices[0], queue, listener)
             else:
                 with logging_to(stage.dir.driver_log):
                     _Pool(stage, devices, queue, listener).run()
         finally:
             # No rank is left that could do it for itself.
-            remove_staging(stage.root)
+            remove_dead_attempts(stage.root, stage.token)
             mark_ended(stage.dir.progress)
         return Finished(queue.failures)
 
@@ -141,8 +142,7 @@ class _Pool:
         for rank in self.ranks.values():
             if not rank.ready or rank.unit or not rank.child.is_alive():
                 continue
-            rank.unit = self.queue.take()
-            if rank.unit is None:
+            if rank.take_unit(self.queue) is None:
                 return
             # A rank that has died since is removed as one that had a unit. The attempt counts, so that a rank that
             # always dies there does not go on for ever.
@@ -184,7 +184,7 @@ class _Pool:
         log.warning("rank %d %s", rank.number, how)
         if not rank.ready:
             self._count_failed_start(rank.number, how)
-        rank.report_lost_unit(self.queue, f"the worker process {how}", self.stage.dir.rank_log(rank.number))
+        rank.report_lost_unit(self.queue, f"the worker process {how}", self.stage)
 
     def _count_failed_start(self, number: int, how: str) -> None:
         self.failed_starts.add(how, number)

@@ -32,7 +32,7 @@ class ActorStart:
     Attributes:
         stage: pickled; unpacking it imports its modules, once the log is in place.
         folder: what relative paths are meant from; None where the driver itself has only a copy that Ray made.
-        must_exist: a file that the driver has written to the run directory.
+        must_exist: a folder that the driver has made in the run directory: that of the plan's token.
         version: the driver's version of sharmill.
     """
 

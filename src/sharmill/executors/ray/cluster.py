@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _WORKING_DIR_COPIES = "working_dir_files"
 _SECONDS_TO_CONNECT = 20.0
 _SECONDS_BETWEEN_TRIES = 5.0
+_ADDRESS_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def connect(address: str) -> None:
     ray = import_ray()
     if ray.is_initialized():
         return
+    address = _find_address() if address == "auto" else address
     _require_listener(address)
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
@@ -110,10 +112,35 @@ def _join(address: str) -> None:
         raise
 
 
+def _find_address() -> str:
+    """Return the address in RAY_ADDRESS, or of the cluster that this user has started on this machine.
+
+    Ray itself would take whatever stands in a file of a folder that every user can write to, or whatever process is
+    called like one of its own; and a driver runs what its cluster sends.
+
+    Raises:
+        ConfigError: there is none, or it is another user's.
+    """
+    if address := os.environ.get("RAY_ADDRESS"):
+        return address
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    file = Path(folder) / "ray/ray_current_cluster"
+    try:
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as stream:
+            owner, address = os.fstat(stream.fileno()).st_uid, stream.read(_ADDRESS_CHARACTERS).strip()
+    except OSError as error:
+        raise _no_cluster("auto", error) from error
+    if owner not in (os.getuid(), 0):
+        raise ConfigError(
+            f"{file} belongs to another user, whose cluster it names: if you mean that one, say executor.address="
+            f"{address!r}",
+            code="no_cluster",
+        )
+    return address
+
+
 def _require_listener(address: str) -> None:
     """Ask before Ray does, which goes on trying for minutes."""
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS", address)
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "://" in address:
         return

@@ -32,7 +32,7 @@ from sharmill.executors.logs import logging_to
 from sharmill.executors.ray.actor import ActorStart, RankActor
 from sharmill.executors.ray.cluster import RankNeeds, check_paths, connect, import_ray, in_working_dir_copy
 from sharmill.executors.unit_queue import UnitQueue
-from sharmill.storage import remove_staging
+from sharmill.storage import remove_dead_attempts
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class RayExecutor:
                 _Pool(stage, self._needs(stage), self.workers, queue, listener).run()
         finally:
             # No actor is left that could do it for itself.
-            remove_staging(stage.root)
+            remove_dead_attempts(stage.root, stage.token)
             mark_ended(stage.dir.progress)
         return Finished(queue.failures)
 
@@ -166,7 +166,7 @@ class _Pool:
             number=number,
             device=self.needs.device,
             folder=None if in_working_dir_copy() else Path.cwd(),
-            must_exist=self.stage.dir.identity,
+            must_exist=self.stage.dir.ranks,
             log=self.stage.dir.rank_log(number),
             version=sharmill.__version__,
         )
@@ -191,8 +191,7 @@ class _Pool:
     def _hand_out(self) -> None:
         for rank in self.ranks.values():
             if rank.ready and rank.unit is None:
-                rank.unit = self.queue.take()
-                if rank.unit is None:
+                if rank.take_unit(self.queue) is None:
                     return
                 rank.call = rank.actor.run.remote(rank.unit)
 
@@ -252,8 +251,7 @@ class _Pool:
         # Ray goes on placing actors on a node for some seconds after it has died.
         if not rank.ready and not excused:
             self._count_failed_start(how)
-        log_path = self.stage.dir.rank_log(rank.number)
-        rank.report_lost_unit(self.queue, how, log_path, str(error), excused=excused)
+        rank.report_lost_unit(self.queue, how, self.stage, str(error), excused=excused)
 
     def _count_failed_start(self, how: str) -> None:
         """Count it, and give up only when no actor is left: one node may be broken, while others are loading."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -18,17 +20,28 @@ from typing import Literal, Protocol
 import msgspec
 
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import FailedAttempt, StageResult, Submitted
+from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.run import Executor, locked
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.logs import logging_to
-from sharmill.executors.slurm.executor import SlurmExecutor, describe_jobs, is_driver_job
+from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile
-from sharmill.executors.slurm.queue import QueuedJob, SlurmSilent, queued_jobs
-from sharmill.storage import remove_tree, require_writable, write_atomic
+from sharmill.executors.slurm.queue import (
+    PATIENCE_SECONDS,
+    QueuedJob,
+    SlurmSilent,
+    cancel,
+    competing_jobs,
+    describe_jobs,
+    make_run_id,
+    parent_ids,
+    queued_jobs,
+    require_slurm,
+)
+from sharmill.storage import path_aside, remove_tree, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +49,10 @@ _POLL_SECONDS = 2.0
 _SECONDS_BETWEEN_QUESTIONS = 10.0
 # A driver job may begin before the one that submitted it has left the run directory.
 _SECONDS_TO_WAIT_FOR_LOCK = 600.0
+# A controller that is away, or limits on jobs in the queue, are waited for as long as this, or the job's time limit.
+_DRIVER_PATIENCE_SECONDS = 12 * 3600.0
+# After its end was noted a driver job has little left to do, but a site may have something to clean up.
+_SECONDS_TO_LEAVE_QUEUE = 60.0
 
 
 class Outcome(Protocol):
@@ -67,21 +84,29 @@ class ChainedDataset(Protocol):
 
 
 class ChainState(msgspec.Struct, kw_only=True):
-    """State of a chain. ``jobs`` are those that the last driver job submitted."""
+    """State of a chain. ``jobs`` are those that were submitted last, ``command`` is what submits it again."""
 
     state: Literal["waiting", "done", "failed"]
     message: str
     jobs: list[str] = []
     findings: int = 0
+    command: str = ""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The chain of one dataset; as a callable, its next driver job."""
+    """The chain of one dataset; as a callable, its next driver job.
+
+    A driver job that does not end well has a watcher job behind it, which is a driver job that goes on in its place:
+    once, since what ends that one as well will not pass. ``command`` submits the chain again.
+    """
 
     dataset: ChainedDataset
     profile: ClusterProfile
     restart: bool = False
+    command: str = ""
+    is_watcher: bool = False
+    patience: float = PATIENCE_SECONDS
 
     @property
     def name(self) -> str:
@@ -89,22 +114,36 @@ class Chain:
 
     @property
     def run_dir(self) -> RunDir:
-        return RunDir(self.dataset.run_dir.absolute())
+        # Job scripts name it: a link may lead elsewhere by then.
+        return RunDir(self.dataset.run_dir.resolve())
 
     def executor(self) -> SlurmExecutor:
         """Return the executor that submits this chain's jobs."""
         # Only the first run begins anew.
-        driver_job = replace(self, restart=False)
-        return SlurmExecutor(self.profile, self.run_dir.jobs, driver_job, self.name)
+        driver_job = replace(self, restart=False, is_watcher=False, patience=_DRIVER_PATIENCE_SECONDS)
+        watcher_job = replace(driver_job, is_watcher=True)
+        setup = self._note_failure_in_shell()
+        return SlurmExecutor(self.profile, self.run_dir, driver_job, watcher_job, self.name, setup, self.patience)
 
-    def require_no_jobs(self) -> None:
-        """Raise ConfigError if jobs of this dataset are in the queue."""
-        if others := queued_jobs(self.run_dir.jobs):
-            raise ConfigError(
-                f"{describe_jobs(others)} of this dataset are still in the queue; "
-                f"wait for them (sharmill status {self.dataset.run_dir}) or scancel them",
-                code="jobs_in_queue",
-            )
+    def _note_failure_in_shell(self) -> tuple[str, ...]:
+        """Return shell lines that note the failure of a watcher job whose Python could not do so.
+
+        A Python that is told to leave, and requeued, ends with status 255.
+        """
+        message = (
+            "a driver job ended before its work did, and so did the watcher job behind it: see the last logs in "
+            f"{self.run_dir.jobs}, and submit again"
+        )
+        state = msgspec.json.encode(ChainState(state="failed", message=message, command=self.command)).decode()
+        path, aside = shlex.quote(str(self.run_dir.chain)), shlex.quote(str(path_aside(self.run_dir.chain)))
+        return (
+            "note_failure() {",
+            "    case $? in 0|255) return ;; esac",
+            f"""    grep -qs '"state":"waiting"' {path} || return""",
+            f"    printf '%s\\n' {shlex.quote(state)} > {aside} && mv -f {aside} {path}",
+            "}",
+            "trap note_failure EXIT",
+        )
 
     def start(self) -> ChainState:
         """Run the stages in this process, which plans and submits. Units that were given up before are tried again.
@@ -113,30 +152,46 @@ class Chain:
             ConfigError: the configuration is wrong, or this dataset has a chain in the queue.
             FatalError: a stage stopped.
         """
-        require_writable(self.run_dir.path)
-        others = queued_jobs(self.run_dir.jobs)
-        if self.restart or any(map(is_driver_job, others)):
-            self.require_no_jobs()
-        elif others:
-            # Ranks whose driver job is gone, or was never submitted: let them finish, for their work counts.
-            return self._submit_driver_job(others)
-        for stage in self.dataset.make_stages():
-            remove_tree(stage.dir.attempts)
-            remove_tree(stage.dir.rounds)
+        require_slurm()
+        if "%" in str(self.run_dir.path):
+            message = f"run_dir {self.run_dir.path} has a '%' in it, which SLURM and submitit replace; choose another"
+            raise ConfigError(message, code="bad_config_value")
+        with locked(self.run_dir):
+            make_run_id(self.run_dir)
+            others = competing_jobs(self.run_dir)
+            if self.restart or any(job.role != "rank" for job in others):
+                require_no_chain(self.run_dir)
+            elif others:
+                # Ranks whose driver job is gone, or was never submitted: let them finish, for their work counts.
+                return self._submit_driver_job(others)
+            for stage in self.dataset.make_stages():
+                remove_tree(stage.dir.attempts)
+                remove_tree(stage.dir.rounds)
+            self._write(ChainState(state="waiting", message="the first jobs are being submitted"))
         try:
             return self._run_stages(wait_seconds=0.0)
-        except FatalError as error:
-            self._write_failure(error)
+        except BaseException as error:
+            # These are about the jobs or the process of another submission, which has noted its own state.
+            if not (isinstance(error, SharmillError) and error.code in ("jobs_in_queue", "locked")):
+                self._note_end(error, state="failed")
             raise
 
     def __call__(self) -> None:
-        """Run the stages in a driver job."""
+        """Run the stages in a driver job, or in a watcher job if the driver job before it has noted no end."""
         self.run_dir.jobs.mkdir(parents=True, exist_ok=True)
         with logging_to(self.run_dir.chain_log):
+            before = read_state(self.run_dir)
+            if self.is_watcher and before is not None and before.state != "waiting":
+                return
             try:
                 state = self._run_driver_job()
-            except SharmillError as error:
-                self._write_failure(error)
+            except SystemExit:
+                # Told to leave, and requeued.
+                raise
+            except BaseException as error:
+                log.exception("job %s ends", os.environ.get("SLURM_JOB_ID"))
+                failed = self.is_watcher or isinstance(error, SharmillError)
+                self._note_end(error, state="failed" if failed else "waiting")
                 raise
             if state is None:
                 return
@@ -146,28 +201,26 @@ class Chain:
 
     def _run_driver_job(self) -> ChainState | None:
         """Return None if a later driver job is in the queue: then this one was requeued after it had submitted that."""
-        own = int(os.environ.get("SLURM_JOB_ID", 0))
-        # The driver job before this one may not have quite ended.
-        others = [job for job in queued_jobs(self.run_dir.jobs) if not is_driver_job(job) or job.number > own]
-        if any(map(is_driver_job, others)):
+        others = competing_jobs(self.run_dir, self.patience)
+        if any(job.role == "driver" for job in others):
             log.info("%s go on", describe_jobs(others))
             return None
         if others:
-            return self._submit_driver_job(others)
+            with locked(self.run_dir, _SECONDS_TO_WAIT_FOR_LOCK):
+                return self._submit_driver_job(others)
         return self._run_stages(wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK)
 
     def _submit_driver_job(self, behind: Sequence[QueuedJob]) -> ChainState:
         """Leave the work to jobs that are in the queue already, and only submit the driver job behind them."""
-        with locked(self.run_dir, _SECONDS_TO_WAIT_FOR_LOCK):
-            driver_job = self.executor().submit_driver_job(behind)
-            message = f"{describe_jobs(behind)} are still in the queue, then driver job {driver_job}"
-            state = ChainState(state="waiting", message=message, jobs=[*(job.id for job in behind), driver_job])
-            self._write(state)
+        driver_job = self.executor().submit_driver_job(behind)
+        message = f"{describe_jobs(behind)} are still in the queue, then driver job {driver_job}"
+        state = ChainState(state="waiting", message=message, jobs=[*(job.id for job in behind), driver_job])
+        self._write(state)
         return state
 
     def _run_stages(self, wait_seconds: float) -> ChainState:
         outcome = self.dataset.run(
-            self.executor(), _ChainListener(self), restart=self.restart, wait_seconds=wait_seconds
+            self.executor(), _ChainListener(self._write), restart=self.restart, wait_seconds=wait_seconds
         )
         if not outcome.stages:
             state = ChainState(state="done", message="there is no stage to run")
@@ -186,11 +239,22 @@ class Chain:
         self._write(state)
         return state
 
-    def _write_failure(self, error: SharmillError) -> None:
-        self._write(ChainState(state="failed", message=str(error)))
+    def _note_end(self, error: BaseException, state: Literal["waiting", "failed"]) -> None:
+        """Note an error that ends this process; if another job is to go on, the state is that of waiting for it."""
+        message = str(error) if isinstance(error, SharmillError) else f"{type(error).__name__}: {error}"
+        if state == "waiting":
+            message = f"driver job {os.environ.get('SLURM_JOB_ID')} ended with {message}; its watcher job goes on"
+        # On a disk that takes no note the log and the queue have to tell.
+        with suppress(SharmillError, OSError):
+            self._write(ChainState(state=state, message=message))
 
     def _write(self, state: ChainState) -> None:
+        state = msgspec.structs.replace(state, command=self.command)
         write_atomic(self.run_dir.chain, msgspec.json.encode(state) + b"\n")
+        if state.state != "waiting":
+            # The watcher job of a driver job that has noted its end has nothing to do.
+            with suppress(SharmillError):
+                cancel([job.id for job in queued_jobs(self.run_dir) if job.role == "watcher"])
 
 
 class _ChainListener(Listener):
@@ -200,18 +264,15 @@ class _ChainListener(Listener):
     as well, may otherwise have written a later state before.
     """
 
-    def __init__(self, chain: Chain) -> None:
-        self._chain = chain
+    def __init__(self, write: Callable[[ChainState], None]) -> None:
+        self._write = write
 
     def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
         log.info("%s: %d of %d units are done", stage.name, len(done), len(units))
 
-    def unit_failed(self, unit: Unit, error: FailedAttempt, attempts: int) -> None:
-        log.warning("unit %d failed %d times: %s", unit.index, attempts, error.message)
-
     def stage_ended(self, stage: Stage, result: StageResult) -> None:
         if result.submitted is not None:
-            self._chain._write(_waiting_for(result.submitted))
+            self._write(_waiting_for(result.submitted))
             log.info("%s", result.submitted.message)
         else:
             log.info("%s: %s", stage.name, "done" if result.ok else f"{len(result.failures)} units failed")
@@ -228,19 +289,46 @@ def read_state(run_dir: RunDir) -> ChainState | None:
     return msgspec.json.decode(run_dir.chain.read_bytes(), type=ChainState)
 
 
+def require_no_chain(run_dir: RunDir, *, take_over: bool = False) -> None:
+    """Raise ConfigError if jobs of a run directory are in the queue, or may be there because nobody can be asked.
+
+    With ``take_over`` nobody need be asked: the user says that there are none.
+    """
+    try:
+        jobs = queued_jobs(run_dir)
+    except SharmillError as error:
+        state = read_state(run_dir)
+        if take_over or (state is not None and state.state == "done"):
+            return
+        raise ConfigError(
+            f"jobs that were submitted from {run_dir.path} may still be at work on it, and nobody can be asked here: "
+            f"{error}; ask where squeue answers, or, if you know that none is left: sharmill run --take-over",
+            code=error.code,
+        ) from error
+    if jobs:
+        raise ConfigError(
+            f"{describe_jobs(jobs)} of this dataset are still in the queue; wait for them (sharmill status "
+            f"{run_dir.path}) or end them: scancel {' '.join(parent_ids([job.id for job in jobs]))}",
+            code="jobs_in_queue",
+        )
+
+
 def wait_for_end(chain: Chain) -> ChainState:
-    """Wait until a chain is done or has failed.
+    """Wait until a chain is done or has failed, and its jobs have left the queue.
 
     Raises:
-        FatalError: its jobs are gone and it has not come to an end, as after scancel of a driver job.
+        FatalError: its jobs are gone and it has not come to an end.
     """
     next_question = 0.0
+    ended: float | None = None
     while True:
         state = read_state(chain.run_dir)
         assert state is not None
         if state.state != "waiting":
-            return state
-        if time.monotonic() >= next_question:
+            ended = ended or time.monotonic()
+            if time.monotonic() - ended > _SECONDS_TO_LEAVE_QUEUE or not _may_have_jobs(chain):
+                return state
+        elif time.monotonic() >= next_question:
             next_question = time.monotonic() + _SECONDS_BETWEEN_QUESTIONS
             if _is_deserted(chain, state):
                 raise FatalError(
@@ -253,13 +341,17 @@ def wait_for_end(chain: Chain) -> ChainState:
 def _is_deserted(chain: Chain, state: ChainState) -> bool:
     """Return True if no job is left that could continue the chain. Asked twice: its last job may just have ended."""
     for _ in range(2):
-        try:
-            if queued_jobs(chain.run_dir.jobs):
-                return False
-        except SlurmSilent as error:
-            log.warning("%s", error)
+        if _may_have_jobs(chain):
             return False
         time.sleep(_POLL_SECONDS)
         if read_state(chain.run_dir) != state:
             return False
     return True
+
+
+def _may_have_jobs(chain: Chain) -> bool:
+    try:
+        return bool(queued_jobs(chain.run_dir))
+    except SlurmSilent as error:
+        log.warning("%s", error)
+        return True

@@ -8,51 +8,72 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from tenacity import (
-    Retrying,
-    before_sleep_log,
-    retry_if_exception_message,
-    retry_if_exception_type,
-    stop_after_attempt,
-    wait_fixed,
-)
+from tenacity import retry_if_exception_message, retry_if_exception_type
 
+from sharmill.config.loading import check_one_line
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.balance import pack
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import FailedAttempt, Finished, Submitted
 from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
 from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-from sharmill.executors.slurm.queue import QueuedJob, cancel, max_array_size, outside_own_job, queued_jobs
+from sharmill.executors.slurm.queue import (
+    PATIENCE_SECONDS,
+    QueuedJob,
+    Role,
+    cancel,
+    competing_jobs,
+    describe_jobs,
+    job_comment,
+    make_run_id,
+    max_array_size,
+    outside_own_job,
+    parent_ids,
+    retrying,
+)
 from sharmill.executors.slurm.task import RankTask
 from sharmill.storage import write_atomic
 
 log = logging.getLogger(__name__)
 
-_DRIVER_JOB_SUFFIX = "-driver"
-# A busy controller; anything else that sbatch says is about what was asked for.
-_BUSY = re.compile(r".*(timed out|temporarily|unable to contact|connection|communicat)", re.IGNORECASE | re.DOTALL)
-_PAUSE_SECONDS = 10.0
+# A busy controller, or a limit on jobs in the queue; anything else that sbatch says is about what was asked for.
+_MAY_PASS = re.compile(
+    r".*(timed out|temporarily|unable to contact|connection|communicat|Max\w*Submit\w*Limit)", re.IGNORECASE | re.DOTALL
+)
 
 
 @dataclass(frozen=True)
 class SlurmExecutor:
-    """Submits ranks, and ``driver_job`` behind them. ``folder`` is on a file system that all nodes share."""
+    """Submits ranks, ``driver_job`` behind them, and ``watcher_job`` for the case that this does not end well.
+
+    All nodes share the file system of ``run_dir``. ``watcher_setup`` are shell lines that begin the watcher job, and
+    ``patience`` is how many seconds to go on trying where SLURM does not answer or takes no more jobs.
+    """
 
     profile: ClusterProfile
-    folder: Path
+    run_dir: RunDir
     driver_job: Callable[[], Any]
+    watcher_job: Callable[[], Any]
     job_name: str
+    watcher_setup: tuple[str, ...] = ()
+    patience: float = PATIENCE_SECONDS
+
+    def __post_init__(self) -> None:
+        # It is in lines of the sbatch script.
+        check_one_line(str(self.run_dir.path.absolute()), "the path of the run directory")
 
     def run(
         self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener
@@ -70,14 +91,15 @@ class SlurmExecutor:
         if not left:
             return Finished({unit.index: _describe_failure(stage, unit, attempts) for unit in units})
         self._require_progress(stage, attempts)
-        if others := queued_jobs(self.folder):
+        make_run_id(self.run_dir)
+        if others := competing_jobs(self.run_dir, self.patience):
             raise ConfigError(f"{describe_jobs(others)} of this dataset appeared in the queue", code="jobs_in_queue")
         return self._submit_stage(stage, left, rejects)
 
     def script(self, stage: Stage, num_ranks: int) -> str:
         """Return the sbatch script of the first array of a stage's ranks, to be shown."""
         array, parallel = self.arrays(num_ranks)[0]
-        parameters = self._parameters(stage.name, self.profile.for_stage(stage.uses_gpu))
+        parameters = self._parameters(stage.name, "rank", self.profile.for_stage(stage.uses_gpu))
         executor = self._submitit(parameters | {"array_parallelism": parallel}, self.profile.python)
         executor.parameters["map_count"] = len(array)
         return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
@@ -85,19 +107,23 @@ class SlurmExecutor:
     def bins(self, stage: Stage, units: Sequence[Unit]) -> list[list[Unit]]:
         """Return the units of each rank: as many ranks as the profile allows, each with units, balanced by cost."""
         # So many arrays that not each could have a rank running would break max_parallel.
-        most = min(self.profile.for_stage(stage.uses_gpu).max_ranks, max_array_size() * self.profile.max_parallel)
+        most = min(
+            self.profile.for_stage(stage.uses_gpu).max_ranks, max_array_size(self.patience) * self.profile.max_parallel
+        )
         return pack_units(units, most)
 
     def arrays(self, num_ranks: int) -> list[tuple[range, int]]:
         """Return the ranks of each job array, as large as the cluster allows, and how many of them may run at once."""
-        largest = max_array_size()
+        largest = max_array_size(self.patience)
         ranges = [range(start, min(start + largest, num_ranks)) for start in range(0, num_ranks, largest)]
         return [(ranks, max(1, self.profile.max_parallel * len(ranks) // num_ranks)) for ranks in ranges]
 
     def submit_driver_job(self, behind: Sequence[QueuedJob]) -> str:
         """Submit the driver job behind jobs that are in the queue already, and return its number."""
-        with deferred_interrupts(), outside_own_job():
-            return self._submit_driver_job("others", [job.id for job in behind])
+        submitted: list[str] = []
+        with deferred_interrupts(), outside_own_job(), _cancelled_on_error(submitted):
+            self._submit_driver_job("others", [job.id for job in behind], submitted)
+        return submitted[0]
 
     def _submit_stage(self, stage: Stage, left: list[Unit], rejects: RejectLimit) -> Submitted:
         profile = self.profile.for_stage(stage.uses_gpu)
@@ -107,49 +133,47 @@ class SlurmExecutor:
             for rank, part in enumerate(self.bins(stage, left))
         ]
         ranks: list[str] = []
-        with deferred_interrupts(), outside_own_job():
-            try:
-                self._submit_ranks(stage, tasks, ranks)
-                driver_job = self._submit_driver_job(stage.name, ranks)
-            except FatalError:
-                # Without a driver job nothing would come of their work.
-                cancel(_parents(ranks))
-                raise
+        drivers: list[str] = []
+        with deferred_interrupts(), outside_own_job(), _cancelled_on_error(ranks), _cancelled_on_error(drivers):
+            self._submit_ranks(stage, tasks, ranks)
+            self._submit_driver_job(stage.name, ranks, drivers)
         message = (
-            f"{stage.name}: {len(left)} units on {len(ranks)} ranks (job {', '.join(_parents(ranks))}), "
-            f"then driver job {driver_job}"
+            f"{stage.name}: {len(left)} units on {len(ranks)} ranks (job {', '.join(parent_ids(ranks))}), "
+            f"then driver job {drivers[0]}"
         )
-        return Submitted(message, [*ranks, driver_job])
+        return Submitted(message, [*ranks, drivers[0]])
 
     def _submit_ranks(self, stage: Stage, tasks: list[RankTask], ranks: list[str]) -> None:
         """Submit the ranks, and add the numbers of their jobs to ``ranks``."""
-        parameters = self._parameters(stage.name, self.profile.for_stage(stage.uses_gpu))
+        parameters = self._parameters(stage.name, "rank", self.profile.for_stage(stage.uses_gpu))
         for array, parallel in self.arrays(len(tasks)):
             part = tasks[array.start : array.stop]
             ranks += self._submit(parameters | {"array_parallelism": parallel}, self.profile.python, part)
 
-    def _submit_driver_job(self, name: str, ranks: list[str]) -> str:
-        parameters = self._parameters(name + _DRIVER_JOB_SUFFIX, self.profile.cpu)
+    def _submit_driver_job(self, name: str, behind: list[str], submitted: list[str]) -> None:
+        """Submit a driver job and its watcher job, and add their numbers to ``submitted``."""
+        driver = self._parameters(f"{name}-driver", "driver", self.profile.cpu)
+        watcher = self._parameters(f"{name}-watcher", "watcher", self.profile.cpu)
+        for parameters in (driver, watcher):
+            # They submit jobs, so they run outside of a container, with the interpreter that runs here.
+            parameters.pop("srun_args", None)
+            parameters["use_srun"] = False
         # afterany: whatever has become of the ranks, the ledger says what is left to do.
-        parameters |= {"dependency": "afterany:" + ":".join(_parents(ranks)), "use_srun": False}
-        # It submits jobs, so it runs outside of a container, with the interpreter that runs here.
-        parameters.pop("srun_args", None)
-        return self._submit(parameters, None, [self.driver_job])[0]
+        driver["dependency"] = "afterany:" + ":".join(parent_ids(behind))
+        submitted += self._submit(driver, None, [self.driver_job])
+        watcher["dependency"] = "afternotok:" + submitted[-1]
+        watcher["additional_parameters"]["kill-on-invalid-dep"] = "yes"
+        watcher["setup"] = [*self.watcher_setup, *watcher.get("setup", [])]
+        submitted += self._submit(watcher, None, [self.watcher_job])
 
     def _submit(self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]) -> list[str]:
         """Submit one job, or one array, and return the numbers of its tasks."""
         failed_job_error = _import_submitit().core.utils.FailedJobError
         # If sbatch gives up waiting and the job is there nevertheless, it does no harm: its tasks end because they find
         # nothing to run, or do the same units as others.
-        retrying = Retrying(
-            stop=stop_after_attempt(3),
-            wait=wait_fixed(_PAUSE_SECONDS),
-            retry=retry_if_exception_type(failed_job_error) & retry_if_exception_message(match=_BUSY),
-            before_sleep=before_sleep_log(log, logging.WARNING),
-            reraise=True,
-        )
+        may_pass = retry_if_exception_type(failed_job_error) & retry_if_exception_message(match=_MAY_PASS)
         try:
-            return retrying(self._try_to_submit, parameters, python, tasks)
+            return retrying(self.patience, may_pass)(self._try_to_submit, parameters, python, tasks)
         except failed_job_error as error:
             message = f"SLURM refuses the jobs: {' '.join(str(error).split())}"
             raise FatalError(message, code="jobs_refused") from error
@@ -158,18 +182,20 @@ class SlurmExecutor:
         self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]
     ) -> list[str]:
         executor = self._submitit(parameters, python)
-        with executor.batch():
+        # What submitit prints of sbatch's message the error has as well.
+        with redirect_stderr(StringIO()), executor.batch():
             jobs = [executor.submit(task) for task in tasks]
         return [job.job_id for job in jobs]
 
     def _submitit(self, parameters: dict[str, Any], python: str | None) -> Any:
         requeues = self.profile.max_requeues
-        executor = _submitit_executor()(self.folder, max_num_timeout=requeues, python=python)
+        executor = _submitit_executor()(self.run_dir.jobs, max_num_timeout=requeues, python=python)
         executor.update_parameters(**parameters)
         return executor
 
-    def _parameters(self, name: str, profile: RankProfile) -> dict[str, Any]:
+    def _parameters(self, name: str, role: Role, profile: RankProfile) -> dict[str, Any]:
         cluster = self.profile
+        comment = " ".join([*filter(None, [profile.extra.get("comment")]), job_comment(self.run_dir, role)])
         values: dict[str, Any] = {
             "job_name": f"{self.job_name}-{name.replace('/', '-')}",
             "partition": profile.partition,
@@ -180,8 +206,9 @@ class SlurmExecutor:
             "mem": f"{round(profile.memory_gb * 1024)}M",
             "time": profile.timeout_min,
             "signal_delay_s": cluster.signal_s,
-            "setup": cluster.setup or None,
-            "additional_parameters": {"requeue": True, **profile.extra},
+            # The folder that jobs begin in is not the first place to look for Python's own modules.
+            "setup": ["export PYTHONSAFEPATH=1", *cluster.setup],
+            "additional_parameters": {"requeue": True, **profile.extra, "comment": comment},
             # From SLURM 22.05 on srun does not take over the cores of sbatch.
             "srun_args": [f"--cpus-per-task={profile.cores}", *_container_arguments(cluster)],
         }
@@ -193,7 +220,7 @@ class SlurmExecutor:
         now = sum(attempts.counts.values())
         before = mark.read_text().split() if mark.exists() else []
         if len(before) >= MAX_ATTEMPTS and set(before[-MAX_ATTEMPTS:]) == {str(now)}:
-            reason = attempts.setup_error or f"see the logs in {self.folder} and {stage.dir.logs}"
+            reason = attempts.setup_error or f"see the logs in {self.run_dir.jobs} and {stage.dir.logs}"
             message = f"{stage.name}: the ranks ended {MAX_ATTEMPTS} times without beginning a unit: {reason}"
             raise FatalError(message, code="no_ranks")
         write_atomic(mark, " ".join([*before, str(now)]).encode())
@@ -219,15 +246,14 @@ def _submitit_executor() -> Any:
     return Submitter
 
 
-def is_driver_job(job: QueuedJob) -> bool:
-    """Return True if a job is a driver job, False if it is a rank."""
-    return job.name.endswith(_DRIVER_JOB_SUFFIX)
-
-
-def describe_jobs(jobs: Sequence[QueuedJob]) -> str:
-    """Return a few words that name jobs, whatever their number."""
-    named = ", ".join(job.id for job in jobs[:5])
-    return f"jobs {named}" + (f" and {len(jobs) - 5} more" if len(jobs) > 5 else "")
+@contextmanager
+def _cancelled_on_error(jobs: list[str]) -> Iterator[None]:
+    """Cancel jobs if those behind them cannot be submitted: without a driver job nothing would come of their work."""
+    try:
+        yield
+    except BaseException:
+        cancel(parent_ids(jobs))
+        raise
 
 
 def pack_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
@@ -236,10 +262,6 @@ def pack_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
     # Units without cost would all be packed into one bin.
     costs = [max(unit.cost, 1e-3) for unit in ordered]
     return [[ordered[index] for index in part] for part in pack(costs, min(num_ranks, len(ordered))) if part]
-
-
-def _parents(job_ids: Sequence[str]) -> list[str]:
-    return sorted({job_id.split("_")[0] for job_id in job_ids}, key=int)
 
 
 def _describe_failure(stage: Stage, unit: Unit, attempts: Attempts) -> FailedAttempt:

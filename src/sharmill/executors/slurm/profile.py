@@ -8,6 +8,12 @@ from typing import Any, Literal
 
 from sharmill.config import load_typed
 
+# Options that would silently win over what the program counts on.
+_NOT_EXTRA = dict.fromkeys(
+    ("array", "chdir", "dependency", "error", "job-name", "open-mode", "output", "requeue", "no-requeue"),
+    "sharmill sets it by itself",
+) | {"time": "set timeout_min", "signal": "set signal_s of the profile"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
@@ -33,6 +39,9 @@ class RankProfile:
     def __post_init__(self) -> None:
         if self.max_ranks < 1 or self.cores < 1 or self.timeout_min < 1 or self.gpus < 0 or self.memory_gb <= 0:
             raise ValueError("max_ranks, cores, timeout_min and memory_gb must be positive, gpus not negative")
+        for name in self.extra:
+            if (remedy := _NOT_EXTRA.get(name.replace("_", "-"))) is not None:
+                raise ValueError(f"extra must not have {name}: {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,37 @@
-"""SLURM's own commands: jobs in the queue, their end, and the limits of the cluster."""
+"""SLURM's own commands: the jobs of a run directory in the queue, their end, and the limits of the cluster.
+
+The jobs of a run directory are found by their comment, which has the id of the run directory in it: whoever submitted
+them, whatever path led there, and also if the submission died before it could note their numbers.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
+from tenacity import Retrying, before_sleep_log, retry_if_exception, stop_before_delay, wait_exponential
+from tenacity.retry import retry_base
 
+from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
+from sharmill.storage import write_atomic
+
+log = logging.getLogger(__name__)
 
 _DEFAULT_MAX_ARRAY = 1001
 _PAUSE_SECONDS = 5.0
+_LONGEST_PAUSE_SECONDS = 300.0
+PATIENCE_SECONDS = 30.0
+
+Role = Literal["rank", "driver", "watcher"]
 
 
 class SlurmSilent(FatalError):
@@ -32,7 +46,9 @@ class QueuedJob:
 
     id: str
     state: str
-    name: str
+    reason: str
+    user: str
+    role: str
 
     @property
     def number(self) -> int:
@@ -40,35 +56,87 @@ class QueuedJob:
         return int(self.id.split("_")[0])
 
 
-def queued_jobs(folder: Path) -> list[QueuedJob]:
-    """Return this user's jobs that are not over and whose scripts lie in ``folder``, without the one that asks.
+def require_slurm() -> None:
+    """Raise ConfigError where jobs cannot be submitted."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError("there is no sbatch here; are you on a SLURM cluster?", code="no_cluster")
 
-    Found by the path of their scripts and not by noted numbers, so that a process that dies between submitting and
-    noting hides none.
+
+def make_run_id(run_dir: RunDir) -> None:
+    """Give a run directory its id, unless it has one. The caller holds the run directory's lock."""
+    if not run_dir.id.exists():
+        write_atomic(run_dir.id, secrets.token_hex(8).encode())
+
+
+def job_comment(run_dir: RunDir, role: Role) -> str:
+    """Return the comment by which the jobs of a run directory are found."""
+    # Without an id, scripts are only shown.
+    run_id = run_dir.id.read_text() if run_dir.id.exists() else "new"
+    return f"sharmill:{run_id}:{role}"
+
+
+def queued_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[QueuedJob]:
+    """Return the jobs of a run directory that are not over, of all users, without the one that asks.
+
+    Where no job was ever submitted from the run directory, nobody is asked.
+
+    Args:
+        patience: how many seconds to go on asking where nobody answers.
 
     Raises:
         ConfigError: there is no SLURM here.
         SlurmSilent: nobody answers.
     """
-    shown = _ask(["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%T|%j|%o"])
-    own = os.environ.get("SLURM_JOB_ID")
-    jobs = []
-    for line in shown.splitlines():
-        job_id, state, rest = line.split("|", 2)
-        # A name may hold a "|" as well; the path of submitit's scripts does not, unless the run directory does.
-        name, found, script = rest.partition(f"|{folder}/")
-        if found and "/" not in script and job_id != own:
-            jobs.append(QueuedJob(job_id, state, name))
-    return jobs
+    return [job for job in _find_jobs(run_dir, patience) if job.id != os.environ.get("SLURM_JOB_ID")]
+
+
+def competing_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[QueuedJob]:
+    """Return the jobs of a run directory beside which this process must submit none.
+
+    For a driver job these are ranks and later driver jobs: those before it have only not quite ended.
+    """
+    found = _find_jobs(run_dir, patience)
+    own = [job for job in found if job.id == os.environ.get("SLURM_JOB_ID")]
+    if not own:
+        return found
+    return [job for job in found if job.role == "rank" or (job.role == "driver" and job.number > own[0].number)]
+
+
+def _find_jobs(run_dir: RunDir, patience: float) -> list[QueuedJob]:
+    if not run_dir.id.exists():
+        return []
+    shown = _ask(["squeue", "--noheader", "--all", "--array", "--format=%i|%T|%r|%u|%k"], patience)
+    # A site may add to comments.
+    ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|.*\bsharmill:{run_dir.id.read_text()}:(\w+)"
+    found = [QueuedJob(*columns) for columns in re.findall(ours, shown, re.MULTILINE)]
+    # A driver job that is completing does nothing any more, and a watcher job whose driver job is done never begins.
+    return [
+        job
+        for job in found
+        if job.role == "rank" or (job.state != "COMPLETING" and job.reason != "DependencyNeverSatisfied")
+    ]
+
+
+def describe_jobs(jobs: Sequence[QueuedJob]) -> str:
+    """Return a few words that name jobs, whatever their number."""
+    named = ", ".join(job.id for job in jobs[:5])
+    users = ", ".join(sorted({job.user for job in jobs}))
+    return f"jobs {named}" + (f" and {len(jobs) - 5} more" if len(jobs) > 5 else "") + f" (user {users})"
+
+
+def parent_ids(job_ids: Sequence[str]) -> list[str]:
+    """Return the numbers of jobs and arrays to which tasks belong, in order."""
+    return sorted({job_id.split("_")[0] for job_id in job_ids}, key=int)
 
 
 def cancel(job_ids: Sequence[str]) -> None:
     """Ask SLURM to end jobs; no error where it does not answer."""
     if job_ids:
-        subprocess.run(["scancel", *job_ids], capture_output=True, check=False, timeout=60)
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(["scancel", *job_ids], capture_output=True, check=False, timeout=60)
 
 
-def max_array_size() -> int:
+def max_array_size(patience: float = PATIENCE_SECONDS) -> int:
     """Return how many tasks the cluster allows in one array; SLURM's own default where there is no SLURM to ask.
 
     Raises:
@@ -76,7 +144,7 @@ def max_array_size() -> int:
     """
     if shutil.which("scontrol") is None:
         return _DEFAULT_MAX_ARRAY - 1
-    shown = _ask(["scontrol", "show", "config"])
+    shown = _ask(["scontrol", "show", "config"], patience)
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", shown, re.MULTILINE)
     # The largest index is one less than MaxArraySize, and so is the largest number of tasks from index 0 on.
     return (int(match[1]) if match else _DEFAULT_MAX_ARRAY) - 1
@@ -102,9 +170,22 @@ def outside_own_job() -> Iterator[None]:
         os.environ.update(own)
 
 
-def _ask(command: list[str]) -> str:
+def retrying(patience: float, retry: retry_base) -> Retrying:
+    """Return what tries again, at growing intervals, for ``patience`` seconds: a controller may be away for hours."""
+    pauses = wait_exponential(multiplier=_PAUSE_SECONDS, max=_LONGEST_PAUSE_SECONDS)
+    warn = before_sleep_log(log, logging.WARNING)
+    return Retrying(stop=stop_before_delay(patience), wait=pauses, retry=retry, before_sleep=warn, reraise=True)
+
+
+def _ask(command: list[str], patience: float) -> str:
+    """Return what a command prints."""
+    # The user's own settings of squeue would hide jobs of others.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
-        return _output(command)
+        return retrying(patience, retry_if_exception(_may_pass))(
+            subprocess.run, command, capture_output=True, check=True, timeout=min(60.0, patience), env=environment,
+            text=True, errors="replace",
+        ).stdout  # fmt: skip
     except FileNotFoundError as error:
         message = f"there is no {command[0]} here; are you on a SLURM cluster?"
         raise ConfigError(message, code="no_cluster") from error
@@ -115,9 +196,3 @@ def _ask(command: list[str]) -> str:
 
 def _may_pass(error: BaseException) -> bool:
     return isinstance(error, (OSError, subprocess.SubprocessError)) and not isinstance(error, FileNotFoundError)
-
-
-@retry(stop=stop_after_attempt(3), wait=wait_fixed(_PAUSE_SECONDS), retry=retry_if_exception(_may_pass), reraise=True)
-def _output(command: list[str]) -> str:
-    """Return what a command prints. A controller that is busy, or being restarted, may not answer for a moment."""
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

@@ -10,15 +10,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import signal
 import sys
 import time
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from sharmill.engine.attempts import AttemptLog, Attempts
+from sharmill.engine.fence import require_current, superseded
 from sharmill.engine.ledger import outputs_in_place, read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rejects import RejectLimit
@@ -27,6 +30,7 @@ from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import MAX_ATTEMPTS, Worker
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.logs import logging_to
+from sharmill.processes import state_and_start
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
@@ -36,8 +40,11 @@ log = logging.getLogger(__name__)
 # Reading the ledger may take at most one part in so many of a rank's time, and is not worth it more often than this.
 _LEDGER_SHARE = 50.0
 _SECONDS_BETWEEN_LEDGERS = 20.0
-# A unit that had this much of the time limit to itself, and did not end, counts as one that ends its rank.
-_MOST_OF_THE_LIMIT = 0.8
+# A unit that had this much of the time that any unit can have, and did not end, counts as one that ends its rank.
+_MOST_OF_THE_TIME = 0.8
+# SLURM sends its signal up to a minute early. Under limits of few minutes that and the loading would leave nothing.
+_SECONDS_OF_EARLY_SIGNAL = 60.0
+_LEAST_OF_THE_LIMIT = 0.25
 
 
 @dataclass
@@ -59,10 +66,13 @@ class RankTask:
         self._attempts = AttemptLog(self.stage.dir.attempts)
         self._current: int | None = None
         self._begun = 0.0
+        self._seconds_to_load = 0.0
         self._next_look = 0.0
 
     def __call__(self) -> int:
         """Do the units that are missing, and return how many of all are in the ledger now."""
+        if not self.stage.dir.ranks.is_dir():
+            raise superseded(self.stage)
         with logging_to(self.stage.dir.rank_log(self.rank)):
             # What was pickled is not this process's: a requeued task has a file of its own.
             self._attempts = AttemptLog(self.stage.dir.attempts)
@@ -89,8 +99,12 @@ class RankTask:
         log.warning("rank %d will be killed", self.rank)
 
     def _excuse_current(self) -> None:
-        if self._current is not None and time.monotonic() - self._begun < _MOST_OF_THE_LIMIT * self.limit:
-            self._attempts.give_up(self._current)
+        most = self.limit - _SECONDS_OF_EARLY_SIGNAL - self._seconds_to_load
+        enough = _MOST_OF_THE_TIME * max(most, _LEAST_OF_THE_LIMIT * self.limit)
+        if self._current is not None and time.monotonic() - self._begun < enough:
+            # The folder of the notes may have gone with the plan.
+            with suppress(FileNotFoundError):
+                self._attempts.give_up(self._current)
         self._current = None
 
     def _run(self, waiting: list[Unit]) -> None:
@@ -99,11 +113,17 @@ class RankTask:
             _require_device(self.device)
             with Worker(self.stage, self.rank, self.device) as worker:
                 ready = True
+                self._seconds_to_load = _seconds_since_start()
                 self._work(worker, waiting)
+        except FileNotFoundError:
+            require_current(self.stage)
+            raise
         except SharmillError as error:
             if self._told_to_leave:
                 # The request to leave arrives as SystemExit, here in the middle of the set-up.
                 sys.exit(1)
+            if error.code == "superseded_plan":
+                raise
             # A rank that cannot be set up may lie on a broken node; anything else would meet the others as well.
             if ready or isinstance(error, ConfigError):
                 self._attempts.stop(error)
@@ -112,9 +132,10 @@ class RankTask:
             raise
 
     def _work(self, worker: Worker, units: list[Unit]) -> None:
-        counts = Attempts(self.stage.dir.attempts).counts
+        attempts = Attempts(self.stage.dir.attempts)
+        counts = attempts.counts
         # Units that may have ended a rank before come last, so that they keep no others from being done.
-        waiting = deque(sorted(units, key=lambda unit: counts[unit.index]))
+        waiting = deque(sorted(units, key=lambda unit: counts[unit.index] + attempts.interruptions[unit.index]))
         while waiting and not self._attempts.stopped:
             unit = waiting.popleft()
             if counts[unit.index] >= MAX_ATTEMPTS:
@@ -140,7 +161,7 @@ class RankTask:
         if began < self._next_look:
             return
         reasons: Counter[str] = Counter()
-        commits = read_ledger(self.stage.dir.ledger, load_plan(self.stage)).values()
+        commits = read_ledger(self.stage.dir, load_plan(self.stage)).values()
         for commit in commits:
             reasons.update(commit.rejects)
         self.rejects.check(reasons, sum(commit.num_in for commit in commits))
@@ -151,8 +172,14 @@ class RankTask:
         """Return what is left of this rank's units, largest first as they were packed."""
         units = load_plan(self.stage)
         mine = [units[index] for index in self.units]
-        commits = read_ledger(self.stage.dir.ledger, mine)
+        commits = read_ledger(self.stage.dir, mine)
         return [u for u in mine if u.index not in commits or not outputs_in_place(commits[u.index], self.stage)]
+
+
+def _seconds_since_start() -> float:
+    """Return the age of this process, imports included."""
+    _, started = state_and_start(os.getpid())
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def _require_device(device: str) -> None:

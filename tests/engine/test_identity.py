@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from sharmill.engine.differences import describe_differences, find_differences
+from sharmill.engine.identity import find_changes, find_differences
 
 
 def test_the_innermost_places_are_named():
     old = {"a": {"b": [1, {"c": 2}]}, "same": "x"}
     new = {"a": {"b": [1, {"c": 3}]}, "same": "x"}
-    assert describe_differences(old, new) == ["a.b[1].c (2, now 3)"]
+    assert find_changes(old, new) == ["a.b[1].c is 3, was 2"]
 
 
 @pytest.mark.parametrize(("old", "new"), [({"a": None}, {}), ({}, {"a": None})])
@@ -30,5 +30,5 @@ def test_lists_of_other_lengths_differ_as_a_whole():
 
 
 def test_long_values_are_cut():
-    (phrase,) = describe_differences({"a": "x" * 100}, {"a": 1})
-    assert phrase == f'a ("{"x" * 56}..., now 1)'
+    (phrase,) = find_changes({"a": "x" * 100}, {"a": 1})
+    assert phrase == f'a is 1, was "{"x" * 56}...'

@@ -1,0 +1,241 @@
+"""The fence around the output of a stage: only ranks of the present plan, of one run, can publish there.
+
+Each plan has a random token, which its ranks carry from the start on. All that they write lies below two folders that
+are named by it: ``ranks/<token>`` in the stage's folder of the run directory, and one in the staging folder beside the
+final files. Only the process that directs the run makes these; a restart removes them before anything else, so that
+every late write and rename of an older rank fails.
+
+Where stages of several runs publish into one directory, a run claims its folders there as long as it is at work.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+from collections.abc import Container, Iterable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from sharmill.engine.rundir import StageDir
+from sharmill.engine.stage import Stage
+from sharmill.errors import ConfigError, FatalError
+from sharmill.processes import user_name
+from sharmill.storage import (
+    STAGING_NAME,
+    fsync_directory,
+    make_folder,
+    refuse_links,
+    remove_asides,
+    remove_at_once,
+    remove_if_empty,
+    require_writable,
+    stopping_errors,
+    token_staging,
+    write_atomic,
+)
+
+_TOKEN = re.compile(r"[0-9a-f]{16}")
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a claim: who is at work on a folder of ``root``, for the plan with this token."""
+
+    token: str
+    run: str
+    host: str
+    user: str
+    since: str
+
+
+def new_token() -> str:
+    """Return a random token."""
+    return secrets.token_hex(8)
+
+
+def make_fence(stage: Stage) -> None:
+    """Make all folders that the ranks of the stage's plan write to; those that are there stay as they are."""
+    paths = stage.dir
+    # Of plans that were given up before they were published.
+    for token in tokens_of(paths) - {stage.token}:
+        remove_at_once(paths.ranks_of(token))
+    remove_asides(paths.path / "ranks")
+    rejects = paths.unit_rejects(0).parent
+    for folder in (paths.ledger, paths.attempts, paths.progress, paths.metrics, rejects, paths.logs):
+        make_folder(folder)
+    for folder in (token_staging(stage.root, stage.token), *(stage.root / name for name in stage.folders)):
+        make_folder(folder)
+
+
+def require_current(stage: Stage) -> None:
+    """Raise FatalError unless ranks of the stage's plan may write: another process has replaced or finished it."""
+    if not (stage.dir.ranks.is_dir() and token_staging(stage.root, stage.token).is_dir()):
+        raise superseded(stage)
+
+
+def superseded(stage: Stage) -> FatalError:
+    """Return the error of a rank whose plan is not the present one any more."""
+    return FatalError(
+        f"{stage.name}: the plan {stage.token} that this rank works for has been replaced or finished by another "
+        f"process in {stage.run_dir.path}: it stops and changes nothing",
+        code="superseded_plan",
+    )
+
+
+def tokens_of(paths: StageDir) -> set[str]:
+    """Return the tokens of a stage's plans: of the present one, and of those whose restart was interrupted."""
+    folder = paths.path / "ranks"
+    return {path.name for path in folder.iterdir() if _TOKEN.fullmatch(path.name)} if folder.is_dir() else set()
+
+
+def remove_fences(paths: StageDir, root: Path, keep: str = "") -> None:
+    """Remove the folders of a stage's tokens but one: whatever ranks of these plans still write comes to nothing."""
+    for token in tokens_of(paths) - {keep}:
+        remove_at_once(token_staging(root, token))
+        remove_at_once(paths.ranks_of(token))
+    remove_asides(paths.path / "ranks")
+
+
+def refuse_linked_folders(stage: Stage) -> None:
+    """Raise ConfigError where a folder of the stage is a link: what lies behind it is not this run's to change."""
+    for paths in (stage.dir, *stage.later()):
+        own = (paths.ledger, paths.attempts, paths.progress, paths.metrics, paths.unit_rejects(0), paths.logs)
+        refuse_links(stage.run_dir.path, (*own, paths.identity, paths.units, paths.token_file))
+    refuse_links(stage.run_dir.path, (stage.run_dir.manifests, stage.run_dir.jobs))
+    refuse_links(stage.root, (stage.root / name for name in (STAGING_NAME, *stage.folders)))
+
+
+def require_own_output(stage: Stage) -> None:
+    """Raise ConfigError where the stage would publish into what another run has made, or is making."""
+    if not _holds_claims(stage):
+        stage.check_output()
+
+
+def claim_output(stage: Stage, token: str, *, alone: bool = False) -> None:
+    """Claim the stage's folders for the plan with this token, until ``release_output``.
+
+    Args:
+        alone: all that others are adding to the directory would be lost.
+
+    Raises:
+        ConfigError: another run has claimed one of them, or has made what is there; nothing is claimed then.
+    """
+    if not stage.shares_root:
+        return
+    require_writable(stage.root)
+    own = tokens_of(stage.dir) | {token for later in stage.later() for token in tokens_of(later)}
+    for path in _claim_files(stage.root) if alone else ():
+        found = _read_claim(path)
+        if found is not None and found.token not in own:
+            raise _claimed(stage.root, path, found)
+    held = _holds_claims(stage)
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    host, run = socket.gethostname(), str(stage.run_dir.path.resolve())
+    text = msgspec.json.encode(Claim(token=token, run=run, host=host, user=user_name(), since=since)) + b"\n"
+    make_folder(stage.root / STAGING_NAME)
+    paths = [_claim_file(stage.root, folder) for folder in stage.folders]
+    made: list[Path] = []
+    try:
+        for path in paths:
+            if not path.exists():
+                _create(path, text, stage)
+                made.append(path)
+            elif not _names(path, [token]):
+                write_atomic(path, text)
+        if not held:
+            # Nobody else can come in between any more.
+            stage.check_output()
+    except BaseException:
+        # Those that were held before stay, whichever of the run's tokens they name by now.
+        for path in made if held else paths:
+            path.unlink(missing_ok=True)
+        remove_if_empty(stage.root / STAGING_NAME)
+        raise
+
+
+def release_output(root: Path, tokens: Iterable[str]) -> None:
+    """Remove the claims and the staging folders of plans, and the whole staging folder with the last of them."""
+    tokens = set(tokens)
+    for token in tokens:
+        remove_at_once(token_staging(root, token))
+    for path in _claim_files(root):
+        if _names(path, tokens):
+            path.unlink(missing_ok=True)
+    staging = root / STAGING_NAME
+    remove_asides(staging, {path.name.split(".")[1] for path in staging.glob(".*.tmp") if _TOKEN.match(path.name[1:])})
+    remove_if_empty(staging)
+
+
+def _holds_claims(stage: Stage) -> bool:
+    """Return True if this run has claimed all folders of a stage, and raise ConfigError if another run has one."""
+    if not stage.shares_root:
+        return True
+    held = []
+    for folder in stage.folders:
+        path = _claim_file(stage.root, folder)
+        found = _read_claim(path)
+        # A copied or a moved run directory has its tokens with it: no path tells whose a claim is.
+        if found is not None and found.token not in tokens_of(stage.dir):
+            raise _claimed(stage.root, path, found)
+        held.append(found is not None)
+    return all(held)
+
+
+def _claim_file(root: Path, folder: str) -> Path:
+    return root / STAGING_NAME / f"{folder.replace('/', '+')}.claim"
+
+
+def _claim_files(root: Path) -> list[Path]:
+    return sorted((root / STAGING_NAME).glob("[!.]*.claim"))
+
+
+def _read_claim(path: Path) -> Claim | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Claim)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        # Another run may be writing it at this moment, or has died while it did.
+        message = f"{path} is no claim: if no run is at work on {path.parent.parent}, remove that file"
+        raise ConfigError(message, code="claimed") from error
+
+
+def _names(path: Path, tokens: Container[str]) -> bool:
+    """Return True if a claim is for one of these plans."""
+    with suppress(ConfigError):
+        found = _read_claim(path)
+        return found is not None and found.token in tokens
+    return False
+
+
+def _create(path: Path, text: bytes, stage: Stage) -> None:
+    """Create a claim, unless another run has just done so."""
+    with stopping_errors(path):
+        make_folder(path.parent)
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            found = _read_claim(path)
+            if found is None:
+                raise
+            raise _claimed(stage.root, path, found) from None
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        fsync_directory(path.parent)
+
+
+def _claimed(root: Path, path: Path, claim: Claim) -> ConfigError:
+    files = [str(other) for other in _claim_files(root) if _names(other, [claim.token])]
+    gone = "" if Path(claim.run).exists() else ", a run directory that is not there any more"
+    return ConfigError(
+        f"{root} is claimed: {claim.user} on {claim.host} has been writing {path.stem.replace('+', '/')} there since "
+        f"{claim.since}, from {claim.run}{gone}. Wait until that run is finished, or choose another dataset_dir; if it "
+        f"will never go on, remove {' '.join(files) or path}",
+        code="claimed",
+    )

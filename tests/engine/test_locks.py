@@ -1,0 +1,232 @@
+"""Locks on folders: two processes are never both inside, the dead do not block, and messages say who is inside."""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+
+import pytest
+from support.disk import FaultyDisk
+from support.errors import raises
+from support.paths import REPOSITORY
+
+from sharmill.engine import locks
+from sharmill.engine.locks import LOCK_NAME, FolderLock
+from sharmill.errors import ConfigError, FatalError
+
+# Granted to everybody, as where hosts do not see each other's flock; and what file systems without it answer.
+BAD_FLOCKS = [0, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK]
+
+
+@pytest.fixture(scope="module")
+def faulty_disk(tmp_path_factory):
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    return FaultyDisk(tmp_path_factory.mktemp("faulty_disk"))
+
+
+@pytest.fixture
+def start(tmp_path, request):
+    """Start processes that hold the lock on ``tmp_path``; the flock of each answers with the errno, if any."""
+    with ExitStack() as stack:
+
+        def start(host="here", lease=60.0, flock=None, turns=0, **environment):
+            if flock is not None:
+                values = {"FOLDER": tmp_path, "KIND": "none", "AT": 1, "COUNT": tmp_path / "n", "LOG": tmp_path / "log"}
+                disk = request.getfixturevalue("faulty_disk")
+                environment |= disk.environment(**values | {"FLOCK": flock})
+            command = [sys.executable, "-m", "support.lock_holder", tmp_path, str(lease), host, str(turns)]
+            process = stack.enter_context(
+                subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                    env=os.environ | {"PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY / 'tests'}"} | environment,
+                )
+            )  # fmt: skip
+            stack.callback(process.kill)
+            if not turns:
+                assert process.stdout.readline() == "inside\n", process.communicate()
+            return process
+
+        yield start
+
+
+def left_over(folder):
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("hosts", ["one host", "four hosts"])
+@pytest.mark.parametrize("flock", [None, *BAD_FLOCKS])
+def test_contending_processes_are_never_both_inside(tmp_path, start, hosts, flock):
+    (tmp_path / "counter").write_text("0")
+    processes = [start("here" if hosts == "one host" else f"node{i}", flock=flock, turns=40) for i in range(4)]
+    for process in processes:
+        assert process.communicate(timeout=120)[0] == ""
+        assert process.returncode == 0
+    assert (tmp_path / "counter").read_text() == "160"
+    assert left_over(tmp_path) == []
+
+
+def test_processes_that_take_over_from_the_dead_are_never_both_inside(tmp_path, start):
+    """Half of them are killed, wherever they are, while the others go on."""
+    (tmp_path / "counter").write_text("0")
+    doomed = [start(turns=100_000) for _ in range(3)]
+    while int((tmp_path / "counter").read_text() or 0) < 20:
+        time.sleep(0.01)
+    for process in doomed:
+        process.kill()
+        process.wait()
+        # The process may have been inside.
+        (tmp_path / "occupied").unlink(missing_ok=True)
+        if not (tmp_path / "counter").read_text():
+            (tmp_path / "counter").write_text("0")
+    before = int((tmp_path / "counter").read_text())
+    healthy = [start(turns=20) for _ in range(3)]
+    for process in healthy:
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, out) == (0, ""), err
+    assert int((tmp_path / "counter").read_text()) == before + 60
+    assert left_over(tmp_path) == []
+
+
+class TestTheDead:
+    @pytest.mark.parametrize("flock", [None, errno.ENOSYS])
+    def test_on_this_host_are_taken_over_at_once(self, tmp_path, start, flock):
+        holder = start(flock=flock)
+        holder.kill()
+        holder.wait()
+        began = time.monotonic()
+        with FolderLock(tmp_path):
+            assert time.monotonic() - began < 5
+
+    @pytest.mark.parametrize("flock", [None, errno.ENOSYS])
+    def test_of_another_host_are_taken_over_after_a_lease_and_not_before(self, tmp_path, start, flock):
+        holder = start("node7", lease=2, flock=flock)
+        holder.kill()
+        holder.wait()
+        began = time.monotonic()
+        with FolderLock(tmp_path):
+            assert time.monotonic() - began >= 2
+        assert "node7" not in str(left_over(tmp_path))
+
+    def test_whose_number_another_process_has_by_now(self, tmp_path, start):
+        holder = start()
+        (record,) = (tmp_path / LOCK_NAME).iterdir()
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"started": 1}))
+        with FolderLock(tmp_path):
+            assert holder.poll() is None
+
+    def test_whose_record_a_power_cut_has_torn(self, tmp_path):
+        (tmp_path / LOCK_NAME).mkdir()
+        (tmp_path / LOCK_NAME / "owner-1.json").write_bytes(b"")
+        with FolderLock(tmp_path, lease_seconds=0.5):
+            pass
+
+    def test_who_were_killed_while_they_entered_or_left(self, tmp_path):
+        (tmp_path / f"{LOCK_NAME}.0").mkdir()
+        (tmp_path / f"{LOCK_NAME}.0" / "owner-0.json").touch()
+        (tmp_path / LOCK_NAME).mkdir()
+        with FolderLock(tmp_path):
+            pass
+        assert left_over(tmp_path) == []
+
+
+class TestTheLiving:
+    @pytest.mark.parametrize("flock", BAD_FLOCKS)
+    def test_of_another_host_keep_their_lock_for_many_leases(self, tmp_path, start, flock):
+        holder = start("node7", lease=1.5, flock=flock)
+        for _ in range(3):
+            with raises(ConfigError, "locked", "node7"):
+                FolderLock(tmp_path, wait_seconds=2).__enter__()
+        assert holder.communicate("")[0] == ""
+        assert holder.returncode == 0
+
+    def test_who_are_stopped_keep_it_where_there_is_flock(self, tmp_path, start):
+        holder = start("node7", lease=0.5)
+        holder.send_signal(signal.SIGSTOP)
+        with raises(ConfigError, "locked"):
+            FolderLock(tmp_path, wait_seconds=2).__enter__()
+
+    def test_whose_clock_is_wrong_keep_it(self, tmp_path, start):
+        start("node7", lease=3, flock=errno.ENOSYS)
+        (record,) = (tmp_path / LOCK_NAME).iterdir()
+        os.utime(record, (0, 0))
+        with raises(ConfigError, "locked"):
+            FolderLock(tmp_path).__enter__()
+
+    def test_who_lost_it_are_interrupted_and_say_so(self, tmp_path, start):
+        holder = start("node7", lease=1, flock=errno.ENOSYS)
+        holder.send_signal(signal.SIGSTOP)
+        with FolderLock(tmp_path):
+            holder.send_signal(signal.SIGCONT)
+            # Its input stays open: only the lock's loss ends it.
+            holder.wait(timeout=60)
+        printed = holder.stdout.read()
+        assert holder.returncode == 1
+        assert printed.startswith(f"locked {tmp_path / LOCK_NAME}")
+        assert left_over(tmp_path) == []
+
+    def test_lose_it_where_somebody_removes_the_folder(self, tmp_path):
+        with raises(FatalError, "locked"), FolderLock(tmp_path):
+            shutil.rmtree(tmp_path / LOCK_NAME)
+
+
+class TestMessages:
+    def test_name_file_process_user_host_and_time(self, tmp_path, start):
+        holder = start()
+        (record,) = (tmp_path / LOCK_NAME).iterdir()
+        owner = f"process {holder.pid} of {getpass.getuser()} on {socket.gethostname()}, since "
+        with raises(ConfigError, "locked", str(record), owner + time.strftime("%Y-%m-%d", time.gmtime())):
+            FolderLock(tmp_path).__enter__()
+
+    @pytest.mark.parametrize(
+        ("variable", "value", "job"),
+        [
+            ("SLURM_JOB_ID", "4711", "SLURM job 4711"),
+            ("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "ray-1"}}', "Ray job ray-1"),
+        ],
+    )
+    def test_name_the_job(self, tmp_path, start, variable, value, job):
+        start(**{variable: value})
+        with raises(ConfigError, "locked", f"on {socket.gethostname()} ({job}), since"):
+            FolderLock(tmp_path).__enter__()
+
+    def test_files_of_nobody_are_named(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(locks, "_SECONDS_WITHOUT_OWNER", 0.3)
+        (tmp_path / LOCK_NAME).mkdir()
+        (tmp_path / LOCK_NAME / "notes.txt").touch()
+        with raises(ConfigError, "locked", LOCK_NAME):
+            FolderLock(tmp_path).__enter__()
+
+    def test_a_folder_that_cannot_be_written_is_named(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(locks.os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with raises(FatalError, "disk", str(tmp_path)):
+            FolderLock(tmp_path).__enter__()
+        monkeypatch.undo()
+        assert left_over(tmp_path) == []
+
+    def test_a_file_system_without_flock_is_named_once(self, tmp_path, monkeypatch, caplog):
+        def refuse(*_):
+            raise OSError(errno.ENOLCK, "no locks")
+
+        monkeypatch.setattr(locks.fcntl, "flock", refuse)
+        for _ in range(2):
+            with FolderLock(tmp_path):
+                pass
+        assert [record.getMessage().count(str(tmp_path)) for record in caplog.records] == [1]
+
+
+def test_another_users_may_take_over_where_the_folder_is_shared(tmp_path):
+    tmp_path.chmod(0o777)
+    with FolderLock(tmp_path):
+        lock = tmp_path / LOCK_NAME
+        assert lock.stat().st_mode & 0o777 == 0o777
+        assert [file.stat().st_mode & 0o777 for file in lock.iterdir()] == [0o666]

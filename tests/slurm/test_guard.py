@@ -1,0 +1,69 @@
+"""While jobs of a run directory are in the queue nobody else works on it, however they were submitted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+from support.errors import raises
+from support.pipelines import run_sharmill
+from support.toy_cluster import cancel_all, slurm
+
+from sharmill.engine.rundir import RunDir
+from sharmill.errors import ConfigError
+from sharmill.executors.slurm.chain import require_no_chain
+from sharmill.executors.slurm.queue import job_comment, make_run_id, queued_jobs
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run directory from which jobs were submitted; no job of it is left behind."""
+    run_dir = RunDir(tmp_path / "run")
+    make_run_id(run_dir)
+    yield run_dir
+    cancel_all(run_dir)
+
+
+def start_job(run_dir, *as_user):
+    """Submit a job that carries the comment of a run directory's ranks, and return its number."""
+    command = ["sbatch", "--parsable", f"--comment={job_comment(run_dir, 'rank')}", "--chdir=/", "--output=/dev/null"]
+    return slurm(*as_user, *command, "--wrap=sleep 60").strip()
+
+
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("runuser") is None, reason="only root becomes another user")
+def test_jobs_of_another_user_are_found(run_dir, monkeypatch):
+    # Settings of squeue that would hide them.
+    monkeypatch.setenv("SQUEUE_USERS", "root")
+    number = start_job(run_dir, "runuser", "-u", "nobody", "--")
+    with raises(ConfigError, "jobs_in_queue", number, "user nobody", f"scancel {number}"):
+        require_no_chain(run_dir)
+
+
+def test_jobs_are_found_through_a_link_and_with_a_comment_of_the_site(run_dir, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(run_dir.path)
+    number = slurm(
+        "sbatch", "--parsable", f"--comment=project x|y {job_comment(run_dir, 'rank')} z", "--output=/dev/null",
+        "--array=0-1", "--wrap=sleep 60",
+    ).strip()  # fmt: skip
+    assert sorted(job.id for job in queued_jobs(RunDir(link))) == [f"{number}_0", f"{number}_1"]
+
+
+def test_a_run_and_a_submission_are_refused_while_a_chain_is_under_way(tmp_path, make_config, run_dir):
+    config = make_config(tmp_path)
+    number = start_job(run_dir)
+    for command in (["run", config], ["run", config, "--restart"], ["submit", "all", config, "--cluster", "local"]):
+        refused = run_sharmill(*command)
+        assert refused.returncode == 2, refused.stdout + refused.stderr
+        assert f"jobs {number} (user" in refused.stderr
+    assert not (tmp_path / "run" / "prepare").exists()
+
+
+def test_a_run_directory_with_a_percent_sign_is_refused_before_any_work(make_chain, tmp_path):
+    chain = make_chain(folder=tmp_path / "100%accurate", units=8)
+    with raises(ConfigError, "bad_config_value", "100%accurate/run has a '%' in it"):
+        chain.start()
+    assert not chain.run_dir.path.exists()

@@ -1,0 +1,200 @@
+"""A dataset is changed and removed by its own run only: it proves by claims or by its content whose it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+from support.errors import raises
+from support.shar import Project, ToyCodec, loading, run, snapshot, voice
+
+from sharmill.config import CodecConfig
+from sharmill.encode.stage import EncodeStage
+from sharmill.engine.fence import claim_output, make_fence
+from sharmill.engine.plan import read_or_make_plan
+from sharmill.engine.rejects import RejectLimit
+from sharmill.errors import ConfigError, FatalError
+from sharmill.executors.slurm.task import RankTask
+from sharmill.storage import STAGING_NAME
+from sharmill.write.stage import WriteStage
+
+
+def make_project(folder, seed=0):
+    project = Project(folder)
+    folder.mkdir(exist_ok=True)
+    for number in range(5):
+        project.add(f"{number}.flac", voice(0.4, seed=10 * seed + number))
+    return project
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a project with a finished dataset of three shards."""
+    project = make_project(tmp_path_factory.mktemp("project") / "project")
+    project.write(**SHARDS)
+    return project.folder
+
+
+SHARDS = {"write": {"shard_size": 2}, "match": {"min_duration": 0.0}}
+OTHER_SHARDS = SHARDS | {"write": {"shard_size": 5}}
+
+
+@pytest.fixture
+def project(finished, tmp_path):
+    """A copy of it: run directory and dataset directory were moved together."""
+    shutil.copytree(finished, tmp_path / "project")
+    return make_project(tmp_path / "project")
+
+
+def at(config, folder):
+    return dataclasses.replace(config, dataset_dir=str(folder))
+
+
+class TestMoved:
+    def test_with_its_project_it_goes_on(self, project):
+        before = snapshot(project.dataset)
+        assert run(WriteStage(project.configure(**SHARDS))).ok
+        assert snapshot(project.dataset) == before
+
+    def test_alone_it_goes_on_at_the_place_that_the_configuration_names(self, project, tmp_path):
+        before = snapshot(project.dataset)
+        project.dataset.rename(tmp_path / "elsewhere")
+        config = at(project.configure(**SHARDS), tmp_path / "elsewhere")
+        assert run(WriteStage(config)).ok
+        project.dataset = tmp_path / "elsewhere"
+        project.encode(config)
+        assert {name: snapshot(project.dataset)[name] for name in before if "/" in name} == {
+            name: data for name, data in before.items() if "/" in name
+        }
+        assert run(WriteStage(at(project.configure(**OTHER_SHARDS), project.dataset)), restart=True).ok
+        assert len(list((project.dataset / "cuts").iterdir())) == 1
+
+    @pytest.mark.parametrize("spelling", ["link", "dataset/../dataset"])
+    def test_spelt_otherwise_it_is_the_same(self, project, spelling):
+        (project.folder / "link").symlink_to("dataset")
+        before = snapshot(project.dataset)
+        assert run(WriteStage(at(project.configure(**SHARDS), project.folder / spelling))).ok
+        assert snapshot(project.dataset) == before
+
+    def test_away_a_relaunch_says_so_and_a_restart_writes_it_anew(self, project, tmp_path):
+        before = snapshot(project.dataset)
+        project.dataset.rename(tmp_path / "elsewhere")
+        with raises(ConfigError, "no_dataset", "move it back"):
+            run(WriteStage(project.configure(**SHARDS)))
+        assert run(WriteStage(project.configure(**SHARDS)), restart=True).ok
+        assert snapshot(project.dataset) == snapshot(tmp_path / "elsewhere") == before
+
+
+class TestOfAnother:
+    @pytest.mark.parametrize("restart", [False, True])
+    @pytest.mark.parametrize("begun", [False, True])
+    def test_it_is_neither_overwritten_nor_removed(self, project, tmp_path, restart, begun):
+        theirs = make_project(tmp_path / "theirs", seed=1)
+        config = theirs.configure(**SHARDS)
+        theirs.match_by_hand(config)
+        if begun:
+            assert run(WriteStage(config)).ok
+            shutil.rmtree(theirs.dataset)
+        shutil.copytree(project.dataset, theirs.dataset)
+        before = snapshot(theirs.dataset)
+        with raises(ConfigError, "foreign_output"):
+            run(WriteStage(config), restart=restart)
+        assert snapshot(theirs.dataset) == before
+
+    @pytest.mark.parametrize("restart", [False, True])
+    def test_an_identity_without_a_ledger_gives_no_right(self, project, restart):
+        before = snapshot(project.dataset)
+        for path in WriteStage(project.configure(**SHARDS)).dir.ledger.iterdir():
+            path.unlink()
+        for changes in (SHARDS, OTHER_SHARDS):
+            with raises(ConfigError, "foreign_output"):
+                run(WriteStage(project.configure(**changes)), restart=restart)
+        assert snapshot(project.dataset) == before
+
+    @pytest.mark.parametrize("restart", [False, True])
+    def test_codes_of_the_same_name_are_neither_overwritten_nor_removed(self, project, tmp_path, restart):
+        config = project.configure(**SHARDS)
+        project.encode(config)
+        before = snapshot(project.dataset)
+        other = dataclasses.replace(config, run_dir=str(tmp_path / "other"))
+        with loading(ToyCodec()), raises(ConfigError, "foreign_output"):
+            run(EncodeStage(other, CodecConfig(name="toy", model="builtin")), restart=restart)
+        assert snapshot(project.dataset) == before
+
+
+class TestRestart:
+    def test_files_that_no_plan_names_stay(self, project):
+        mine = [project.dataset / name for name in ("notes.txt", "cuts/notes.txt", "codes_mine/notes.txt")]
+        for path in mine:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("mine")
+        assert run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True).ok
+        assert all(path.read_text() == "mine" for path in mine)
+        assert len(list((project.dataset / "cuts").iterdir())) == 2
+
+    def test_ranks_that_encode_the_old_audio_stop(self, project):
+        config = project.configure(**SHARDS)
+        encode = EncodeStage(config, CodecConfig(name="toy", model="builtin"))
+        with loading(ToyCodec()):
+            read_or_make_plan(encode, restart=False)
+        claim_output(encode, encode.token)
+        make_fence(encode)
+        task = pickle.loads(pickle.dumps(RankTask(encode, 0, [0], "cpu", RejectLimit("encode", encode.dir.path, 5, 1))))
+        assert run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True).ok
+        before = snapshot(project.dataset)
+        with raises(FatalError, "superseded_plan"):
+            task()
+        assert snapshot(project.dataset) == before
+        assert not (project.run_dir / "encode").exists()
+        project.encode(project.configure(**OTHER_SHARDS))
+
+    def test_it_waits_for_another_run_that_adds_codes(self, project, tmp_path):
+        config = project.configure(**SHARDS)
+        other = dataclasses.replace(config, run_dir=str(tmp_path / "other"))
+        encode = EncodeStage(other, CodecConfig(name="toy", model="builtin"))
+        with loading(ToyCodec()):
+            read_or_make_plan(encode, restart=False)
+        before = snapshot(project.dataset)
+        with raises(ConfigError, "claimed", str(tmp_path / "other")):
+            run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True)
+        assert snapshot(project.dataset) == before
+
+
+def test_two_runs_add_codes_side_by_side(project, tmp_path):
+    config = project.configure(**SHARDS)
+    stages = []
+    for name in ("a", "b"):
+        stage = EncodeStage(
+            dataclasses.replace(config, run_dir=str(tmp_path / name)), CodecConfig(name=name, model="builtin")
+        )
+        with loading(ToyCodec()):
+            read_or_make_plan(stage, restart=False)
+        make_fence(stage)
+        stages.append(stage)
+    staging = project.dataset / STAGING_NAME
+    assert len(list(staging.glob("*.claim"))) == 4
+    for stage, left in zip(stages, (2, 0), strict=True):
+        with loading(ToyCodec()):
+            assert run(stage).ok
+        assert len(list(staging.glob("*.claim"))) == left
+    assert not staging.exists()
+    assert sorted(codec["name"] for codec in _index(project)["codecs"]) == ["a", "b"]
+
+
+def test_a_finished_dataset_has_neither_host_nor_time_nor_claims(project):
+    project.encode(project.configure(**SHARDS))
+    host = os.uname().nodename.encode()
+    assert not any(name.startswith(".") or (len(host) > 3 and host in data) for name, data in _files(project))
+
+
+def _files(project):
+    return [(path.relative_to(project.dataset).as_posix(), path.read_bytes())
+            for path in project.dataset.rglob("*") if path.is_file()]  # fmt: skip
+
+
+def _index(project):
+    return json.loads((project.dataset / "dataset.json").read_bytes())

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharmill.models.batches import pad, padded_batches
+from sharmill.models.protocols import pad, padded_batches
 
 LENGTHS = st.lists(st.integers(0, 50) | st.floats(0, 50), max_size=60)
 

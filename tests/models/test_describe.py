@@ -26,11 +26,13 @@ from sharmill.models import (
 
 @pytest.fixture
 def nemo_file(tmp_path):
-    """An archive with the member names of a NeMo checkpoint, and nothing in them."""
+    """An archive with the member names of a NeMo checkpoint, and an empty configuration."""
     path = tmp_path / "model.nemo"
     with tarfile.open(path, "w") as archive:
-        for name in ("./model_config.yaml", "./model_weights.ckpt"):
-            archive.addfile(tarfile.TarInfo(name), io.BytesIO())
+        for name, content in (("./model_config.yaml", b"{}"), ("./model_weights.ckpt", b"")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
     return path
 
 

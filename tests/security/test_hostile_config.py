@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from support.errors import raises
 
 from sharmill.config import load_config
 from sharmill.errors import ConfigError
+from sharmill.executors.slurm.profile import load_profile
 
 GOOD = "name: n\nrun_dir: r\ndataset_dir: d\nsources: [{manifest: m, audio_root: a}]\n"
 
@@ -23,27 +25,38 @@ def laughs(levels: int) -> str:
 
 
 REFUSED = {
-    "a billion laughs": (laughs(9), "unfold to more than 100,000 values"),
-    "a million laughs in a key that there is": (
-        laughs(6) + "\nprepare: {filters: *a5}", "unfold to more than 100,000 values"),
-    "a list that contains itself": ("speaker_key: &a [*a]", "contain themselves"),
-    "100,000 levels": ("speaker_key: " + "[" * 100_000, "nested too deeply"),
-    "2 MiB": ("# " + "x" * (2 << 20), "larger than 1 MiB"),
-    "a tag in a list": ("match: {encoder: [!!python/object/apply:os.mkdir [ran]]}", "not determine a constructor"),
-    "two documents": ("---\nname: again\n", "not valid YAML"),
+    "a billion laughs": laughs(9),
+    "a million laughs in a key that there is": laughs(6) + "\nprepare: {filters: *a5}",
+    "a list that contains itself": "speaker_key: &a [*a]",
+    "100,000 levels": "speaker_key: " + "[" * 100_000,
+    "2 MiB": "# " + "x" * (2 << 20),
+    "a tag in a list": "match: {encoder: [!!python/object/apply:os.mkdir [ran]]}",
+    "a line within a value": 'match: {encoder: "a\\n#SBATCH --wrap=x"}',
+    "a line within a key": 'prepare: {filters: {"a\\nb": "< 1"}}',
+    "two documents": "---\nname: again\n",
 }  # fmt: skip
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("text", "says"), REFUSED.values(), ids=REFUSED.keys())
-def test_refused_in_one_line(text, says, tmp_path, monkeypatch):
+@pytest.mark.parametrize("text", REFUSED.values(), ids=REFUSED.keys())
+def test_refused_in_one_line(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "c.yaml"
     path.write_text(GOOD + text + "\n")
-    with pytest.raises(ConfigError, match=says) as refused:
+    # An escaped newline is good YAML, and a bad value.
+    code = "bad_config_value" if r"\n" in text else "bad_config_file"
+    with raises(ConfigError, code, str(path)) as refused:
         load_config(path)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_profile_adds_no_lines_to_a_script(tmp_path):
+    (tmp_path / "p.yaml").write_text('cpu: {extra: {"comment": "a\\n#SBATCH --wrap=x"}}\n')
+    with raises(ConfigError, "bad_config_value", "cpu.extra.comment", "control character"):
+        load_profile(tmp_path / "p.yaml")
+    (tmp_path / "p.yaml").write_text("setup:\n  - |\n    module load a\n    module load b\n")
+    assert load_profile(tmp_path / "p.yaml").setup == ["module load a\nmodule load b\n"]
 
 
 def test_an_alias_or_two_are_welcome(tmp_path):
@@ -55,7 +68,7 @@ def test_an_alias_or_two_are_welcome(tmp_path):
 @pytest.mark.timeout(20)
 def test_a_fifo_hangs_nobody(tmp_path):
     os.mkfifo(tmp_path / "c.yaml")
-    with pytest.raises(ConfigError, match="is not a regular file"):
+    with raises(ConfigError, "bad_config_file", "c.yaml"):
         load_config(tmp_path / "c.yaml")
 
 
@@ -66,5 +79,5 @@ def test_references_read_no_file_and_run_nothing(tmp_path):
     assert done.stdout == "True\n"
     path = tmp_path / "c.yaml"
     path.write_text(GOOD + "speaker_key: ${run:touch}\n")
-    with pytest.raises(ConfigError, match="run"):
+    with raises(ConfigError, "bad_config_value", "run"):
         load_config(path)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lhotse import Recording
 from support import odd_audio as odd
 from support.errors import raises
 from support.shar import copy, lines, reindex, rewrite, run, snapshot
@@ -26,6 +27,7 @@ from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.items import FieldWriter, Item, read_field
+from sharmill.validate.findings import read_report
 from sharmill.validate.stage import ValidateStage
 
 CUTS = "cuts/cuts.000000.jsonl.gz"
@@ -88,6 +90,16 @@ def features() -> dict:
             "start": 0, "duration": 1, "storage_type": "kaldiio", "storage_path": "x", "storage_key": "y"}  # fmt: skip
 
 
+def reverb(sources: dict) -> dict:
+    """A transform that convolves the audio with a recording of its own."""
+    return {"name": "ReverbWithImpulseResponse", "kwargs": {"rir": {**sources, "channel_ids": [0]}}}
+
+
+def cut_of(recording: dict) -> dict:
+    return {"id": "x", "start": 0, "duration": 1.0, "channel": 0, "supervisions": [], "recording": recording,
+            "type": "MonoCut"}  # fmt: skip
+
+
 FORBIDDEN = {
     "a recording of a command": (lambda cut: cut.update(recording=recording("command", "touch ran")), "command"),
     "a recording of a URL": (lambda cut: cut.update(recording=recording("url", "http://127.0.0.1:9/a.wav")), "url"),
@@ -103,6 +115,21 @@ FORBIDDEN = {
         lambda cut: cut["custom"].update(extra={"array": array("kaldiio", "pipe:touch ran |"), "temporal_dim": 0,
                                                 "frame_shift": 0.1, "start": 0}), "kaldiio"),
     "features from Kaldi": (lambda cut: cut.update(features=features()), "kaldiio"),
+    "an image that Pillow may give to a program": (
+        lambda cut: cut["custom"].update(extra={
+            "storage_type": "pillow_files", "storage_path": ".", "storage_key": "x.eps", "width": 1, "height": 1,
+        }), "pillow_files"),
+    "a command beside an alignment": (
+        lambda cut: cut["supervisions"][0].update(
+            alignment={"word": [["hi", 0, 1]]}, custom={"extra": recording("command", "touch ran")}), "command"),
+    "a command deep in a key of the supervision": (
+        lambda cut: cut["supervisions"][0]["custom"].update(a={"b": [recording("command", "touch ran")]}), "command"),
+    "a transform of the origin with a command": (
+        lambda cut: cut["recording"].update(transforms=[reverb(recording("command", "touch ran"))]), "command"),
+    "a transform that is not lhotse's": (
+        lambda cut: cut["recording"].update(transforms=[{"name": "Evil", "kwargs": {}}]), "Evil"),
+    "a recording whose sources are none": (
+        lambda cut: cut["custom"].update(extra={**recording("file", "x"), "sources": {"type": "url"}}), "url"),
 }  # fmt: skip
 
 
@@ -110,7 +137,7 @@ FORBIDDEN = {
 @pytest.mark.parametrize("fields", [None, []], ids=["all fields", "cuts only"])
 def test_what_lhotse_would_run_is_refused(dataset, tmp_path, change, what, fields):
     change_cut(dataset, change)
-    with pytest.raises(DamagedShard, match=what):
+    with raises(DamagedShard, "damaged_shard", what):
         load_all(dataset, fields)
     assert "bad_cut" in check(dataset)
     assert not list(tmp_path.rglob("ran"))
@@ -139,6 +166,80 @@ def test_sources_beside_the_audio_are_not_used(dataset, tmp_path):
     assert not list(tmp_path.rglob("ran"))
 
 
+def change_metadata(path: Path, keys: dict) -> None:
+    items = list(read_field(path))
+    with FieldWriter(path) as writer:
+        for item in items:
+            writer.add(Item(item.cut_id, item.extension, item.data, item.metadata | keys))
+
+
+HOSTILE_METADATA = {
+    "a reverberation by a command": (TARGETS, {"transforms": [reverb(recording("command", "touch ran"))]}, "command"),
+    "a reverberation by a cut of a command": (
+        TARGETS, {"transforms": [
+            {"name": "ReverbWithImpulseResponse", "kwargs": {"rir": cut_of(recording("command", "touch ran"))}}]},
+        "command"),
+    "a reverberation by a reverberation by a command": (
+        TARGETS, {"transforms": [
+            reverb({**recording("file", "x"), "transforms": [reverb(recording("command", "touch ran"))]})]}, "command"),
+    "a transform that is not lhotse's": (TARGETS, {"transforms": [{"name": "Evil", "kwargs": {}}]}, "Evil"),
+    "a transform without a name": (TARGETS, {"transforms": [["Speed"]]}, "Speed"),
+    "a command beside the array": (CODES, {"custom": recording("command", "touch ran")}, "custom|command"),
+    "a key that lhotse does not know": (TARGETS, {"evil": 1}, "evil"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("foreign", [False, True], ids=["own", "foreign"])
+@pytest.mark.parametrize(("field", "keys", "what"), HOSTILE_METADATA.values(), ids=HOSTILE_METADATA.keys())
+def test_metadata_in_an_archive_run_nothing(dataset, tmp_path, field, keys, what, foreign):
+    change_metadata(dataset / field, keys)
+    if foreign:
+        for name in ("dataset.json", "shards.jsonl"):
+            (dataset / name).unlink()
+        for path in (dataset / "cuts").iterdir():
+            rewrite(path, [cut | {"custom": None} for cut in lines(path)])
+    else:
+        reindex(dataset)
+    with pytest.raises(DamagedShard, match=what):
+        load_all(dataset)
+    assert check(dataset) == {"bad_codes" if field == CODES else "bad_audio"}
+    assert not list(tmp_path.rglob("ran"))
+
+
+def test_transforms_without_other_sources_are_applied(dataset, tmp_path):
+    """A recording that is another rate, speed and loudness of what is stored."""
+    items = list(read_field(dataset / TARGETS))
+    with FieldWriter(dataset / TARGETS) as writer:
+        for item in items:
+            stored = Recording.from_dict(dict(item.metadata))
+            changed = stored.resample(8000).perturb_speed(0.9).perturb_volume(0.5)
+            metadata = changed.to_dict() | {"id": stored.id}
+            assert len(metadata["transforms"]) == 3
+            writer.add(Item(item.cut_id, item.extension, item.data, metadata))
+    reindex(dataset)
+    found = next(iter(open_shar(dataset, ["target_audio"])))
+    assert found.target_audio.sampling_rate == 8000
+    again = next(item for item in read_field(dataset / TARGETS) if item.cut_id == found.id)
+    expected = Recording.from_dict(again.metadata)
+    expected.sources[0].type, expected.sources[0].source = "memory", again.data
+    expected = expected.load_audio()
+    np.testing.assert_array_equal(found.target_audio.load_audio(), expected)
+    assert expected.shape == (1, found.target_audio.num_samples)
+
+
+def test_a_field_of_lines_holds_no_recording_of_a_command(dataset):
+    for name in ("dataset.json", "shards.jsonl"):
+        (dataset / name).unlink()
+    for path in sorted((dataset / "cuts").iterdir()):
+        cuts = lines(path)
+        rewrite(path, [cut | {"custom": None} for cut in cuts])
+        (dataset / "extra").mkdir(exist_ok=True)
+        rows = [{"cut_id": cut["id"], "extra": recording("command", "touch ran")} for cut in cuts]
+        rewrite(dataset / "extra" / path.name.replace("cuts", "extra"), rows)
+    with pytest.raises(DamagedShard, match="command"):
+        next(iter(open_shar(dataset, ["extra"])))
+
+
 def npy(data: np.ndarray, **options) -> bytes:
     stream = io.BytesIO()
     np.save(stream, data, **options)
@@ -164,20 +265,22 @@ def test_pickled_arrays_are_refused(dataset, tmp_path, kind):
     objects = npy(np.array([bomb], dtype=object), allow_pickle=True)
     put_codes(dataset, objects if kind == "objects" else pickle.dumps(bomb))
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(DamagedShard, match=r"pickled|magic"):
+    with raises(DamagedShard, "damaged_shard", "codes.0"):
         load_all(dataset)
     assert "bad_codes" in check(dataset)
     assert not (tmp_path / "ran").exists()
 
 
-def test_code_that_a_dataset_names_as_its_model_is_not_run(built, dataset, tmp_path, monkeypatch):
+@pytest.mark.parametrize("model", ["python:evil:Codec", "nemo:m.nemo", "transformers:someone/codec"])
+def test_a_model_that_only_the_dataset_names_is_not_loaded(dataset, tmp_path, monkeypatch, model):
     (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n")
+    Path("m.nemo").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     facts = json.loads((dataset / "dataset.json").read_text())
     for codec in facts["codecs"]:
-        codec["model"] = "python:evil:Codec"
+        codec["model"] = model
     (dataset / "dataset.json").write_text(json.dumps(facts))
-    with raises(ConfigError, "untrusted_model", "python:evil:Codec", "--codec-model"):
+    with raises(ConfigError, "untrusted_model", model, "--codec-model"):
         run(ValidateStage(dataset, RunDir(tmp_path / "check"), recheck_codes=1.0))
     assert not (tmp_path / "ran").exists()
 
@@ -213,7 +316,7 @@ def test_members_are_never_written_and_never_followed(dataset, tmp_path, members
     put_members(dataset / TARGETS, members)
     reindex(dataset)
     before = snapshot(tmp_path)
-    with pytest.raises(DamagedShard):
+    with raises(DamagedShard, "damaged_shard"):
         load_all(dataset)
     assert snapshot(tmp_path) == before
     assert check(dataset) & {"wrong_id", "wrong_count", "damaged"}
@@ -247,7 +350,7 @@ def test_ids_like_paths_are_ids(dataset, tmp_path):
 def test_a_fifo_in_place_of_a_file_hangs_nobody(dataset, name):
     (dataset / name).unlink()
     os.mkfifo(dataset / name)
-    with pytest.raises(DamagedShard, match="not a regular file"):
+    with raises(DamagedShard, "damaged_shard", name):
         load_all(dataset)
     assert "missing_file" in check(dataset)
 
@@ -355,3 +458,29 @@ def test_sizes_that_are_only_claimed_cost_no_memory(dataset, make, ending, code)
 def test_the_limit_on_memory_lets_a_good_dataset_through(dataset):
     ended = bounded(dataset)
     assert ended.stdout.splitlines() == ["read", "[]"], ended.stderr
+
+
+DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+HOSTILE_INDEX = {
+    "JSON of 100,000 levels": lambda path: path.write_bytes(DEEP),
+    "a line of 100,000 levels": lambda path: path.write_bytes(b'{"format_version": 1, "index": 0, "x": ' + DEEP + b"}"),
+    "a terabyte of nothing": lambda path: os.truncate(path, 1 << 40),
+    "a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a link to a device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("change", HOSTILE_INDEX.values(), ids=HOSTILE_INDEX.keys())
+@pytest.mark.parametrize("name", ["dataset.json", "shards.jsonl"])
+def test_an_index_that_is_none_ends_in_one_line(dataset, name, change):
+    change(dataset / name)
+    with raises(DamagedShard, "damaged_shard", name):
+        load_all(dataset)
+    assert check(dataset) & {"damaged", "missing_file"}
+
+
+def test_a_report_of_100000_levels_is_none(tmp_path):
+    (tmp_path / "report.json").write_bytes(DEEP)
+    with raises(ConfigError, "bad_findings", "report.json"):
+        read_report(tmp_path / "report.json")

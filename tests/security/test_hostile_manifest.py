@@ -93,6 +93,15 @@ def test_findings_that_name_a_cut_say_nothing_to_the_terminal(project, capsys):
     assert "<script>" in said.replace("\n", "").replace(" ", "")
 
 
+def test_an_id_makes_up_no_lines_of_a_report(project, capsys):
+    assert command_line(capsys, "run", write_config(project))[0] == 0
+    cuts = project.dataset / "cuts/cuts.000000.jsonl.gz"
+    rewrite(cuts, [cut | {"id": "x\nvalidation: no findings"} for cut in lines(cuts)])
+    status, said = command_line(capsys, "validate", project.dataset, "--workers", "1")
+    assert status == 3
+    assert not any(line.startswith("validation: no findings") for line in said.splitlines())
+
+
 def test_rejects_say_nothing_to_the_terminal(project, capsys):
     for path in project.root.iterdir():
         path.write_text("no audio")

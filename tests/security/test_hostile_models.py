@@ -15,7 +15,7 @@ from support.errors import raises
 from support.models import save_encodec, save_nemo_speaker
 
 from sharmill.errors import ConfigError
-from sharmill.models import load_codec, load_speaker_encoder
+from sharmill.models import describe_speaker_encoder, load_codec, load_speaker_encoder
 
 
 class Bomb:
@@ -87,16 +87,105 @@ def test_code_in_the_configuration_of_a_nemo_checkpoint(part, target, repack, tm
     arguments = {"os.mkdir": {"path": marker}, "subprocess.check_output": {"args": ["mkdir", marker]},
                  "builtins.eval": {"_args_": [f"__import__('os').mkdir({marker!r})"]}}  # fmt: skip
     path = repack(model_config=with_config(lambda c: c.update({part: {"_target_": target, **arguments[target]}})))
-    with pytest.raises(ConfigError):
+    with raises(ConfigError, "untrusted_model"):
         load_speaker_encoder(f"nemo:{path}", "cpu")
     assert not (tmp_path / "ran").exists()
 
 
 def test_the_class_of_a_nemo_checkpoint(repack, tmp_path):
     path = repack(model_config=with_config(lambda c: c.update(target="os.mkdir", path=str(tmp_path / "ran"))))
-    with pytest.raises(ConfigError):
+    with raises(ConfigError, "untrusted_model"):
         load_speaker_encoder(f"nemo:{path}", "cpu")
     assert not (tmp_path / "ran").exists()
+
+
+TTS = "nemo.collections.tts"
+NOT_KNOWN = {
+    # Each is on NeMo's own list of what a configuration may name.
+    "a function that writes": (
+        "encoder",
+        {"_target_": "nemo.collections.asr.parts.utils.manifest_utils.write_manifest"},
+    ),
+    "a function that unpacks": ("encoder", {"_target_": "nemo.collections.common.tokenizers.AutoTokenizer"}),
+    "a model": ("encoder", {"_target_": "nemo.collections.asr.models.EncDecCTCModel"}),
+    "a class that fetches a model": ("encoder", {"_target_": f"{TTS}.modules.audio_codec_modules.SLMEncoder"}),
+    "what a module imports": ("decoder", {"_target_": "nemo.collections.asr.modules.conv_asr.torch.save"}),
+    "a function of torch": ("decoder", {"_target_": "torch.nn.functional.relu"}),
+    "deep below": ("preprocessor", {"a": [{"b": {"_target_": "nemo.utils.app_state.AppState"}}]}),
+    "a target that is no text": ("decoder", {"_target_": ["os.mkdir"]}),
+    "an old spelling": ("decoder", {"cls": "nemo.utils.app_state.AppState", "params": {}}),
+    "code of a hub": ("encoder", {"trust_remote_code": True}),
+    "other weights": ("encoder", {"init_from_nemo_model": {"other": {"path": "x.nemo"}}}),
+    "a file of this machine": ("encoder", {"weights": "/etc/passwd"}),
+    "a file beside the folder": ("encoder", {"weights": "nemo:../../x.ckpt"}),
+    "a file in the current folder": ("decoder", {"semantic_codec_path": "x.nemo"}),
+    "a URL": ("decoder", {"weights": "https://example.org/x.ckpt"}),
+    "a reference to the environment": ("decoder", {"weights": "${oc.env:HOME}"}),
+}
+
+
+@pytest.mark.parametrize(("part", "values"), NOT_KNOWN.values(), ids=NOT_KNOWN.keys())
+def test_what_is_not_known_in_the_configuration_of_a_nemo_checkpoint(part, values, repack):
+    path = repack(model_config=with_config(lambda c: c[part].update(values)))
+    for use in (describe_speaker_encoder, load_speaker_encoder):
+        with raises(ConfigError, "untrusted_model", f"since {part}.", "allow_targets"):
+            use(f"nemo:{path}")
+
+
+def test_a_class_that_is_allowed_by_name(repack):
+    sequence = {"_target_": "nemo.collections.asr.modules.conv_asr.ConvASRDecoderClassification"}
+    path = repack(model_config=with_config(lambda c: c["encoder"].update(further=sequence)))
+    with raises(ConfigError, "untrusted_model", "encoder.further._target_"):
+        describe_speaker_encoder(f"nemo:{path}")
+    assert describe_speaker_encoder(f"nemo:{path}", [sequence["_target_"]])["checksum"]
+    # It is NeMo that refuses now: its encoder takes no such argument.
+    with raises(ConfigError, "bad_model", "ConvASRDecoderClassification"):
+        load_speaker_encoder(f"nemo:{path}", "cpu", [sequence["_target_"]])
+
+
+def test_only_checkpoints_of_nemo_are_allowed_more():
+    with raises(ConfigError, "bad_config_value", "allow_targets", "resemblyzer"):
+        describe_speaker_encoder("resemblyzer", ["os.mkdir"])
+
+
+def test_what_only_training_uses_is_neither_checked_nor_made(repack):
+    """Checkpoints that are published name the data and the losses of those who trained them."""
+
+    def change(config):
+        config["train_ds"] = {"manifest_filepath": "/data/train.json", "augmentor": {"_target_": "os.mkdir"}}
+        config["discriminator"] = {"_target_": f"{TTS}.modules.audio_codec_modules.SLMDiscriminator"}
+        config["optim"] = {"_target_": "os.mkdir"}
+
+    assert load_speaker_encoder(f"nemo:{repack(model_config=with_config(change))}", "cpu").embedding_size == 24
+
+
+def test_the_last_configuration_of_several_in_an_archive_is_the_one_that_is_checked_and_used(repack):
+    path = repack()
+    evil = yaml.safe_dump({"target": "os.mkdir", "encoder": {"_target_": "os.mkdir"}}).encode()
+    with tarfile.open(path, "a") as archive:
+        info = tarfile.TarInfo("other/model_config.yaml")
+        info.size = len(evil)
+        archive.addfile(info, io.BytesIO(evil))
+    with raises(ConfigError, "untrusted_model", "os.mkdir"):
+        load_speaker_encoder(f"nemo:{path}", "cpu")
+
+
+@pytest.mark.parametrize("compression", ["", "gz"])
+def test_an_archive_that_unpacks_to_much_more_than_its_file(repack, tmp_path, compression, monkeypatch):
+    monkeypatch.setattr("sharmill.models.nemo_config._FREE_BYTES", 1 << 20)
+    path = repack()
+    with tarfile.open(path) as old, tarfile.open(tmp_path / "big.nemo", f"w:{compression}") as new:
+        for member in old:
+            new.addfile(member, old.extractfile(member) if member.isfile() else None)
+        zeros = tarfile.TarInfo("zeros")
+        zeros.size = 8 << 20
+        if compression:
+            new.addfile(zeros, io.BytesIO(bytes(zeros.size)))
+        else:
+            # A header alone: the data are not there, as in a sparse member.
+            new.fileobj.write(zeros.tobuf())
+    with raises(ConfigError, "untrusted_model", "would unpack"):
+        describe_speaker_encoder(f"nemo:{tmp_path / 'big.nemo'}")
 
 
 def test_tags_in_the_configuration_of_a_nemo_checkpoint(repack, tmp_path):

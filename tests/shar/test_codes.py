@@ -9,7 +9,7 @@ import pytest
 from support.errors import raises
 
 from sharmill.errors import ConfigError
-from sharmill.shar.codes import codes_dtype, num_frames
+from sharmill.shar.arrays import codes_dtype, num_frames
 
 
 @pytest.mark.parametrize(

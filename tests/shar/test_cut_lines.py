@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 
 import pytest
+from support.errors import raises
 
 from sharmill.errors import DamagedShard
 from sharmill.shar.cut_lines import read_cuts, write_cuts
@@ -45,7 +46,7 @@ def test_every_truncation_of_cuts_is_damage(cuts):
     data = cuts.read_bytes()
     for length in range(len(data)):
         cuts.write_bytes(data[:length])
-        with pytest.raises(DamagedShard, match=r"cuts\.000000"):
+        with raises(DamagedShard, "damaged_shard", cuts.name):
             list(read_cuts(cuts))
 
 
@@ -66,16 +67,16 @@ def test_every_flipped_bit_of_cuts_is_damage_or_changes_nothing(cuts):
 )
 def test_lines_that_are_no_objects_are_damage(cuts, content):
     cuts.write_bytes(gzip.compress(content))
-    with pytest.raises(DamagedShard):
+    with raises(DamagedShard, "damaged_shard", cuts.name):
         list(read_cuts(cuts))
 
 
 def test_what_follows_the_compressed_cuts_is_damage(cuts):
     cuts.write_bytes(cuts.read_bytes() + b"more")
-    with pytest.raises(DamagedShard):
+    with raises(DamagedShard, "damaged_shard", cuts.name):
         list(read_cuts(cuts))
 
 
 def test_cuts_that_are_not_there_are_damage(tmp_path):
-    with pytest.raises(DamagedShard, match="No such file"):
+    with raises(DamagedShard, "damaged_shard", "cuts.000000.jsonl.gz"):
         list(read_cuts(tmp_path / "cuts.000000.jsonl.gz"))

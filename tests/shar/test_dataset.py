@@ -37,14 +37,14 @@ def test_its_files_are_where_the_index_says(dataset):
 
 def test_a_removed_codec_leaves_the_others_and_the_audio(dataset):
     before = snapshot(dataset.directory)
-    dataset.remove_codec("a")
+    dataset.remove_codec("a", 2)
     left = {name for name in before if not name.startswith("codes_a/")}
     after = snapshot(dataset.directory)
     assert after.keys() == left
     assert {name for name in left if after[name] != before[name]} == {"dataset.json", "shards.jsonl"}
     assert [codec.name for codec in dataset.record().codecs] == dataset.stored_codecs() == ["b"]
     assert {field for shard in dataset.shards() for field in shard.fields} == set(dataset.record().fields)
-    dataset.remove_codec("a")
+    dataset.remove_codec("a", 2)
     assert snapshot(dataset.directory) == after
 
 
@@ -78,7 +78,7 @@ def test_an_index_of_the_same_shards_stays_with_its_codecs_and_another_is_writte
 
 def test_what_others_have_put_there_is_not_removed(dataset):
     (dataset.directory / "notes.txt").write_text("mine")
-    dataset.remove()
+    dataset.remove(2)
     assert snapshot(dataset.directory) == {"notes.txt": b"mine"}
     assert not dataset.is_empty()
     (dataset.directory / "notes.txt").unlink()

@@ -85,23 +85,23 @@ def test_other_files_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "what"),
+    ("files", "names"),
     [
-        (["recording.000000.tar"], "has no cuts"),
-        (["notes.txt"], "has no cuts"),
-        (["cuts/notes.txt", "target_audio/recording.000000.tar"], "has no cuts"),
-        (["cuts.0.jsonl.gz", "cuts.1.jsonl.gz", "recording.0.tar"], "cuts has a shard 1 and recording does not"),
-        (["cuts/cuts.0.jsonl.gz", "a/r.0.tar", "a/r.5.tar"], "a has a shard 5 and cuts does not"),
-        (["cuts.0.jsonl", "cuts.000000.jsonl.gz"], "are both shard 0 of cuts"),
-        (["cuts/cuts.0.jsonl", "a/r.0.tar", "a/s.0.tar"], "r.0.tar and s.0.tar are both shard 0 of a"),
-        (["cuts.0.jsonl", "recording.0.tar.gz"], "compressed archives are not read"),
-        (["cuts.0.jsonl", "cuts/cuts.0.jsonl"], "both in itself and in its folder"),
-        (["cuts.jsonl", "cuts.0.jsonl"], "with and without a number"),
+        (["recording.000000.tar"], ["cuts"]),
+        (["notes.txt"], ["cuts"]),
+        (["cuts/notes.txt", "target_audio/recording.000000.tar"], ["cuts"]),
+        (["cuts.0.jsonl.gz", "cuts.1.jsonl.gz", "recording.0.tar"], ["cuts", "shard 1", "recording"]),
+        (["cuts/cuts.0.jsonl.gz", "a/r.0.tar", "a/r.5.tar"], ["a", "shard 5", "cuts"]),
+        (["cuts.0.jsonl", "cuts.000000.jsonl.gz"], ["cuts.0.jsonl", "cuts.000000.jsonl.gz", "shard 0"]),
+        (["cuts/cuts.0.jsonl", "a/r.0.tar", "a/s.0.tar"], ["r.0.tar", "s.0.tar", "shard 0"]),
+        (["cuts.0.jsonl", "recording.0.tar.gz"], ["recording.0.tar.gz"]),
+        (["cuts.0.jsonl", "cuts/cuts.0.jsonl"], ["cuts"]),
+        (["cuts.jsonl", "cuts.0.jsonl"], ["cuts"]),
     ],
 )
-def test_what_is_no_dataset_is_refused(tmp_path, names, what):
-    with raises(ConfigError, "bad_layout", what):
-        find_shards(touch(tmp_path, *names))
+def test_what_is_no_dataset_is_refused(tmp_path, files, names):
+    with raises(ConfigError, "bad_layout", *names):
+        find_shards(touch(tmp_path, *files))
 
 
 def test_what_is_no_folder_is_refused(tmp_path):

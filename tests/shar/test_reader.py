@@ -121,34 +121,34 @@ def test_of_two_codecs_one_must_be_named(project):
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "code", "names"),
     [
-        ({"fields": ["target_video"]}, "no field 'target_video'; it has target_audio"),
-        ({"codec": "mimi"}, "no codec 'mimi'; it has toy"),
+        ({"fields": ["target_video"]}, "unknown_field", ["'target_video'", "target_audio"]),
+        ({"codec": "mimi"}, "unknown_codec", ["'mimi'", "toy"]),
     ],
 )
-def test_what_is_not_there_is_named(built, options, what):
-    with pytest.raises(ConfigError, match=what):
+def test_what_is_not_there_is_named(built, options, code, names):
+    with raises(ConfigError, code, *names):
         open_shar(built.dataset, **options)
 
 
 def test_what_is_no_dataset_is_named(tmp_path, built):
-    with pytest.raises(ConfigError, match=r"not a finished dataset: there is no dataset\.json"):
+    with raises(ConfigError, "no_dataset", str(tmp_path), "dataset.json"):
         open_shar(tmp_path)
-    with pytest.raises(ConfigError, match="is not a folder"):
+    with raises(ConfigError, "no_dataset", str(built.dataset / "dataset.json")):
         open_shar(built.dataset / "dataset.json")
 
 
 def test_a_dataset_of_another_version_is_named_whatever_its_keys(damaged):
     (damaged / "dataset.json").write_text('{"format_version": 2, "tables": []}')
-    with pytest.raises(ConfigError, match="format version 2"):
+    with raises(ConfigError, "wrong_version", "2"):
         open_shar(damaged)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format_version": "1"}', b"\xff"])
 def test_a_damaged_description_is_an_error(damaged, content):
     (damaged / "dataset.json").write_bytes(content)
-    with pytest.raises(DamagedShard, match=r"dataset\.json"):
+    with raises(DamagedShard, "damaged_shard", "dataset.json"):
         open_shar(damaged)
 
 
@@ -157,7 +157,7 @@ def test_an_index_that_leaves_the_dataset_is_refused(damaged, file):
     shards = lines(damaged / "shards.jsonl")
     shards[1]["fields"]["target_audio"]["file"] = file
     rewrite(damaged / "shards.jsonl", shards)
-    with pytest.raises(DamagedShard, match="outside the dataset"):
+    with raises(DamagedShard, "damaged_shard", file):
         list(open_shar(damaged))
 
 
@@ -183,7 +183,7 @@ def test_a_damaged_field_raises_and_never_ends_early(damaged, damage, checksums)
     damage(damaged / TARGETS)
     if checksums == "fresh":
         reindex(damaged)
-    with pytest.raises(DamagedShard, match=r"shard 1|recording\.000001"):
+    with raises(DamagedShard, "damaged_shard", "000001"):
         list(open_shar(damaged))
 
 
@@ -191,7 +191,7 @@ def test_an_array_that_is_damaged_names_archive_and_member(tmp_path):
     dataset = make_dataset(tmp_path, [3], codes=True)
     path = dataset / "codes_toy/target_codes/codes.000000.tar"
     write_members(path, [(name, data[:-1] if name.endswith(".npy") else data) for name, data in members_of(path)])
-    with pytest.raises(DamagedShard, match=r"target_codes/codes\.000000\.tar: member 'cut-rec-0-0\.00-0\.40\.npy'"):
+    with raises(DamagedShard, "damaged_shard", str(path), "'cut-rec-0-0.00-0.40.npy'"):
         next(iter(open_shar(dataset)))
     assert len(list(open_shar(dataset, ["context_codes"]))) == 3
 
@@ -199,7 +199,7 @@ def test_an_array_that_is_damaged_names_archive_and_member(tmp_path):
 def test_the_shards_before_the_damage_are_read(damaged):
     (damaged / TARGETS).write_bytes(b"")
     read = []
-    with pytest.raises(DamagedShard):
+    with raises(DamagedShard, "damaged_shard"):
         read.extend(cut.supervisions[0].custom["number"] for cut in open_shar(damaged))
     assert read == [0, 1, 2]
 
@@ -219,14 +219,14 @@ def test_damaged_cuts_raise(damaged, change):
     path = damaged / "cuts/cuts.000001.jsonl.gz"
     rewrite(path, change(lines(path)))
     for fields in (None, []):
-        with pytest.raises(DamagedShard, match="shard 1"):
+        with raises(DamagedShard, "damaged_shard", "shard 1"):
             list(open_shar(damaged, fields))
 
 
 def test_an_index_without_its_last_shard_raises(damaged):
     rewrite(damaged / "shards.jsonl", lines(damaged / "shards.jsonl")[:-1])
     read = []
-    with raises(DamagedShard, "damaged_shard", "2 shards instead of 3"):
+    with raises(DamagedShard, "damaged_shard", "2", "3"):
         read.extend(open_shar(damaged))
     assert read == []
 
@@ -283,5 +283,5 @@ def test_other_shards_in_the_place_of_those_that_are_read_are_damage(built, tmp_
     records[0]["count"], records[1]["count"] = records[0]["count"] - 1, records[1]["count"] + 1
     index.with_name("new").write_text("".join(json.dumps(record) + "\n" for record in records))
     index.with_name("new").replace(index)
-    with pytest.raises(DamagedShard, match="changed while they were read"):
+    with raises(DamagedShard, "damaged_shard", str(folder)):
         list(cuts)

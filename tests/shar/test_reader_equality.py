@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from lhotse import AudioSource, CutSet
+from support.errors import raises
 from support.pipelines import shar_fields
 from support.reader import make_dataset
 from support.shar import voice
@@ -119,5 +120,5 @@ def test_only_the_shards_of_a_part_are_opened(tmp_path):
         (dataset / shard.fields["cuts"].file).unlink()
     even, odd = (open_shar(dataset, rank=rank, world_size=2, block_size=2) for rank in range(2))
     assert len(list(even)) == 10
-    with pytest.raises(DamagedShard, match="No such file"):
+    with raises(DamagedShard, "damaged_shard", "cuts"):
         list(odd)

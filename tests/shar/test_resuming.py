@@ -190,7 +190,7 @@ def test_more_parts_than_cuts(tmp_path):
     assert [numbers(reader) for reader in parts(dataset, 5)] == [[0], [1], [], [2], []]
     assert [numbers(reader) for reader in parts(dataset, 5, tail="pad")] == [[0], [1], [0], [2], [0]]
     assert [numbers(reader) for reader in parts(dataset, 5, tail="drop")] == [[]] * 5
-    with raises(ConfigError, "too_few_cuts", "part 4 of 5"):
+    with raises(ConfigError, "too_few_cuts", "4", "5"):
         next(iter(parts(dataset, 5, infinite=True)[4]))
 
 
@@ -201,7 +201,7 @@ def test_an_endless_part_that_draws_no_cut_in_an_epoch_goes_on(tmp_path):
         stream = (cut.shar_position[0] for cut in reader)
         seen.update(epoch for epoch in islice(stream, 60) if epoch < 20)
     assert seen == dict.fromkeys(range(20), 4)
-    with raises(ConfigError, "too_few_cuts", "part 2 of 3"):
+    with raises(ConfigError, "too_few_cuts", "2", "3"):
         next(iter(parts(make_dataset(tmp_path / "one", [2]), 3, shuffle=True, infinite=True, block_size=2)[2]))
 
 
@@ -212,18 +212,18 @@ def test_states_that_do_not_belong_together_are_refused(dataset, tmp_path):
         merge_states([states[0], states[2]])
     with raises(ConfigError, "wrong_state", "twice"):
         merge_states([*states, states[1]])
-    with raises(ConfigError, "wrong_state", "merged already"):
+    with raises(ConfigError, "wrong_state"):
         merge_states([merged])
-    with raises(ConfigError, "wrong_state", "no state"):
+    with raises(ConfigError, "wrong_state"):
         merge_states([])
-    with raises(ConfigError, "wrong_state", "2 and with 3 parts"):
+    with raises(ConfigError, "wrong_state", "2", "3"):
         merge_states([*states, *[reader.data.state_dict() for reader in parts(dataset, 2)]])
     with raises(ConfigError, "wrong_state", "shuffle"):
         open_shar(dataset, [], shuffle=True).data.load_state_dict(merged)
     shuffled = open_shar(dataset, [], shuffle=True).data.state_dict()
-    with raises(ConfigError, "wrong_state", "seed: 0 and 1"):
+    with raises(ConfigError, "wrong_state", "seed", "0", "1"):
         open_shar(dataset, [], shuffle=True, seed=1).data.load_state_dict(shuffled)
-    with raises(ConfigError, "wrong_state", "differ in"):
+    with raises(ConfigError, "wrong_state"):
         open_shar(make_dataset(tmp_path, [3, 3]), []).data.load_state_dict(merged)
     reader = open_shar(dataset, [])
     reader.data.load_state_dict(states[1])
@@ -231,24 +231,24 @@ def test_states_that_do_not_belong_together_are_refused(dataset, tmp_path):
         list(reader)
     with raises(ConfigError, "wrong_state"):
         open_shar(dataset, []).data.load_state_dict({"version": 1})
-    with raises(ConfigError, "wrong_state", "version 7"):
+    with raises(ConfigError, "wrong_state", "7"):
         open_shar(dataset, []).data.load_state_dict({"version": 7})
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    "options",
     [
-        ({"rank": 2, "world_size": 2}, "rank is 2"),
-        ({"rank": -1}, "rank is -1"),
-        ({"mix_shards": 0}, "mix_shards is 0"),
-        ({"block_size": 0}, "block_size is 0"),
-        ({"tail": "cut"}, "keep, drop or pad"),
-        ({"tail": "drop", "infinite": True}, "there is no tail"),
-        ({"decode_threads": -1}, "cannot be negative"),
+        {"rank": 2, "world_size": 2},
+        {"rank": -1},
+        {"mix_shards": 0},
+        {"block_size": 0},
+        {"tail": "cut"},
+        {"tail": "drop", "infinite": True},
+        {"decode_threads": -1},
     ],
 )
-def test_options_that_make_no_sense_are_refused(dataset, options, what):
-    with raises(ConfigError, "bad_config_value", what):
+def test_options_that_make_no_sense_are_refused(dataset, options):
+    with raises(ConfigError, "bad_config_value", next(iter(options))):
         open_shar(dataset, [], **options)
 
 

@@ -10,14 +10,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from support.errors import raises
 from support.pipelines import run_sharmill
 from support.shar import copy, snapshot
 
 from sharmill.errors import DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.sidecars import indexed_shar, write_sidecars
-from sharmill.validate.across_shards import check_strays
-from sharmill.validate.checked_dataset import read_checked_dataset
+from sharmill.validate.checked_dataset import check_strays, read_checked_dataset
 
 READ = """
 import json, sys
@@ -99,7 +99,7 @@ def strays(dataset):
 def test_a_damaged_archive_gets_no_index(dataset):
     archive = dataset / "target_audio/recording.000001.tar"
     archive.write_bytes(archive.read_bytes()[:-1024])
-    with pytest.raises(DamagedShard, match="cut off"):
+    with raises(DamagedShard, "damaged_shard", archive.name):
         write_sidecars(dataset)
     assert not archive.with_name(f"{archive.name}.idx").exists()
 
@@ -119,8 +119,8 @@ def test_the_command_names_what_it_cannot_use(dataset, tmp_path):
     result = run_sharmill("sidecars", tmp_path / "nothing")
     assert result.returncode == 2
     assert result.stderr.startswith("Error: ")
-    assert "is not a finished dataset" in result.stderr
+    assert str(tmp_path / "nothing") in result.stderr
     (tmp_path / "file").touch()
     result = run_sharmill("sidecars", dataset, "--into", tmp_path / "file")
     assert result.returncode == 2
-    assert result.stderr.startswith("Error: cannot write to ")
+    assert str(tmp_path / "file") in result.stderr

@@ -23,7 +23,7 @@ from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
 from sharmill.training import ContextSpeechDataset
-from sharmill.training.context import ContextLimits, ContextSlice
+from sharmill.training.cut_data import ContextLimits, ContextSlice
 from sharmill.training.dataset import CodecForm
 from sharmill.training.tokenizers import load_tokenizer
 
@@ -483,7 +483,7 @@ def test_codes_out_of_range_and_other_codecs_are_refused(coded, form):
 
 
 def _two_codebooks(cut):
-    from sharmill.shar.npy import array_to_bytes
+    from sharmill.shar.arrays import array_to_bytes
 
     array = cut.target_codes
     stored = fastcopy(array.array, storage_key=array_to_bytes(array.load()[:2]), shape=[2, array.shape[1]])

@@ -10,7 +10,8 @@ Another package adds a model by an entry point in the group ``sharmill.encoders`
 configuration names it as ``python:package.module:Class``. The class is called with ``(target, device)``: what follows
 its name and a colon in the configuration ("" if nothing does), and a torch device; what it returns must have what
 ``SpeakerEncoder`` or ``Codec`` ask for. A static method ``describe(target)`` may return a dictionary of texts that
-identifies the model before it is loaded, and raise ConfigError for a target that cannot be loaded. A speaker encoder's
+identifies the model before it is loaded, and raise ConfigError for a target that cannot be loaded. A static method
+``require(target)`` may raise ConfigError, before a run begins, for a model that cannot be fetched. A speaker encoder's
 attribute ``min_similarity`` is the threshold that ``match.min_similarity: null`` stands for.
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,19 @@ __all__ = [
     "make_deterministic",
     "own_min_similarity",
     "published_name",
+    "require_codec",
+    "require_speaker_encoder",
 ]
 
 
-def load_speaker_encoder(name: str, device: str = "cpu") -> SpeakerEncoder:
+def load_speaker_encoder(name: str, device: str = "cpu", allow_targets: Sequence[str] = ()) -> SpeakerEncoder:
     """Load a speaker encoder.
 
     Args:
         name: ``resemblyzer``, ``nemo:titanet_large`` (any pretrained name), ``nemo:/path/model.nemo``, or one of
             another package.
         device: torch device to run it on.
+        allow_targets: what the configuration in a .nemo file may name beside the known classes.
 
     Raises:
         ConfigError: if the name, the file or the installation is wrong; one line that says what to do.
@@ -54,18 +58,19 @@ def load_speaker_encoder(name: str, device: str = "cpu") -> SpeakerEncoder:
     >>> load_speaker_encoder("resemblyzer").embedding_size
     256
     """
-    encoder = _implementation(ENCODERS, name)(ENCODERS.split(name)[1], device)
+    encoder = _implementation(ENCODERS, name)(ENCODERS.split(name)[1], device, **_trust(ENCODERS, name, allow_targets))
     _check_model(ENCODERS, name, encoder, SpeakerEncoder, "embed")
     return encoder
 
 
-def load_codec(name: str, device: str = "cpu") -> Codec:
+def load_codec(name: str, device: str = "cpu", allow_targets: Sequence[str] = ()) -> Codec:
     """Load a codec.
 
     Args:
         name: ``builtin``, ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>``, or one
             of another package.
         device: torch device to run it on.
+        allow_targets: what the configuration in a .nemo file may name beside the known classes.
 
     Raises:
         ConfigError: if the name, the file or the installation is wrong; one line that says what to do.
@@ -73,7 +78,7 @@ def load_codec(name: str, device: str = "cpu") -> Codec:
     >>> load_codec("builtin").samples_per_frame
     1024
     """
-    codec = _implementation(CODECS, name)(CODECS.split(name)[1], device)
+    codec = _implementation(CODECS, name)(CODECS.split(name)[1], device, **_trust(CODECS, name, allow_targets))
     _check_model(CODECS, name, codec, Codec, "encode")
     from sharmill.models.codec_backend import check_codec
 
@@ -81,7 +86,7 @@ def load_codec(name: str, device: str = "cpu") -> Codec:
     return codec
 
 
-def describe_speaker_encoder(name: str) -> dict[str, str]:
+def describe_speaker_encoder(name: str, allow_targets: Sequence[str] = ()) -> dict[str, str]:
     """Return what identifies a speaker encoder, without loading it.
 
     Returns:
@@ -91,7 +96,7 @@ def describe_speaker_encoder(name: str) -> dict[str, str]:
     Raises:
         ConfigError: if the name cannot be loaded for a reason that can be seen now; its message says what to do.
     """
-    return _describe(ENCODERS, name)
+    return _describe(ENCODERS, name, allow_targets)
 
 
 def own_min_similarity(name: str) -> float | None:
@@ -114,7 +119,7 @@ def own_min_similarity(name: str) -> float | None:
     return value
 
 
-def describe_codec(name: str) -> dict[str, str]:
+def describe_codec(name: str, allow_targets: Sequence[str] = ()) -> dict[str, str]:
     """Return what identifies a codec, without loading it.
 
     Returns:
@@ -124,7 +129,7 @@ def describe_codec(name: str) -> dict[str, str]:
     Raises:
         ConfigError: if the name cannot be loaded for a reason that can be seen now; its message says what to do.
     """
-    return _describe(CODECS, name)
+    return _describe(CODECS, name, allow_targets)
 
 
 def make_deterministic(device: str) -> int:
@@ -153,6 +158,22 @@ def published_name(name: str) -> str:
     return f"{implementation}:{path.name}" if target and path.exists() else name
 
 
+def require_speaker_encoder(name: str) -> None:
+    """Raise ConfigError unless a speaker encoder is on this machine or can be fetched; NeMo may be imported for it."""
+    _require(ENCODERS, name)
+
+
+def require_codec(name: str) -> None:
+    """Raise ConfigError unless a codec is on this machine or can be fetched; NeMo may be imported for it."""
+    _require(CODECS, name)
+
+
+def _require(registry: Registry, name: str) -> None:
+    implementation, target = registry.split(name)
+    if (require := getattr(registry.load(implementation), "require", None)) is not None:
+        require(target)
+
+
 def _implementation(registry: Registry, name: str) -> Callable[[str, str], Any]:
     implementation = registry.split(name)[0]
     make = registry.load(implementation)
@@ -165,12 +186,18 @@ def _implementation(registry: Registry, name: str) -> Callable[[str, str], Any]:
     return make
 
 
-def _describe(registry: Registry, name: str) -> dict[str, str]:
+def _trust(registry: Registry, name: str, allow_targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    if allow_targets and registry.split(name)[0] != "nemo":
+        raise ConfigError(f"allow_targets is for NeMo checkpoints, and {name!r} is none", code="bad_config_value")
+    return {"allow_targets": tuple(allow_targets)} if allow_targets else {}
+
+
+def _describe(registry: Registry, name: str, allow_targets: Sequence[str]) -> dict[str, str]:
     implementation, target = registry.split(name)
     make = _implementation(registry, name)
     described = {"backend": implementation, "name": name}
     if (describe := getattr(make, "describe", None)) is not None:
-        return described | describe(target)
+        return described | describe(target, **_trust(registry, name, allow_targets))
     entry = registry.find(implementation)
     if entry.dist is not None:
         described["version"] = f"{entry.dist.name} {entry.dist.version}"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import tarfile
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +15,17 @@ from typing import TYPE_CHECKING, Any, Final
 import xxhash
 
 from sharmill.errors import ConfigError
+from sharmill.models.hub import require_on_hub
 from sharmill.registry import require_package
 
 if TYPE_CHECKING:
+    from nemo.core import ModelPT
+
     from sharmill.models.protocols import Codec, SpeakerEncoder
 
 BUILTIN_CONFIG: Final = Path(__file__).parent / "untrained_codec.yaml"
 TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
 
-_NEMO_MEMBERS: Final = frozenset({"model_config.yaml", "model_weights.ckpt"})
 _PATH_STARTS: Final[tuple[str, ...]] = ("/", "./", "../", "~")
 _READ_BYTES: Final = 1 << 20
 
@@ -45,11 +45,13 @@ class ModelName:
         name: the whole name, for messages.
         target: what follows the colon.
         path: the local file or directory that the target is, or None for a name to be looked up elsewhere.
+        allow_targets: what a NeMo checkpoint may name beside the known classes.
     """
 
     name: str
     target: str
     path: Path | None
+    allow_targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +59,23 @@ class Family:
     """A family of models, called with a target and a device to load one.
 
     Args:
-        load: (target, device) -> the model.
+        load: (target, device) -> the model; NeMo's take ``allow_targets`` as well, as does ``describe``.
         describe: target -> what identifies the model beside its name; raises ConfigError for a target that cannot be
             loaded for a reason that can be seen without loading.
+        require: target -> nothing; raises ConfigError within seconds for a model that is neither on this machine nor to
+            be had from elsewhere. It may import NeMo, and is asked only before a stage that loads the model.
         min_similarity: target -> the least similarity of two utterances that an encoder takes for one voice, or None
             where none is known.
     """
 
-    load: Callable[[str, str], Any]
-    describe: Callable[[str], dict[str, str]]
+    load: Callable[..., Any]
+    describe: Callable[..., dict[str, str]]
+    require: Callable[[str], None] = lambda target: None
     min_similarity: Callable[[str], float | None] = lambda target: None
 
-    def __call__(self, target: str, device: str) -> Any:
+    def __call__(self, target: str, device: str, **trust: tuple[str, ...]) -> Any:
         """Load a model on a torch device."""
-        return self.load(target, device)
+        return self.load(target, device, **trust)
 
 
 def _no_target(form: str, target: str) -> None:
@@ -103,12 +108,12 @@ def _describe_builtin(target: str) -> dict[str, str]:
 
 def _load_builtin(target: str, device: str) -> Codec:
     _no_target("builtin", target)
-    from sharmill.models.untrained_codec import load_untrained_codec
+    from sharmill.models.nemo_codec import load_untrained_codec
 
     return load_untrained_codec(device)
 
 
-def _nemo_name(target: str) -> ModelName:
+def _nemo_name(target: str, allow_targets: tuple[str, ...] = ()) -> ModelName:
     name = f"nemo:{target}"
     if not target:
         raise ConfigError(
@@ -120,24 +125,49 @@ def _nemo_name(target: str) -> ModelName:
                 f"{target} is not a .nemo file: give the path of one, or the name of a pretrained model",
                 code="bad_model",
             )
-        return ModelName(name=name, target=target, path=None)
+        return ModelName(name=name, target=target, path=None, allow_targets=allow_targets)
     path = Path(target).expanduser()
     if not path.is_file():
         raise ConfigError(f"there is no file {target}: correct the path of the .nemo checkpoint", code="bad_model")
-    return ModelName(name=name, target=target, path=path)
+    return ModelName(name=name, target=target, path=path, allow_targets=allow_targets)
 
 
-def _describe_nemo(target: str) -> dict[str, str]:
+def _describe_nemo(target: str, allow_targets: tuple[str, ...] = ()) -> dict[str, str]:
     path = _nemo_name(target).path
     require_package("nemo")
     if path is None:
         return {}
-    check_nemo_archive(path)
+    from sharmill.models.nemo_config import read_nemo_config
+
+    read_nemo_config(path, allow_targets)
     return {"checksum": file_checksum(path)}
 
 
-def _load_nemo_encoder(target: str, device: str) -> SpeakerEncoder:
-    name = _nemo_name(target)
+def _require_nemo(find_class: Callable[[], type[ModelPT]]) -> Callable[[str], None]:
+    def require(target: str) -> None:
+        name = _nemo_name(target)
+        if name.path is None:
+            from sharmill.models.nemo_checkpoint import require_pretrained
+
+            require_pretrained(find_class, name)
+
+    return require
+
+
+def _nemo_encoder_class() -> type[ModelPT]:
+    from nemo.collections.asr.models import EncDecSpeakerLabelModel
+
+    return EncDecSpeakerLabelModel
+
+
+def _nemo_codec_class() -> type[ModelPT]:
+    from nemo.collections.tts.models import AudioCodecModel
+
+    return AudioCodecModel
+
+
+def _load_nemo_encoder(target: str, device: str, allow_targets: tuple[str, ...] = ()) -> SpeakerEncoder:
+    name = _nemo_name(target, allow_targets)
     from sharmill.models.nemo_speaker import load_nemo_speaker_encoder
 
     return load_nemo_speaker_encoder(name, device)
@@ -147,8 +177,8 @@ def _nemo_min_similarity(target: str) -> float | None:
     return _TITANET_MIN_SIMILARITY if "titanet" in Path(target).name.lower() else None
 
 
-def _load_nemo_codec(target: str, device: str) -> Codec:
-    name = _nemo_name(target)
+def _load_nemo_codec(target: str, device: str, allow_targets: tuple[str, ...] = ()) -> Codec:
+    name = _nemo_name(target, allow_targets)
     from sharmill.models.nemo_codec import load_nemo_codec
 
     return load_nemo_codec(name, device)
@@ -182,6 +212,13 @@ def _describe_transformers(target: str) -> dict[str, str]:
     return {"checksum": directory_checksum(path)}
 
 
+def _require_transformers(target: str) -> None:
+    name = _transformers_name(target)
+    if name.path is None:
+        advice = "download the model elsewhere and give transformers:/path/of/directory"
+        require_on_hub(target, "config.json", name.name, advice)
+
+
 def _load_transformers(target: str, device: str) -> Codec:
     name = _transformers_name(target)
     from sharmill.models.transformers_codec import load_transformers_codec
@@ -192,35 +229,24 @@ def _load_transformers(target: str, device: str) -> Codec:
 RESEMBLYZER: Final = Family(
     load=_load_resemblyzer, describe=_describe_resemblyzer, min_similarity=lambda target: _RESEMBLYZER_MIN_SIMILARITY
 )
-NEMO_ENCODERS: Final = Family(load=_load_nemo_encoder, describe=_describe_nemo, min_similarity=_nemo_min_similarity)
+NEMO_ENCODERS: Final = Family(
+    load=_load_nemo_encoder,
+    describe=_describe_nemo,
+    require=_require_nemo(_nemo_encoder_class),
+    min_similarity=_nemo_min_similarity,
+)
 BUILTIN: Final = Family(load=_load_builtin, describe=_describe_builtin)
-NEMO_CODECS: Final = Family(load=_load_nemo_codec, describe=_describe_nemo)
-TRANSFORMERS_CODECS: Final = Family(load=_load_transformers, describe=_describe_transformers)
-
-
-def check_nemo_archive(path: Path) -> None:
-    """Raise ConfigError unless the file is a tar archive with the configuration and weights of a NeMo model."""
-    try:
-        with tarfile.open(path) as archive:
-            missing = set(_NEMO_MEMBERS)
-            for member in archive:
-                missing.discard(Path(member.name).name)
-                if not missing:
-                    return
-    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-        raise ConfigError(
-            f"{path} is not a NeMo checkpoint, which is a tar archive: {first_line(error)}", code="bad_model"
-        ) from error
-    raise ConfigError(
-        f"{path} is not a NeMo checkpoint: the archive lacks {' and '.join(sorted(missing))}", code="bad_model"
-    )
+NEMO_CODECS: Final = Family(load=_load_nemo_codec, describe=_describe_nemo, require=_require_nemo(_nemo_codec_class))
+TRANSFORMERS_CODECS: Final = Family(
+    load=_load_transformers, describe=_describe_transformers, require=_require_transformers
+)
 
 
 def check_transformers_config(path: Path) -> None:
     """Raise ConfigError unless a directory's config.json names a codec that is supported."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path / 'config.json'} cannot be read: {first_line(error)}", code="bad_model") from error
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type not in TRANSFORMERS_TYPES:

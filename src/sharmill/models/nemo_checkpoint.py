@@ -6,17 +6,18 @@ import difflib
 import logging
 import pickle
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import yaml
 
 from sharmill.errors import ConfigError
-from sharmill.models.families import check_nemo_archive, first_line
-from sharmill.models.hub import require_reachable
+from sharmill.models.families import first_line
+from sharmill.models.hub import require_on_hub, require_reachable
+from sharmill.models.nemo_config import read_nemo_config
 from sharmill.registry import require_package
 
 if TYPE_CHECKING:
@@ -42,9 +43,10 @@ _LOADING_ERRORS = (
 
 def _loading_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import HfHubHTTPError
+    from hydra.errors import HydraException
 
     # The hub's client lets the errors of its HTTP library through, and that library changes with its version.
-    return (*_LOADING_ERRORS, *HfHubHTTPError.__bases__)
+    return (*_LOADING_ERRORS, HydraException, *HfHubHTTPError.__bases__)
 
 
 @contextmanager
@@ -79,8 +81,6 @@ def restore_model(model_class: type[ModelT], name: ModelName, parts: tuple[str, 
     Raises:
         ConfigError: if the file is no checkpoint of this class or the pretrained model cannot be fetched.
     """
-    if name.path is not None:
-        check_nemo_archive(name.path)
     try:
         # A model draws its first weights before it gets those of the checkpoint.
         with quiet_nemo(), torch.random.fork_rng(devices=[]):
@@ -108,8 +108,16 @@ def restore_model(model_class: type[ModelT], name: ModelName, parts: tuple[str, 
 
 def _restore(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...]) -> ModelT:
     from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
+    from omegaconf import OmegaConf
 
     class StrictConnector(SaveRestoreConnector):
+        def load_config_and_state_dict(
+            self, calling_cls: type[ModelPT], restore_path: str, override_config_path: object = None, *rest: Any
+        ) -> Any:
+            # Only what was checked is used, whatever else of that name is in the archive.
+            config = read_nemo_config(Path(self.model_extracted_dir or restore_path), name.allow_targets)
+            return super().load_config_and_state_dict(calling_cls, restore_path, OmegaConf.create(config), *rest)
+
         def load_instance_with_state_dict(
             self, instance: nn.Module, state_dict: Mapping[str, Any], strict: bool
         ) -> None:
@@ -124,38 +132,39 @@ def _restore(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...])
     options = {"map_location": torch.device("cpu"), "save_restore_connector": StrictConnector()}
     if name.path is not None:
         return model_class.restore_from(str(name.path), **options)
-    location = _pretrained_location(model_class, name)
-    if not _is_cached(name, location):
-        require_reachable(location, name.name, "download the .nemo file elsewhere and give nemo:/path/model.nemo")
+    require_pretrained(lambda: model_class, name)
     return model_class.from_pretrained(name.target, **options)
 
 
-def _pretrained_location(model_class: type[ModelT], name: ModelName) -> str:
-    """Return the address that a pretrained model comes from; a name with a slash is the hub's.
+def require_pretrained(find_class: Callable[[], type[ModelPT]], name: ModelName) -> None:
+    """Raise ConfigError unless a pretrained model is on this machine or can be asked for; a "/" stands for the hub.
+
+    Args:
+        find_class: returns the class of the model. It is called, and NeMo imported, for NeMo's own names alone.
+        name: the name of a pretrained model.
+    """
+    advice = "download the .nemo file elsewhere and give nemo:/path/model.nemo"
+    if "/" in name.target:
+        require_on_hub(name.target, f"{PurePosixPath(name.target).name}.nemo", name.name, advice)
+        return
+    with quiet_nemo():
+        from nemo.utils.data_utils import resolve_cache_dir
+
+        location = _pretrained_location(find_class(), name)
+        filename = PurePosixPath(location).name
+        if not any((resolve_cache_dir() / filename.removesuffix(".nemo")).glob(f"*/{filename}")):
+            require_reachable(location, name.name, advice)
+
+
+def _pretrained_location(model_class: type[ModelPT], name: ModelName) -> str:
+    """Return the address that one of NeMo's own models comes from.
 
     Raises:
         ConfigError: NeMo does not know the name.
     """
-    if "/" in name.target:
-        from huggingface_hub import constants
-
-        return constants.ENDPOINT
     known = {info.pretrained_model_name: str(info.location) for info in model_class.list_available_models() or ()}
     if name.target in known:
         return known[name.target]
     near = difflib.get_close_matches(name.target, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
     raise ConfigError(f"NeMo has no pretrained {model_class.__name__} {name.target!r}: {hint}", code="unknown_name")
-
-
-def _is_cached(name: ModelName, location: str) -> bool:
-    """Return True if a pretrained model was downloaded before."""
-    if "/" in name.target:
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(name.target, f"{PurePosixPath(name.target).name}.nemo")
-        return isinstance(cached, str)
-    from nemo.utils.data_utils import resolve_cache_dir
-
-    filename = PurePosixPath(location).name
-    return any((resolve_cache_dir() / filename.removesuffix(".nemo")).glob(f"*/{filename}"))

@@ -1,28 +1,35 @@
-"""Codes of NeMo's AudioCodecModel."""
+"""Codes of NeMo's AudioCodecModel, and the codec that ships with the project: one with seeded, untrained weights.
+
+The codes of the untrained one have the right shapes, rates and types, depend on the audio and are the same everywhere,
+so that a pipeline can be tried out without any download. They mean nothing: never train on them.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import TYPE_CHECKING, Final
 
 import torch
+from omegaconf import OmegaConf
 
 from sharmill.errors import ConfigError
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.families import first_line
+from sharmill.models.families import BUILTIN_CONFIG, first_line
 from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
 from sharmill.models.tensors import right_padding_matters, weights_checksum
 
 if TYPE_CHECKING:
     from nemo.collections.tts.models import AudioCodecModel
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from sharmill.models.families import ModelName
 
-ENCODING_PARTS: Final = ("audio_encoder.", "vector_quantizer.")
+_ENCODING_PARTS: Final = ("audio_encoder.", "vector_quantizer.")
 _TRIED_FRAMES: Final = (1, 2, 4, 8, 16, 32)
 
 
-class NemoCodec(CodecBackend):
+class _NemoCodec(CodecBackend):
     """Codec made of an AudioCodecModel, of which only the encoder and the quantizer are used.
 
     The model's own ``encode`` pads again what is whole already and may resample; so its two parts are called as they
@@ -43,7 +50,7 @@ class NemoCodec(CodecBackend):
         frame = int(model.samples_per_frame)
         min_frames = self._find_min_frames(frame, name)
         short = max(4, min_frames) * frame
-        weights = {key: value for key, value in model.state_dict().items() if key.startswith(ENCODING_PARTS)}
+        weights = {key: value for key, value in model.state_dict().items() if key.startswith(_ENCODING_PARTS)}
         spec = CodecSpec(
             name=name,
             sampling_rate=int(model.sample_rate),
@@ -81,7 +88,7 @@ class NemoCodec(CodecBackend):
         return encoded.float().cpu()
 
 
-def load_nemo_codec(name: ModelName, device: str) -> NemoCodec:
+def load_nemo_codec(name: ModelName, device: str) -> _NemoCodec:
     """Load a NeMo codec by pretrained name or from a .nemo file.
 
     Raises:
@@ -90,4 +97,52 @@ def load_nemo_codec(name: ModelName, device: str) -> NemoCodec:
     """
     with quiet_nemo():
         from nemo.collections.tts.models import AudioCodecModel
-    return NemoCodec(restore_model(AudioCodecModel, name, ENCODING_PARTS), name.name, device)
+    return _NemoCodec(restore_model(AudioCodecModel, name, _ENCODING_PARTS), name.name, device)
+
+
+_logger = logging.getLogger(__name__)
+
+# Keeps the variance through layers with leaky rectifiers (He et al., https://arxiv.org/abs/1502.01852).
+_LAYER_GAIN: Final = math.sqrt(2.0)
+_GRID: Final = 1 << 11
+
+
+def load_untrained_codec(device: str) -> _NemoCodec:
+    """Build the built-in codec and warns that it is untrained.
+
+    Raises:
+        ConfigError: if NeMo is not installed.
+    """
+    _logger.warning("codec 'builtin' is UNTRAINED: its codes are for trying out the pipeline only, never train on them")
+    return _NemoCodec(build_untrained_model(), "builtin", device, trained=False)
+
+
+def build_untrained_model() -> AudioCodecModel:
+    """Return the NeMo model behind the built-in codec, the same in every process; leave the random state alone."""
+    config = OmegaConf.load(BUILTIN_CONFIG)
+    with quiet_nemo(), torch.random.fork_rng(devices=[]):
+        from nemo.collections.tts.models import AudioCodecModel
+
+        model = AudioCodecModel(cfg=config.model)
+    _seed_weights(model.audio_encoder, int(config.seed), float(config.input_gain))
+    model.freeze()
+    return model.eval()
+
+
+def _seed_weights(encoder: nn.Module, seed: int, input_gain: float) -> None:
+    """Set weights whose bits depend on the seed alone.
+
+    The directions are integers divided by a power of two, and the norms constants: no logarithm, sum or root, whose
+    last bit would depend on the processor, enters the checksum. Without biases the output is proportional to the
+    audio, and the gain of the first layer brings speech into the range of the quantizer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    gains = {"pre_conv.conv": _LAYER_GAIN * input_gain}
+    with torch.no_grad():
+        for name, module in encoder.named_modules():
+            if not hasattr(module, "parametrizations"):
+                continue
+            norm, direction = module.parametrizations.weight.original0, module.parametrizations.weight.original1
+            direction.copy_(torch.randint(-_GRID, _GRID, direction.shape, generator=generator) / _GRID)
+            norm.fill_(gains.get(name, _LAYER_GAIN))
+            module.bias.zero_()

@@ -24,7 +24,7 @@ _MIN_SECONDS: Final = 0.1
 _TRIED_SECONDS: Final = 1.59
 
 
-class NemoSpeakerEncoder:
+class _NemoSpeakerEncoder:
     """Speaker encoder made of a NeMo speaker model.
 
     Models with masked convolutions (TitaNet) do not see the padding of a batch. Others (ECAPA) do: this is found out
@@ -67,7 +67,7 @@ class NemoSpeakerEncoder:
         return embeddings.float().cpu()
 
 
-def load_nemo_speaker_encoder(name: ModelName, device: str) -> NemoSpeakerEncoder:
+def load_nemo_speaker_encoder(name: ModelName, device: str) -> _NemoSpeakerEncoder:
     """Load a NeMo speaker model by pretrained name or from a .nemo file.
 
     Raises:
@@ -76,4 +76,4 @@ def load_nemo_speaker_encoder(name: ModelName, device: str) -> NemoSpeakerEncode
     with quiet_nemo():
         from nemo.collections.asr.models import EncDecSpeakerLabelModel
     model = restore_model(EncDecSpeakerLabelModel, name, ("preprocessor.", "encoder.", "decoder."))
-    return NemoSpeakerEncoder(model, device)
+    return _NemoSpeakerEncoder(model, device)

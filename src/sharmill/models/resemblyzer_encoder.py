@@ -56,6 +56,8 @@ class ResemblyzerEncoder:
     """Speaker encoder of resemblyzer; equals ``VoiceEncoder.embed_utterance`` but for silence (see the protocol)."""
 
     def __init__(self, device: str = "cpu") -> None:
+        from librosa.filters import mel
+
         self.sampling_rate = _SAMPLING_RATE
         self.embedding_size = _HIDDEN_SIZE
         self.device = torch.device(device)
@@ -65,7 +67,8 @@ class ResemblyzerEncoder:
         self.checksum = weights_checksum(network.state_dict())
         self._network = network.eval().to(self.device)
         self._window = torch.hann_window(_WINDOW, device=self.device)
-        self._filters = _mel_filters().to(self.device)
+        filters = mel(sr=_SAMPLING_RATE, n_fft=_WINDOW, n_mels=_NUM_MELS)  # (mels, frequencies)
+        self._filters = torch.from_numpy(filters).to(self.device)
 
     def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Embed a batch of utterances; see ``SpeakerEncoder.embed``."""
@@ -111,13 +114,6 @@ def partial_starts(num_samples: int) -> list[int]:
     if coverage < _MIN_COVERAGE and len(starts) > 1:
         starts.pop()
     return starts
-
-
-def _mel_filters() -> Tensor:
-    """Return librosa's mel filters, (mels, frequencies)."""
-    from librosa.filters import mel
-
-    return torch.from_numpy(mel(sr=_SAMPLING_RATE, n_fft=_WINDOW, n_mels=_NUM_MELS))
 
 
 def _read_weights() -> dict[str, Tensor]:

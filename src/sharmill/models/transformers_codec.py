@@ -30,65 +30,69 @@ if TYPE_CHECKING:
     from sharmill.models.families import ModelName
 
 
-class EncodecCodec(CodecBackend):
-    """EnCodec for one channel and without chunks: the 24 kHz model, and the 32 kHz one of MusicGen."""
+class _TransformersCodec(CodecBackend):
+    """Codec made of a model of transformers; ``options`` are those of the model's ``encode``."""
 
-    def __init__(self, model: Any, name: str, device: str) -> None:
-        config = model.config
-        _require_mono(config, name)
-        if config.chunk_length_s is not None:
-            raise ConfigError(
-                f"{name} works on overlapping chunks of {config.chunk_length_s} s, so that n samples do not give "
-                "ceil(n / samples_per_frame) frames: use a model without chunks, such as facebook/encodec_24khz",
-                code="bad_model",
-            )
-        sees_all = not config.use_causal_conv or config.norm_type == "time_group_norm" or config.normalize
-        self._bandwidth = max(config.target_bandwidths)
-        quantizer = model.quantizer
-        num_codebooks = min(len(quantizer.layers), quantizer.get_num_quantizers_for_bandwidth(self._bandwidth))
-        samples_per_frame = math.prod(config.upsampling_ratios)
-        spec = _spec(model, name, samples_per_frame, num_codebooks, sees_all, _encodec_min_frames(config))
+    def __init__(self, model: Any, spec: CodecSpec, device: str, options: dict[str, Any]) -> None:
         self._model = model.to(device)
+        self._options = options
         super().__init__(spec, device)
 
     def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
-        return self._model.encode(audio[:, None, :], bandwidth=self._bandwidth).audio_codes[0]
+        codes = self._model.encode(audio[:, None, :], **self._options).audio_codes
+        # EnCodec's come in chunks, of which there is one.
+        return codes[0] if codes.ndim == 4 else codes
 
 
-class MimiCodec(CodecBackend):
-    """Mimi, with its convolutions and its attention causal: padding on the right changes nothing."""
-
-    def __init__(self, model: Any, name: str, device: str) -> None:
-        config = model.config
-        _require_mono(config, name)
-        samples_per_frame = round(config.sampling_rate / config.frame_rate)
-        sees_all = not config.use_causal_conv
-        spec = _spec(model, name, samples_per_frame, config.num_quantizers, sees_all)
-        self._model = model.to(device)
-        super().__init__(spec, device)
-
-    def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
-        return self._model.encode(audio[:, None, :], num_quantizers=self.num_codebooks).audio_codes
+# Each returns the facts for a CodecSpec, and options of the model's ``encode``.
 
 
-class DacCodec(CodecBackend):
-    """DAC, whose convolutions look both ways: only items with the same number of frames share a batch."""
+def _encodec(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Describe EnCodec for one channel and without chunks: the 24 kHz model, and the 32 kHz one of MusicGen."""
+    config = model.config
+    _require_mono(config, name)
+    if config.chunk_length_s is not None:
+        raise ConfigError(
+            f"{name} works on overlapping chunks of {config.chunk_length_s} s, so that n samples do not give "
+            "ceil(n / samples_per_frame) frames: use a model without chunks, such as facebook/encodec_24khz",
+            code="bad_model",
+        )
+    bandwidth, quantizer = max(config.target_bandwidths), model.quantizer
+    facts = {
+        "samples_per_frame": math.prod(config.upsampling_ratios),
+        "num_codebooks": min(len(quantizer.layers), quantizer.get_num_quantizers_for_bandwidth(bandwidth)),
+        "equal_lengths_only": bool(
+            not config.use_causal_conv or config.norm_type == "time_group_norm" or config.normalize
+        ),
+        "min_frames_in_batch": _encodec_min_frames(config),
+    }
+    return facts, {"bandwidth": bandwidth}
 
-    def __init__(self, model: Any, name: str, device: str) -> None:
-        samples_per_frame = math.prod(model.config.downsampling_ratios)
-        spec = _spec(model, name, samples_per_frame, model.config.n_codebooks, True)
-        self._model = model.to(device)
-        super().__init__(spec, device)
 
-    def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
-        return self._model.encode(audio[:, None, :]).audio_codes
+def _mimi(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Describe Mimi, with its convolutions and its attention causal: padding on the right changes nothing."""
+    config = model.config
+    _require_mono(config, name)
+    facts = {
+        "samples_per_frame": round(config.sampling_rate / config.frame_rate),
+        "num_codebooks": config.num_quantizers,
+        "equal_lengths_only": not config.use_causal_conv,
+    }
+    return facts, {"num_quantizers": config.num_quantizers}
 
 
-_CODECS: dict[str, type[EncodecCodec | MimiCodec | DacCodec]] = {
-    "encodec": EncodecCodec,
-    "mimi": MimiCodec,
-    "dac": DacCodec,
-}
+def _dac(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Describe DAC, whose convolutions look both ways: only items with the same number of frames share a batch."""
+    config = model.config
+    facts = {
+        "samples_per_frame": math.prod(config.downsampling_ratios),
+        "num_codebooks": config.n_codebooks,
+        "equal_lengths_only": True,
+    }
+    return facts, {}
+
+
+_CODECS = {"encodec": _encodec, "mimi": _mimi, "dac": _dac}
 
 
 def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
@@ -115,7 +119,16 @@ def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot load {name.name}: {first_line(error)}", code="bad_model") from error
     # Half-precision weights become float32, so that codes differ less between machines.
-    return _CODECS[model.config.model_type](model.float().eval().requires_grad_(False), name.name, device)
+    model = model.float().eval().requires_grad_(False)
+    facts, options = _CODECS[model.config.model_type](model, name.name)
+    spec = CodecSpec(
+        name=name.name,
+        sampling_rate=int(model.config.sampling_rate),
+        codebook_size=int(model.config.codebook_size),
+        checksum=weights_checksum(model.state_dict()),
+        **facts,
+    )
+    return _TransformersCodec(model, spec, device, options)
 
 
 def _from_directory_or_hub(name: ModelName) -> Any:
@@ -171,21 +184,6 @@ def _require_mono(config: Any, name: str) -> None:
             f"{name} encodes {config.audio_channels} channels, and all audio here is mono: use another codec",
             code="bad_model",
         )
-
-
-def _spec(
-    model: Any, name: str, samples_per_frame: int, num_codebooks: int, sees_all: bool, min_frames: int = 0
-) -> CodecSpec:
-    return CodecSpec(
-        name=name,
-        sampling_rate=int(model.config.sampling_rate),
-        samples_per_frame=samples_per_frame,
-        num_codebooks=int(num_codebooks),
-        codebook_size=int(model.config.codebook_size),
-        checksum=weights_checksum(model.state_dict()),
-        equal_lengths_only=sees_all,
-        min_frames_in_batch=min_frames,
-    )
 
 
 def _encodec_min_frames(config: Any) -> int:

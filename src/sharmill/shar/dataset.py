@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from sharmill.errors import DamagedShard
+from sharmill.engine.locks import LOCK_NAME
+from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.index import (
     CodecRecord,
     DatasetRecord,
@@ -25,13 +27,12 @@ from sharmill.shar.layout import (
     DATASET_FILE,
     SHARDS_FILE,
     codec_fields,
-    codec_folder,
     codec_of_folder,
     shard_file,
+    sidecar_files,
     sorted_fields,
 )
-from sharmill.shar.ownership import was_planned_for
-from sharmill.storage import STAGING_NAME, remove_tree
+from sharmill.storage import STAGING_NAME, PublishedFile, checksum, remove_asides, remove_if_empty, remove_tree
 
 
 class ShardedDataset:
@@ -75,33 +76,57 @@ class ShardedDataset:
         """Return the path of a field's file of one shard."""
         return self.directory / shard_file(field, shard)
 
-    def belongs_to(self, identity: Path, run_dir: Path) -> bool:
-        """Return whether it was planned by the plan with this identity file, whose run may change and remove it."""
-        return was_planned_for(identity, run_dir, self.directory)
-
     def is_empty(self) -> bool:
-        """Return whether there is no directory, or nothing in it that a stage has published."""
-        return not self.directory.exists() or all(path.name == STAGING_NAME for path in self.directory.iterdir())
+        """Return True if there is no directory, or nothing in it but folders that wait for files."""
+        if not self.directory.exists():
+            return True
+        found = (p for p in self.directory.iterdir() if not p.name.startswith((STAGING_NAME, LOCK_NAME)))
+        return all(path.is_dir() and not path.is_symlink() and _has_no_files(path) for path in found)
+
+    def is_made_of(self, fields: Sequence[str], files: Iterable[PublishedFile]) -> bool:
+        """Return True if these files are the fields' content; what other fields there are does not matter.
+
+        Where the index lists the fields, all that it says of them must be among ``files``: names, sizes and checksums.
+        Without it, all files of the fields' folders must be, by name, and one of them by its checksum.
+        """
+        known: dict[str, list[FieldFile]] = {}
+        for file in files:
+            known.setdefault(file.name, []).append(FieldFile(file.name, file.size, file.xxh3))
+        names = [name for field in fields for name in self._stored(field)]
+        try:
+            shards = self.shards()
+        except (ConfigError, DamagedShard):
+            pass
+        else:
+            listed = [shard.fields.get(field) for shard in shards for field in fields]
+            if not listed:
+                return not names and not known
+            if any(listed):
+                return all(file is not None and file in known.get(file.file, ()) for file in listed)
+        in_place = (file for name in names for file in known.get(name, ()) if self._is_in_place(file))
+        return all(name in known for name in names) and next(in_place, None) is not None
 
     def write_index(self, record: DatasetRecord, shards: Sequence[ShardRecord]) -> None:
         """Write the index of cuts and audio, unless it is there and whole: then it may list codecs too, and stays."""
-        if not self._has_index_of(record, shards):
-            write_shards(self.directory, shards)
-            write_dataset(self.directory, record)
+        with self._changing_index():
+            if not self._has_index_of(record, shards):
+                write_shards(self.directory, shards)
+                write_dataset(self.directory, record)
 
-    def remove(self) -> None:
-        """Remove all files of the dataset, the index first; what others have put beside them stays."""
-        for path in (*self.index_files, *(self.directory / name for name in (*BASE_FIELDS, STAGING_NAME))):
+    def remove(self, num_shards: int) -> None:
+        """Remove all files of a dataset of so many shards, the index first; what others have put beside them stays."""
+        for path in self.index_files:
             remove_tree(path)
         for codec in self.stored_codecs():
-            remove_tree(self.directory / codec_folder(codec))
+            self._remove_fields(codec_fields(codec), num_shards)
+        self._remove_fields(BASE_FIELDS, num_shards)
 
     def stored_codecs(self) -> list[str]:
         """Return the names of the codecs that have a folder, whether or not the index lists them."""
         if not self.directory.is_dir():
             return []
-        folders = sorted(path.name for path in self.directory.iterdir() if path.is_dir())
-        return [codec for folder in folders if (codec := codec_of_folder(folder)) is not None]
+        folders = sorted(path for path in self.directory.iterdir() if path.is_dir() and not _has_no_files(path))
+        return [codec for folder in folders if (codec := codec_of_folder(folder.name)) is not None]
 
     def add_codec(self, codec: str, record: CodecRecord | None, files: Sequence[Mapping[str, FieldFile]]) -> None:
         """List the codes of a codec in the index, in the place of what it lists under this name.
@@ -111,7 +136,7 @@ class ShardedDataset:
             record: None in a dataset without shards, where nothing tells the codec's facts.
             files: for each shard the files of its fields.
         """
-        with changing_index(self.directory):
+        with self._changing_index():
             shards, dataset = self.shards(), self.record()
             added = [
                 msgspec.structs.replace(shard, fields={**shard.fields, **new})
@@ -120,14 +145,43 @@ class ShardedDataset:
             write_shards(self.directory, added)
             write_dataset(self.directory, _with_codec(dataset, codec, record))
 
-    def remove_codec(self, codec: str) -> None:
+    def remove_codec(self, codec: str, num_shards: int) -> None:
         """Remove the codes of a codec, from the index first, and do nothing where there are none."""
         if codec not in self.stored_codecs():
             return
-        with changing_index(self.directory):
+        with self._changing_index():
             write_dataset(self.directory, _with_codec(self.record(), codec, None))
             write_shards(self.directory, [_without_codec(shard, codec) for shard in self.shards()])
-        remove_tree(self.directory / codec_folder(codec))
+        self._remove_fields(codec_fields(codec), num_shards)
+
+    @contextmanager
+    def _changing_index(self) -> Iterator[None]:
+        """Keep others from changing the index, and remove what those that were killed have left of a change."""
+        with changing_index(self.directory):
+            remove_asides(self.directory, {path.name for path in self.index_files})
+            yield
+
+    def _stored(self, field: str) -> list[str]:
+        """Return the names of the files in a field's folder, sidecars aside."""
+        folder = self.directory / field
+        found = sorted(f"{field}/{path.name}" for path in folder.iterdir()) if folder.is_dir() else []
+        sidecars = {sidecar for name in found for sidecar in sidecar_files(name)}
+        return [name for name in found if name not in sidecars]
+
+    def _is_in_place(self, file: FieldFile) -> bool:
+        path = self.directory / file.file
+        return path.is_file() and path.stat().st_size == file.size and checksum(path) == file.xxh3
+
+    def _remove_fields(self, fields: Sequence[str], num_shards: int) -> None:
+        for field in fields:
+            files = {shard_file(field, shard) for shard in range(num_shards)}
+            names = files | {sidecar for file in files for sidecar in sidecar_files(file)}
+            folder = self.directory / field
+            remove_asides(folder, {PurePosixPath(name).name for name in names})
+            for path in folder.iterdir() if folder.is_dir() else ():
+                if f"{field}/{path.name}" in names:
+                    remove_tree(path)
+            remove_if_empty(folder, *(() if folder.parent == self.directory else (folder.parent,)))
 
     def _has_index_of(self, record: DatasetRecord, shards: Sequence[ShardRecord]) -> bool:
         if not all(path.exists() for path in self.index_files):
@@ -141,6 +195,10 @@ class ShardedDataset:
             return False
         base = [msgspec.structs.replace(s, fields={field: s.fields[field] for field in BASE_FIELDS}) for s in found]
         return base == list(shards) and msgspec.structs.replace(dataset, fields=record.fields, codecs=[]) == record
+
+
+def _has_no_files(folder: Path) -> bool:
+    return all(path.is_dir() and not path.is_symlink() and _has_no_files(path) for path in folder.iterdir())
 
 
 def _with_codec(dataset: DatasetRecord, codec: str, record: CodecRecord | None) -> DatasetRecord:

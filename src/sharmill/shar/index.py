@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, BinaryIO, Final, Literal
 
 import msgspec
 
+from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
 from sharmill.errors import ConfigError, DamagedShard
+from sharmill.shar.cut_lines import NOT_JSON
 from sharmill.shar.layout import BASE_FIELDS, DATASET_FILE, FORMAT_VERSION, SHARDS_FILE
+from sharmill.shar.tar import open_field
 from sharmill.storage import checksum_bytes, open_atomic, write_atomic
 
 
@@ -77,6 +79,9 @@ class _Version(msgspec.Struct):
     format_version: int
 
 
+# Of dataset.json, or of a line of shards.jsonl. What a sparse file claims is not read into memory.
+_MAX_BYTES: Final = 16 << 20
+
 _shard_decoder = msgspec.json.Decoder(ShardRecord)
 
 
@@ -88,8 +93,9 @@ def read_dataset(directory: Path) -> DatasetRecord:
         DamagedShard: the file is damaged.
     """
     path = directory / DATASET_FILE
+    with open_index_file(directory, DATASET_FILE) as stream:
+        data = stream.read(_MAX_BYTES)
     try:
-        data = path.read_bytes()
         # First of all, since a dataset of another version may have other keys.
         version = msgspec.json.decode(data, type=_Version).format_version
         if version != FORMAT_VERSION:
@@ -97,13 +103,7 @@ def read_dataset(directory: Path) -> DatasetRecord:
                 f"{path} has format version {version}; this sharmill reads {FORMAT_VERSION}", code="wrong_version"
             )
         return msgspec.json.decode(data, type=DatasetRecord)
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise ConfigError(
-            f"{directory} is not a finished dataset: there is no {DATASET_FILE}", code="no_dataset"
-        ) from error
-    except NotADirectoryError as error:
-        raise ConfigError(f"{directory} is not a folder", code="no_dataset") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise DamagedShard(f"{path}: {error}") from error
 
 
@@ -114,21 +114,32 @@ def read_shards(directory: Path) -> Iterator[ShardRecord]:
         ConfigError: there is no finished dataset.
         DamagedShard: the file is damaged.
     """
-    path = directory / SHARDS_FILE
-    try:
-        with path.open("rb") as lines:
-            for line in lines:
+    with open_index_file(directory, SHARDS_FILE) as stream:
+        try:
+            for line in read_index_lines(stream):
                 yield _shard_decoder.decode(line)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{directory} is not a finished dataset: there is no {SHARDS_FILE}", code="no_dataset"
-        ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DamagedShard(f"{path}: {error}") from error
+        except NOT_JSON as error:
+            raise DamagedShard(f"{directory / SHARDS_FILE}: {error}") from error
 
 
-def _unfinished(directory: Path, missing: str) -> ConfigError:
-    return ConfigError(f"{directory} is not a finished dataset: there is no {missing}", code="no_dataset")
+def open_index_file(directory: Path, name: str) -> BinaryIO:
+    """Open a file of the index of a dataset.
+
+    Raises:
+        ConfigError: there is no finished dataset.
+        DamagedShard: it is not a regular file.
+    """
+    path = directory / name
+    if not directory.is_dir() and directory.exists():
+        raise ConfigError(f"{directory} is not a folder", code="no_dataset")
+    if path.is_dir() or not path.exists():
+        raise ConfigError(f"{directory} is not a finished dataset: there is no {name}", code="no_dataset")
+    return open_field(path)
+
+
+def read_index_lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of ``shards.jsonl``; what is longer than any is cut off, and then no JSON."""
+    return iter(partial(stream.readline, _MAX_BYTES), b"")
 
 
 def write_shards(directory: Path, shards: Iterable[ShardRecord]) -> None:
@@ -145,16 +156,9 @@ def write_dataset(directory: Path, record: DatasetRecord) -> None:
 
 @contextmanager
 def changing_index(directory: Path) -> Iterator[None]:
-    """Keep other processes from changing the index meanwhile: two runs may add codecs to one dataset.
-
-    The lock is on the directory itself and leaves no file in it.
-    """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    """Keep other processes from changing the index meanwhile: two runs may add codecs to one dataset."""
+    with FolderLock(directory, wait_seconds=SECONDS_TO_WAIT_FOR_INDEX):
         yield
-    finally:
-        os.close(descriptor)
 
 
 def audio_checksum(shards: Sequence[ShardRecord]) -> str:

@@ -17,7 +17,7 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
 NO_DATA = "nodata"
-NO_METADATA = "nometa"
+_NO_METADATA = "nometa"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class FieldWriter:
         """Append the pair of members of one cut: data first, its metadata next, as lhotse reads them."""
         if item.data is None:
             self._tar.add(f"{item.cut_id}.{NO_DATA}", b"")
-            self._tar.add(f"{item.cut_id}.{NO_METADATA}", b"")
+            self._tar.add(f"{item.cut_id}.{_NO_METADATA}", b"")
         else:
             self._tar.add(f"{item.cut_id}.{item.extension}", item.data)
             self._tar.add(f"{item.cut_id}.json", _encoder.encode(item.metadata) + b"\n")
@@ -90,7 +90,7 @@ class ItemTable:
         names = self._table.names
         first, *second = names[2 * number : 2 * number + 2]
         cut_id, _, extension = first.rpartition(".")
-        expected = f"{cut_id}.{NO_METADATA if extension == NO_DATA else 'json'}"
+        expected = f"{cut_id}.{_NO_METADATA if extension == NO_DATA else 'json'}"
         if second != [expected]:
             raise self.damage(f"member {first!r} has no {expected!r} beside it")
         return cut_id, extension

@@ -53,7 +53,12 @@ def utterance_of(cut: dict[str, Any]) -> Utterance:
     custom = cut["supervisions"][0]["custom"]
     typed = {key: custom[key] for key in TYPED_KEYS}
     utterance = Utterance(**typed, custom={key: value for key, value in custom.items() if key not in typed})
-    utterance.recording_id = _with_suffix(recording_id(utterance.audio_filepath), cut["recording"]["id"])
+    stored, path = cut["recording"]["id"], utterance.audio_filepath
+    utterance.recording_id = _with_suffix(recording_id(path), stored)
+    # A record of mono audio may have a channel too, which is not part of its ids.
+    if "channel" in custom and utterance.recording_id != stored:
+        utterance.channel = custom["channel"]
+        utterance.recording_id = _with_suffix(recording_id(path, utterance.channel), stored)
     segment = segment_id(utterance.recording_id, utterance.offset, utterance.duration)
     utterance.cut_id = _with_suffix(segment, cut["id"])
     return utterance
@@ -68,7 +73,7 @@ def _supervision_json(utterance: Utterance, duration: float) -> dict[str, Any]:
     """Return the one supervision of a cut. All manifest keys are in ``custom``, where NeMo looks for some of them."""
     language = _language(utterance.speaker)
     typed = {key: getattr(utterance, key) for key in TYPED_KEYS}
-    further = {key: _plain(value) for key, value in utterance.further_keys().items()}
+    further = {key: plain_value(value) for key, value in utterance.further_keys().items()}
     return {
         "id": f"sup-{utterance.cut_id}",
         "recording_id": utterance.recording_id,
@@ -87,7 +92,7 @@ def _language(tag: str) -> str:
     return parse_speaker_tag(tag).language
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Return a value as it is, or as JSON text where lhotse would take it for a manifest and fail to read the cut."""
     if isinstance(value, dict) and any(keys <= value.keys() for keys in _TAKEN_BY_LHOTSE):
         return msgspec.json.encode(value).decode()

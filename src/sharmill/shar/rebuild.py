@@ -7,6 +7,7 @@ of a codec. Nothing is guessed without being said.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from sharmill.shar.index import (
     write_dataset,
     write_shards,
 )
-from sharmill.shar.items import Item, read_field
+from sharmill.shar.items import read_field
 from sharmill.shar.layout import (
     CONTEXT_AUDIO,
     CUTS,
@@ -39,7 +40,7 @@ from sharmill.shar.layout import (
 from sharmill.shar.reading.foreign import ForeignShard, find_shards
 from sharmill.storage import checksum
 
-UNKNOWN = "unknown"
+_UNKNOWN = "unknown"
 
 
 class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,8 +50,8 @@ class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
     codebook_size: int | None = None
     sampling_rate: int | None = None
     samples_per_frame: int | None = None
-    model: str = UNKNOWN
-    checksum: str = UNKNOWN
+    model: str = _UNKNOWN
+    checksum: str = _UNKNOWN
     trained: bool = True
 
 
@@ -93,7 +94,10 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
     found = find_shards(directory)
     if [shard.index for shard in found] != list(range(len(found))):
         raise ConfigError(f"{directory}: the shards are not numbered from 0 without gaps", code="no_dataset")
-    old = _read_old(directory)
+    old = None
+    if (directory / DATASET_FILE).is_file():
+        with suppress(DamagedShard):
+            old = read_dataset(directory)
     seen: dict[str, _CodecSeen] = {}
     audio: set[tuple[str, int]] = set()
     records = [_record(directory, shard, seen, audio) for shard in found]
@@ -133,16 +137,6 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
             "directory of this dataset is there, sharmill run CONFIG restores all instead"
         )
     yield from inferred
-
-
-def _read_old(directory: Path) -> DatasetRecord | None:
-    """Return the content of ``dataset.json``, or None where it cannot be read."""
-    if not (directory / DATASET_FILE).is_file():
-        return None
-    try:
-        return read_dataset(directory)
-    except DamagedShard:
-        return None
 
 
 def _record(
@@ -186,21 +180,16 @@ def _read_field(
                 seconds += item.metadata["num_samples"] / item.metadata["sampling_rate"]
                 audio.add((item.extension, item.metadata["sampling_rate"]))
             elif codec is not None:
-                _look_at_codes(item, seen.setdefault(codec, _CodecSeen()), audio)
+                codes = seen.setdefault(codec, _CodecSeen())
+                codes.num_codebooks.add(item.metadata.get("array", item.metadata)["shape"][0])
+                if "frame_shift" in item.metadata:
+                    codes.frame_shifts.add(item.metadata["frame_shift"])
+                codes.rates |= {rate for _, rate in audio}
         except (LookupError, TypeError, ArithmeticError) as error:
             raise DamagedShard(f"{path}: the metadata of {item.cut_id!r} are no manifest: {error!r}") from error
     if count != len(ids):
         raise DamagedShard(f"{path}: {count} items for {len(ids)} cuts")
     return seconds
-
-
-def _look_at_codes(item: Item, seen: _CodecSeen, audio: set[tuple[str, int]]) -> None:
-    assert item.metadata is not None
-    shape = item.metadata.get("array", item.metadata)["shape"]
-    seen.num_codebooks.add(shape[0])
-    if "frame_shift" in item.metadata:
-        seen.frame_shifts.add(item.metadata["frame_shift"])
-    seen.rates |= {rate for _, rate in audio}
 
 
 def _codec(

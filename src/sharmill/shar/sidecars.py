@@ -48,9 +48,14 @@ def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
             for sidecar in sidecar_files(file.file):
                 (root / sidecar).parent.mkdir(parents=True, exist_ok=True)
             if field == CUTS:
-                _index_cuts(directory / file.file, *(root / sidecar for sidecar in sidecar_files(file.file)))
+                plain, index = sidecar_files(file.file)
+                lines = read_lines(directory / file.file)
+                write_atomic(root / plain, b"".join(line + b"\n" for line in lines))
+                offsets = [0, *accumulate(len(line) + 1 for line in lines)]
             else:
-                _index_tar(directory / file.file, root / sidecar_files(file.file)[0])
+                (index,) = sidecar_files(file.file)
+                offsets = _item_offsets(directory / file.file)
+            write_atomic(root / index, np.array(offsets, "<u8").tobytes())
 
 
 def indexed_shar(
@@ -82,21 +87,11 @@ def indexed_shar(
     return {"fields": files, "index_path": indices}
 
 
-def _index_cuts(cuts: Path, plain: Path, index: Path) -> None:
-    lines = read_lines(cuts)
-    write_atomic(plain, b"".join(line + b"\n" for line in lines))
-    write_atomic(index, _offsets([0, *accumulate(len(line) + 1 for line in lines)]))
-
-
-def _index_tar(archive: Path, index: Path) -> None:
+def _item_offsets(archive: Path) -> list[int]:
     table = ItemTable(archive)
     try:
         for number in range(len(table)):
             table.pair(number)
-        write_atomic(index, _offsets(table.offsets))
+        return table.offsets
     finally:
         table.close()
-
-
-def _offsets(values: Sequence[int]) -> bytes:
-    return np.array(values, "<u8").tobytes()

@@ -64,7 +64,11 @@ class TarTable:
     """
 
     def __init__(self, path: Path) -> None:
-        self._data = _map(path)
+        with open_field(path) as stream:
+            size = stream.seek(0, 2)
+            if size < len(_END):
+                raise DamagedShard(f"{path}: {size} bytes are too few for a tar archive")
+            self._data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             parser = _Parser(path, self._data)
             spans = parser.spans()
@@ -97,14 +101,6 @@ class TarTable:
     def close(self) -> None:
         """Close the file."""
         self._data.close()
-
-
-def _map(path: Path) -> mmap.mmap:
-    with open_field(path) as stream:
-        size = stream.seek(0, 2)
-        if size < len(_END):
-            raise DamagedShard(f"{path}: {size} bytes are too few for a tar archive")
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class _Parser:

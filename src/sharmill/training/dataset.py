@@ -17,8 +17,9 @@ import torch
 
 from sharmill.errors import ConfigError
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
-from sharmill.training.context import ContextLimits, ContextSlice
 from sharmill.training.cut_data import (
+    ContextLimits,
+    ContextSlice,
     epoch_of,
     holds,
     load_array,

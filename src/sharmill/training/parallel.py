@@ -8,15 +8,23 @@ inside a shard.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
+import os
+import pickle
+import reprlib
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
-from sharmill.errors import ConfigError
-from sharmill.training.map_process import WorkerProcesses
+from sharmill.errors import ConfigError, FatalError
+from sharmill.processes import ChildEnded, ChildProcess
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,7 +37,7 @@ def parallel_map(
     *,
     kind: Literal["thread", "process"] = "thread",
     prefetch: int | None = None,
-) -> ParallelMap[T, R]:
+) -> _ParallelMap[T, R]:
     """Return an iterable over ``fn`` of every item, in the order of the items; it may be iterated over again.
 
     A thread of its own reads the items, so that reading, working and using go on at the same time. An exception, of
@@ -69,10 +77,10 @@ def parallel_map(
             f"prefetch is {prefetch}, which leaves some of the {num_workers} workers without work",
             code="bad_config_value",
         )
-    return ParallelMap(items, fn, num_workers, kind, prefetch)
+    return _ParallelMap(items, fn, num_workers, kind, prefetch)
 
 
-class ParallelMap(Generic[T, R]):
+class _ParallelMap(Generic[T, R]):
     """The results of ``parallel_map``."""
 
     def __init__(self, items: Iterable[T], fn: Callable[[T], R], num_workers: int, kind: str, prefetch: int) -> None:
@@ -93,7 +101,7 @@ class ParallelMap(Generic[T, R]):
             stack.callback(atexit.unregister, stack.close)
             fn = self._fn
             if self._kind == "process":
-                fn = stack.enter_context(WorkerProcesses(fn, self._num_workers))
+                fn = stack.enter_context(_WorkerProcesses(fn, self._num_workers))
             feeder = _Feeder(self._items, fn, self._num_workers, self._prefetch)
             stack.callback(feeder.stop)
             yield from feeder.results()
@@ -131,7 +139,7 @@ class _Feeder(Generic[T, R]):
         iterator: Iterator[T] | None = None
         try:
             iterator = iter(self._items)
-            while self._wait_for_room():
+            while self._room.acquire() and not self._stopped.is_set():
                 self._futures.put(self._executor.submit(self._fn, next(iterator)))
         except StopIteration:
             self._futures.put(None)
@@ -144,6 +152,91 @@ class _Feeder(Generic[T, R]):
             if (close := getattr(iterator, "close", None)) is not None:
                 close()
 
-    def _wait_for_room(self) -> bool:
-        self._room.acquire()
-        return not self._stopped.is_set()
+
+class _WorkerProcesses(Generic[T, R]):
+    """A function that is called in other processes, by as many threads as there are processes.
+
+    The items and the results go as pickles through a pipe per process, so that nothing but the two ends can block: no
+    queues, no threads between, no shared memory of tensors that is gone with its maker.
+    """
+
+    def __init__(self, fn: Callable[[T], R], num_workers: int) -> None:
+        """Start the processes; they import what the function needs while this one goes on.
+
+        Raises:
+            ConfigError: this process may not have any.
+            Exception: the function cannot be pickled.
+        """
+        if multiprocessing.current_process().daemon:
+            raise ConfigError(
+                "a worker process, as those of a DataLoader, may not start others: use kind='thread'",
+                code="bad_config_value",
+            )
+        function = pickle.dumps(fn, pickle.HIGHEST_PROTOCOL)
+        self._workers: list[ChildProcess] = []
+        self._free: SimpleQueue[ChildProcess] = SimpleQueue()
+        for _ in range(num_workers):
+            self._workers.append(ChildProcess(_serve, function, name="sharmill-map"))
+            self._free.put(self._workers[-1])
+
+    def __call__(self, item: T) -> R:
+        worker = self._free.get()
+        try:
+            worker.send(item)
+            good, value, trace = worker.receive()
+        except ChildEnded:
+            worker.join()
+            name = repr(item.id) if hasattr(item, "id") else reprlib.repr(item)
+            raise FatalError(
+                f"a worker process of parallel_map {worker.describe_exit()}, at {name}", code="process_ended"
+            ) from None
+        finally:
+            self._free.put(worker)
+        if good:
+            return value
+        raise value from _RemoteTraceback(trace)
+
+    def __enter__(self) -> _WorkerProcesses[T, R]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """End the processes, which must be idle, and wait for them."""
+        for worker in self._workers:
+            worker.ask_to_end()
+        for worker in self._workers:
+            worker.join()
+
+
+class _RemoteTraceback(Exception):
+    """The traceback of an error in the other process, shown as the cause of the error here."""
+
+
+def _serve(connection: Connection, function: bytes) -> None:
+    """Answer in the process until it is told to end."""
+    # One core each: OpenMP's threads wait for one another by spinning, so that those of several workers would collide.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # A new process imports the program's main module before this: then torch has read its environment already.
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+    fn: Callable[[Any], Any] | None = None
+    try:
+        while question := connection.recv_bytes():
+            try:
+                # Here, since a module that cannot be imported is an error like any other.
+                fn = pickle.loads(function) if fn is None else fn
+                answer = pickle.dumps((True, fn(pickle.loads(question)), ""), pickle.HIGHEST_PROTOCOL)
+            except Exception as error:  # noqa: BLE001  whatever it is, it is raised where the result would have come
+                answer = _failure(error)
+            connection.send_bytes(answer)
+    except (EOFError, ConnectionError):
+        return  # The parent died.
+
+
+def _failure(error: Exception) -> bytes:
+    trace = "\n" + "".join(traceback.format_exception(error))
+    try:
+        answer = pickle.dumps((False, error, trace), pickle.HIGHEST_PROTOCOL)
+        pickle.loads(answer)
+    except Exception:  # noqa: BLE001  many exceptions cannot be made again from their arguments
+        return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}"), trace), pickle.HIGHEST_PROTOCOL)
+    return answer

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import importlib
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sharmill.errors import ConfigError
+from sharmill.registry import add_current_folder
 
 Tokenizer = Callable[[str], Sequence[int]]
 # One for all text, or one for each language.
 Tokenizers = Tokenizer | Mapping[str, Tokenizer]
-
-KINDS = "'bytes', 'chars', a tokenizer.json, a SentencePiece .model, or module:callable"
 
 
 def load_tokenizers(names: Sequence[str]) -> Tokenizers:
@@ -47,18 +45,20 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises:
         ConfigError: there is no such tokenizer, or it cannot be loaded.
     """
-    if name == "bytes":
-        return _bytes
-    if name == "chars":
-        return _chars
+    if name in ("bytes", "chars"):
+        return _encode_bytes if name == "bytes" else _encode_chars
     path = Path(name)
     if path.suffix in (".json", ".model"):
         if not path.is_file():
             raise ConfigError(f"there is no tokenizer {name}", code="bad_tokenizer")
-        return _from_json(path) if path.suffix == ".json" else _from_sentencepiece(path)
+        return _from_file(path)
     if ":" in name:
         return load_callable(name, "tokenizer")
-    raise ConfigError(f"there is no tokenizer {name!r}; it is {KINDS}", code="bad_tokenizer")
+    raise ConfigError(
+        f"there is no tokenizer {name!r}; it is 'bytes', 'chars', a tokenizer.json, a SentencePiece .model, or "
+        "module:callable",
+        code="bad_tokenizer",
+    )
 
 
 def load_callable(name: str, what: str) -> Callable[..., Any]:
@@ -70,9 +70,7 @@ def load_callable(name: str, what: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"the {what} {name!r} is not of the form module:callable", code="bad_callable")
-    if "" not in sys.path:
-        # A script that was installed does not look where the user stands; ``python -m`` does.
-        sys.path.insert(0, "")
+    add_current_folder()
     try:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
@@ -88,9 +86,17 @@ def tokenize(tokenizers: Tokenizers, text: str, language: str | None, cut_id: st
     """Return the token ids of a text in its language.
 
     Raises:
-        ConfigError: see ``choose_tokenizer``; or what the tokenizer gives are no ids.
+        ConfigError: there are tokenizers by language, and none for this one; or what the tokenizer gives are no ids.
     """
-    found: Any = choose_tokenizer(tokenizers, language, cut_id)(text)
+    if isinstance(tokenizers, Mapping):
+        if language is None or language not in tokenizers:
+            raise ConfigError(
+                f"there is no tokenizer for the language {language!r} of cut {cut_id!r}; there is "
+                f"{', '.join(tokenizers)}",
+                code="bad_tokenizer",
+            )
+        tokenizers = tokenizers[language]
+    found: Any = tokenizers(text)
     try:
         # Called by themselves, the tokenizers of transformers give a mapping, whose keys are no ids.
         return [operator.index(token) for token in found]
@@ -112,80 +118,45 @@ def check_tokenizers(tokenizers: Tokenizers) -> None:
             )
 
 
-def choose_tokenizer(tokenizers: Tokenizers, language: str | None, cut_id: str) -> Tokenizer:
-    """Return the tokenizer of the language.
-
-    Raises:
-        ConfigError: there are tokenizers by language, and none for this one.
-    """
-    if not isinstance(tokenizers, Mapping):
-        return tokenizers
-    if language is None or language not in tokenizers:
-        have = ", ".join(tokenizers)
-        raise ConfigError(
-            f"there is no tokenizer for the language {language!r} of cut {cut_id!r}; there is {have}",
-            code="bad_tokenizer",
-        )
-    return tokenizers[language]
-
-
 def _language(name: str) -> str:
     language, equals, _ = name.partition("=")
     return language if equals and language.replace("-", "").replace("_", "").isalnum() else ""
 
 
-def _bytes(text: str) -> list[int]:
+def _from_file(path: Path) -> Tokenizer:
+    package = "tokenizers" if path.suffix == ".json" else "sentencepiece"
+    try:
+        module = importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs the package {package}: pip install {package}", code="missing_package"
+        ) from error
+    try:
+        if path.suffix == ".json":
+            return partial(_encode_json, module.Tokenizer.from_file(str(path)))
+        return partial(_encode_sentencepiece, module.SentencePieceProcessor(model_file=str(path)))
+    except Exception as error:
+        raise ConfigError(
+            f"{path} is not a tokenizer of the package {package}: {error}", code="bad_tokenizer"
+        ) from error
+
+
+# Functions rather than lambdas, which do not reach worker processes that are not forked.
+
+
+def _encode_bytes(text: str) -> list[int]:
     return list(text.encode())
 
 
-def _chars(text: str) -> list[int]:
+def _encode_chars(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-def _from_json(path: Path) -> Tokenizer:
-    try:
-        from tokenizers import Tokenizer as Loaded
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} needs the package tokenizers: pip install tokenizers", code="missing_package"
-        ) from error
-    try:
-        tokenizer = Loaded.from_file(str(path))
-    except Exception as error:
-        raise ConfigError(f"{path} is not a tokenizer: {error}", code="bad_tokenizer") from error
-    return _JsonTokenizer(tokenizer)
+def _encode_json(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
 
 
-def _from_sentencepiece(path: Path) -> Tokenizer:
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} needs the package sentencepiece: pip install sentencepiece", code="missing_package"
-        ) from error
-    try:
-        processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as error:
-        raise ConfigError(f"{path} is not a SentencePiece model: {error}", code="bad_tokenizer") from error
-    return _SentencePiece(processor)
-
-
-# Classes rather than lambdas, which do not reach worker processes that are not forked.
-
-
-@dataclass(frozen=True)
-class _JsonTokenizer:
-    tokenizer: Any
-
-    def __call__(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-
-@dataclass(frozen=True)
-class _SentencePiece:
-    processor: Any
-
-    def __call__(self, text: str) -> list[int]:
-        ids: list[int] = self.processor.encode(text)
-        return ids
+def _encode_sentencepiece(processor: Any, text: str) -> list[int]:
+    ids: list[int] = processor.encode(text)
+    return ids

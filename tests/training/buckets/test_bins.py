@@ -19,8 +19,17 @@ from support.shar import ToyCodec, copy, lines, rewrite, voice
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
-from sharmill.training.buckets.bins import Bin, assign, estimate_bins, estimate_bins_2d, max_ratio_of, round_up
-from sharmill.training.buckets.bins_report import BinsOptions, estimate_report, report_bins
+from sharmill.training.buckets.bins import (
+    Bin,
+    BinsOptions,
+    assign,
+    estimate_bins,
+    estimate_bins_2d,
+    estimate_report,
+    max_ratio_of,
+    report_bins,
+    round_up,
+)
 from sharmill.training.buckets.lengths import Lengths, read_lengths
 
 
@@ -76,7 +85,7 @@ def test_limits_leave_cuts_out_and_count_them(built):
     found = read_lengths([built.dataset], min_duration=0.5, max_duration=2.0, workers=1)
     assert sorted(found.lengths) == [0.5, 0.7, 1.0, 1.3]
     assert found.num_discarded == 3
-    with raises(ConfigError, "too_few_cuts", "7 cuts", "5 to inf seconds"):
+    with raises(ConfigError, "too_few_cuts", "7", "5", "inf"):
         read_lengths([built.dataset], min_duration=5.0, workers=1)
 
 
@@ -137,7 +146,7 @@ def test_a_duration_that_is_none_is_named(built, tmp_path, duration):
     cuts = lines(path)
     cuts[1]["duration"] = duration
     rewrite(path, cuts)
-    with pytest.raises(DamagedShard, match=rf"cuts\.000001\.jsonl\.gz: the duration of '{cuts[1]['id']}' is"):
+    with raises(DamagedShard, "damaged_shard", path.name, f"'{cuts[1]['id']}'"):
         read_lengths([dataset], workers=1)
 
 
@@ -155,7 +164,7 @@ def test_damaged_cuts_raise(built, tmp_path, workers):
     dataset = copy(built.dataset, tmp_path / "copy")
     path = dataset / "cuts/cuts.000001.jsonl.gz"
     rewrite(path, lines(path)[:-1])
-    with pytest.raises(DamagedShard, match=r"cuts\.000001\.jsonl\.gz: there are 2 cuts instead of 3"):
+    with raises(DamagedShard, "damaged_shard", path.name, "2", "3"):
         read_lengths([dataset], workers=workers)
 
 
@@ -341,7 +350,9 @@ def test_the_command_prints_yaml(many, tmp_path):
     assert values["max_tps"] > 8.0
     wrong = run_sharmill("bins", many.dataset, "-t", "nothing")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("Error: there is no tokenizer 'nothing'; it is 'bytes'")
+    assert wrong.stderr.startswith("Error: ")
+    assert "'nothing'" in wrong.stderr
+    assert "'bytes'" in wrong.stderr
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_tensor_parallel_ranks_agree(corpora):
 
 
 def test_more_readers_than_cuts_is_an_error(corpora):
-    with raises(ConfigError, "too_few_cuts", "part 11 of 12"):
+    with raises(ConfigError, "too_few_cuts", "11", "12"):
         read(corpora, 11, 12, name="small", batches=1)
 
 
@@ -151,8 +151,8 @@ def test_more_readers_than_cuts_is_an_error(corpora):
 )
 def test_filters_that_nothing_passes_are_an_error(corpora, settings):
     """Rather than a search without end."""
-    # torch makes the errors of a worker process anew, from the message alone.
-    with pytest.raises(ConfigError, match="examples in a row passes the filters: loosen min_duration, max_duration"):
+    # torch makes the errors of a worker process anew, from the message alone: without its code.
+    with pytest.raises(ConfigError, match="min_duration, max_duration"):
         read(corpora, 0, 1, batches=1, **settings)
 
 
@@ -169,7 +169,7 @@ def test_damage_is_an_error_also_behind_buckets(corpora, tmp_path):
     path.write_bytes(path.read_bytes()[:3000])
     entry = corpora.entry("large") | {"dataset": str(damaged)}
     cfg = {"input_cfg": [entry], "force_finite": True, "batch_duration": 5, "bucket_duration_bins": [1.0, 2.0]}
-    with pytest.raises(DamagedShard):
+    with raises(DamagedShard, "damaged_shard"):
         take(get_dataloader(cfg, 0, 1, dataset=AsIs()))
 
 
@@ -193,7 +193,7 @@ def test_nemos_own_loader_without_workers_does_not_know_the_rank(corpora, monkey
 
 
 def test_an_interrupted_dataset_is_refused_at_once(corpora, tmp_path):
-    with pytest.raises(ConfigError):
+    with raises(ConfigError, "no_dataset"):
         get_dataloader(
             {"input_cfg": [corpora.entry("large") | {"dataset": str(tmp_path)}], "batch_size": 1}, 0, 1, dataset=AsIs()
         )

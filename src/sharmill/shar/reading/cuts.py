@@ -6,22 +6,25 @@ alignments, transforms, video) is left to lhotse's own functions.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, fields
 from typing import Any
 
-from lhotse import AudioSource, MonoCut, Recording, SupervisionSegment
+import numpy as np
+from lhotse import AudioSource, Features, MonoCut, Recording, SupervisionSegment
 from lhotse.array import Array, TemporalArray
 from lhotse.cut import Cut
 from lhotse.serialization import deserialize_custom_field, deserialize_item
 
-from sharmill.shar.npy import array_layout
-from sharmill.shar.reading.arrays import MemoryArray, TimeLastArray
-from sharmill.shar.reading.safety import SAFE_SOURCES, block_sph_sources, forbidden_source, is_given_to_a_shell
+from sharmill.shar.arrays import array_from_bytes, array_layout
+from sharmill.shar.reading.safety import SAFE_SOURCES, block_sph_sources, find_forbidden, is_given_to_a_shell
 
 # What decoding raises of values that are not what they should be.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
 
 _CUT_TYPES = ("MonoCut", "MultiCut", "MixedCut", "Cut")
 _CUT_KEYS = frozenset({"id", "start", "duration", "channel", "supervisions", "recording", "custom", "type"})
+_CUT_FIELDS = frozenset(MonoCut.__dataclass_fields__)
 _CUT_NEEDS = frozenset({"id", "start", "duration", "channel"})
 _SUPERVISION_DEFAULTS = {
     "channel": 0, "text": None, "language": None, "speaker": None, "gender": None, "custom": None, "alignment": None,
@@ -75,7 +78,8 @@ def read_item(metadata: dict[str, Any], extension: str, data: bytes) -> Any:
     """Return the item of a tar field for a cut: a Recording, Array, TemporalArray or Features with its data in memory.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError, AssertionError (``MALFORMED``): it is none of these.
+        ValueError, TypeError, LookupError, AttributeError, AssertionError (``MALFORMED``): it is none of these, or has
+            something in it that would be loaded from elsewhere.
         DamagedShard: it is an array that cannot be loaded.
     """
     keys = metadata.keys()
@@ -90,14 +94,23 @@ def read_item(metadata: dict[str, Any], extension: str, data: bytes) -> Any:
         return temporal
     if keys == _ARRAY_KEYS:
         return _array(metadata["shape"], extension, data)
+    _require_safe(metadata)
     return _fill(deserialize_item(metadata), extension, data)
 
 
 def as_array(temporal: TemporalArray) -> Array:
     """Return the same array without a time line, so that it is never cut."""
-    array = _new(MemoryArray)
+    array = _new(_MemoryArray)
     array.__dict__.update(temporal.array.__dict__)
     return array
+
+
+def set_field(cut: MonoCut, name: str, value: Any) -> None:
+    """Set an attribute of a cut without lhotse's checks, which cost more than all the rest."""
+    if name in _CUT_FIELDS:
+        _set(cut, name, value)
+    else:
+        cut.custom[name] = value
 
 
 def with_id(recording: Recording, recording_id: str) -> Recording:
@@ -107,8 +120,16 @@ def with_id(recording: Recording, recording_id: str) -> Recording:
     return other
 
 
+def _require_safe(values: Any) -> None:
+    """Raise ValueError where lhotse would load what does not lie in the dataset; see the module ``safety``."""
+    if found := find_forbidden(values):
+        raise ValueError(f"it has {found}, which is not loaded")
+    block_sph_sources(values)
+
+
 def _make_supervision(values: dict[str, Any]) -> SupervisionSegment:
     if not (_SUPERVISION_NEEDS <= values.keys() <= _SUPERVISION_KEYS):
+        _require_safe(values)
         return SupervisionSegment.from_dict(values)
     supervision = _new(SupervisionSegment)
     merged = _SUPERVISION_DEFAULTS | values
@@ -143,7 +164,7 @@ def _source(type: str, channels: list[int], source: Any) -> AudioSource:
 def _array(shape: list[int], extension: str, data: bytes) -> Array:
     if extension == "npy":
         array_layout(data, "its array")  # where it is loaded, nobody knows where it came from
-    array = _new(MemoryArray)
+    array = _new(_MemoryArray)
     storage = {"storage_type": _STORAGE_TYPES[extension], "storage_path": "", "storage_key": data, "shape": shape}
     array.__dict__.update(storage)
     return array
@@ -163,6 +184,8 @@ def _fill(manifest: Any, extension: str, data: bytes) -> Any:
     if isinstance(manifest, Recording):
         (source,) = manifest.sources
         source.type, source.source = "memory", data
+    elif not isinstance(manifest, (Array, TemporalArray, Features)):
+        raise ValueError(f"a {type(manifest).__name__} is not read")
     elif extension not in _STORAGE_TYPES:
         raise ValueError(f"arrays in the format {extension!r} are not read")
     else:
@@ -171,8 +194,59 @@ def _fill(manifest: Any, extension: str, data: bytes) -> Any:
     return manifest
 
 
-def _require_safe(values: Any) -> None:
-    """Raise ValueError where lhotse would load what does not lie in the dataset; see the module ``safety``."""
-    if found := forbidden_source(values):
-        raise ValueError(f"it has {found}, which is not loaded")
-    block_sph_sources(values)
+# A frame that is asked for by less than this share of it is not: times are sums of floats.
+_TOLERANCE = 1e-6
+_NPY = "memory_npy"
+
+
+@dataclass(eq=False)
+class _MemoryArray(Array):
+    """An Array that is loaded without numpy's costly look at its header; equal to lhotse's with the same content."""
+
+    def load(self) -> np.ndarray:
+        if self.storage_type != _NPY or not isinstance(self.storage_key, bytes):
+            return super().load()
+        # A copy, since what lies in bytes cannot be written to.
+        return array_from_bytes(self.storage_key, "an array in memory").copy(order="K")
+
+    def __eq__(self, other: object) -> bool:
+        return _same_fields(self, other, Array)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class TimeLastArray(TemporalArray):
+    """A TemporalArray with ``temporal_dim=-1`` that loads the right part of itself."""
+
+    def load(self, start: float | None = None, duration: float | None = None) -> np.ndarray:
+        """Return the codes (codebooks, frames) of ``duration`` seconds from ``start`` on; by default all.
+
+        There are ``ceil(duration / frame_shift)`` frames, or as many as are left. What begins in the last frame has it.
+
+        Raises:
+            ValueError: ``start`` lies before the array.
+        """
+        array = self.array.load()
+        offset = 0.0 if start is None else start - self.start
+        if offset < -1e-5:
+            raise ValueError(f"the array begins at {self.start} s, after {start} s")
+        frames = offset / self.frame_shift
+        first = math.floor(frames + 0.5)
+        if first == array.shape[-1] and frames < first - _TOLERANCE:
+            # The nearest beginning is behind the last frame, as for the short rest that windows leave.
+            first -= 1
+        if duration is None:
+            return array[..., first:]
+        return array[..., first : first + math.ceil(duration / self.frame_shift - _TOLERANCE)]
+
+    def __eq__(self, other: object) -> bool:
+        return _same_fields(self, other, TemporalArray)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _same_fields(one: object, other: object, kind: type) -> bool:
+    if not isinstance(other, kind):
+        return NotImplemented
+    return all(getattr(one, field.name) == getattr(other, field.name) for field in fields(kind))

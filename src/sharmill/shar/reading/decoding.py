@@ -10,13 +10,41 @@ from contextlib import contextmanager
 import numpy as np
 import soundfile as sf
 from lhotse import AudioSource, Recording
+from lhotse.audio import AudioLoadingError, DurationMismatchError
+from lhotse.cut import Cut
 from lhotse.utils import compute_num_samples
+
+from sharmill.shar.reading.cuts import set_field, with_id
+from sharmill.shar.reading.shard import OpenShard
 
 # FLAC and WAV. For others lhotse chooses among decoders, and resamples what Opus gives.
 _PLAIN = (b"fLaC", b"RIFF")
 
 
-class DecodedSource(AudioSource):
+def decode_audio(cut: Cut, shard: OpenShard) -> Cut:
+    """Decode the audio that a cut holds in memory, and return the cut.
+
+    Raises:
+        DamagedShard: it cannot be decoded.
+    """
+    decoded: dict[int, Recording] = {}
+    for name, recording in list(cut.iter_data()) if hasattr(cut, "iter_data") else ():
+        if not isinstance(recording, Recording) or not recording.is_in_memory:
+            continue
+        source = id(recording.sources[0])
+        if source not in decoded:
+            try:
+                decoded[source] = _decode_recording(recording)
+            except (AudioLoadingError, DurationMismatchError, RuntimeError, ValueError, OSError) as error:
+                reason = str(error).strip().splitlines()
+                raise shard.damage(
+                    f"{name} of {cut.id!r} cannot be decoded: {reason[0] if reason else error!r}"
+                ) from error
+        set_field(cut, name, with_id(decoded[source], recording.id))
+    return cut
+
+
+class _DecodedSource(AudioSource):
     """An audio source in memory that has been decoded once: loading takes a slice.
 
     Everything of lhotse works on it as on any other (``resample``, ``truncate``, saving), since it holds the encoded
@@ -44,7 +72,7 @@ class DecodedSource(AudioSource):
         return self.samples[..., first:end].copy()
 
 
-def decode_recording(recording: Recording) -> Recording:
+def _decode_recording(recording: Recording) -> Recording:
     """Return the same Recording with its audio decoded.
 
     Raises:
@@ -55,7 +83,7 @@ def decode_recording(recording: Recording) -> Recording:
         samples = _decode(source.source)
     else:
         samples = source.load_audio(force_opus_sampling_rate=recording.sampling_rate)
-    decoded = object.__new__(DecodedSource)
+    decoded = object.__new__(_DecodedSource)
     decoded.__dict__.update(source.__dict__, samples=samples, sampling_rate=recording.sampling_rate)
     made = object.__new__(Recording)
     made.__dict__.update(recording.__dict__, sources=[decoded])

@@ -9,16 +9,15 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from lhotse.cut import Cut, MonoCut
+from lhotse.cut import Cut
 
 from sharmill.errors import ConfigError
-from sharmill.shar.reading.attach import attach, decode_audio, positions_of
 from sharmill.shar.reading.order import END, Order, Position, count_blocks
-from sharmill.shar.reading.shard import OpenShard
+from sharmill.shar.reading.shard import POSITION, OpenShard
 from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.shar.reading.state import EpochProgress, Part, Progress, check_identity
 
-PADDING = "shar_padding"
+_PADDING = "shar_padding"
 
 # Where cuts are hardly more than parts, a part may draw none in an epoch and some in the next.
 _MAX_EMPTY_EPOCHS = 20
@@ -39,6 +38,24 @@ class ReadOptions:
     tail: str = "keep"
     decode_threads: int = 0
     decode_prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option makes no sense."""
+        problem = None
+        if not 0 <= self.rank < self.world_size:
+            problem = f"rank is {self.rank}: it must be from 0 to world_size - 1, and world_size is {self.world_size}"
+        elif self.mix_shards < 1:
+            problem = f"mix_shards is {self.mix_shards}: at least 1 shard must be open"
+        elif self.block_size is not None and self.block_size < 1:
+            problem = f"block_size is {self.block_size}: it must be at least 1"
+        elif self.tail not in ("keep", "drop", "pad"):
+            problem = f"tail is {self.tail!r}: it must be keep, drop or pad"
+        elif self.infinite and self.tail != "keep":
+            problem = f"tail={self.tail!r} is for single epochs, and with infinite=True there is no tail"
+        elif self.decode_threads < 0 or self.decode_prefetch < 0:
+            problem = "decode_threads and decode_prefetch cannot be negative"
+        if problem is not None:
+            raise ConfigError(problem, code="bad_config_value")
 
 
 class SharReader:
@@ -133,10 +150,10 @@ class SharReader:
         if not self._only_marked:
             raise ConfigError("call count_only_marked() of this reader before iterating", code="inexact_state")
         for cut in cuts:
-            if getattr(cut, PADDING, False):
+            if getattr(cut, _PADDING, False):
                 # A copy that fills up a part: the cut itself has its own mark.
                 continue
-            for position in positions_of(cut):
+            for position in _positions_of(cut):
                 if self._unmarked.pop(position, None) is not None:
                     self._pass_start = None
 
@@ -236,6 +253,7 @@ class SharReader:
         if not options.decode_threads:
             return ((position, cut) for position, cut, _ in cuts)
         from sharmill.prefetch import prefetch
+        from sharmill.shar.reading.decoding import decode_audio
 
         def decode(found: _Found) -> tuple[Position | None, Cut]:
             position, cut, shard = found
@@ -259,26 +277,23 @@ class SharReader:
         missing = int(left.max() - left[part.index])
         while missing:
             for _, cut, shard in islice(self._read(progress.epoch, EpochProgress(), Part()), missing):
-                setattr(cut, PADDING, True)
+                setattr(cut, _PADDING, True)
                 missing -= 1
                 yield None, cut, shard
 
     def _read(self, epoch: int, known: EpochProgress, part: Part) -> Iterator[_Found]:
         permutation = self.order.permutation(epoch)
-        foreign = self._source.foreign
         for group in known.groups_left(self.order, part):
             draws, blocks, items, slots = self._choose(epoch, group, known, part, permutation)
             shards: dict[int, OpenShard] = {}
             try:
                 for slot in sorted(set(slots)):
-                    shards[slot] = OpenShard(self._source.files(int(permutation[slot])))
+                    files = self._source.files(int(permutation[slot]))
+                    shards[slot] = OpenShard(files, foreign=self._source.foreign)
                 for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
-                    position, shard = Position(group, draw, block, item), shards[slot]
-                    cut, found = shard.read(item)
-                    if type(cut) is not MonoCut and not foreign:
-                        raise shard.damage(f"{cut.id!r} is not a MonoCut")
-                    attach(cut, found, (epoch, group, draw, block, item), foreign=foreign)
-                    yield position, cut, shard
+                    shard = shards[slot]
+                    cut = shard.read(item, (epoch, group, draw, block, item))
+                    yield Position(group, draw, block, item), cut, shard
             finally:
                 for shard in shards.values():
                     shard.close()
@@ -309,6 +324,15 @@ class SharReader:
 
 # A cut with its position, which padding has none of, and the shard that it comes from.
 _Found = tuple[Position | None, Cut, OpenShard]
+
+
+def _positions_of(cut: Cut) -> list[tuple[int, ...]]:
+    """Return the positions of the cuts that a cut is made of: several where cuts were mixed or joined."""
+    tracks = getattr(cut, "tracks", None)
+    if tracks is not None:
+        return [position for track in tracks for position in _positions_of(track.cut)]
+    position = (getattr(cut, "custom", None) or {}).get(POSITION)
+    return [] if position is None else [tuple(position)]
 
 
 def _worker() -> tuple[int, int]:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from sharmill.errors import ConfigError
-
 if TYPE_CHECKING:
     from lhotse import CutSet
 
@@ -73,7 +71,6 @@ def open_shar(
         >>> for cut in open_shar("data/librispeech", ["target_codes", "context_codes"]):  # doctest: +SKIP
         ...     cut.load_target_codes(), cut.load_context_codes()
     """
-    _check(rank, world_size, mix_shards, block_size, infinite, tail, decode_threads, decode_prefetch)
     from lhotse import CutSet
 
     from sharmill.shar.reading.iteration import ReadOptions, SharReader
@@ -93,32 +90,3 @@ def open_shar(
         decode_prefetch=4 * decode_threads if decode_prefetch is None else decode_prefetch,
     )
     return CutSet(SharReader(open_shard_source(Path(dataset), fields, codec), options))
-
-
-def _check(
-    rank: int,
-    world_size: int,
-    mix_shards: int,
-    block_size: int | None,
-    infinite: bool,
-    tail: str,
-    decode_threads: int,
-    decode_prefetch: int | None,
-) -> None:
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"rank is {rank}: it must be from 0 to world_size - 1, and world_size is {world_size}",
-            code="bad_config_value",
-        )
-    if mix_shards < 1:
-        raise ConfigError(f"mix_shards is {mix_shards}: at least 1 shard must be open", code="bad_config_value")
-    if block_size is not None and block_size < 1:
-        raise ConfigError(f"block_size is {block_size}: it must be at least 1", code="bad_config_value")
-    if tail not in ("keep", "drop", "pad"):
-        raise ConfigError(f"tail is {tail!r}: it must be keep, drop or pad", code="bad_config_value")
-    if infinite and tail != "keep":
-        raise ConfigError(
-            f"tail={tail!r} is for single epochs, and with infinite=True there is no tail", code="bad_config_value"
-        )
-    if decode_threads < 0 or (decode_prefetch is not None and decode_prefetch < 0):
-        raise ConfigError("decode_threads and decode_prefetch cannot be negative", code="bad_config_value")

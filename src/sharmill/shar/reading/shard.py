@@ -1,20 +1,34 @@
-"""One open shard: its cuts, in any order, each with its item of the chosen fields."""
+"""One open shard: its cuts, in any order, each with its item of the chosen fields attached to it."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+from lhotse import MonoCut, Recording
+from lhotse.array import TemporalArray
 from lhotse.cut import Cut
 
 from sharmill.errors import DamagedShard
 from sharmill.shar.cut_lines import NOT_JSON, read_lines
 from sharmill.shar.items import NO_DATA, ItemTable
-from sharmill.shar.layout import CUTS
-from sharmill.shar.reading.cuts import MALFORMED, read_cut, read_item
+from sharmill.shar.layout import (
+    CONTEXT_AUDIO,
+    CONTEXT_CODES,
+    CONTEXT_UNALIGNED,
+    CUTS,
+    RECORDING,
+    TARGET_AUDIO,
+    TARGET_CODES,
+)
+from sharmill.shar.reading.cuts import MALFORMED, as_array, read_cut, read_item, set_field, with_id
+from sharmill.shar.reading.safety import find_forbidden
 from sharmill.shar.reading.shard_source import ShardFiles
+
+POSITION: Final = "shar_position"
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -22,12 +36,17 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 class OpenShard:
     """A shard whose files are open, with all that can be seen without decoding items looked at already.
 
+    Args:
+        files: which to open.
+        foreign: not of a dataset by sharmill: its time lines may have to be put right.
+
     Raises:
         DamagedShard: when it is made, where a file is not as it should be.
     """
 
-    def __init__(self, files: ShardFiles) -> None:
+    def __init__(self, files: ShardFiles, *, foreign: bool) -> None:
         self.index = files.index
+        self._foreign = foreign
         self._lines = read_lines(files.cuts)
         if files.count not in (None, len(self._lines)):
             raise self.damage(f"there are {len(self._lines)} {CUTS} instead of {files.count}")
@@ -49,8 +68,12 @@ class OpenShard:
         for column in self._columns.values():
             column.close()
 
-    def read(self, number: int) -> tuple[Cut, dict[str, Any]]:
-        """Read a cut, and the fields' items for it: lhotse's manifests with data, or None for a placeholder.
+    def read(self, number: int, position: tuple[int, ...]) -> Cut:
+        """Read a cut with the fields' items for it as its attributes; a placeholder is not attached.
+
+        Args:
+            number: of the cut in the shard.
+            position: epoch, group, draw, block and item: the place in the order of all epochs, noted in the cut.
 
         Raises:
             DamagedShard: anything is not as it should be.
@@ -62,7 +85,32 @@ class OpenShard:
             raise self.damage(f"cut {number} is not JSON: {error}") from error
         except MALFORMED as error:
             raise self.damage(f"cut {number} is not a cut that can be read: {error!r}") from error
-        return cut, {name: column.read(number, cut_id) for name, column in self._columns.items()}
+        items = {name: column.read(number, cut_id) for name, column in self._columns.items()}
+        if type(cut) is MonoCut:
+            self._attach(cut, items, position)
+        elif self._foreign:
+            for name, item in items.items():
+                if item is not None:
+                    setattr(cut, name, item)
+            setattr(cut, POSITION, position)
+        else:
+            raise self.damage(f"{cut_id!r} is not a MonoCut")
+        return cut
+
+    def _attach(self, cut: MonoCut, items: dict[str, Any], position: tuple[int, ...]) -> None:
+        if cut.custom is None:
+            set_field(cut, "custom", {})
+        custom = cut.custom
+        custom[POSITION] = position
+        for name, item in items.items():
+            if item is not None:
+                set_field(cut, name, item)
+        if self._foreign:
+            _align(cut, custom)
+        target = items.get(TARGET_AUDIO)
+        # Others' Shars for speech-to-speech have a recording of their own beside it: what is answered.
+        if target is not None and items.get(RECORDING) is None:
+            set_field(cut, RECORDING, with_id(target, cut.recording.id) if cut.recording is not None else target)
 
     def damage(self, what: str) -> DamagedShard:
         return DamagedShard(f"shard {self.index}: {what}")
@@ -117,7 +165,33 @@ class _LinesColumn:
             raise DamagedShard(f"{self._path}: item {number} is not JSON: {error}") from error
         if values.get("cut_id") != cut_id:
             raise DamagedShard(f"{self._path}: item {number} is that of {values.get('cut_id')!r}, not of {cut_id!r}")
-        return values.get(self._name)
+        value = values.get(self._name)
+        if found := find_forbidden(value):
+            raise DamagedShard(f"{self._path}: item {number} has {found}, which is not loaded")
+        return value
+
+
+def _align(cut: MonoCut, custom: dict[str, Any]) -> None:
+    """Undo what the published scripts leave: the offset of the target in the cut, and contexts on its time line.
+
+    Their audio and codes are of the segments alone. lhotse, which takes them for as long as the whole recording, would
+    look for them at the offset.
+    """
+    if isinstance(custom.get(CONTEXT_AUDIO), Recording):
+        custom[CONTEXT_UNALIGNED] = True
+    context_codes = custom.get(CONTEXT_CODES)
+    if isinstance(context_codes, TemporalArray):
+        custom[CONTEXT_CODES] = as_array(context_codes)
+    target = custom.get(TARGET_AUDIO)
+    if isinstance(target, Recording) and _lasts(target.duration, cut.duration):
+        set_field(cut, "start", 0.0)
+    codes = custom.get(TARGET_CODES)
+    if isinstance(codes, TemporalArray) and _lasts(codes.duration, cut.duration, 2 * codes.frame_shift):
+        codes.start = cut.start
+
+
+def _lasts(found: float, expected: float, tolerance: float = 0.025) -> bool:
+    return math.isclose(found, expected, rel_tol=0.0, abs_tol=tolerance)
 
 
 def _decode_json(line: bytes) -> dict[str, Any]:

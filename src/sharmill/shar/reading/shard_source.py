@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.shar.cut_lines import decode_cut, read_lines
-from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset
+from sharmill.shar.cut_lines import NOT_JSON, decode_cut, read_lines
+from sharmill.shar.index import DatasetRecord, ShardRecord, open_index_file, read_dataset, read_index_lines
 from sharmill.shar.layout import (
     CONTEXT_UNALIGNED,
     CUTS,
@@ -78,7 +78,7 @@ def open_shard_source(directory: Path, fields: Sequence[str] | None, codec: str 
     has_cuts = (directory / CUTS).is_dir() or any(directory.glob(f"{CUTS}.*"))
     if (directory / DATASET_FILE).exists() or unfinished or not has_cuts:
         return IndexedShardSource(directory, fields, codec)
-    return ForeignShardSource(directory, fields, codec)
+    return _ForeignShardSource(directory, fields, codec)
 
 
 class _Line(msgspec.Struct):
@@ -96,12 +96,12 @@ class _ShardLines:
     def __init__(self, directory: Path, dataset: DatasetRecord) -> None:
         self._path = directory / SHARDS_FILE
         self._dataset = dataset
-        with self._open() as lines:
+        with open_index_file(directory, SHARDS_FILE) as lines:
             self._version, (self._starts, self.counts) = _version_of(lines), self._read(lines)
 
     def record(self, shard: int) -> ShardRecord:
         """Return the index's record of a shard."""
-        with self._open() as lines:
+        with open_index_file(self._path.parent, SHARDS_FILE) as lines:
             if (version := _version_of(lines)) != self._version:
                 starts, counts = self._read(lines)
                 if not np.array_equal(counts, self.counts):
@@ -111,16 +111,8 @@ class _ShardLines:
             line = lines.readline()
         try:
             return msgspec.json.decode(line, type=ShardRecord)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except NOT_JSON as error:
             raise DamagedShard(f"{self._path}: line {shard + 1}: {error}") from error
-
-    def _open(self) -> BinaryIO:
-        try:
-            return self._path.open("rb")
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"{self._path.parent} is not a finished dataset: there is no {SHARDS_FILE}", code="no_dataset"
-            ) from error
 
     def _read(self, lines: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
         """Return where each line begins (num_shards,), and the number of cuts that it records (num_shards,)."""
@@ -129,14 +121,14 @@ class _ShardLines:
         counts: list[int] = []
         position = 0
         try:
-            for line in lines:
+            for line in read_index_lines(lines):
                 read = decoder.decode(line)
                 if read.index != len(counts):
                     raise DamagedShard(f"{self._path} lists shard {read.index} where {len(counts)} belongs")
                 starts.append(position)
                 counts.append(read.count)
                 position += len(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except NOT_JSON as error:
             raise DamagedShard(f"{self._path}: line {len(starts) + 1}: {error}") from error
         found, recorded = (len(counts), sum(counts)), (self._dataset.num_shards, self._dataset.num_cuts)
         if found != recorded:
@@ -160,7 +152,7 @@ class IndexedShardSource:
         self._directory = directory
         self._dataset = read_dataset(directory)
         self.foreign = self._dataset.contract == "foreign"
-        self._fields = _choose(directory, _by_attribute(self._dataset.fields), fields, codec)
+        self._fields = _choose(directory, self._dataset.fields, fields, codec)
 
     @cached_property
     def _index(self) -> _ShardLines:
@@ -200,7 +192,7 @@ class IndexedShardSource:
         return ShardFiles(record.index, self._directory / record.fields[CUTS].file, paths, record.count)
 
 
-class ForeignShardSource:
+class _ForeignShardSource:
     """A folder without an index, listed once. Cuts are counted where their number is needed, by reading them."""
 
     foreign = True
@@ -214,7 +206,7 @@ class ForeignShardSource:
                 "if the index was lost, sharmill index makes it again",
                 code="no_dataset",
             )
-        self._fields = _choose(directory, _by_attribute(self._shards[0].files), fields, codec)
+        self._fields = _choose(directory, self._shards[0].files, fields, codec)
 
     @property
     def num_shards(self) -> int:
@@ -253,19 +245,12 @@ class ForeignShardSource:
         return False
 
 
-def _by_attribute(fields: Iterable[str]) -> dict[str, list[str]]:
-    """Return the fields that can fill each attribute of a cut."""
+def _choose(directory: Path, stored: Iterable[str], fields: Sequence[str] | None, codec: str | None) -> dict[str, str]:
+    """Return which of the stored fields fills each attribute of the cut that is wanted."""
     available: dict[str, list[str]] = {}
-    for field in fields:
+    for field in stored:
         if field != CUTS:
             available.setdefault(field.rpartition("/")[2], []).append(field)
-    return available
-
-
-def _choose(
-    directory: Path, available: dict[str, list[str]], fields: Sequence[str] | None, codec: str | None
-) -> dict[str, str]:
-    """Return the field that fills each attribute of the cut that is wanted."""
     codecs = sorted({found for choices in available.values() for field in choices if (found := codec_of_field(field))})
     if codec is not None and codec not in codecs:
         raise ConfigError(

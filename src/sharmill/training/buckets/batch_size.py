@@ -25,15 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from sharmill.errors import ConfigError, FatalError
-from sharmill.training.buckets.memory import available_memory, format_memory
-from sharmill.training.buckets.step_process import Bucket, Budget, StepProcess
+from sharmill.training.buckets.step_process import Bucket, Budget, StepProcess, available_memory, format_memory
 
 
 class NothingFits(FatalError):
     """A bucket has no batch size at all."""
-
-
-Fits = Callable[[int, Bucket], bool]
 
 
 def tune_batch_sizes(
@@ -74,7 +70,7 @@ def tune_batch_sizes(
 
 
 def search(
-    fits: Fits,
+    fits: Callable[[int, Bucket], bool],
     buckets: Sequence[Bucket],
     *,
     max_batch_size: int,
@@ -88,7 +84,10 @@ def search(
     """
     found: dict[Bucket, int] = {}
     for bucket in sorted(set(buckets), key=lambda one: (one.length, one.num_tokens or 0), reverse=True):
-        known = max((size for longer, size in found.items() if _covers(longer, bucket)), default=0)
+        known = 0
+        for other, size in found.items():
+            if other.length >= bucket.length and (other.num_tokens or 0) >= (bucket.num_tokens or 0):
+                known = max(known, size)
         found[bucket] = _largest(fits, bucket, known, max_batch_size, tolerance)
         if not found[bucket]:
             raise NothingFits(
@@ -100,11 +99,7 @@ def search(
     return [found[bucket] for bucket in buckets]
 
 
-def _covers(longer: Bucket, bucket: Bucket) -> bool:
-    return longer.length >= bucket.length and (longer.num_tokens or 0) >= (bucket.num_tokens or 0)
-
-
-def _largest(fits: Fits, bucket: Bucket, known: int, limit: int, tolerance: float) -> int:
+def _largest(fits: Callable[[int, Bucket], bool], bucket: Bucket, known: int, limit: int, tolerance: float) -> int:
     """Double from what is known to fit until it does not, then halve the gap. Return 0 if not even 1 fits."""
     good, bad = known, limit + 1
     while good < limit and bad > limit:

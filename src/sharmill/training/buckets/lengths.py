@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard
+from sharmill.processes import safe_path
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.reading.shard_source import open_shard_source
 from sharmill.training.tokenizers import Tokenizers, load_tokenizers, tokenize
@@ -71,12 +72,19 @@ def read_lengths(
         ConfigError: there is no finished dataset nor a Shar of another tool, or no such tokenizer, or no cut is left.
         DamagedShard: a file of cuts is not as it should be.
     """
-    files = [file for dataset in datasets for file in _cut_files(Path(dataset))]
+    sources = [open_shard_source(Path(dataset), [], None) for dataset in datasets]
+    shards = [source.files(number) for source in sources for number in range(source.num_shards)]
+    files = [(shard.cuts, shard.count) for shard in shards]
     if tokenizer:
         load_tokenizers(tokenizer)  # A wrong name is an error of this process, in one line.
     measure = partial(_measure, tokenizer=tuple(tokenizer))
-    count = len(os.sched_getaffinity(0)) if workers == "auto" else int(workers)
-    parts = list(_each(measure, files, min(count, len(files))))
+    workers = min(len(os.sched_getaffinity(0)) if workers == "auto" else int(workers), len(files))
+    if workers <= 1:
+        parts = [measure(file) for file in files]
+    else:
+        # Not forked: this process may have threads, and locks that they hold.
+        with safe_path(), ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            parts = list(pool.map(measure, files, chunksize=max(1, min(32, len(files) // (4 * workers)))))
     if not parts:
         raise ConfigError(f"there are no cuts in {', '.join(map(str, datasets))}", code="too_few_cuts")
     durations = np.concatenate([part[0] for part in parts])
@@ -96,27 +104,11 @@ def read_lengths(
     )
 
 
-def _cut_files(dataset: Path) -> Iterator[tuple[Path, int | None]]:
-    """Yield the files of the cuts, and the number of cuts of each where an index has it."""
-    source = open_shard_source(dataset, [], None)
-    for shard in range(source.num_shards):
-        files = source.files(shard)
-        yield files.cuts, files.count
-
-
-def _each(measure: partial[tuple[np.ndarray, np.ndarray]], files: list[Any], workers: int) -> Iterable[Any]:
-    if workers <= 1:
-        return [measure(file) for file in files]
-    # Not forked: this process may have threads, and locks that they hold.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(measure, files, chunksize=max(1, min(32, len(files) // (4 * workers)))))
-
-
 _loaded: dict[tuple[str, ...], Tokenizers] = {}
 
 
 def _measure(file: tuple[Path, int | None], tokenizer: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Read durations, and numbers of tokens (-1 without a text), of one file of cuts."""
+    """Read durations, and numbers of tokens (-1 without a text), of one file (path, number of cuts if known)."""
     path, count = file
     if tokenizer and tokenizer not in _loaded:
         _loaded[tokenizer] = load_tokenizers(tokenizer)

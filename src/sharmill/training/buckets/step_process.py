@@ -2,28 +2,34 @@
 
 The step is ``module:callable``, called as ``step(batch_size, length, num_tokens, device)``; a class is instantiated
 once per process without arguments, and the object called. The contract is in ``sharmill.training.buckets.batch_size``.
+Below it: the memory that is available, a limit on it, and the errors of libraries that are about memory.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import os
+import re
+import resource
 import signal
+import sys
 import tempfile
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.processes import ChildEnded, ChildProcess
-from sharmill.training.buckets.memory import format_memory, is_out_of_memory, limit_memory, mentions_memory
 from sharmill.training.tokenizers import load_callable
 
 # Optimizers make their state in the first step; only the second one has activations and state at once.
-STEPS_PER_PROBE = 2
+_STEPS_PER_PROBE = 2
 _LAST_LINES = 15
 
 
@@ -114,7 +120,7 @@ class StepProcess:
         assert self._output is not None
         output, code = self._output.read_text(errors="replace"), child.exitcode or 0
         # SIGKILL is how the kernel gets memory back; other deaths must have said so.
-        if code == -signal.SIGKILL or (code < 0 and mentions_memory(output)):
+        if code == -signal.SIGKILL or (code < 0 and _mentions_memory(output)):
             return ""
         return "\n".join([f"its process {child.describe_exit()}", *output.splitlines()[-_LAST_LINES:]])
 
@@ -149,10 +155,6 @@ class StepProcess:
             self._output = None
 
 
-class _Step(Protocol):
-    def __call__(self, batch_size: int, length: float, num_tokens: int | None, device: str) -> Any: ...
-
-
 def _serve(connection: Connection, name: str, budget: Budget, output: str) -> None:
     """Answer in the process, whose output goes to a file."""
     descriptor = os.open(output, os.O_WRONLY | os.O_TRUNC)
@@ -164,7 +166,13 @@ def _serve(connection: Connection, name: str, budget: Budget, output: str) -> No
 def _answer_all(connection: Connection, name: str, budget: Budget) -> None:
     """Load the step under the limit, then answer until the other end is closed."""
     try:
-        _limit(budget)
+        if budget.device == "cpu":
+            _limit_memory(budget.size)
+        else:
+            import torch
+
+            torch.cuda.set_device(budget.device)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, budget.size / budget.total), budget.device)
         step = load_callable(name, "step")
         step = step() if isinstance(step, type) else step
     except ConfigError as error:
@@ -180,12 +188,17 @@ def _answer_all(connection: Connection, name: str, budget: Budget) -> None:
         except EOFError:
             return
         connection.send(_probe(step, budget.device, *question))
-        _release(budget.device)
+        # What it left goes: the next one has other sizes, and should not find gaps of the old.
+        gc.collect()
+        if budget.device != "cpu":
+            torch.cuda.empty_cache()
 
 
-def _probe(step: _Step, device: str, batch_size: int, length: float, num_tokens: int | None) -> tuple[str, str]:
+def _probe(
+    step: Callable[..., Any], device: str, batch_size: int, length: float, num_tokens: int | None
+) -> tuple[str, str]:
     try:
-        for _ in range(STEPS_PER_PROBE):
+        for _ in range(_STEPS_PER_PROBE):
             step(batch_size, length, num_tokens, device)
         if device != "cpu":
             import torch
@@ -204,20 +217,109 @@ def _describe(error: Exception) -> tuple[str, str]:
     return "error", str(error) if isinstance(error, SharmillError) else "".join(traceback.format_exception(error))
 
 
-def _limit(budget: Budget) -> None:
-    if budget.device == "cpu":
-        limit_memory(budget.size)
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
+          "TIB": 2**40}  # fmt: skip
+# What torch and the libraries below it say in a plain RuntimeError, and C++ on its way down.
+_MESSAGES = (
+    # CUDA, HIP, its driver, Triton, NCCL: all in their own sentence.
+    "out of memory",
+    # cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE.
+    "_ALLOC_FAILED",
+    "_ALLOCATION_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "std::bad_alloc",
+    "failed to map segment from shared object",
+    "Cannot allocate memory",
+    # oneDNN says no more when it gets no memory for its code or its workspace.
+    "could not create a primitive",
+    "could not create a memory",
+    "could not execute a primitive",
+)
+
+
+def parse_memory(text: str) -> int:
+    """Return the bytes of ``8GiB``, ``500 MB`` or ``1000000``.
+
+    Raises:
+        ConfigError: it is none of these, or nothing.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is no size of memory; write it like 8GiB or 500MB", code="bad_config_value")
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size <= 0:
+        raise ConfigError(f"{text!r} is no memory at all", code="bad_config_value")
+    return size
+
+
+def format_memory(size: float) -> str:
+    """Format bytes in GiB."""
+    return f"{size / 2**30:.2f} GiB"
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this process may still take: of the machine, and of the control groups that it is in."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
+    assert match is not None, "Linux tells what is available since 3.14"
+    return min([int(match[1]) * 1024, *_left_in_groups(proc, cgroups)])
+
+
+def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Yield the bytes that each control group of this process with a limit leaves; version 2 and version 1."""
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, used = cgroups, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit, used = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        for group in [folder, *folder.parents][: len(Path(path).parts)]:
+            # In a container the path may be that outside of it; the root, which is last, is always its own.
+            if (group / limit).is_file() and (text := (group / limit).read_text().strip()) != "max":
+                yield max(0, int(text) - int((group / used).read_text()))
+
+
+def _limit_memory(size: int) -> None:
+    """Limit the data of this process to ``size`` bytes from now on; what it has already counts.
+
+    By RLIMIT_DATA, which counts private writable memory. RLIMIT_AS would count the libraries of torch as well, and
+    address space that is reserved and never used.
+
+    Raises:
+        FatalError: the kernel does not enforce it.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+    # An abort for lack of memory must not write that memory to the disk.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError:
         return
-    import torch
+    raise FatalError(
+        "this kernel does not enforce RLIMIT_DATA, so that memory on the CPU cannot be limited",
+        code="unsupported_system",
+    )
 
-    torch.cuda.set_device(budget.device)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget.size / budget.total), budget.device)
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an exception, or what caused it, is about memory."""
+    if error is None:
+        return False
+    # torch is not imported for this: without it there is no such error.
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    # A library that finds no room when it is imported is an ImportError.
+    if isinstance(error, (RuntimeError, ImportError)) and _mentions_memory(str(error)):
+        return True
+    return is_out_of_memory(error.__cause__)
 
 
-def _release(device: str) -> None:
-    """Give back what the last probe left: the next one has other sizes, and should not find gaps of the old."""
-    gc.collect()
-    if device != "cpu":
-        import torch
-
-        torch.cuda.empty_cache()
+def _mentions_memory(text: str) -> bool:
+    """Return True if a message, or the last output of a process, says that memory was lacking."""
+    return any(message in text for message in _MESSAGES)

@@ -18,38 +18,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from sharmill.config import nearest
 from sharmill.errors import ConfigError
+from sharmill.training.nemo.loader_settings import OF_ENTRY, OF_OTHERS
 from sharmill.training.nemo.partition import Partition, PartitionedCuts
 
-TYPE: Final = "sharmill"
-
 _OPTIONS: Final = ("dataset", "fields", "codec", "decode_threads", "speaker_tags", "seed", "rank", "world_size")
-_OF_NEMO: Final = (
-    "type",
-    "weight",
-    "tags",
-    "shuffle",
-    "shard_seed",
-    "force_finite",
-    "force_map_dataset",
-    "metadata_only",
-)
-# NeMo hands these down to every entry. What is there has no meaning for our datasets.
-_IGNORED: Final = (
-    "text_field",
-    "lang_field",
-    "max_open_streams",
-    "audio_locator_tag",
-    "token_equivalent_duration",
-    "skip_missing_manifest_entries",
-    "force_iterable_dataset",
-    "reweight_temperature",
-)
-
 
 _made: ContextVar[list[PartitionedCuts] | None] = ContextVar("_made", default=None)
 
 
-@data_type_parser(TYPE)
+@data_type_parser("sharmill")
 def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
     """Return the cuts of one entry, without end unless ``force_finite`` or ``metadata_only`` is set.
 
@@ -82,7 +59,7 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
     if (made := _made.get()) is not None:
         source.number = len(made)
         made.append(source)
-    return CutSet(source).map(partial(as_nemo_expects, speaker_tags=options.get("speaker_tags", "kept"))), True
+    return CutSet(source).map(partial(_as_nemo_expects, speaker_tags=options.get("speaker_tags", "kept"))), True
 
 
 @contextmanager
@@ -102,9 +79,9 @@ def _check(options: dict[str, Any]) -> None:
             "slice_length is not for datasets of sharmill: their order is shuffled as a whole", code="bad_config_value"
         )
     for key in options:
-        if key not in (*_OPTIONS, *_OF_NEMO, *_IGNORED):
+        if key not in (*_OPTIONS, *OF_ENTRY, *OF_OTHERS):
             raise ConfigError(
-                f"input_cfg: type sharmill has no option {key!r}{nearest(key, [*_OPTIONS, *_OF_NEMO])}",
+                f"input_cfg: type sharmill has no option {key!r}{nearest(key, [*_OPTIONS, *OF_ENTRY])}",
                 code="unknown_key",
             )
     if "dataset" not in options:
@@ -115,7 +92,7 @@ def _check(options: dict[str, Any]) -> None:
         )
 
 
-def as_nemo_expects(cut: MonoCut, speaker_tags: str = "kept") -> MonoCut:
+def _as_nemo_expects(cut: MonoCut, speaker_tags: str = "kept") -> MonoCut:
     """Put what NeMo's filters and datasets look for where they look for it, and return the cut.
 
     ``validation_status`` is sought in the cut, and is a manifest key, which we keep in the supervision. A ``cer`` or
@@ -130,11 +107,7 @@ def as_nemo_expects(cut: MonoCut, speaker_tags: str = "kept") -> MonoCut:
         if "validation_status" in custom and not cut.has_custom("validation_status"):
             cut.validation_status = custom["validation_status"]
         if speaker_tags == "nemo" and supervision.speaker is not None:
-            supervision.speaker = _with_word_language(supervision.speaker)
+            before, found, rest = supervision.speaker.partition("Language:")
+            language, space, after = rest.partition(" ")
+            supervision.speaker = before + found + language.replace("-", "_") + space + after
     return cut
-
-
-def _with_word_language(tag: str) -> str:
-    before, found, rest = tag.partition("Language:")
-    language, space, after = rest.partition(" ")
-    return before + found + language.replace("-", "_") + space + after

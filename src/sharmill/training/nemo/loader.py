@@ -60,8 +60,13 @@ def get_dataloader(
     from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
 
     from sharmill.training.nemo.input_type import collected
-    from sharmill.training.nemo.reporting_filter import report_dropped
-    from sharmill.training.nemo.resumable import CountingDataset, count_only_marked, mark_consumed, with_state
+    from sharmill.training.nemo.resumable import (
+        CountingDataset,
+        count_only_marked,
+        mark_consumed,
+        report_dropped,
+        with_state,
+    )
 
     settings = prepare_settings(cfg, rank, world_size)
     prompted = any(section.get("prompt_format") is not None for section in sections_of(settings))

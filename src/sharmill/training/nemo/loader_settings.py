@@ -18,57 +18,28 @@ Settings = dict[str, Any]
 _SEEDS_PER_RANK: Final = 100_000
 
 # Types that NeMo reads as a stream wherever they lie. The others are streams if they are tarred.
-_STREAMS: Final = frozenset(
-    {
-        "sharmill",
-        "txt",
-        "txt_jsonl",
-        "txt_pair",
-        "nemo_sft_jsonl",
-        "multimodal_conversation",
-        "share_gpt",
-        "share_gpt_webdataset",
-        "parquet",
-    }
-)
-
+_STREAMS: Final = frozenset({
+    "sharmill", "txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "multimodal_conversation", "share_gpt",
+    "share_gpt_webdataset", "parquet",
+})  # fmt: skip
 
 # What NeMo takes from the top level for all sections of a multi_config, over what they say themselves.
 _SHARED: Final = (
-    "seed",
-    "shard_seed",
-    "num_workers",
-    "pin_memory",
-    "shuffle",
-    "sampler_fusion",
-    "sampler_weights",
-    "multi_config",
-    "metadata_only",
-    "force_finite",
-)
+    "seed", "shard_seed", "num_workers", "pin_memory", "shuffle", "sampler_fusion", "sampler_weights", "multi_config",
+    "metadata_only", "force_finite",
+)  # fmt: skip
 _OF_TOP: Final = (*_SHARED, "cuda_expandable_segments", "use_lhotse")
 
-# What a group can say: NeMo hands all but the first four down to its entries.
-_OF_GROUP: Final = (
-    "type",
-    "input_cfg",
-    "weight",
-    "tags",
-    "shuffle",
-    "shard_seed",
-    "text_field",
-    "lang_field",
-    "metadata_only",
-    "force_finite",
-    "max_open_streams",
-    "audio_locator_tag",
-    "token_equivalent_duration",
-    "skip_missing_manifest_entries",
-    "force_map_dataset",
-    "force_iterable_dataset",
-    "slice_length",
-    "reweight_temperature",
-)
+# What any entry can say. What a group says, NeMo hands down to its entries.
+OF_ENTRY: Final = (
+    "type", "weight", "tags", "shuffle", "shard_seed", "force_finite", "force_map_dataset", "metadata_only",
+)  # fmt: skip
+# What has no meaning for our datasets.
+OF_OTHERS: Final = (
+    "text_field", "lang_field", "max_open_streams", "audio_locator_tag", "token_equivalent_duration",
+    "skip_missing_manifest_entries", "force_iterable_dataset", "reweight_temperature",
+)  # fmt: skip
+_OF_GROUP: Final = (*OF_ENTRY, *OF_OTHERS, "input_cfg", "slice_length")
 
 
 def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:

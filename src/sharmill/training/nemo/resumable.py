@@ -2,23 +2,30 @@
 
 NeMo's samplers cannot save where they are. They need not: our readers go on from what was consumed, and what samplers
 held back comes again. Filters, buckets and the mixing of datasets begin anew.
+
+NeMo puts a filter for each limit between the data and a sampler. They are put in one place, which reports what they
+drop: a saved state must not hold it as still to come, and endless data of which all is dropped would be searched for
+ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
-from lhotse.cut import MixedCut
+from lhotse import CutSet
+from lhotse.cut import Cut, MixedCut
 from lhotse.dataset import IterableDatasetWrapper
+from lhotse.dataset.sampling.base import CutSampler
+from lhotse.lazy import LazyFilter
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.errors import ConfigError
 from sharmill.shar.reading.loading import dataset_states
 from sharmill.shar.reading.state import merge_states
+from sharmill.training.cut_data import epoch_of
 from sharmill.training.nemo.partition import READER, PartitionedCuts
-from sharmill.training.nemo.reporting_filter import cuts_of
 
 # With these an example of a reader becomes several, or is read at another time than its neighbours.
 _INEXACT = ("perturb_speed", "cut_into_windows_duration", "max_open_streams", "concurrent_bucketing", "noise_path")
@@ -126,3 +133,61 @@ def with_state(
         worker_init_fn=loader.worker_init_fn,
         persistent_workers=loader.persistent_workers,
     )
+
+
+# So many examples in a row, and a whole epoch of every dataset, must be dropped before nothing more is hoped for.
+_MIN_DROPPED: Final = 1000
+
+
+def report_dropped(sampler: CutSampler, dropped: Callable[[Any], None] | None = None) -> None:
+    """Replace the filters before a sampler, or before each of those that it is made of, by ``_ReportingFilter``."""
+    for one in getattr(sampler, "samplers", [sampler]):
+        one.cuts = tuple(CutSet(_ReportingFilter(cuts, dropped)) for cuts in one.cuts)
+
+
+class _ReportingFilter:
+    """The examples of a CutSet, through its outermost filters, all at once.
+
+    Args:
+        cuts: lazy, perhaps with filters.
+        dropped: is told each example that is dropped.
+    """
+
+    def __init__(self, cuts: CutSet, dropped: Callable[[Any], None] | None = None) -> None:
+        self._dropped = dropped
+        self._predicates: list[Callable[[Any], bool]] = []
+        while isinstance(cuts.data, LazyFilter):
+            self._predicates.insert(0, cuts.data.predicate)
+            cuts = cuts.data.iterator
+        self._examples = cuts
+
+    def __iter__(self) -> Iterator[Any]:
+        # Of the examples dropped since the last that passed: their number, and each reader's epochs, first and last.
+        count = 0
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for example in self._examples:
+            if all(passes(example) for passes in self._predicates):
+                yield example
+                count, first, last = 0, {}, {}
+                continue
+            if self._dropped is not None:
+                self._dropped(example)
+            count += 1
+            for cut in cuts_of(example):
+                if (reader := (getattr(cut, "custom", None) or {}).get(READER)) is not None:
+                    first.setdefault(reader, epoch_of(cut))
+                    last[reader] = epoch_of(cut)
+            if count >= _MIN_DROPPED and first and all(last[reader] > epoch + 1 for reader, epoch in first.items()):
+                raise ConfigError(
+                    f"none of {count} examples in a row passes the filters: loosen min_duration, max_duration, "
+                    "max_cer, min_context_speaker_similarity, the buckets or whatever drops them",
+                    code="too_few_cuts",
+                )
+
+
+def cuts_of(example: Any) -> list[Cut]:
+    """Return the cuts of an example: itself, those of a conversation, or none of a text."""
+    if isinstance(example, Cut):
+        return [example]
+    return example.list_cuts() if hasattr(example, "list_cuts") else []

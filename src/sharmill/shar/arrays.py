@@ -1,4 +1,4 @@
-"""Arrays as ``.npy`` files in memory, written and read without pickled objects."""
+"""Arrays in a dataset: shape and type of codes, and ``.npy`` files in memory, which never have pickled objects."""
 
 from __future__ import annotations
 
@@ -6,12 +6,57 @@ import io
 import math
 import tokenize
 from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 
-from sharmill.errors import DamagedShard
+from sharmill.audio.resample import resampled_length
+from sharmill.errors import ConfigError, DamagedShard
+
+
+class _FrameRate(Protocol):
+    """A codec or its record in a dataset, as far as the number of frames depends on it."""
+
+    @property
+    def sampling_rate(self) -> int: ...
+
+    @property
+    def samples_per_frame(self) -> int: ...
+
+
+def num_frames(recording: dict[str, Any], codec: _FrameRate) -> int:
+    """Return ceil(samples at the codec's rate / samples per frame) of the audio that a Recording describes.
+
+    Raises:
+        LookupError, TypeError: it does not say how many samples there are, or at which rate.
+    """
+    samples, rate = recording["num_samples"], recording["sampling_rate"]
+    if rate != codec.sampling_rate:
+        samples = resampled_length(samples, rate, codec.sampling_rate)
+    return -(-samples // codec.samples_per_frame)
+
+
+def codes_dtype(codebook_size: int) -> np.dtype:
+    """Return the smallest of int16, int32 and int64 that holds every code.
+
+    Raises:
+        ConfigError: none does.
+
+    >>> codes_dtype(2016)
+    dtype('int16')
+    """
+    for dtype in (np.int16, np.int32, np.int64):
+        if codebook_size - 1 <= np.iinfo(dtype).max:
+            return np.dtype(dtype)
+    raise ConfigError(f"a codebook of {codebook_size} entries is too large", code="bad_codec")
+
 
 _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+# numpy parses a header as Python; MemoryError is the parser's word for brackets within brackets.
+_NO_HEADER = (
+    ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError, SyntaxError, tokenize.TokenError,
+    RecursionError, MemoryError,
+)  # fmt: skip
 
 
 def array_to_bytes(array: np.ndarray) -> bytes:
@@ -31,7 +76,10 @@ def array_from_bytes(data: bytes, where: str) -> np.ndarray:
         DamagedShard: it is not one; ``where`` says what in the message.
     """
     dtype, shape, column_major, start = array_layout(data, where)
-    return np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if column_major else "C")
+    try:
+        return np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if column_major else "C")
+    except ValueError as error:  # an array without numbers may have any shape in its header
+        raise DamagedShard(f"{where}: {error}") from error
 
 
 def array_layout(data: bytes, where: str) -> tuple[np.dtype, tuple[int, ...], bool, int]:
@@ -47,7 +95,7 @@ def array_layout(data: bytes, where: str) -> tuple[np.dtype, tuple[int, ...], bo
         if size != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{size} bytes are not an array of shape {shape} and type {dtype}")
         return layout
-    except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # numpy parses a header as Python
+    except _NO_HEADER as error:
         raise DamagedShard(f"{where}: {error}") from error
 
 

@@ -1,0 +1,153 @@
+"""The check of a NeMo checkpoint before it is restored: its configuration names classes to make, and files to load.
+
+NeMo has a list of what a configuration may name, but on it are functions and models that write files, remove folders or
+load code from a hub. Here are only the classes that speech codecs and speaker models are made of.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+import zlib
+from collections.abc import Collection, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import yaml
+
+from sharmill.config.limits import check_yaml_text
+from sharmill.errors import ConfigError
+from sharmill.models.families import first_line
+
+_CONFIG: Final = "model_config.yaml"
+_MEMBERS: Final = frozenset({_CONFIG, "model_weights.ckpt"})
+# Weights hardly compress: what unpacks to much more than its file is no checkpoint, unless it is small.
+_MAX_RATIO: Final = 4
+_FREE_BYTES: Final = 1 << 30
+_MAX_MEMBERS: Final = 10_000
+# Used in training alone: data, losses and further models of those who trained it.
+_TRAINING_ONLY: Final = re.compile(
+    r"(train|val|validation|test|log)_\w+|\w+_ds|optim|spec_augment|discriminator|labels|exp_manager|trainer"
+    r"|slm_\w+|use_slm_loss|use_scl_loss|mmd_(time_)?loss"
+)
+_TTS: Final = "nemo.collections.tts"
+_ASR: Final = "nemo.collections.asr"
+_PREPROCESSORS: Final = ("AudioToMFCCPreprocessor", "AudioToMelSpectrogramPreprocessor")
+_CONVOLUTIONS: Final = ("ConvASREncoder", "ECAPAEncoder", "ParallelConvASREncoder", "SpeakerDecoder")
+_CLASSES: Final = {
+    f"{_TTS}.models.audio_codec": ("AudioCodecModel",),
+    f"{_TTS}.models": ("AudioCodecModel",),
+    f"{_TTS}.modules.audio_codec_modules": (
+        "CausalHiFiGANDecoder", "CausalHiFiGANEncoder", "FiniteScalarQuantizer", "FullBandMelEncoder",
+        "GroupFiniteScalarQuantizer", "HiFiGANDecoder", "HiFiGANEncoder", "MelSpectrogramProcessor",
+        "MultiBandMelEncoder", "MultiResolutionSTFTEncoder", "ResNetDecoder", "ResNetEncoder", "STFTProcessor",
+    ),
+    f"{_TTS}.modules.encodec_modules": (
+        "GroupResidualVectorQuantizer", "ResidualVectorQuantizer", "SEANetDecoder", "SEANetEncoder",
+    ),
+    f"{_TTS}.losses.audio_codec_loss": (
+        "DiscriminatorHingedLoss", "DiscriminatorSquaredLoss", "GeneratorHingedLoss", "GeneratorSquaredLoss",
+    ),
+    f"{_ASR}.models.label_models": ("EncDecSpeakerLabelModel",),
+    f"{_ASR}.models": ("EncDecSpeakerLabelModel",),
+    f"{_ASR}.modules": ("ConformerEncoder", *_PREPROCESSORS, *_CONVOLUTIONS),
+    f"{_ASR}.modules.audio_preprocessing": _PREPROCESSORS,
+    f"{_ASR}.modules.conformer_encoder": ("ConformerEncoder",),
+    f"{_ASR}.modules.conv_asr": _CONVOLUTIONS,
+    f"{_ASR}.losses.angularloss": ("AngularSoftmaxLoss",),
+    "nemo.collections.common.losses": ("CrossEntropyLoss",),
+    "nemo.collections.common.losses.cross_entropy": ("CrossEntropyLoss",),
+}  # fmt: skip
+_ALLOWED: Final = frozenset(f"{module}.{name}" for module, names in _CLASSES.items() for name in names)
+_LAYER: Final = re.compile(r"torch\.nn\.[A-Z][A-Za-z0-9]*")
+# The spellings of Hydra, and of NeMo's older and newer configurations.
+_TARGET_KEYS: Final = ("_target_", "target", "cls")
+_PATH: Final = re.compile(r"(nemo:)?([/~]|\.\.?/|.*(/\.\.|://))|.*\$\{", re.DOTALL)
+
+
+def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[str, Any]:
+    """Return the configuration in a .nemo file, or in the folder of an unpacked one, without what only trains.
+
+    Args:
+        path: the file or folder.
+        allow_targets: names of classes and functions, or other values, that are let through.
+
+    Raises:
+        ConfigError: it is no checkpoint, unpacks to too much, or its configuration has what is not let through.
+    """
+    try:
+        data = (path / _CONFIG).read_bytes() if path.is_dir() else _read_archive(path)
+        check_yaml_text(data, f"the configuration in {path}")
+        config = yaml.safe_load(data)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: its configuration is damaged, or more than values", code="bad_model") from error
+    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+        raise ConfigError(
+            f"{path} is not a NeMo checkpoint, which is a tar archive: {first_line(error)}", code="bad_model"
+        ) from error
+    if isinstance(config, dict) and "model" in config:
+        config = config["model"]
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not a NeMo checkpoint: its configuration is no mapping", code="bad_model")
+    config = {key: value for key, value in config.items() if not _TRAINING_ONLY.fullmatch(str(key))}
+    for key, value in _walk(config, ""):
+        name = key.rpartition(".")[2]
+        if name not in allow_targets and str(value) not in allow_targets and (what := _refused(name, value)):
+            raise ConfigError(
+                f"{path} is not loaded, since {key} of its configuration is {str(value)[:200]!r}, {what}; "
+                "if you trust the model, add this value or key to allow_targets beside its name in the configuration",
+                code="untrusted_model",
+            )
+    return config
+
+
+def _read_archive(path: Path) -> bytes:
+    """Return the configuration in an archive whose members are looked at without unpacking them.
+
+    Raises:
+        tarfile.TarError, zlib.error, EOFError, OSError: it is no archive, or damaged.
+        ConfigError: it lacks something, or has too much.
+    """
+    data, missing, size = b"", set(_MEMBERS), 0
+    limit = max(_FREE_BYTES, _MAX_RATIO * path.stat().st_size)
+    with tarfile.open(path) as archive:
+        for number, member in enumerate(archive):
+            size += member.size
+            if size > limit or number >= _MAX_MEMBERS:
+                raise ConfigError(
+                    f"{path} would unpack to more than {limit >> 20:,} MiB or {_MAX_MEMBERS:,} files: it is not loaded",
+                    code="untrusted_model",
+                )
+            name = PurePosixPath(member.name).name
+            if name == _CONFIG and (stream := archive.extractfile(member)) is not None:
+                data = stream.read()
+            missing.discard(name)
+    if missing:
+        raise ConfigError(
+            f"{path} is not a NeMo checkpoint: the archive lacks {' and '.join(sorted(missing))}", code="bad_model"
+        )
+    return data
+
+
+def _walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of everything in a configuration but mappings and lists."""
+    if isinstance(value, (dict, list)):
+        yield key, "" if value else None
+        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _walk(child, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _refused(name: str, value: Any) -> str | None:
+    """Describe what is wrong with a key, the last part of it, and its value."""
+    if name == "_target_" or (name in _TARGET_KEYS and isinstance(value, str)):
+        if str(value) not in _ALLOWED and not _LAYER.fullmatch(str(value)):
+            return "which is none of the classes that codecs and speaker models are made of"
+    elif value is None or value is False:
+        return None
+    elif name == "trust_remote_code" or name.startswith("init_from_"):
+        return "which loads more than the checkpoint"
+    elif isinstance(value, str) and (_PATH.match(value) or (name.endswith("_path") and value)):
+        return "which is outside the checkpoint"
+    return None

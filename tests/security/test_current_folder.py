@@ -1,0 +1,92 @@
+"""The current folder may be a stranger's dataset: no process takes Python's own modules from there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.paths import REPOSITORY
+from support.shar import copy
+
+from sharmill.engine.rundir import RunDir
+from sharmill.errors import ConfigError
+from sharmill.executors.slurm.executor import SlurmExecutor
+from sharmill.executors.slurm.profile import ClusterProfile
+from sharmill.executors.slurm.queue import make_run_id
+from sharmill.registry import ENCODERS
+
+# Each is imported by every new Python process of multiprocessing, submitit or sharmill itself.
+MODULES = ("multiprocessing", "selectors", "pickle", "signal", "json", "xxhash", "resource", "sharmill")
+
+
+@pytest.fixture
+def hostile(built, tmp_path):
+    """A dataset with modules beside it that leave a file when they are imported."""
+    dataset = copy(built.dataset, tmp_path / "dataset")
+    for name in MODULES:
+        (dataset / f"{name}.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n")
+    return dataset
+
+
+def run_in(folder, *command, **environment):
+    plain = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+    done = subprocess.run(
+        command, cwd=folder, env=plain | environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_modules_are_hostile(hostile, tmp_path):
+    run_in(hostile, sys.executable, "-c", "import multiprocessing")
+    assert (tmp_path / "ran").exists()
+
+
+def test_the_checker_and_its_workers(hostile, tmp_path):
+    status, said = run_in(hostile, sys.executable, "-P", "-m", "sharmill", "validate", ".", "--workers", "2")
+    assert status == 3, said  # the modules are stray files
+    assert "stray_file" in said
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_command_as_a_module(hostile, tmp_path):
+    (hostile / "sharmill.py").unlink()  # Python itself would run it
+    assert run_in(hostile, sys.executable, "-m", "sharmill", "--version")[0] == 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_job_of_slurm_exports_the_safe_path_before_python_starts(tmp_path):
+    profile, run_dir = ClusterProfile(setup=["module load sox"]), RunDir(tmp_path)
+    make_run_id(run_dir)
+    parameters = SlurmExecutor(profile, run_dir, lambda: None, lambda: None, "job")._parameters(
+        "match", "rank", profile.cpu
+    )
+    assert parameters["setup"] == ["export PYTHONSAFEPATH=1", "module load sox"]
+
+
+def test_a_job_of_submitit_with_the_safe_path(hostile, tmp_path):
+    command = [sys.executable, "-u", "-m", "submitit.core._submit", str(tmp_path / "none")]
+    run_in(hostile, *command, PYTHONSAFEPATH="1")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_process_is_started_with_the_safe_path():
+    for path in (REPOSITORY / "src").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "get_context(" in text or "ProcessPoolExecutor(" in text:
+            assert "with safe_path()" in text, path
+
+
+def test_code_that_the_user_names_is_found_in_the_current_folder_but_replaces_nothing(tmp_path, monkeypatch):
+    (tmp_path / "own_encoder_of_mine.py").write_text("class Encoder: pass\n")
+    (tmp_path / "colorsys.py").write_text("raise RuntimeError('imported from the current folder')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    assert ENCODERS.load("python:own_encoder_of_mine:Encoder").__name__ == "Encoder"
+    assert ENCODERS.load("python:colorsys:rgb_to_hsv")(0, 0, 0) == (0.0, 0.0, 0)
+
+
+def test_a_run_directory_of_two_lines_makes_no_script(tmp_path):
+    with pytest.raises(ConfigError, match="control character"):
+        SlurmExecutor(ClusterProfile(), RunDir(tmp_path / "a\n#SBATCH --wrap=x"), lambda: None, lambda: None, "job")

@@ -97,8 +97,8 @@ def section(kind: type, title: str, introduction: str = "") -> str:
 
 def read_meanings(kind: type) -> dict[str, str]:
     """Return the string below each key of a dataclass, as one line of Markdown."""
+    meanings = read_meanings(kind.__base__) if dataclasses.is_dataclass(kind.__base__) else {}
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
-    meanings = {}
     for key, after in itertools.pairwise(body):
         if isinstance(key, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             meanings[key.target.id] = " ".join(after.value.value.split()).replace("``", "`")

@@ -35,7 +35,7 @@ class FolderSource(Source):
     def identity(self) -> dict[str, Any]:
         """Return what the records depend on: a run whose input has changed is refused."""
         listing = "\n".join(f"{path} {path.stat().st_size}" for path in self._files())
-        return {"audio_root": self.audio_root, "files": checksum_bytes(listing.encode())}
+        return {"files": checksum_bytes(listing.encode())}
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
         """Yield runs of records; one unit of ``prepare`` reads one of them, in any rank."""

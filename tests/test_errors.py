@@ -10,19 +10,19 @@ from support.paths import REPOSITORY
 
 from sharmill.errors import CODES, ConfigError, DamagedShard, FatalError, RejectRecord, UnitFailed
 
-SOURCE = REPOSITORY / "src/sharmill"
+SOURCES = ("src/sharmill", "jobs", "pipelines", "examples")
 # A damaged shard has the code of its class.
 NEED_A_CODE = {kind.__name__ for kind in (ConfigError, FatalError, UnitFailed)}
 
 
 def calls():
     """Each call of an error's class in the program: its place, the name of the class, and its arguments by name."""
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in sorted(path for folder in SOURCES for path in (REPOSITORY / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Call):
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
                 if name in NEED_A_CODE | {"DamagedShard"}:
-                    place = f"{path.relative_to(SOURCE)}:{node.lineno}"
+                    place = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
                     yield place, name, {keyword.arg: keyword.value for keyword in node.keywords}
 
 

@@ -141,7 +141,20 @@ def test_the_checksum_of_records_sees_everything_but_the_times(tmp_path):
         return records_checksum(tmp_path / "m")
 
     assert checksum() == checksum(modified=2)
+    # Of other lengths in decimal digits: the byte offsets in plans must stay right.
+    assert checksum() == checksum(modified=-1) == checksum(modified=1_700_000_000_123_456_789)
     assert len({checksum(), checksum(size=11), checksum(checksum="d")}) == 3
+
+
+def test_lines_of_other_lengths_have_another_checksum(tmp_path):
+    """Plans have byte offsets of lines; times were once written without a fixed width."""
+    line = Utterance("a.wav", 0.0, 2.0, "Hi.", "| x |").to_json()
+    found = []
+    for times in (b"[1,-1]}", b"[12,-1]}"):
+        write_lines(tmp_path / "m", [line[: line.index(b"[", line.index(b"_modified"))] + times])
+        assert Utterance.from_json((tmp_path / "m").read_bytes()).notes.modified == int(times[1:].split(b",")[0])
+        found.append(records_checksum(tmp_path / "m"))
+    assert found[0] != found[1]
 
 
 def test_public_record_has_no_keys_of_sharmill():

@@ -164,6 +164,13 @@ def ray_node_addresses() -> bool:
     return hasattr(ray_constants, "ENABLE_RAY_CLUSTER") and callable(services.resolve_ip_for_localhost)
 
 
+def ray_job_ids() -> bool:
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+    from ray.dashboard.modules.job.common import JOB_ID_METADATA_KEY
+
+    return (RAY_JOB_CONFIG_JSON_ENV_VAR, JOB_ID_METADATA_KEY) == ("RAY_JOB_CONFIG_JSON_ENV_VAR", "job_submission_id")
+
+
 def resemblyzer_weights() -> bool:
     import torch
 
@@ -185,7 +192,7 @@ def nemo_checkpoints() -> bool:
 
 def nemo_codec_parts() -> bool:
     from sharmill.models.nemo_checkpoint import quiet_nemo
-    from sharmill.models.untrained_codec import build_untrained_model
+    from sharmill.models.nemo_codec import build_untrained_model
 
     with quiet_nemo():
         model = build_untrained_model()
@@ -206,8 +213,8 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("lhotse", "fields of cuts and supervisions", "shar/reading/cuts.py", lhotse_cuts),
     ("lhotse", "fields of arrays", "shar/reading/cuts.py", lhotse_arrays),
     ("lhotse", "objects with a __dict__", "shar/reading/cuts.py", lhotse_dictionaries),
-    ("lhotse", "predicate and iterator of LazyFilter", "training/nemo/reporting_filter.py", lhotse_filters),
-    ("lhotse", "cuts of a sampler, samplers of a RoundRobinSampler", "training/nemo/reporting_filter.py",
+    ("lhotse", "predicate and iterator of LazyFilter", "training/nemo/resumable.py", lhotse_filters),
+    ("lhotse", "cuts of a sampler, samplers of a RoundRobinSampler", "training/nemo/resumable.py",
      lhotse_samplers),
     ("lhotse", "seeds of worker processes", "training/nemo/partition.py", lhotse_worker_seeds),
     ("lhotse", "sampler of an IterableDatasetWrapper", "training/nemo/loader.py", lhotse_wrapped_sampler),
@@ -216,10 +223,11 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("nemo_toolkit", "broadcasting of batches", "training/nemo/loader.py", nemo_broadcasting),
     ("submitit", "text of sbatch scripts", "executors/slurm/executor.py", submitit_scripts),
     ("ray", "addresses of nodes", "executors/ray/node.py", ray_node_addresses),
+    ("ray", "names of jobs", "engine/locks.py", ray_job_ids),
     ("resemblyzer", "weights in pretrained.pt", "models/resemblyzer_encoder.py", resemblyzer_weights),
     ("nemo_toolkit", "loading of checkpoints", "models/nemo_checkpoint.py", nemo_checkpoints),
     ("nemo_toolkit", "parts of AudioCodecModel", "models/nemo_codec.py", nemo_codec_parts),
-    ("torch", "weights of weight_norm", "models/untrained_codec.py", torch_weight_norm),
+    ("torch", "weights of weight_norm", "models/nemo_codec.py", torch_weight_norm),
 ]  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def test_another_package_does_not_replace_sharmills_own(tiny):
 
 @pytest.mark.parametrize("registry", [SOURCES, ENCODERS, CODECS], ids=lambda registry: registry.kind)
 def test_an_unknown_name_gets_the_nearest(registry, tiny):
-    with raises(ConfigError, "unknown_name", registry.kind, "'tinny'", "did you mean 'tiny'"):
+    with raises(ConfigError, "unknown_name", registry.kind, "'tinny'", "'tiny'"):
         registry.load("tinny")
 
 
@@ -185,7 +185,7 @@ def test_a_source_of_another_package_has_keys_of_its_own(kind, tiny, write):
 
 def test_keys_of_a_source_of_another_package_are_checked(tiny, write):
     path = write("{type: tiny, audio_root: a, tabel: t.csv}")
-    with raises(ConfigError, "unknown_key", "sources[0].tabel", "did you mean 'table'"):
+    with raises(ConfigError, "unknown_key", "sources[0].tabel", "'table'"):
         load_config(path)
     with raises(ConfigError, "missing_key", "sources[0]", "'table'"):
         load_config(write("{type: tiny, audio_root: a}"))
@@ -196,7 +196,7 @@ def test_keys_of_a_source_of_another_package_are_checked(tiny, write):
 
 
 def test_a_type_that_is_no_source_is_refused(tiny, write):
-    with raises(ConfigError, "unknown_name", "sources[0].type", "'tinny'", "did you mean 'tiny'"):
+    with raises(ConfigError, "unknown_name", "sources[0].type", "'tinny'", "'tiny'"):
         load_config(write("{type: tinny, audio_root: a}"))
     with raises(ConfigError, "bad_plugin", "sources[0].type", "TinyCodec"):
         load_config(write("{type: 'python:tiny_speech:TinyCodec', audio_root: a}"))

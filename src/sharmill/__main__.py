@@ -1,6 +1,14 @@
 """``python -m sharmill`` is the command ``sharmill``."""
 
-from sharmill.cli.main import main
+import sys
 
 if __name__ == "__main__":
+    # Python looks into the current folder first, which may be a stranger's dataset.
+    first = [] if sys.flags.safe_path else [sys.path.pop(0)]
+    from pathlib import Path
+
+    if first == [str(Path(__file__).parents[1])]:
+        sys.path[:0] = first
+    from sharmill.cli.main import main
+
     main()

@@ -10,9 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from sharmill.audio.encoding import check_encoder
-from sharmill.audio.roots import AudioRoot
+from sharmill.audio.roots import AudioRoots
 from sharmill.config import STAGES, Config, ValidateConfig, to_yaml
 from sharmill.encode.stage import EncodeStage
+from sharmill.engine.fence import require_own_output
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
@@ -23,6 +24,8 @@ from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
+from sharmill.executors.slurm.chain import require_no_chain
+from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.stage import MatchStage, min_similarity
 from sharmill.models import describe_codec, describe_speaker_encoder
@@ -30,7 +33,7 @@ from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.stage import PrepareStage
 from sharmill.storage import disk_errors, open_atomic, require_writable, write_atomic
 from sharmill.validate.accounts import ExpectedRecords
-from sharmill.validate.report import Report
+from sharmill.validate.findings import Report
 from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage
 
@@ -99,6 +102,7 @@ def make_stages(config: Config, names: Sequence[str] = STAGES) -> list[Stage]:
     chosen = [stage for name in STAGES if name in names for stage in stages[name]]
     for stage in chosen:
         stage.metrics = config.metrics
+        stage.unit_time_limit = config.executor.unit_time_limit
     return chosen
 
 
@@ -109,13 +113,13 @@ def _validate_stage(config: Config) -> ValidateStage:
         against = ExpectedRecords(
             sources=tuple(config.sources),
             rejects=(str(run_dir.rejects),),
-            audio_roots=tuple(source.audio_root for source in config.sources),
         )
-    # The checker runs no code because a dataset names it; that which the configuration names itself is another matter.
-    own_code = {codec.name: codec.model for codec in config.encode.codecs if codec.model.startswith("python:")}
+    # The checker loads no model because a dataset names it, but those that the configuration names itself.
+    own = {codec.name: codec.model for codec in config.encode.codecs if codec.model != "builtin"}
     return ValidateStage(
         Path(config.dataset_dir), run_dir, deep=level.deep, recheck_codes=level.recheck_share,
-        codec_models=own_code | level.codec_models if level.recheck_share else level.codec_models, against=against,
+        codec_models=own | level.codec_models if level.recheck_share else level.codec_models, against=against,
+        allow_targets={codec.name: codec.allow_targets for codec in config.encode.codecs if codec.allow_targets},
     )  # fmt: skip
 
 
@@ -130,7 +134,7 @@ def make_executor(config: Config) -> Executor:
     return LocalExecutor(workers=config.executor.workers)
 
 
-def check_config(config: Config, stages: Sequence[str] = STAGES) -> None:
+def check_config(config: Config, stages: Sequence[str] = STAGES, *, restart: bool = False) -> None:
     """Check, before any work, what can be checked then: models, patterns, filters, formats, folders.
 
     Raises:
@@ -138,14 +142,15 @@ def check_config(config: Config, stages: Sequence[str] = STAGES) -> None:
     """
     parse_filters(config.prepare.filters)
     make_speaker_key(config.speaker_key)
-    describe_speaker_encoder(config.match.encoder)
+    describe_speaker_encoder(config.match.encoder, config.match.allow_targets)
     min_similarity(config.match)
     for codec in config.encode.codecs:
-        describe_codec(codec.model)
+        describe_codec(codec.model, codec.allow_targets)
     for source in config.sources if {"prepare", "match", "write"} & set(stages) else ():
-        AudioRoot(Path(source.audio_root)).check()
+        AudioRoots.of([source.audio_root]).check()
         if "prepare" in stages:
             source.check()
+            source.check_speaker()
     run_dir, dataset_dir = Path(config.run_dir).resolve(), Path(config.dataset_dir).resolve()
     if dataset_dir.is_relative_to(run_dir) or run_dir.is_relative_to(dataset_dir):
         message = "run_dir and dataset_dir must not lie within each other: a dataset holds nothing else"
@@ -155,7 +160,11 @@ def check_config(config: Config, stages: Sequence[str] = STAGES) -> None:
     if stages:
         require_writable(run_dir)
     if "write" in stages:
-        WriteStage(config).check_output()
+        require_own_output(WriteStage(config))
+    for stage in make_stages(config, stages):
+        # A stage that is done loads no model.
+        if restart or not stage.dir.done.exists():
+            stage.require_models()
 
 
 def run_dataset(
@@ -166,6 +175,7 @@ def run_dataset(
     restart: bool = False,
     executor: Executor | None = None,
     wait_seconds: float = 0.0,
+    take_over: bool = False,
 ) -> DatasetResult:
     """Run stages over one dataset, in order, until one has units that failed or is submitted to a cluster.
 
@@ -175,6 +185,7 @@ def run_dataset(
         restart: begin these stages anew.
         executor: by default the one that the configuration names.
         wait_seconds: how long to wait for another process to leave the run directory.
+        take_over: go on also where SLURM cannot be asked whether jobs submitted from the run directory are left.
 
     Raises:
         ConfigError: before any work.
@@ -188,10 +199,13 @@ def run_dataset(
         True
     """
     executor = executor or make_executor(config)
-    check_config(config, stages)
+    check_config(config, stages, restart=restart)
     run_dir = RunDir(Path(config.run_dir))
     results: list[tuple[Stage, StageResult]] = []
     with disk_errors(run_dir.path), locked(run_dir, wait_seconds):
+        if not isinstance(executor, SlurmExecutor):
+            # That one looks for jobs by itself, and knows which belong to it.
+            require_no_chain(run_dir, take_over=take_over)
         write_atomic(run_dir.config, to_yaml(config))
         for stage in make_stages(config, stages):
             try:
@@ -238,8 +252,9 @@ def _reject_files(stage: Stage) -> list[Path]:
         return [stage.dir.rejects] if stage.dir.rejects.exists() else []
     if not stage.dir.units.exists():
         return []
-    commits = read_ledger(stage.dir.ledger, load_plan(stage))
-    paths = (stage.dir.unit_rejects(index) for index in sorted(commits) if commits[index].num_rejected)
+    folder = stage.dir.of_present_plan()
+    commits = read_ledger(folder, load_plan(stage))
+    paths = (folder.unit_rejects(index) for index in sorted(commits) if commits[index].num_rejected)
     return [path for path in paths if path.exists()]
 
 

@@ -18,14 +18,22 @@ import functools
 import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Final
 
 from sharmill.errors import ConfigError
 
 _IMPORTABLE: Final = re.compile(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def add_current_folder() -> None:
+    """Have modules that the user names be found where the user stands, too: last, so that they replace no other."""
+    if (folder := str(Path.cwd())) not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,8 @@ class Registry:
                 has no such attribute (``bad_plugin``).
         """
         entry = self.find(name)
+        if name.startswith("python:"):
+            add_current_folder()
         try:
             module = importlib.import_module(entry.module)
         except ImportError as error:
@@ -110,7 +120,25 @@ class Registry:
         return f"there is no {self.kind} {name!r}: valid are {', '.join(names)} and python:package.module:Class{hint}"
 
 
-SOURCES: Final = Registry("source", "sharmill.sources", {"nemo": "sharmill.sources.nemo:NemoSource"})
+def nearest(name: str, valid: list[str]) -> str:
+    """Return the end of a sentence about a name that is not valid: the name probably meant, or all valid ones.
+
+    >>> nearest("shufle", ["manifest", "shuffle"])
+    "; did you mean 'shuffle'?"
+    """
+    close = difflib.get_close_matches(name, valid, n=1)
+    return f"; did you mean '{close[0]}'?" if close else f"; the valid names are {', '.join(valid)}"
+
+
+SOURCES: Final = Registry(
+    "source",
+    "sharmill.sources",
+    {
+        "nemo": "sharmill.sources.nemo:NemoSource",
+        "table": "sharmill.sources.table:TableSource",
+        "folder": "sharmill.sources.folder:FolderSource",
+    },
+)
 ENCODERS: Final = Registry(
     "speaker encoder",
     "sharmill.encoders",

@@ -22,7 +22,7 @@ from sharmill.demo.corpus import make_corpus
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Segment, iterate_lines
 from sharmill.models import load_codec, load_speaker_encoder, make_deterministic
-from sharmill.models.batches import pad, padded_batches
+from sharmill.models.protocols import pad, padded_batches
 from sharmill.prepare.check import parse_record
 from sharmill.write.encoder import SegmentEncoder
 

@@ -25,10 +25,10 @@ from support.reader import make_dataset
 
 from sharmill.audio.encoding import encode
 from sharmill.shar import open_shar
+from sharmill.shar.arrays import array_to_bytes
 from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.items import FieldWriter, Item
 from sharmill.shar.lhotse_json import array_json, recording_json, temporal_array_json
-from sharmill.shar.npy import array_to_bytes
 
 RATE, FRAME_SHIFT, CODEBOOKS = 16000, 0.02, 8
 SHARDS = 4

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 import click
 import pytest
 import yaml
+from support.errors import raises
 from support.manifests import make_record, write_manifest
 from support.pipelines import run_sharmill
 
@@ -21,7 +24,7 @@ from sharmill.cli import run
 from sharmill.cli.arguments import split_arguments
 from sharmill.cli.main import COMMANDS, cli, main
 from sharmill.cli.run import run_configs
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import REMEDIES, ConfigError, FatalError
 
 HEAVY = ("torch", "nemo", "ray", "omegaconf", "lhotse", "numpy", "transformers", "rich")
 
@@ -44,7 +47,7 @@ def test_arguments_are_told_apart(arguments, paths, overrides, names):
 
 @pytest.mark.parametrize("arguments", [["match"], ["x=1"], ["a.json", "match"]])
 def test_a_configuration_is_needed(arguments):
-    with pytest.raises(ConfigError, match="no configuration among"):
+    with raises(ConfigError, "bad_usage", *arguments):
         split_arguments(arguments)
 
 
@@ -114,30 +117,28 @@ def test_what_is_no_manifest_ends_with_one_line(content, config, capsys, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["none.yaml"], "Error: there is no configuration file none.yaml"),
-        (["none.yaml", "wirte"], "Error: there is no stage 'wirte'; did you mean 'write'?"),
-        (["prepare"], "Error: no configuration among prepare: name a .yaml file"),
-    ],
+    ("arguments", "names"),
+    [(["none.yaml"], ["none.yaml"]), (["none.yaml", "wirte"], ["'wirte'", "'write'"]), (["prepare"], ["prepare"])],
 )
-def test_wrong_use_ends_with_one_line(arguments, message, capsys):
-    assert error_line(capsys, 2, "run", *arguments) == message
+def test_wrong_use_ends_with_one_line(arguments, names, capsys):
+    line = error_line(capsys, 2, "run", *arguments)
+    assert [name for name in names if name not in line] == []
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "names"),
     [
-        ("match.min_similarty=1", "unknown key 'match.min_similarty'; did you mean 'min_similarity'?"),
-        ("write.order=foo", "write.order: 'foo' is not one of manifest, speaker, shuffle"),
-        ("sources.0.audio_root=/no/such/root", "audio root /no/such/root does not exist"),
-        ("prepare.filters.cer=low", "prepare.filters.cer: 'low' is not a comparison with a number"),
-        ("speaker_key=librispech", "did you mean librispeech?"),
-        ("match.encoder=resemblizer", "resemblyzer"),
+        ("match.min_similarty=1", ["'match.min_similarty'", "'min_similarity'"]),
+        ("write.order=foo", ["write.order", "'foo'", "manifest, speaker, shuffle"]),
+        ("sources.0.audio_root=/no/such/root", ["/no/such/root"]),
+        ("prepare.filters.cer=low", ["prepare.filters.cer", "'low'"]),
+        ("speaker_key=librispech", ["librispech", "librispeech"]),
+        ("match.encoder=resemblizer", ["resemblizer", "resemblyzer"]),
     ],
 )
-def test_wrong_configuration_ends_with_one_line_and_writes_nothing(override, message, config, capsys, tmp_path):
-    assert message in error_line(capsys, 2, "run", config(), override)
+def test_wrong_configuration_ends_with_one_line_and_writes_nothing(override, names, config, capsys, tmp_path):
+    line = error_line(capsys, 2, "run", config(), override)
+    assert [name for name in names if name not in line] == []
     assert not (tmp_path / "dataset").exists()
     assert not (tmp_path / "run").exists()
 
@@ -158,28 +159,24 @@ def test_the_first_argument_of_the_demo_may_be_an_override(tmp_path, monkeypatch
 
 def test_models_of_codecs_are_for_rechecking(capsys, tmp_path):
     message = error_line(capsys, 2, "validate", str(tmp_path), "--codec-model", "mimi=models/mimi")
-    assert message == "Error: --codec-model goes with --recheck-codes"
+    assert "--codec-model" in message
+    assert "--recheck-codes" in message
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("arguments", "names"),
     [
-        (
-            ["run", "c.yaml", "--retsart"],
-            "Error: No such option '--retsart'. Did you mean '--restart'?; see sharmill run --help",
-        ),
-        (["run"], "Error: Missing argument 'CONFIG... [STAGE...] [KEY=VALUE...]'; see sharmill run --help"),
-        (["rnu", "c.yaml"], "Error: there is no command 'rnu', did you mean 'run'?; see sharmill --help"),
-        (["tune-btach"], "Error: there is no command 'tune-btach', did you mean 'tune-batch'?; see sharmill --help"),
-        (["xyz"], "Error: there is no command 'xyz'; see sharmill --help"),
-        (
-            ["plan", "c.yaml", "--ranks", "0"],
-            "Error: Invalid value for '--ranks': 0 is not in the range x>=1; see sharmill plan --help",
-        ),
+        (["run", "c.yaml", "--retsart"], ["'--retsart'", "'--restart'", "sharmill run --help"]),
+        (["run"], ["'CONFIG... [STAGE...] [KEY=VALUE...]'", "sharmill run --help"]),
+        (["rnu", "c.yaml"], ["'rnu'", "'run'", "sharmill --help"]),
+        (["tune-btach"], ["'tune-btach'", "'tune-batch'", "sharmill --help"]),
+        (["xyz"], ["'xyz'", "sharmill --help"]),
+        (["plan", "c.yaml", "--ranks", "0"], ["'--ranks'", "0", "sharmill plan --help"]),
     ],
 )
-def test_wrong_use_of_commands_ends_with_one_line(arguments, line, capsys):
-    assert error_line(capsys, 2, *arguments) == line
+def test_wrong_use_of_commands_ends_with_one_line(arguments, names, capsys):
+    line = error_line(capsys, 2, *arguments)
+    assert [name for name in names if name not in line] == []
 
 
 def test_without_a_command_the_help_is_shown(capsys):
@@ -198,24 +195,28 @@ def test_without_a_command_the_help_is_shown(capsys):
 def test_a_typing_error_in_a_configuration_is_named_with_its_place(text, place, capsys, tmp_path):
     (tmp_path / "c.yaml").write_text(text)
     line = error_line(capsys, 2, "run", tmp_path / "c.yaml")
-    assert line.startswith(f"Error: {tmp_path / 'c.yaml'} is not valid YAML: {place}")
+    assert str(tmp_path / "c.yaml") in line
+    assert place in line
 
 
 def test_plan_takes_no_stages(capsys, config):
-    assert error_line(capsys, 2, "plan", config(), "match") == "Error: 'plan' takes no stage names: match"
+    assert "match" in error_line(capsys, 2, "plan", config(), "match")
 
 
 @pytest.mark.parametrize("workers", ["0", "-1", "many", "1.5"])
 def test_number_of_workers(workers, capsys, tmp_path):
     line = error_line(capsys, 2, "validate", tmp_path, "--workers", workers)
-    assert line == f"Error: --workers is {workers!r}; use 'auto' or a number from 1"
+    assert "--workers" in line
+    assert repr(workers) in line
+    assert "'auto'" in line
 
 
 @pytest.mark.parametrize("arguments", [["demo", "{}/file"], ["validate", "{}", "--json", "{}/file/findings.json"]])
 def test_folder_that_cannot_be_made(arguments, capsys, tmp_path):
     (tmp_path / "file").touch()
     line = error_line(capsys, 2, *(argument.format(tmp_path) for argument in arguments))
-    assert line.startswith(f"Error: cannot write to {tmp_path / 'file'}: File exists")
+    assert str(tmp_path / "file") in line
+    assert os.strerror(errno.EEXIST) in line
 
 
 def test_prepare_alone_ends_well(config, tmp_path, capsys):
@@ -230,13 +231,14 @@ def test_too_many_rejects_end_with_the_first_sentence_and_the_remedy_of_each_rea
     write_manifest(tmp_path / "m.json", [*missing, make_record(text=""), make_record()])
     assert ending("run", str(path), "prepare") == 1
     first, *reasons = capsys.readouterr().err.splitlines()
-    assert "4 of 5 records are rejected, more than max_reject_fraction=0.5 allows" in first
-    assert "or raise max_reject_fraction" in first
-    assert reasons[0].startswith("  missing_audio 3, the first: ")
-    assert "none.wav: No such file" in reasons[0]
-    assert "audio_root in sources" in reasons[0]
-    assert reasons[1].startswith("  empty_text 1, the first: a.wav: text is empty")
-    assert "prepare.require_text=false" in reasons[1]
+    assert "4 of 5 records" in first
+    assert "raise max_reject_fraction" in first
+    assert [line.split()[:2] for line in reasons] == [["missing_audio", "3,"], ["empty_text", "1,"]]
+    assert "none.wav" in reasons[0]
+    assert REMEDIES["missing_audio"] in reasons[0]
+    assert "a.wav: text" in reasons[1]
+    assert REMEDIES["empty_text"] in reasons[1]
+    assert reasons[1].count("prepare.require_text") == 1
     rejects = [json.loads(line) for line in (tmp_path / "run/rejects.jsonl").read_bytes().splitlines()]
     assert [reject["reason"] for reject in rejects] == ["missing_audio"] * 3 + ["empty_text"]
 
@@ -251,7 +253,8 @@ def test_no_higher_limit_is_advised_where_all_is_rejected(config, capsys, tmp_pa
 def test_errors_show_no_traceback_in_a_process_of_its_own(config):
     outcome = run_sharmill("run", config(b""))
     assert outcome.returncode == 2
-    assert outcome.stderr.startswith("Error: the manifest ")
+    assert outcome.stderr.startswith("Error: ")
+    assert "m.json" in outcome.stderr
     assert outcome.stderr.count("\n") == 1
 
 
@@ -291,13 +294,13 @@ def test_a_dataset_that_stops_does_not_stop_the_next(monkeypatch, capsys):
 
     def run_one(config, stages, **options):
         ran.append(config.name)
-        raise FatalError("the disk is full")
+        raise FatalError("full", code="disk")
 
     monkeypatch.setattr(run, "_run_one", run_one)
     monkeypatch.setattr(pipeline, "check_config", lambda config, stages: None)
     run_configs([SimpleNamespace(name="a"), SimpleNamespace(name="b")], ["prepare"], restart=False)
     assert ran == ["a", "b"]
-    assert capsys.readouterr().err == "Error: a: the disk is full\nError: b: the disk is full\n"
+    assert capsys.readouterr().err == "Error: a: full\nError: b: full\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])

@@ -12,8 +12,7 @@ from rich.console import Console
 from sharmill.cli.results import print_report, print_result
 from sharmill.engine.outcomes import FailedAttempt, StageResult
 from sharmill.engine.unit import Totals
-from sharmill.validate.findings import CODES, Finding
-from sharmill.validate.report import make_report
+from sharmill.validate.findings import CODES, Finding, make_report
 
 
 def printed(width, show, *arguments) -> list[str]:

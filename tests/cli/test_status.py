@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -12,19 +13,22 @@ from itertools import islice
 
 import msgspec
 import pytest
+import yaml
 from rich.console import Console
 from support.manifests import config_for, make_record, write_manifest
 from support.pipelines import run_sharmill
 
 from sharmill.cli import stage_status, status
 from sharmill.cli.stage_status import StageStatus, read_stage
-from sharmill.cli.status import print_status
+from sharmill.cli.status import QueueView, print_status
 from sharmill.config import to_yaml
+from sharmill.engine.fence import make_fence
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.progress import RankProgress
 from sharmill.engine.worker import Worker
 from sharmill.executors.slurm.chain import ChainState
+from sharmill.executors.slurm.queue import QueuedJob, make_run_id
 from sharmill.prepare.stage import PrepareStage
 from sharmill.storage import write_atomic
 
@@ -55,6 +59,7 @@ def stage(tmp_path, audio_root):
     )
     stage = PrepareStage(config)
     units = read_or_make_plan(stage, restart=False)
+    make_fence(stage)
     write_atomic(stage.run_dir.config, to_yaml(config))
     with Worker(stage, 0, "cpu") as worker:
         worker.run(units[0])
@@ -67,10 +72,10 @@ def put_rank(stage, rank, *, started, updated, **values):
     stage.dir.rank_progress(rank).write_bytes(msgspec.json.encode(record))
 
 
-def shown(stage, width=160) -> str:
+def shown(stage, queue=None, *, width=160) -> str:
     console = Console(width=width, highlight=False)
     with console.capture() as capture:
-        print_status(console, stage.run_dir.path)
+        print_status(console, stage.run_dir.path, queue)
     return capture.get()
 
 
@@ -135,11 +140,11 @@ def test_an_end_that_is_far_off_has_its_date(noon):
 
 
 def test_a_rank_that_is_silent_for_more_than_five_minutes_is_marked(stage, noon):
-    put_rank(stage, 0, started=noon - 1000, updated=noon - 299, unit=1, cost_done=2.0)
-    put_rank(stage, 1, started=noon - 1000, updated=noon - 301, unit=2, cost_done=2.0)
+    put_rank(stage, 0, started=noon - 1000, updated=noon - 299, unit=1, unit_began=noon - 539, cost_done=2.0)
+    put_rank(stage, 1, started=noon - 1000, updated=noon - 301, unit=2, unit_began=noon - 901, cost_done=2.0)
     lively, silent = [line for line in shown(stage).splitlines() if line.startswith("prepare rank")]
-    assert lively == "prepare rank 0 on node7: unit 1, 0 done, 0 MB, seen 299 s ago"
-    assert silent == "prepare rank 1 on node7: unit 2, 0 done, 0 MB, SILENT for 301 s (pid 1234)"
+    assert lively == "prepare rank 0 on node7: unit 1 for 0:04:00, 0 done, 0 MB, seen 299 s ago"
+    assert silent == "prepare rank 1 on node7: unit 2 for 0:10:00, 0 done, 0 MB, SILENT for 301 s (pid 1234)"
     seen = read_stage(stage)
     assert seen.state == "under way"
     assert seen.rate == pytest.approx(2.0 / 701)
@@ -163,13 +168,38 @@ def test_ranks_that_have_ended_are_not_shown(stage, noon):
     assert read_stage(stage).seconds_left is None
 
 
-def test_a_stage_whose_jobs_wait_is_in_the_queue(stage, noon):
-    state = ChainState(state="waiting", message="prepare: 3 units on 3 ranks (job 8), continued by job 9")
+@pytest.fixture
+def waiting(stage, noon):
+    """The state of a chain that waits for its jobs."""
+    state = ChainState(
+        state="waiting", message="prepare: 3 units on 3 ranks (job 8)", command="cd / && sharmill submit"
+    )
     write_atomic(stage.run_dir.chain, msgspec.json.encode(state))
     os.utime(stage.run_dir.chain, (noon, noon))
-    text = shown(stage)
+
+
+def test_a_stage_whose_jobs_wait_is_in_the_queue(stage, waiting):
+    jobs = [QueuedJob(f"8_{n}", "PENDING", "Priority", "ann", "rank") for n in range(3)]
+    jobs.append(QueuedJob("9", "RUNNING", "None", "ann", "driver"))
+    text = shown(stage, QueueView(stage.run_dir.path, jobs, next_question=math.inf))
     assert row(text, "prepare")[1] == "in the queue"
     assert "chain of jobs: waiting since 2026-03-01 12:00:00: prepare: 3 units on 3 ranks" in text
+    assert "rank job 8_0 and 2 more: PENDING (Priority)" in text
+    assert "driver job 9: RUNNING\n" in text
+
+
+def test_jobs_that_are_gone_are_to_be_submitted_again(stage, waiting):
+    text = shown(stage)
+    assert row(text, "prepare")[1] == "stopped"
+    assert "its jobs are gone: submit again: cd / && sharmill submit" in text
+
+
+def test_where_nobody_can_be_asked_status_says_so(stage, waiting, monkeypatch):
+    make_run_id(stage.run_dir)
+    monkeypatch.setenv("PATH", str(stage.run_dir.path))
+    text = shown(stage)
+    assert row(text, "prepare")[1] == "in the queue"
+    assert "it is not known whether its jobs are left: there is no squeue here" in text
 
 
 def test_watch_shows_it_again_until_it_is_interrupted(stage):
@@ -211,7 +241,20 @@ def test_codecs_of_earlier_runs_are_shown(stage):
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):
     outcome = run_sharmill("status", tmp_path)
     assert outcome.returncode == 2
-    assert "is not a run directory" in outcome.stderr
+    assert str(tmp_path) in outcome.stderr
+    assert "resolved_config.yaml" in outcome.stderr
+
+
+def test_no_code_of_a_source_or_model_is_imported(stage, tmp_path, monkeypatch):
+    (tmp_path / "strangers_code.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = yaml.safe_load(stage.run_dir.config.read_bytes())
+    config["sources"] = [{"type": "python:strangers_code:Source", "audio_root": "a", "table": "t.csv"}]
+    config["match"]["encoder"] = "python:strangers_code:Encoder"
+    config["encode"]["codecs"] = [{"name": "theirs", "model": "python:strangers_code:Codec"}]
+    stage.run_dir.config.write_text(yaml.safe_dump(config))
+    assert "encode/theirs" in shown(stage)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_nothing_is_written(stage):

@@ -161,7 +161,7 @@ def test_every_defect_is_there_once_and_has_a_reason_code(corpus):
 
 def test_defective_records_are_wrong_in_the_text(corpus):
     assert defect(corpus, "empty_text")["text"].strip() == ""
-    assert "Speaker:" not in defect(corpus, "bad_speaker_tag")["speaker"]
+    assert "Dataset:" not in defect(corpus, "bad_speaker_tag")["speaker"]
     assert defect(corpus, "skipme")["_skipme"] == 1
     solo = defect(corpus, "single_utterance")["speaker"]
     assert [record["speaker"] for record in read_records(corpus)].count(solo) == 1

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from support.errors import raises
 
+from sharmill.demo.corpus import sentences
 from sharmill.demo.espeak import Espeak, VoiceSettings
-from sharmill.demo.sentences import sentences
 from sharmill.demo.voices import VOICES
 from sharmill.errors import ConfigError
 
@@ -19,10 +19,10 @@ TEXTS = ("Good morning to you.", "The seven ships left the harbour before the st
 def digests(*, reverse: bool) -> dict[str, str]:
     """One hash for each text and voice, spoken in one order or the other."""
     espeak = Espeak()
-    jobs = list(itertools.product(TEXTS, VOICES))
+    jobs = list(itertools.product(TEXTS, VOICES.items()))
     return {
-        f"{text} {voice.speaker}": hashlib.sha256(espeak.synthesize(text, voice.settings).tobytes()).hexdigest()
-        for text, voice in (reversed(jobs) if reverse else jobs)
+        f"{text} {name}": hashlib.sha256(espeak.synthesize(text, voice).tobytes()).hexdigest()
+        for text, (name, voice) in (reversed(jobs) if reverse else jobs)
     }
 
 
@@ -34,7 +34,7 @@ def test_samples_do_not_depend_on_the_order_or_the_process():
 
 
 def test_speech_is_mono_and_audible():
-    samples = Espeak().synthesize(TEXTS[0], VOICES[0].settings)
+    samples = Espeak().synthesize(TEXTS[0], VOICES["ada"])
     assert samples.dtype == np.int16
     assert samples.ndim == 1
     assert 0.5 < len(samples) / Espeak.sampling_rate < 3.0

@@ -147,4 +147,4 @@ def test_whole_input(whole, tmp_path):
     assert whole.says in ended.stderr
     assert ended.returncode == whole.status
     # A stage that stops for its rejects says below which, and what to do.
-    assert not further or "The commonest reasons" in first
+    assert not further or "max_reject_fraction" in first

@@ -14,7 +14,7 @@ from support.pipelines import run_sharmill
 
 from sharmill.audio.files import read
 from sharmill.models import load_speaker_encoder, own_min_similarity
-from sharmill.models.batches import pad
+from sharmill.models.protocols import pad
 from sharmill.shar import open_shar
 
 CONFIG = REPOSITORY / "configs/librispeech.yaml"

@@ -296,7 +296,7 @@ def test_metadata_that_disagree_with_the_audio_fail_the_unit(project, config, ch
     reindex(project.dataset)
     result, errors = encode_damaged(config)
     assert list(result.failures) == [0]
-    assert "the stored audio of" in errors[0]
+    assert any(item.cut_id in errors[0] for item in items)
 
 
 def test_swapped_fields_fail_the_unit(project, config):
@@ -308,7 +308,8 @@ def test_swapped_fields_fail_the_unit(project, config):
     reindex(project.dataset)
     result, errors = encode_damaged(config)
     assert list(result.failures) == [0]
-    assert "do not have the same ids" in errors[0]
+    assert "shard 0" in errors[0]
+    assert "context_audio" in errors[0]
 
 
 def test_what_is_no_dataset_is_a_configuration_error(project):
@@ -320,9 +321,7 @@ def test_codes_of_other_audio_are_not_taken_for_those_of_this(project, config):
     project.encode(config)
     changed = project.configure(write={"shard_size": 3, "order": "manifest", "sampling_rate": 8000})
     assert run(WriteStage(changed), restart=True).ok
-    with raises(ConfigError, "changed_plan", "the input has other content"):
-        encode(changed, ToyCodec())
-    assert encode(changed, ToyCodec(), restart=True).ok
+    assert encode(changed, ToyCodec()).ok
     assert {cut.target_codes.shape[1] for cut in open_shar(project.dataset)} == {50, 25, 63, 16, 100}
 
 
@@ -369,5 +368,5 @@ def test_an_index_without_the_audio_checksums_is_damage(project, config):
     shards = lines(project.dataset / "shards.jsonl")
     del shards[0]["fields"]["context_audio"]
     rewrite(project.dataset / "shards.jsonl", shards)
-    with pytest.raises(DamagedShard, match="no context_audio of shard 0"):
+    with raises(DamagedShard, "damaged_shard", "context_audio", "shard 0"):
         encode(config, ToyCodec())

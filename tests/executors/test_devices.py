@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from support.errors import raises
 from support.toy_stage import GpuStage, run
 
 from sharmill.errors import ConfigError
@@ -38,7 +39,7 @@ class TestPlan:
     @pytest.mark.parametrize("gpus", [(), GPUS])
     @pytest.mark.parametrize("workers", [0, -1, "many", "1.5", ""])
     def test_anything_else_is_a_wrong_configuration(self, workers, gpus):
-        with pytest.raises(ConfigError, match=r"executor\.workers"):
+        with raises(ConfigError, "bad_config_value", "executor.workers"):
             plan_devices(workers, uses_gpu=True, gpus=gpus, cores=2)
 
 

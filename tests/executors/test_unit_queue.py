@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.toy_stage import RecordingListener
+from support.errors import raises
+from support.toy_stage import RecordingListener, ToyStage
 
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.rejects import RejectLimit
@@ -13,8 +14,6 @@ from sharmill.engine.unit import Commit, make_unit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.driven_rank import DrivenRank, FailedStarts, Ready, as_answer
 from sharmill.executors.unit_queue import UnitQueue
-
-LOG = Path("logs/rank-000.log")
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def queue(heard):
 
 def commit_of(unit):
     return Commit(
-        index=unit.index, id=unit.id, files=[], num_in=1, num_out=1, rejects={}, stats={}, seconds=0.1, rank=0
+        token="", index=unit.index, id=unit.id, files=[], num_in=1, num_out=1, rejects={}, stats={}, seconds=0.1, rank=0
     )
 
 
@@ -101,26 +100,26 @@ def test_a_rank_goes_after_two_failures_in_a_row(queue):
 def test_an_error_that_ends_the_stage_is_raised(queue, kind):
     class Special(kind):
         def __init__(self, first, second):
-            super().__init__(f"{first} and {second}")
+            super().__init__(f"{first} {second}", code="disk")
 
     answer = as_answer(Special("this", "that"))
     assert type(answer) is kind
-    with pytest.raises(kind, match="this and that"):
+    with raises(kind, "disk", "this that"):
         DrivenRank(number=0).handle_answer(answer, queue)
 
 
 @pytest.mark.parametrize(("excused", "failures"), [(False, {0}), (True, set())])
-def test_what_a_lost_rank_had_is_done_again(queue, excused, failures):
-    rank = DrivenRank(number=0)
-    rank.report_lost_unit(queue, "the actor died", LOG)
+def test_what_a_lost_rank_had_is_done_again(queue, excused, failures, tmp_path):
+    rank, stage = DrivenRank(number=0), ToyStage(tmp_path)
+    rank.report_lost_unit(queue, "the actor died", stage)
     assert len(queue) == 2
     unit = make_unit(0, cost=0.0, size=1, params={})
     for _ in range(3):
         rank.unit = unit
-        rank.report_lost_unit(queue, "the actor died", LOG, excused=excused)
+        rank.report_lost_unit(queue, "the actor died", stage, excused=excused)
     assert set(queue.failures) == failures
     if failures:
-        assert queue.failures[0].message == "the actor died; its log is logs/rank-000.log"
+        assert queue.failures[0].message == f"the actor died; its log is {stage.dir.rank_log(0)}"
 
 
 def test_failed_starts_count_by_place_until_one_succeeds():

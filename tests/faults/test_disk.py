@@ -6,6 +6,7 @@ ever seen, and a relaunch on a good disk brings the same bytes.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -75,7 +76,18 @@ def test_the_error_told_is_that_of_the_work_and_not_of_its_closing_words(small_r
     small_run.restore("write")
     outcome = faulty_disk.run(small_run, "write", "dead", first)
     assert outcome.returncode == 1
-    assert "/run/write/ledger/" in outcome.stderr
+    assert "/run/write/ranks/" in outcome.stderr
+    assert "/ledger/" in outcome.stderr
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_flock_is_named_and_changes_nothing(small_run, faulty_disk, number):
+    small_run.restore("encode")
+    outcome = faulty_disk.run(small_run, "encode", "none", 1, FLOCK=number)
+    assert outcome.returncode == 0
+    named = [line.split(" has no flock")[0].rpartition(" ")[2] for line in outcome.stderr.splitlines()]
+    assert named == [str(small_run.work / "run"), str(small_run.dataset)]
+    assert small_run.differences("encode") == []
 
 
 @pytest.fixture
@@ -108,7 +120,7 @@ def test_the_disk_fills_up(small_run, resize, stage):
     outcome = small_run.run(stage, workers=2)
     assert outcome.returncode == 1
     (line,) = outcome.stderr.splitlines()
-    assert line.startswith("Error: cannot write ")
+    assert line.startswith("Error: ")
     assert "No space left on device" in line
     assert small_run.leftovers() == []
     small_run.check_readers(stage)

@@ -99,7 +99,7 @@ def test_a_path_of_another_form_is_rejected_with_the_form_that_was_expected(pres
 
 
 def test_a_tag_without_a_name_is_rejected():
-    with pytest.raises(RejectRecord, match=r"bad_speaker: the speaker tag of 'a.wav' names no speaker"):
+    with pytest.raises(RejectRecord, match=r"^bad_speaker: .*'a.wav'"):
         make_speaker_key("speaker")("a.wav", " ")
 
 
@@ -136,16 +136,17 @@ def test_a_path_that_a_pattern_does_not_find_is_rejected():
     with pytest.raises(RejectRecord) as caught:
         make_speaker_key(pattern)("anna/1.wav", "anna")
     assert caught.value.reason == "bad_speaker"
-    assert caught.value.detail == f"the path 'anna/1.wav' is not like the pattern {pattern!r}"
+    assert "'anna/1.wav'" in caught.value.detail
+    assert repr(pattern) in caught.value.detail
 
 
 def test_a_group_that_takes_no_part_is_rejected():
-    with pytest.raises(RejectRecord, match=r"bad_speaker: the group 'room' .* takes no part in 'anna/1.wav'"):
+    with pytest.raises(RejectRecord, match=r"^bad_speaker: .*'room'.*'anna/1.wav'"):
         make_speaker_key(r"^(?P<voice>\w+)/(?P<room>hall)?")("anna/1.wav", "anna")
 
 
 def test_a_key_of_nothing_is_rejected():
-    with pytest.raises(RejectRecord, match=r"bad_speaker: .* finds only empty values"):
+    with pytest.raises(RejectRecord, match=r"^bad_speaker: "):
         make_speaker_key(r"^(?P<voice>\d*)")("anna/1.wav", "anna")
 
 

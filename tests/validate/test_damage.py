@@ -47,7 +47,7 @@ CHANGED_BYTES = {"wrong_size", "wrong_checksum"}
 @pytest.fixture(autouse=True)
 def toy_codec(monkeypatch):
     """What made the codes is what is loaded to make them again."""
-    monkeypatch.setattr("sharmill.validate.recheck.load_codec", lambda model: ToyCodec())
+    monkeypatch.setattr("sharmill.validate.recheck.load_codec", lambda model, **trust: ToyCodec())
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_codes_are_not_compared_with_those_of_a_codec_that_is_another(dataset, f
 def test_a_dataset_of_another_version_is_refused(dataset):
     change_description(format_version=2)(dataset)
     for use in (check, lambda directory: list(open_shar(directory))):
-        with raises(ConfigError, "wrong_version", "format version 2"):
+        with raises(ConfigError, "wrong_version", "2"):
             use(dataset)
 
 
@@ -221,6 +221,6 @@ def test_a_reader_of_wrong_content_gets_as_many_cuts_or_an_error(dataset, right,
 def test_a_reader_never_takes_what_lhotse_would_run_or_fetch(dataset, tmp_path, monkeypatch, name, fields):
     monkeypatch.chdir(tmp_path)
     KINDS[name].do(dataset)
-    with pytest.raises(DamagedShard, match="source of type"):
+    with raises(DamagedShard, "damaged_shard"):
         list(open_shar(dataset, fields))
     assert not (tmp_path / "ran").exists()

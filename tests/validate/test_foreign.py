@@ -13,8 +13,8 @@ from support.shar import copy, lines, put, rewrite, run, snapshot, voice
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
+from sharmill.shar.arrays import array_from_bytes, array_to_bytes
 from sharmill.shar.items import FieldWriter, Item, read_field
-from sharmill.shar.npy import array_from_bytes, array_to_bytes
 from sharmill.shar.rebuild import parse_codec_facts, rebuild_index
 from sharmill.validate.stage import ValidateStage
 
@@ -255,7 +255,7 @@ def test_facts_of_another_form_are_refused(text):
 
 def test_a_damaged_shard_gets_no_index(published):
     cut_off(published / "target_audio/recording.000001.tar")
-    with pytest.raises(DamagedShard):
+    with raises(DamagedShard, "damaged_shard", "recording.000001.tar"):
         list(rebuild_index(published, [parse_codec_facts(TOY)]))
     assert not (published / "shards.jsonl").exists()
 

@@ -11,10 +11,12 @@ from support.shar import Project, ToyCodec, copy, run, voice
 
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
+from sharmill.shar.arrays import array_from_bytes, array_to_bytes
 from sharmill.shar.items import FieldWriter, Item, read_field
-from sharmill.shar.npy import array_from_bytes, array_to_bytes
+from sharmill.validate.checked_dataset import read_checked_dataset
 from sharmill.validate.levels import MAX_CLIPPING_SHARE, MAX_SILENCE_SHARE, measure
-from sharmill.validate.recheck import MAX_DIFFERENT_CODES
+from sharmill.validate.recheck import MAX_DIFFERENT_CODES, Rechecker
+from sharmill.validate.shard import ShardCheck
 from sharmill.validate.stage import ValidateStage
 
 
@@ -59,7 +61,7 @@ def test_silent_and_clipped_audio_are_warnings_of_the_deep_level(project, tmp_pa
     report = validate(project.dataset, tmp_path / "deep", deep=True)
     # Each is a target once and a context once, and decoded once.
     assert kinds(report) == {"silent_audio": 2, "clipped_audio": 2}
-    assert (report.errors, report.warnings, report.redo) == (0, 4, [])
+    assert (report.errors, report.warnings, report.units_to_repeat) == (0, 4, [])
     assert report.checked["items decoded"] == 6
     assert report.checked["seconds decoded"] == 3.0
     assert {row["member"] for row in report.findings if row["field"] == "target_audio"} == {
@@ -111,7 +113,7 @@ def test_codes_may_differ_by_as_much_as_arithmetic_does(encoded, toy, tmp_path, 
     assert report.checked["codes that differ"] == different > 0
     found = [(row["shard"], row["field"], row["member"]) for row in report.findings if row["code"] == "different_codes"]
     assert found == ([(1, "codes_toy/target_codes", cut_id)] if is_found else [])
-    assert [unit.stage for unit in report.redo] == ["encode/toy"]  # its checksum is wrong in either case
+    assert [unit.stage for unit in report.units_to_repeat] == ["encode/toy"]  # its checksum is wrong in either case
 
 
 def test_the_sample_is_a_share_and_does_not_depend_on_the_run(tmp_path, toy):
@@ -122,6 +124,19 @@ def test_the_sample_is_a_share_and_does_not_depend_on_the_run(tmp_path, toy):
     first = validate(project.dataset, tmp_path / "first", recheck_codes=0.25).checked
     assert validate(project.dataset, tmp_path / "second", recheck_codes=0.25).checked == first
     assert 15 <= first["segments encoded again"] <= 45  # 30 of 120, give or take
+
+
+@pytest.mark.parametrize(("deep", "share"), [(True, 0.0), (False, 1.0), (False, 1e-9), (True, 1.0)])
+def test_progress_is_told_item_by_item_up_to_the_cost_of_the_shard(encoded, toy, deep, share):
+    subject = read_checked_dataset(encoded)
+    recheck = Rechecker(subject, share) if share else None
+    if recheck is not None:
+        recheck.load()
+    for shard in subject.shards:
+        steps = []
+        ShardCheck(subject, deep=deep, recheck=recheck)(shard, steps.append)
+        assert len(steps) == (deep + bool(share)) * 2 * shard.size
+        assert sum(steps) == pytest.approx(shard.record.target_seconds + shard.record.context_seconds, abs=2e-3)
 
 
 def test_a_sample_without_a_segment_is_told(encoded, toy, tmp_path):
@@ -143,5 +158,5 @@ def test_a_model_that_has_moved_is_looked_for_where_it_is_said(encoded, toy, tmp
 
 
 def test_a_model_that_is_not_there_is_an_error_before_any_work(encoded, tmp_path):
-    with pytest.raises(ConfigError, match=r"say where it is with --codec-model toy=MODEL"):
+    with raises(ConfigError, "bad_model", "--codec-model toy=MODEL"):
         validate(encoded, tmp_path / "run", recheck_codes=1.0, codec_models={"toy": "nemo:/nowhere/x.nemo"})

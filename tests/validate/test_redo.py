@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.errors import raises
 from support.shar import Project, ToyCodec, lines, loading, put, rewrite, run, snapshot, voice
 
 from sharmill.config import CodecConfig
@@ -12,8 +13,8 @@ from sharmill.encode.stage import EncodeStage
 from sharmill.engine import ledger
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
+from sharmill.validate.findings import encode_report, read_report
 from sharmill.validate.redo import take_back_commits
-from sharmill.validate.report import Redo, encode_report, read_report
 from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage
 
@@ -89,27 +90,27 @@ def drop_field(shards):
 
 
 DAMAGES = {
-    "audio": (lambda d: flip(d / TARGETS), [Redo("write", 1)]),
-    "audio that is cut off": (lambda d: (d / TARGETS).write_bytes((d / TARGETS).read_bytes()[:-1]), [Redo("write", 1)]),
-    "audio that is gone": (lambda d: (d / TARGETS).unlink(), [Redo("write", 1)]),
-    "cuts": (lambda d: flip(d / "cuts/cuts.000002.jsonl.gz", 100), [Redo("write", 2)]),
-    "codes": (lambda d: flip(d / CODES, 700), [Redo("encode/b", 1)]),
-    "codes that are gone": (lambda d: (d / CODES).unlink(), [Redo("encode/b", 1)]),
-    "several": (lambda d: (flip(d / TARGETS), flip(d / CODES, 700)), [Redo("encode/b", 1), Redo("write", 1)]),
-    "a description that is cut off": (lambda d: (d / "dataset.json").write_bytes(b"{"), [Redo("index")]),
-    "a list of shards that is cut off": (lambda d: (d / "shards.jsonl").write_bytes(b'{"in'), [Redo("index")]),
-    "no index": (lambda d: (d / "shards.jsonl").unlink(), [Redo("index")]),
-    "a shard that is not listed": (lambda d: edit_shards(d, lambda shards: shards[:-1]), [Redo("index")]),
+    "audio": (lambda d: flip(d / TARGETS), [("write", 1)]),
+    "audio that is cut off": (lambda d: (d / TARGETS).write_bytes((d / TARGETS).read_bytes()[:-1]), [("write", 1)]),
+    "audio that is gone": (lambda d: (d / TARGETS).unlink(), [("write", 1)]),
+    "cuts": (lambda d: flip(d / "cuts/cuts.000002.jsonl.gz", 100), [("write", 2)]),
+    "codes": (lambda d: flip(d / CODES, 700), [("encode/b", 1)]),
+    "codes that are gone": (lambda d: (d / CODES).unlink(), [("encode/b", 1)]),
+    "several": (lambda d: (flip(d / TARGETS), flip(d / CODES, 700)), [("encode/b", 1), ("write", 1)]),
+    "a description that is cut off": (lambda d: (d / "dataset.json").write_bytes(b"{"), [("index", None)]),
+    "a list of shards that is cut off": (lambda d: (d / "shards.jsonl").write_bytes(b'{"in'), [("index", None)]),
+    "no index": (lambda d: (d / "shards.jsonl").unlink(), [("index", None)]),
+    "a shard that is not listed": (lambda d: edit_shards(d, lambda shards: shards[:-1]), [("index", None)]),
     "a field that is not listed": (
-        lambda d: edit_shards(d, drop_field), [Redo("encode/a", 1), Redo("index")],
+        lambda d: edit_shards(d, drop_field), [("encode/a", 1), ("index", None)],
     ),
-    "other totals": (lambda d: edit_description(d, num_cuts=9), [Redo("index")]),
+    "other totals": (lambda d: edit_description(d, num_cuts=9), [("index", None)]),
     "a codec without fields": (
-        lambda d: edit_description(d, fields=["cuts", "target_audio", "context_audio"]), [Redo("index")],
+        lambda d: edit_description(d, fields=["cuts", "target_audio", "context_audio"]), [("index", None)],
     ),
     "a list of an older dataset": (
         lambda d: edit_shards(d, lambda s: [s[0] | {"count": 2, "target_seconds": 0.5}, *s[1:]]),
-        [Redo("index"), Redo("write", 0), Redo("encode/a", 0), Redo("encode/b", 0)],
+        [("index", None), ("write", 0), ("encode/a", 0), ("encode/b", 0)],
     ),
 }  # fmt: skip
 
@@ -119,8 +120,9 @@ def test_what_is_named_is_done_again_with_the_same_bytes(finished, tmp_path, dam
     inflict, expected = DAMAGES[damage]
     inflict(finished.dataset)
     report = finished.validate(tmp_path / "first")
-    assert set(report.redo) >= set(expected)
-    assert {unit.stage for unit in report.redo} == {unit.stage for unit in expected}
+    named = [(unit.stage, unit.shard) for unit in report.units_to_repeat]
+    assert set(named) >= set(expected)
+    assert {stage for stage, _ in named} == {stage for stage, _ in expected}
     take_back_commits(finished.config, report, STAGES)
     finished.run()
     assert snapshot(finished.dataset) == finished.original
@@ -199,14 +201,14 @@ def test_a_report_survives_its_file(finished, tmp_path):
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"format_version": 1}'])
 def test_what_is_no_report_is_a_configuration_error(tmp_path, content):
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(ConfigError, match="not what sharmill validate --json writes"):
+    with raises(ConfigError, "bad_findings", "x.json"):
         read_report(tmp_path / "x.json")
-    with pytest.raises(ConfigError, match="cannot read the findings"):
+    with raises(ConfigError, "bad_findings", "nothing.json"):
         read_report(tmp_path / "nothing.json")
 
 
 def test_a_clean_report_names_nothing_to_do(finished, tmp_path):
-    with pytest.raises(ConfigError, match="there are none"):
+    with raises(ConfigError, "bad_findings"):
         take_back_commits(finished.config, finished.validate(tmp_path / "check"), STAGES)
 
 
@@ -223,17 +225,17 @@ def test_a_context_that_is_a_copy_needs_another_match_and_no_redo(tmp_path):
     (row,) = report.findings
     assert (row["code"], row["member"]) == ("copied_context", "cut-rec-0-0.00-1.00")
     assert "sharmill run CONFIG --restart" in row["to_do"]
-    assert report.redo == []
-    with pytest.raises(ConfigError, match="see to_do of each"):
+    assert report.units_to_repeat == []
+    with raises(ConfigError, "bad_findings", "to_do"):
         take_back_commits(config, report, ["write"])
 
 
 def test_strays_are_for_a_person_to_remove(finished, tmp_path):
     (finished.dataset / "notes.txt").touch()
     report = finished.validate(tmp_path / "check")
-    assert report.redo == []
+    assert report.units_to_repeat == []
     assert report.findings[0]["to_do"] == "look whose it is, then remove it"
-    with pytest.raises(ConfigError, match="see to_do of each"):
+    with raises(ConfigError, "bad_findings", "to_do"):
         take_back_commits(finished.config, report, STAGES)
 
 
@@ -241,17 +243,17 @@ def test_what_cannot_be_done_again_is_refused_before_any_work(finished, tmp_path
     flip(finished.dataset / TARGETS)
     flip(finished.dataset / CODES, 700)
     report = finished.validate(tmp_path / "check")
-    with pytest.raises(ConfigError, match="concern the stage write"):
+    with raises(ConfigError, "bad_findings", "write"):
         take_back_commits(finished.config, report, ["encode"])
     other = Project(tmp_path / "other").configure
     (tmp_path / "other").mkdir()
-    with pytest.raises(ConfigError, match="these findings are of"):
+    with raises(ConfigError, "bad_findings", str(finished.dataset)):
         take_back_commits(other(), report, STAGES)
     same_place = {"dataset_dir": str(finished.dataset), "run_dir": str(tmp_path / "elsewhere")}
-    with pytest.raises(ConfigError, match="'b' are not of this configuration"):
+    with raises(ConfigError, "bad_findings", "'b'"):
         take_back_commits(other(encode={"codecs": [{"name": "a", "model": "builtin"}]}, **same_place), report, STAGES)
     codecs = {"codecs": [{"name": name, "model": "builtin"} for name in CODECS]}
-    with pytest.raises(ConfigError, match="has no plan of write"):
+    with raises(ConfigError, "bad_findings", "write"):
         take_back_commits(other(encode=codecs, **same_place), report, STAGES)
     assert finished.commits() == finished.ledgers
 
@@ -264,7 +266,7 @@ def test_a_shard_whose_source_has_changed_is_not_passed_off_as_the_same(finished
     size = path.stat().st_size
     path.write_bytes(put(path, 0.5 * voice(0.8, seed=99)).read_bytes().ljust(size, b"\0"))
     assert path.stat().st_size == size
-    with pytest.raises(FatalError, match="unit 1 was done again with another outcome: its files have other bytes"):
+    with raises(FatalError, "changed_input", "unit 1"):
         run(WriteStage(finished.config))
     put(finished.project.root / "4.flac", voice(0.8, seed=4))
     take_back_commits(finished.config, finished.validate(tmp_path / "check"), STAGES)
@@ -276,5 +278,5 @@ def test_a_lost_source_costs_no_record(finished, tmp_path):
     flip(finished.dataset / TARGETS)
     take_back_commits(finished.config, finished.validate(tmp_path / "check"), STAGES)
     (finished.project.root / "4.flac").unlink()
-    with pytest.raises(FatalError, match="1 records went on instead of 3"):
+    with raises(FatalError, "changed_input", "1", "3"):
         run(WriteStage(finished.config))

@@ -12,7 +12,7 @@ from sharmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from sharmill.config import Config
-    from sharmill.validate.report import Report
+    from sharmill.validate.findings import Report
 
 # A path such as data/lang=en/config.yaml has a "=" as well, but no key before it.
 _OVERRIDE = re.compile(r"[\w.\[\]-]*=")
@@ -70,7 +70,7 @@ def read_redo_report(path: str | None, configs: Sequence[Config], *, restart: bo
     """
     from pathlib import Path
 
-    from sharmill.validate.report import read_report
+    from sharmill.validate.findings import read_report
 
     if path is None:
         return None

@@ -31,7 +31,7 @@ def bins(datasets: tuple[str, ...], tokenizer: tuple[str, ...], token_bins: bool
 
     Prints YAML for NeMo's loader, with a histogram as comments: sharmill bins DATASET --closed > bins.yaml
     """
-    from sharmill.training.buckets.bins_report import BinsOptions, estimate_report
+    from sharmill.training.buckets.bins import BinsOptions, estimate_report
 
     report = estimate_report(
         datasets, BinsOptions(**options), tokenizer=tokenizer, token_bins=token_bins, min_duration=min_duration,

@@ -23,7 +23,7 @@ def demo(directory: str, overrides: tuple[str, ...]) -> int:
     """
     from sharmill.cli.console import make_console
     from sharmill.config import STAGES
-    from sharmill.demo.run import make_demo, next_steps
+    from sharmill.demo import make_demo, next_steps
     from sharmill.storage import require_writable
 
     if is_override(directory):

@@ -15,7 +15,7 @@ from sharmill.engine.plan import load_plan
 from sharmill.engine.stage import Stage
 from sharmill.executors.logs import printable
 from sharmill.pipeline import DatasetResult
-from sharmill.validate.report import INDEX, Report
+from sharmill.validate.findings import INDEX, Report
 
 _MEANING_OF_HOURS = (
     "processed: all audio that a stage handles, contexts included; target audio: the utterances that went on"
@@ -82,13 +82,14 @@ def print_report(console: Console, report: Report) -> None:
         console.print(plain(f"accounted for: {expected:,.0f} records of the manifests: {found}"))
     for phrase in report.unchecked:
         console.print(plain(f"not checked: {phrase}"))
-    if report.redo:
-        units = Counter(unit.stage for unit in report.redo)
+    if report.units_to_repeat:
+        units = Counter(unit.stage for unit in report.units_to_repeat)
         listed = ", ".join(stage if stage == INDEX else f"{count} of {stage}" for stage, count in units.items())
         console.print(plain(f"to be done again by --redo: {listed}"))
 
 
 def _describe_finding(row: dict[str, Any]) -> str:
     shard = "" if row["shard"] is None else f"shard {row['shard']}, "
-    text = printable(f"{shard}{row['where']}: {row['sentence']}")
+    # An id with a line break in it would make up lines of the report.
+    text = printable(f"{shard}{row['where']}: {row['sentence']}").replace("\n", "\N{REPLACEMENT CHARACTER}")
     return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."

@@ -15,7 +15,7 @@ from sharmill.executors.logs import printable
 
 if TYPE_CHECKING:
     from sharmill.config import Config
-    from sharmill.validate.report import Report
+    from sharmill.validate.findings import Report
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 @restart_option
 @redo_option
 @click.option("--workers", help="Worker processes, as executor.workers: a number, or auto.")
-def run(arguments: tuple[str, ...], restart: bool, redo: str | None, workers: str | None) -> int:
+@click.option("--take-over", is_flag=True, help="Run where SLURM cannot be asked whether submitted jobs are left.")
+def run(arguments: tuple[str, ...], restart: bool, redo: str | None, workers: str | None, take_over: bool) -> int:
     """Run all stages, or those named, for datasets.
 
     CONFIG is a YAML file. STAGE is prepare, match (stage1), write (stage2), encode (stage3) or validate.
@@ -37,12 +38,12 @@ def run(arguments: tuple[str, ...], restart: bool, redo: str | None, workers: st
         overrides.append(f"executor.workers={parse_workers(workers)}")
     configs = [load_config(path, overrides) for path in paths]
     named = read_redo_report(redo, configs, restart=restart)
-    return run_configs(configs, stages, restart=restart, redo=named)
+    return run_configs(configs, stages, restart=restart, redo=named, take_over=take_over)
 
 
 def run_configs(
     configs: Sequence[Config], stages: Sequence[str], *, restart: bool = False, redo: Report | None = None,
-    json_file: str | None = None,
+    json_file: str | None = None, take_over: bool = False,
 ) -> int:  # fmt: skip
     """Run the datasets one after the other and return the worst exit status."""
     from sharmill.pipeline import check_config
@@ -53,7 +54,8 @@ def run_configs(
     statuses = []
     for config in configs:
         try:
-            statuses.append(_run_one(config, stages, restart=restart, redo=redo, json_file=json_file))
+            one = _run_one(config, stages, restart=restart, redo=redo, json_file=json_file, take_over=take_over)
+            statuses.append(one)
         except SharmillError as error:
             if len(configs) == 1:
                 raise
@@ -63,24 +65,28 @@ def run_configs(
 
 
 def _run_one(
-    config: Config, stages: Sequence[str], *, restart: bool, redo: Report | None, json_file: str | None
-) -> int:
+    config: Config, stages: Sequence[str], *, restart: bool, redo: Report | None, json_file: str | None,
+    take_over: bool,
+) -> int:  # fmt: skip
     from sharmill.cli.console import make_console
     from sharmill.cli.progress import ProgressListener
     from sharmill.cli.results import print_report, print_result
+    from sharmill.engine.rundir import RunDir
+    from sharmill.executors.slurm.chain import require_no_chain
     from sharmill.pipeline import check_config, make_executor, run_dataset
     from sharmill.storage import write_atomic
+    from sharmill.validate.findings import encode_report
     from sharmill.validate.redo import take_back_commits
-    from sharmill.validate.report import encode_report
 
     console = make_console()
     executor = make_executor(config)
     if redo is not None:
         # What was done is taken back only for a run that can begin.
         check_config(config, stages)
+        require_no_chain(RunDir(Path(config.run_dir)), take_over=take_over)
         take_back_commits(config, redo, stages)
     with ProgressListener(console) as listener:
-        result = run_dataset(config, listener, stages=stages, restart=restart, executor=executor)
+        result = run_dataset(config, listener, stages=stages, restart=restart, executor=executor, take_over=take_over)
     print_result(console, result)
     if not result.ok:
         return FAILED

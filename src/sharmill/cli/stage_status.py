@@ -71,7 +71,7 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
     if not stage.dir.units.exists():
         return StageStatus(name=stage.name, state="not begun", cost_unit=stage.cost_unit)
     units = load_plan(stage)
-    commits = read_ledger(stage.dir.ledger, units)
+    commits = read_ledger(stage.dir, units)
     totals = read_totals(stage)
     rejects: Counter[str] = Counter()
     for commit in commits.values():
@@ -129,6 +129,6 @@ def read_or_preview_units(stage: Stage) -> tuple[list[Unit], dict[int, Commit]]:
     stage.identity()
     if stage.dir.units.exists():
         units = load_plan(stage)
-        return units, read_ledger(stage.dir.ledger, units)
+        return units, read_ledger(stage.dir, units)
     with tempfile.TemporaryDirectory(prefix="sharmill-plan-") as folder:
         return list(stage.plan(Path(folder))), {}

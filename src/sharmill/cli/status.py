@@ -15,7 +15,7 @@ import click
 
 from sharmill.cli.console import describe_cost, describe_time, make_console, make_table, plain
 from sharmill.cli.exit_status import OK
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, SharmillError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from sharmill.engine.rundir import RunDir
     from sharmill.engine.stage import Stage
     from sharmill.executors.slurm.chain import ChainState
+    from sharmill.executors.slurm.queue import QueuedJob
 
 _MAX_FAILURES = 5
+_SECONDS_TO_ASK = 5.0
+_SECONDS_BETWEEN_QUESTIONS = 20.0
 # From this many columns on there is room for all columns of the table.
 _WIDE = 110
 
@@ -39,23 +42,47 @@ _WIDE = 110
 def status(run_dir: str, watch: bool) -> int:
     """Show the progress of every stage and rank of a run directory."""
     console = make_console()
-    print_status(console, Path(run_dir))
+    queue = QueueView(Path(run_dir))
+    print_status(console, Path(run_dir), queue)
     with suppress(KeyboardInterrupt):
         while watch:
             time.sleep(2)
             console.clear()
-            print_status(console, Path(run_dir))
+            print_status(console, Path(run_dir), queue)
     return OK
 
 
-def print_status(console: Console, run_dir: Path) -> None:
-    """Print a row per stage, and one per rank of the stages that are under way.
+@dataclasses.dataclass
+class QueueView:
+    """Answers of SLURM about a run directory's jobs; asked now and then, since squeue is work for its controller."""
+
+    path: Path
+    jobs: list[QueuedJob] = dataclasses.field(default_factory=list)
+    problem: str = ""
+    next_question: float = 0.0
+
+    def ask(self) -> None:
+        """Bring ``jobs`` up to date, or say in ``problem`` why they are not known."""
+        from sharmill.engine.rundir import RunDir
+        from sharmill.executors.slurm.queue import queued_jobs
+
+        if time.monotonic() < self.next_question:
+            return
+        try:
+            self.jobs, self.problem = queued_jobs(RunDir(self.path), patience=_SECONDS_TO_ASK), ""
+        except SharmillError as error:
+            self.jobs, self.problem = [], str(error)
+        self.next_question = time.monotonic() + _SECONDS_BETWEEN_QUESTIONS
+
+
+def print_status(console: Console, run_dir: Path, queue: QueueView | None = None) -> None:
+    """Print a row per stage, one per rank of the stages that are under way, and the state of a chain and its jobs.
 
     Raises:
         ConfigError: there is no run directory.
     """
     from sharmill.cli.stage_status import read_stage, stages_of_run
-    from sharmill.config import load_config
+    from sharmill.config.loading import load_for_display
     from sharmill.engine.rundir import RunDir
     from sharmill.executors.slurm.chain import read_state
 
@@ -63,9 +90,13 @@ def print_status(console: Console, run_dir: Path) -> None:
     if not paths.config.exists():
         raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
     # By its own path: the stored one is relative to where the run was started, if it is relative.
-    stages = stages_of_run(dataclasses.replace(load_config(paths.config), run_dir=str(run_dir)))
+    stages = stages_of_run(dataclasses.replace(load_for_display(paths.config), run_dir=str(run_dir)))
     chain = read_state(paths)
-    statuses = [read_stage(stage, queued=chain is not None and chain.state == "waiting") for stage in stages]
+    waiting = chain is not None and chain.state == "waiting"
+    queue = queue or QueueView(run_dir)
+    queue.ask()
+    queued = waiting and bool(queue.jobs or queue.problem)
+    statuses = [read_stage(stage, queued=queued) for stage in stages]
     console.print(_table(str(run_dir), statuses, wide=console.width >= _WIDE))
     for status in statuses:
         if status.seconds_left is not None:
@@ -81,6 +112,8 @@ def print_status(console: Console, run_dir: Path) -> None:
             console.print(line)
     if chain is not None:
         console.print(_chain_line(chain, paths))
+    for line in _queue_lines(queue, chain):
+        console.print(line)
 
 
 def _table(title: str, statuses: Sequence[StageStatus], *, wide: bool) -> Table:
@@ -141,12 +174,34 @@ def _chain_line(state: ChainState, run_dir: RunDir) -> Text:
     return plain(line, style="red" if state.state == "failed" else "")
 
 
+def _queue_lines(queue: QueueView, chain: ChainState | None) -> Iterator[Text]:
+    """Yield a line for each kind and state of jobs, or one that says that they are gone or not known."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for job in queue.jobs:
+        groups.setdefault((job.role, job.state, job.reason), []).append(job.id)
+    for (role, state, reason), ids in groups.items():
+        why = f" ({reason})" if reason not in ("None", "") else ""
+        more = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
+        yield plain(f"{role} job {ids[0]}{more}: {state}{why}")
+    if chain is None or chain.state != "waiting" or queue.jobs:
+        return
+    if queue.problem:
+        yield plain(f"it is not known whether its jobs are left: {queue.problem}", style="red")
+    else:
+        again = f": {chain.command}" if chain.command else ""
+        yield plain(f"its jobs are gone: submit again{again}", style="red")
+
+
 def _rank_line(stage: str, rank: RankProgress) -> Text:
     from sharmill.cli.stage_status import is_silent
 
     silent = time.time() - rank.updated
     idle = "between units" if rank.units_done else "loading"
-    unit = idle if rank.unit is None else f"unit {rank.unit}"
+    unit = (
+        idle
+        if rank.unit is None
+        else f"unit {rank.unit} for {timedelta(seconds=round(rank.updated - rank.unit_began))}"
+    )
     line = f"{stage} rank {rank.rank} on {rank.host}: {unit}, {rank.units_done} done, {rank.peak_memory_mb:.0f} MB"
     if is_silent(rank):
         return plain(f"{line}, SILENT for {silent:.0f} s (pid {rank.pid})", style="red")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from sharmill.engine.unit import Unit
     from sharmill.executors.slurm.chain import Chain, ChainState
     from sharmill.executors.slurm.profile import ClusterProfile
-    from sharmill.validate.report import Report
+    from sharmill.validate.findings import Report
 
 
 @click.command()
@@ -66,7 +68,14 @@ def submit(
             )
         show_submission(console, configs, stages, loaded)
         return OK
-    return worst(submit_all(console, configs, stages, loaded, restart=restart, wait=wait, redo=named))
+    options = ["--profile", str(Path(profile).absolute())] if profile else []
+    # As it can be typed anywhere: paths in configurations are relative to this folder.
+    again = [
+        f"cd {shlex.quote(str(Path.cwd()))} && "
+        + shlex.join(["sharmill", "submit", *(names or ["all"]), str(Path(path).absolute()), *overrides, *options])
+        for path in paths
+    ]
+    return worst(submit_all(console, configs, stages, loaded, restart=restart, wait=wait, redo=named, commands=again))
 
 
 def submit_all(
@@ -78,21 +87,25 @@ def submit_all(
     restart: bool,
     wait: bool,
     redo: Report | None = None,
+    commands: Sequence[str] = (),
 ) -> list[int]:
     """Submit each dataset and return the exit statuses: of the submissions, or with ``wait`` of the ends.
 
     An error of one dataset is printed and does not keep the others from being submitted. The units that ``redo`` names
-    are done again.
+    are done again. ``commands`` are what submits each of them again, to be shown.
     """
-    from sharmill.executors.slurm.chain import Chain
+    from sharmill.executors.slurm.chain import Chain, require_no_chain
     from sharmill.pipeline import DatasetRun, check_config
     from sharmill.validate.redo import take_back_commits
 
-    chains = [Chain(DatasetRun(config, tuple(stages)), profile, restart) for config in configs]
+    chains = [
+        Chain(DatasetRun(config, tuple(stages)), profile, restart, command)
+        for config, command in zip(configs, commands or [""] * len(configs), strict=True)
+    ]
     if redo is not None:
         for config, chain in zip(configs, chains, strict=True):
             # Ranks that are still at work would add to what is taken back.
-            chain.require_no_jobs()
+            require_no_chain(chain.run_dir)
             check_config(config, stages)
             take_back_commits(config, redo, stages)
     started = [_guarded(console, chain, _start) for chain in chains]

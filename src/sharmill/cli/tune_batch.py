@@ -29,7 +29,7 @@ def tune_batch(step: str, bins_text: str, memory_share: float, memory: str | Non
     NeMo's loader.
     """
     from sharmill.training.buckets.batch_size import batch_sizes_to_yaml, make_budget, read_buckets, tune_batch_sizes
-    from sharmill.training.buckets.memory import parse_memory
+    from sharmill.training.buckets.step_process import parse_memory
 
     buckets = read_buckets(bins_text)
     budget = make_budget(device, memory_share, parse_memory(memory) if memory else None)

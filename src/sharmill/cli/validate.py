@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sharmill.config import Config, ValidateConfig
     from sharmill.validate.accounts import ExpectedRecords
-    from sharmill.validate.report import Report
+    from sharmill.validate.findings import Report
 
 
 @click.command()
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--deep", is_flag=True, help="Decode every audio item as well.")
 @click.option("--recheck-codes", default="0", metavar="SHARE", help="Encode this share of the segments again: 0.1%.")
 @click.option("--codec-model", "codec_models", multiple=True, metavar="CODEC=MODEL",
-              help="Where the model of a codec is now, for --recheck-codes.")  # fmt: skip
+              help="Model of a codec, for --recheck-codes.")  # fmt: skip
 @click.option("--against", multiple=True, metavar="MANIFEST", help="Account for every record of this manifest.")
 @click.option("--rejects", multiple=True, metavar="FILE", help="rejects.jsonl of the run directory, for --against.")
 @click.option("--audio-root", "audio_roots", multiple=True, metavar="DIR",
@@ -153,7 +153,7 @@ def check_directory(console: Console, arguments: Sequence[str], options: Validat
     from sharmill.cli.results import print_report
     from sharmill.pipeline import validate_dataset
     from sharmill.storage import write_atomic
-    from sharmill.validate.report import encode_report
+    from sharmill.validate.findings import encode_report
 
     if len(arguments) > 1:
         raise ConfigError(

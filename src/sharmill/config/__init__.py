@@ -1,6 +1,6 @@
 """Configuration of one dataset: the dataclasses, and their reading from YAML with ``key=value`` overrides."""
 
-from sharmill.config.loading import load_config, load_typed, nearest, resolve_stage, to_config, to_yaml
+from sharmill.config.loading import load_config, load_typed, resolve_stage, to_config, to_yaml
 from sharmill.config.schema import (
     STAGE_ALIASES,
     STAGES,
@@ -14,6 +14,7 @@ from sharmill.config.schema import (
     ValidateConfig,
     WriteConfig,
 )
+from sharmill.registry import nearest
 
 __all__ = [
     "STAGES",

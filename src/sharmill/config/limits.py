@@ -24,18 +24,46 @@ def check_yaml(path: Path) -> None:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(f"{path} is not a regular file", code="bad_config_file")
     with path.open("rb") as stream:
-        data = stream.read(_MAX_BYTES + 1)
+        root = check_yaml_text(stream.read(_MAX_BYTES + 1), str(path))
+    if root is not None:
+        _check_audio_roots(path, root)
+
+
+def check_yaml_text(data: bytes, origin: str) -> yaml.Node | None:
+    """Return the nodes of YAML of a size that a configuration can have; ``origin`` names it in messages.
+
+    Raises:
+        ConfigError: it is too large, nested too deeply, or contains itself.
+        yaml.YAMLError: it is not YAML.
+    """
     if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{path} is larger than 1 MiB: it is no configuration", code="bad_config_file")
+        raise ConfigError(f"{origin} is larger than 1 MiB: it is no configuration", code="bad_config_file")
     try:
         root = yaml.compose(data, Loader=yaml.SafeLoader)
         count = _count(root, {}) if root is not None else 0
     except RecursionError as error:
         raise ConfigError(
-            f"{path}: values are nested too deeply, or contain themselves", code="bad_config_file"
+            f"{origin}: values are nested too deeply, or contain themselves", code="bad_config_file"
         ) from error
     if count > _MAX_VALUES:
-        raise ConfigError(f"{path}: its aliases unfold to more than {_MAX_VALUES:,} values", code="bad_config_file")
+        raise ConfigError(f"{origin}: its aliases unfold to more than {_MAX_VALUES:,} values", code="bad_config_file")
+    return root
+
+
+def _check_audio_roots(path: Path, root: yaml.Node) -> None:
+    """Raise ConfigError where an audio_root is empty or ~: null opens all folders, and has to be said."""
+    entries = [value for key, value in _pairs(root) if key.value == "sources" and isinstance(value, yaml.SequenceNode)]
+    for key, value in (pair for node in entries for entry in node.value for pair in _pairs(entry)):
+        if key.value == "audio_root" and value.tag.endswith(":null") and value.value != "null":
+            raise ConfigError(
+                f"{path}: line {key.start_mark.line + 1}: audio_root is {value.value or 'empty'}; name a folder, or "
+                "write null to take absolute paths anywhere",
+                code="bad_config_value",
+            )
+
+
+def _pairs(node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:
+    return node.value if isinstance(node, yaml.MappingNode) else []
 
 
 def _count(node: yaml.Node, known: dict[int, int]) -> int:

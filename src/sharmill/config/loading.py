@@ -6,8 +6,8 @@ Configurations of datasets, cluster profiles and the training example are read w
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
+import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +17,13 @@ import msgspec
 
 from sharmill.config.schema import STAGE_ALIASES, STAGES, Config
 from sharmill.errors import ConfigError
-from sharmill.registry import SOURCES
+from sharmill.registry import SOURCES, nearest
 from sharmill.sources import Source
 
 Loaded = TypeVar("Loaded")
+_OF_SEVERAL_LINES = ("speaker_key", "setup")
+# C0 and C1 but the tab, and what ends lines in Unicode.
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -38,6 +41,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     20
     """
     return load_typed(Config, path, overrides)
+
+
+def load_for_display(path: Path) -> Config:
+    """Read the configuration that a run has stored, to show the run: a stand-in takes the place of its sources.
+
+    The type of a source may name code of another package, which is not imported to show progress.
+    """
+    values = _read_merged(Config, path, ())
+    return to_config(values | {"sources": [{"manifest": "not read", "audio_root": "not read"}]}, str(path))
 
 
 def load_typed(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -100,11 +112,34 @@ def _to_typed(kind: type[Loaded], values: dict[str, Any], origin: str) -> Loaded
     if kind is Config:
         made = [_make_source(entry, number, origin) for number, entry in enumerate(_entries(values))]
         values = values | {"sources": made} if made else values
+    _check_controls(values, origin, "")
     try:
         # Not strict: a number may be quoted, and YAML takes 1e3 for text.
         return msgspec.convert(values, kind, strict=False, dec_hook=lambda _, source: source)
     except msgspec.ValidationError as error:
         raise _refusal(kind, error, origin) from error
+
+
+def _check_controls(value: Any, origin: str, key: str) -> None:
+    """Raise ConfigError where a key or a text has control characters, but for the keys whose texts may be long."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            check_one_line(str(name), f"{origin}: the key {name!r}")
+            if name not in _OF_SEVERAL_LINES:
+                _check_controls(child, origin, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for number, child in enumerate(value):
+            _check_controls(child, origin, f"{key}[{number}]")
+    elif isinstance(value, str):
+        check_one_line(value, f"{origin}: {key}")
+
+
+def check_one_line(text: str, what: str) -> None:
+    """Raise ConfigError where text has control characters: it would become lines of scripts, logs and manifests."""
+    if found := _CONTROL.search(text):
+        raise ConfigError(
+            f"{what} has the control character {found[0]!r}: it must be one line of text", code="bad_config_value"
+        )
 
 
 def _refusal(kind: type, error: msgspec.ValidationError, origin: str, prefix: str = "") -> ConfigError:
@@ -155,14 +190,22 @@ def _override_value(text: str, expected: Any) -> Any:
     """
     import yaml
 
-    if expected is str and text and text[0] not in "'\"":
+    is_union = typing.get_origin(expected) in (typing.Union, types.UnionType)
+    parts = set(typing.get_args(expected)) if is_union else {expected}
+    is_text = str in parts and not parts & {int, float, bool}
+    may_be_list = any(typing.get_origin(part) is list for part in parts)
+    is_null = expected is not str and text.lower() in ("", "null", "~")
+    if is_text and text and not is_null and text[0] not in ("'\"[" if may_be_list else "'\""):
         # Text as it stands, be it like a number or with a '#' in it.
         return text
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    return text if expected is str and value is not None and not isinstance(value, str) else value
+    if is_text and may_be_list and value is None and text != "null":
+        return text  # nothing, or ~: null of audio_root opens all folders, and has to be said
+    as_it_is = (str, list) if may_be_list else str
+    return text if is_text and value is not None and not isinstance(value, as_it_is) else value
 
 
 def _type_at(kind: type, key: str, source_types: Sequence[Any] = ()) -> Any:
@@ -198,20 +241,20 @@ def _check_keys(owner: Any, values: Any, origin: str, prefix: str) -> None:
     types = typing.get_type_hints(owner)
     for key, value in values.items():
         if key not in types:
-            raise ConfigError(
-                f"{origin}: unknown key '{prefix}{key}'{nearest(str(key), list(types))}", code="unknown_key"
-            )
+            meant = nearest(str(key), list(types)) if prefix else _nearest_below(str(key), types)
+            raise ConfigError(f"{origin}: unknown key '{prefix}{key}'{meant}", code="unknown_key")
         _check_keys(types[key], value, origin, f"{prefix}{key}.")
 
 
-def nearest(name: str, valid: list[str]) -> str:
-    """Return the end of a sentence about a name that is not valid: the name probably meant, or all valid ones.
-
-    >>> nearest("shufle", ["manifest", "shuffle"])
-    "; did you mean 'shuffle'?"
-    """
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
-    return f"; did you mean '{close[0]}'?" if close else f"; the valid names are {', '.join(valid)}"
+def _nearest_below(name: str, types: dict[str, Any]) -> str:
+    """Return the end of a sentence about a key that the top of a configuration lacks; a section may have it."""
+    below = []
+    for section, owner in types.items():
+        if typing.get_origin(owner) is list:
+            section, owner = f"{section}[0]", typing.get_args(owner)[0]
+        if name in getattr(owner, "__annotations__", ()):
+            below.append(f"'{section}.{name}'")
+    return f"; did you mean {' or '.join(below)}?" if below else nearest(name, list(types))
 
 
 def _readable(kind: type, message: str, prefix: str = "") -> str:

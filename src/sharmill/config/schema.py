@@ -55,12 +55,16 @@ class MatchConfig:
     encoder: str = "resemblyzer"
     """Speaker encoder: ``resemblyzer`` (its weights come with the Python package), ``nemo:titanet_large`` or another
     pretrained name, or ``nemo:/path/model.nemo``."""
+    allow_targets: list[str] = field(default_factory=list)
+    """Classes and functions that the configuration in a .nemo file may name beside those that speech codecs and speaker
+    models are made of, for a model whose makers you trust."""
     min_similarity: float | None = None
     """Lowest cosine similarity of a context to its target. ``null`` is the encoder's own: 0.75 for ``resemblyzer``, 0.6
     for TitaNet; any other encoder needs a number here."""
     max_similarity: float | None = None
     """Highest cosine similarity of a context to its target, against copies that are stored with loss or otherwise
-    processed, such as 0.99; ``null`` is no limit. Copies with the same samples are never a context."""
+    processed, such as 0.99; ``null`` is no limit. Copies with the same samples are never a context; a copy at another
+    sampling rate has other samples before ``write.sampling_rate`` makes the rates equal, and needs this limit."""
     min_duration: float = 3.0
     """Shortest context, in seconds."""
     max_duration: float | None = None
@@ -133,6 +137,9 @@ class CodecConfig:
     model: str
     """Model to load: ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>`` (EnCodec
     without chunks, DAC, Mimi), or ``builtin``, which is untrained and only for trying the program."""
+    allow_targets: list[str] = field(default_factory=list)
+    """Classes and functions that the configuration in a .nemo file may name beside those that speech codecs and speaker
+    models are made of, for a model whose makers you trust."""
 
     def __post_init__(self) -> None:
         _require(
@@ -198,10 +205,14 @@ class ExecutorConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of match and encode (``kind: ray``). ``auto``: a GPU for each rank if the cluster has any when the stage
     begins. ``cuda``: wait for GPU nodes."""
+    unit_time_limit: float | None = None
+    """Seconds that an attempt at a unit may take, on SLURM too; a rank that takes longer is ended with a traceback in
+    its log and replaced, and the unit is tried again after all others, three times in all. ``null``: no limit."""
 
     def __post_init__(self) -> None:
         _require(self.workers == "auto" or int(self.workers) >= 1, "workers must be 'auto' or a number from 1")
         _require(self.cores >= 1, "cores must be at least 1")
+        _require(self.unit_time_limit is None or self.unit_time_limit > 0, "unit_time_limit must be positive or null")
         for_ray = (self.address, self.cores, self.device) != ("auto", 1, "auto")
         _require(self.kind == "ray" or not for_ray, "address, cores and device are for kind: ray")
 

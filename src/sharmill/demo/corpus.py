@@ -7,6 +7,7 @@ records in ``defects``.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -15,16 +16,15 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from sharmill.demo.defects import duplicate, spoil
+from sharmill.demo.defects import bad_records
 from sharmill.demo.espeak import Espeak
-from sharmill.demo.records import Record, SpokenText, write_audio
-from sharmill.demo.sentences import sentences
-from sharmill.demo.voices import Speaker, make_solo, make_speakers
+from sharmill.demo.voices import Record, Speaker, SpokenText, make_solo, make_speakers, write_audio
 from sharmill.errors import ConfigError
 
 # Raised whenever the same arguments would give other files, so that an old corpus is not taken for a new one.
@@ -84,21 +84,17 @@ def make_corpus(
         totals = _build(building, num_voices=num_voices, utterances_per_voice=utterances_per_voice, seed=seed)
         marker = json.dumps({"arguments": arguments, "totals": totals}, indent=2)
         (building / _MARKER).write_text(marker + "\n")
-        _publish(building, directory)
+        try:
+            building.rename(directory)
+        except OSError:
+            # Another process was faster; what it left is looked at below.
+            if not (directory / _MARKER).exists():
+                raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
     finished = _find_finished(directory, arguments)
     assert finished is not None, f"{directory} was published without its marker"
     return finished
-
-
-def _publish(building: Path, directory: Path) -> None:
-    try:
-        building.rename(directory)
-    except OSError:
-        # Another process was faster; the caller looks at what it left.
-        if not (directory / _MARKER).exists():
-            raise
 
 
 def _find_finished(directory: Path, arguments: dict[str, int]) -> CorpusSummary | None:
@@ -124,8 +120,14 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
     """Write everything but the marker; return the totals of the summary."""
     espeak = Espeak()
     speakers = make_speakers(espeak, num_voices=num_voices, seed=seed)
-    speak = _Reader(directory / _AUDIO_ROOT, sentences(seed=seed)).read
+    texts = sentences(seed=seed)
     rng = random.Random(seed)
+
+    def speak(speaker: Speaker) -> SpokenText:
+        """Have a speaker say the next sentence that has the right length in this voice."""
+        while (samples := speaker.say(text := next(texts))) is None:
+            pass
+        return SpokenText(directory / _AUDIO_ROOT, speaker, text, samples)
 
     good: list[Record] = []
     for index, speaker in enumerate(speakers):
@@ -136,7 +138,7 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
     good = [_add_optional_keys(record, index, rng) for index, record in enumerate(good)]
 
     utterances = (speak(speaker) for speaker in itertools.cycle(speakers))
-    bad = [*spoil(utterances, speak(make_solo(espeak, seed=seed))), duplicate(good[0])]
+    bad = list(bad_records(utterances, speak(make_solo(espeak, seed=seed)), good[0]))
     _write_manifest(directory / _MANIFEST, good, bad, rng)
     return {
         "num_records": len(good) + len(bad),
@@ -145,22 +147,9 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
     }
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """The sentences, each of which one speaker says."""
-
-    audio_root: Path
-    texts: Iterator[str]
-
-    def read(self, speaker: Speaker) -> SpokenText:
-        for text in self.texts:
-            if (samples := speaker.say(text)) is not None:
-                return SpokenText(self.audio_root, speaker, text, samples)
-        raise AssertionError("the sentences have no end")
-
-
 def _write_utterances(utterances: list[SpokenText], *, suffix: str) -> list[Record]:
-    return [utterance.write_as(f"{index:04d}", suffix=suffix) for index, utterance in enumerate(utterances)]
+    name = utterances[0].speaker.name
+    return [said.write(f"{name}/{name}_{index:04d}{suffix}") for index, said in enumerate(utterances)]
 
 
 def _write_sessions(utterances: list[SpokenText], *, suffix: str) -> list[Record]:
@@ -196,3 +185,50 @@ def _write_manifest(path: Path, good: list[Record], bad: list[Record | str], rng
         # Never the first line, so that the duplicate of the first record comes after it.
         lines.insert(rng.randrange(1, len(lines) + 1), line)
     path.write_text("\n".join(lines) + "\n")
+
+
+# Half of the sentences are long: a context for a zero-shot model should last three seconds or more.
+_LENGTHS: Final = ("long", "medium", "longest", "medium", "long", "short", "long", "medium")
+_MAX_WORDS: Final = 30
+_SLOT: Final = re.compile(r"\{(\w+)\}")
+
+
+def sentences(*, seed: int) -> Iterator[str]:
+    """Yield distinct sentences of 3 to 30 words without end, the same for the same seed.
+
+    >>> first = list(itertools.islice(sentences(seed=1), 100))
+    >>> len(set(first)), first[0].endswith(".")
+    (100, True)
+    """
+    rng = random.Random(seed)
+    seen: set[str] = set()
+    for length in itertools.cycle(_LENGTHS):
+        sentence = _expand(f"{{{length}}}", rng)
+        while sentence in seen or len(sentence.split()) > _MAX_WORDS:
+            sentence = _expand(f"{{{length}}}", rng)
+        seen.add(sentence)
+        yield sentence[0].upper() + sentence[1:]
+
+
+@functools.cache
+def _rules() -> dict[str, list[str]]:
+    """Return the alternatives of each rule, in the order of the file."""
+    rules: dict[str, list[str]] = {}
+    alternatives: list[str] = []
+    for line in (files("sharmill.demo") / "sentences.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            alternatives = rules.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            alternatives.append(line)
+    return rules
+
+
+def _expand(template: str, rng: random.Random) -> str:
+    used: set[str] = set()
+    # No phrase twice in one sentence: "Rosa and Rosa waited" is not what people say.
+    while slot := _SLOT.search(template):
+        alternatives = [text for text in _rules()[slot[1]] if text not in used]
+        text = rng.choice(alternatives)
+        used.add(text)
+        template = template[: slot.start()] + text + template[slot.end() :]
+    return template

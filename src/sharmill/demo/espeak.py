@@ -31,7 +31,7 @@ _RANDOM_SEED: Final = 1
 _SynthCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class VoiceSettings:
     """Settings of a voice, in espeak's own units.
 
@@ -75,7 +75,13 @@ class Espeak:
     sampling_rate: Final = _SAMPLING_RATE
 
     def __init__(self) -> None:
-        loader = _import_loader()
+        try:
+            loader = importlib.import_module("espeakng_loader")
+        except ImportError as error:
+            raise ConfigError(
+                "the demo corpus is spoken by espeak-ng; install it with: pip install 'sharmill[demo]'",
+                code="missing_package",
+            ) from error
         self._library_path = str(loader.get_library_path())
         self._data_path = str(loader.get_data_path())
 
@@ -96,7 +102,10 @@ class Espeak:
         callback = _SynthCallback(collect)
         with _fresh_library(self._library_path) as library:
             self._initialize(library, callback)
-            _set_voice(library, voice)
+            if library.espeak_SetVoiceByName(voice.name.encode()) != 0:
+                raise ConfigError(f"espeak-ng has no voice {voice.name!r}", code="bad_config_value")
+            for field, parameter in _PARAMETER_IDS.items():
+                library.espeak_SetParameter(parameter, getattr(voice, field), 0)
             _speak(library, text)
         return np.concatenate(chunks) if chunks else np.zeros(0, np.int16)
 
@@ -128,13 +137,6 @@ def _fresh_library(path: str) -> Iterator[ctypes.CDLL]:
         close(library._handle)
 
 
-def _set_voice(library: ctypes.CDLL, voice: VoiceSettings) -> None:
-    if library.espeak_SetVoiceByName(voice.name.encode()) != 0:
-        raise ConfigError(f"espeak-ng has no voice {voice.name!r}", code="bad_config_value")
-    for field, parameter in _PARAMETER_IDS.items():
-        library.espeak_SetParameter(parameter, getattr(voice, field), 0)
-
-
 def _speak(library: ctypes.CDLL, text: str) -> None:
     encoded = text.encode() + b"\0"
     synth = library.espeak_Synth
@@ -146,13 +148,3 @@ def _speak(library: ctypes.CDLL, text: str) -> None:
     ]
     if synth(encoded, len(encoded), 0, _POSITION_CHARACTER, 0, _CHARS_UTF8, None, None) != 0:
         raise RuntimeError(f"espeak-ng failed on {text!r}")
-
-
-def _import_loader() -> Any:
-    try:
-        return importlib.import_module("espeakng_loader")
-    except ImportError as error:
-        raise ConfigError(
-            "the demo corpus is spoken by espeak-ng; install it with: pip install 'sharmill[demo]'",
-            code="missing_package",
-        ) from error

@@ -1,24 +1,28 @@
-"""The speakers of the demo corpus: the voice, the room and the microphone of each.
+"""The speakers of the demo corpus, with the voice, the room and the microphone of each, and what they say.
 
 The variants were picked by measurement: among espeak's own, they are the twelve whose closest pair is the
-least similar to the resemblyzer speaker encoder.
+least similar to the resemblyzer speaker encoder. Audio files are the same, byte for byte, for the same samples, which
+the float format of WAV is not by itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Final
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
+import soundfile
 from numpy.typing import NDArray
 
 from sharmill.demo.espeak import Espeak, VoiceSettings
 from sharmill.errors import ConfigError
 
 # Durations of an utterance in seconds; a sentence that comes out shorter or longer is replaced.
-MIN_DURATION: Final = 1.0
-MAX_DURATION: Final = 12.0
+_MIN_DURATION: Final = 1.0
+_MAX_DURATION: Final = 12.0
 
 _LEVEL: Final = 0.08  # root mean square of the speech, relative to full scale
 _NOISE_LEVELS: Final = (0.0003, 0.0008)
@@ -26,56 +30,44 @@ _EQ_CENTRES: Final = (150.0, 500.0, 1200.0, 2500.0, 5000.0)
 _EQ_GAIN_DB: Final = 2.5
 _EQ_OCTAVES: Final = 0.7
 
-
-@dataclass(frozen=True)
-class Voice:
-    """One speaker: a name for the manifest and espeak's settings."""
-
-    speaker: str
-    settings: VoiceSettings
-
-
-def _voice(speaker: str, name: str, rate: int, pitch: int, pitch_range: int) -> Voice:
-    return Voice(speaker, VoiceSettings(name=name, rate=rate, pitch=pitch, pitch_range=pitch_range))
-
-
-VOICES: Final[tuple[Voice, ...]] = (
-    _voice("ada", "en-us+f5", 170, 54, 55),
-    _voice("ben", "en+david", 175, 45, 50),
-    _voice("cora", "en+Alicia", 165, 52, 60),
-    _voice("dan", "en-us+Gene", 180, 48, 45),
-    _voice("ella", "en-gb-scotland+anika", 175, 55, 60),
-    _voice("finn", "en-gb-scotland+Hugo", 165, 50, 40),
-    _voice("gwen", "en-029+aunty", 160, 50, 50),
-    _voice("hugh", "en-029+Lee", 170, 46, 50),
-    _voice("iris", "en-us+steph2", 180, 52, 55),
-    _voice("jack", "en+pablo", 170, 50, 45),
-    _voice("kate", "en-029+kaukovalta", 165, 50, 55),
-    _voice("liam", "en-us+sandro", 175, 50, 50),
-)
-_SOLO_VOICE: Final = _voice("solo", "en-gb-scotland+m3", 170, 50, 50)
+# Rate, pitch and range of the pitch of each speaker.
+VOICES: Final[dict[str, VoiceSettings]] = {
+    "ada": VoiceSettings("en-us+f5", 170, 54, 55),
+    "ben": VoiceSettings("en+david", 175, 45, 50),
+    "cora": VoiceSettings("en+Alicia", 165, 52, 60),
+    "dan": VoiceSettings("en-us+Gene", 180, 48, 45),
+    "ella": VoiceSettings("en-gb-scotland+anika", 175, 55, 60),
+    "finn": VoiceSettings("en-gb-scotland+Hugo", 165, 50, 40),
+    "gwen": VoiceSettings("en-029+aunty", 160, 50, 50),
+    "hugh": VoiceSettings("en-029+Lee", 170, 46, 50),
+    "iris": VoiceSettings("en-us+steph2", 180, 52, 55),
+    "jack": VoiceSettings("en+pablo", 170, 50, 45),
+    "kate": VoiceSettings("en-029+kaukovalta", 165, 50, 55),
+    "liam": VoiceSettings("en-us+sandro", 175, 50, 50),
+}
+_SOLO_VOICE: Final = VoiceSettings("en-gb-scotland+m3", 170, 50, 50)
 
 
 class Speaker:
     """A voice in its room: everything that it says has the same equalisation and the same noise floor."""
 
-    def __init__(self, voice: Voice, espeak: Espeak, *, seed: int) -> None:
-        self.voice = voice
-        self.name = voice.speaker
+    def __init__(self, name: str, voice: VoiceSettings, espeak: Espeak, *, seed: int) -> None:
+        self.name = name
+        self._voice = voice
         self.sampling_rate = espeak.sampling_rate
         self._espeak = espeak
-        self._rng = np.random.default_rng([seed, *voice.speaker.encode()])
+        self._rng = np.random.default_rng([seed, *name.encode()])
         self._eq_gains_db = self._rng.uniform(-_EQ_GAIN_DB, _EQ_GAIN_DB, size=len(_EQ_CENTRES))
-        self.noise_level = float(self._rng.uniform(*_NOISE_LEVELS))
+        self._noise_level = float(self._rng.uniform(*_NOISE_LEVELS))
 
     def say(self, text: str) -> NDArray[np.int16] | None:
         """Return speech for ``text``, shape (time,); None where it is not between the limits on the duration.
 
         The n-th utterance of a speaker has its own rate, within 5 % of the voice's, and its own noise.
         """
-        rate = round(self.voice.settings.rate * self._rng.uniform(0.95, 1.05))
-        speech = self._espeak.synthesize(text, dataclasses.replace(self.voice.settings, rate=rate))
-        if not MIN_DURATION <= len(speech) / self.sampling_rate <= MAX_DURATION:
+        rate = round(self._voice.rate * self._rng.uniform(0.95, 1.05))
+        speech = self._espeak.synthesize(text, dataclasses.replace(self._voice, rate=rate))
+        if not _MIN_DURATION <= len(speech) / self.sampling_rate <= _MAX_DURATION:
             return None
         coloured = self._equalize(speech.astype(np.float64))
         coloured *= _LEVEL / np.sqrt(np.mean(coloured**2))
@@ -92,7 +84,7 @@ class Speaker:
         return np.fft.irfft(np.fft.rfft(samples) * 10 ** (gain_db / 20), n=len(samples))
 
     def _noise(self, num_samples: int) -> NDArray[np.float64]:
-        return self._rng.normal(0.0, self.noise_level, size=num_samples)
+        return self._rng.normal(0.0, self._noise_level, size=num_samples)
 
     @staticmethod
     def _quantize(samples: NDArray[np.float64]) -> NDArray[np.int16]:
@@ -109,9 +101,56 @@ def make_speakers(espeak: Espeak, *, num_voices: int, seed: int) -> list[Speaker
         raise ConfigError(
             f"num_voices is {num_voices}; the demo corpus has 1 to {len(VOICES)} voices", code="bad_config_value"
         )
-    return [Speaker(voice, espeak, seed=seed) for voice in VOICES[:num_voices]]
+    return [Speaker(name, voice, espeak, seed=seed) for name, voice in islice(VOICES.items(), num_voices)]
 
 
 def make_solo(espeak: Espeak, *, seed: int) -> Speaker:
     """Return a speaker beside the others, who has one utterance only, so that nothing can be its context."""
-    return Speaker(_SOLO_VOICE, espeak, seed=seed)
+    return Speaker("solo", _SOLO_VOICE, espeak, seed=seed)
+
+
+Record = dict[str, Any]
+Samples = NDArray[np.int16] | NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SpokenText:
+    """Samples of shape (time,) that a speaker said, not yet on disk."""
+
+    audio_root: Path
+    speaker: Speaker
+    text: str
+    samples: NDArray[np.int16]
+
+    @property
+    def duration(self) -> float:
+        """Length in seconds."""
+        return len(self.samples) / self.speaker.sampling_rate
+
+    def record(self, path: str, *, duration: float | None = None) -> Record:
+        """Return a manifest record; ``path`` is relative to the audio root, ``duration`` by default its own."""
+        return {
+            "audio_filepath": path,
+            "duration": round(self.duration if duration is None else duration, 6),
+            "text": self.text,
+            "speaker": f"| Language:en Dataset:Demo Speaker:{self.speaker.name} |",
+        }
+
+    def write(self, path: str, samples: Samples | None = None) -> Record:
+        """Write the samples (its own if none are given) to a path relative to the audio root; return their record."""
+        samples = self.samples if samples is None else samples
+        write_audio(self.audio_root / path, samples, self.speaker.sampling_rate)
+        return self.record(path, duration=len(samples) / self.speaker.sampling_rate)
+
+
+def write_audio(path: Path, samples: Samples, sampling_rate: int) -> None:
+    """Write samples, shape (time,) or (time, channels), in the format that the suffix of ``path`` names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    subtype = "FLOAT" if samples.dtype == np.float32 else "PCM_16"
+    soundfile.write(path, samples, sampling_rate, subtype=subtype)
+    if subtype == "FLOAT":
+        content = bytearray(path.read_bytes())
+        # libsndfile puts the time of writing into this chunk: name, size, version, time, each of four bytes.
+        if (chunk := content.find(b"PEAK")) >= 0:
+            content[chunk + 12 : chunk + 16] = bytes(4)
+            path.write_bytes(content)

@@ -12,23 +12,23 @@ import numpy as np
 from sharmill.audio.files import decode
 from sharmill.audio.resample import resample
 from sharmill.config import CodecConfig, Config
-from sharmill.engine.identity import identify_folder
+from sharmill.engine.fence import require_own_output
+from sharmill.engine.identity import versions
+from sharmill.engine.ledger import committed_files
+from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed
-from sharmill.models import describe_codec, load_codec, make_deterministic, published_name
-from sharmill.models.batches import pad, padded_batches
-from sharmill.models.protocols import Codec
+from sharmill.models import describe_codec, load_codec, make_deterministic, published_name, require_codec
+from sharmill.models.protocols import Codec, pad, padded_batches
 from sharmill.prefetch import prefetch
-from sharmill.shar.codes import codes_dtype, num_frames
+from sharmill.shar.arrays import array_to_bytes, codes_dtype, num_frames
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import CodecRecord, FieldFile
 from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.shar.layout import CONTEXT_AUDIO, TARGET_AUDIO, codec_fields, shard_file
 from sharmill.shar.lhotse_json import array_json, temporal_array_json
-from sharmill.shar.npy import array_to_bytes
 from sharmill.storage import Staging, checksum
 
 
@@ -43,7 +43,7 @@ class EncodeStage(Stage):
         self.root = Path(config.dataset_dir)
         self.codec_config = codec
         self.batch_seconds = config.encode.batch_seconds
-        self.fields = codec_fields(codec.name)
+        self.folders = codec_fields(codec.name)
         self._dataset = ShardedDataset(self.root)
 
     @property
@@ -52,17 +52,18 @@ class EncodeStage(Stage):
 
     def identity(self) -> dict[str, Any]:
         self._dataset.record()
-        self._check_output()
+        require_own_output(self)
         return {
-            "codec": describe_codec(self.codec_config.model),
+            "codec": describe_codec(self.codec_config.model, self.codec_config.allow_targets),
             "batch_seconds": self.batch_seconds,
-            "dataset_dir": identify_folder(self.root, self.run_dir.path),
             "input": self._dataset.audio_checksum(),
             "versions": versions("torch", "torchaudio", "nemo_toolkit", "transformers"),
         }
 
+    def require_models(self) -> None:
+        require_codec(self.codec_config.model)
+
     def plan(self, folder: Path) -> Iterator[Unit]:
-        self._check_output()
         for shard in self._dataset.shards():
             cost = round(shard.target_seconds + shard.context_seconds, 3)
             checksums = {field: shard.fields[field].xxh3 for field in (TARGET_AUDIO, CONTEXT_AUDIO)}
@@ -71,7 +72,8 @@ class EncodeStage(Stage):
 
     def open(self, device: str) -> Processor:
         threads = make_deterministic(device)
-        return EncodeProcessor(self, load_codec(self.codec_config.model, device), threads)
+        codec = load_codec(self.codec_config.model, device, self.codec_config.allow_targets)
+        return EncodeProcessor(self, codec, threads)
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
@@ -89,14 +91,12 @@ class EncodeStage(Stage):
         return self.codec_config.name in [codec.name for codec in self._dataset.record().codecs]
 
     def discard(self) -> None:
-        # A restart of the stage write has taken all codes with it, and the index.
-        if self._dataset.belongs_to(self.dir.identity, self.run_dir.path):
-            self._dataset.remove_codec(self.codec_config.name)
+        self._dataset.remove_codec(self.codec_config.name, len(load_plan(self)))
 
-    def _check_output(self) -> None:
+    def check_output(self) -> None:
         """Raise ConfigError where the dataset has codes of this name that this run has not made."""
         name = self.codec_config.name
-        if name in self._dataset.stored_codecs() and not self._dataset.belongs_to(self.dir.identity, self.run_dir.path):
+        if name in self._dataset.stored_codecs() and not self._dataset.is_made_of(self.folders, committed_files(self)):
             raise ConfigError(
                 f"{self.root} already has codes called {name!r} that were not made from {self.run_dir.path}; "
                 "give this codec another name",
@@ -105,7 +105,7 @@ class EncodeStage(Stage):
 
     def _files(self, commit: Commit) -> dict[str, FieldFile]:
         files = [FieldFile(file.name, file.size, file.xxh3) for file in commit.files]
-        return dict(zip(self.fields, files, strict=True))
+        return dict(zip(self.folders, files, strict=True))
 
 
 class EncodeProcessor(Processor):
@@ -134,7 +134,7 @@ class EncodeProcessor(Processor):
         encoded = self._encode(list(unique.values()), lambda frames: advance(frames * share))
         codes = dict(zip(unique, encoded, strict=True))
         frame_shift = self._codec.samples_per_frame / self._codec.sampling_rate
-        files = [shard_file(field, shard) for field in self._stage.fields]
+        files = [shard_file(field, shard) for field in self._stage.folders]
         with FieldWriter(staging.path(files[0])) as writer:
             for item in targets:
                 array = codes[item.data]

@@ -11,8 +11,7 @@ from sharmill.audio.resample import resample
 from sharmill.audio.segments import SegmentReader
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Segment
-from sharmill.models.batches import pad, padded_batches
-from sharmill.models.protocols import SpeakerEncoder
+from sharmill.models.protocols import SpeakerEncoder, pad, padded_batches
 from sharmill.prefetch import prefetch
 
 
@@ -27,13 +26,6 @@ class EmbeddedSegment:
     """
 
     embedding: np.ndarray
-    content: int
-    notes: AudioNotes
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    samples: np.ndarray
     content: int
     notes: AudioNotes
 
@@ -67,7 +59,7 @@ class Embedder:
             weigh=lambda index: segments[index].duration,
         )
         for batch in batches:
-            usable: dict[int, _Loaded] = {}
+            usable: dict[int, tuple[np.ndarray, int, AudioNotes]] = {}
             for index in batch:
                 item = next(loaded)
                 if isinstance(item, RejectRecord):
@@ -75,16 +67,16 @@ class Embedder:
                 else:
                     usable[index] = item
             if usable:
-                rows = self.encoder.embed(*pad([item.samples for item in usable.values()])).numpy()
-                for row, (index, item) in zip(rows, usable.items(), strict=True):
-                    outcomes[index] = EmbeddedSegment(row.astype(np.float32), item.content, item.notes)
+                rows = self.encoder.embed(*pad([samples for samples, _, _ in usable.values()])).numpy()
+                for row, (index, (_, content, notes)) in zip(rows, usable.items(), strict=True):
+                    outcomes[index] = EmbeddedSegment(row.astype(np.float32), content, notes)
             advance(sum(segments[index].duration for index in batch))
         return [outcomes[index] for index in range(len(segments))]
 
-    def _load(self, segment: Segment) -> _Loaded | RejectRecord:
+    def _load(self, segment: Segment) -> tuple[np.ndarray, int, AudioNotes] | RejectRecord:
         try:
             audio = self.reader.read(segment)
             samples = resample(audio.samples, audio.sampling_rate, self.encoder.sampling_rate)
         except RejectRecord as reject:
             return reject
-        return _Loaded(samples, audio.content, audio.notes)
+        return samples, audio.content, audio.notes

@@ -14,8 +14,6 @@ import xxhash
 
 from sharmill.manifest import parse_speaker_tag
 
-GroupKey = Callable[[str, str], str]
-
 
 class _Head(msgspec.Struct):
     audio_filepath: str
@@ -38,7 +36,7 @@ class ManifestIndex:
     groups: np.ndarray
 
 
-def index_manifest(path: Path, group_key: GroupKey) -> ManifestIndex:
+def index_manifest(path: Path, group_key: Callable[[str, str], str]) -> ManifestIndex:
     """Read a prepared manifest once. Groups are told apart by 128-bit hashes of their keys."""
     offsets, seconds = array("q"), array("f")
     high, low = array("Q"), array("Q")
@@ -98,18 +96,14 @@ def divide(index: ManifestIndex, order: np.ndarray, *, unit_seconds: float, max_
             yield _span(begin, position, cumulative)
             begin = position
         if too_large:
-            yield from (_span(start, stop, cumulative) for start, stop in _parts(position, end, max_group or size))
+            # Parts of nearly equal size.
+            count = -(-size // (max_group or size))
+            for start, stop in pairwise([position + size * part // count for part in range(count + 1)]):
+                yield _span(start, stop, cumulative)
             begin = end
         position = end
     if begin < position:
         yield _span(begin, position, cumulative)
-
-
-def _parts(start: int, stop: int, largest: int) -> Iterator[tuple[int, int]]:
-    """Divide a range into parts of nearly equal size, none larger than ``largest``."""
-    count = -(-(stop - start) // largest)
-    bounds = [start + (stop - start) * part // count for part in range(count + 1)]
-    return pairwise(bounds)
 
 
 def _span(start: int, stop: int, cumulative: np.ndarray) -> Span:

@@ -24,8 +24,8 @@ from numpy.typing import ArrayLike, NDArray
 if TYPE_CHECKING:
     import torch
 
-Embeddings = TypeVar("Embeddings", "NDArray[Any]", "torch.Tensor")
-IndexArray = NDArray[np.int64]
+_Embeddings = TypeVar("_Embeddings", "NDArray[Any]", "torch.Tensor")
+_IndexArray = NDArray[np.int64]
 
 _STEPS: Final = 2.0**24  # similarity steps per unit: every multiple of 2**-24 in [-1, 1] is exact in float32
 _BLOCK_ELEMENTS: Final = 2**21  # 16 MiB of float64: stays in the cache, yet enough for a fast product
@@ -33,7 +33,7 @@ _MICROSECONDS: Final = 1e6
 
 
 def select_context(
-    embeddings: Embeddings,
+    embeddings: _Embeddings,
     durations: ArrayLike,
     *,
     min_similarity: float,
@@ -48,7 +48,7 @@ def select_context(
     sample_size: int = 5,
     seed: int = 0,
     block_size: int | None = None,
-) -> tuple[Embeddings, Embeddings]:
+) -> tuple[_Embeddings, _Embeddings]:
     """Pick for every utterance the most similar other utterance that may be its context.
 
     A candidate lasts from ``min_duration`` to ``max_duration`` seconds, is not the utterance itself, does not
@@ -159,7 +159,7 @@ def _times(name: str, values: ArrayLike, num_rows: int, least: float) -> NDArray
     return seconds
 
 
-def _ids(name: str, values: ArrayLike, num_rows: int) -> IndexArray:
+def _ids(name: str, values: ArrayLike, num_rows: int) -> _IndexArray:
     """Return ``values`` as (num_rows,) integers; raise ValueError if they are anything else."""
     ids = _to_numpy(values)
     if ids.shape != (num_rows,):
@@ -201,13 +201,13 @@ class _Ranges:
             the utterance are meant.
     """
 
-    order: IndexArray
-    first: IndexArray
-    stop: IndexArray
-    starts: IndexArray | None = None
-    ends: IndexArray | None = None
+    order: _IndexArray
+    first: _IndexArray
+    stop: _IndexArray
+    starts: _IndexArray | None = None
+    ends: _IndexArray | None = None
 
-    def pairs(self, block: slice) -> tuple[IndexArray, IndexArray]:
+    def pairs(self, block: slice) -> tuple[_IndexArray, _IndexArray]:
         """Return the excluded pairs of a block: row in the block, position among the candidates."""
         first = self.first[block]
         counts = np.maximum(self.stop[block] - first, 0)
@@ -222,7 +222,7 @@ class _Ranges:
 
 def _exclusions(
     seconds: NDArray[np.float64],
-    columns: IndexArray,
+    columns: _IndexArray,
     recordings: ArrayLike | None,
     offsets: ArrayLike | None,
     texts: ArrayLike | None,
@@ -247,7 +247,7 @@ def _exclusions(
 
 
 def _overlaps(
-    recordings: IndexArray, offsets: NDArray[np.float64], seconds: NDArray[np.float64], columns: IndexArray
+    recordings: _IndexArray, offsets: NDArray[np.float64], seconds: NDArray[np.float64], columns: _IndexArray
 ) -> _Ranges:
     """Find the candidates of the same recording that overlap each utterance in time."""
     num_rows = len(recordings)
@@ -264,7 +264,7 @@ def _overlaps(
     return _Ranges(order=order, first=first, stop=stop, starts=starts, ends=ends[columns])
 
 
-def _same_ids(ids: IndexArray, columns: IndexArray, applies: NDArray[np.bool_] | bool = True) -> _Ranges:
+def _same_ids(ids: _IndexArray, columns: _IndexArray, applies: NDArray[np.bool_] | bool = True) -> _Ranges:
     """Find the candidates with the id of each utterance; none for an utterance to which this does not apply."""
     order = np.argsort(ids[columns], kind="stable")
     in_order = ids[columns][order]
@@ -276,12 +276,12 @@ def _same_ids(ids: IndexArray, columns: IndexArray, applies: NDArray[np.bool_] |
 def _best_candidates(
     embeddings: Any,
     units: NDArray[np.float64],
-    columns: IndexArray,
+    columns: _IndexArray,
     exclusions: list[_Ranges],
     most: float,
     num_best: int,
     block_size: int | None,
-) -> tuple[IndexArray, NDArray[np.float64]]:
+) -> tuple[_IndexArray, NDArray[np.float64]]:
     """Find the ``num_best`` most similar candidates of every utterance, best first, none above ``most`` steps.
 
     Returns:

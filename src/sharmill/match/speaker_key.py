@@ -70,6 +70,11 @@ def whole_corpus(audio_filepath: str, speaker: str) -> str:
     return "all"
 
 
+def needs_speaker(key: SpeakerKey) -> bool:
+    """Return True if a key is made of the name of the speaker, so that a record without one has no group."""
+    return key in (speaker_of_tag, speaker_in_any_case)
+
+
 def _layout(layout: str, pattern: str) -> PathPattern:
     """Return the preset for paths of a published layout: joined by "_", in lower case, as in the published script."""
     return PathPattern(re.compile(pattern), layout, "_", fold_case=True)

@@ -16,11 +16,10 @@ import xxhash
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config, MatchConfig
-from sharmill.engine.identity import identify_folder
+from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.engine.versions import versions
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import (
     CONTEXT_KEYS,
@@ -36,7 +35,13 @@ from sharmill.match.embed import EmbeddedSegment, Embedder
 from sharmill.match.groups import divide, index_manifest
 from sharmill.match.select import select_context
 from sharmill.match.speaker_key import make_speaker_key
-from sharmill.models import describe_speaker_encoder, load_speaker_encoder, make_deterministic, own_min_similarity
+from sharmill.models import (
+    describe_speaker_encoder,
+    load_speaker_encoder,
+    make_deterministic,
+    own_min_similarity,
+    require_speaker_encoder,
+)
 from sharmill.prepare.stage import manifest_stem, prepared_manifest
 from sharmill.storage import Staging, open_atomic, remove_tree
 
@@ -61,16 +66,22 @@ class MatchStage(Stage):
         prepared = prepared_manifest(self.config)
         if not prepared.exists():
             raise ConfigError(f"{prepared} is not there: run the stage prepare first", code="stage_not_run")
+        match = dataclasses.asdict(self.config.match) | {"min_similarity": min_similarity(self.config.match)}
+        del match["allow_targets"]  # no output depends on it
         return {
-            "match": dataclasses.asdict(self.config.match) | {"min_similarity": min_similarity(self.config.match)},
+            "match": match,
             "speaker_key": self.config.speaker_key,
-            "encoder": describe_speaker_encoder(self.config.match.encoder),
+            "encoder": describe_speaker_encoder(self.config.match.encoder, self.config.match.allow_targets),
             "audio_roots": [
-                identify_folder(Path(source.audio_root), self.run_dir.path) for source in self.config.sources
+                identify_folder(root.path, self.run_dir.path)
+                for root in AudioRoots.of(source.audio_root for source in self.config.sources).roots
             ],
             "input": records_checksum(prepared),
             "versions": versions("torch", "numpy"),
         }
+
+    def require_models(self) -> None:
+        require_speaker_encoder(self.config.match.encoder)
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         match = self.config.match
@@ -89,7 +100,7 @@ class MatchStage(Stage):
         threads = make_deterministic(device)
         roots = AudioRoots.of(source.audio_root for source in self.config.sources)
         embed = Embedder(
-            encoder=load_speaker_encoder(self.config.match.encoder, device),
+            encoder=load_speaker_encoder(self.config.match.encoder, device, self.config.match.allow_targets),
             reader=SegmentReader(roots, self.config.prepare.duration_tolerance),
             batch_seconds=self.config.match.batch_seconds,
             threads=threads,
@@ -136,16 +147,18 @@ class MatchProcessor(Processor):
         matched: list[Utterance] = []
         rejects: list[Reject] = []
         for group in groups:
-            usable: list[tuple[Utterance, EmbeddedSegment]] = []
+            left: list[Utterance] = []
+            embedded: list[EmbeddedSegment] = []
             for utterance in group:
                 segment = found.get(utterance.index)
                 if isinstance(segment, RejectRecord):
                     rejects.append(self._reject(utterance, segment))
-                elif segment is not None:
+                    continue
+                left.append(utterance)
+                if segment is not None:
                     utterance.notes = segment.notes
-                    usable.append((utterance, segment))
-            left = [utterance for utterance in group if not isinstance(found.get(utterance.index), RejectRecord)]
-            for utterance, outcome in zip(left, self._match_group(left, [s for _, s in usable]), strict=True):
+                    embedded.append(segment)
+            for utterance, outcome in zip(left, self._match_group(left, embedded), strict=True):
                 if isinstance(outcome, RejectRecord):
                     rejects.append(self._reject(utterance, outcome))
                 else:
@@ -180,7 +193,8 @@ class MatchProcessor(Processor):
     def _match_group(self, group: list[Utterance], segments: list[EmbeddedSegment]) -> list[Utterance | RejectRecord]:
         """Return each utterance of a group with its context, or why it has none; ``segments`` are of the group."""
         if len(group) < 2:
-            return [RejectRecord("single_utterance_speaker", self._describe_group(utterance)) for utterance in group]
+            detail = "the group {!r} has no other usable utterance"
+            return [RejectRecord("single_utterance_speaker", detail.format(self._key(one))) for one in group]
         if not self._may_match(group):
             detail = f"no utterance of its group has {self._limits()}"
             return [RejectRecord("no_long_context", detail) for _ in group]
@@ -196,11 +210,13 @@ class MatchProcessor(Processor):
         problem: dict[str, Any] = {
             "embeddings": np.stack([segment.embedding for segment in segments]),
             "durations": np.array([utterance.duration for utterance in group]),
-            "recordings": self._number_recordings(group),
+            # Equal for the same file, by whatever links and roots it is named.
+            "recordings": _number([self._embed.reader.roots.real_path(utterance.segment) for utterance in group]),
             "offsets": np.array([utterance.offset for utterance in group]),
         }
         if match.exclude_same_text:
-            problem["texts"] = _number_texts(group)
+            # Equal for equal texts, case and spacing aside; -1 for an utterance without text.
+            problem["texts"] = _number((" ".join(said.text.lower().split()) for said in group), {"": -1})
         contents = _number([segment.content for segment in segments])
         index, similarity = select_context(**problem, contents=contents, max_similarity=match.max_similarity, **options)
         copies = self._find_copies(problem, contents, options, np.flatnonzero(index < 0))
@@ -235,10 +251,6 @@ class MatchProcessor(Processor):
             if index[at] >= 0
         }
 
-    def _number_recordings(self, group: list[Utterance]) -> np.ndarray:
-        """Return equal numbers for the same file, by whatever links and roots it is named."""
-        return _number([self._embed.reader.roots.real_path(utterance.segment) for utterance in group])
-
     def _no_context(self, best_similarity: float) -> RejectRecord:
         if best_similarity == -np.inf:
             return RejectRecord("no_long_context", f"no other utterance of its group has {self._limits()}")
@@ -252,9 +264,6 @@ class MatchProcessor(Processor):
         match = self.config.match
         longest = "" if match.max_duration is None else f" and at most {match.max_duration:g} s (match.max_duration)"
         return f"at least {match.min_duration:g} s (match.min_duration){longest} and satisfies the other limits"
-
-    def _describe_group(self, utterance: Utterance) -> str:
-        return f"the group {self._key(utterance)!r} has no other usable utterance"
 
     def _reject(self, utterance: Utterance, why: RejectRecord) -> Reject:
         return Reject(MatchStage.kind, why.reason, why.detail, utterance.public_record())
@@ -286,11 +295,6 @@ def _number(values: Iterable[Hashable], numbers: dict[Any, int] | None = None) -
     """Return equal numbers for equal values, from 0 on; ``numbers`` are those given already."""
     numbers = {} if numbers is None else numbers
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
-
-
-def _number_texts(group: list[Utterance]) -> np.ndarray:
-    """Return equal numbers for equal texts, case and spacing aside; -1 for an utterance without text."""
-    return _number((" ".join(utterance.text.lower().split()) for utterance in group), {"": -1})
 
 
 def _only_copies(copy: Utterance, similarity: float) -> RejectRecord:

@@ -1,20 +1,27 @@
-"""The dataset that is checked: the shards that its index names or, without an intact index, those that lie there."""
+"""The dataset that is checked: the shards that its index names or, without an intact index, those that lie there.
+
+The checks that need no contents are here: of the index in itself, and of files that belong to no shard.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
 from typing import Final, TypeVar
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
-from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE, codec_fields
+from sharmill.shar.layout import BASE_FIELDS, DATASET_FILE, SHARDS_FILE, codec_fields, sidecar_files
 from sharmill.shar.reading.foreign import find_shards
 from sharmill.validate.findings import Finding
 
 Read = TypeVar("Read")
 
+# The index has seconds with three decimals, which are added up.
+SECONDS_TOLERANCE: Final = 2e-3
 _NO_SHARDS: Final = (
     f"sizes and checksums of the files: there is no readable {SHARDS_FILE}",
     "whether shards are missing at the end: nothing tells how many there should be",
@@ -40,6 +47,11 @@ class Shard:
         """Cuts by the index; 0 where there is none."""
         return self.record.count if self.record else 0
 
+    def finding(self, code: str, field: str, sentence: str, *, member: str | None = None,
+                file: str | None = None) -> Finding:  # fmt: skip
+        """Return a finding in a field of this shard."""
+        return Finding(code=code, sentence=sentence, shard=self.index, field=field, file=file, member=member)
+
 
 @dataclass(frozen=True)
 class CheckedDataset:
@@ -47,7 +59,7 @@ class CheckedDataset:
 
     Attributes:
         dataset: what ``dataset.json`` says, if it can be read.
-        findings: what is wrong with the index itself.
+        findings: the files of the index that cannot be read.
         unchecked: what cannot be checked in this dataset at any level, a phrase each.
         has_index: whether there is, or was, an index of sharmill's, so that other files are strays.
     """
@@ -55,10 +67,16 @@ class CheckedDataset:
     directory: Path
     dataset: DatasetRecord | None
     shards: list[Shard]
-    findings: tuple[Finding, ...] = ()
-    unchecked: tuple[str, ...] = ()
-    has_index: bool = True
-    fields: tuple[str, ...] = field(default=())
+    findings: list[Finding]
+    unchecked: list[str]
+    has_index: bool
+
+    @cached_property
+    def fields(self) -> list[str]:
+        """The fields that every shard should have: by the index or, without it, all that any shard has."""
+        return (
+            self.dataset.fields if self.dataset else sorted({field for shard in self.shards for field in shard.files})
+        )
 
     @property
     def is_own(self) -> bool:
@@ -80,29 +98,44 @@ def read_checked_dataset(directory: Path) -> CheckedDataset:
     Raises:
         ConfigError: there is no dataset, or one of another format version.
     """
-    if not (directory / DATASET_FILE).exists() and not (directory / SHARDS_FILE).exists():
+    has_index = (directory / DATASET_FILE).exists() or (directory / SHARDS_FILE).exists()
+    dataset, records, findings = None, None, list[Finding]()
+    if has_index:
+        dataset = _read(directory, DATASET_FILE, read_dataset, findings)
+        records = _read(directory, SHARDS_FILE, lambda folder: list(read_shards(folder)), findings)
+    if records is not None:
+        shards = [
+            Shard(record.index, {field: file.file for field, file in record.fields.items()}, record)
+            for record in records
+        ]
+    else:
         try:
-            shards = _listed(directory)
+            found = find_shards(directory, complete=False)
         except ConfigError as error:
+            if has_index:
+                raise
             raise ConfigError(
                 f"{directory} is not a finished dataset, nor a Shar of another tool: {error}", code="no_dataset"
             ) from error
-        unchecked = (*_NO_SHARDS, *_NO_DATASET, _NO_INDEX, _FOREIGN)
-        return CheckedDataset(directory, None, shards, (), unchecked, has_index=False, fields=_fields(shards))
-    findings: list[Finding] = []
-    dataset = _read(directory, DATASET_FILE, read_dataset, findings)
-    records = _read(directory, SHARDS_FILE, lambda folder: list(read_shards(folder)), findings)
-    shards = _listed(directory) if records is None else [_shard(record) for record in records]
-    unchecked = (
-        *(() if records is not None else _NO_SHARDS),
-        *(() if dataset is not None else _NO_DATASET),
-        *((_FOREIGN,) if dataset is None or dataset.contract == "foreign" else ()),
-    )
-    fields = _fields(shards) if dataset is None else tuple(dataset.fields)
-    return CheckedDataset(directory, dataset, shards, tuple(findings), unchecked, fields=fields)
+        shards = [
+            Shard(
+                shard.index,
+                {field: path.relative_to(directory).as_posix() for field, path in shard.files.items()},
+                None,
+            )
+            for shard in found
+        ]
+    unchecked = [
+        *(_NO_SHARDS if records is None else ()),
+        *(_NO_DATASET if dataset is None else ()),
+        *(() if has_index else (_NO_INDEX,)),
+        *(() if dataset is not None and dataset.contract == "sharmill" else (_FOREIGN,)),
+    ]
+    return CheckedDataset(directory, dataset, shards, findings, unchecked, has_index)
 
 
 def _read(directory: Path, name: str, read: Callable[[Path], Read], findings: list[Finding]) -> Read | None:
+    """Return what a file of the index has; None, and a finding, where it cannot be read."""
     if not (directory / name).is_file():
         findings.append(Finding(code="missing_file", file=name, sentence="the file is not there"))
         return None
@@ -113,17 +146,50 @@ def _read(directory: Path, name: str, read: Callable[[Path], Read], findings: li
         return None
 
 
-def _shard(record: ShardRecord) -> Shard:
-    return Shard(record.index, {field: file.file for field, file in record.fields.items()}, record)
+def check_index(subject: CheckedDataset) -> Iterator[Finding]:
+    """Yield where ``shards.jsonl`` and ``dataset.json`` disagree with each other."""
+    yield from subject.findings
+    if [shard.index for shard in subject.shards] != list(range(len(subject.shards))):
+        file = SHARDS_FILE if subject.has_index else None
+        yield Finding(code="index_gap", sentence="the indices do not run from 0 without gaps", file=file)
+    if subject.dataset is not None:
+        for sentence in _disagreements(subject.dataset, subject.shards):
+            yield Finding(code="wrong_totals", sentence=sentence, file=DATASET_FILE)
 
 
-def _listed(directory: Path) -> list[Shard]:
-    return [
-        Shard(shard.index, {name: path.relative_to(directory).as_posix() for name, path in shard.files.items()}, None)
-        for shard in find_shards(directory, complete=False)
-    ]
+def _disagreements(dataset: DatasetRecord, shards: Sequence[Shard]) -> Iterator[str]:
+    """Yield a sentence about each total and field of ``dataset.json`` that is not as it should be."""
+    records = [shard.record for shard in shards if shard.record is not None]
+    if len(records) == len(shards):
+        counted = (len(records), sum(record.count for record in records))
+        recorded = (dataset.num_shards, dataset.num_cuts)
+        if counted != recorded:
+            yield f"shards and cuts are {counted} in {SHARDS_FILE}, {recorded} in {DATASET_FILE}"
+        for name in ("target_seconds", "context_seconds"):
+            total = sum(getattr(record, name) for record in records)
+            if abs(total - getattr(dataset, name)) > SECONDS_TOLERANCE:
+                yield f"{name} is {total:.3f} in {SHARDS_FILE}, {getattr(dataset, name)} in {DATASET_FILE}"
+    if dataset.contract == "sharmill":
+        for field, times in Counter(dataset.fields).items():
+            if times > 1:
+                yield f"the field {field} is named {times} times"
+        codes = {field for codec in dataset.codecs for field in codec_fields(codec.name)}
+        for field in sorted({*BASE_FIELDS, *codes} ^ set(dataset.fields)):
+            wrong = "is not of its codecs" if field in dataset.fields else "is missing"
+            yield f"the field {field} {wrong}"
 
 
-def _fields(shards: Iterable[Shard]) -> tuple[str, ...]:
-    """Return all fields that any shard has, in the order of their names."""
-    return tuple(sorted({field for shard in shards for field in shard.files}))
+def check_strays(subject: CheckedDataset) -> Iterator[Finding]:
+    """Yield the files that belong to no shard. In a folder without an index, nothing tells which those are."""
+    if not subject.has_index:
+        return
+    expected = {DATASET_FILE, SHARDS_FILE} | {file for shard in subject.shards for file in shard.files.values()}
+    expected |= {sidecar for file in expected for sidecar in sidecar_files(file)}
+    folders = {parent.as_posix() for file in expected for parent in PurePosixPath(file).parents}
+    for path in sorted(subject.directory.rglob("*")):
+        name = path.relative_to(subject.directory).as_posix()
+        if path.is_dir() and (name in folders or not path.is_symlink()):
+            if name not in folders | expected and not any(path.iterdir()):
+                yield Finding(code="stray_file", sentence="the empty folder does not belong to the dataset", file=name)
+        elif name not in expected:
+            yield Finding(code="stray_file", sentence="the file does not belong to the dataset", file=name)

@@ -1,26 +1,39 @@
-"""Findings of the checker: typed, so that they can be counted, filtered and acted upon."""
+"""Findings of the checker, and its report: what was found, what was checked and could not be, what mends it.
+
+The report as JSON is what ``--json FILE`` writes and ``--redo FILE`` reads; docs/checking.md describes its keys.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
+from sharmill.errors import ConfigError
 from sharmill.manifest import iterate_lines
-from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
+from sharmill.shar.cut_lines import NOT_JSON
+from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE, codec_of_field
+
+REPORT_VERSION: Final = 1
+# Stages of units that mend findings; that of codes has the name of the codec behind it.
+WRITE, INDEX, ENCODE = "write", "index", "encode/"
+# The same for all fields of a shard.
+_SHARD: Final = "shard"
 
 Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The meaning of a code, and what to do about it."""
+    """The meaning of a code, what to do about it, and what mends it when done again: the shard, the index or both."""
 
     meaning: str
     to_do: str
+    mended_by: tuple[str, ...] = ()
     severity: Severity = "error"
 
 
@@ -29,32 +42,36 @@ _INDEX: Final = "make the index again: sharmill run CONFIG --redo FINDINGS.json,
 _LISTEN: Final = "listen to it; drop the record from the manifest if it is of no use"
 
 CODES: Final[dict[str, Kind]] = {
-    "missing_file": Kind("a file that belongs to the dataset is not there", _REDO),
-    "wrong_size": Kind("a file does not have the recorded size", _REDO),
-    "wrong_checksum": Kind("a file does not have the recorded checksum", _REDO),
+    "missing_file": Kind("a file that belongs to the dataset is not there", _REDO, (_SHARD,)),
+    "wrong_size": Kind("a file does not have the recorded size", _REDO, (_SHARD,)),
+    "wrong_checksum": Kind("a file does not have the recorded checksum", _REDO, (_SHARD,)),
     "stray_file": Kind("a file does not belong to the dataset", "look whose it is, then remove it"),
-    "wrong_name": Kind("a file is not called as its field and shard ask for", _INDEX),
+    "wrong_name": Kind("a file is not called as its field and shard ask for", _INDEX, (INDEX,)),
     "index_gap": Kind(
         "the shard indices do not run from 0 without gaps",
         "run CONFIG again if the shards were never written; else make the index again as for wrong_totals",
+        (INDEX,),
     ),
-    "missing_field": Kind("a shard lacks a field that the others have", _REDO),
-    "damaged": Kind("a file cannot be read to its end", _REDO),
-    "wrong_count": Kind("a field does not have as many items as the shard has cuts", _REDO),
-    "wrong_id": Kind("the n-th item of a field does not belong to the n-th cut", _REDO),
-    "duplicate_id": Kind("two cuts of the dataset have the same id", _REDO),
-    "bad_cut": Kind("a cut is not as the contract says", _REDO),
-    "bad_audio": Kind("audio and its metadata disagree, or it cannot be decoded", _REDO),
+    "missing_field": Kind("a shard lacks a field that the others have", _REDO, (INDEX, _SHARD)),
+    "damaged": Kind("a file cannot be read to its end", _REDO, (_SHARD,)),
+    "wrong_count": Kind("a field does not have as many items as the shard has cuts", _REDO, (INDEX, _SHARD)),
+    "wrong_id": Kind("the n-th item of a field does not belong to the n-th cut", _REDO, (_SHARD,)),
+    "duplicate_id": Kind("two cuts of the dataset have the same id", _REDO, (_SHARD,)),
+    "bad_cut": Kind("a cut is not as the contract says", _REDO, (_SHARD,)),
+    "bad_audio": Kind("audio and its metadata disagree, or it cannot be decoded", _REDO, (_SHARD,)),
     "copied_context": Kind(
         "the context of a cut is a copy of its target",
         "match again, which picks no copies, and make what follows anew: sharmill run CONFIG --restart. "
         "--redo would write the same context again",
     ),
-    "bad_codes": Kind("codes have another shape, type or range than the codec and the audio ask for", _REDO),
-    "wrong_totals": Kind("dataset.json, shards.jsonl and the files disagree about fields, numbers or seconds", _INDEX),
+    "bad_codes": Kind("codes have another shape, type or range than the codec and the audio ask for", _REDO, (_SHARD,)),
+    "wrong_totals": Kind(
+        "dataset.json, shards.jsonl and the files disagree about fields, numbers or seconds", _INDEX, (INDEX,)
+    ),
     "different_codes": Kind(
         "the codec gives other codes for the stored audio",
         f"{_REDO}; if it is found again, the codec is not the one that made them",
+        (_SHARD,),
     ),
     "lost_record": Kind(
         "a record of the manifest is neither in the dataset nor among the rejects",
@@ -71,10 +88,10 @@ CODES: Final[dict[str, Kind]] = {
     "unknown_record": Kind(
         "a record of the dataset or the rejects is in none of the manifests",
         "give all manifests of the dataset: --against is repeatable",
-        "warning",
+        severity="warning",
     ),
-    "silent_audio": Kind("most of an audio item is silence", _LISTEN, "warning"),
-    "clipped_audio": Kind("an audio item is clipped", _LISTEN, "warning"),
+    "silent_audio": Kind("most of an audio item is silence", _LISTEN, severity="warning"),
+    "clipped_audio": Kind("an audio item is clipped", _LISTEN, severity="warning"),
 }
 
 
@@ -103,16 +120,22 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return CODES[self.code].severity
 
     @property
+    def is_of_index(self) -> bool:
+        """True if it is the index itself that is missing or damaged."""
+        return self.file in (DATASET_FILE, SHARDS_FILE)
+
+    @property
     def where(self) -> str:
         """The place within the shard, or the dataset, in one phrase."""
         if self.member is not None:
             return f"{self.field}: {self.member}" if self.field else self.member
         return self.file or self.field or ""
 
-
-def to_do_for(finding: Finding) -> str:
-    """Return what to do about a finding: as for its kind, unless it is the index itself that is missing or damaged."""
-    return _INDEX if finding.file in (DATASET_FILE, SHARDS_FILE) else CODES[finding.code].to_do
+    def to_row(self) -> dict[str, Any]:
+        """Return the finding as a report has it."""
+        to_do = _INDEX if self.is_of_index else CODES[self.code].to_do
+        keys = {"code": self.code, "severity": self.severity, **msgspec.structs.asdict(self)}
+        return {**keys, "where": self.where, "to_do": to_do}
 
 
 def findings_to_lines(findings: Iterable[Finding]) -> bytes:
@@ -122,3 +145,95 @@ def findings_to_lines(findings: Iterable[Finding]) -> bytes:
 def read_findings(path: Path) -> list[Finding]:
     """Read the findings that a validation left."""
     return [msgspec.json.decode(line, type=Finding) for line in iterate_lines(path)]
+
+
+class UnitToRepeat(msgspec.Struct, frozen=True, order=True):
+    """A unit that mends findings when it is done again.
+
+    ``stage`` is write, encode/<codec>, or index, which has no shards.
+    """
+
+    stage: str
+    shard: int | None = None
+
+
+def units_to_repeat(finding: Finding) -> list[UnitToRepeat]:
+    """Return the units that mend a finding when they are done again; none where none does."""
+    mended_by = CODES[finding.code].mended_by
+    units: list[UnitToRepeat] = []
+    if INDEX in mended_by or (mended_by and finding.is_of_index):
+        units.append(UnitToRepeat(INDEX))
+    if _SHARD in mended_by and finding.shard is not None:
+        codec = codec_of_field(finding.field or CUTS)
+        units.append(UnitToRepeat(WRITE if codec is None else f"{ENCODE}{codec}", finding.shard))
+    return units
+
+
+class KindCount(msgspec.Struct, frozen=True):
+    """The number of findings of a code, and what the code stands for."""
+
+    code: str
+    severity: str
+    count: int
+    meaning: str
+    to_do: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, rename={"units_to_repeat": "redo"}):
+    """One validation. ``findings`` have the keys of ``Finding``, ``where``, ``severity`` and ``to_do``."""
+
+    format_version: int
+    dataset: str
+    level: dict[str, Any]
+    checked: dict[str, int | float]
+    unchecked: list[str]
+    errors: int
+    warnings: int
+    kinds: list[KindCount]
+    units_to_repeat: list[UnitToRepeat]
+    findings: list[dict[str, Any]]
+
+
+def make_report(
+    dataset: Path, findings: Sequence[Finding], *, level: dict[str, Any], checked: dict[str, float],
+    unchecked: Iterable[str],
+) -> Report:  # fmt: skip
+    """Return the report of a dataset directory."""
+    counts = Counter(finding.code for finding in findings)
+    kinds = [KindCount(code, kind.severity, counts[code], kind.meaning, kind.to_do)
+             for code, kind in CODES.items() if counts[code]]  # fmt: skip
+    errors = sum(kind.count for kind in kinds if kind.severity == "error")
+    return Report(
+        format_version=REPORT_VERSION,
+        dataset=str(dataset.absolute()),
+        level=level,
+        checked=checked,
+        unchecked=list(unchecked),
+        errors=errors,
+        warnings=len(findings) - errors,
+        kinds=kinds,
+        units_to_repeat=sorted({unit for finding in findings for unit in units_to_repeat(finding)}),
+        findings=[finding.to_row() for finding in findings],
+    )
+
+
+def encode_report(report: Report) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def read_report(path: Path) -> Report:
+    """Read a report; raises ConfigError where the file is none, or of another version."""
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=Report)
+    except OSError as error:
+        raise ConfigError(f"cannot read the findings {path}: {error.strerror}", code="bad_findings") from error
+    except NOT_JSON as error:
+        raise ConfigError(
+            f"{path} is not what sharmill validate --json writes: {error}", code="bad_findings"
+        ) from error
+    if report.format_version != REPORT_VERSION:
+        raise ConfigError(
+            f"{path} has format version {report.format_version}; this sharmill reads {REPORT_VERSION}",
+            code="wrong_version",
+        )
+    return report

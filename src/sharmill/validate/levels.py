@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +22,8 @@ MAX_CLIPPING_SHARE: Final = 1e-3
 
 # That of FLAC, and the highest that sharmill takes from any header.
 _MAX_RATE: Final = 655350
+# The headers of a RIFF file, of its format and of its samples, as libsndfile writes them.
+_WAV: Final = struct.Struct("<4sI8sI HHIIHH 4sI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class Levels:
     sampling_rate: int
     silence: float
     clipping: float
+
+    @property
+    def seconds(self) -> float:
+        return self.num_samples / self.sampling_rate
 
 
 def measure(item: Item) -> Levels:
@@ -49,15 +56,6 @@ def measure(item: Item) -> Levels:
     stretches = (samples[:whole] if whole else samples).reshape(-1, length if whole else len(samples))
     level = np.sqrt(np.mean(np.square(stretches, dtype=np.float64), axis=1))
     return Levels(len(samples), rate, float(np.mean(level < SILENCE_LEVEL)), clipping)
-
-
-def level_problem(levels: Levels) -> tuple[str, str] | None:
-    """Return the code and sentence of a warning, if an item deserves one."""
-    if levels.silence > MAX_SILENCE_SHARE:
-        return "silent_audio", f"{levels.silence:.0%} of it is silence"
-    if levels.clipping > MAX_CLIPPING_SHARE:
-        return "clipped_audio", f"{levels.clipping:.2%} of its samples are at full scale"
-    return None
 
 
 def probe_item(data: bytes) -> AudioInfo:
@@ -79,21 +77,13 @@ def _probe_flac(data: bytes) -> AudioInfo | None:
 
 
 def _probe_wav(data: bytes) -> AudioInfo | None:
-    """Read a RIFF file of 16 bits as libsndfile writes it: samples right behind the format, and nothing behind."""
-    head = bytes(data[:44])
-    if len(head) < 44 or head[:4] + head[8:16] + head[36:40] != b"RIFFWAVEfmt data" or head[16:20] != b"\x10\0\0\0":
+    """Read a RIFF file of 16 bits: samples right behind the format, and nothing behind; None where it is another."""
+    if len(data) < _WAV.size:
         return None
-    kind, channels = int.from_bytes(head[20:22], "little"), int.from_bytes(head[22:24], "little")
-    sampling_rate, frame = int.from_bytes(head[24:28], "little"), int.from_bytes(head[32:34], "little")
-    bits, size = int.from_bytes(head[34:36], "little"), int.from_bytes(head[40:44], "little")
-    # 16 bits and nothing behind the samples, as sharmill writes it; all else is for libsndfile.
-    plain = (kind, bits, frame) == (1, 16, 2 * channels) and int.from_bytes(head[4:8], "little") == size + 36
-    if (
-        not plain
-        or not channels
-        or not 0 < sampling_rate <= _MAX_RATE
-        or not 0 < size == len(data) - 44
-        or size % frame
-    ):
+    riff, rest, wave, length, kind, channels, sampling_rate, _, frame, bits, name, size = _WAV.unpack(data[: _WAV.size])
+    found = (riff, wave, length, kind, bits, name, frame, rest)
+    if found != (b"RIFF", b"WAVEfmt ", 16, 1, 16, b"data", 2 * channels, size + 36):
+        return None
+    if not channels or not 0 < sampling_rate <= _MAX_RATE or not 0 < size == len(data) - _WAV.size or size % frame:
         return None
     return AudioInfo(sampling_rate, size // frame, channels, "wav")

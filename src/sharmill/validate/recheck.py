@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import xxhash
@@ -14,12 +14,11 @@ from sharmill.audio.files import decode
 from sharmill.audio.resample import resample
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.models import describe_codec, load_codec
-from sharmill.models.batches import pad
-from sharmill.models.protocols import Codec
+from sharmill.models.protocols import Codec, pad
+from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
 from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, TARGET_AUDIO, codec_fields
-from sharmill.shar.npy import array_from_bytes
 from sharmill.validate.checked_dataset import CheckedDataset, Shard
 from sharmill.validate.findings import Finding
 
@@ -37,12 +36,14 @@ class Rechecker:
 
     Args:
         share: of all segments, targets and contexts alike.
-        models: by codec, what to load instead of what the dataset names, where that has moved.
+        models: by codec, what to load: the built-in codec alone is loaded because the dataset names it.
+        allow_targets: by codec, what the configuration in its .nemo file may name beside the known classes.
     """
 
     subject: CheckedDataset
     share: float
     models: Mapping[str, str] = field(default_factory=dict)
+    allow_targets: Mapping[str, Sequence[str]] = field(default_factory=dict)
     seed: int = 42
     _codecs: dict[str, Codec] = field(default_factory=dict)
 
@@ -56,7 +57,7 @@ class Rechecker:
             )
         for codec in self.subject.codecs:
             with _hint(codec):
-                describe_codec(self._model(codec))
+                describe_codec(self._model(codec), self.allow_targets.get(codec.name, ()))
 
     def load(self) -> None:
         """Load the codecs.
@@ -66,7 +67,7 @@ class Rechecker:
         """
         for record in self.subject.codecs:
             with _hint(record):
-                codec = load_codec(self._model(record))
+                codec = load_codec(self._model(record), allow_targets=self.allow_targets.get(record.name, ()))
             if codec.checksum != record.checksum:
                 raise ConfigError(
                     f"{self._model(record)} has the checksum {codec.checksum}, but the codes called {record.name!r} "
@@ -83,23 +84,24 @@ class Rechecker:
             self._codecs[record.name] = codec
 
     def __call__(
-        self, shard: Shard, contents: dict[str, list[Any]], count: Callable[[str, float], None]
+        self,
+        shard: Shard,
+        contents: dict[str, list[Item]],
+        stats: dict[str, float],
+        finish: Callable[[Item], None] = lambda audio: None,
     ) -> Iterator[Finding]:
+        """Yield the items of a shard whose codes are not those of their audio; ``finish`` is called with each audio."""
         for record in self.subject.codecs:
             for name, source in zip(codec_fields(record.name), (TARGET_AUDIO, CONTEXT_AUDIO), strict=True):
-                pairs = zip(contents.get(name, []), contents.get(source, []), strict=False)
-                for item, audio in pairs:
-                    if self._is_chosen(name, item.cut_id) and (problem := self._compare(record, item, audio, count)):
-                        yield Finding(
-                            code="different_codes", sentence=problem, shard=shard.index, field=name, member=item.cut_id
-                        )
+                for item, audio in zip(contents.get(name, []), contents.get(source, []), strict=False):
+                    # By a hash of its name, so that nothing else decides what is in the sample.
+                    key = f"{self.seed}\n{name}\n{item.cut_id}".encode("utf-8", "surrogatepass")
+                    is_chosen = xxhash.xxh3_64_intdigest(key) < self.share * _HASHES
+                    if is_chosen and (problem := self._compare(record, item, audio, stats)):
+                        yield shard.finding("different_codes", name, problem, member=item.cut_id)
+                    finish(audio)
 
-    def _is_chosen(self, name: str, cut_id: str) -> bool:
-        """Return whether an item is in the sample: by a hash of its name, so that nothing else decides."""
-        key = f"{self.seed}\n{name}\n{cut_id}".encode("utf-8", "surrogatepass")
-        return xxhash.xxh3_64_intdigest(key) < self.share * _HASHES
-
-    def _compare(self, record: CodecRecord, item: Item, audio: Item, count: Callable[[str, float], None]) -> str | None:
+    def _compare(self, record: CodecRecord, item: Item, audio: Item, stats: dict[str, float]) -> str | None:
         """Return what is wrong with the codes of an item; None also where other checks find nothing to compare."""
         if item.data is None or audio.data is None:
             return None
@@ -110,21 +112,21 @@ class Rechecker:
             return None
         codec = self._codecs[record.name]
         made = codec.encode(*pad([resample(samples, rate, codec.sampling_rate)]))[0].numpy()
-        count("segments encoded again", 1)
+        stats["segments encoded again"] += 1
         if made.shape != stored.shape:
             return f"the codec gives codes of shape {made.shape}, stored are {stored.shape}"
         different = int(np.count_nonzero(made != stored))
-        count("codes compared", made.size)
-        count("codes that differ", different)
+        stats["codes compared"] += made.size
+        stats["codes that differ"] += different
         if made.size and different / made.size > MAX_DIFFERENT_CODES:
             return f"{different / made.size:.1%} of the codes are others"
         return None
 
     def _model(self, record: CodecRecord) -> str:
         model = self.models.get(record.name, record.model)
-        if record.name not in self.models and model.startswith("python:"):
+        if record.name not in self.models and model != "builtin":
             raise ConfigError(
-                f"the dataset names the model {model}, which is code: it is not run because a dataset says so",
+                f"the dataset names the model {model}, which is not loaded because a dataset says so",
                 code="untrusted_model",
             )
         return model

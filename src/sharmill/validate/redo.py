@@ -15,7 +15,7 @@ from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.storage import remove_tree
-from sharmill.validate.report import ENCODE, INDEX, WRITE, Report
+from sharmill.validate.findings import ENCODE, INDEX, WRITE, Report
 from sharmill.write.stage import WriteStage
 
 
@@ -37,7 +37,7 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
 
 def _take_back(config: Config, report: Report, stages: Sequence[str]) -> None:
     wanted: dict[str, set[int]] = {}
-    for unit in report.redo:
+    for unit in report.units_to_repeat:
         wanted.setdefault(unit.stage, set()).update(() if unit.shard is None else {unit.shard})
     write: Stage = WriteStage(config)
     encodes = {f"{ENCODE}{codec.name}": EncodeStage(config, codec) for codec in config.encode.codecs}
@@ -62,7 +62,7 @@ def _check_report(config: Config, report: Report) -> None:
     if Path(report.dataset).resolve() != Path(config.dataset_dir).resolve():
         message = f"these findings are of {report.dataset}, and {config.name} is in {config.dataset_dir}"
         raise ConfigError(message, code="bad_findings")
-    if not report.redo:
+    if not report.units_to_repeat:
         raise ConfigError(
             "these findings name no unit that could be done again"
             + ("; see to_do of each" if report.findings else ": there are none"),

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import xxhash
 
-from sharmill.errors import RejectRecord
-from sharmill.shar.items import Item
+from sharmill.errors import DamagedShard, RejectRecord
+from sharmill.shar.cut_lines import read_cuts
+from sharmill.shar.items import Item, ItemTable
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
-from sharmill.validate.accounts import cut_hashes
-from sharmill.validate.checked_dataset import CheckedDataset, Shard
+from sharmill.storage import checksum
+from sharmill.validate.accounts import hash_cut
+from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard
 from sharmill.validate.contract import MALFORMED, check_contract
-from sharmill.validate.files import FileReader, ReadFile
 from sharmill.validate.findings import Finding
 from sharmill.validate.foreign import check_foreign
-from sharmill.validate.levels import Levels, level_problem, measure
+from sharmill.validate.levels import MAX_CLIPPING_SHARE, MAX_SILENCE_SHARE, Levels, measure
 from sharmill.validate.recheck import Rechecker
 
-# The index has seconds with three decimals.
-_SECONDS_TOLERANCE: Final = 2e-3
 # What a damaged disk, or a lack of permission, answers to reading a file.
 _UNREADABLE: Final = (errno.EIO, errno.EACCES, errno.EPERM)
 
@@ -32,18 +33,13 @@ class Checked:
     """The outcome of checking a shard.
 
     Attributes:
-        ids: a 64-bit hash of each cut's id.
-        records: of each cut, the ``RECORD_HASHES`` of the manifest record that it came from.
+        hashes: of each cut, as ``CUT_HASHES``.
         stats: what adds up over the shards: cuts, bytes, items, seconds decoded ...
     """
 
     findings: list[Finding] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    records: list[tuple[int, int]] = field(default_factory=list)
-    stats: dict[str, float] = field(default_factory=dict)
-
-    def count(self, name: str, number: float = 1) -> None:
-        self.stats[name] = self.stats.get(name, 0) + number
+    hashes: list[tuple[int, int, int]] = field(default_factory=list)
+    stats: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class ShardCheck:
@@ -53,102 +49,140 @@ class ShardCheck:
         self.subject = subject
         self.deep = deep
         self.recheck = recheck
-        self._reader = FileReader()
-        self._levels: dict[str, Levels | RejectRecord] = {}
 
     def __call__(self, shard: Shard, advance: Callable[[float], None] = lambda seconds: None) -> Checked:
-        """Return the findings of a shard. ``advance`` is called with the seconds of audio that have been decoded."""
-        checked = Checked(findings=list(self._check_names(shard)))
+        """Return the findings of a shard. ``advance`` is called with seconds of audio as these are worked on."""
+        checked = Checked()
         contents = self._read_files(shard, checked)
-        checked.findings += _check_counts(shard, contents)
+        checked.findings += _check_items(shard, contents)
         cuts: list[dict[str, Any]] = contents.pop(CUTS, [])
-        ids = [str(cut.get("id")) for cut in cuts]
-        checked.ids = [xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) for name in ids]
-        checked.records = [cut_hashes(cut) for cut in cuts]
-        checked.count("cuts", len(cuts))
-        for name, items in contents.items():
-            checked.findings += _check_pairing(shard, name, ids, items)
-        if shard.record is not None:
-            checked.findings += _check_seconds(shard, contents)
+        checked.hashes = [hash_cut(cut) for cut in cuts]
+        checked.stats["cuts"] += len(cuts)
         if self.subject.is_own:
             assert self.subject.dataset is not None
-            checked.findings += check_contract(self.subject.dataset, shard.index, cuts, contents)
+            checked.findings += check_contract(self.subject.dataset, shard, cuts, contents)
         else:
-            check_foreign(self.subject, shard, cuts, contents, checked.findings, checked.count)
-        if self.deep:
-            self._measure_all(shard, contents, checked, advance)
-        if self.recheck is not None:
-            checked.findings += self.recheck(shard, contents, checked.count)
-        return checked
+            checked.findings += check_foreign(self.subject, shard, cuts, contents, checked.stats)
+        # All audio is gone through once to decode it, and once for each codec.
+        passes = self.deep + (len(self.subject.codecs) if self.recheck is not None else 0)
 
-    def _check_names(self, shard: Shard) -> Iterator[Finding]:
-        for name in self.subject.fields:
-            if name not in shard.files:
-                yield _finding("missing_field", shard, f"the shard has no {name}", field=name)
-        if shard.record is None:
-            return
-        for name, file in shard.files.items():
-            if name not in self.subject.fields:
-                yield _finding("wrong_totals", shard, f"{DATASET_FILE} does not name the field", field=name)
-            if self.subject.is_own and file != shard_file(name, shard.index):
-                sentence = f"{SHARDS_FILE} has {file} where {shard_file(name, shard.index)} belongs"
-                yield _finding("wrong_name", shard, sentence, field=name)
+        def finish(item: Item) -> None:
+            advance(_seconds(item) / passes)
+
+        if self.deep:
+            _measure_all(shard, contents, checked, finish)
+        if self.recheck is not None:
+            checked.findings += self.recheck(shard, contents, checked.stats, finish)
+        return checked
 
     def _read_files(self, shard: Shard, checked: Checked) -> dict[str, list[Any]]:
         """Return the contents of the fields whose files could be read to their ends."""
-        contents: dict[str, list[Any]] = {}
+        add, contents = checked.findings.append, dict[str, list[Any]]()
+        for name in self.subject.fields:
+            if name not in shard.files:
+                add(shard.finding("missing_field", name, f"the shard has no {name}"))
         for name, file in shard.files.items():
+            if shard.record is not None and name not in self.subject.fields:
+                add(shard.finding("wrong_totals", name, f"{DATASET_FILE} does not name the field"))
+            if shard.record is not None and self.subject.is_own and file != shard_file(name, shard.index):
+                sentence = f"{SHARDS_FILE} has {file} where {shard_file(name, shard.index)} belongs"
+                add(shard.finding("wrong_name", name, sentence))
             path = self.subject.directory / file
             if not path.is_file():
-                checked.findings.append(_finding("missing_file", shard, "the file is not there", field=name, file=file))
+                add(shard.finding("missing_file", name, "the file is not there", file=file))
                 continue
             try:
-                read = self._reader.read_cuts(path) if name == CUTS else self._reader.read_field(path)
+                size, xxh3 = path.stat().st_size, checksum(path)
+                checked.stats["files"] += 1
+                checked.stats["bytes"] += size
+                recorded = shard.record.fields[name] if shard.record else None
+                if recorded is not None and size != recorded.size:
+                    add(shard.finding("wrong_size", name, f"{size} bytes instead of {recorded.size}", file=file))
+                elif recorded is not None and xxh3 != recorded.xxh3:
+                    sentence = "the bytes have changed since they were written"
+                    add(shard.finding("wrong_checksum", name, sentence, file=file))
+                contents[name] = read_contents(path, name)
+            except DamagedShard as error:
+                add(shard.finding("damaged", name, str(error), file=file))
             except OSError as error:
                 if error.errno not in _UNREADABLE:
                     raise
-                sentence = f"it cannot be read: {error.strerror}"
-                checked.findings.append(_finding("damaged", shard, sentence, field=name, file=file))
-                continue
-            checked.count("files")
-            checked.count("bytes", read.size)
-            checked.findings += _check_file(shard, name, file, read)
-            if read.contents is not None:
-                contents[name] = read.contents
+                add(shard.finding("damaged", name, f"it cannot be read: {error.strerror}", file=file))
         return contents
 
-    def _measure_all(
-        self, shard: Shard, contents: dict[str, list[Item]], checked: Checked, advance: Callable[[float], None]
-    ) -> None:
-        """Decode every audio item; the same bytes once, be they target or context."""
-        self._levels.clear()
-        reported = {(finding.field, finding.member) for finding in checked.findings if finding.code == "bad_audio"}
-        for name, items in contents.items():
-            for item in items:
-                if not is_recording(item) or (name, item.cut_id) in reported:
-                    continue
-                checked.count("items decoded")
-                advance(_seconds(item))
-                if found := _audio_finding(item, self._measure(item, checked)):
-                    checked.findings.append(_finding(found[0], shard, found[1], field=name, member=item.cut_id))
 
-    def _measure(self, item: Item, checked: Checked) -> Levels | RejectRecord:
-        assert item.data is not None
-        key = xxhash.xxh3_128_hexdigest(item.data)
-        if key not in self._levels:
-            try:
-                levels = self._levels[key] = measure(item)
-            except RejectRecord as reject:
-                self._levels[key] = reject
-            else:
-                seconds = levels.num_samples / levels.sampling_rate
-                checked.count("seconds decoded", seconds)
-                checked.count("seconds of silence", seconds * levels.silence)
-                checked.count("seconds clipped", seconds * levels.clipping)
-        return self._levels[key]
+def read_contents(path: Path, name: str) -> list[Any]:
+    """Return the cuts of a field's file, or its items; their data are views of the file, which stays mapped.
+
+    Raises:
+        DamagedShard: it cannot be read to its end.
+    """
+    if name == CUTS:
+        return list(read_cuts(path))
+    table = ItemTable(path)
+    return [table.item(number, copy=False) for number in range(len(table))]
 
 
-def _audio_finding(item: Item, levels: Levels | RejectRecord) -> tuple[str, str] | None:
+def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Finding]:
+    """Yield where number, order or seconds of a field's items are not those of the cuts and of the index."""
+    record, cuts = shard.record, contents.get(CUTS)
+    ids = [str(cut.get("id")) for cut in cuts or ()]
+    expected, source = (record.count, "in the index") if record else (None if cuts is None else len(cuts), "cuts")
+    seconds = {TARGET_AUDIO: record.target_seconds, CONTEXT_AUDIO: record.context_seconds} if record else {}
+    for name, items in contents.items():
+        if expected is not None and len(items) != expected:
+            yield shard.finding("wrong_count", name, f"{len(items)} items, but {expected} {source}")
+        if name == CUTS:
+            continue
+        for position, (cut_id, item) in enumerate(zip(ids, items, strict=False)):
+            if item.cut_id != cut_id:
+                sentence = f"item {position} is {item.cut_id!r}, the cut there is {cut_id!r}"
+                yield shard.finding("wrong_id", name, sentence)
+                break
+        if name in seconds:
+            found = sum(map(_seconds, items))
+            if abs(found - seconds[name]) > SECONDS_TOLERANCE:
+                yield shard.finding("wrong_totals", name, f"{found:.3f} s of audio, but {seconds[name]} s in the index")
+
+
+def _measure_all(
+    shard: Shard, contents: dict[str, list[Item]], checked: Checked, finish: Callable[[Item], None]
+) -> None:
+    """Decode every audio item, and call ``finish`` with it; the same bytes once, be they target or context."""
+    reported = {(finding.field, finding.member) for finding in checked.findings if finding.code == "bad_audio"}
+    known: dict[str, Levels | RejectRecord] = {}
+    for name, items in contents.items():
+        for item in items:
+            if not is_recording(item) or (name, item.cut_id) in reported:
+                continue
+            assert item.data is not None
+            key = xxhash.xxh3_128_hexdigest(item.data)
+            if key not in known:
+                known[key] = _measure(item, checked.stats)
+            checked.stats["items decoded"] += 1
+            finish(item)
+            if found := _level_problem(item, known[key]):
+                checked.findings.append(shard.finding(found[0], name, found[1], member=item.cut_id))
+
+
+def is_recording(item: Item) -> bool:
+    """Return whether an item is audio, by its metadata."""
+    return item.data is not None and item.metadata is not None and "sampling_rate" in item.metadata
+
+
+def _measure(item: Item, stats: dict[str, float]) -> Levels | RejectRecord:
+    """Return the levels of an item, or why it cannot be decoded."""
+    try:
+        levels = measure(item)
+    except RejectRecord as reject:
+        return reject
+    stats["seconds decoded"] += levels.seconds
+    stats["seconds of silence"] += levels.seconds * levels.silence
+    stats["seconds clipped"] += levels.seconds * levels.clipping
+    return levels
+
+
+def _level_problem(item: Item, levels: Levels | RejectRecord) -> tuple[str, str] | None:
     """Return the code and sentence of what decoding an item shows, if anything."""
     if isinstance(levels, RejectRecord):
         return "bad_audio", str(levels)
@@ -157,55 +191,11 @@ def _audio_finding(item: Item, levels: Levels | RejectRecord) -> tuple[str, str]
     promised = (item.metadata.get("num_samples"), item.metadata.get("sampling_rate"))
     if found != promised:
         return "bad_audio", f"samples and rate are {found}, the metadata says {promised}"
-    return level_problem(levels)
-
-
-def is_recording(item: Item) -> bool:
-    """Return whether an item is audio, by its metadata."""
-    return item.data is not None and item.metadata is not None and "sampling_rate" in item.metadata
-
-
-def _check_file(shard: Shard, name: str, file: str, read: ReadFile) -> Iterator[Finding]:
-    recorded = shard.record.fields[name] if shard.record else None
-    if recorded is not None and read.size != recorded.size:
-        sentence = f"{read.size} bytes instead of {recorded.size}"
-        yield _finding("wrong_size", shard, sentence, field=name, file=file)
-    elif recorded is not None and read.xxh3 != recorded.xxh3:
-        sentence = "the bytes have changed since they were written"
-        yield _finding("wrong_checksum", shard, sentence, field=name, file=file)
-    if read.damage is not None:
-        yield _finding("damaged", shard, read.damage, field=name, file=file)
-
-
-def _check_counts(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Finding]:
-    if shard.record is not None:
-        expected, source = shard.record.count, "in the index"
-    elif CUTS in contents:
-        expected, source = len(contents[CUTS]), "cuts"
-    else:
-        return
-    for name, items in contents.items():
-        if len(items) != expected:
-            yield _finding("wrong_count", shard, f"{len(items)} items, but {expected} {source}", field=name)
-
-
-def _check_pairing(shard: Shard, name: str, ids: list[str], items: Sequence[Item]) -> Iterator[Finding]:
-    for position, (cut_id, item) in enumerate(zip(ids, items, strict=False)):
-        if item.cut_id != cut_id:
-            sentence = f"item {position} is {item.cut_id!r}, the cut there is {cut_id!r}"
-            yield _finding("wrong_id", shard, sentence, field=name)
-            return
-
-
-def _check_seconds(shard: Shard, contents: dict[str, list[Item]]) -> Iterator[Finding]:
-    record = shard.record
-    assert record is not None
-    for name, recorded in ((TARGET_AUDIO, record.target_seconds), (CONTEXT_AUDIO, record.context_seconds)):
-        if name in contents:
-            found = sum(_seconds(item) for item in contents[name])
-            if abs(found - recorded) > _SECONDS_TOLERANCE:
-                sentence = f"{found:.3f} s of audio, but {recorded} s in the index"
-                yield _finding("wrong_totals", shard, sentence, field=name)
+    if levels.silence > MAX_SILENCE_SHARE:
+        return "silent_audio", f"{levels.silence:.0%} of it is silence"
+    if levels.clipping > MAX_CLIPPING_SHARE:
+        return "clipped_audio", f"{levels.clipping:.2%} of its samples are at full scale"
+    return None
 
 
 def _seconds(item: Item) -> float:
@@ -214,10 +204,3 @@ def _seconds(item: Item) -> float:
         return float((item.metadata or {})["duration"])
     except MALFORMED:
         return 0.0
-
-
-def _finding(
-    code: str, shard: Shard, sentence: str, *, field: str | None = None, file: str | None = None,
-    member: str | None = None,
-) -> Finding:  # fmt: skip
-    return Finding(code=code, sentence=sentence, shard=shard.index, field=field, file=file, member=member)

@@ -9,24 +9,31 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import xxhash
 
-from sharmill.engine.identity import identify_folder
+from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.engine.versions import versions
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
-from sharmill.storage import Staging, checksum, open_atomic, write_atomic
-from sharmill.validate.accounts import Accounts, ExpectedRecords, check_accounts
-from sharmill.validate.across_shards import CUT_HASHES, CutHashes, check_index, check_strays
-from sharmill.validate.checked_dataset import CheckedDataset, Shard, read_checked_dataset
-from sharmill.validate.findings import Finding, findings_to_lines, read_findings
+from sharmill.storage import Staging, checksum, open_atomic, remove_tree, write_atomic
+from sharmill.validate.accounts import CUT_HASHES, CutHashes, ExpectedRecords, check_accounts
+from sharmill.validate.checked_dataset import CheckedDataset, Shard, check_index, check_strays, read_checked_dataset
+from sharmill.validate.findings import (
+    Finding,
+    Report,
+    encode_report,
+    findings_to_lines,
+    make_report,
+    read_findings,
+    read_report,
+)
 from sharmill.validate.recheck import Rechecker
-from sharmill.validate.report import Report, encode_report, make_report, read_report
 from sharmill.validate.shard import ShardCheck
 
 # For shards of unknown length, in seconds of audio a byte: FLAC at 16 kHz has some 20 kB a second.
 _SECONDS_PER_BYTE: Final = 5e-5
 _NOT_DEEP: Final = "samples, silence and clipping: audio was not decoded (--deep)"
+# A sparse file of any size is told by its size, which is among the files.
+_MAX_INDEX_BYTES: Final = 1 << 32
 _NOT_RECHECKED: Final = "whether the codes are those of the audio: none was encoded again (--recheck-codes)"
 _NONE_CHOSEN: Final = "whether the codes are those of the audio: no segment fell in the sample, raise --recheck-codes"
 _NOT_AGAINST: Final = "completeness: the dataset was not compared with its manifests (--against)"
@@ -39,6 +46,7 @@ class ValidateStage(Stage):
         deep: decode every audio item.
         recheck_codes: the share of segments to encode again; 0 for none.
         codec_models: by codec, what to load for that where the model of the dataset has moved.
+        allow_targets: by codec, what the configuration in its .nemo file may name beside the known classes.
         against: the manifests and rejects that the dataset is to account for.
     """
 
@@ -53,6 +61,7 @@ class ValidateStage(Stage):
         deep: bool = False,
         recheck_codes: float = 0.0,
         codec_models: Mapping[str, str] | None = None,
+        allow_targets: Mapping[str, Sequence[str]] | None = None,
         against: ExpectedRecords | None = None,
     ) -> None:
         self.run_dir = run_dir
@@ -61,6 +70,7 @@ class ValidateStage(Stage):
         self.deep = deep
         self.recheck_codes = recheck_codes
         self.codec_models = dict(codec_models or {})
+        self.allow_targets = dict(allow_targets or {})
         self.against = against
 
     @property
@@ -89,7 +99,7 @@ class ValidateStage(Stage):
         index = [self.dataset_dir / name for name in (DATASET_FILE, SHARDS_FILE)]
         return {
             "dataset_dir": identify_folder(self.dataset_dir, self.run_dir.path),
-            "input": [checksum(path) for path in index if path.is_file()],
+            "input": [checksum(path) for path in index if path.is_file() and path.stat().st_size <= _MAX_INDEX_BYTES],
             # Damage does not change the index: what was checked before may have changed since.
             "files": _fingerprint(self.dataset_dir),
             "level": self.level(),
@@ -111,12 +121,12 @@ class ValidateStage(Stage):
         commits = list(commits)
         subject = read_checked_dataset(self.dataset_dir)
         hashes = CutHashes.load(subject, [self.root / commit.files[1].name for commit in commits])
-        accounts = Accounts([], {})
+        found, counts = list[Finding](), dict[str, int]()
         if self.against is not None:
-            accounts = check_accounts(self.against, hashes.records(), compare_texts=subject.is_own)
+            found, counts = check_accounts(self.against, hashes.records(), compare_texts=subject.is_own)
         with open_atomic(self.findings_file) as merged:
-            for found in (check_index(subject), check_strays(subject), hashes.find_duplicates(), accounts.findings):
-                merged.write(findings_to_lines(found))
+            for findings in (check_index(subject), check_strays(subject), hashes.find_duplicates(), found):
+                merged.write(findings_to_lines(findings))
             for commit in commits:
                 merged.write((self.root / commit.files[0].name).read_bytes())
         checked = _add_up_stats(commits)
@@ -124,7 +134,7 @@ class ValidateStage(Stage):
             self.dataset_dir,
             self.findings(),
             level=self.level(),
-            checked={"shards": len(commits), **checked, **accounts.counts},
+            checked={"shards": len(commits), **checked, **counts},
             unchecked=[*subject.unchecked, *self._unchecked(checked, hashes)],
         )
         write_atomic(self.report_file, encode_report(report))
@@ -132,6 +142,10 @@ class ValidateStage(Stage):
 
     def products(self) -> list[Path]:
         return [self.findings_file, self.report_file]
+
+    def discard(self) -> None:
+        for path in self.products():
+            remove_tree(path)
 
     def findings(self) -> list[Finding]:
         """Read the findings of the finished validation."""
@@ -158,7 +172,7 @@ class ValidateStage(Stage):
             yield f"which records {unknown} cuts came from: they do not say"
 
     def _rechecker(self, subject: CheckedDataset) -> Rechecker:
-        return Rechecker(subject, self.recheck_codes, self.codec_models)
+        return Rechecker(subject, self.recheck_codes, self.codec_models, self.allow_targets)
 
     def _cost(self, shard: Shard) -> float:
         if shard.record is not None:
@@ -179,8 +193,7 @@ class ValidateProcessor(Processor):
         checked = self._check(shard, advance)
         findings, hashes = f"parts/{unit.index:06d}.findings.jsonl", f"parts/{unit.index:06d}.npy"
         staging.path(findings).write_bytes(findings_to_lines(checked.findings))
-        rows = [(cut_id, *record) for cut_id, record in zip(checked.ids, checked.records, strict=True)]
-        np.save(staging.path(hashes), np.array(rows, dtype=CUT_HASHES), allow_pickle=False)
+        np.save(staging.path(hashes), np.array(checked.hashes, dtype=CUT_HASHES), allow_pickle=False)
         seconds = shard.record.target_seconds if shard.record else 0.0
         stats = {"seconds": seconds, "checked": checked.stats}
         return Output(files=[findings, hashes], num_out=unit.size, stats=stats)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from types import SimpleNamespace
 
 import pytest
+from support.errors import raises
 
 from sharmill.errors import ConfigError
 from sharmill.executors.ray import cluster as ray_cluster
@@ -71,10 +73,11 @@ class Ray(SimpleNamespace):
 def join(monkeypatch):
     """Returns a function: a cluster -> it, after a driver has joined."""
     monkeypatch.setattr(ray_cluster._join.retry, "wait", lambda state: 0.01)
+    monkeypatch.setattr(ray_cluster, "_require_listener", lambda address: None)
 
     def join(ray: Ray) -> Ray:
         monkeypatch.setitem(sys.modules, "ray", ray)
-        ray_cluster.connect("auto")
+        ray_cluster.connect("127.0.0.1:1")
         return ray
 
     return join
@@ -86,12 +89,50 @@ def test_a_cluster_that_does_not_answer_at_once_is_asked_again(join):
 
 
 def test_a_cluster_that_never_answers_is_named(join):
-    with pytest.raises(ConfigError, match=r"no Ray cluster is running here .failed to get node info"):
+    with pytest.raises(ConfigError, match=r"no Ray cluster at 127.0.0.1:1 .failed to get node info"):
         join(Ray(9, RuntimeError("failed to get node info")))
 
 
 def test_where_there_is_no_cluster_one_question_is_enough(join):
     ray = Ray(9, ConnectionError("nobody is there"))
-    with pytest.raises(ConfigError, match="nobody is there"):
+    with raises(ConfigError, "no_cluster", "nobody"):
         join(ray)
     assert ray.calls == 1
+
+
+class TestAuto:
+    @pytest.fixture
+    def named(self, tmp_path, monkeypatch):
+        """The file in which Ray notes its address, in a folder that is this test's."""
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+        (tmp_path / "ray").mkdir()
+        file = tmp_path / "ray/ray_current_cluster"
+        file.write_text("127.0.0.1:1\n")
+        return file
+
+    def test_a_cluster_of_this_user_is_found(self, named):
+        assert ray_cluster._find_address() == "127.0.0.1:1"
+
+    def test_that_of_another_user_is_not_joined(self, named, monkeypatch):
+        if os.getuid() == 0:
+            os.chown(named, 4242, -1)
+        else:
+            monkeypatch.setattr("os.getuid", lambda: 4242)
+        with raises(ConfigError, "no_cluster", str(named), "127.0.0.1:1"):
+            ray_cluster.connect("auto")
+
+    def test_a_link_is_not_followed(self, named):
+        named.rename(named.with_name("elsewhere"))
+        named.symlink_to(named.with_name("elsewhere"))
+        with raises(ConfigError, "no_cluster", "executor.address"):
+            ray_cluster.connect("auto")
+
+    def test_a_process_that_is_called_like_rays_is_not_asked(self, named):
+        named.unlink()
+        with raises(ConfigError, "no_cluster", "no Ray cluster is running here"):
+            ray_cluster.connect("auto")
+
+    def test_the_environment_comes_first(self, named, monkeypatch):
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:2")
+        assert ray_cluster._find_address() == "127.0.0.1:2"

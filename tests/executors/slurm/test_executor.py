@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.errors import raises
 from support.toy_stage import ToyStage
@@ -13,12 +14,14 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Submitted
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
-from sharmill.executors.slurm import executor as slurm
 from sharmill.executors.slurm import queue as slurm_queue
+from sharmill.executors.slurm.chain import ChainState, require_no_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-from sharmill.executors.slurm.queue import SlurmSilent, queued_jobs
+from sharmill.executors.slurm.queue import SlurmSilent, job_comment, make_run_id, queued_jobs
+from sharmill.storage import write_atomic
 
 
 def do_nothing() -> None:
@@ -58,9 +61,16 @@ def cluster(tmp_path, monkeypatch):
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm, "_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(slurm_queue._output.retry, "wait", lambda state: 0.01)
+    monkeypatch.setattr(slurm_queue, "_PAUSE_SECONDS", 0.01)
     return Cluster(folder)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run directory from which jobs were submitted."""
+    run_dir = RunDir(tmp_path / "run")
+    make_run_id(run_dir)
+    return run_dir
 
 
 @pytest.fixture
@@ -70,7 +80,9 @@ def submit(tmp_path):
     def submit(**profile) -> Submitted:
         stage = ToyStage(tmp_path, units=8)
         ranks = RankProfile(max_ranks=profile.pop("max_ranks", 2))
-        executor = SlurmExecutor(ClusterProfile(cpu=ranks, **profile), tmp_path / "jobs", do_nothing, "toy")
+        executor = SlurmExecutor(
+            ClusterProfile(cpu=ranks, **profile), RunDir(tmp_path / "run"), do_nothing, do_nothing, "toy", patience=0.2
+        )
         submitted = executor.run(stage, read_or_make_plan(stage, restart=False), no_limit(), Listener())
         assert isinstance(submitted, Submitted)
         return submitted
@@ -85,23 +97,33 @@ def test_a_busy_controller_is_asked_again(cluster, submit):
     )
     assert submit().jobs == ["7_0", "7_1", "7"]
     assert cluster.calls("squeue") == 3
-    assert cluster.calls("sbatch") == 2 + 1 + 1
+    assert cluster.calls("sbatch") == 2 + 1 + 1 + 1
 
 
-def test_what_is_wrong_with_a_request_is_told_at_once(cluster, tmp_path):
+def test_a_limit_on_jobs_in_the_queue_is_waited_for(cluster, submit):
+    says = "sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Job violates accounting/QOS policy"
+    cluster.script("sbatch", "echo Submitted batch job 7", fails=3, says=says)
+    assert submit().jobs == ["7_0", "7_1", "7"]
+
+
+def test_what_is_wrong_with_a_request_is_told_at_once_and_once(cluster, tmp_path, capfd):
     cluster.script("sbatch", "", fails=9, says="Batch job submission failed: Invalid qos specification")
     stage = ToyStage(tmp_path, units=8)
-    executor = SlurmExecutor(ClusterProfile(qos="gold"), tmp_path / "jobs", do_nothing, "toy")
+    executor = SlurmExecutor(
+        ClusterProfile(qos="gold"), RunDir(tmp_path / "run"), do_nothing, do_nothing, "toy", patience=0.2
+    )
     with raises(FatalError, "jobs_refused", "Invalid qos specification"):
         executor.run(stage, read_or_make_plan(stage, restart=False), no_limit(), Listener())
     assert cluster.calls("sbatch") == 1
+    assert capfd.readouterr().err == ""
 
 
-def test_a_controller_that_stays_silent_is_named(cluster, tmp_path):
-    cluster.script("squeue", "", fails=9, says="slurm_load_jobs error: Unable to contact slurm controller")
+def test_a_controller_that_stays_silent_is_named(cluster, run_dir, monkeypatch):
+    monkeypatch.setattr(slurm_queue, "_LONGEST_PAUSE_SECONDS", 0.01)
+    cluster.script("squeue", "", fails=999, says="slurm_load_jobs error: Unable to contact slurm controller")
     with raises(SlurmSilent, "silent_cluster", "squeue", "Unable to contact"):
-        queued_jobs(tmp_path)
-    assert cluster.calls("squeue") == 3
+        queued_jobs(run_dir, patience=2.0)
+    assert cluster.calls("squeue") >= 3
 
 
 @pytest.mark.parametrize(
@@ -119,7 +141,7 @@ def test_arrays_are_no_larger_than_the_cluster_allows_and_never_run_too_many_at_
     cluster, tmp_path, max_ranks, max_parallel, arrays, parallel
 ):
     profile = ClusterProfile(cpu=RankProfile(max_ranks=max_ranks), max_parallel=max_parallel)
-    executor = SlurmExecutor(profile, tmp_path / "jobs", do_nothing, "toy")
+    executor = SlurmExecutor(profile, RunDir(tmp_path / "run"), do_nothing, do_nothing, "toy")
     stage = ToyStage(tmp_path, units=8)
     bins = executor.bins(stage, read_or_make_plan(stage, restart=False))
     assert sorted(unit.index for part in bins for unit in part) == list(range(8))
@@ -135,13 +157,51 @@ def test_split_arrays_are_all_submitted(cluster, submit):
     assert submit(max_ranks=8).jobs == [*ranks, "4"]
 
 
-def test_a_script_can_be_shown_where_there_is_no_slurm(tmp_path, monkeypatch):
+def test_a_script_can_be_shown_where_there_is_no_slurm(tmp_path, run_dir, monkeypatch):
     """With arrays as large as SLURM allows by default."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    executor = SlurmExecutor(ClusterProfile(), tmp_path / "jobs", do_nothing, "toy")
+    executor = SlurmExecutor(ClusterProfile(), RunDir(tmp_path / "run"), do_nothing, do_nothing, "toy")
     assert "#SBATCH --array=0-63%64\n" in executor.script(ToyStage(tmp_path), 64)
     assert executor.arrays(2500) == [(range(1000), 102), (range(1000, 2000), 102), (range(2000, 2500), 51)]
     with raises(ConfigError, "no_cluster", "squeue"):
-        queued_jobs(tmp_path)
+        queued_jobs(run_dir)
+
+
+class TestGuard:
+    """What a run asks before it begins, where jobs may be at work in its run directory."""
+
+    def test_where_nothing_was_submitted_nobody_is_asked(self, cluster, tmp_path):
+        require_no_chain(RunDir(tmp_path / "run"))
+        assert not (cluster.folder / "squeue.calls").exists()
+
+    def test_where_there_is_no_slurm_to_ask_a_run_is_refused_unless_it_takes_over(self, run_dir, monkeypatch):
+        monkeypatch.setenv("PATH", str(run_dir.path))
+        with raises(ConfigError, "no_cluster", "sharmill run --take-over"):
+            require_no_chain(run_dir)
+        require_no_chain(run_dir, take_over=True)
+
+    def test_a_silent_controller_lets_nobody_in_unless_they_take_over(self, cluster, run_dir, monkeypatch):
+        monkeypatch.setattr(slurm_queue, "_PAUSE_SECONDS", 99.0)
+        cluster.script("squeue", "", fails=99, says="Unable to contact slurm controller")
+        with raises(ConfigError, "silent_cluster", "Unable to contact", "sharmill run --take-over"):
+            require_no_chain(run_dir)
+        require_no_chain(run_dir, take_over=True)
+
+    def test_a_chain_that_is_done_has_left_no_jobs(self, run_dir, monkeypatch):
+        monkeypatch.setenv("PATH", str(run_dir.path))
+        write_atomic(run_dir.chain, msgspec.json.encode(ChainState(state="done", message="all stages are done")))
+        require_no_chain(run_dir)
+
+    def test_jobs_that_are_known_are_not_taken_over(self, cluster, run_dir):
+        cluster.script("squeue", f"echo '7_1|RUNNING|None|bob|{job_comment(run_dir, 'rank')}'")
+        with raises(ConfigError, "jobs_in_queue", "7_1", "bob", "scancel 7"):
+            require_no_chain(run_dir, take_over=True)
+
+    def test_comments_of_others_are_nothing(self, cluster, run_dir):
+        cluster.script(
+            "squeue",
+            "printf '7|RUNNING|None|bob|(null)\\n8|PENDING|a|b|\\xff\\n|\\n9|RUNNING|None|x|sharmill:0:rank\\n'",
+        )
+        assert queued_jobs(run_dir) == []

@@ -1,6 +1,7 @@
 # make demo   the whole pipeline on a synthetic corpus, in ./demo
 # make test   the tests of a few minutes, which leave out those marked slow
-# make test-all   all tests, but for those on a real SLURM and a real Ray, which `make test-cluster` has
+# make test-slow   those marked slow
+# make test-all   both, but for those on a real SLURM and a real Ray, which `make test-cluster` has
 # make torture   200 kills and some hundreds of faults on disk, for an hour or more; SEED=, KILLS= (a stage), EVERY=, OUTPUT=
 # make docs   the pages of docs as a site with a reference of the Python API, in build/site
 # All make .venv first if it is missing or older than what it is made from.
@@ -15,13 +16,16 @@ WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml con
 # Further options of pytest, as in `make test PYTEST="-x --durations=30"`.
 PYTEST :=
 
-.PHONY: demo test test-all test-cluster torture lint bench docs venv clean
+.PHONY: demo test test-slow test-all test-cluster torture lint bench docs venv clean
 
 demo: venv
 	$(BIN)/sharmill demo demo
 
 test: venv
 	EXAMPLES=quick $(BIN)/python -m pytest -m "not slow and not slurm and not ray" $(PYTEST)
+
+test-slow: venv
+	$(BIN)/python -m pytest -m "slow and not slurm and not ray" $(PYTEST)
 
 test-all: venv
 	$(BIN)/python -m pytest -m "not slurm and not ray" $(PYTEST)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,7 +35,8 @@ CONTEXT_KEYS: Final = (
     "context_audio_normalized_text",
     "context_audio_channel",
 )
-_CHANNEL: Final = "_channel"
+# sharmill's own too, where a segment has such a thing.
+PLACE_KEYS: Final = ("_channel", "_member")
 # The last one ends the line, so that it can be left out of a checksum without reading the JSON.
 OWN_KEYS: Final = (
     "_source",
@@ -106,6 +107,22 @@ class AudioNotes:
     checksum: str = ""
 
 
+class Member(NamedTuple):
+    """The place of a recording in a container file, which needs no unpacking.
+
+    Attributes:
+        container: path of the container, relative to the audio root.
+        kind: of the place: "bytes" is a range of the container's bytes, as a member of a tar archive is.
+        start: number of its first byte.
+        size: bytes of the recording, which is an audio file.
+    """
+
+    container: str
+    kind: str
+    start: int
+    size: int
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A stretch of a recording; two of the same place are equal, whatever is noted about their audio.
@@ -115,6 +132,7 @@ class Segment:
         offset, duration: seconds.
         whole_file: the record had no offset, so it is the file, however long that is.
         channel: of audio with several.
+        member: of a recording in a container file, of which ``audio_filepath`` is only the name.
     """
 
     root: int
@@ -124,6 +142,12 @@ class Segment:
     whole_file: bool
     notes: AudioNotes = field(default=AudioNotes(), compare=False)
     channel: Channel = None
+    member: Member | None = None
+
+    @property
+    def file(self) -> str:
+        """The path of the file that holds the recording, relative to the audio root."""
+        return self.audio_filepath if self.member is None else self.member.container
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +184,9 @@ class Utterance:
     """One record of a manifest that passed the checks.
 
     ``audio_filepath`` is relative to the audio root number ``root``; ``offset`` and ``duration`` are seconds;
-    ``custom`` has all further keys as they came; ``channel`` is one of audio that has several. ``index`` is the line
-    number in the prepared manifest, known from stage 1 on, as is ``context``.
+    ``custom`` has all further keys as they came; ``channel`` is one of audio that has several; ``member`` is the place
+    of a recording in a container file. ``index`` is the line number in the prepared manifest, known from stage 1 on, as
+    is ``context``.
     """
 
     audio_filepath: str
@@ -178,11 +203,19 @@ class Utterance:
     notes: AudioNotes = AudioNotes()
     context: Context | None = None
     channel: Channel = None
+    member: Member | None = None
 
     @property
     def segment(self) -> Segment:
         return Segment(
-            self.root, self.audio_filepath, self.offset, self.duration, self.whole_file, self.notes, self.channel
+            root=self.root,
+            audio_filepath=self.audio_filepath,
+            offset=self.offset,
+            duration=self.duration,
+            whole_file=self.whole_file,
+            notes=self.notes,
+            channel=self.channel,
+            member=self.member,
         )
 
     def further_keys(self) -> dict[str, Any]:
@@ -204,11 +237,12 @@ class Utterance:
             self.cut_id,
             self.notes.size,
             self.notes.checksum,
-            context and (context.root, context.whole_file, context.notes.size, context.notes.checksum),
+            context and _own_context(context),
             (_fixed_width(self.notes.modified), _fixed_width(context.notes.modified if context else -1)),
         )
-        channel = {} if self.channel is None else {_CHANNEL: self.channel}
-        return _encoder.encode({**self.public_record(), **channel, **dict(zip(OWN_KEYS, own, strict=True))})
+        places = zip(PLACE_KEYS, (self.channel, self.member), strict=True)
+        known = {key: value for key, value in places if value is not None}
+        return _encoder.encode({**self.public_record(), **known, **dict(zip(OWN_KEYS, own, strict=True))})
 
     @classmethod
     def from_json(cls, line: bytes) -> Utterance:
@@ -216,14 +250,15 @@ class Utterance:
         record = _decoder.decode(line)
         typed = {key: record.pop(key) for key in TYPED_KEYS}
         root, whole_file, index, recording, cut, size, checksum, own_context, modified = map(record.pop, OWN_KEYS)
-        channel = record.pop(_CHANNEL, None)
+        channel, member = (record.pop(key, None) for key in PLACE_KEYS)
         context = None
         if own_context is not None:
             path, offset, duration, text, similarity, context_recording = map(record.pop, CONTEXT_KEYS[:-2])
             normalized_text, context_channel = (record.pop(key, None) for key in CONTEXT_KEYS[-2:])
-            context_root, context_whole_file, context_size, context_checksum = own_context
+            context_root, context_whole_file, context_size, context_checksum, *context_member = own_context
             notes = AudioNotes(context_size, int(modified[1]), context_checksum)
-            segment = Segment(context_root, path, offset, duration, context_whole_file, notes, context_channel)
+            place = _member(context_member[0] if context_member else None)
+            segment = Segment(context_root, path, offset, duration, context_whole_file, notes, context_channel, place)
             context = Context(segment, context_recording, text, similarity, normalized_text)
         return cls(
             **typed,
@@ -236,7 +271,17 @@ class Utterance:
             notes=AudioNotes(size, int(modified[0]), checksum),
             context=context,
             channel=channel,
+            member=_member(member),
         )
+
+
+def _own_context(context: Segment) -> tuple[Any, ...]:
+    own = (context.root, context.whole_file, context.notes.size, context.notes.checksum)
+    return own if context.member is None else (*own, context.member)
+
+
+def _member(value: list[Any] | None) -> Member | None:
+    return None if value is None else Member(*value)
 
 
 def _fixed_width(nanoseconds: int) -> str:

@@ -25,13 +25,13 @@ def test_what_leaves_the_root_or_is_no_path_is_rejected(path):
     assert caught.value.reason == "outside_root"
 
 
-def test_a_file_has_one_real_path_by_whatever_root_and_link(tmp_path):
+def test_a_file_has_one_real_name_by_whatever_root_and_link(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "real/a.wav").touch()
     (tmp_path / "real/b.wav").symlink_to("a.wav")
     (tmp_path / "link").symlink_to("real")
     roots = AudioRoots.of([tmp_path / "link", tmp_path / "real"])
-    paths = {roots.real_path(Segment(source, name, 0.0, 1.0, True)) for source in (0, 1) for name in ("a.wav", "b.wav")}
+    paths = {roots.real_name(Segment(source, name, 0.0, 1.0, True)) for source in (0, 1) for name in ("a.wav", "b.wav")}
     assert paths == {str((tmp_path / "real/a.wav").resolve())}
     assert roots.place(1, "a.wav") == (0, "a.wav")
 

@@ -74,15 +74,15 @@ def probe(path: str | os.PathLike[str]) -> AudioInfo:
         RejectRecord: missing_audio, empty_audio, unreadable_audio (not a regular file, no permission, not
             audio, no length in the header).
     """
-    with _open_file(path) as source, _open_sound(source, str(path)) as sound:
+    with open_regular(path) as source, _open_sound(source, str(path)) as sound:
         return _header(sound, source, str(path))
 
 
-def probe_bytes(data: bytes) -> AudioInfo:
-    """Read the header of an audio file in memory, as ``probe``."""
+def probe_bytes(data: bytes, name: str = "audio data") -> AudioInfo:
+    """Read the header of an audio file in memory, as ``probe``; errors call it ``name``."""
     source = io.BytesIO(data)
-    with _open_sound(source, "audio data") as sound:
-        return _header(sound, source, "audio data")
+    with _open_sound(source, name) as sound:
+        return _header(sound, source, name)
 
 
 def read(
@@ -107,13 +107,19 @@ def read(
     """
     if start < 0 or (num_samples is not None and num_samples < 0):
         raise ValueError(f"negative segment: start {start}, num_samples {num_samples}")
-    with _open_file(path) as source:
+    with open_regular(path) as source:
         return _decode(source, str(path), start, num_samples, channel)
 
 
-def decode(data: bytes) -> tuple[np.ndarray, int]:
-    """Decode an audio file in memory, as ``read`` does a whole file."""
-    return _decode(io.BytesIO(data), "audio data", 0, None, None)
+def decode(
+    data: bytes,
+    start: int = 0,
+    num_samples: int | None = None,
+    channel: Channel = None,
+    name: str = "audio data",
+) -> tuple[np.ndarray, int]:
+    """Decode an audio file in memory, or a part of it, as ``read`` does a file; errors call it ``name``."""
+    return _decode(io.BytesIO(data), name, start, num_samples, channel)
 
 
 def check_finite(audio: np.ndarray, name: str) -> None:
@@ -122,8 +128,12 @@ def check_finite(audio: np.ndarray, name: str) -> None:
         raise RejectRecord("non_finite_audio", f"{name} has NaN or infinite samples")
 
 
-def _open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading without a buffer: its descriptor is libsndfile's to move."""
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading without a buffer: its descriptor is libsndfile's to move.
+
+    Raises:
+        RejectRecord: missing_audio, unreadable_audio (not a regular file, no permission).
+    """
     path = Path(path)
     try:
         # Before opening: opening a FIFO would wait for its writer, opening a device may do anything.

@@ -162,9 +162,14 @@ class AudioRoots:
         return next(n for n, root in enumerate(self.roots) if root.real == self.roots[number].real)
 
     def locate(self, segment: Segment) -> Path:
-        """Return where the file of a segment lies; raise RejectRecord ``outside_root`` where a link leads out."""
-        return self.roots[segment.root].locate(segment.audio_filepath)
+        """Return where the file of a segment, or its container, lies.
 
-    def real_path(self, segment: Segment) -> str:
-        """Return the path of a segment's file with links resolved: the same for one file, however it is named."""
-        return os.path.realpath(self.roots[segment.root].path / segment.audio_filepath)
+        Raises:
+            RejectRecord: ``outside_root`` where a link leads out.
+        """
+        return self.roots[segment.root].locate(segment.file)
+
+    def real_name(self, segment: Segment) -> str:
+        """Return a name of a segment's recording: the same for one file, by whatever links and roots it is named."""
+        path = os.path.realpath(self.roots[segment.root].path / segment.file)
+        return path if segment.member is None else f"{path}\0{segment.member.start}"

@@ -15,11 +15,12 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from sharmill.audio.files import AudioInfo, decode, probe, read
+from sharmill.audio.containers import read_member
+from sharmill.audio.files import AudioInfo, decode, probe, probe_bytes, read
 from sharmill.audio.resample import segment_bounds
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import RejectRecord
-from sharmill.manifest import AudioNotes, Segment
+from sharmill.manifest import AudioNotes, Member, Segment
 from sharmill.storage import checksum, checksum_bytes
 
 # -60 dB of full scale: audio whose loudest sample is below has no speech in it.
@@ -30,7 +31,8 @@ SILENT_PEAK: Final = 1e-3
 class Location:
     """A segment as samples of a file: ``start`` and ``num_samples`` at the file's own rate.
 
-    ``size`` and ``modified`` are those of the file: bytes, and nanoseconds.
+    ``size`` and ``modified`` are those of the file: bytes, and nanoseconds. Of a recording in a container ``path`` and
+    ``modified`` are the container's.
     """
 
     path: Path
@@ -39,6 +41,7 @@ class Location:
     num_samples: int
     size: int
     modified: int
+    member: Member | None = None
 
     @property
     def is_whole_file(self) -> bool:
@@ -80,7 +83,8 @@ class SegmentReader:
         """
         # A link may have changed since the stage prepare saw it.
         path = self.roots.locate(segment)
-        info = probe(path)
+        member = segment.member
+        info = probe(path) if member is None else probe_bytes(read_member(path, member), segment.audio_filepath)
         start, num_samples = 0, info.num_samples
         if not segment.whole_file:
             start, num_samples = segment_bounds(segment.offset, segment.duration, info.sampling_rate)
@@ -89,7 +93,8 @@ class SegmentReader:
             if num_samples <= 0:
                 raise RejectRecord("empty_audio", "the segment has no samples")
         status = path.stat()
-        return Location(path, info, start, num_samples, status.st_size, status.st_mtime_ns)
+        size = status.st_size if member is None else member.size
+        return Location(path, info, start, num_samples, size, status.st_mtime_ns, member)
 
     def read(self, segment: Segment, location: Location | None = None) -> SegmentAudio:
         """Decode a segment; ``location`` is what ``locate`` has returned for it, if it was called before.
@@ -98,10 +103,12 @@ class SegmentReader:
             RejectRecord: the audio cannot be used, is silent, or is not what ``segment.notes`` say.
         """
         location = location or self.locate(segment)
-        if location.is_whole_file:
-            samples, rate = read(location.path, channel=segment.channel)
+        start, count = (0, None) if location.is_whole_file else (location.start, location.num_samples)
+        if location.member is None:
+            samples, rate = read(location.path, start, count, segment.channel)
         else:
-            samples, rate = read(location.path, location.start, location.num_samples, segment.channel)
+            data = read_member(location.path, location.member)
+            samples, rate = decode(data, start, count, segment.channel, segment.audio_filepath)
         return self._check(segment, location, samples, rate, _checksum(segment, location, samples))
 
     def read_file(self, segment: Segment, location: Location) -> tuple[bytes, SegmentAudio]:
@@ -110,10 +117,13 @@ class SegmentReader:
         Raises:
             RejectRecord: as ``read``.
         """
-        try:
-            data = location.path.read_bytes()
-        except FileNotFoundError as error:  # between the look at its header and now
-            raise RejectRecord("missing_audio", f"{location.path}: {error.strerror}") from error
+        if location.member is not None:
+            data = read_member(location.path, location.member)
+        else:
+            try:
+                data = location.path.read_bytes()
+            except FileNotFoundError as error:  # between the look at its header and now
+                raise RejectRecord("missing_audio", f"{location.path}: {error.strerror}") from error
         samples, rate = decode(data)
         return data, self._check(segment, location, samples, rate, checksum_bytes(data))
 
@@ -148,17 +158,18 @@ def _checksum(segment: Segment, location: Location, samples: np.ndarray) -> str:
     Opus may differ in their last bits between kinds of CPU: of a part of such a file all its bytes, once per file, and
     not again where size and time are those that were noted with the checksum.
     """
+    member = location.member
     if location.is_whole_file:
-        return checksum(location.path)
+        return checksum(location.path) if member is None else checksum_bytes(read_member(location.path, member))
     if location.info.exact_seeks:
         return checksum_bytes(samples.tobytes())
     notes = segment.notes
     if notes.checksum and (notes.size, notes.modified) == (location.size, location.modified):
         return notes.checksum
-    return _file_checksum(location.path, location.size, location.modified)
+    return _file_checksum(location.path, location.size, location.modified, member)
 
 
 @lru_cache(maxsize=4096)
-def _file_checksum(path: Path, size: int, modified: int) -> str:
-    """Return the checksum of a file's bytes; ``size`` and ``modified`` are for the cache alone."""
-    return checksum(path)
+def _file_checksum(path: Path, size: int, modified: int, member: Member | None) -> str:
+    """Return the checksum of a recording's bytes; ``size`` and ``modified`` are for the cache alone."""
+    return checksum(path) if member is None else checksum_bytes(read_member(path, member))

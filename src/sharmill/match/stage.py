@@ -211,7 +211,7 @@ class MatchProcessor(Processor):
             "embeddings": np.stack([segment.embedding for segment in segments]),
             "durations": np.array([utterance.duration for utterance in group]),
             # Equal for the same file, by whatever links and roots it is named.
-            "recordings": _number([self._embed.reader.roots.real_path(utterance.segment) for utterance in group]),
+            "recordings": _number([self._embed.reader.roots.real_name(utterance.segment) for utterance in group]),
             "offsets": np.array([utterance.offset for utterance in group]),
         }
         if match.exclude_same_text:

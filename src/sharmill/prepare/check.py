@@ -9,16 +9,19 @@ from typing import Any
 
 import msgspec
 
-from sharmill.audio.files import AudioInfo, choose_channel, probe
-from sharmill.audio.roots import AudioRoots
+from sharmill.audio.containers import read_member
+from sharmill.audio.files import AudioInfo, choose_channel, probe, probe_bytes
+from sharmill.audio.roots import AudioRoots, normalise_path
 from sharmill.config import PrepareConfig
 from sharmill.errors import RejectRecord
 from sharmill.manifest import (
     DURATION_FROM_HEADER,
     OWN_KEYS,
+    PLACE_KEYS,
     TYPED_KEYS,
     AudioNotes,
     Channel,
+    Member,
     SpeakerTag,
     Utterance,
     recording_id,
@@ -32,7 +35,7 @@ from sharmill.shar.lhotse_json import plain_value
 from sharmill.shar.reading.safety import find_forbidden
 from sharmill.sources.speakers import SpeakerRule
 
-_NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, "_skipme"}
+_NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, "_skipme"}
 # Where the interpreter's own limit lies depends on the caller, so it would not be the same in every executor.
 _MAX_DEPTH = 100
 # A record this large is none, and would be carried through all stages and into the dataset.
@@ -61,13 +64,17 @@ class RecordCheck:
     channels: Sequence[Channel]
     group_key: SpeakerKey
 
-    def __call__(self, record: dict[str, Any], source: int) -> Utterance:
-        """Return the utterance of a record; raise RejectRecord with the first reason found, cheap checks first."""
+    def __call__(self, record: dict[str, Any], source: int, member: Member | None = None) -> Utterance:
+        """Return the utterance of a record, whose audio is a file or a member of a container.
+
+        Raises:
+            RejectRecord: with the first reason found, cheap checks first.
+        """
         if mark := record.get("_skipme"):
             reason = f": {mark[:200]}" if isinstance(mark, str) else ""
             raise RejectRecord("skipped", f"the record is marked with _skipme{reason}")
         _check_fields(record)
-        root, path = self.roots.place(source, record["audio_filepath"])
+        root, path, member = self._place(record["audio_filepath"], source, member)
         tag = self._tag(record, path, source)
         self.group_key(path, tag.speaker)
         text = self._text(record)
@@ -77,8 +84,8 @@ class RecordCheck:
         no_duration = record.get("duration") is None
         if not no_duration:
             self._check_duration(duration)
-        file = self.roots.roots[root].path / path
-        info = probe(file)
+        file = self.roots.roots[root].path / (path if member is None else member.container)
+        info = probe(file) if member is None else probe_bytes(read_member(file, member), path)
         channel = self._channel(record, source, info)
         if no_duration:
             duration = info.num_samples / info.sampling_rate - offset
@@ -98,9 +105,20 @@ class RecordCheck:
             whole_file=record.get("offset") is None,
             recording_id=recording,
             cut_id=segment_id(recording, offset, duration),
-            notes=AudioNotes(status.st_size, status.st_mtime_ns),
+            notes=AudioNotes(status.st_size if member is None else member.size, status.st_mtime_ns),
             channel=channel,
+            member=member,
         )
+
+    def _place(self, audio_filepath: str, source: int, member: Member | None) -> tuple[int, str, Member | None]:
+        """Return the root and the normalised path of a record's audio, and its member with that of its container."""
+        if member is None:
+            return *self.roots.place(source, audio_filepath), None
+        root, container = self.roots.place(source, member.container)
+        path = normalise_path(audio_filepath)
+        if not path.startswith((f"{container}/", f"{container}#")):
+            raise RejectRecord("outside_root", "the name of the audio in its container leads out of that")
+        return root, path, member._replace(container=container)
 
     def _tag(self, record: dict[str, Any], path: str, source: int) -> SpeakerTag:
         rule = self.speakers[source]

@@ -32,7 +32,7 @@ from sharmill.prepare.ids import (
     repeated_segments,
 )
 from sharmill.prepare.stats import HoursTable
-from sharmill.sources import Source, Unreadable
+from sharmill.sources import Located, Source, Unreadable, record_text
 from sharmill.storage import Staging, open_atomic, remove_tree, write_atomic
 
 
@@ -165,12 +165,13 @@ class PrepareProcessor(Processor):
         rejects: list[Reject] = []
         hours = HoursTable()
         for line in self._sources[number].read(unit.params["piece"]):
-            record: Any = line.record if isinstance(line, Unreadable) else line.decode("utf-8", "replace")
+            text = record_text(line)
+            record: Any = text.decode("utf-8", "replace")
             try:
                 if isinstance(line, Unreadable):
                     raise RejectRecord(line.reason, line.detail)
-                record = parse_record(line)
-                utterance = self._check(record, number)
+                record = parse_record(text)
+                utterance = self._check(record, number, line.member if isinstance(line, Located) else None)
             except RejectRecord as reject:
                 rejects.append(Reject(PrepareStage.kind, reject.reason, reject.detail, record, number))
                 hours.count_rejected(record)

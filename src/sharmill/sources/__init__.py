@@ -41,7 +41,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from sharmill.errors import ConfigError
-from sharmill.manifest import Channel
+from sharmill.manifest import Channel, Member
 from sharmill.registry import nearest
 from sharmill.sources.speakers import UNDETERMINED, SpeakerRule
 from sharmill.sources.templates import Template
@@ -66,6 +66,30 @@ class Unreadable:
     reason: str
     detail: str
     record: str
+
+
+@dataclass(frozen=True)
+class Located:
+    """A raw record whose audio lies in a container file, such as a tar archive.
+
+    Attributes:
+        record: one JSON text, as of any record. Its ``audio_filepath`` is the name of the audio: the path of the
+            container relative to the audio root, and behind it the name in the container: ``shard.tar/member.wav`` or
+            ``table.parquet#7``. Ids follow from it.
+        member: where the audio is to be found.
+    """
+
+    record: bytes
+    member: Member
+
+
+# Of a raw record as a source yields it.
+RawRecord = bytes | Located | Unreadable
+
+
+def record_text(raw: RawRecord) -> bytes:
+    """Return the JSON text of a raw record, or what there is of one that cannot be read."""
+    return raw if isinstance(raw, bytes) else raw.record if isinstance(raw, Located) else raw.record.encode()
 
 
 class Source(ABC):
@@ -101,10 +125,10 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
+    def read(self, piece: dict[str, Any]) -> Iterator[RawRecord]:
         """Yield the raw records of a piece, one JSON text each; ``piece`` is the piece's ``params``."""
 
-    def records(self) -> Iterator[bytes | Unreadable]:
+    def records(self) -> Iterator[RawRecord]:
         """Yield the raw records of all pieces."""
         for piece in self.pieces(_FIRST_RECORDS):
             yield from self.read(piece.params)
@@ -189,7 +213,7 @@ class SpeechSource(Source):
         records = []
         for line in itertools.islice(self.records(), _FIRST_RECORDS):
             try:
-                record = None if isinstance(line, Unreadable) else msgspec.json.decode(line)
+                record = None if isinstance(line, Unreadable) else msgspec.json.decode(record_text(line))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue
             if isinstance(record, dict):

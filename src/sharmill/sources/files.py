@@ -16,7 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from sharmill.errors import ConfigError
+from sharmill.audio.roots import AudioRoot, normalise_path
+from sharmill.errors import ConfigError, RejectRecord
 from sharmill.sources import SpeechSource, name_paths
 from sharmill.storage import checksum
 
@@ -76,6 +77,45 @@ class FileSource(SpeechSource):
     def paths(self) -> dict[str, str]:
         """Return the keys that are paths, and the paths."""
         return name_paths(self.files_key, getattr(self, self.files_key)) | super().paths()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerSource(FileSource):
+    """A source of files that hold the audio itself, such as tar archives; their records are ``Located``."""
+
+    audio_root: str | None = None
+    """Folder that the names of the audio begin below, and so its ids; ``null`` is the one that all files lie in."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.audio_root is None:
+            object.__setattr__(self, "audio_root", _common_folder(self._patterns))
+
+    def container(self, file: Path) -> str:
+        """Return the path of a file relative to the audio root, as ``Member.container`` and names of audio have it.
+
+        Raises:
+            ConfigError: it lies elsewhere.
+        """
+        root = AudioRoot.of(self.audio_root)
+        try:
+            return normalise_path(str(file.absolute()), root.names)
+        except RejectRecord as error:
+            raise ConfigError(
+                f"{file} does not lie below the audio root {self.audio_root}; leave audio_root out, or name a folder "
+                "above all files",
+                code="bad_config_value",
+            ) from error
+
+
+def _common_folder(patterns: list[str]) -> str:
+    """Return the folder that all files of some patterns lie in, however many the patterns find."""
+    folders = []
+    for pattern in patterns:
+        fixed = re.split(r"[*?]", os.path.expanduser(pattern))[0]  # noqa: PTH111
+        names = expand_shards(fixed)
+        folders += [os.path.dirname(name) or "." for name in (names[0], names[-1])]  # noqa: PTH120
+    return os.path.commonpath(folders) or "."
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:

@@ -25,7 +25,7 @@ from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.manifest import DURATION_FROM_HEADER, iterate_lines, transcript_of
 from sharmill.shar.cut_lines import NOT_JSON, read_cuts
 from sharmill.shar.layout import CUTS
-from sharmill.sources import Source, Unreadable
+from sharmill.sources import Source, record_text
 from sharmill.storage import checksum
 from sharmill.validate.checked_dataset import CheckedDataset
 from sharmill.validate.findings import Finding
@@ -84,7 +84,7 @@ class ExpectedRecords:
         """Read the records of all manifests."""
         for source, roots in zip(self.sources, self.root_names, strict=True):
             for line in source.records():
-                text = line.record if isinstance(line, Unreadable) else line.decode("utf-8", "replace")
+                text = record_text(line).decode("utf-8", "replace")
                 yield None, text, _parse(text), roots
 
     def reject_rows(self) -> Iterator[Row]:

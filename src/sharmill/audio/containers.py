@@ -1,0 +1,82 @@
+"""Recordings inside container files, such as the members of tar archives: taken out by their place, never unpacked.
+
+A container may be read by several threads at once. What was taken out last is kept, since a recording in a container
+may have many segments.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Final
+
+from sharmill.audio.files import open_regular
+from sharmill.errors import RejectRecord
+from sharmill.manifest import Member
+
+_KEPT_BYTES: Final = 64 << 20
+
+
+def read_member(path: Path, member: Member) -> bytes:
+    """Return the audio file at a place in a container that lies at ``path``, as bytes.
+
+    Raises:
+        RejectRecord: missing_audio or unreadable_audio where there is no such container, or it ends before.
+    """
+    return _recent.get(path, member)
+
+
+def _read_bytes(path: Path, member: Member) -> bytes:
+    """Return a range of bytes of a file, as a member of a tar archive is."""
+    with open_regular(path) as stream:
+        data = os.pread(stream.fileno(), member.size, member.start)
+        # A read of more than 2 GiB comes in parts.
+        while 0 < len(data) < member.size:
+            more = os.pread(stream.fileno(), member.size - len(data), member.start + len(data))
+            if not more:
+                break
+            data += more
+    if len(data) < member.size:
+        raise RejectRecord("unreadable_audio", f"{path} ends within the recording at byte {member.start}")
+    return data
+
+
+# By ``Member.kind``.
+_READERS: Final[dict[str, Callable[[Path, Member], bytes]]] = {"bytes": _read_bytes}
+
+
+class _Recent:
+    """The recordings that were taken out last, as many as fit into some bytes, and always the last one."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[tuple[Path, Member, tuple[int, int] | None], bytes] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, path: Path, member: Member) -> bytes:
+        # A container that was replaced is read anew.
+        key = (path, member, _state(path))
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        data = _READERS[member.kind](path, member)
+        with self._lock:
+            self._kept[key] = data
+            while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self._max_bytes:
+                self._kept.popitem(last=False)
+        return data
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:  # reading it says why
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+_recent: Final = _Recent(_KEPT_BYTES)

@@ -135,6 +135,7 @@ SOURCES: Final = Registry(
     "sharmill.sources",
     {
         "nemo": "sharmill.sources.nemo:NemoSource",
+        "lhotse": "sharmill.sources.lhotse:LhotseSource",
         "table": "sharmill.sources.table:TableSource",
         "folder": "sharmill.sources.folder:FolderSource",
     },

@@ -7,10 +7,10 @@ from support.manifests import config_for, make_record, run_prepare, write_manife
 
 from sharmill.errors import REASONS
 
-# Of what the other stages find out: they have tests of their own.
+# Of what the sources and the other stages find out: they have tests of their own.
 LATER = {
     "unsupported_rate", "non_finite_audio", "silent_audio", "changed_audio", "single_utterance_speaker",
-    "no_similar_context", "no_long_context", "only_copies",
+    "no_similar_context", "no_long_context", "only_copies", "unsupported_cut",
 }  # fmt: skip
 MISSING = ...
 

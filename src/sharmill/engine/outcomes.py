@@ -1,4 +1,4 @@
-"""Outcomes of attempts at units, of the work of an executor, and of stages."""
+"""How attempts at units, the work of an executor and stages end."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,10 +58,7 @@ class FileSource(SpeechSource):
     def identity(self) -> dict[str, Any]:
         """Return the size and checksum of every file, by its number and name; also prove that each can be read."""
         self.check()
-        # Without folders: the files may be moved, with the project or alone.
-        return {
-            f"{number} {file.name}": [file.stat().st_size, checksum(file)] for number, file in enumerate(self.files)
-        }
+        return identify_files(self.files)
 
     def stem(self) -> str | None:
         """Return the name of the only file without its suffix; None where there may be several."""
@@ -70,9 +67,7 @@ class FileSource(SpeechSource):
 
     def settings(self) -> dict[str, Any]:
         """Return the keys other than ``audio_root``; of files their names only."""
-        names = [Path(pattern).name for pattern in self._patterns]
-        is_list = isinstance(getattr(self, self.files_key), list)
-        return super().settings() | {self.files_key: names if is_list else names[0]}
+        return super().settings() | {self.files_key: file_names(getattr(self, self.files_key))}
 
     def paths(self) -> dict[str, str]:
         """Return the keys that are paths, and the paths."""
@@ -116,6 +111,19 @@ def _common_folder(patterns: list[str]) -> str:
         names = expand_shards(fixed)
         folders += [os.path.dirname(name) or "." for name in (names[0], names[-1])]  # noqa: PTH120
     return os.path.commonpath(folders) or "."
+
+
+def identify_files(files: Iterable[Path]) -> dict[str, Any]:
+    """Return the size and checksum of every file, by its number and name.
+
+    Without folders: the files may be moved, with the project or alone.
+    """
+    return {f"{number} {file.name}": [file.stat().st_size, checksum(file)] for number, file in enumerate(files)}
+
+
+def file_names(patterns: str | list[str]) -> str | list[str]:
+    """Return patterns of files without their folders."""
+    return [Path(pattern).name for pattern in patterns] if isinstance(patterns, list) else Path(patterns).name
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:
@@ -179,11 +187,11 @@ def expand_shards(pattern: str) -> list[str]:
     return ["".join(chosen) + pattern[position:] for chosen in itertools.product(*choices)]
 
 
-def read_ends(path: Path, kind: str) -> tuple[bytes, bytes]:
+def read_ends(path: Path, kind: str, compressed: Collection[str] = ()) -> tuple[bytes, bytes]:
     """Return the first 64 KiB and the last MiB of a file; ``kind`` is the key of the source that names it.
 
     Raises:
-        ConfigError: it is missing, no regular file, empty or compressed.
+        ConfigError: it is missing, no regular file, empty, or compressed by another program than ``compressed`` names.
     """
     try:
         # Before opening: a FIFO would wait for its writer.
@@ -203,7 +211,7 @@ def read_ends(path: Path, kind: str) -> tuple[bytes, bytes]:
     if not head.strip():
         raise bad_file(path, kind, "is empty")
     for magic, name in _COMPRESSED.items():
-        if head.startswith(magic):
+        if head.startswith(magic) and name not in compressed:
             raise bad_file(path, kind, f"is compressed ({name}); unpack it, and name the unpacked file")
     return head, tail
 

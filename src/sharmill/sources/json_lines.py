@@ -1,0 +1,150 @@
+"""JSON lines, plain or in gzip: the check that a file has them, its pieces, and the lines of a piece."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final, cast
+
+import msgspec
+
+from sharmill.sources.files import bad_file, read_ends
+
+# A file with a longer line is none of JSON lines, and would be read into memory as a whole.
+MAX_LINE_BYTES: Final = 64 << 20
+_DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile)
+_BOMS: Final = {
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+    codecs.BOM_UTF8: "UTF-8 with a byte order mark",
+}
+
+
+def is_gzip(path: Path) -> bool:
+    """Return True if a file is in gzip, whatever its name."""
+    with path.open("rb") as stream:
+        return stream.read(2) == b"\x1f\x8b"
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """Open a file, plain or in gzip; positions are those of the unpacked bytes."""
+    if is_gzip(path):
+        # A buffer of its own: reading lines of a GzipFile is slow.
+        return cast("BinaryIO", io.BufferedReader(cast("Any", gzip.open(path, "rb")), 1 << 20))
+    return path.open("rb")
+
+
+class LineReader:
+    """Lines of files from a position on. The last file stays open: a later piece of it in gzip goes on from there.
+
+    Only an earlier piece begins such a file again. Copies in other processes open their own.
+    """
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._stream: BinaryIO = io.BytesIO()
+
+    def lines(self, path: Path, begin: int) -> Iterator[bytes]:
+        """Yield the lines from a position on that are not blank; one iteration at a time."""
+        if path != self._path:
+            self._stream.close()
+            self._stream, self._path = open_lines(path), path
+        self._stream.seek(begin)
+        for _, line in _iterate(self._stream, path, begin):
+            yield line
+
+    def __reduce__(self) -> tuple[type[LineReader], tuple[()]]:
+        return LineReader, ()
+
+
+def iterate_checked(path: Path, kind: str) -> Iterator[tuple[int, bytes]]:
+    """Yield (end, line) of all lines that are not blank; ``kind`` is the key of the source that names the file.
+
+    Raises:
+        ConfigError: the file is damaged or cut off, or has a line of more than 64 MiB.
+    """
+    try:
+        with open_lines(path) as stream:
+            yield from _iterate(stream, path, 0, kind)
+    except _DAMAGED as error:
+        raise bad_file(path, kind, f"is damaged or cut off ({error}); copy it again") from error
+
+
+def _iterate(stream: BinaryIO, path: Path, position: int, kind: str = "file") -> Iterator[tuple[int, bytes]]:
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise bad_file(path, kind, "has a line of more than 64 MiB; write each record on a line of its own")
+        position += len(line)
+        if stripped := line.strip():
+            yield position, stripped
+
+
+def check_json_lines(path: Path, kind: str, remedy: str, check: Callable[[dict[str, Any]], str | None]) -> None:
+    """Prove that a file can be read as JSON lines at all.
+
+    Args:
+        path: plain or in gzip.
+        kind: the key of the source that names it.
+        remedy: the end of the sentence where it has no records on lines of their own.
+        check: returns what is wrong with the first object, or None.
+
+    Raises:
+        ConfigError: it is missing, empty, binary, compressed otherwise, in another encoding, one JSON array, no JSON
+            or other records, or cut off in its last line.
+    """
+    head, tail = read_ends(path, kind, compressed=("gzip",))
+    packed = is_gzip(path)
+    if packed:
+        try:
+            with gzip.open(path, "rb") as stream:
+                head = stream.read(1 << 16)
+        except _DAMAGED as error:
+            raise bad_file(path, kind, f"is damaged or cut off ({error}); copy it again") from error
+    _check_head(path, kind, head, remedy)
+    for line in head.splitlines()[:1000]:
+        first = _object(line)
+        if first is not None:
+            if (wrong := check(first)) is not None:
+                raise bad_file(path, kind, wrong)
+            break
+    if not packed and not tail.endswith(b"\n") and _object(tail.rsplit(b"\n", 1)[-1]) is None:
+        raise bad_file(
+            path,
+            kind,
+            "seems to be cut off: its last line is not complete JSON; copy it again, or remove that line",
+        )
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _check_head(path: Path, kind: str, head: bytes, remedy: str) -> None:
+    """Raise ConfigError where a file that begins with ``head`` is no JSON lines in UTF-8."""
+    if (problem := _problem(head)) is not None:
+        raise bad_file(path, kind, f"{problem}; {remedy}")
+
+
+def _problem(head: bytes) -> str | None:
+    for mark, encoding in _BOMS.items():
+        if head.startswith(mark):
+            return f"is {encoding}, not plain UTF-8"
+    if b"\0" in head:
+        return "is binary or UTF-16, not lines of JSON in UTF-8"
+    lines = [line.strip() for line in head.splitlines() if line.strip()]
+    if not lines:
+        return "is empty"
+    if lines[0].startswith(b"["):
+        return "is one JSON array"
+    if lines[0] == b"{":
+        return "is JSON of which a record takes several lines"
+    # A bad line is a reject; where no line at all begins like a record, the file is of another kind.
+    return None if any(line.startswith(b"{") for line in lines) else "is not lines of JSON"

@@ -1,0 +1,195 @@
+"""lhotse manifests: a CutSet, or a SupervisionSet with its RecordingSet, as JSON lines, plain or in gzip."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from sharmill.errors import RejectRecord
+from sharmill.sources import Piece, SpeechSource, Unreadable, name_paths
+from sharmill.sources.files import file_names, find_files, identify_files, names_several
+from sharmill.sources.json_lines import LineReader, check_json_lines, iterate_checked
+from sharmill.sources.keyed_lines import KeyedLines
+from sharmill.sources.lhotse_records import (
+    count_records,
+    cut_records,
+    decode_recording,
+    decode_supervision,
+    supervision_record,
+)
+
+_FILE_KEYS: Final = ("cuts", "recordings", "supervisions")
+_WRITE_LINES: Final = "write it by lhotse as .jsonl or .jsonl.gz, such as by lhotse copy"
+# The rest of a line says no more about what is wrong.
+_SHOWN_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class LhotseSource(SpeechSource):
+    """Records of lhotse manifests: cuts, or supervisions with the recordings that they belong to."""
+
+    type: str = "lhotse"
+    cuts: str | list[str] | None = None
+    """Path of a CutSet, ``.jsonl`` or ``.jsonl.gz``, or a list of them; as ``manifest`` of ``nemo`` it may name shards,
+    or have ``*`` and ``?``."""
+    recordings: str | list[str] | None = None
+    """Path of a RecordingSet, or a list of them; instead of ``cuts``, with ``supervisions``."""
+    supervisions: str | list[str] | None = None
+    """Path of a SupervisionSet, or a list of them: each supervision is a record, in this order."""
+    split: bool = False
+    """Every supervision of a cut is a record. ``false``: the cut is one, with the texts of its supervisions joined; a
+    cut with several speakers is then rejected."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named = [key for key in _FILE_KEYS if getattr(self, key) is not None]
+        if named not in (["cuts"], ["recordings", "supervisions"]):
+            raise ValueError("give either cuts, or recordings and supervisions")
+        if self.split and self.cuts is None:
+            raise ValueError("split is for cuts; of supervisions each one is a record anyway")
+        for key in named:
+            if not self._patterns(key) or not all(pattern.strip() for pattern in self._patterns(key)):
+                raise ValueError(f"{key} must not be empty")
+
+    def check(self) -> None:
+        """Raise ConfigError where a file cannot be the manifest that it is named as."""
+        for key in _FILE_KEYS:
+            for file in self._files(key):
+                check_json_lines(file, key, _WRITE_LINES, functools.partial(_mistaken, key))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the size and checksum of every file, by its key, number and name; also prove that each can be read."""
+        self.check()
+        for file in self._files("recordings"):
+            # Of records the pieces do so.
+            for _ in iterate_checked(file, "recordings"):
+                pass
+        found = {key: identify_files(self._files(key)) for key in _FILE_KEYS}
+        return {key: files for key, files in found.items() if files}
+
+    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
+        """Yield runs of equally many records, each found by the place of a line and the records of it to leave out."""
+        for number, file in enumerate(self._lines_of):
+            begin = skip = count = position = 0
+            for end, line in iterate_checked(file, self._lines_key):
+                in_line = count_records(line, self.split)
+                count += in_line
+                while count >= records_per_piece:
+                    yield _piece(number, begin, skip, records_per_piece)
+                    count -= records_per_piece
+                    begin, skip = (position, in_line - count) if count else (end, 0)
+                position = end
+            if count:
+                yield _piece(number, begin, skip, count)
+
+    def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
+        """Yield the records of a piece."""
+        lines = self._reader.lines(self._lines_of[piece["file"]], piece["begin"])
+        found = itertools.chain.from_iterable(map(self._records, lines))
+        yield from itertools.islice(found, piece["skip"], piece["skip"] + piece["count"])
+
+    def stem(self) -> str | None:
+        """Return the name of the only file of records, without its suffixes; None where there may be several."""
+        value = getattr(self, self._lines_key)
+        if isinstance(value, list) or names_several(value):
+            return None
+        return Path(value).name.removesuffix(".gz").removesuffix(".jsonl")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keys other than ``audio_root``; of files their names only."""
+        named = {key: file_names(getattr(self, key)) for key in _FILE_KEYS if getattr(self, key) is not None}
+        return super().settings() | named
+
+    def paths(self) -> dict[str, str]:
+        """Return the keys that are paths, and the paths."""
+        files = [name_paths(key, getattr(self, key)) for key in _FILE_KEYS]
+        return {name: path for paths in files for name, path in paths.items()} | super().paths()
+
+    def _records(self, line: bytes) -> Iterator[bytes | Unreadable]:
+        """Yield the records of a line."""
+        if self.cuts is not None:
+            records = cut_records(line, self.split, self.channel)
+        else:
+            records = iter([self._supervised(line)])
+        for record in records:
+            if isinstance(record, RejectRecord):
+                yield Unreadable(record.reason, record.detail, line[:_SHOWN_BYTES].decode("utf-8", "replace"))
+            else:
+                yield msgspec.json.encode(record)
+
+    def _supervised(self, line: bytes) -> dict[str, Any] | RejectRecord:
+        """Return the record of a line of a SupervisionSet, or the reason why it is none."""
+        try:
+            supervision = decode_supervision(line)
+            # A set may have a recording twice, as it is where parts of a corpus were put together.
+            found = sorted(set(self._recordings.find(supervision.recording_id)))
+            if len(found) != 1:
+                number = "several recordings have" if found else "no recording has"
+                raise RejectRecord("malformed", f"{number} the id {supervision.recording_id[:80]!r} of the supervision")
+            return supervision_record(decode_recording(found[0]), supervision, self.channel)
+        except RejectRecord as reject:
+            return reject
+
+    @property
+    def _lines_key(self) -> str:
+        return "cuts" if self.cuts is not None else "supervisions"
+
+    @cached_property
+    def _lines_of(self) -> list[Path]:
+        """The files whose lines become records."""
+        return self._files(self._lines_key)
+
+    @cached_property
+    def _reader(self) -> LineReader:
+        return LineReader()
+
+    @cached_property
+    def _recordings(self) -> KeyedLines:
+        return KeyedLines(self._files("recordings"), "recordings", _recording_id)
+
+    def _files(self, key: str) -> list[Path]:
+        return find_files(self._patterns(key))
+
+    def _patterns(self, key: str) -> list[str]:
+        value = getattr(self, key)
+        return [] if value is None else value if isinstance(value, list) else [value]
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+_named_decoder: Final = msgspec.json.Decoder(_Named)
+
+
+def _recording_id(line: bytes) -> bytes | None:
+    try:
+        return _named_decoder.decode(line).id.encode()
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+
+
+def _piece(file: int, begin: int, skip: int, count: int) -> Piece:
+    return Piece(count, {"file": file, "begin": begin, "skip": skip, "count": count})
+
+
+def _mistaken(key: str, first: dict[str, Any]) -> str | None:
+    """Return what is wrong with a file whose first object is of another manifest than its key says."""
+    if "audio_filepath" in first:
+        return "has the records of a NeMo manifest; read it by type: nemo"
+    if "sources" in first:
+        found = "recordings"
+    elif "tracks" in first or "supervisions" in first or str(first.get("type")).endswith("Cut"):
+        found = "cuts"
+    elif "recording_id" in first:
+        found = "supervisions"
+    else:
+        return None
+    return None if found == key else f"has {found}, not {key}; name it as {found}"

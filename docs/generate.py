@@ -41,7 +41,8 @@ sharmill run configs/librispeech.yaml match.min_duration=5 sources.0.audio_root=
 Paths are relative to the directory in which the command is started. References such as `${oc.env:HOME}` are resolved as
 OmegaConf does. A key that does not exist, a value of a wrong type and a value out of range are errors that name the
 file, the key and the nearest valid name; the exit status is then 2, and nothing has run. What a run used, defaults
-included, is in `resolved_config.yaml` of its run directory.
+included, is in `resolved_config.yaml` of its run directory, with references as they were written: the environment may
+hold secrets. Names of variables stand for their values in plans and in the index of the dataset, too.
 """
 SOURCE = """\
 Each item of the list has these keys. A source of another package has its own, beside `type` and `audio_root`.

@@ -102,6 +102,7 @@ def make_stages(config: Config, names: Sequence[str] = STAGES) -> list[Stage]:
     chosen = [stage for name in STAGES if name in names for stage in stages[name]]
     for stage in chosen:
         stage.metrics = config.metrics
+        stage.variables = config.references.variables
         stage.unit_time_limit = config.executor.unit_time_limit
     return chosen
 

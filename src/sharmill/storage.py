@@ -235,6 +235,15 @@ def make_folder(path: Path) -> None:
             fsync_directory(path.parent)
 
 
+def make_private_folder(path: Path) -> None:
+    """Make a folder that only its owner may look into; one that is there becomes so, if it is this user's."""
+    make_folder(path.parent)
+    with stopping_errors(path):
+        path.mkdir(mode=0o700, exist_ok=True)
+        if path.stat().st_uid == os.geteuid():
+            path.chmod(0o700)
+
+
 def remove_if_empty(*folders: Path) -> None:
     """Remove those of the folders that are there and have nothing in them."""
     for folder in folders:

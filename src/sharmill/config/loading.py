@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from sharmill.config.references import References
 from sharmill.config.schema import STAGE_ALIASES, STAGES, Config
 from sharmill.errors import ConfigError
 from sharmill.registry import SOURCES, nearest
@@ -48,13 +49,18 @@ def load_for_display(path: Path) -> Config:
 
     The type of a source may name code of another package, which is not imported to show progress.
     """
-    values = _read_merged(Config, path, ())
+    values, _ = _read_merged(Config, path, (), for_display=True)
     return to_config(values | {"sources": [{"manifest": "not read", "audio_root": "not read"}]}, str(path))
 
 
 def load_typed(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a YAML file as the dataclass ``kind``, with the overrides, checks and errors of ``load_config``."""
-    return _to_typed(kind, _read_merged(kind, Path(path), overrides), str(path))
+    values, references = _read_merged(kind, Path(path), overrides)
+    loaded = _to_typed(kind, values, str(path))
+    if isinstance(loaded, Config):
+        # Not a key: nothing that is compared or written as a part of the configuration.
+        object.__setattr__(loaded, "references", references)
+    return loaded
 
 
 def to_config(values: dict[str, Any], origin: str) -> Config:
@@ -73,13 +79,22 @@ def to_config(values: dict[str, Any], origin: str) -> Config:
 
 
 def to_yaml(config: Config) -> bytes:
-    """Return the whole configuration, defaults included, as YAML that ``load_config`` reads."""
+    """Return the whole configuration, defaults included, as YAML that ``load_config`` reads.
+
+    References are written as they were, since the environment may hold secrets.
+    """
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))).encode()
+    return OmegaConf.to_yaml(OmegaConf.create(config.references.put_back(dataclasses.asdict(config)))).encode()
 
 
-def _read_merged(kind: type, path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def _read_merged(
+    kind: type, path: Path, overrides: Sequence[str], *, for_display: bool = False
+) -> tuple[dict[str, Any], References]:
+    """Return the values of a file with the overrides, and the references among them.
+
+    For a display, variables that are not set here stand for themselves.
+    """
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -93,6 +108,9 @@ def _read_merged(kind: type, path: Path, overrides: Sequence[str]) -> dict[str, 
             key, _, value = override.partition("=")
             types = [entry.get("type") for entry in _entries(OmegaConf.to_container(config))]
             OmegaConf.update(config, key, _override_value(value, _type_at(kind, key, types)))
+        references = References.of(OmegaConf.to_container(config))
+        if for_display:
+            config = OmegaConf.create(references.without_unset(OmegaConf.to_container(config)))
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except FileNotFoundError as error:
         raise ConfigError(f"there is no configuration file {path}", code="bad_config_file") from error
@@ -104,7 +122,7 @@ def _read_merged(kind: type, path: Path, overrides: Sequence[str]) -> dict[str, 
         raise ConfigError(f"{path}: {' '.join(str(error).split())}", code="bad_config_value") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values", code="bad_config_file")
-    return typing.cast("dict[str, Any]", values)
+    return typing.cast("dict[str, Any]", values), references
 
 
 def _to_typed(kind: type[Loaded], values: dict[str, Any], origin: str) -> Loaded:

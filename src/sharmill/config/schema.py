@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
+from sharmill.config.references import References
 from sharmill.sources import Source
 
 STAGES = ("prepare", "match", "write", "encode", "validate")
@@ -262,6 +263,7 @@ class Config:
     """Where the stages run: see below."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     """Curves of the run: see below."""
+    references: ClassVar[References] = References()  # of an instance, where it was read from a file
 
     def __post_init__(self) -> None:
         _require(bool(_NAME.fullmatch(self.name)), f"name {self.name!r} must be letters, digits, '_', '-', '.'")

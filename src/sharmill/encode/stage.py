@@ -12,6 +12,7 @@ import numpy as np
 from sharmill.audio.files import decode
 from sharmill.audio.resample import resample
 from sharmill.config import CodecConfig, Config
+from sharmill.config.references import hide
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import committed_files
@@ -193,7 +194,7 @@ class EncodeProcessor(Processor):
         codec, config = self._codec, self._stage.codec_config
         return CodecRecord(
             name=config.name,
-            model=published_name(config.model),
+            model=hide(published_name(config.model), self._stage.variables),
             checksum=codec.checksum,
             trained=codec.trained,
             sampling_rate=codec.sampling_rate,

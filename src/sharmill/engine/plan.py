@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import msgspec
 
+from sharmill.config.references import hide
 from sharmill.engine.fence import (
     claim_output,
     new_token,
@@ -47,7 +48,7 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     """
     stage.token = ""
     refuse_linked_folders(stage)
-    identity = _as_stored(stage.identity())
+    identity = _as_stored(hide(stage.identity(), stage.variables, digests=True))
     if stage.dir.identity.exists() and not restart:
         changes = find_changes(_read_identity(stage), identity)
         if not changes:

@@ -7,8 +7,9 @@ stage's model, loaded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from sharmill.config import MetricsConfig
@@ -50,6 +51,7 @@ class Stage(ABC):
         folders: the folders below ``root`` that its ranks publish files in.
         token: the token of its plan, once that is read or made; ranks have it from the process that started them.
         metrics: which curves its ranks write.
+        variables: names of variables of the environment, by their values, which are not to be stored.
         unit_time_limit: seconds after which an attempt at a unit ends its rank, or None.
         replaces_root: begun anew, it removes all of ``root`` that stages of this and of other runs have published.
         uses_gpu: one rank per visible GPU where there are any.
@@ -63,6 +65,7 @@ class Stage(ABC):
     folders: Sequence[str] = ("parts",)
     token: str = ""
     metrics: MetricsConfig = MetricsConfig()
+    variables: Mapping[str, str] = MappingProxyType({})
     unit_time_limit: float | None = None
     uses_gpu: ClassVar[bool] = False
     replaces_root: ClassVar[bool] = False

@@ -41,7 +41,7 @@ from sharmill.executors.slurm.queue import (
     queued_jobs,
     require_slurm,
 )
-from sharmill.storage import path_aside, remove_tree, write_atomic
+from sharmill.storage import make_private_folder, path_aside, remove_tree, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class Chain:
 
     def __call__(self) -> None:
         """Run the stages in a driver job, or in a watcher job if the driver job before it has noted no end."""
-        self.run_dir.jobs.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self.run_dir.jobs)
         with logging_to(self.run_dir.chain_log):
             before = read_state(self.run_dir)
             if self.is_watcher and before is not None and before.state != "waiting":

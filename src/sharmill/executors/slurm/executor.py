@@ -45,7 +45,7 @@ from sharmill.executors.slurm.queue import (
     retrying,
 )
 from sharmill.executors.slurm.task import RankTask
-from sharmill.storage import write_atomic
+from sharmill.storage import make_private_folder, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -181,6 +181,8 @@ class SlurmExecutor:
     def _try_to_submit(
         self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]
     ) -> list[str]:
+        # The pickled tasks have the configuration with all that the environment gave it.
+        make_private_folder(self.run_dir.jobs)
         executor = self._submitit(parameters, python)
         # What submitit prints of sbatch's message the error has as well.
         with redirect_stderr(StringIO()), executor.batch():

@@ -1,0 +1,112 @@
+"""Values that a configuration takes from the environment are used, and not stored: the files name the variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.errors import raises
+from support.paths import REPOSITORY
+
+from sharmill.config import load_config, to_yaml
+from sharmill.config.loading import load_for_display
+from sharmill.config.references import hide
+from sharmill.demo.corpus import make_corpus
+from sharmill.engine.listener import Listener
+from sharmill.errors import ConfigError
+from sharmill.executors.local.executor import LocalExecutor
+from sharmill.pipeline import run_dataset
+from sharmill.storage import make_private_folder
+
+SECRET = "hf-Tr0ub4dor"
+
+
+def write_config(tmp_path: Path) -> Path:
+    corpus = make_corpus(tmp_path / "corpus", num_voices=2, utterances_per_voice=3)
+    path = tmp_path / "config.yaml"
+    path.write_text(f"""\
+name: demo
+run_dir: {tmp_path}/run
+dataset_dir: {tmp_path}/data
+sources: [{{manifest: {corpus.manifest}, audio_root: {corpus.audio_root}}}]
+prepare: {{filters: {{cer: "<= 1"}}}}
+match: {{min_duration: 0.1, min_similarity: 0.1}}
+encode: {{codecs: [{{name: level, model: "python:own_codec:LevelCodec:${{oc.env:SECRET}}"}}]}}
+validate: {{codec_models: {{other: "nemo:/x/${{oc.env:SECRET}}.nemo"}}}}
+executor: {{workers: "${{oc.env:RANKS}}"}}
+max_reject_fraction: 0.9
+""")
+    return path
+
+
+@pytest.fixture
+def config_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", SECRET)
+    monkeypatch.setenv("RANKS", "1")
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
+    return write_config(tmp_path)
+
+
+def with_secret(folder: Path) -> list[str]:
+    return [str(path) for path in sorted(folder.rglob("*")) if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def test_no_file_of_a_run_has_a_value_of_the_environment(config_file, tmp_path):
+    config = load_config(config_file)
+    assert config.encode.codecs[0].model.endswith(f":{SECRET}")
+    assert config.executor.workers == 1
+    result = run_dataset(config, Listener(), executor=LocalExecutor(1))
+    assert result.ok
+    assert not with_secret(tmp_path / "run")
+    assert not with_secret(tmp_path / "data")
+    stored = (tmp_path / "run/resolved_config.yaml").read_text()
+    assert "workers: ${oc.env:RANKS}" in stored
+    assert "nemo:/x/${oc.env:SECRET}.nemo" in stored
+    assert '"model": "python:own_codec:LevelCodec:${oc.env:SECRET}"' in (tmp_path / "data/dataset.json").read_text()
+
+
+def test_the_stored_configuration_is_read_back_as_it_was(config_file, tmp_path):
+    config = load_config(config_file, ["match.min_duration=2"])
+    (tmp_path / "stored.yaml").write_bytes(to_yaml(config))
+    again = load_config(tmp_path / "stored.yaml")
+    assert again == config
+    assert to_yaml(again) == to_yaml(config)
+
+
+def test_a_changed_value_is_noticed(config_file, tmp_path, monkeypatch):
+    stages = ("prepare", "match", "write", "encode")
+    run_dataset(load_config(config_file), Listener(), stages=stages, executor=LocalExecutor(1))
+    monkeypatch.setenv("SECRET", "another-one")
+    with raises(ConfigError, "changed_plan", "${oc.env:SECRET}"):
+        run_dataset(load_config(config_file), Listener(), stages=stages, executor=LocalExecutor(1))
+
+
+def test_a_run_is_shown_where_the_variables_are_not_set(config_file, tmp_path, monkeypatch):
+    (tmp_path / "stored.yaml").write_bytes(to_yaml(load_config(config_file)))
+    monkeypatch.delenv("SECRET")
+    monkeypatch.delenv("RANKS")
+    shown = load_for_display(tmp_path / "stored.yaml")
+    assert shown.encode.codecs[0].name == "level"
+    assert shown.executor.workers == "auto"
+
+
+def test_references_to_keys_and_defaults_stay(tmp_path, monkeypatch, config_file):
+    text = config_file.read_text().replace("name: demo", "name: ${oc.env:NONE,demo}")
+    config_file.write_text(text + "write: {order: shuffle}\nspeaker_key: ${encode.codecs[0].name}-${oc.env:SECRET}\n")
+    config = load_config(config_file)
+    assert (config.name, config.speaker_key) == ("demo", f"level-{SECRET}")
+    assert "speaker_key: ${encode.codecs[0].name}-${oc.env:SECRET}\n" in to_yaml(config).decode()
+
+
+def test_short_values_stand_for_themselves():
+    assert hide({"a": ["secret-7", 7]}, {"secret-7": "A"}) == {"a": ["${oc.env:A}", 7]}
+    assert hide(("secret", "secrets"), {"secret": "A", "secrets": "B"}) == ["${oc.env:A}", "${oc.env:B}"]
+
+
+def test_folders_of_jobs_are_private(tmp_path):
+    folder = tmp_path / "run/jobs"
+    make_private_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    make_private_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700

@@ -213,9 +213,10 @@ def _do_reject(stage: ToyStage, unit: Unit | None, argument: str) -> Output:
 
 
 def _do_wait(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    """Computes until the file ``argument`` is among the marks."""
+    """Computes until the file ``argument`` is among the marks, with pauses, as other threads have work too."""
     while not (stage.marks / argument).exists():
         sum(range(10_000))
+        time.sleep(0.001)
 
 
 def _do_hold_gil(stage: ToyStage, unit: Unit | None, argument: str) -> None:

@@ -1,4 +1,4 @@
-"""How attempts at units, the work of an executor and stages end."""
+"""Outcomes of attempts at units, of the work of an executor, and of stages."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from sharmill.engine.worker import Worker
 from sharmill.executors.slurm.chain import ChainState
 from sharmill.executors.slurm.queue import QueuedJob, make_run_id
 from sharmill.prepare.stage import PrepareStage
+from sharmill.processes import state_and_start, this_kernel
 from sharmill.storage import write_atomic
 
 NOW = datetime(2026, 3, 1, 12, 0, 0)
@@ -45,7 +46,7 @@ class NoonClock(datetime):
 def noon(monkeypatch):
     """The time at which the status is asked for, in Unix seconds."""
     monkeypatch.setattr(status, "datetime", NoonClock)
-    monkeypatch.setattr(stage_status.time, "time", NOW.timestamp)
+    monkeypatch.setattr(stage_status, "clock_of", lambda folder: NOW.timestamp())
     return NOW.timestamp()
 
 
@@ -67,9 +68,11 @@ def stage(tmp_path, audio_root):
     return stage
 
 
-def put_rank(stage, rank, *, started, updated, **values):
-    record = RankProgress(rank=rank, pid=1234, host="node7", started=started, updated=updated, **values)
-    stage.dir.rank_progress(rank).write_bytes(msgspec.json.encode(record))
+def put_rank(stage, rank, *, started, updated, pid=1234, **values):
+    record = RankProgress(rank=rank, pid=pid, host="node7", started=started, updated=updated, **values)
+    path = stage.dir.rank_progress(rank)
+    path.write_bytes(msgspec.json.encode(record))
+    os.utime(path, (updated, updated))
 
 
 def shown(stage, queue=None, *, width=160) -> str:
@@ -139,15 +142,15 @@ def test_an_end_that_is_far_off_has_its_date(noon):
     assert str(status._end_line(seen)) == "match: done at about 2026-03-03 12:00"
 
 
-def test_a_rank_that_is_silent_for_more_than_five_minutes_is_marked(stage, noon):
-    put_rank(stage, 0, started=noon - 1000, updated=noon - 299, unit=1, unit_began=noon - 539, cost_done=2.0)
-    put_rank(stage, 1, started=noon - 1000, updated=noon - 301, unit=2, unit_began=noon - 901, cost_done=2.0)
+def test_a_rank_that_is_silent_for_more_than_a_minute_is_marked(stage, noon):
+    put_rank(stage, 0, started=noon - 1000, updated=noon - 59, unit=1, unit_began=noon - 299, cost_done=2.0)
+    put_rank(stage, 1, started=noon - 1000, updated=noon - 61, unit=2, unit_began=noon - 661, cost_done=2.0)
     lively, silent = [line for line in shown(stage).splitlines() if line.startswith("prepare rank")]
-    assert lively == "prepare rank 0 on node7: unit 1 for 0:04:00, 0 done, 0 MB, seen 299 s ago"
-    assert silent == "prepare rank 1 on node7: unit 2 for 0:10:00, 0 done, 0 MB, SILENT for 301 s (pid 1234)"
+    assert lively == "prepare rank 0 on node7: unit 1 for 0:04:00, 0 done, 0 MB, seen 59 s ago"
+    assert silent == "prepare rank 1 on node7: unit 2 for 0:10:00, 0 done, 0 MB, SILENT for 61 s (pid 1234)"
     seen = read_stage(stage)
     assert seen.state == "under way"
-    assert seen.rate == pytest.approx(2.0 / 701)
+    assert seen.rate == pytest.approx(2.0 / 941)
     assert seen.units_running == 1
     stage.dir.rank_progress(0).unlink()
     assert read_stage(stage, queued=True).state == "silent"
@@ -263,3 +266,32 @@ def test_nothing_is_written(stage):
     shown(stage)
     assert {path: path.stat().st_mtime_ns for path in stage.run_dir.path.rglob("*")} == before
     assert max(before.values()) < began
+
+
+def test_a_rank_with_another_clock_has_the_age_of_its_file(stage):
+    """Its clock is an hour ahead; before, it was seen -3600 s ago."""
+    ahead = time.time() + 3600
+    put_rank(stage, 0, started=ahead - 100, updated=ahead, unit=1, unit_began=ahead - 50)
+    path = stage.dir.rank_progress(0)
+    os.utime(path)
+    (line,) = [line for line in shown(stage).splitlines() if line.startswith("prepare rank")]
+    assert re.fullmatch(r"prepare rank 0 on node7: unit 1 for 0:00:50, 0 done, 0 MB, seen \d s ago", line)
+
+
+def test_a_killed_process_of_this_machine_is_silent_at_once(stage):
+    with subprocess.Popen(["sleep", "60"]) as process:
+        record = {"kernel": this_kernel(), "pid": process.pid, "process_started": state_and_start(process.pid)[1]}
+        put_rank(stage, 0, started=time.time(), updated=time.time(), **record)
+        assert read_stage(stage).state == "under way"
+        process.kill()
+    assert read_stage(stage).state == "silent"
+
+
+def test_a_run_directory_that_cannot_be_written_has_the_time_of_this_machine(stage, monkeypatch):
+    def refuse(**options):
+        raise PermissionError
+
+    monkeypatch.setattr("sharmill.storage.tempfile.TemporaryFile", refuse)
+    put_rank(stage, 0, started=time.time(), updated=time.time())
+    assert read_stage(stage).now == pytest.approx(time.time(), abs=60)
+    assert read_stage(stage).state == "under way"

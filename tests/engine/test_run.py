@@ -232,6 +232,7 @@ class TestProgress:
 
     def test_a_long_unit_gives_signs_of_life(self, tmp_path, monkeypatch):
         monkeypatch.setattr("sharmill.engine.progress.INTERVAL_SECONDS", 0.01)
+        monkeypatch.setattr("sharmill.engine.progress._LEAST_INTERVAL_SECONDS", 0.01)
         with ProgressWriter(tmp_path / "rank-000.json", 0) as writer:
             writer.begin(7)
             (first,) = read_progress(tmp_path)

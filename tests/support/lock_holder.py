@@ -25,7 +25,7 @@ def take_turns(folder: Path, lease_seconds: float, turns: int) -> None:
 def main() -> None:
     folder, lease_seconds, host, turns = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     if host != "here":
-        locks._this_kernel = lambda: host
+        locks.this_kernel = lambda: host
         locks.socket.gethostname = lambda: host
     locks._POLL_SECONDS = 0.002 if turns else 0.05
     try:

@@ -1,9 +1,8 @@
-"""The state of a stage, read from the files of its run directory; nothing is written there."""
+"""The state of a stage, read from the files of its run directory; nothing is left there."""
 
 from __future__ import annotations
 
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +20,7 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.pipeline import make_stages
-
-SILENT_SECONDS = 300.0
+from sharmill.storage import clock_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +28,8 @@ class StageStatus:
     """The state of a stage according to its files.
 
     Costs are in ``cost_unit``; ``cost_done`` includes what is done of the units under way, and ``rate`` is how much all
-    ranks do in a second. ``ranks`` are those that have not ended; ``rejects`` counts by reason.
+    ranks do in a second. ``ranks`` are those that have not ended; ``rejects`` counts by reason. ``now`` is by the clock
+    of the file system, as the times at which ranks wrote.
     """
 
     name: str
@@ -45,6 +44,7 @@ class StageStatus:
     rate: float = 0.0
     rejects: dict[str, int] = field(default_factory=dict)
     ranks: list[RankProgress] = field(default_factory=list)
+    now: float = 0.0
 
     @property
     def units_left(self) -> int:
@@ -78,11 +78,12 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
         rejects.update(commit.rejects)
     failed = {error.index for error in read_failures(stage)} - set(commits)
     ranks = [] if totals else [rank for rank in read_progress(stage.dir.progress) if not rank.ended]
-    alive = [rank for rank in ranks if not is_silent(rank)]
+    now = clock_of(stage.dir.path)
+    alive = [rank for rank in ranks if not rank.is_silent(now)]
     return StageStatus(
         name=stage.name,
         cost_unit=stage.cost_unit,
-        state=_state(totals is not None, ranks, bool(failed), queued),
+        state=_state(totals is not None, ranks, bool(alive), bool(failed), queued),
         units=len(units),
         units_done=len(commits),
         units_running=len({rank.unit for rank in alive} - set(commits) - {None}),
@@ -93,24 +94,20 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
         rate=sum((rank.cost_done + rank.unit_cost_done) / max(rank.updated - rank.started, 1.0) for rank in alive),
         rejects=totals.rejects if totals else dict(rejects),
         ranks=ranks,
+        now=now,
     )
 
 
-def _state(finished: bool, ranks: Sequence[RankProgress], failed: bool, queued: bool) -> str:
+def _state(finished: bool, ranks: Sequence[RankProgress], alive: bool, failed: bool, queued: bool) -> str:
     if finished:
         return "done"
-    if not all(map(is_silent, ranks)):
+    if alive:
         return "under way"
     if failed:
         return "failed"
     if ranks:
         return "silent"
     return "in the queue" if queued else "stopped"
-
-
-def is_silent(rank: RankProgress) -> bool:
-    """Return True if a rank has written no progress for five minutes."""
-    return time.time() - rank.updated > SILENT_SECONDS
 
 
 def read_failures(stage: Stage) -> list[FailedAttempt]:

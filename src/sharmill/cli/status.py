@@ -102,7 +102,7 @@ def print_status(console: Console, run_dir: Path, queue: QueueView | None = None
         if status.seconds_left is not None:
             console.print(_end_line(status))
         for rank in status.ranks:
-            console.print(_rank_line(status.name, rank))
+            console.print(_rank_line(status.name, rank, status.now))
     for status in statuses:
         if status.rejects:
             listed = ", ".join(f"{reason} {count}" for reason, count in Counter(status.rejects).most_common())
@@ -192,10 +192,9 @@ def _queue_lines(queue: QueueView, chain: ChainState | None) -> Iterator[Text]:
         yield plain(f"its jobs are gone: submit again{again}", style="red")
 
 
-def _rank_line(stage: str, rank: RankProgress) -> Text:
-    from sharmill.cli.stage_status import is_silent
-
-    silent = time.time() - rank.updated
+def _rank_line(stage: str, rank: RankProgress, now: float) -> Text:
+    # A file of the next second is nothing that a reader should puzzle over.
+    silent = max(0.0, now - rank.written)
     idle = "between units" if rank.units_done else "loading"
     unit = (
         idle
@@ -203,6 +202,6 @@ def _rank_line(stage: str, rank: RankProgress) -> Text:
         else f"unit {rank.unit} for {timedelta(seconds=round(rank.updated - rank.unit_began))}"
     )
     line = f"{stage} rank {rank.rank} on {rank.host}: {unit}, {rank.units_done} done, {rank.peak_memory_mb:.0f} MB"
-    if is_silent(rank):
+    if rank.is_silent(now):
         return plain(f"{line}, SILENT for {silent:.0f} s (pid {rank.pid})", style="red")
     return plain(f"{line}, seen {silent:.0f} s ago")

@@ -35,7 +35,7 @@ import msgspec
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from sharmill.errors import ConfigError, FatalError
-from sharmill.processes import state_and_start, user_name
+from sharmill.processes import is_gone, state_and_start, this_kernel, user_name
 from sharmill.storage import stopping_errors
 
 log = logging.getLogger(__name__)
@@ -65,20 +65,6 @@ class _Owner(msgspec.Struct, kw_only=True):
     kernel: str = ""
     started: int = 0
     lease_seconds: float = LEASE_SECONDS
-
-    def is_gone(self) -> bool:
-        """Return True if the process has ended, of one under the same kernel as this."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass  # another user's
-        try:
-            state, started = state_and_start(self.pid)
-        except OSError:
-            return False  # hidden from this user, or just ended: the next look tells
-        return state in "ZX" or started != self.started
 
     def __str__(self) -> str:
         job = f" ({self.job})" if self.job else ""
@@ -230,8 +216,8 @@ class FolderLock:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _is_dead(self, seen: _Seen) -> bool:
-        if seen.owner.kernel == _this_kernel():
-            self._is_alive = not seen.owner.is_gone()
+        if seen.owner.kernel == this_kernel():
+            self._is_alive = not is_gone(seen.owner.pid, seen.owner.started)
             return not self._is_alive
         sign, now = (seen.file, seen.touched), time.monotonic()
         if sign != self._last_sign or seen.is_locked:
@@ -306,13 +292,6 @@ def _warn_without_flock(folder: Path, lease_seconds: float) -> None:
     )
 
 
-@cache
-def _this_kernel() -> str:
-    """Return what tells the place of this process from all others: the boot of its kernel, and its PID namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-
-
 def _describe_this_process(lease_seconds: float) -> _Owner:
     job = ""
     if "SLURM_JOB_ID" in os.environ:
@@ -326,7 +305,7 @@ def _describe_this_process(lease_seconds: float) -> _Owner:
         user=user_name(),
         job=job,
         since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        kernel=_this_kernel(),
+        kernel=this_kernel(),
         started=state_and_start(os.getpid())[1],
         lease_seconds=lease_seconds,
     )

@@ -13,14 +13,24 @@ from pathlib import Path
 
 import msgspec
 
+from sharmill.processes import is_gone, state_and_start, this_kernel
 from sharmill.storage import path_aside
 
 INTERVAL_SECONDS = 10.0
+# Short units follow one another faster than anybody looks.
+_LEAST_INTERVAL_SECONDS = 0.5
+# A shared file system may show a record to other nodes half a minute later.
+SILENT_SECONDS = 60.0
 
 
 class RankProgress(msgspec.Struct, kw_only=True):
-    """One rank's last sign of life. Times are Unix seconds; ``cost_done`` is the cost of the units done, and
-    ``unit_cost_done`` what is done of the cost of the unit in flight."""
+    """One rank's last sign of life.
+
+    Times are Unix seconds by the rank's own clock, which may be minutes from others; ``written`` alone is by that of
+    the file system, set when the record is read. ``cost_done`` is the cost of the units done, and ``unit_cost_done``
+    what is done of the cost of the unit in flight. ``kernel`` and ``process_started`` tell if ``pid`` still is this
+    process.
+    """
 
     rank: int
     pid: int
@@ -34,6 +44,18 @@ class RankProgress(msgspec.Struct, kw_only=True):
     unit_cost_done: float = 0.0
     peak_memory_mb: float = 0.0
     ended: bool = False
+    kernel: str = ""
+    process_started: int = 0
+    written: float = 0.0
+
+    def is_silent(self, now: float) -> bool:
+        """Return True if it is older than a minute, or its process was one of this machine and is gone.
+
+        ``now`` is by the clock of the file system, as ``written``.
+        """
+        if now - self.written > SILENT_SECONDS:
+            return True
+        return self.kernel == this_kernel() and is_gone(self.pid, self.process_started)
 
 
 _decoder = msgspec.json.Decoder(RankProgress)
@@ -45,8 +67,16 @@ class ProgressWriter:
     def __init__(self, path: Path, rank: int) -> None:
         now = time.time()
         self.path = path
-        self.record = RankProgress(rank=rank, pid=os.getpid(), host=socket.gethostname(), started=now)
+        self.record = RankProgress(
+            rank=rank,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            started=now,
+            kernel=this_kernel(),
+            process_started=state_and_start(os.getpid())[1],
+        )
         self._stop = threading.Event()
+        self._changed = threading.Event()
         self._thread = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
 
     def __enter__(self) -> ProgressWriter:
@@ -56,6 +86,7 @@ class ProgressWriter:
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
+        self._changed.set()
         self._thread.join()
         self.record.unit = None
         self.record.ended = True
@@ -65,6 +96,7 @@ class ProgressWriter:
         """Note that an attempt at a unit begins."""
         self.record.unit = unit
         self.record.unit_began = time.time()
+        self._changed.set()
 
     def advance(self, done: float) -> None:
         """Note how much of the cost of the unit in flight is done."""
@@ -81,10 +113,14 @@ class ProgressWriter:
         self.record.unit_cost_done = 0.0
         self.record.units_done += 1
         self.record.cost_done += cost
+        self._changed.set()
 
     def _keep_writing(self) -> None:
-        while not self._stop.wait(INTERVAL_SECONDS):
-            self._write()
+        while not self._stop.is_set():
+            self._changed.wait(INTERVAL_SECONDS)
+            self._changed.clear()
+            if not self._stop.wait(_LEAST_INTERVAL_SECONDS):
+                self._write()
 
     def _write(self) -> None:
         self.record.updated = time.time()
@@ -128,4 +164,7 @@ def _records(folder: Path) -> Iterator[tuple[Path, RankProgress]]:
         # They are not synced to disk: one may be empty after a power cut, gone because a relaunch has begun, or stale
         # on a shared disk. Progress is for people to look at: no such error ends a run.
         with suppress(msgspec.DecodeError, OSError):
-            yield path, _decoder.decode(path.read_bytes())
+            with path.open("rb") as stream:
+                record = _decoder.decode(stream.read())
+                record.written = os.fstat(stream.fileno()).st_mtime
+            yield path, record

@@ -38,6 +38,8 @@ _MAX_SAMPLING_RATE: Final = 655350  # of FLAC
 _UNKNOWN_LENGTH: Final = (1 << 63) - 1  # libsndfile's SF_COUNT_MAX
 # No frame of MPEG audio, ADPCM or GSM holds more; beyond it a header is corrupt and must not size an array.
 _MAX_SAMPLES_PER_BYTE: Final = 100
+# FLAC holds silence in next to nothing. More samples than these, 128 MiB of them, need bytes as well.
+_SAMPLES_IN_ANY_SIZE: Final = 1 << 25
 # Writers to a pipe leave 0xFFFFFFFF (ffmpeg) or 0x7FFFF000 (sox) for a size that they cannot know.
 _STREAMED_BYTES: Final = 0x7FFF0000
 # libsndfile shortens a chunk that goes beyond the end of the file, and says so only in its log.
@@ -122,6 +124,11 @@ def decode(
     return _decode(io.BytesIO(data), name, start, num_samples, channel)
 
 
+def decode_blocks(data: bytes, name: str = "audio data") -> Iterator[tuple[np.ndarray, int]]:
+    """Decode a mono file in memory block by block, each with the sampling rate; rejects as ``decode`` does."""
+    return _decode_blocks(io.BytesIO(data), name, 0, None, None)
+
+
 def check_finite(audio: np.ndarray, name: str) -> None:
     """Raise RejectRecord ``non_finite_audio`` where samples are NaN or infinite."""
     if not np.isfinite(audio).all():
@@ -198,6 +205,16 @@ def choose_channel(wanted: Any, channels: int) -> Channel:
 def _decode(
     source: BinaryIO, name: str, start: int, num_samples: int | None, channel: Channel
 ) -> tuple[np.ndarray, int]:
+    blocks, rate = [np.empty(0, dtype=np.float32)], 0
+    for block, rate in _decode_blocks(source, name, start, num_samples, channel):  # noqa: B007
+        blocks.append(block)
+    return np.concatenate(blocks), rate
+
+
+def _decode_blocks(
+    source: BinaryIO, name: str, start: int, num_samples: int | None, channel: Channel
+) -> Iterator[tuple[np.ndarray, int]]:
+    found = 0
     with _open_sound(source, name) as sound:
         info = _header(sound, source, name)
         channel = choose_channel(channel, info.channels)
@@ -209,20 +226,25 @@ def _decode(
             raise RejectRecord("duration_mismatch", detail)
         if num_samples is None:
             _check_container(sound, source, name)
-        audio = _decode_samples(sound, start, wanted, _size(source), name, channel)
-    if len(audio) < wanted:
-        raise RejectRecord("duration_mismatch", f"{name}: {len(audio)} samples decoded instead of {wanted}")
-    check_finite(audio, name)
-    return audio, info.sampling_rate
+        for block in _read_blocks(sound, start, wanted, _size(source), name, channel):
+            check_finite(block, name)
+            found += len(block)
+            yield block, info.sampling_rate
+    if found < wanted:
+        raise RejectRecord("duration_mismatch", f"{name}: {found} samples decoded instead of {wanted}")
 
 
 def _has_exact_seeks(sound: sf.SoundFile) -> bool:
     return sound.format == "FLAC" or sound.subtype in _MEMORYLESS
 
 
-def _decode_samples(sound: sf.SoundFile, start: int, wanted: int, size: int, name: str, channel: Channel) -> np.ndarray:
-    """Decode samples (wanted,) from ``start`` on, or fewer where the decoder gives up."""
+def _read_blocks(
+    sound: sf.SoundFile, start: int, wanted: int, size: int, name: str, channel: Channel
+) -> Iterator[np.ndarray]:
+    """Decode ``wanted`` samples from ``start`` on, or fewer where the decoder gives up."""
     end = start + wanted
+    if wanted > max(_SAMPLES_IN_ANY_SIZE, size * _MAX_SAMPLES_PER_BYTE):
+        raise RejectRecord("unreadable_audio", f"{name}: {size} bytes are too few for {wanted} samples of speech")
     seekable = _has_exact_seeks(sound)
     # Blocks, so that a wrong header cannot ask for more memory than there is audio. But soundfile seeks after
     # every block, after which MP3 decodes to other values: it is read at one go.
@@ -231,19 +253,19 @@ def _decode_samples(sound: sf.SoundFile, start: int, wanted: int, size: int, nam
         raise RejectRecord("unreadable_audio", f"{name}: {size} bytes cannot hold {end} samples")
     position = start if seekable else 0
     sound.seek(position)  # also for 0: MP3 decodes to other last bits without it, and soundfile.read does it
-    blocks = [np.empty(0, dtype=np.float32)]
+    # Of many channels fewer samples, so that a block is as large.
+    block_samples = _BLOCK_SAMPLES * 8 // max(8, sound.channels)
     while position < end:
-        asked = min(_BLOCK_SAMPLES, end - position) if in_blocks else end
+        asked = min(block_samples, end - position) if in_blocks else end
         got = sound.read(asked, dtype="float32")
         if position + len(got) > start:
             block = got[max(0, start - position) :]
             if channel is not None:
                 block = block.mean(axis=1, dtype=np.float32) if channel == "downmix" else block[:, channel].copy()
-            blocks.append(block)
+            yield block
         position += len(got)
         if len(got) < asked:
             break
-    return np.concatenate(blocks)
 
 
 def _check_container(sound: sf.SoundFile, source: BinaryIO, name: str) -> None:

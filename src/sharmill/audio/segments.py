@@ -25,6 +25,8 @@ from sharmill.storage import checksum, checksum_bytes
 
 # -60 dB of full scale: audio whose loudest sample is below has no speech in it.
 SILENT_PEAK: Final = 1e-3
+# A file that is copied as a whole may have pictures and notes of this size beside its samples.
+_MAX_FILE_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class SegmentReader:
             RejectRecord: the audio cannot be used, is silent, or is not what ``segment.notes`` say.
         """
         location = location or self.locate(segment)
+        self._check_claims(segment, location)
         start, count = (0, None) if location.is_whole_file else (location.start, location.num_samples)
         if location.member is None:
             samples, rate = read(location.path, start, count, segment.channel)
@@ -117,6 +120,10 @@ class SegmentReader:
         Raises:
             RejectRecord: as ``read``.
         """
+        self._check_claims(segment, location)
+        if location.size > _MAX_FILE_BYTES + 8 * location.num_samples * location.info.channels:
+            detail = f"{location.size} bytes are too many for {location.num_samples} samples"
+            raise RejectRecord("unreadable_audio", f"{location.path}: {detail}")
         if location.member is not None:
             data = read_member(location.path, location.member)
         else:
@@ -127,21 +134,33 @@ class SegmentReader:
         samples, rate = decode(data)
         return data, self._check(segment, location, samples, rate, checksum_bytes(data))
 
-    def _check(self, segment: Segment, location: Location, samples: np.ndarray, rate: int, found: str) -> SegmentAudio:
-        notes, path = segment.notes, location.path
-        if notes.size not in (-1, location.size):
+    def _check_claims(self, segment: Segment, location: Location) -> None:
+        """Reject audio that has more samples than its record says, or was replaced, before it is decoded."""
+        if location.num_samples / location.info.sampling_rate > segment.duration:
+            self._check_size(segment, location)
+            self._check_duration(segment, location.num_samples, location.info.sampling_rate)
+
+    def _check_size(self, segment: Segment, location: Location) -> None:
+        if segment.notes.size not in (-1, location.size):
             raise RejectRecord(
                 "changed_audio",
-                f"{path} has {location.size} bytes, and had {notes.size} when the stage prepare looked at it",
+                f"{location.path} has {location.size} bytes, and had {segment.notes.size} when the stage prepare "
+                "looked at it",
             )
-        if notes.checksum not in ("", found):
-            raise RejectRecord("changed_audio", f"{path} is not what it was when the stage match read it")
-        seconds = len(samples) / rate
+
+    def _check_duration(self, segment: Segment, num_samples: int, rate: int) -> None:
+        seconds = num_samples / rate
         # A segment is rounded to samples at both ends.
         if abs(seconds - segment.duration) > self.duration_tolerance + 1 / rate:
             raise RejectRecord(
                 "duration_mismatch", f"the manifest says {segment.duration:g} s, the audio has {seconds:g} s"
             )
+
+    def _check(self, segment: Segment, location: Location, samples: np.ndarray, rate: int, found: str) -> SegmentAudio:
+        self._check_size(segment, location)
+        if segment.notes.checksum not in ("", found):
+            raise RejectRecord("changed_audio", f"{location.path} is not what it was when the stage match read it")
+        self._check_duration(segment, len(samples), rate)
         peak = float(np.abs(samples).max())
         if peak < SILENT_PEAK:
             level = f"is {20 * math.log10(peak):.0f} dB of full scale" if peak else "is zero"

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from sharmill.audio.files import AudioInfo, decode, probe_bytes
+from sharmill.audio.files import AudioInfo, decode_blocks, probe_bytes
 from sharmill.shar.items import Item
 
 # A stretch is silent below -60 dB of full scale: quieter than the noise of a quiet room.
@@ -47,15 +47,27 @@ def measure(item: Item) -> Levels:
         RejectRecord: it cannot be decoded, or has values that are not finite.
     """
     assert item.data is not None
-    samples, rate = decode(item.data)
-    magnitude = np.abs(samples)
-    clipping = float(np.count_nonzero(magnitude >= CLIPPING_LEVEL) / len(samples))
-    length = max(1, round(SILENCE_SECONDS * rate))
-    whole = len(samples) // length * length
-    # What is left of the last stretch counts only where there is no other.
-    stretches = (samples[:whole] if whole else samples).reshape(-1, length if whole else len(samples))
+    num_samples = clipped = silent = stretches = rate = 0
+    rest = np.empty(0, dtype=np.float32)
+    for block, rate in decode_blocks(item.data):
+        num_samples += len(block)
+        clipped += int(np.count_nonzero(np.abs(block) >= CLIPPING_LEVEL))
+        length = max(1, round(SILENCE_SECONDS * rate))
+        samples = np.concatenate([rest, block]) if len(rest) else block
+        whole = len(samples) // length * length
+        silent += _count_silent(samples[:whole].reshape(-1, length))
+        stretches += whole // length
+        rest = samples[whole:]
+    if not stretches:
+        # What is left of the last stretch counts only where there is no other.
+        silent, stretches = _count_silent(rest[None]), 1
+    return Levels(num_samples, rate, silent / stretches, clipped / num_samples)
+
+
+def _count_silent(stretches: np.ndarray) -> int:
+    """Count the silent ones among stretches (number, samples)."""
     level = np.sqrt(np.mean(np.square(stretches, dtype=np.float64), axis=1))
-    return Levels(len(samples), rate, float(np.mean(level < SILENCE_LEVEL)), clipping)
+    return int(np.count_nonzero(level < SILENCE_LEVEL))
 
 
 def probe_item(data: bytes) -> AudioInfo:

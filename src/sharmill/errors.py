@@ -106,8 +106,10 @@ CODES: Final[dict[str, str]] = {
     "bad_codec": "a codec cannot be used, or its facts are unknown or contradict each other",
     "bad_findings": "a report of findings is none, is of another dataset, or names nothing that can be done again",
     "damaged_shard": "a file of a dataset is not as it should be",
+    "duplicate_cut": "a cut id occurs more than once in what is to be one dataset",
     "foreign_output": "a folder that is to be written has files that are not this run's",
     "no_dataset": "there is no finished dataset",
+    "unlike_datasets": "datasets differ in what one dataset has in common: fields, codecs, audio format, limits",
     "wrong_version": "a file has another format version than this sharmill reads",
     # Runs and their directories
     "accounts": "the numbers of records of a stage or a dataset do not add up",

@@ -26,7 +26,7 @@ COMMANDS: Final = {
     "Make": ("demo", "run", "submit"),
     "Watch": ("plan", "status"),
     "Look": ("validate",),
-    "Change": ("index", "sidecars"),
+    "Change": ("merge", "index", "sidecars"),
     "Train": ("bins", "tune-batch"),
 }
 

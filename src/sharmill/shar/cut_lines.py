@@ -22,11 +22,23 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _MAX_CUTS_BYTES = 1 << 28
 
 
+class _Identified(msgspec.Struct):
+    id: str
+
+
+_id_decoder = msgspec.json.Decoder(_Identified)
+
+
 def write_cuts(path: Path, cuts: Iterable[dict[str, Any]]) -> None:
     """Write cuts as ``.jsonl.gz``, without time or name in the gzip header."""
+    write_cut_lines(path, map(_encoder.encode, cuts))
+
+
+def write_cut_lines(path: Path, cuts: Iterable[bytes]) -> None:
+    """Write cuts, each as JSON without a line end, as ``write_cuts`` does."""
     with path.open("wb") as stream, gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as lines:
         for cut in cuts:
-            lines.write(_encoder.encode(cut) + b"\n")
+            lines.write(cut + b"\n")
 
 
 def read_cuts(path: Path) -> Iterator[dict[str, Any]]:
@@ -37,6 +49,19 @@ def read_cuts(path: Path) -> Iterator[dict[str, Any]]:
     """
     for line in read_lines(path):
         yield decode_cut(path, line)
+
+
+def read_cut_ids(path: Path) -> Iterator[str]:
+    """Yield the ids of the cuts of a file.
+
+    Raises:
+        DamagedShard: it is not there, cut off, or not JSON lines with ids.
+    """
+    for line in read_lines(path):
+        try:
+            yield _id_decoder.decode(line).id
+        except NOT_JSON as error:
+            raise DamagedShard(f"{path}: {error}") from error
 
 
 def decode_cut(path: Path, line: bytes) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from sharmill.engine.locks import LOCK_NAME
-from sharmill.errors import ConfigError, DamagedShard
+from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.shar.index import (
     CodecRecord,
     DatasetRecord,
@@ -65,8 +65,22 @@ class ShardedDataset:
         return read_dataset(self.directory)
 
     def shards(self) -> list[ShardRecord]:
-        """Read ``shards.jsonl``; raises as ``record`` does."""
-        return list(read_shards(self.directory))
+        """Read as many lines of ``shards.jsonl`` as ``dataset.json`` counts shards; raises as ``record`` does."""
+        return list(read_shards(self.directory, self.record().num_shards))
+
+    def require_complete(self, record: DatasetRecord, shards: Sequence[ShardRecord]) -> None:
+        """Raise DamagedShard unless an index lists all shards, and under their names the files of all fields."""
+        if len(shards) != record.num_shards:
+            raise DamagedShard(
+                f"{self.directory / SHARDS_FILE} lists {len(shards)} shards instead of {record.num_shards}"
+            )
+        for index, shard in enumerate(shards):
+            named = {field: file.file for field, file in shard.fields.items()}
+            if shard.index != index or named != {field: shard_file(field, index) for field in record.fields}:
+                raise DamagedShard(
+                    f"{self.directory / SHARDS_FILE}: line {index + 1} does not name the files of shard {index}; "
+                    f"sharmill validate {self.directory} tells all damage"
+                )
 
     def audio_checksum(self) -> str:
         """Return the checksum of cuts and audio, whatever codes there are."""
@@ -94,7 +108,7 @@ class ShardedDataset:
             known.setdefault(file.name, []).append(FieldFile(file.name, file.size, file.xxh3))
         names = [name for field in fields for name in self._stored(field)]
         try:
-            shards = self.shards()
+            shards = list(read_shards(self.directory))
         except (ConfigError, DamagedShard):
             pass
         else:
@@ -135,9 +149,18 @@ class ShardedDataset:
             codec: its name.
             record: None in a dataset without shards, where nothing tells the codec's facts.
             files: for each shard the files of its fields.
+
+        Raises:
+            FatalError: the dataset has grown since these shards were encoded.
         """
         with self._changing_index():
             shards, dataset = self.shards(), self.record()
+            if len(files) != len(shards):
+                raise FatalError(
+                    f"{self.directory} has {len(shards)} shards now, and codes of {len(files)}: shards were appended "
+                    "meanwhile; encode it anew with --restart",
+                    code="changed_input",
+                )
             added = [
                 msgspec.structs.replace(shard, fields={**shard.fields, **new})
                 for shard, new in zip(shards, files, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Final, Literal
 
@@ -107,8 +108,12 @@ def read_dataset(directory: Path) -> DatasetRecord:
         raise DamagedShard(f"{path}: {error}") from error
 
 
-def read_shards(directory: Path) -> Iterator[ShardRecord]:
+def read_shards(directory: Path, num_shards: int | None = None) -> Iterator[ShardRecord]:
     """Yield the lines of ``shards.jsonl``, in the order of the shards.
+
+    Args:
+        num_shards: how many shards ``dataset.json`` counts. Lines behind them are of an append that is not committed,
+            and no part of the dataset; by default they are yielded too.
 
     Raises:
         ConfigError: there is no finished dataset.
@@ -116,7 +121,7 @@ def read_shards(directory: Path) -> Iterator[ShardRecord]:
     """
     with open_index_file(directory, SHARDS_FILE) as stream:
         try:
-            for line in read_index_lines(stream):
+            for line in islice(read_index_lines(stream), num_shards):
                 yield _shard_decoder.decode(line)
         except NOT_JSON as error:
             raise DamagedShard(f"{directory / SHARDS_FILE}: {error}") from error

@@ -41,9 +41,9 @@ def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
     """
     directory = Path(dataset)
     root = directory if into is None else Path(into)
-    read_dataset(directory)
+    num_shards = read_dataset(directory).num_shards
     require_writable(root)
-    for shard in read_shards(directory):
+    for shard in read_shards(directory, num_shards):
         for field, file in shard.fields.items():
             for sidecar in sidecar_files(file.file):
                 (root / sidecar).parent.mkdir(parents=True, exist_ok=True)

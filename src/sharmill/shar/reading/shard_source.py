@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -87,7 +88,9 @@ class _Line(msgspec.Struct):
 
 
 class _ShardLines:
-    """``shards.jsonl``, one line at a time. It is read anew where another has taken its place: codes were added.
+    """``shards.jsonl``, one line at a time, as far as ``dataset.json`` counts shards.
+
+    It is read anew where another has taken its place: codes or shards were added.
 
     Attributes:
         counts: the cuts of each shard.
@@ -121,7 +124,8 @@ class _ShardLines:
         counts: list[int] = []
         position = 0
         try:
-            for line in read_index_lines(lines):
+            # Lines behind those that dataset.json counts are of an append.
+            for line in islice(read_index_lines(lines), self._dataset.num_shards):
                 read = decoder.decode(line)
                 if read.index != len(counts):
                     raise DamagedShard(f"{self._path} lists shard {read.index} where {len(counts)} belongs")

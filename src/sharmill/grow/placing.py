@@ -1,0 +1,95 @@
+"""Files of finished shards under another index: as hard links or as copies."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from sharmill.errors import DamagedShard
+from sharmill.grow.parts import Part
+from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
+from sharmill.shar.layout import CUTS, shard_file
+from sharmill.storage import fsync_directory, make_folder, open_atomic, stopping_errors
+
+# Another file system, one without hard links, a file of somebody else's, or one that has as many links as it may have.
+_NO_LINKS: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+
+
+@dataclass
+class Placed:
+    """The number of files that were linked, and of those that were copied."""
+
+    linked: int = 0
+    copied: int = 0
+
+
+def renumber(parts: Iterable[Part], first: int = 0) -> Iterator[tuple[Part, ShardRecord, ShardRecord]]:
+    """Yield each shard of the parts: its part, its record there, and its record under the next index from ``first``."""
+    index = first
+    for part in parts:
+        for shard in part.shards:
+            fields = {
+                name: FieldFile(shard_file(name, index), file.size, file.xxh3) for name, file in shard.fields.items()
+            }
+            yield part, shard, msgspec.structs.replace(shard, index=index, fields=fields)
+            index += 1
+
+
+def place_shard(
+    part: Part, shard: ShardRecord, new: ShardRecord, directory: Path, placed: Placed, *, copy: bool
+) -> None:
+    """Put the files of a shard into a dataset directory under their new names, the cuts last.
+
+    Raises:
+        DamagedShard: a file is not there, or has another size than the index says.
+        FatalError: it cannot be written.
+    """
+    for name in sorted(new.fields, key=lambda name: name == CUTS):
+        source, target = part.directory / shard.fields[name].file, directory / new.fields[name].file
+        size = source.stat().st_size if source.is_file() else None
+        if size != shard.fields[name].size:
+            found = "it is not there" if size is None else f"{size} bytes instead of {shard.fields[name].size}"
+            raise DamagedShard(f"{source}: {found}; sharmill validate {part.directory} tells all damage")
+        _place(source, target, placed, copy=copy)
+
+
+def seal_folders(directory: Path, fields: Iterable[str]) -> None:
+    """Make the files that were placed in the folders of fields outlast a loss of power."""
+    for name in fields:
+        fsync_directory(directory / name)
+
+
+def _place(source: Path, target: Path, placed: Placed, *, copy: bool) -> None:
+    make_folder(target.parent)
+    if not copy:
+        try:
+            # A link to the file itself, also where the source is a symbolic link.
+            os.link(source.resolve(), target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                with stopping_errors(target):
+                    raise
+        else:
+            placed.linked += 1
+            return
+    with source.open("rb") as stream, open_atomic(target) as written:
+        shutil.copyfileobj(stream, written, 1 << 20)
+    placed.copied += 1
+
+
+def add_up_shards(record: DatasetRecord, shards: list[ShardRecord]) -> DatasetRecord:
+    """Return the record of a dataset with the totals of these shards."""
+    return msgspec.structs.replace(
+        record,
+        num_shards=len(shards),
+        num_cuts=sum(shard.count for shard in shards),
+        target_seconds=round(sum(shard.target_seconds for shard in shards), 3),
+        context_seconds=round(sum(shard.context_seconds for shard in shards), 3),
+    )

@@ -71,27 +71,27 @@ def require_alike(parts: Sequence[Part]) -> None:
     for other in others:
         names = [[codec.name for codec in part.record.codecs] for part in (first, other)]
         if names[0] != names[1]:
-            raise _unlike(first, other, "codecs", *names, _REMEDIES["fields"])
+            raise _unlike(first, other, "codecs", names, _REMEDIES["fields"])
         for key, remedy in _REMEDIES.items():
             values = [getattr(part.record, key) for part in (first, other)]
             if values[0] != values[1]:
-                raise _unlike(first, other, key, *values, remedy)
+                raise _unlike(first, other, key, values, remedy)
         for codec, same in zip(first.record.codecs, other.record.codecs, strict=True):
             _require_same_codec(first, other, codec, same)
 
 
 def _require_same_codec(first: Part, other: Part, codec: CodecRecord, same: CodecRecord) -> None:
     for key in CodecRecord.__struct_fields__:
-        values = getattr(codec, key), getattr(same, key)
+        left, right = getattr(codec, key), getattr(same, key)
         # A model may lie in another place; its checksum says whether it is the same.
-        if key != "model" and values[0] != values[1]:
+        if key != "model" and left != right:
             remedy = "encode one of them again with the other's model"
-            raise _unlike(first, other, f"{key} of the codec {codec.name!r}", *values, remedy)
+            raise _unlike(first, other, f"{key} of the codec {codec.name!r}", [left, right], remedy)
 
 
-def _unlike(first: Part, other: Part, what: str, left: Any, right: Any, remedy: str) -> ConfigError:
+def _unlike(first: Part, other: Part, what: str, values: Sequence[Any], remedy: str) -> ConfigError:
     return ConfigError(
-        f"{what} differ: {left!r} in {first.directory}, {right!r} in {other.directory}; {remedy}",
+        f"{what} differ: {values[0]!r} in {first.directory}, {values[1]!r} in {other.directory}; {remedy}",
         code="unlike_datasets",
     )
 

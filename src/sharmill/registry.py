@@ -136,6 +136,8 @@ SOURCES: Final = Registry(
     {
         "nemo": "sharmill.sources.nemo:NemoSource",
         "lhotse": "sharmill.sources.lhotse:LhotseSource",
+        "kaldi": "sharmill.sources.kaldi:KaldiSource",
+        "annotated": "sharmill.sources.annotated:AnnotatedSource",
         "table": "sharmill.sources.table:TableSource",
         "folder": "sharmill.sources.folder:FolderSource",
     },

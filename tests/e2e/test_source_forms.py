@@ -108,3 +108,48 @@ def test_lhotse_loads_the_same_samples_texts_and_durations(sets, tmp_path):
             begin = round(utterance.offset * 16000)
             own, _ = sf.read(AUDIO / utterance.audio_filepath, start=begin, frames=len(samples), dtype="float32")
             np.testing.assert_array_equal(own, samples)
+
+
+def test_a_kaldi_data_directory(sets, plain, tmp_path):
+    from lhotse.kaldi import export_to_kaldi
+
+    export_to_kaldi(*sets, tmp_path / "kaldi")
+    # lhotse has FLAC decoded by a command.
+    lines = [f"{recording.id} {recording.sources[0].source}\n" for recording in sets[0]]
+    (tmp_path / "kaldi/wav.scp").write_text("".join(lines))
+    source = {"type": "kaldi", "data_dir": str(tmp_path / "kaldi")}
+    found = prepare(tmp_path / "segments", source)
+    # lhotse names the segments of whole recordings, too.
+    assert [fact[:-1] for fact in facts(found)] == [fact[:-1] for fact in facts(plain)]
+    (tmp_path / "kaldi/segments").unlink()
+    names = {said.id: said.recording_id for said in sets[1]}
+    for file in ("text", "utt2spk", "utt2lang"):
+        lines = [line.split(" ", 1) for line in (tmp_path / "kaldi" / file).read_text().splitlines()]
+        (tmp_path / "kaldi" / file).write_text("".join(f"{names[name]} {value}\n" for name, value in lines))
+    assert facts(prepare(tmp_path / "whole", source)) == facts(plain)
+
+
+def test_segments_of_meetings_from_rttm(tmp_path):
+    root = DATA / "ami_segments/audio"
+    records = [json.loads(line) for line in (DATA / "ami_segments/manifest.json").read_text().splitlines()]
+    lines = []
+    for record in records:
+        speaker = record["speaker"].split("Speaker:")[1].split()[0]
+        name = record["audio_filepath"].removesuffix(".wav")
+        lines.append(f"SPEAKER {name} 1 {record['offset']} {record['duration']} <NA> <NA> {speaker} <NA> <NA>\n")
+    (tmp_path / "all.rttm").write_text("".join(lines))
+    sources = {
+        "plain": {"manifest": str(DATA / "ami_segments/manifest.json")},
+        "rttm": {"type": "annotated", "annotations": "rttm", "annotation_root": str(tmp_path),
+                 "audio": "{recording}.wav", "language": "en"},
+    }  # fmt: skip
+    found = {}
+    for name, source in sources.items():
+        entry = {"audio_root": str(root), "dataset": "AMI"} | source
+        found[name] = run_prepare(config_for(tmp_path / name, [entry], prepare={"require_text": False}))
+    assert sorted(facts(found["rttm"].kept)) == sorted(facts(found["plain"].kept))
+    assert len(found["rttm"].kept) == len(records) == 44
+    dropped = run_prepare(
+        config_for(tmp_path / "drop", [entry | {"overlap": "drop"}], prepare={"require_text": False})
+    ).result.totals.rejects
+    assert set(dropped) == {"overlapped_speech"}

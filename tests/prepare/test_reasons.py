@@ -10,7 +10,7 @@ from sharmill.errors import REASONS
 # Of what the sources and the other stages find out: they have tests of their own.
 LATER = {
     "unsupported_rate", "non_finite_audio", "silent_audio", "changed_audio", "single_utterance_speaker",
-    "no_similar_context", "no_long_context", "only_copies", "unsupported_cut",
+    "no_similar_context", "no_long_context", "only_copies", "unsupported_cut", "overlapped_speech",
 }  # fmt: skip
 MISSING = ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -87,7 +87,7 @@ class FolderSource(SpeechSource):
         """Yield the records of the files of a piece."""
         for text, begin, end in piece["spans"]:
             folder = os.fsdecode(text.encode("latin-1"))
-            for name in _list_audio(self._root / folder, tuple(self.audio_suffixes))[0][begin:end]:
+            for name in list_files(self._root / folder, self.audio_suffixes)[0][begin:end]:
                 yield self._record(folder, name)
 
     def settings(self) -> dict[str, Any]:
@@ -108,13 +108,7 @@ class FolderSource(SpeechSource):
 
     def _folders(self) -> Iterator[tuple[str, list[str]]]:
         """Yield each folder below the root with the names of its audio files, both sorted; one folder is in memory."""
-        left = [""]
-        while left:
-            folder = left.pop()
-            names, folders = _list_audio(self._root / folder, tuple(self.audio_suffixes))
-            if names:
-                yield folder, names
-            left += [os.path.join(folder, name) for name in reversed(folders)]  # noqa: PTH118
+        return walk_files(self._root, self.audio_suffixes)
 
     def _text_of(self, folder: str, name: str) -> Path | None:
         """Return the file of the text of an audio file; None where there is none."""
@@ -151,8 +145,25 @@ def _to_text(path: str) -> str:
     return os.fsencode(path).decode("latin-1")
 
 
-def _list_audio(folder: Path, suffixes: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the names of the audio files and of the folders in a folder, sorted, without hidden ones."""
+def walk_files(root: Path, suffixes: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder below a root with the names of its files that have one of the suffixes, both sorted.
+
+    Folders are relative to the root, "" for itself, and only those with such files; one folder is in memory.
+    """
+    left = [""]
+    while left:
+        folder = left.pop()
+        names, folders = list_files(root / folder, suffixes)
+        if names:
+            yield folder, names
+        left += [os.path.join(folder, name) for name in reversed(folders)]  # noqa: PTH118
+
+
+def list_files(folder: Path, suffixes: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the names of the files with one of the suffixes, in any case, and of the folders in a folder, sorted.
+
+    Hidden ones are left out.
+    """
     ends = tuple(suffix.lower() for suffix in suffixes)
     names, folders = [], []
     with os.scandir(folder) as entries:

@@ -35,15 +35,12 @@ class KeyedLines:
         self._kind = kind
         self._key_of = key_of
 
-    def find(self, key: str) -> list[bytes]:
+    def find(self, key: bytes) -> list[bytes]:
         """Return the lines that have a key, in their order."""
         hashes, positions = self._index
-        wanted = key.encode()
-        begin, end = (
-            np.searchsorted(hashes, np.uint64(xxhash.xxh3_64_intdigest(wanted)), s) for s in ("left", "right")
-        )
+        begin, end = (np.searchsorted(hashes, np.uint64(xxhash.xxh3_64_intdigest(key)), s) for s in ("left", "right"))
         lines = (self._line(int(position)) for position in positions[begin:end])
-        return [line for line in lines if self._key_of(line) == wanted]
+        return [line for line in lines if self._key_of(line) == key]
 
     @cached_property
     def _stores(self) -> list[_Plain | _Packed]:

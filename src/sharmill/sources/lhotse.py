@@ -129,7 +129,7 @@ class LhotseSource(SpeechSource):
         try:
             supervision = decode_supervision(line)
             # A set may have a recording twice, as it is where parts of a corpus were put together.
-            found = sorted(set(self._recordings.find(supervision.recording_id)))
+            found = sorted(set(self._recordings.find(supervision.recording_id.encode())))
             if len(found) != 1:
                 number = "several recordings have" if found else "no recording has"
                 raise RejectRecord("malformed", f"{number} the id {supervision.recording_id[:80]!r} of the supervision")

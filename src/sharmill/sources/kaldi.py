@@ -1,0 +1,192 @@
+"""Kaldi data directories: ``wav.scp``, and, where they are there, ``segments``, ``text``, ``utt2spk`` and others.
+
+The files are read here and not by lhotse, which runs the commands of ``wav.scp`` and reads all audio before any work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from sharmill.errors import ConfigError, RejectRecord
+from sharmill.sources import Piece, SpeechSource, Unreadable, check_encoding
+from sharmill.sources.files import bad_file, identify_files, read_ends
+from sharmill.sources.json_lines import LineReader, iterate_checked
+from sharmill.sources.keyed_lines import KeyedLines
+
+_AUDIO: Final = "wav.scp"
+_SEGMENTS: Final = "segments"
+# Files of one value for each utterance, and the key of records that has it.
+_VALUES: Final = {"text": "text", "utt2spk": "speaker", "utt2lang": "language"}
+_GENDERS: Final = "spk2gender"
+_FILES: Final = (_AUDIO, _SEGMENTS, *_VALUES, _GENDERS)
+_IN_ARCHIVE: Final = re.compile(r"\.ark(\.gz)?:\d+(\[.*\])?$")
+_BOM: Final = b"\xef\xbb\xbf"
+# lhotse rounds times so, too.
+_DIGITS: Final = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class KaldiSource(SpeechSource):
+    """Records of a Kaldi data directory: its segments, or its recordings where it has none."""
+
+    type: str = "kaldi"
+    data_dir: str
+    """The data directory. It has ``wav.scp``, and may have ``segments``, ``text``, ``utt2spk``, ``utt2lang`` and
+    ``spk2gender``; the order of their lines does not matter."""
+    encoding: str = "utf-8"
+    """Encoding of the files, such as ``latin-1``. Lines that cannot be decoded are rejected as ``malformed``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.data_dir.strip():
+            raise ValueError("data_dir must not be empty")
+        check_encoding(self.encoding)
+
+    def check(self) -> None:
+        """Raise ConfigError where there is no such directory, or a file of it is none of Kaldi's."""
+        if not self._folder.is_dir() or not (self._folder / _AUDIO).exists():
+            lacks = "has no wav.scp" if self._folder.is_dir() else "is not there"
+            raise ConfigError(
+                f"the data directory {self._folder} {lacks}; correct data_dir in sources", code="missing_input"
+            )
+        for file in self._files:
+            head, _ = read_ends(file, file.name)
+            if b"\0" in head:
+                raise bad_file(file, file.name, "is binary or UTF-16; save it as UTF-8")
+
+    def identity(self) -> dict[str, Any]:
+        """Return the size and checksum of every file."""
+        self.check()
+        return identify_files(self._files)
+
+    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
+        """Yield runs of lines, each found again by the place of its first."""
+        begin = count = 0
+        for end, _ in iterate_checked(self._lines_of, self._lines_of.name):
+            count += 1
+            if count == records_per_piece:
+                yield Piece(count, {"begin": begin, "count": count})
+                begin, count = end, 0
+        if count:
+            yield Piece(count, {"begin": begin, "count": count})
+
+    def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
+        """Yield the records of the lines of a piece."""
+        lines = self._reader.lines(self._lines_of, piece["begin"])
+        for line in itertools.islice(lines, piece["count"]):
+            try:
+                yield msgspec.json.encode(self._record(_without_bom(line)))
+            except RejectRecord as reject:
+                yield Unreadable(reject.reason, reject.detail, line.decode(self.encoding, "replace"))
+
+    def stem(self) -> str:
+        """Return the name of the data directory."""
+        return self._folder.name
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keys other than ``audio_root``; of the directory its name only."""
+        return super().settings() | {"data_dir": self._folder.name}
+
+    def paths(self) -> dict[str, str]:
+        """Return the keys that are paths, and the paths."""
+        return {"data_dir": str(self._folder)} | super().paths()
+
+    def _record(self, line: bytes) -> dict[str, Any]:
+        """Return the record of a line of ``segments`` or, without such a file, of ``wav.scp``."""
+        utterance, *rest = line.split()
+        # Of several lines nobody knows which one the text belongs to.
+        self._value(self._lines_of.name, utterance)
+        record: dict[str, Any] = {"utterance_id": self._decode(utterance)}
+        for name, key in _VALUES.items():
+            if (value := self._value(name, utterance)) is not None:
+                record[key] = value
+        if "speaker" in record and (gender := self._value(_GENDERS, record["speaker"].encode(self.encoding))):
+            record["gender"] = gender
+        if self._lines_of.name == _AUDIO:
+            return record | {"audio_filepath": self._path(utterance)}
+        if len(rest) not in (3, 4):
+            raise RejectRecord("malformed", "a line of segments is an utterance, a recording, a begin and an end")
+        return record | {"audio_filepath": self._path(rest[0])} | _times(rest[1:])
+
+    def _path(self, recording: bytes) -> str:
+        """Return the path of a recording."""
+        path = self._value(_AUDIO, recording)
+        if not path:
+            found = "has no path of" if path == "" else "has no recording"
+            raise RejectRecord("missing_audio", f"wav.scp {found} {self._decode(recording)[:80]!r}")
+        if path.endswith("|"):
+            raise RejectRecord(
+                "outside_root", "wav.scp has a command, which is never run: write the path of an audio file there"
+            )
+        if _IN_ARCHIVE.search(path):
+            raise RejectRecord("unreadable_audio", "the audio is in an archive of Kaldi: extract it into files first")
+        return path
+
+    def _value(self, name: str, key: bytes) -> str | None:
+        """Return the rest of the line of a file that begins with a key; None without such a line or file."""
+        index = self._indices.get(name)
+        lines = set(index.find(key)) if index is not None else set()
+        if len(lines) > 1:
+            raise RejectRecord("malformed", f"{name} has {len(lines)} different lines of {self._decode(key)[:80]!r}")
+        return next((self._decode(b"".join(_without_bom(line).split(None, 1)[1:])) for line in lines), None)
+
+    def _decode(self, text: bytes) -> str:
+        try:
+            return text.decode(self.encoding)
+        except UnicodeDecodeError as error:
+            raise RejectRecord(
+                "malformed", f"a line of the utterance is not {self.encoding}; set encoding of the source"
+            ) from error
+
+    @property
+    def _folder(self) -> Path:
+        return Path(os.path.expanduser(self.data_dir))  # noqa: PTH111
+
+    @property
+    def _files(self) -> list[Path]:
+        return [self._folder / name for name in _FILES if (self._folder / name).exists()]
+
+    @cached_property
+    def _lines_of(self) -> Path:
+        """The file whose lines are the records."""
+        segments = self._folder / _SEGMENTS
+        return segments if segments.exists() else self._folder / _AUDIO
+
+    @cached_property
+    def _reader(self) -> LineReader:
+        return LineReader()
+
+    @cached_property
+    def _indices(self) -> dict[str, KeyedLines]:
+        return {file.name: KeyedLines([file], file.name, _first_word) for file in self._files}
+
+
+def _times(words: list[bytes]) -> dict[str, Any]:
+    """Return the keys of begin, end and perhaps channel of a segment; an end of -1 is that of the recording."""
+    try:
+        begin, end = (float(word) for word in words[:2])
+        channel = {"channel": int(words[2])} if len(words) == 3 else {}
+    except ValueError as error:
+        raise RejectRecord("malformed", "the times of the segment are no numbers") from error
+    if not (math.isfinite(begin) and math.isfinite(end)):
+        raise RejectRecord("malformed", "the times of the segment are not finite")
+    duration = {} if end == -1 else {"duration": round(end - begin, _DIGITS)}
+    return {"offset": begin} | duration | channel
+
+
+def _first_word(line: bytes) -> bytes:
+    return _without_bom(line).split(None, 1)[0]
+
+
+def _without_bom(line: bytes) -> bytes:
+    return line.removeprefix(_BOM)

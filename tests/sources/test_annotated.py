@@ -1,0 +1,339 @@
+"""Long recordings with annotations beside them, in every form, and annotations that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.errors import raises
+from support.manifests import config_for, run_prepare, write_tone
+
+from sharmill.errors import ConfigError
+from sharmill.sources import Unreadable
+from sharmill.sources.annotated import AnnotatedSource
+from sharmill.sources.annotations import Stretch, find_overlaps
+
+LONG_TEXTGRID = """File type = "ooTextFile"
+Object class = "TextGrid"
+
+xmin = 0
+xmax = 4
+tiers? <exists>
+size = 3
+item []:
+    item [1]:
+        class = "IntervalTier"
+        name = "anna - words"
+        xmin = 0
+        xmax = 4
+        intervals: size = 3
+        intervals [1]:
+            xmin = 0
+            xmax = 1.5
+            text = "he said ""no"" 5"
+        intervals [2]:
+            xmin = 1.5
+            xmax = 2
+            text = ""
+        intervals [3]:
+            xmin = 2
+            xmax = 4
+            text = "yes"
+    item [2]:
+        class = "TextTier"
+        name = "clicks"
+        xmin = 0
+        xmax = 4
+        points: size = 1
+        points [1]:
+            number = 1
+            mark = "x"
+    item [3]:
+        class = "IntervalTier"
+        name = "bob - words"
+        xmin = 0
+        xmax = 4
+        intervals: size = 1
+        intervals [1]:
+            xmin = 1
+            xmax = 3
+            text = "well"
+"""
+SHORT_TEXTGRID = (
+    'File type = "ooTextFile"\nObject class = "TextGrid"\n\n0\n4\n<exists>\n3\n"IntervalTier"\n"anna - words"\n0\n4\n'
+    '3\n0\n1.5\n"he said ""no"" 5"\n1.5\n2\n""\n2\n4\n"yes"\n"TextTier"\n"clicks"\n0\n4\n1\n1\n"x"\n'
+    '"IntervalTier"\n"bob - words"\n0\n4\n1\n1\n3\n"well"\n'
+)
+RTTM = """;; two meetings
+SPKR-INFO m1 1 <NA> <NA> <NA> unknown anna <NA> <NA>
+SPEAKER m1 1 0.50 2.00 <NA> <NA> anna <NA> <NA>
+SPEAKER m1 1 2.00 1.00 <NA> <NA> bob <NA> <NA>
+SPEAKER m2 1 0.00 1.25 <NA> <NA> anna <NA> <NA>
+"""
+
+
+@pytest.fixture
+def annotated(tmp_path):
+    """Returns a function: form, files by name (``__`` for ``/``), keys -> the source of the folder that has them."""
+
+    def make(form, files, **keys):
+        for name, content in files.items():
+            path = tmp_path / "audio" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return AnnotatedSource(annotations=form, audio_root=str(tmp_path / "audio"), **keys)
+
+    return make
+
+
+def read(source, size=100):
+    pieces = list(source.pieces(size))
+    rows = [list(source.read(json.loads(json.dumps(piece.params)))) for piece in pieces]
+    assert [piece.num_records for piece in pieces] == [len(piece) for piece in rows]
+    return [row if isinstance(row, Unreadable) else json.loads(row) for piece in rows for row in piece]
+
+
+def brief(rows):
+    return [
+        row.reason
+        if isinstance(row, Unreadable)
+        else (row["audio_filepath"], row["offset"], row["duration"], row.get("speaker"), row.get("text"))
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_rttm(size, annotated):
+    source = annotated("rttm", {"a/all.rttm": RTTM.replace("\n", "\r\n"), "a/m2.flac": b"", "b.rttm": RTTM})
+    source.check()
+    assert brief(read(source, size)) == [
+        ("m1.wav", 0.5, 2.0, "anna", None),
+        ("m1.wav", 2.0, 1.0, "bob", None),
+        ("m2.wav", 0.0, 1.25, "anna", None),
+        ("a/m1.wav", 0.5, 2.0, "anna", None),
+        ("a/m1.wav", 2.0, 1.0, "bob", None),
+        ("a/m2.flac", 0.0, 1.25, "anna", None),
+    ]
+
+
+def test_overlapped_speech_is_dropped_if_asked(annotated):
+    source = annotated("rttm", {"all.rttm": RTTM}, overlap="drop")
+    rows = read(source)
+    assert brief(rows) == ["overlapped_speech", "overlapped_speech", ("m2.wav", 0.0, 1.25, "anna", None)]
+    assert rows[0].record.startswith("m1 0.5 2.5 anna")
+
+
+def test_words_of_ctm_are_joined_at_short_pauses(annotated):
+    words = [("A", 0.0, 0.4, "good"), ("A", 0.8, 0.2, "day"), ("A", 1.75, 0.25, "sir"), ("B", 0.1, 0.5, "yes")]
+    text = ";; a comment\n" + "".join(f"call {c} {begin} {length} {word} 0.98\n" for c, begin, length, word in words)
+    files = {"call.ctm": text, "call.sph": b""}
+
+    def found(**keys):
+        rows = read(annotated("ctm", files, **keys))
+        return [(row["channel"], row["offset"], row["duration"], row["text"]) for row in rows]
+
+    assert found() == [(0, 0.0, 1.0, "good day"), (1, 0.1, 0.5, "yes"), (0, 1.75, 0.25, "sir")]
+    assert found(max_gap=0.75) == [(0, 0.0, 2.0, "good day sir"), (1, 0.1, 0.5, "yes")]
+    assert found(max_gap=0.75, max_duration=1.5)[0] == (0, 0.0, 1.0, "good day")
+    assert found(max_gap=0.0)[0] == (0, 0.0, 0.4, "good")
+    assert [row[0] for row in found(overlap="drop")] == [0, 1, 0]  # two channels do not overlap
+
+
+def test_an_only_channel_has_no_number_if_it_is_the_first(annotated):
+    for label, number in (("1", None), ("A", None), ("2", 1), ("B", 1)):
+        (row,) = read(annotated("ctm", {"a.ctm": f"a {label} 0 1 yes\n"}))
+        assert row.get("channel") == number
+    assert brief(read(annotated("ctm", {"a.ctm": "a left 0 1 yes\n"}))) == ["malformed"]
+    rows = read(annotated("ctm", {"a.ctm": "a 0 0 1 yes\na 1 0 1 no\n"}))
+    assert [row["channel"] for row in rows] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [LONG_TEXTGRID, SHORT_TEXTGRID, LONG_TEXTGRID.replace("\n", "\r\n"), LONG_TEXTGRID.encode("utf-16"),
+     b"\xef\xbb\xbf" + SHORT_TEXTGRID.encode()],
+)  # fmt: skip
+def test_textgrid(data, annotated):
+    files = {"talk.TextGrid": data, "talk.wav": b""}
+    anna = [("talk.wav", 0.0, 1.5, "anna", 'he said "no" 5'), ("talk.wav", 2.0, 2.0, "anna", "yes")]
+    bob = [("talk.wav", 1.0, 2.0, "bob", "well")]
+    assert brief(read(annotated("textgrid", files, tier="* - words"))) == [anna[0], *bob, anna[1]]
+    source = annotated("textgrid", files, tier="bob - words")
+    source.check()
+    assert brief(read(source)) == [(*bob[0][:3], None, "well")]
+    assert [row[3] for row in brief(read(annotated("textgrid", files)))] == [
+        "anna - words",
+        "bob - words",
+        "anna - words",
+    ]
+    (joined, _) = read(annotated("textgrid", files, tier="* - words", max_gap=0.5))
+    assert (joined["duration"], joined["text"]) == (4.0, 'he said "no" 5 yes')
+
+
+def test_labels_of_audacity(annotated):
+    text = "0.5\t1.25\tgood day\n\\\t100.0\t2000.0\n2\t3\t\n1,5\t2\tx\n"
+    assert brief(read(annotated("audacity", {"a.txt": text}, audio_suffixes=[".mp3"]))) == [
+        "malformed",
+        ("a.mp3", 0.5, 0.75, None, "good day"),
+        ("a.mp3", 2.0, 1.0, None, ""),
+    ]
+
+
+def test_srt(annotated):
+    text = (
+        "\ufeff1\r\n00:00:01,500 --> 00:00:03,000\r\n<i>Good</i>\r\nday.\r\n\r\n2\r\n01:00:00.000 --> 01:00:02.5\r\n"
+        "{\\an8}Yes\r\n\r\n3\r\nno times\r\n\r\n00:00:09,000 --> 00:00:10,000\r\nWithout number\r\n"
+    )
+    assert brief(read(annotated("srt", {"film.srt": text, "film.m4a": b""}))) == [
+        "malformed",
+        ("film.m4a", 1.5, 1.5, None, "Good day."),
+        ("film.m4a", 9.0, 1.0, None, "Without number"),
+        ("film.m4a", 3600.0, 2.5, None, "Yes"),
+    ]
+
+
+def ami(*words):
+    begin = '<?xml version="1.0" encoding="ISO-8859-1"?>\n<nite:root nite:id="x" xmlns:nite="http://nite.sourceforge.net/">\n'
+    return begin + "\n".join(words) + "\n</nite:root>\n"
+
+
+def word(said, start, end, *, mark=False):
+    punctuation = ' punc="true"' if mark else ""
+    return f'<w nite:id="i" starttime="{start}" endtime="{end}"{punctuation}>{said}</w>'
+
+
+def test_words_of_ami(annotated):
+    files = {
+        "words/ES1.A.words.xml": ami(
+            word("That&#39;s", 1.0, 1.4), word("it", 1.5, 1.75), word(".", 1.75, 1.75, mark=True),
+            '<vocalsound starttime="2" endtime="3" type="laugh"/>', word("Well", 4.0, 4.25), "<w nite:id='j'>,</w>",
+            word("bad", "x", 5.0),
+        ),
+        "words/ES1.B.words.xml": ami(word("Yes", 4.1, 4.5)),
+        "words/ES2.A.words.xml": ami(word("No", 0.5, 1.0)),
+        "words/ES2.B.words.xml": ami(),
+    }  # fmt: skip
+    keys = {"audio": "{recording}/audio/{recording}.Mix-Headset.wav"}
+    one, two = "ES1/audio/ES1.Mix-Headset.wav", "ES2/audio/ES2.Mix-Headset.wav"
+    assert brief(read(annotated("ami", files, **keys), 2)) == [
+        "malformed",
+        (one, 1.0, 0.75, "ES1.A", "That's it."),
+        (one, 4.0, 0.25, "ES1.A", "Well ,"),
+        (one, 4.1, 0.4, "ES1.B", "Yes"),
+        (two, 0.5, 0.5, "ES2.A", "No"),
+    ]
+    kept = brief(read(annotated("ami", files, **keys, overlap="drop")))
+    assert kept == ["malformed", (one, 1.0, 0.75, "ES1.A", "That's it."), *["overlapped_speech"] * 2,
+                    (two, 0.5, 0.5, "ES2.A", "No")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "data", "says"),
+    [
+        ("rttm", "SPEAKER m 1 x 2.00 <NA> <NA> anna <NA> <NA>\n", "no SPEAKER"),
+        ("rttm", "SPEAKER m 1 nan 2.00 <NA> <NA> anna <NA> <NA>\n", "no SPEAKER"),
+        ("rttm", "SPEAKER m 1\n", "no SPEAKER"),
+        ("ctm", "m 1 0.5\n", "no word of CTM"),
+        ("ctm", "m 1 inf 1 yes\n", "no word of CTM"),
+        ("textgrid", "no grid at all", "cut off"),
+        ("textgrid", '"ooTextFile" "Pitch" 0 1', "no TextGrid"),
+        ("textgrid", LONG_TEXTGRID[:-200], "cut off"),
+        ("textgrid", SHORT_TEXTGRID.replace("1.5", '"1.5"'), "text in the place"),
+        ("textgrid", SHORT_TEXTGRID.replace('"TextTier"', '"Tier"'), "'Tier'"),
+        ("textgrid", SHORT_TEXTGRID.encode("latin-1").replace(b"yes", b"s\xed"), "not utf-8; set encoding"),
+        ("audacity", "0.5 1.5 with blanks\n", "no label"),
+        ("srt", "WEBVTT\n", "no line of times"),
+        ("ami", "<root/>", "no words of AMI"),
+    ],
+)
+def test_what_cannot_be_read_is_one_reject(form, data, says, annotated):
+    suffix = {"textgrid": ".TextGrid", "audacity": ".txt", "ami": ".A.words.xml"}.get(form, f".{form}")
+    (row,) = read(annotated(form, {f"bad{suffix}": data}))
+    assert row.reason == "malformed"
+    assert says in row.detail
+
+
+def test_latin_1(annotated):
+    files = {"a.srt": "1\n00:00:01,000 --> 00:00:02,000\ngr\u00fcn\n".encode("latin-1")}
+    assert brief(read(annotated("srt", files, encoding="latin-1")))[0][4] == "gr\u00fcn"
+
+
+def test_annotations_in_another_folder(annotated, tmp_path):
+    source = annotated("srt", {"en/a.wav": b""}, annotation_root=str(tmp_path / "notes"), annotation_suffix=".en.srt")
+    (tmp_path / "notes/en").mkdir(parents=True)
+    (tmp_path / "notes/en/a.en.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nyes\n")
+    (tmp_path / "notes/en/a.de.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nja\n")
+    assert brief(read(source)) == [("en/a.wav", 1.0, 1.0, None, "yes")]
+    assert source.paths() == {"audio_root": str(tmp_path / "audio"), "annotation_root": str(tmp_path / "notes")}
+
+
+def test_identity_tells_other_annotations(annotated):
+    found = [annotated("rttm", {"a.rttm": RTTM}).identity() for _ in range(2)]
+    found.append(annotated("rttm", {"a.rttm": RTTM.replace("0.50", "0.75")}).identity())
+    assert found[0] == found[1] != found[2]
+
+
+def test_copies_of_the_source_read_the_same(annotated):
+    source = annotated("rttm", {"a.rttm": RTTM})
+    rows = read(source)
+    assert read(pickle.loads(pickle.dumps(source))) == rows
+
+
+def test_prepare_rejects_what_does_not_fit_the_audio(annotated, tmp_path):
+    write_tone(tmp_path / "audio/m1.wav", 4.0)
+    lines = [("m1", 0.5, 2.0), ("m1", 3.0, 2.0), ("m1", -1.0, 1.0), ("m1", 1.0, -0.5), ("../m1", 0.0, 1.0),
+             ("/etc/passwd", 0.0, 1.0), ("none", 0.0, 1.0), ("m1", 0.5, 2.0)]  # fmt: skip
+    text = "".join(f"SPEAKER {name} 1 {begin} {length} yes <NA> anna <NA> <NA>\n" for name, begin, length in lines)
+    source = annotated("rttm", {"all.rttm": text})
+    entry = {"type": "annotated", "annotations": "rttm", "audio_root": source.audio_root}
+    prepared = run_prepare(config_for(tmp_path, [entry]))
+    assert [utterance.cut_id for utterance in prepared.kept] == ["cut-rec-m1-0.50-2.00"]
+    assert sorted(reject["reason"] for reject in prepared.rejects) == [
+        "duplicate_id", "duration_mismatch", "malformed", "malformed", "missing_audio", "outside_root", "outside_root",
+    ]  # fmt: skip
+
+
+def test_folders_without_annotations_are_refused(annotated, tmp_path):
+    with raises(ConfigError, "missing_input", ".rttm", "annotation_suffix"):
+        annotated("rttm", {"a.wav": b""}).check()
+    with raises(ConfigError, "missing_input", "annotation_root"):
+        annotated("rttm", {}, annotation_root=str(tmp_path / "none")).check()
+
+
+def test_a_tier_that_is_nowhere_is_refused_before_any_work(annotated):
+    files = {"a.TextGrid": SHORT_TEXTGRID, "b.TextGrid": "bad"}
+    with raises(ConfigError, "unknown_key", "did you mean 'anna - words'"):
+        annotated("textgrid", files, tier="ana - words").check()
+    one, other = read(annotated("textgrid", files | {"b.TextGrid": SHORT_TEXTGRID.replace("bob", "eve")}, tier="bob*"))
+    assert one["text"] == "well"
+    assert "no tier of intervals that is 'bob*'" in other.detail
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"annotations": "vtt"}, {"audio_root": None}, {"overlap": "cut"}, {"tier": "words"}, {"max_duration": 0.0},
+     {"max_gap": -1.0}, {"encoding": "x"}, {"audio": "{speaker}.wav"}, {"audio": "{"}, {"audio_suffixes": []},
+     {"annotations": "textgrid", "tier": "*-*"}],
+)  # fmt: skip
+def test_keys_that_make_no_sense(keys):
+    with pytest.raises(ValueError, match=r"."):
+        AnnotatedSource(**{"annotations": "rttm", "audio_root": "a"} | keys)
+
+
+TIMES = st.integers(0, 12)
+
+
+@given(st.lists(st.tuples(TIMES, TIMES, st.sampled_from(["a", "b", "c", None])), max_size=8))
+def test_overlaps_are_those_of_comparing_all_pairs(items):
+    stretches = [Stretch("r", begin, begin + length, None, speaker) for begin, length, speaker in items]
+
+    def overlap(one, other):
+        apart = one.speaker is None or one.speaker != other.speaker
+        return apart and min(one.end, other.end) > max(one.start, other.start)
+
+    assert find_overlaps(stretches) == [
+        any(overlap(one, other) for other in stretches if other is not one) for one in stretches
+    ]

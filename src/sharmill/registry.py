@@ -135,6 +135,7 @@ SOURCES: Final = Registry(
     "sharmill.sources",
     {
         "nemo": "sharmill.sources.nemo:NemoSource",
+        "nemo_tarred": "sharmill.sources.nemo_tarred:NemoTarredSource",
         "lhotse": "sharmill.sources.lhotse:LhotseSource",
         "kaldi": "sharmill.sources.kaldi:KaldiSource",
         "annotated": "sharmill.sources.annotated:AnnotatedSource",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import stat
 import tarfile
 from collections.abc import Iterator
@@ -17,18 +16,20 @@ from typing import BinaryIO
 import numpy as np
 
 from sharmill.errors import DamagedShard
+from sharmill.shar.tar_headers import (
+    BLOCK,
+    EMPTY,
+    GNU_LONG_NAME,
+    MAX_EXTENSION_BYTES,
+    PAX_HEADER,
+    iterate_pax,
+    parse_number,
+    parse_pax_size,
+    plain_name,
+)
 
-_BLOCK = 512
-_EMPTY = bytes(_BLOCK)
-_END = bytes(2 * _BLOCK)
-_GNU_LONG_NAME = b"L"
-_PAX_HEADER = b"x"
-_PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
-_DECIMAL = re.compile(rb"[0-9]{1,19}")
-_OCTAL = re.compile(rb"[0-7]+")
+_END = bytes(2 * BLOCK)
 _REGULAR = (b"0", b"\0")
-# Names and PAX records are short; a larger one is damage, or an attempt to fill the memory.
-_MAX_EXTENSION_BYTES = 1 << 20
 
 
 class TarWriter:
@@ -43,7 +44,7 @@ class TarWriter:
         header.size = len(data)
         self._stream.write(header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
         self._stream.write(data)
-        self._stream.write(bytes(-len(data) % _BLOCK))
+        self._stream.write(bytes(-len(data) % BLOCK))
 
     def finish(self) -> None:
         """Write the end marker; without it the archive counts as cut off."""
@@ -128,18 +129,18 @@ class _Parser:
         name: bytes | None = None
         size: int | None = None
         extended = False
-        while (header := self._take(_BLOCK, "a header")) != _EMPTY:
-            self._headers.append(self._position - _BLOCK)
+        while (header := self._take(BLOCK, "a header")) != EMPTY:
+            self._headers.append(self._position - BLOCK)
             kind = header[156:157]
-            length = _octal(header[124:136])
+            length = parse_number(header[124:136])
             if length is None:
                 raise self._damage("a size field is not a number")
-            if kind in (_GNU_LONG_NAME, _PAX_HEADER):
-                if length > _MAX_EXTENSION_BYTES:
+            if kind in (GNU_LONG_NAME, PAX_HEADER):
+                if length > MAX_EXTENSION_BYTES:
                     raise self._damage(f"a header extension of {length} bytes is too large")
                 start, length = self._skip_padded(length)
                 extension = self._data[start : start + length]
-                if kind == _GNU_LONG_NAME:
+                if kind == GNU_LONG_NAME:
                     name = extension.rstrip(b"\0")
                 else:
                     name, size = self._pax(extension, name, size)
@@ -148,7 +149,7 @@ class _Parser:
             if kind not in _REGULAR:
                 raise self._damage(f"a member of type {kind!r} does not belong in a shard")
             start, length = self._skip_padded(length if size is None else size)
-            yield (name or _plain_name(header)).decode("utf-8", "surrogateescape"), offset, start, length
+            yield (name or plain_name(header)).decode("utf-8", "surrogateescape"), offset, start, length
             name, size, extended = None, None, False
             offset = self._position
         if extended:
@@ -166,52 +167,45 @@ class _Parser:
         """Move to behind a member and return its position and length."""
         start = self._position
         end = start + length
-        padded = end + -length % _BLOCK
+        padded = end + -length % BLOCK
         if padded > len(self._data):
             raise self._damage("the file ends within a member; it is cut off")
-        if self._data[end:padded] != _EMPTY[: padded - end]:
+        if self._data[end:padded] != EMPTY[: padded - end]:
             raise self._damage("the padding of a member is not empty")
         self._position = padded
         return start, length
 
     def _check_headers(self) -> None:
         """Verify the checksums of all headers that the walk has come to, all at once."""
-        blocks = np.frombuffer(self._data, np.uint8, len(self._data) // _BLOCK * _BLOCK).reshape(-1, _BLOCK)
-        headers = blocks[np.array(self._headers, np.int64) // _BLOCK]  # a copy
+        blocks = np.frombuffer(self._data, np.uint8, len(self._data) // BLOCK * BLOCK).reshape(-1, BLOCK)
+        headers = blocks[np.array(self._headers, np.int64) // BLOCK]  # a copy
         del blocks  # or the file could not be closed
         fields = headers[:, 148:156]
         found = headers.sum(axis=1, dtype=np.int64) - fields.sum(axis=1, dtype=np.int64) + 8 * ord(" ")
         for position, expected, field in zip(self._headers, found.tolist(), fields, strict=True):
-            if _octal(field.tobytes()) != expected:
+            if parse_number(field.tobytes()) != expected:
                 self._position = position
                 raise self._damage("the checksum of a header is wrong")
 
     def _check_end(self) -> None:
         rest = self._data[self._position :]
-        if len(rest) < _BLOCK:
+        if len(rest) < BLOCK:
             raise self._damage("the end marker is incomplete; the file is cut off")
         if rest.strip(b"\0"):
             raise self._damage("there is data after the end marker")
 
     def _pax(self, records: bytes, name: bytes | None, size: int | None) -> tuple[bytes | None, int | None]:
         """Return the path and size of a PAX header; other keywords do not matter here."""
-        while records:
-            match = _PAX_LENGTH.match(records)
-            end = int(match[1]) if match else 0
-            if match is None or not match.end() < end <= len(records) or records[end - 1 : end] != b"\n":
-                raise self._damage("a PAX header cannot be parsed")
-            keyword, separator, value = records[match.end() : end - 1].partition(b"=")
-            if not separator:
-                raise self._damage("a PAX header cannot be parsed")
-            if keyword == b"path":
-                name = value
-            elif keyword == b"size":
-                if not _DECIMAL.fullmatch(value):
-                    raise self._damage("the size in a PAX header is not a number")
-                size = int(value)
-            elif keyword.startswith(b"GNU.sparse."):
-                raise self._damage("a sparse member does not belong in a shard")
-            records = records[end:]
+        try:
+            for keyword, value in iterate_pax(records):
+                if keyword == b"path":
+                    name = value
+                elif keyword == b"size":
+                    size = parse_pax_size(value)
+                elif keyword.startswith(b"GNU.sparse."):
+                    raise self._damage("a sparse member does not belong in a shard")
+        except ValueError as error:
+            raise self._damage(str(error)) from error
         return name, size
 
     def _damage(self, what: str) -> DamagedShard:
@@ -233,17 +227,3 @@ def open_field(path: Path) -> BinaryIO:
         return os.fdopen(descriptor, "rb")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise DamagedShard(f"{path}: {error.strerror}") from error
-
-
-def _octal(field: bytes) -> int | None:
-    if field[0] == 0x80:  # GNU's binary sizes, from 8 GiB
-        return int.from_bytes(field[1:], "big")
-    # Not left to int(), which takes a sign as well: a negative size would lead backwards.
-    digits = field.strip(b" \0")
-    return int(digits, 8) if _OCTAL.fullmatch(digits) else None
-
-
-def _plain_name(header: bytes) -> bytes:
-    name = header[:100].rstrip(b"\0")
-    prefix = header[345:500].rstrip(b"\0") if header[257:263] == b"ustar\0" else b""
-    return prefix + b"/" + name if prefix else name

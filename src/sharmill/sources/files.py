@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 from sharmill.audio.roots import AudioRoot, normalise_path
 from sharmill.errors import ConfigError, RejectRecord
@@ -187,11 +187,11 @@ def expand_shards(pattern: str) -> list[str]:
     return ["".join(chosen) + pattern[position:] for chosen in itertools.product(*choices)]
 
 
-def read_ends(path: Path, kind: str, compressed: Collection[str] = ()) -> tuple[bytes, bytes]:
-    """Return the first 64 KiB and the last MiB of a file; ``kind`` is the key of the source that names it.
+def open_input(path: Path, kind: str) -> BinaryIO:
+    """Open a file that a source names; ``kind`` is the key of the source.
 
     Raises:
-        ConfigError: it is missing, no regular file, empty, or compressed by another program than ``compressed`` names.
+        ConfigError: it is missing, or no regular file.
     """
     try:
         # Before opening: a FIFO would wait for its writer.
@@ -199,21 +199,35 @@ def read_ends(path: Path, kind: str, compressed: Collection[str] = ()) -> tuple[
             raise bad_file(path, kind, f"is a folder; name the {kind} file in it")
         if path.exists() and not path.is_file():
             raise bad_file(path, kind, "is not a regular file; copy its content into one")
-        with path.open("rb") as stream:
-            head = stream.read(1 << 16)
-            stream.seek(max(0, path.stat().st_size - (1 << 20)))
-            tail = stream.read()
+        return path.open("rb")
     except OSError as error:
         where = "" if path.is_absolute() else f"the path is relative to {Path.cwd()}; run from its folder, or "
         raise ConfigError(
             f"cannot read the {kind} {path}: {error.strerror}; {where}correct {kind} in sources", code="missing_input"
         ) from error
+
+
+def read_ends(path: Path, kind: str, compressed: Collection[str] = ()) -> tuple[bytes, bytes]:
+    """Return the first 64 KiB and the last MiB of a file; ``kind`` is the key of the source that names it.
+
+    Raises:
+        ConfigError: it is missing, no regular file, empty, or compressed by another program than ``compressed`` names.
+    """
+    with open_input(path, kind) as stream:
+        head = stream.read(1 << 16)
+        stream.seek(max(0, path.stat().st_size - (1 << 20)))
+        tail = stream.read()
     if not head.strip():
         raise bad_file(path, kind, "is empty")
+    refuse_compressed(path, kind, head, compressed)
+    return head, tail
+
+
+def refuse_compressed(path: Path, kind: str, head: bytes, compressed: Collection[str] = ()) -> None:
+    """Raise ConfigError where a file that begins with ``head`` is compressed, but not as ``compressed`` names."""
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic) and name not in compressed:
             raise bad_file(path, kind, f"is compressed ({name}); unpack it, and name the unpacked file")
-    return head, tail
 
 
 def bad_file(path: Path, kind: str, sentence: str) -> ConfigError:

@@ -1,0 +1,252 @@
+"""Tar archives as inputs: the places of their members, found by the headers alone, as far as an archive goes.
+
+Whatever an archive has beside regular files is passed over: folders, links, devices, sparse files. Of one that is cut
+off or damaged, the members before that place are used, and the place is told.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from sharmill.audio.files import open_regular
+from sharmill.shar.tar_headers import (
+    BLOCK,
+    EMPTY,
+    GNU_LONG_NAME,
+    MAX_EXTENSION_BYTES,
+    PAX_HEADER,
+    iterate_pax,
+    parse_number,
+    parse_pax_size,
+    plain_name,
+)
+from sharmill.sources.files import ContainerSource, bad_file, open_input, refuse_compressed
+
+# A header and what lies beside it in the file, such as a short text and the next header, in one read.
+_WINDOW: Final = 4096
+# Headers that describe the next one: long names and links of GNU's tar, PAX headers of one member, of Sun, of all.
+_EXTENSIONS: Final = (GNU_LONG_NAME, b"K", PAX_HEADER, b"X", b"g")
+_REGULAR: Final = (b"0", b"\0", b"7")
+_SPARSE: Final = b"S"
+# Links, devices, folders and FIFOs have no data, whatever their size says.
+_WITHOUT_DATA: Final = (b"1", b"2", b"3", b"4", b"5", b"6")
+
+
+class TarMember(NamedTuple):
+    """A regular file in an archive.
+
+    Attributes:
+        name: as the archive has it; what is not UTF-8 in it is escaped by surrogates.
+        header: position of its first header.
+        start: position of its first byte.
+        size: number of bytes.
+    """
+
+    name: str
+    header: int
+    start: int
+    size: int
+
+
+class TarDamage(NamedTuple):
+    """The place from which on an archive cannot be read, and a sentence that says so."""
+
+    header: int
+    sentence: str
+
+
+def walk_members(path: Path, begin: int = 0) -> Iterator[TarMember | TarDamage]:
+    """Yield the regular files of an archive from the header at ``begin`` on and, last, where it is damaged, if it is.
+
+    Raises:
+        RejectRecord: missing_audio or unreadable_audio where there is no such archive, or it cannot be opened.
+    """
+    with open_regular(path) as stream:
+        walk = _Walk(stream.fileno(), begin)
+        try:
+            yield from walk.members()
+        except _DamageError as error:
+            yield TarDamage(walk.first, f"the archive {path.name} {error}; copy it again")
+
+
+class _DamageError(Exception):
+    """The archive ends here, or what lies here is no header."""
+
+
+class _Walk:
+    """A walk over the headers of an archive; ``first`` is the position of the first header of the present member."""
+
+    def __init__(self, descriptor: int, begin: int) -> None:
+        self._descriptor = descriptor
+        self._size = os.fstat(descriptor).st_size
+        self._window = b""
+        self._window_start = 0
+        self.first = begin
+
+    def members(self) -> Iterator[TarMember]:
+        position = self.first
+        extension = _Extension()
+        while (header := self._take(position, BLOCK)) != EMPTY:
+            stored = _stored_size(header, position)
+            kind = header[156:157]
+            start = position + BLOCK
+            if kind in _EXTENSIONS:
+                if stored > MAX_EXTENSION_BYTES:
+                    raise _DamageError(f"has a header of {stored} bytes at byte {position}")
+                extension = extension.add(kind, self._take(start, stored), position)
+                position = _padded(start + stored)
+                continue
+            raw_name = plain_name(header) if extension.name is None else extension.name
+            size = 0 if kind in _WITHOUT_DATA else stored if extension.size is None else extension.size
+            if kind == _SPARSE:
+                start = self._skip_sparse_map(header, start)
+            name = raw_name.decode("utf-8", "surrogateescape")
+            if start + size > self._size:
+                raise _DamageError(f"is cut off at byte {self._size}, within its member {name[:200]!r}")
+            if kind in _REGULAR and not extension.sparse and not name.endswith("/"):
+                yield TarMember(name, self.first, start, size)
+            position = self.first = _padded(start + size)
+            extension = _Extension()
+
+    def _take(self, position: int, length: int) -> bytes:
+        """Return bytes at a position."""
+        offset = position - self._window_start
+        if offset < 0 or offset + length > len(self._window):
+            self._window = os.pread(self._descriptor, max(length, _WINDOW), position)
+            self._window_start, offset = position, 0
+        data = self._window[offset : offset + length]
+        if len(data) < length:
+            what = "within a header" if data else "before its end marker"
+            raise _DamageError(f"is cut off at byte {self._size}, {what}")
+        return data
+
+    def _skip_sparse_map(self, header: bytes, start: int) -> int:
+        """Return where the data of a sparse file begin, which the rest of a long map comes before."""
+        goes_on = header[482]
+        while goes_on:
+            goes_on = self._take(start, BLOCK)[504]
+            start += BLOCK
+        return start
+
+
+class _Extension(NamedTuple):
+    """What the extended headers before a member say about it."""
+
+    name: bytes | None = None
+    size: int | None = None
+    sparse: bool = False
+
+    def add(self, kind: bytes, data: bytes, position: int) -> _Extension:
+        """Return what is known with one more extended header."""
+        if kind == GNU_LONG_NAME:
+            return self._replace(name=data.rstrip(b"\0"))
+        added = self
+        try:
+            for keyword, value in iterate_pax(data) if kind == PAX_HEADER else ():
+                if keyword == b"path":
+                    added = added._replace(name=value)
+                elif keyword == b"size":
+                    added = added._replace(size=parse_pax_size(value))
+                elif keyword.startswith(b"GNU.sparse."):
+                    added = added._replace(sparse=True)
+        except ValueError as error:
+            raise _DamageError(f"is damaged at byte {position}: {error}") from error
+        return added
+
+
+def _stored_size(header: bytes, position: int) -> int:
+    """Return the size that a header gives."""
+    size = parse_number(header[124:136])
+    if size is None or not _is_header(header):
+        raise _DamageError(f"is damaged at byte {position}, where no header is")
+    return size
+
+
+def _is_header(block: bytes) -> bool:
+    """Return True if the checksum of a header is right, counted with blanks in its place."""
+    return parse_number(block[148:156]) == sum(block) - sum(block[148:156]) + 8 * ord(" ")
+
+
+def _padded(position: int) -> int:
+    return position + -position % BLOCK
+
+
+def check_tar(path: Path, kind: str) -> None:
+    """Prove that a file can be an archive at all; ``kind`` is the key of the source that names it.
+
+    Raises:
+        ConfigError: it is missing, no regular file, compressed, or something else.
+    """
+    with open_input(path, kind) as stream:
+        head = stream.read(BLOCK)
+    refuse_compressed(path, kind, head)
+    # A shorter one is cut off, which its records tell.
+    if len(head) == BLOCK and head != EMPTY and not _is_header(head):
+        raise bad_file(path, kind, "is no tar archive")
+
+
+def clean_name(name: str) -> str:
+    """Return the name of a member without ``.`` and further slashes, of which archives have more or less.
+
+    >>> clean_name("./one.wav"), clean_name("/data//one.wav")
+    ('one.wav', 'data/one.wav')
+    """
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
+
+
+@dataclass(frozen=True)
+class MemberTable:
+    """The members of an archive by their clean names.
+
+    Attributes:
+        members: None under a name that several have.
+        damage: a sentence, if the archive is damaged behind these members.
+    """
+
+    members: dict[str, TarMember | None]
+    damage: str | None
+
+
+def read_table(path: Path) -> MemberTable:
+    """Return the members of an archive; those of the archives that were read last are kept.
+
+    Raises:
+        RejectRecord: as ``walk_members``.
+    """
+    try:
+        status = path.stat()
+    except OSError:  # reading it says why
+        return _read_table(path, None)
+    return _read_table(path, (status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(maxsize=4)
+def _read_table(path: Path, state: tuple[int, int] | None) -> MemberTable:
+    members: dict[str, TarMember | None] = {}
+    for member in walk_members(path):
+        if isinstance(member, TarDamage):
+            return MemberTable(members, member.sentence)
+        name = clean_name(member.name)
+        members[name] = None if name in members else member
+    return MemberTable(members, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TarSource(ContainerSource):
+    """A source of tar archives that its configuration names."""
+
+    def check(self) -> None:
+        """Raise ConfigError where a file cannot be an archive, or lies outside the audio root."""
+        for file in self.files:
+            check_tar(file, self.files_key)
+            self.container(file)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the size of every archive, by its number and name: not its checksum, for which all had to be read."""
+        self.check()
+        return {f"{number} {file.name}": file.stat().st_size for number, file in enumerate(self.files)}

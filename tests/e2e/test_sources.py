@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 
 import numpy as np
@@ -72,6 +73,41 @@ def test_records_without_duration_in_several_trees(project, tmp_path):
         assert paths == (
             {"0.wav", "1.wav"} if name == "list" else {f"{root}/{n}.wav"[1:] for n, root in enumerate(roots)}
         )
+
+
+def test_lhotse_kaldi_and_annotations_of_one_call(project, tmp_path):
+    left, right = voice(4.0, pitch=150, seed=1), voice(4.0, pitch=250, seed=2)
+    project.add("call.wav", np.stack([left, right], axis=1))
+    said = {"recording_id": "r", "start": 0.5, "duration": 1.0, "speaker": "anna", "channel": 0}
+    recording = {"id": "r", "sources": [{"type": "file", "channels": [0, 1], "source": "call.wav"}],
+                 "sampling_rate": 16000, "num_samples": 64000, "duration": 4.0}  # fmt: skip
+    other = said | {"id": "b", "start": 2.0, "text": "two", "channel": 1, "speaker": "bob"}
+    cut = {"id": "c", "start": 0.25, "duration": 3.0, "channel": [0, 1], "recording": recording, "type": "MultiCut",
+           "supervisions": [said | {"id": "a", "text": "one"}, other, said | {"id": "far", "start": 2.5}]}  # fmt: skip
+    with gzip.open(tmp_path / "cuts.jsonl.gz", "wt") as stream:
+        for line in (cut, "no cut", cut | {"recording": recording | {"transforms": [{"name": "Speed"}]}}):
+            stream.write(json.dumps(line) + "\n")
+    (tmp_path / "train").mkdir()
+    for name, text in {"wav.scp": "r call.wav\n", "segments": "u1 r 3 -1 1\nu2 r9 0 1\n", "text": "u1 three\n"}.items():
+        (tmp_path / "train" / name).write_text(text)
+    (project.root / "call.ctm").write_text("call A 1.0 0.5 four\ncall B 1.5 0.25 five\ncall A 1.75 0.5 six\nbad\n")
+    common = {"audio_root": str(project.root), "speaker": "anna"}
+    sources = [
+        common | {"type": "lhotse", "cuts": str(tmp_path / "cuts.jsonl.gz"), "split": True},
+        common | {"type": "kaldi", "data_dir": str(tmp_path / "train")},
+        common | {"type": "annotated", "annotations": "ctm"},
+    ]
+    config = project.write([2, 0, 0, 1, 0], write={"order": "manifest"}, match={"min_duration": 0.0}, sources=sources)
+    cuts = list(open_shar(project.dataset))
+    assert [cut.supervisions[0].text for cut in cuts] == ["one", "two", "three", "four six", "five"]
+    expected = [left[12000:28000], right[36000:52000], right[48000:], left[16000:36000], right[24000:28000]]
+    for cut, samples in zip(cuts, expected, strict=True):
+        np.testing.assert_array_equal(cut.load_audio()[0], samples)
+    assert [reject["reason"] for reject in project.rejects("prepare")] == [
+        "duration_mismatch", "malformed", "unsupported_cut", "unsupported_cut", "duration_mismatch", "missing_audio",
+        "malformed",
+    ]  # fmt: skip
+    assert check(project, config, tmp_path / "check") == []
 
 
 def build(folder, source, **changes):

@@ -266,6 +266,17 @@ def test_bad_records_are_rejected_by_prepare_and_the_rest_goes_on(tmp_path):
     assert [utterance.cut_id for utterance in prepared.kept] == ["cut-rec-a-0.00-10.00"]
 
 
+def test_custom_keys_never_name_a_command(tmp_path):
+    write_tone(tmp_path / "audio/a.wav", 10.0)
+    hostile = recording(sources=[{"type": "command", "channels": [0], "source": f"touch {tmp_path}/marker"}])
+    lines = [cut(supervision(custom={"other": hostile})), cut(custom={"deep": {"x": [hostile]}})]
+    source = {"type": "lhotse", "cuts": write(tmp_path / "cuts.jsonl", lines), "audio_root": str(tmp_path / "audio")}
+    prepared = run_prepare(config_for(tmp_path, [source | {"speaker": "x"}], prepare={"require_text": False}))
+    assert [list(utterance.custom) for utterance in prepared.kept] == [["utterance_id"]]
+    assert [(reject["reason"], "command" in reject["detail"]) for reject in prepared.rejects] == [("malformed", True)]
+    assert not (tmp_path / "marker").exists()
+
+
 def test_speakers_by_template(cuts):
     cuts(cut(supervision("anna-1")), speaker="{utterance_id:prefix}").check_speaker()
     with raises(ConfigError, "unknown_key", "{utteranceid}", "did you mean 'utterance_id'"):

@@ -25,7 +25,7 @@ from sharmill.sources.annotations import (
     find_overlaps,
     join_stretches,
 )
-from sharmill.sources.folder import walk_files
+from sharmill.sources.folder import path_from_text, path_to_text, walk_files
 from sharmill.sources.templates import Template
 from sharmill.sources.textgrid import parse_textgrid
 from sharmill.storage import checksum
@@ -144,7 +144,7 @@ class AnnotatedSource(SpeechSource):
             begin, total = 0, len(self._items(folder, names))
             while begin < total:
                 end = min(total, begin + records_per_piece - count)
-                spans.append([_to_text(folder), [_to_text(name) for name in names], begin, end])
+                spans.append([path_to_text(folder), [path_to_text(name) for name in names], begin, end])
                 count, begin = count + end - begin, end
                 if count == records_per_piece:
                     yield Piece(count, {"spans": spans})
@@ -155,7 +155,7 @@ class AnnotatedSource(SpeechSource):
     def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
         """Yield the records of the segments of a piece."""
         for folder, names, begin, end in piece["spans"]:
-            yield from self._items(_from_text(folder), [_from_text(name) for name in names])[begin:end]
+            yield from self._items(path_from_text(folder), [path_from_text(name) for name in names])[begin:end]
 
     def settings(self) -> dict[str, Any]:
         """Return the keys other than the folders."""
@@ -309,12 +309,3 @@ def _number_channels(names: list[str]) -> dict[str, int | None] | None:
     if all(name.isascii() and name.isdigit() and len(name) < 4 for name in names):
         return {name: int(name) - ("0" not in names) for name in names}
     return None
-
-
-def _to_text(path: str) -> str:
-    """Return a path as a text that JSON can have, also one that is not UTF-8."""
-    return os.fsencode(path).decode("latin-1")
-
-
-def _from_text(text: str) -> str:
-    return os.fsdecode(text.encode("latin-1"))

@@ -61,7 +61,7 @@ class FolderSource(SpeechSource):
             for name in names:
                 text = self._text_of(folder, name)
                 path = self._root / folder / name
-                told = [_to_text(f"{folder}/{name}"), path.lstat().st_size]
+                told = [path_to_text(f"{folder}/{name}"), path.lstat().st_size]
                 told += [text.suffix, text.stat().st_size] if text else []
                 digest.update(msgspec.json.encode(told))
                 count += 1
@@ -75,7 +75,7 @@ class FolderSource(SpeechSource):
             begin = 0
             while begin < len(names):
                 end = min(len(names), begin + records_per_piece - count)
-                spans.append([_to_text(folder), begin, end])
+                spans.append([path_to_text(folder), begin, end])
                 count, begin = count + end - begin, end
                 if count == records_per_piece:
                     yield Piece(count, {"spans": spans})
@@ -86,7 +86,7 @@ class FolderSource(SpeechSource):
     def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
         """Yield the records of the files of a piece."""
         for text, begin, end in piece["spans"]:
-            folder = os.fsdecode(text.encode("latin-1"))
+            folder = path_from_text(text)
             for name in list_files(self._root / folder, self.audio_suffixes)[0][begin:end]:
                 yield self._record(folder, name)
 
@@ -140,9 +140,14 @@ class FolderSource(SpeechSource):
         return msgspec.json.encode(record)
 
 
-def _to_text(path: str) -> str:
+def path_to_text(path: str) -> str:
     """Return a path as a text that JSON can have, also one that is not UTF-8."""
     return os.fsencode(path).decode("latin-1")
+
+
+def path_from_text(text: str) -> str:
+    """Return the path of which ``path_to_text`` made a text."""
+    return os.fsdecode(text.encode("latin-1"))
 
 
 def walk_files(root: Path, suffixes: Iterable[str]) -> Iterator[tuple[str, list[str]]]:

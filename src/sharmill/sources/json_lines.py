@@ -6,7 +6,7 @@ import codecs
 import gzip
 import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
@@ -83,20 +83,28 @@ def _iterate(stream: BinaryIO, path: Path, position: int, kind: str = "file") ->
             yield position, stripped
 
 
-def check_json_lines(path: Path, kind: str, remedy: str, check: Callable[[dict[str, Any]], str | None]) -> None:
+def check_json_lines(
+    path: Path,
+    kind: str,
+    remedy: str,
+    check: Callable[[dict[str, Any]], str | None] = lambda first: None,
+    *,
+    compressed: Collection[str] = (),
+) -> None:
     """Prove that a file can be read as JSON lines at all.
 
     Args:
-        path: plain or in gzip.
+        path: the file.
         kind: the key of the source that names it.
         remedy: the end of the sentence where it has no records on lines of their own.
         check: returns what is wrong with the first object, or None.
+        compressed: ("gzip",) where it may be in gzip.
 
     Raises:
         ConfigError: it is missing, empty, binary, compressed otherwise, in another encoding, one JSON array, no JSON
             or other records, or cut off in its last line.
     """
-    head, tail = read_ends(path, kind, compressed=("gzip",))
+    head, tail = read_ends(path, kind, compressed)
     packed = is_gzip(path)
     if packed:
         try:
@@ -104,19 +112,25 @@ def check_json_lines(path: Path, kind: str, remedy: str, check: Callable[[dict[s
                 head = stream.read(1 << 16)
         except _DAMAGED as error:
             raise bad_file(path, kind, f"is damaged or cut off ({error}); copy it again") from error
-    _check_head(path, kind, head, remedy)
-    for line in head.splitlines()[:1000]:
-        first = _object(line)
-        if first is not None:
-            if (wrong := check(first)) is not None:
-                raise bad_file(path, kind, wrong)
-            break
-    if not packed and not tail.endswith(b"\n") and _object(tail.rsplit(b"\n", 1)[-1]) is None:
+    if (problem := _problem(head, remedy)) is not None:
+        raise bad_file(path, kind, problem)
+    objects = (found for line in head.splitlines() if (found := _object(line)) is not None)
+    if (first := next(objects, None)) is not None and (wrong := check(first)) is not None:
+        raise bad_file(path, kind, wrong)
+    if not packed and not tail.endswith(b"\n") and not _is_json(tail.rsplit(b"\n", 1)[-1]):
         raise bad_file(
             path,
             kind,
             "seems to be cut off: its last line is not complete JSON; copy it again, or remove that line",
         )
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
@@ -127,24 +141,23 @@ def _object(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _check_head(path: Path, kind: str, head: bytes, remedy: str) -> None:
-    """Raise ConfigError where a file that begins with ``head`` is no JSON lines in UTF-8."""
-    if (problem := _problem(head)) is not None:
-        raise bad_file(path, kind, f"{problem}; {remedy}")
-
-
-def _problem(head: bytes) -> str | None:
+def _problem(head: bytes, remedy: str) -> str | None:
+    """Return what is wrong with a file that begins with ``head``; None where it may be JSON lines in UTF-8."""
     for mark, encoding in _BOMS.items():
         if head.startswith(mark):
-            return f"is {encoding}, not plain UTF-8"
+            return f"is {encoding}; save it as plain UTF-8"
     if b"\0" in head:
         return "is binary or UTF-16, not lines of JSON in UTF-8"
     lines = [line.strip() for line in head.splitlines() if line.strip()]
     if not lines:
         return "is empty"
     if lines[0].startswith(b"["):
-        return "is one JSON array"
+        return f"is one JSON array; {remedy}"
     if lines[0] == b"{":
-        return "is JSON of which a record takes several lines"
+        return f"is JSON of which a record takes several lines; {remedy}"
     # A bad line is a reject; where no line at all begins like a record, the file is of another kind.
-    return None if any(line.startswith(b"{") for line in lines) else "is not lines of JSON"
+    if any(line.startswith(b"{") for line in lines):
+        return None
+    marks = (b",", b"\t", b";", b"|")
+    looks_like = "a table (CSV or TSV)" if any(mark in lines[0] for mark in marks) else "plain text"
+    return f"is {looks_like}, not lines of JSON; {remedy}"

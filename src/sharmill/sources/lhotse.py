@@ -62,7 +62,7 @@ class LhotseSource(SpeechSource):
         """Raise ConfigError where a file cannot be the manifest that it is named as."""
         for key in _FILE_KEYS:
             for file in self._files(key):
-                check_json_lines(file, key, _WRITE_LINES, functools.partial(_mistaken, key))
+                check_json_lines(file, key, _WRITE_LINES, functools.partial(_mistaken, key), compressed=("gzip",))
 
     def identity(self) -> dict[str, Any]:
         """Return the size and checksum of every file, by its key, number and name; also prove that each can be read."""

@@ -16,7 +16,7 @@ import click
 import pytest
 import yaml
 from support.errors import raises
-from support.manifests import make_record, write_manifest
+from support.manifests import make_record, write_manifest, write_tone
 from support.pipelines import run_sharmill
 
 from sharmill import pipeline
@@ -358,3 +358,24 @@ def test_help_takes_less_than_half_a_second():
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     # Seconds of a core, the fewest of five: other processes may hold the cores at any moment.
     assert min(seconds) < 0.5
+
+
+def test_a_manifest_of_a_folder(capsys, tmp_path):
+    write_tone(tmp_path / "speech/anna/one.wav", 1.0)
+    (tmp_path / "speech/anna/bad.wav").write_bytes(b"")
+    output = tmp_path / "m.json"
+    arguments = ("manifest", str(tmp_path / "speech"), "-o", str(output), "--speaker", "{path[0]}", "--workers", "1")
+    assert ending(*arguments) == 0
+    printed = capsys.readouterr().out
+    expected = (f"{output}: 1 records, 0.000 h", "rejects: 1: empty_audio 1", f"audio root: {tmp_path / 'speech'}")
+    assert [text for text in expected if text not in printed] == []
+    assert json.loads(output.read_bytes())["speaker"] == "| Language:und Dataset:speech Speaker:anna |"
+    assert "--restart" in error_line(capsys, 2, *arguments)
+    assert "KEY=VALUE" in error_line(capsys, 2, *arguments[:2], "-o", tmp_path / "n.json", "--column", "text")
+
+
+def test_a_manifest_without_any_record_ends_with_status_1(capsys, tmp_path):
+    (tmp_path / "speech").mkdir()
+    (tmp_path / "speech/bad.wav").write_bytes(b"")
+    assert ending("manifest", str(tmp_path / "speech"), "-o", str(tmp_path / "m.json")) == 1
+    assert "empty_audio" in capsys.readouterr().err

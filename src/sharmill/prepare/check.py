@@ -73,7 +73,7 @@ class RecordCheck:
         if mark := record.get("_skipme"):
             reason = f": {mark[:200]}" if isinstance(mark, str) else ""
             raise RejectRecord("skipped", f"the record is marked with _skipme{reason}")
-        _check_fields(record)
+        check_fields(record)
         root, path, member = self._place(record["audio_filepath"], source, member)
         tag = self._tag(record, path, source)
         self.group_key(path, tag.speaker)
@@ -216,7 +216,8 @@ def _is_deeper(value: Any, limit: int) -> bool:
     return bool(level)
 
 
-def _check_fields(record: dict[str, Any]) -> None:
+def check_fields(record: dict[str, Any]) -> None:
+    """Raise RejectRecord where ``audio_filepath`` is not there, or a key has a value of another type than it must."""
     if record.get("audio_filepath") is None:
         raise RejectRecord("missing_field", "the record has no audio_filepath")
     for key, types in _TYPES.items():

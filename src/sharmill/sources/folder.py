@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -46,7 +46,7 @@ class FolderSource(SpeechSource):
         """Raise ConfigError where the folder of texts is not there, or there is no audio."""
         if self.text_root is not None and not self._texts.is_dir():
             raise ConfigError(f"there is no folder {self._texts}; correct text_root in sources", code="missing_input")
-        if self._root.is_dir() and not any(names for _, names in self._folders()):
+        if self._root.is_dir() and not any(names for _, names in self.walk()):
             raise ConfigError(
                 f"there is no audio below {self._root} whose name ends in {', '.join(self.audio_suffixes)}; correct "
                 "audio_root or audio_suffixes in sources",
@@ -57,7 +57,7 @@ class FolderSource(SpeechSource):
         """Return the number of audio files, and a checksum of the paths and sizes of audio and texts."""
         self.check()
         digest, count = xxhash.xxh3_64(), 0
-        for folder, names in self._folders():
+        for folder, names in self.walk():
             for name in names:
                 text = self._text_of(folder, name)
                 path = self._root / folder / name
@@ -71,7 +71,7 @@ class FolderSource(SpeechSource):
         """Yield runs of files, each found again by the folders that they are in and their place there."""
         spans: list[list[Any]] = []
         count = 0
-        for folder, names in self._folders():
+        for folder, names in self.walk():
             begin = 0
             while begin < len(names):
                 end = min(len(names), begin + records_per_piece - count)
@@ -88,7 +88,7 @@ class FolderSource(SpeechSource):
         for text, begin, end in piece["spans"]:
             folder = path_from_text(text)
             for name in list_files(self._root / folder, self.audio_suffixes)[0][begin:end]:
-                yield self._record(folder, name)
+                yield self.record(folder, name)
 
     def settings(self) -> dict[str, Any]:
         """Return the keys other than the folders."""
@@ -106,9 +106,9 @@ class FolderSource(SpeechSource):
     def _texts(self) -> Path:
         return self._root if self.text_root is None else Path(os.path.expanduser(self.text_root))  # noqa: PTH111
 
-    def _folders(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield each folder below the root with the names of its audio files, both sorted; one folder is in memory."""
-        return walk_files(self._root, self.audio_suffixes)
+    def walk(self, refused: Callable[[str, PermissionError], None] | None = None) -> Iterator[tuple[str, list[str]]]:
+        """Yield each folder below the root with the names of its audio files; see ``walk_files``."""
+        return walk_files(self._root, self.audio_suffixes, refused)
 
     def _text_of(self, folder: str, name: str) -> Path | None:
         """Return the file of the text of an audio file; None where there is none."""
@@ -117,7 +117,8 @@ class FolderSource(SpeechSource):
         paths = (self._texts / folder / f"{stem}{suffix}" for suffix in self.text_suffixes)
         return next((path for path in paths if path.is_file()), None)
 
-    def _record(self, folder: str, name: str) -> bytes | Unreadable:
+    def record(self, folder: str, name: str) -> bytes | Unreadable:
+        """Return the record of an audio file in a folder below the root."""
         path = os.path.join(folder, name)  # noqa: PTH118
         shown = os.fsencode(path).decode("utf-8", "replace")
         if shown != path:
@@ -150,15 +151,24 @@ def path_from_text(text: str) -> str:
     return os.fsdecode(text.encode("latin-1"))
 
 
-def walk_files(root: Path, suffixes: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+def walk_files(
+    root: Path, suffixes: Iterable[str], refused: Callable[[str, PermissionError], None] | None = None
+) -> Iterator[tuple[str, list[str]]]:
     """Yield each folder below a root with the names of its files that have one of the suffixes, both sorted.
 
     Folders are relative to the root, "" for itself, and only those with such files; one folder is in memory.
+    ``refused`` is called with a folder that this user may not list, by default an error that is raised.
     """
     left = [""]
     while left:
         folder = left.pop()
-        names, folders = list_files(root / folder, suffixes)
+        try:
+            names, folders = list_files(root / folder, suffixes)
+        except PermissionError as error:
+            if refused is None:
+                raise
+            refused(folder, error)
+            continue
         if names:
             yield folder, names
         left += [os.path.join(folder, name) for name in reversed(folders)]  # noqa: PTH118

@@ -1,0 +1,287 @@
+"""Manifests of folders, tables and manifests, made from headers, with what cannot be used named."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import soundfile as sf
+import yaml
+from support.errors import raises
+from support.manifests import KeepErrors, make_record, write_manifest, write_tone
+from support.paths import DATA
+
+from sharmill.collect import stage as collect_stage
+from sharmill.collect.run import ManifestOptions, make_manifest
+from sharmill.errors import ConfigError, FatalError
+from sharmill.sources import folder as folder_source
+
+
+def make(*sources, output, workers=1, restart=False, **options):
+    """Makes a manifest in this process and returns its records."""
+    _, result = make_manifest(
+        [str(source) for source in sources], str(output), ManifestOptions(**options), KeepErrors(), workers=workers,
+        restart=restart,
+    )  # fmt: skip
+    assert result.ok
+    return read(output)
+
+
+def read(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def rejects(output):
+    path = output.with_name(f"{output.stem}.rejects.jsonl")
+    return [(row["reason"], row["record"]) for row in read(path)] if path.exists() else []
+
+
+def info(output):
+    return yaml.safe_load(output.with_name(f"{output.stem}.info.yaml").read_text())
+
+
+@pytest.fixture
+def speech(tmp_path):
+    """A folder of three recordings of two speakers, of which two have texts."""
+    root = tmp_path / "speech"
+    write_tone(root / "anna/one.wav", 1.0)
+    write_tone(root / "anna/two.flac", 1.23456)
+    write_tone(root / "ben/three.wav", 0.5, rate=8000)
+    (root / "anna/one.txt").write_text("Good day.\n")
+    (root / "ben/three.lab").write_text("See you.")
+    return root
+
+
+def test_a_folder_with_texts_and_speakers(speech, tmp_path):
+    records = make(speech, output=tmp_path / "m.json", keys={"speaker": "{path[0]}", "language": "en"})
+    assert records == [
+        {"audio_filepath": "anna/one.wav", "duration": 1.0, "text": "Good day.",
+         "speaker": "| Language:en Dataset:speech Speaker:anna |"},
+        {"audio_filepath": "anna/two.flac", "duration": 19753 / 16000,
+         "speaker": "| Language:en Dataset:speech Speaker:anna |"},
+        {"audio_filepath": "ben/three.wav", "duration": 0.5, "text": "See you.",
+         "speaker": "| Language:en Dataset:speech Speaker:ben |"},
+    ]  # fmt: skip
+    assert rejects(tmp_path / "m.json") == []
+    noted = info(tmp_path / "m.json")
+    assert noted["audio_root"] == str(speech)
+    assert noted["manifests"]["m.json"] == {
+        "records": 3, "hours": round((1.5 + 19753 / 16000) / 3600, 6), "with_text": 2, "with_speaker": 3,
+        "of_several_channels": 0,
+    }  # fmt: skip
+    assert not (tmp_path / ".m.json.state").exists()
+
+
+def test_without_a_speaker_the_language_is_kept_beside(speech, tmp_path):
+    records = make(speech, output=tmp_path / "m.json", keys={"language": "de"})
+    assert records[0] == {"audio_filepath": "anna/one.wav", "duration": 1.0, "text": "Good day.", "lang": "de"}
+
+
+def test_two_folders_have_their_common_folder_as_root(speech, tmp_path):
+    records = make(speech / "ben", speech / "anna", output=tmp_path / "m.json", keys={"speaker": "{path[0]}"})
+    assert [record["audio_filepath"] for record in records] == ["ben/three.wav", "anna/one.wav", "anna/two.flac"]
+    assert [record["speaker"].split()[-2] for record in records] == ["Speaker:ben", "Speaker:anna", "Speaker:anna"]
+
+
+def test_an_outer_root(speech, tmp_path):
+    records = make(speech, output=tmp_path / "m.json", audio_root=str(tmp_path))
+    assert records[0]["audio_filepath"] == "speech/anna/one.wav"
+    assert info(tmp_path / "m.json")["audio_root"] == str(tmp_path)
+
+
+def test_a_table(speech, tmp_path):
+    table = speech / "metadata.csv"
+    table.write_text("anna/one|as printed|Good day.\nben/none|missing|x\nanna/one|too few\n")
+    keys = {"delimiter": "|", "quotes": False, "header": ["id", "printed", "text"], "audio": "{id}.wav"}
+    records = make(table, output=tmp_path / "m.json", keys=keys)
+    assert records == [
+        {"audio_filepath": "anna/one.wav", "duration": 1.0, "text": "Good day.", "id": "anna/one",
+         "printed": "as printed"},
+    ]  # fmt: skip
+    assert [reason for reason, _ in rejects(tmp_path / "m.json")] == ["missing_audio", "malformed"]
+
+
+def test_a_manifest_is_completed(speech, tmp_path):
+    manifest = write_manifest(tmp_path / "in.json", [
+        make_record(audio_filepath="anna/one.wav", duration=..., cer=0.1),
+        make_record(audio_filepath=str(speech / "ben/three.wav"), duration=0.45, speaker=7),
+        make_record(audio_filepath="anna/one.wav", offset=0.25, duration=...),
+        make_record(audio_filepath="anna/one.wav", offset=0.25, duration=0.5),
+        make_record(audio_filepath="anna/one.wav", duration=2.0),
+        make_record(audio_filepath="anna/one.wav", offset=0.9, duration=0.5),
+        make_record(audio_filepath="anna/one.wav", offset=1.0, duration=...),
+        make_record(audio_filepath="anna/one.wav", offset=0.5, duration=0.0),
+        make_record(audio_filepath="../out.wav"), b"no json",
+    ])  # fmt: skip
+    records = make(manifest, output=tmp_path / "m.json", audio_root=str(speech))
+    assert [(record.get("offset"), record["duration"]) for record in records] == [
+        (None, 1.0), (None, 0.5), (0.25, 0.75), (0.25, 0.5),
+    ]  # fmt: skip
+    assert records[0]["cer"] == 0.1
+    assert records[1]["audio_filepath"] == "ben/three.wav"
+    assert records[1]["speaker"] == "| Language:und Dataset:speech Speaker:7 |"
+    assert [reason for reason, _ in rejects(tmp_path / "m.json")] == [
+        "duration_mismatch", "duration_mismatch", "duration_mismatch", "empty_audio", "outside_root", "malformed",
+    ]  # fmt: skip
+
+
+def test_what_is_no_audio_is_named_and_the_rest_goes_on(speech, tmp_path):
+    (speech / "a.wav").write_bytes(b"")
+    (speech / "b.wav").write_bytes(b"no audio at all")
+    os.mkfifo(speech / "c.wav")
+    sf.write(speech / "d.wav", [], 16000)
+    (speech / "e.wav").write_bytes((speech / "anna/one.wav").read_bytes())
+    (speech / "e.txt").write_bytes("grün".encode("latin-1"))
+    (speech / os.fsdecode(b"\xff.wav")).write_bytes(b"")
+    (speech / "g.wav").symlink_to("/etc/passwd")
+    (speech / "h.wav").write_bytes((speech / "anna/two.flac").read_bytes()[:20])
+    assert len(make(speech, output=tmp_path / "m.json")) == 3
+    assert rejects(tmp_path / "m.json") == [
+        ("empty_audio", {"audio_filepath": "a.wav"}),
+        ("unreadable_audio", {"audio_filepath": "b.wav"}),
+        ("unreadable_audio", {"audio_filepath": "c.wav"}),
+        ("empty_audio", {"audio_filepath": "d.wav"}),
+        ("malformed", "e.wav"),
+        ("outside_root", {"audio_filepath": "g.wav"}),
+        ("unreadable_audio", {"audio_filepath": "h.wav"}),
+        ("malformed", "\N{REPLACEMENT CHARACTER}.wav"),
+    ]
+    assert make(speech, output=tmp_path / "l.json", keys={"encoding": "latin-1"})[0]["text"] == "grün"
+
+
+def test_a_folder_that_may_not_be_listed_is_a_reject(speech, tmp_path, monkeypatch):
+    listed = folder_source.list_files
+
+    def refuse_one(folder, suffixes):
+        if folder.name == "anna":
+            raise PermissionError(13, "Permission denied")
+        return listed(folder, suffixes)
+
+    monkeypatch.setattr(folder_source, "list_files", refuse_one)
+    assert [r["audio_filepath"] for r in make(speech, output=tmp_path / "m.json")] == ["ben/three.wav"]
+    assert rejects(tmp_path / "m.json") == [("unreadable_audio", "anna/")]
+    with raises(ConfigError, "missing_input", "anna"):
+        make(speech / "anna", output=tmp_path / "n.json")
+
+
+def test_audio_of_several_channels(tmp_path):
+    write_tone(tmp_path / "in/a.wav", channels=2)
+    assert "channel" not in make(tmp_path / "in", output=tmp_path / "m.json")[0]
+    assert info(tmp_path / "m.json")["manifests"]["m.json"]["of_several_channels"] == 1
+    assert make(tmp_path / "in", output=tmp_path / "n.json", keys={"channel": 1})[0]["channel"] == 1
+    write_tone(tmp_path / "in/b.wav")
+    with raises(FatalError, "too_many_rejects", "unsupported_channels"):
+        (tmp_path / "in/b.wav").unlink()
+        make(tmp_path / "in", output=tmp_path / "o.json", keys={"channel": 2})
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_bytes_do_not_depend_on_workers_or_units(workers, speech, tmp_path, monkeypatch):
+    make(speech, output=tmp_path / "m.json")
+    monkeypatch.setattr(collect_stage, "_RECORDS_PER_UNIT", 1)
+    make(speech, output=tmp_path / "n.json", workers=workers)
+    assert (tmp_path / "n.json").read_bytes() == (tmp_path / "m.json").read_bytes()
+
+
+def test_a_run_goes_on_without_listing_or_probing_again(speech, tmp_path, monkeypatch):
+    make(speech, output=tmp_path / "m.json")
+    monkeypatch.setattr(collect_stage, "_RECORDS_PER_UNIT", 1)
+    process = collect_stage.ManifestProcessor.process
+    seen = []
+
+    def stop_at_second(self, unit, staging, advance):
+        seen.append(unit.index)
+        if seen == [0, 1]:
+            raise KeyboardInterrupt
+        return process(self, unit, staging, advance)
+
+    monkeypatch.setattr(collect_stage.ManifestProcessor, "process", stop_at_second)
+    with pytest.raises(KeyboardInterrupt):
+        make(speech, output=tmp_path / "n.json")
+    assert not (tmp_path / "n.json").exists()
+    with raises(ConfigError, "changed_plan", "n.json", "speaker"):
+        make(speech, output=tmp_path / "n.json", keys={"speaker": "{path[0]}"})
+    write_tone(speech / "later.wav")  # the list of the first run counts
+    make(speech, output=tmp_path / "n.json")
+    assert seen == [0, 1, 1, 2]
+    assert (tmp_path / "n.json").read_bytes() == (tmp_path / "m.json").read_bytes()
+    assert len(make(speech, output=tmp_path / "n.json", restart=True)) == 4
+
+
+def test_nothing_is_replaced_unless_it_is_said(speech, tmp_path):
+    make(speech, output=tmp_path / "m.json")
+    with raises(ConfigError, "foreign_output", "m.json", "--restart"):
+        make(speech, output=tmp_path / "m.json")
+    (speech / "anna/one.txt").unlink()
+    assert "text" not in make(speech, output=tmp_path / "m.json", restart=True)[0]
+
+
+def test_rejects_of_before_do_not_stay(speech, tmp_path):
+    (speech / "a.wav").write_bytes(b"")
+    make(speech, output=tmp_path / "m.json")
+    assert rejects(tmp_path / "m.json")
+    (speech / "a.wav").unlink()
+    make(speech, output=tmp_path / "m.json", restart=True)
+    assert not (tmp_path / "m.rejects.jsonl").exists()
+
+
+def test_a_folder_that_is_missing_is_made(speech, tmp_path):
+    assert len(make(speech, output=tmp_path / "new/folder/m.json")) == 3
+
+
+def test_where_nothing_can_be_used_there_is_no_manifest(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.wav").write_bytes(b"")
+    with raises(FatalError, "too_many_rejects", "empty_audio", "m.rejects.jsonl"):
+        make(tmp_path / "in", output=tmp_path / "m.json")
+    assert not (tmp_path / "m.json").exists()
+    assert rejects(tmp_path / "m.json") == [("empty_audio", {"audio_filepath": "a.wav"})]
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "code", "names"),
+    [
+        (["none"], {}, "missing_input", ["none"]),
+        (["empty"], {}, "missing_input", [".wav", "--audio-suffix"]),
+        (["speech", "speech/anna"], {}, "bad_usage", ["anna"]),
+        (["speech"], {"audio_root": "empty"}, "bad_usage", ["empty"]),
+        (["speech"], {"audio_root": "none"}, "missing_input", ["none"]),
+        (["speech"], {"keys": {"delimiter": "|"}}, "bad_usage", ["delimiter"]),
+        (["speech"], {"keys": {"speaker": "{path}"}}, "bad_usage", ["{path[0]}"]),
+        (["speech"], {"keys": {"encoding": "x"}}, "bad_usage", ["'x'"]),
+        (["speech"], {"keys": {"channel": "left"}}, "bad_usage", ["left"]),
+        (["speech"], {"splits": ("train",)}, "bad_usage", ["--from"]),
+        (["speech"], {"corpus": "librispeach"}, "unknown_name", ["librispeech"]),
+        (["speech", "empty"], {"corpus": "an4"}, "bad_usage", ["--from"]),
+        (["no_table.csv"], {}, "unknown_key", ["audio_filepath"]),
+        (["array.json"], {}, "bad_manifest", ["array.json"]),
+        (["in.json"], {"keys": {"speaker": "{spk}"}}, "unknown_key", ["spk"]),
+    ],
+)
+def test_wrong_arguments_end_before_any_work(sources, options, code, names, speech, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("no_table.csv").write_text("a,b\n1,2\n")
+    Path("array.json").write_text("[]")
+    write_manifest(Path("in.json"), [make_record()])
+    with raises(ConfigError, code, *names):
+        make(*sources, output=Path("out/m.json"), **options)
+    assert not Path("out/m.json").exists()
+
+
+def test_the_output_is_no_folder_and_no_source(speech, tmp_path):
+    with raises(ConfigError, "bad_usage", str(speech)):
+        make(speech, output=speech)
+    manifest = write_manifest(tmp_path / "in.json", [make_record()])
+    with raises(ConfigError, "bad_usage", "in.json"):
+        make(manifest, output=manifest, restart=True)
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the shared speech data is not here")
+def test_real_speech_from_the_folder_alone(tmp_path):
+    corpus = DATA / "librispeech_10x10"
+    given = {record["audio_filepath"]: record["duration"] for record in read(corpus / "manifest.json")}
+    records = make(corpus / "audio", output=tmp_path / "m.json")
+    assert {record["audio_filepath"]: record["duration"] for record in records} == given

@@ -68,8 +68,9 @@ def make_configuration() -> str:
     parts = [INTRODUCTION, section(Config, "Top level")]
     for field in dataclasses.fields(Config):
         kind = typing.get_type_hints(Config)[field.name]
-        if dataclasses.is_dataclass(kind):
-            parts.append(section(kind, f"`{field.name}`"))
+        for part in (kind, *typing.get_args(kind)):
+            if dataclasses.is_dataclass(part) and typing.get_origin(kind) is not list:
+                parts.append(section(part, f"`{field.name}`"))
         if field.name == "sources":
             parts += [section(SOURCES.load(name), f"`sources` of type `{name}`", SOURCE) for name in SOURCES.own]
         if field.name == "encode":

@@ -167,3 +167,17 @@ def many(tmp_path_factory):
         project.add(f"{number:02}.wav", voice(samples / 16000, seed=number), text=text, speaker=f"s{number % 2}")
     project.write(write={"shard_size": 10, "order": "manifest"}, match={"min_duration": 0.0})
     return project
+
+
+@pytest.fixture(scope="session")
+def without_contexts(tmp_path_factory):
+    """A dataset without contexts of 7 cuts in 3 shards, with the codes of a toy codec; not to be changed by tests."""
+    from support.shar import Project, voice
+
+    project = Project(tmp_path_factory.mktemp("without_contexts"))
+    for number, seconds in enumerate([1.0, 2.005, 0.5, 3.1, 0.7, 1.3, 0.25]):
+        project.add(f"spk/utt{number}.flac", voice(seconds, pitch=150 + 20 * number, seed=number), number=number)
+        project.records[-1]["speaker"] = None
+    config = project.write(match=None, write={"num_shards": 3, "order": "manifest"})
+    project.encode(config)
+    return project

@@ -82,10 +82,10 @@ def test_unknown_key_of_an_override_is_named(write):
     [
         ("match: {min_similarity: high}", "match.min_similarity", "`float | null` `str`"),
         ("match: {max_duration: [1]}", "match.max_duration", "`float | null` `list`"),
-        ("match: 5", "match", "`mapping` `int`"),
-        ("match: null", "match", "`mapping` `null`"),
-        ("write: {shard_size: 1.5}", "write.shard_size", "`int` `float`"),
-        ("write: {shard_size: true}", "write.shard_size", "`int` `bool`"),
+        ("match: 5", "match", "`mapping | null` `int`"),
+        ("prepare: null", "prepare", "`mapping` `null`"),
+        ("write: {shard_size: 1.5}", "write.shard_size", "`int | null` `float`"),
+        ("write: {shard_size: true}", "write.shard_size", "`int | null` `bool`"),
         ("prepare: {min_duration: true}", "prepare.min_duration", "`float` `bool`"),
         ("prepare: {require_text: perhaps}", "prepare.require_text", "`bool` `str`"),
         ("prepare: {filters: {cer: 3}}", "prepare.filters", "`str` `int`"),
@@ -135,7 +135,7 @@ def test_wrong_choice_names_the_valid_values(override, choices, write):
         ("match.sample_size=0", "match: sample_size must be at least 1"),
         ("match.unit_seconds=0", "match: unit_seconds must be positive"),
         ("match.batch_seconds=0", "match: batch_seconds must be positive"),
-        ("write.shard_size=0", "write: shard_size must be positive"),
+        ("write.shard_size=0", "write: shard_size must be a positive number"),
         ("write.sampling_rate=0", "write: sampling_rate must be positive"),
         ("write.seed=-1", "write: seed must not be negative"),
         ("encode.batch_seconds=-3", "encode: batch_seconds must be positive"),
@@ -341,3 +341,71 @@ def test_stage_name_is_itself(stage):
 def test_unknown_stage_names_the_nearest():
     with raises(ConfigError, "unknown_stage", "'valdate'", "'validate'"):
         resolve_stage("valdate")
+
+
+@pytest.mark.parametrize("overrides", [[], ["match=null"]])
+def test_match_null_leaves_the_stage_match_out(overrides, write):
+    config = load_config(write("match: {min_duration: 4}" if overrides else "match: null"), overrides)
+    assert config.match is None
+    assert not config.has_contexts
+    assert config.stages == ("prepare", "write", "encode", "validate")
+
+
+def test_match_null_is_stored_and_read_again(write, tmp_path):
+    stored = tmp_path / "stored.yaml"
+    stored.write_bytes(to_yaml(load_config(write("match: null\nwrite: {num_shards: 3}"))))
+    again = load_config(stored)
+    assert (again.match, again.write.num_shards, again.write.shard_size) == (None, 3, None)
+
+
+def test_an_empty_mapping_is_the_default_match(write):
+    config = load_config(write("match: {}"))
+    assert config == load_config(write())
+    assert config.stages == STAGES
+
+
+@pytest.mark.parametrize(("text", "shown"), [("match:", "empty"), ("match: ~", "~")])
+def test_no_contexts_have_to_be_said(text, shown, write):
+    refuse(write(text), "bad_config_value", f"match is {shown}", "write null for a dataset without contexts")
+
+
+@pytest.mark.parametrize("override", ["match=", "match=~"])
+def test_no_contexts_have_to_be_said_in_an_override_too(override, write):
+    refuse(write(), "bad_config_value", "match", overrides=[override])
+
+
+def test_a_key_of_match_does_not_bring_contexts_back(write):
+    overrides = ["match.min_similarity=0.7"]
+    refuse(write("match: null"), "bad_config_value", *overrides, "match is null", overrides=overrides)
+    refuse(write(), "bad_config_value", *overrides, "match is null", overrides=["match=null", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("", (1000, None, None)),
+        ("write: {shard_size: 7}", (7, None, None)),
+        ("write: {num_shards: 7}", (None, 7, None)),
+        ("write: {shard_seconds: 3600}", (None, None, 3600.0)),
+        ("write: {shard_size: null, num_shards: 7}", (None, 7, None)),
+    ],
+)
+def test_one_key_says_how_large_shards_are(text, size, write):
+    found = load_config(write(text)).write
+    assert (found.shard_size, found.num_shards, found.shard_seconds) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("{shard_size: 10, num_shards: 7}", ["shard_size (10)", "num_shards (7)"]),
+        ("{shard_size: 10, shard_seconds: 7.5}", ["shard_size (10)", "shard_seconds (7.5)"]),
+        ("{num_shards: 10, shard_seconds: 7}", ["num_shards (10)", "shard_seconds (7)"]),
+        ("{num_shards: 0}", ["num_shards must be a positive number"]),
+        ("{shard_seconds: -1}", ["shard_seconds must be a positive number"]),
+        ("{shard_seconds: .inf}", ["shard_seconds must be a positive number"]),
+        ("{num_shards: 2.5}", ["write.num_shards"]),
+    ],
+)
+def test_sizes_of_shards_that_exclude_each_other_or_are_none(text, names, write):
+    refuse(write(f"write: {text}"), "bad_config_value", *names)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sharmill.audio.encoding import check_encoder
 from sharmill.audio.roots import AudioRoots
-from sharmill.config import STAGES, Config, ValidateConfig, to_yaml
+from sharmill.config import Config, ValidateConfig, to_yaml
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.ledger import read_ledger
@@ -66,10 +66,10 @@ class DatasetResult:
 
 @dataclass(frozen=True)
 class DatasetRun:
-    """The stages of one dataset that are to be run: what a chain of cluster jobs carries along."""
+    """The stages of one dataset that are to be run, by default all: what a chain of cluster jobs carries along."""
 
     config: Config
-    stages: tuple[str, ...] = STAGES
+    stages: tuple[str, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -90,16 +90,32 @@ class DatasetRun:
         )
 
 
-def make_stages(config: Config, names: Sequence[str] = STAGES) -> list[Stage]:
-    """Return the stages in the order in which they run; ``encode`` is one stage per codec."""
+def choose_stages(config: Config, names: Sequence[str] | None = None) -> Sequence[str]:
+    """Return the stages that are named, or all of the dataset where none are.
+
+    Raises:
+        ConfigError: one is named that a dataset of this kind does not have.
+    """
+    if absent := [name for name in names or () if name not in config.stages]:
+        raise ConfigError(
+            f"{config.name} has no stage {absent[0]}: match is null in its configuration, so it has no contexts; its "
+            f"stages are {', '.join(config.stages)}",
+            code="unknown_stage",
+        )
+    return config.stages if names is None else names
+
+
+def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stage]:
+    """Return the stages in the order in which they run, by default all; ``encode`` is one stage per codec."""
+    names = choose_stages(config, names)
     stages: dict[str, list[Stage]] = {
         "prepare": [PrepareStage(config)],
-        "match": [MatchStage(config)],
+        "match": [MatchStage(config)] if config.has_contexts else [],
         "write": [WriteStage(config)],
         "encode": [EncodeStage(config, codec) for codec in config.encode.codecs],
         "validate": [_validate_stage(config)],
     }
-    chosen = [stage for name in STAGES if name in names for stage in stages[name]]
+    chosen = [stage for name in config.stages if name in names for stage in stages[name]]
     for stage in chosen:
         stage.metrics = config.metrics
         stage.variables = config.references.variables
@@ -135,16 +151,18 @@ def make_executor(config: Config) -> Executor:
     return LocalExecutor(workers=config.executor.workers)
 
 
-def check_config(config: Config, stages: Sequence[str] = STAGES, *, restart: bool = False) -> None:
-    """Check, before any work, what can be checked then: models, patterns, filters, formats, folders.
+def check_config(config: Config, stages: Sequence[str] | None = None, *, restart: bool = False) -> None:
+    """Check, before any work, what can be checked then: stages, models, patterns, filters, formats, folders.
 
     Raises:
         ConfigError: with what to change.
     """
+    stages = choose_stages(config, stages)
     parse_filters(config.prepare.filters)
     make_speaker_key(config.speaker_key)
-    describe_speaker_encoder(config.match.encoder, config.match.allow_targets)
-    min_similarity(config.match)
+    if config.match is not None:
+        describe_speaker_encoder(config.match.encoder, config.match.allow_targets)
+        min_similarity(config.match)
     for codec in config.encode.codecs:
         describe_codec(codec.model, codec.allow_targets)
     for source in config.sources if {"prepare", "match", "write"} & set(stages) else ():
@@ -172,7 +190,7 @@ def run_dataset(
     config: Config,
     listener: Listener,
     *,
-    stages: Sequence[str] = STAGES,
+    stages: Sequence[str] | None = None,
     restart: bool = False,
     executor: Executor | None = None,
     wait_seconds: float = 0.0,
@@ -182,7 +200,7 @@ def run_dataset(
 
     Args:
         listener: follows the run; ``Listener()`` shows nothing.
-        stages: names of stages; by default all.
+        stages: names of stages; by default all that the dataset has.
         restart: begin these stages anew.
         executor: by default the one that the configuration names.
         wait_seconds: how long to wait for another process to leave the run directory.
@@ -200,6 +218,7 @@ def run_dataset(
         True
     """
     executor = executor or make_executor(config)
+    stages = choose_stages(config, stages)
     check_config(config, stages, restart=restart)
     run_dir = RunDir(Path(config.run_dir))
     results: list[tuple[Stage, StageResult]] = []
@@ -231,10 +250,10 @@ def run_dataset(
 
 def _restart_command(config: Config, stages: Sequence[str], changed: Stage) -> str:
     """Return the command that begins a stage anew, and those behind it, whose input is another then."""
-    behind = STAGES[STAGES.index(changed.kind) :]
+    behind = config.stages[config.stages.index(changed.kind) :]
     begun = {stage.kind for stage in make_stages(config, behind) if any(stage.dir.ledger.glob("*.jsonl"))}
     named = [kind for kind in behind if kind in stages or kind in begun]
-    return " ".join(["sharmill run CONFIG", *(named if len(named) < len(STAGES) else []), "--restart"])
+    return " ".join(["sharmill run CONFIG", *(named if len(named) < len(config.stages) else []), "--restart"])
 
 
 def _merge_rejects(config: Config) -> None:

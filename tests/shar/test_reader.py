@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from lhotse import CutSet
 from support.errors import raises
+from support.pipelines import shar_fields
 from support.reader import make_dataset
 from support.shar import ToyCodec, copy, lines, members_of, reindex, rewrite, voice, write_members
 
@@ -34,6 +35,23 @@ def test_the_cuts_come_in_order_as_often_as_asked(built):
     numbers = [cut.supervisions[0].custom["number"] for cut in cuts]
     assert numbers == list(range(7))
     assert [cut.supervisions[0].custom["number"] for cut in cuts] == numbers
+
+
+def test_a_dataset_without_contexts_has_targets_only(without_contexts):
+    cuts = list(open_shar(without_contexts.dataset, shuffle=True, seed=1))
+    assert sorted(cut.supervisions[0].custom["number"] for cut in cuts) == list(range(7))
+    plain = {cut.id: cut for cut in CutSet.from_shar(fields=shar_fields(without_contexts.dataset, "toy"))}
+    for cut in cuts:
+        assert not [name for name in FIELDS if "context" in name and cut.has_custom(name)]
+        np.testing.assert_array_equal(cut.load_audio(), plain[cut.id].load_target_audio())
+        np.testing.assert_array_equal(cut.load_target_codes(), plain[cut.id].load_target_codes())
+        assert cut.truncate(duration=0.1).load_target_codes().shape == (3, 5)
+
+
+def test_a_context_that_a_dataset_does_not_have_is_an_error_that_says_so(without_contexts):
+    for field in ("context_audio", "context_codes"):
+        with raises(ConfigError, "unknown_field", f"no field '{field}': it has no contexts", "target_audio"):
+            open_shar(without_contexts.dataset, ["target_audio", field])
 
 
 def test_it_is_a_lazy_cutset_with_a_length(built):

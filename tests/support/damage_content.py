@@ -317,7 +317,7 @@ _INDEX = {
         do.change_description(limits=lambda old: old | {"min_similarity": 0.8}),
         "bad_cut",
     ),
-    "no limits in dataset.json": (do.change_description(limits={}), "bad_cut"),
+    "no limits in dataset.json": (do.change_description(limits={}), "wrong_totals"),
     "a codec of another rate": (do.change_codec(sampling_rate=24000), "bad_codes"),
     "a codec of longer frames": (do.change_codec(samples_per_frame=640), "bad_codes"),
     "a codec of more codebooks": (do.change_codec(num_codebooks=4), "bad_codes"),

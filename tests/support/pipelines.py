@@ -85,7 +85,8 @@ def shar_fields(directory: Path, *codecs: str) -> dict[str, list[str]]:
     folders = {name: name for name in ("cuts", "target_audio", "context_audio")}
     for codec in codecs:
         folders |= {name: f"codes_{codec}/{name}" for name in ("target_codes", "context_codes")}
-    return {name: [str(path) for path in sorted((directory / folder).iterdir())] for name, folder in folders.items()}
+    there = {name: directory / folder for name, folder in folders.items() if (directory / folder).is_dir()}
+    return {name: [str(path) for path in sorted(folder.iterdir())] for name, folder in there.items()}
 
 
 def outcome(folder: Path) -> tuple[dict[str, str], bytes]:

@@ -90,7 +90,8 @@ class Project:
             "prepare": {"min_duration": 0.0},
         }
         # Of synthetic voices: nothing that an encoder of speech is made for.
-        changes["match"] = {"min_similarity": 0.6} | changes.get("match", {})
+        match = changes.get("match", {})
+        changes["match"] = None if match is None else {"min_similarity": 0.6} | match
         return to_config(values | changes, "test")
 
     def prepare(self, config: Config) -> list[Utterance]:
@@ -118,9 +119,12 @@ class Project:
     def write(
         self, contexts: list[int] | None = None, similarities: list[float] | None = None, **changes: Any
     ) -> Config:
-        """Makes the dataset directory, without codes."""
+        """Makes the dataset directory, without codes; ``match=None`` makes one without contexts."""
         config = self.configure(**changes)
-        self.match_by_hand(config, contexts, similarities)
+        if config.has_contexts:
+            self.match_by_hand(config, contexts, similarities)
+        else:
+            self.prepare(config)
         assert run(WriteStage(config)).ok
         return config
 

@@ -449,6 +449,25 @@ def test_data_without_contexts(built, form):
         ContextSpeechDataset(form, context=False, audio_16khz="context")
 
 
+def test_a_dataset_without_contexts_serves_where_none_are_needed(without_contexts):
+    form = CodecForm.of_dataset(without_contexts.dataset)
+    batch = batch_of(list(open_shar(without_contexts.dataset)), form, tokenizer=BYTES, context=False)
+    assert batch["target_codes"].shape == (7, 3, 157)
+    assert batch["speaker"] == ["| Language:und Dataset:small Speaker:unknown |"] * 7
+    assert not [name for name in batch if name.startswith("context")]
+    assert all(math.isnan(similarity) for similarity in batch["similarity"])
+    heard = batch_of(list(open_shar(without_contexts.dataset, ["target_audio"])), None, context=False)
+    assert heard["target_audio_lens"].tolist() == [16000, 32080, 8000, 49600, 11200, 20800, 4000]
+
+
+@pytest.mark.parametrize(("codec", "what"), [(True, "neither context_codes nor context_audio"), (False, "no context_")])
+def test_a_dataset_without_contexts_is_told_where_contexts_are_needed(without_contexts, codec, what):
+    form = CodecForm.of_dataset(without_contexts.dataset) if codec else None
+    wanted = f"^cut 'cut-rec-.*' has {what}.*made without contexts .match: null.; give context=False.*$"
+    with pytest.raises(ValueError, match=wanted):
+        batch_of(list(open_shar(without_contexts.dataset)), form)
+
+
 @pytest.mark.parametrize(
     ("fields", "options", "what"),
     [

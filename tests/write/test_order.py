@@ -1,19 +1,21 @@
-"""The order of the cuts: values, seeds, and independence of the speaker groups."""
+"""The order of the cuts: values, seeds, and independence of the speaker groups; their division into shards."""
 
 from __future__ import annotations
 
 import json
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharmill.write.order import MatchedIndex, index_matched, order_lines
+from sharmill.config import WriteConfig
+from sharmill.write.order import LineIndex, divide, index_matched, index_prepared, order_lines
 
 
 def index_of(positions):
     count = len(positions)
-    return MatchedIndex(np.arange(count) * 10, np.array(positions, dtype=np.int64), np.ones(count))
+    return LineIndex(np.arange(count) * 10, np.array(positions, dtype=np.int64), np.ones(count), np.ones(count))
 
 
 @given(st.permutations(range(20)), st.integers(0, 5))
@@ -49,4 +51,90 @@ def test_the_index_has_positions_offsets_and_seconds(tmp_path):
     index = index_matched(path)
     assert index.offsets.tolist() == [0, len(lines[0]), len(lines[0]) + len(lines[1])]
     assert index.positions.tolist() == [5, 5, 5]
+    assert index.target_seconds.tolist() == [1.5] * 3
     assert index.seconds.tolist() == [4.5] * 3
+
+
+def test_the_index_of_a_prepared_manifest_has_its_lines_by_speaker(tmp_path):
+    path = tmp_path / "m.json"
+    speakers = ["b", "unknown", "b", "a"]
+    records = [
+        {
+            "audio_filepath": f"{number}.wav", "duration": 1.0 + number, "_index": -1, "context_audio_duration": "x",
+            "speaker": f"| Language:en Dataset:d Speaker:{speaker} |",
+        }
+        for number, speaker in enumerate(speakers)
+    ]  # fmt: skip
+    lines = [json.dumps(record).encode() + b"\n" for record in records]
+    path.write_bytes(b"".join(lines))
+    index = index_prepared(path)
+    assert index.positions.tolist() == [0, 2, 1, 3]
+    assert index.offsets.tolist() == [sum(map(len, lines[:number])) for number in (0, 2, 1, 3)]
+    assert index.target_seconds.tolist() == index.seconds.tolist() == [1.0, 3.0, 2.0, 4.0]
+    assert order_lines(index, "manifest", 0).tolist() == [0, 2, 1, 3]
+
+
+DURATIONS = st.lists(st.floats(0.0, 100.0), min_size=1, max_size=40).map(np.array)
+
+
+def sizes(bounds):
+    return np.diff(bounds).tolist()
+
+
+@given(DURATIONS, st.integers(1, 50))
+def test_shards_of_a_size(seconds, size):
+    found = sizes(divide(seconds, WriteConfig(shard_size=size)))
+    assert sum(found) == len(seconds)
+    assert set(found[:-1]) <= {size}
+    assert 1 <= found[-1] <= size
+
+
+@given(DURATIONS, st.integers(1, 50))
+def test_a_number_of_shards_whose_sizes_differ_by_one_at_most(seconds, number):
+    found = sizes(divide(seconds, WriteConfig(num_shards=number)))
+    assert sum(found) == len(seconds)
+    assert len(found) == min(number, len(seconds))
+    assert max(found) - min(found) <= 1
+    assert min(found) >= 1
+
+
+@given(DURATIONS, st.floats(0.01, 500.0))
+def test_shards_of_seconds_are_as_many_as_asked_for_and_none_is_empty(seconds, wanted):
+    bounds = divide(seconds, WriteConfig(shard_seconds=wanted))
+    assert (bounds[0], bounds[-1]) == (0, len(seconds))
+    assert min(sizes(bounds)) >= 1
+    assert len(bounds) - 1 == min(len(seconds), max(1, round(float(seconds.sum()) / wanted)))
+    assert divide(seconds, WriteConfig(shard_seconds=wanted)) == bounds
+
+
+@given(st.lists(st.floats(1.0, 2.0), min_size=20, max_size=60).map(np.array), st.integers(2, 6))
+def test_shards_of_seconds_end_nearest_to_equal_shares(seconds, number):
+    total = float(seconds.sum())
+    bounds = divide(seconds, WriteConfig(shard_seconds=total / number))
+    so_far = np.concatenate([[0.0], np.cumsum(seconds)])
+    assert len(bounds) == number + 1
+    for shard, bound in enumerate(bounds):
+        share = total * shard / number
+        assert abs(so_far[bound] - share) <= np.abs(so_far - share).min() + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted", "bounds"),
+    [
+        ([4.0, 1.0, 1.0, 1.0, 1.0], 4.0, [0, 1, 5]),
+        ([1.0, 1.0, 1.0, 1.0, 4.0], 4.0, [0, 4, 5]),
+        ([1.0, 2.0, 1.0], 2.0, [0, 1, 3]),  # the first of two bounds as near
+        ([100.0, 1.0, 1.0, 1.0], 25.75, [0, 1, 2, 3, 4]),  # the first is longer than all others together
+        ([1.0, 1.0, 1.0, 100.0], 25.75, [0, 1, 2, 3, 4]),
+        ([1.0], 1e-9, [0, 1]),
+        ([0.0, 0.0], 5.0, [0, 2]),
+        ([3.0, 3.0], 1e9, [0, 2]),
+    ],
+)
+def test_bounds_of_shards_of_seconds(seconds, wanted, bounds):
+    assert divide(np.array(seconds), WriteConfig(shard_seconds=wanted)) == bounds
+
+
+@pytest.mark.parametrize("key", ["shard_size", "num_shards", "shard_seconds"])
+def test_nothing_is_divided_into_no_shard(key):
+    assert divide(np.empty(0), WriteConfig(**{key: 3})) == [0]

@@ -22,7 +22,6 @@ def demo(directory: str, overrides: tuple[str, ...]) -> int:
     Makes corpus, run directory, dataset and demo.yaml in DIRECTORY (default: demo).
     """
     from sharmill.cli.console import make_console
-    from sharmill.config import STAGES
     from sharmill.demo import make_demo, next_steps
     from sharmill.storage import require_writable
 
@@ -31,7 +30,7 @@ def demo(directory: str, overrides: tuple[str, ...]) -> int:
     require_writable(Path(directory))
     console = make_console()
     config = make_demo(Path(directory), overrides, tell=lambda line: console.print(line, markup=False))
-    status = run_configs([config], list(STAGES), restart=False)
+    status = run_configs([config], None, restart=False)
     if status == OK:
         # `make demo` calls it by its path, since its folder is not on PATH.
         command = "sharmill" if shutil.which("sharmill") else sys.argv[0]

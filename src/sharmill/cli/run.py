@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 def run(arguments: tuple[str, ...], restart: bool, redo: str | None, workers: str | None, take_over: bool) -> int:
     """Run all stages, or those named, for datasets.
 
-    CONFIG is a YAML file. STAGE is prepare, match (stage1), write (stage2), encode (stage3) or validate.
+    CONFIG is a YAML file. STAGE is prepare, match (stage1), write (stage2), encode (stage3) or validate; a dataset
+    without contexts (match: null) has no stage match.
     KEY=VALUE overrides the configuration, as in match.min_similarity=0.7.
     """
-    from sharmill.config import STAGES, load_config, resolve_stage
+    from sharmill.config import load_config, resolve_stage
 
     paths, overrides, names = split_arguments(arguments)
-    stages = [resolve_stage(name) for name in names] or list(STAGES)
+    stages = [resolve_stage(name) for name in names] or None
     if workers is not None:
         overrides.append(f"executor.workers={parse_workers(workers)}")
     configs = [load_config(path, overrides) for path in paths]
@@ -42,10 +43,10 @@ def run(arguments: tuple[str, ...], restart: bool, redo: str | None, workers: st
 
 
 def run_configs(
-    configs: Sequence[Config], stages: Sequence[str], *, restart: bool = False, redo: Report | None = None,
+    configs: Sequence[Config], stages: Sequence[str] | None, *, restart: bool = False, redo: Report | None = None,
     json_file: str | None = None, take_over: bool = False,
 ) -> int:  # fmt: skip
-    """Run the datasets one after the other and return the worst exit status."""
+    """Run stages, None for all, of the datasets one after the other, and return the worst exit status."""
     from sharmill.pipeline import check_config
 
     # One dataset is checked by its own run; of several, a bad one must not show only after the others have run.
@@ -65,7 +66,7 @@ def run_configs(
 
 
 def _run_one(
-    config: Config, stages: Sequence[str], *, restart: bool, redo: Report | None, json_file: str | None,
+    config: Config, stages: Sequence[str] | None, *, restart: bool, redo: Report | None, json_file: str | None,
     take_over: bool,
 ) -> int:  # fmt: skip
     from sharmill.cli.console import make_console
@@ -73,12 +74,13 @@ def _run_one(
     from sharmill.cli.results import print_report, print_result
     from sharmill.engine.rundir import RunDir
     from sharmill.executors.slurm.chain import require_no_chain
-    from sharmill.pipeline import check_config, make_executor, run_dataset
+    from sharmill.pipeline import check_config, choose_stages, make_executor, run_dataset
     from sharmill.storage import write_atomic
     from sharmill.validate.findings import encode_report
     from sharmill.validate.redo import take_back_commits
 
     console = make_console()
+    stages = choose_stages(config, stages)
     executor = make_executor(config)
     if redo is not None:
         # What was done is taken back only for a run that can begin.

@@ -43,13 +43,13 @@ def submit(
 
     CONFIG, STAGE and KEY=VALUE are those of sharmill run.
     """
-    from sharmill.config import STAGES, load_config, resolve_stage
+    from sharmill.config import load_config, resolve_stage
     from sharmill.executors.slurm.profile import ClusterProfile, load_profile
     from sharmill.registry import require_package
 
     paths, overrides, names = split_arguments(arguments)
-    stages = list(STAGES) if names == ["all"] else [resolve_stage(name) for name in names]
-    if not stages:
+    stages = None if names == ["all"] else [resolve_stage(name) for name in names]
+    if stages == []:
         raise ConfigError("name a stage, or 'all'", code="bad_usage")
     if cluster == "debug":
         overrides.append("executor.workers=1")
@@ -81,7 +81,7 @@ def submit(
 def submit_all(
     console: Console,
     configs: Sequence[Config],
-    stages: Sequence[str],
+    stages: Sequence[str] | None,
     profile: ClusterProfile,
     *,
     restart: bool,
@@ -89,17 +89,18 @@ def submit_all(
     redo: Report | None = None,
     commands: Sequence[str] = (),
 ) -> list[int]:
-    """Submit each dataset and return the exit statuses: of the submissions, or with ``wait`` of the ends.
+    """Submit stages (None: all) of each dataset and return the exit statuses: of the submissions, or with ``wait`` of
+    the ends.
 
     An error of one dataset is printed and does not keep the others from being submitted. The units that ``redo`` names
     are done again. ``commands`` are what submits each of them again, to be shown.
     """
     from sharmill.executors.slurm.chain import Chain, require_no_chain
-    from sharmill.pipeline import DatasetRun, check_config
+    from sharmill.pipeline import DatasetRun, check_config, choose_stages
     from sharmill.validate.redo import take_back_commits
 
     chains = [
-        Chain(DatasetRun(config, tuple(stages)), profile, restart, command)
+        Chain(DatasetRun(config, tuple(choose_stages(config, stages))), profile, restart, command)
         for config, command in zip(configs, commands or [""] * len(configs), strict=True)
     ]
     if redo is not None:
@@ -107,7 +108,7 @@ def submit_all(
             # Ranks that are still at work would add to what is taken back.
             require_no_chain(chain.run_dir)
             check_config(config, stages)
-            take_back_commits(config, redo, stages)
+            take_back_commits(config, redo, choose_stages(config, stages))
     started = [_guarded(console, chain, _start) for chain in chains]
     if not wait:
         return started
@@ -118,18 +119,19 @@ def submit_all(
 
 
 def show_submission(
-    console: Console, configs: Sequence[Config], stages: Sequence[str], profile: ClusterProfile
+    console: Console, configs: Sequence[Config], stages: Sequence[str] | None, profile: ClusterProfile
 ) -> None:
     """Print, for each dataset, the sbatch script and the balance of the first stage that has something to do; what
     comes after it depends on its outcome."""
     from sharmill.cli.stage_status import read_or_preview_units
     from sharmill.executors.slurm.chain import Chain
-    from sharmill.pipeline import DatasetRun, check_config, make_stages
+    from sharmill.pipeline import DatasetRun, check_config, choose_stages, make_stages
 
     for config in configs:
-        check_config(config, stages)
-        executor = Chain(DatasetRun(config, tuple(stages)), profile).executor()
-        for stage in make_stages(config, stages):
+        chosen = choose_stages(config, stages)
+        check_config(config, chosen)
+        executor = Chain(DatasetRun(config, tuple(chosen)), profile).executor()
+        for stage in make_stages(config, chosen):
             units, done = read_or_preview_units(stage)
             left = [unit for unit in units if unit.index not in done]
             if not left:

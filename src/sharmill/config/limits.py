@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
@@ -26,7 +27,7 @@ def check_yaml(path: Path) -> None:
     with path.open("rb") as stream:
         root = check_yaml_text(stream.read(_MAX_BYTES + 1), str(path))
     if root is not None:
-        _check_audio_roots(path, root)
+        _check_nulls(path, root)
 
 
 def check_yaml_text(data: bytes, origin: str) -> yaml.Node | None:
@@ -50,14 +51,20 @@ def check_yaml_text(data: bytes, origin: str) -> yaml.Node | None:
     return root
 
 
-def _check_audio_roots(path: Path, root: yaml.Node) -> None:
-    """Raise ConfigError where an audio_root is empty or ~: null opens all folders, and has to be said."""
+def _check_nulls(path: Path, root: yaml.Node) -> None:
+    """Raise ConfigError where an audio_root, or match, is empty or ~: its null has a meaning, and has to be said."""
     entries = [value for key, value in _pairs(root) if key.value == "sources" and isinstance(value, yaml.SequenceNode)]
-    for key, value in (pair for node in entries for entry in node.value for pair in _pairs(entry)):
-        if key.value == "audio_root" and value.tag.endswith(":null") and value.value != "null":
+    of_sources = (pair for node in entries for entry in node.value for pair in _pairs(entry))
+    root_remedy = "name a folder, or write null to take absolute paths anywhere"
+    _require_said(path, "audio_root", of_sources, root_remedy)
+    _require_said(path, "match", _pairs(root), "give it keys, or write null for a dataset without contexts")
+
+
+def _require_said(path: Path, name: str, pairs: Iterable[tuple[yaml.Node, yaml.Node]], remedy: str) -> None:
+    for key, value in pairs:
+        if key.value == name and value.tag.endswith(":null") and value.value != "null":
             raise ConfigError(
-                f"{path}: line {key.start_mark.line + 1}: audio_root is {value.value or 'empty'}; name a folder, or "
-                "write null to take absolute paths anywhere",
+                f"{path}: line {key.start_mark.line + 1}: {name} is {value.value or 'empty'}; {remedy}",
                 code="bad_config_value",
             )
 

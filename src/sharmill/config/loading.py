@@ -106,6 +106,7 @@ def _read_merged(
         config = OmegaConf.load(path)
         for override in overrides:
             key, _, value = override.partition("=")
+            _check_section(kind, config, key, f"{path}: {override}")
             types = [entry.get("type") for entry in _entries(OmegaConf.to_container(config))]
             OmegaConf.update(config, key, _override_value(value, _type_at(kind, key, types)))
         references = References.of(OmegaConf.to_container(config))
@@ -123,6 +124,14 @@ def _read_merged(
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values", code="bad_config_file")
     return typing.cast("dict[str, Any]", values), references
+
+
+def _check_section(kind: type, config: Any, key: str, origin: str) -> None:
+    """Raise ConfigError where a key of a section is overridden that is null, which leaves out all that it is about."""
+    section, dot, _ = key.partition(".")
+    may_be_null = type(None) in typing.get_args(typing.get_type_hints(kind).get(section))
+    if dot and may_be_null and section in config and config[section] is None:
+        raise ConfigError(f"{origin}: {section} is null; leave this out, or null", code="bad_config_value")
 
 
 def _to_typed(kind: type[Loaded], values: dict[str, Any], origin: str) -> Loaded:
@@ -220,8 +229,9 @@ def _override_value(text: str, expected: Any) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    if is_text and may_be_list and value is None and text != "null":
-        return text  # nothing, or ~: null of audio_root opens all folders, and has to be said
+    may_be_section = is_union and any(dataclasses.is_dataclass(part) for part in parts)
+    if value is None and text != "null" and (may_be_section or (is_text and may_be_list)):
+        return text  # nothing, or ~: null opens all folders, or leaves out contexts, and has to be said
     as_it_is = (str, list) if may_be_list else str
     return text if is_text and value is not None and not isinstance(value, as_it_is) else value
 
@@ -239,6 +249,7 @@ def _type_at(kind: type, key: str, source_types: Sequence[Any] = ()) -> Any:
                 owner = _source_type(source_types[int(part)], int(part), key)
             if part.isdigit():
                 continue
+        owner = _without_null(owner)
         if dataclasses.is_dataclass(owner):
             owner = typing.get_type_hints(owner).get(part)
         else:
@@ -246,8 +257,15 @@ def _type_at(kind: type, key: str, source_types: Sequence[Any] = ()) -> Any:
     return owner
 
 
+def _without_null(kind: Any) -> Any:
+    """Return the section that a section or ``null`` is declared as; any other type as it is."""
+    sections = [part for part in typing.get_args(kind) if dataclasses.is_dataclass(part)]
+    return sections[0] if sections and typing.get_origin(kind) in (typing.Union, types.UnionType) else kind
+
+
 def _check_keys(owner: Any, values: Any, origin: str, prefix: str) -> None:
     """Raise ConfigError for the first key that the dataclass ``owner``, or one within it, does not have."""
+    owner = _without_null(owner)
     if typing.get_origin(owner) is list and isinstance(values, list):
         for number, value in enumerate(values):
             item = typing.get_args(owner)[0]
@@ -270,7 +288,7 @@ def _nearest_below(name: str, types: dict[str, Any]) -> str:
     for section, owner in types.items():
         if typing.get_origin(owner) is list:
             section, owner = f"{section}[0]", typing.get_args(owner)[0]
-        if name in getattr(owner, "__annotations__", ()):
+        if name in getattr(_without_null(owner), "__annotations__", ()):
             below.append(f"'{section}.{name}'")
     return f"; did you mean {' or '.join(below)}?" if below else nearest(name, list(types))
 
@@ -284,7 +302,7 @@ def _readable(kind: type, message: str, prefix: str = "") -> str:
     elif invalid := re.fullmatch(r"Invalid enum value (.*)", text):
         text = f"{invalid[1]} is not one of {', '.join(_choices(_type_at(kind, where)))}"
     else:
-        text = text.replace("`object`", "`mapping`").replace("`array`", "`list`")
+        text = text.replace("`object", "`mapping").replace("`array", "`list")
         text = text[0].lower() + text[1:]
     where = ".".join(part for part in (prefix, where) if part)
     return f"{where}: {text}" if where else text

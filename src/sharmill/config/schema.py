@@ -5,6 +5,7 @@ The string below each key is its documentation: docs/configuration.md is generat
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -16,6 +17,7 @@ STAGES = ("prepare", "match", "write", "encode", "validate")
 STAGE_ALIASES = {"stage1": "match", "stage2": "write", "stage3": "encode"}
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_DEFAULT_SHARD_SIZE = 1000
 
 
 def _require(condition: bool, message: str) -> None:
@@ -109,8 +111,14 @@ class MatchConfig:
 class WriteConfig:
     """Form of the shards: their size, their order and the format of their audio."""
 
-    shard_size: int = 1000
-    """Number of cuts in one shard."""
+    shard_size: int | None = None
+    """Number of cuts in one shard; 1000 where neither this nor one of the next two keys is given. Of the three keys one
+    can be given: on the command line, ``write.shard_size=null write.num_shards=64`` replaces the one in the file."""
+    num_shards: int | None = None
+    """Number of shards. Their numbers of cuts differ by one at most; there are never more shards than cuts."""
+    shard_seconds: float | None = None
+    """Target audio in one shard, in seconds, about: the number of shards is the total divided by this, rounded, and
+    each shard ends where the sum so far is closest to its share. Equal hours are what training balances on."""
     audio_format: Literal["flac", "wav", "mp3", "opus", "original"] = "flac"
     """Format of the stored audio; ``original`` is that of each source file (FLAC where it cannot be written). A record
     that is a whole mono file in this format and at ``sampling_rate`` is copied byte for byte. Opus and MP3 are written
@@ -119,12 +127,20 @@ class WriteConfig:
     sampling_rate: int | None = None
     """Sampling rate of the stored audio, in Hz; ``null`` keeps the rate of each recording."""
     order: Literal["manifest", "speaker", "shuffle"] = "shuffle"
-    """Order of the cuts: as in the manifest, by speaker group, or shuffled by ``seed``."""
+    """Order of the cuts: as in the manifest, by speaker group (by speaker where ``match`` is null), or shuffled by
+    ``seed``."""
     seed: int = 42
     """Seed of ``order: shuffle``."""
 
     def __post_init__(self) -> None:
-        _require(self.shard_size > 0, "shard_size must be positive")
+        sizes = {name: getattr(self, name) for name in ("shard_size", "num_shards", "shard_seconds")}
+        given = {name: value for name, value in sizes.items() if value is not None}
+        for name, value in given.items():
+            _require(0 < value < math.inf, f"{name} must be a positive number")
+        named = " and ".join(f"{name} ({value:g})" for name, value in given.items())
+        _require(len(given) < 2, f"{named} are given, and only one of them can be: set the others to null")
+        if not given:
+            object.__setattr__(self, "shard_size", _DEFAULT_SHARD_SIZE)
         _require(self.sampling_rate is None or self.sampling_rate > 0, "sampling_rate must be positive")
         _require(self.seed >= 0, "seed must not be negative")
 
@@ -246,13 +262,14 @@ class Config:
     ``jhsdGtc20Amp20Keynote``, ``all``), or a regular expression with named groups that is searched in
     ``audio_filepath``, such as ``'^(?P<speaker>[^/]+)/(?P<session>[^/]+)/'``. ``speaker`` and patterns
     take names as they are (``S1`` and ``s1`` are two speakers). The other presets are published rules, which fold
-    case."""
+    case. Not used where ``match`` is null."""
     max_reject_fraction: float = 0.5
     """Stop a stage when more than this fraction of its records is rejected."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     """Stage prepare: see below."""
-    match: MatchConfig = field(default_factory=MatchConfig)
-    """Stage match: see below."""
+    match: MatchConfig | None = field(default_factory=MatchConfig)
+    """Stage match: see below. ``null`` makes a dataset without contexts: of cuts, target audio and target codes, with
+    the stages prepare, write, encode and validate. Records need no speaker then."""
     write: WriteConfig = field(default_factory=WriteConfig)
     """Stage write: see below."""
     encode: EncodeConfig = field(default_factory=EncodeConfig)
@@ -272,3 +289,13 @@ class Config:
         _require(bool(self.dataset_dir.strip()), "dataset_dir must not be empty")
         _require(bool(self.sources), "sources must name at least one manifest")
         _require(0 <= self.max_reject_fraction <= 1, "max_reject_fraction must be between 0 and 1")
+
+    @property
+    def has_contexts(self) -> bool:
+        """Return True if the dataset is to have contexts."""
+        return self.match is not None
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The names of the stages of this dataset, in the order in which they run."""
+        return tuple(name for name in STAGES if name != "match" or self.has_contexts)

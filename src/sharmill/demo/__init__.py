@@ -40,6 +40,7 @@ def make_demo(directory: Path, overrides: Sequence[str], tell: Callable[[str], N
 
 def next_steps(config: Config, command: str = "sharmill") -> str:
     """Return what a user may do after the demo, as lines for the terminal; ``command`` is how sharmill is called."""
+    context = ", cut.load_context_audio().shape" if config.has_contexts else ""
     return f"""
 What to do next
 - look at how the stages went:
@@ -47,7 +48,7 @@ What to do next
 - read the dataset with lhotse, in Python:
     from sharmill.shar import open_shar
     cut = next(iter(open_shar("{config.dataset_dir}")))
-    print(cut.id, cut.load_audio().shape, cut.load_context_audio().shape)
+    print(cut.id, cut.load_audio().shape{context})
 - use your own speech: copy {Path(config.run_dir).parent / "demo.yaml"} to my.yaml,
   name your manifest, audio_root and folders in it, and
     {command} plan my.yaml

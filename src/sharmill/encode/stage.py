@@ -1,4 +1,4 @@
-"""Stage ``encode`` (stage 3): the codes of one codec for the targets and contexts of a dataset."""
+"""Stage ``encode`` (stage 3): the codes of one codec for the targets of a dataset and, if it has any, the contexts."""
 
 from __future__ import annotations
 
@@ -44,8 +44,12 @@ class EncodeStage(Stage):
         self.root = Path(config.dataset_dir)
         self.codec_config = codec
         self.batch_seconds = config.encode.batch_seconds
-        self.folders = codec_fields(codec.name)
         self._dataset = ShardedDataset(self.root)
+
+    @property
+    def folders(self) -> Sequence[str]:  # type: ignore[override]
+        """The fields of its codes: those of contexts where the dataset has contexts, whatever the configuration."""
+        return self._dataset.codec_fields(self.codec_config.name)
 
     @property
     def name(self) -> str:
@@ -67,7 +71,9 @@ class EncodeStage(Stage):
     def plan(self, folder: Path) -> Iterator[Unit]:
         for shard in self._dataset.shards():
             cost = round(shard.target_seconds + shard.context_seconds, 3)
-            checksums = {field: shard.fields[field].xxh3 for field in (TARGET_AUDIO, CONTEXT_AUDIO)}
+            # One for each field of codes, in their order.
+            sources = (TARGET_AUDIO, CONTEXT_AUDIO)[: len(self.folders)]
+            checksums = {field: shard.fields[field].xxh3 for field in sources}
             params = {"shard": shard.index, "checksums": checksums}
             yield make_unit(shard.index, cost=cost, size=shard.count, params=params)
 
@@ -97,7 +103,8 @@ class EncodeStage(Stage):
     def check_output(self) -> None:
         """Raise ConfigError where the dataset has codes of this name that this run has not made."""
         name = self.codec_config.name
-        if name in self._dataset.stored_codecs() and not self._dataset.is_made_of(self.folders, committed_files(self)):
+        own = committed_files(self)
+        if name in self._dataset.stored_codecs() and not self._dataset.is_made_of(codec_fields(name), own):
             raise ConfigError(
                 f"{self.root} already has codes called {name!r} that were not made from {self.run_dir.path}; "
                 "give this codec another name",
@@ -123,27 +130,26 @@ class EncodeProcessor(Processor):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         shard = unit.params["shard"]
-        targets, contexts = (self._read(unit, field) for field in (TARGET_AUDIO, CONTEXT_AUDIO))
-        if [item.cut_id for item in targets] != [item.cut_id for item in contexts]:
+        audio = [self._read(unit, field) for field in unit.params["checksums"]]
+        targets = audio[0]
+        if any([item.cut_id for item in items] != [item.cut_id for item in targets] for items in audio):
             raise UnitFailed(
                 f"shard {shard}: target_audio and context_audio do not have the same ids", code="damaged_shard"
             )
         # The same audio is encoded once, be it target or context, and however often.
-        unique = {item.data: item for item in [*targets, *contexts]}
+        unique = {item.data: item for items in audio for item in items}
         # The cost counts every use, but the work is one encoding of each.
         share = unit.cost / max(1, sum(_num_frames(item, self._codec) for item in unique.values()))
         encoded = self._encode(list(unique.values()), lambda frames: advance(frames * share))
         codes = dict(zip(unique, encoded, strict=True))
         frame_shift = self._codec.samples_per_frame / self._codec.sampling_rate
         files = [shard_file(field, shard) for field in self._stage.folders]
-        with FieldWriter(staging.path(files[0])) as writer:
-            for item in targets:
-                array = codes[item.data]
-                writer.add(_codes_item(item.cut_id, array, temporal_array_json(array.shape, frame_shift)))
-        with FieldWriter(staging.path(files[1])) as writer:
-            for item in contexts:
-                array = codes[item.data]
-                writer.add(_codes_item(item.cut_id, array, array_json(array.shape)))
+        for file, items in zip(files, audio, strict=True):
+            with FieldWriter(staging.path(file)) as writer:
+                for item in items:
+                    shape = codes[item.data].shape
+                    metadata = temporal_array_json(shape, frame_shift) if items is targets else array_json(shape)
+                    writer.add(_codes_item(item.cut_id, codes[item.data], metadata))
         return Output(
             files=files,
             num_out=len(targets),

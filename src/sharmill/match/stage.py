@@ -59,6 +59,7 @@ class MatchStage(Stage):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.match = _match_config(config)
         self.run_dir = RunDir(Path(config.run_dir))
         self.root = self.dir.path
 
@@ -66,12 +67,12 @@ class MatchStage(Stage):
         prepared = prepared_manifest(self.config)
         if not prepared.exists():
             raise ConfigError(f"{prepared} is not there: run the stage prepare first", code="stage_not_run")
-        match = dataclasses.asdict(self.config.match) | {"min_similarity": min_similarity(self.config.match)}
+        match = dataclasses.asdict(self.match) | {"min_similarity": min_similarity(self.match)}
         del match["allow_targets"]  # no output depends on it
         return {
             "match": match,
             "speaker_key": self.config.speaker_key,
-            "encoder": describe_speaker_encoder(self.config.match.encoder, self.config.match.allow_targets),
+            "encoder": describe_speaker_encoder(self.match.encoder, self.match.allow_targets),
             "audio_roots": [
                 identify_folder(root.path, self.run_dir.path)
                 for root in AudioRoots.of(source.audio_root for source in self.config.sources).roots
@@ -81,10 +82,10 @@ class MatchStage(Stage):
         }
 
     def require_models(self) -> None:
-        require_speaker_encoder(self.config.match.encoder)
+        require_speaker_encoder(self.match.encoder)
 
     def plan(self, folder: Path) -> Iterator[Unit]:
-        match = self.config.match
+        match = self.match
         index = index_manifest(prepared_manifest(self.config), make_speaker_key(self.config.speaker_key))
         order = np.argsort(index.groups, kind="stable")
         np.save(folder / "offsets.npy", index.offsets, allow_pickle=False)
@@ -100,9 +101,9 @@ class MatchStage(Stage):
         threads = make_deterministic(device)
         roots = AudioRoots.of(source.audio_root for source in self.config.sources)
         embed = Embedder(
-            encoder=load_speaker_encoder(self.config.match.encoder, device, self.config.match.allow_targets),
+            encoder=load_speaker_encoder(self.match.encoder, device, self.match.allow_targets),
             reader=SegmentReader(roots, self.config.prepare.duration_tolerance),
-            batch_seconds=self.config.match.batch_seconds,
+            batch_seconds=self.match.batch_seconds,
             threads=threads,
         )
         return MatchProcessor(self.config, self.dir.plan, embed)
@@ -134,6 +135,7 @@ class MatchProcessor(Processor):
 
     def __init__(self, config: Config, plan: Path, embed: Embedder) -> None:
         self.config = config
+        self.match = _match_config(config)
         self._plan = plan
         self._embed = embed
         self._group_key = make_speaker_key(config.speaker_key)
@@ -185,7 +187,7 @@ class MatchProcessor(Processor):
         return len(group) > 1 and any(self._long_enough(utterance) for utterance in group)
 
     def _long_enough(self, utterance: Utterance) -> bool:
-        match = self.config.match
+        match = self.match
         return utterance.duration >= match.min_duration and (
             match.max_duration is None or utterance.duration <= match.max_duration
         )
@@ -198,7 +200,7 @@ class MatchProcessor(Processor):
         if not self._may_match(group):
             detail = f"no utterance of its group has {self._limits()}"
             return [RejectRecord("no_long_context", detail) for _ in group]
-        match = self.config.match
+        match = self.match
         options: dict[str, Any] = {
             "min_similarity": min_similarity(match),
             "min_duration": match.min_duration,
@@ -234,7 +236,7 @@ class MatchProcessor(Processor):
         self, problem: dict[str, Any], contents: np.ndarray, options: dict[str, Any], rows: np.ndarray
     ) -> dict[int, tuple[int, float]]:
         """Return the copy that would be the context, and its similarity, for those of ``rows`` that have one."""
-        if self.config.match.max_similarity is None:
+        if self.match.max_similarity is None:
             # All that could be found are utterances with the samples of one of these rows: few, if any.
             repeated = np.bincount(contents) > 1
             rows = rows[repeated[contents[rows]]]
@@ -254,14 +256,14 @@ class MatchProcessor(Processor):
     def _no_context(self, best_similarity: float) -> RejectRecord:
         if best_similarity == -np.inf:
             return RejectRecord("no_long_context", f"no other utterance of its group has {self._limits()}")
-        limit = min_similarity(self.config.match)
+        limit = min_similarity(self.match)
         return RejectRecord(
             "no_similar_context",
             f"the best candidate has a similarity of {best_similarity:.4f}, below {limit:g} (match.min_similarity)",
         )
 
     def _limits(self) -> str:
-        match = self.config.match
+        match = self.match
         longest = "" if match.max_duration is None else f" and at most {match.max_duration:g} s (match.max_duration)"
         return f"at least {match.min_duration:g} s (match.min_duration){longest} and satisfies the other limits"
 
@@ -287,8 +289,14 @@ def min_similarity(match: MatchConfig) -> float:
 
 def matched_manifest(config: Config) -> Path:
     """Return the path of the manifest that stage 1 leaves."""
-    limits = f"MinDur{config.match.min_duration}MinSSIM{min_similarity(config.match)}"
+    match = _match_config(config)
+    limits = f"MinDur{match.min_duration}MinSSIM{min_similarity(match)}"
     return RunDir(Path(config.run_dir)).manifests / f"{manifest_stem(config)}{_MATCHED}{limits}.json"
+
+
+def _match_config(config: Config) -> MatchConfig:
+    assert config.match is not None, "a dataset without contexts has no stage match"
+    return config.match
 
 
 def _number(values: Iterable[Hashable], numbers: dict[Any, int] | None = None) -> np.ndarray:

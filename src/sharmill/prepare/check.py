@@ -127,7 +127,7 @@ class RecordCheck:
             raise RejectRecord(
                 "missing_field",
                 "the record has no speaker, of which speaker_key makes groups; give its source a speaker template, "
-                "or choose a speaker_key of the path",
+                "choose a speaker_key of the path, or make a dataset without contexts (match: null)",
             )
         return tag or rule.without_speaker(record)
 

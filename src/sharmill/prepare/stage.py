@@ -19,7 +19,7 @@ from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Reject, Utterance, write_lines
-from sharmill.match.speaker_key import make_speaker_key
+from sharmill.match.speaker_key import make_speaker_key, whole_corpus
 from sharmill.prepare.check import RecordCheck, parse_record
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.ids import (
@@ -52,7 +52,7 @@ class PrepareStage(Stage):
         self._make_check()
         return {
             "prepare": dataclasses.asdict(self.config.prepare),
-            "speaker_key": self.config.speaker_key,
+            "speaker_key": self.config.speaker_key if self.config.has_contexts else None,
             "sources": [self._identify(source) for source in self._sources],
             "input": [source.identity() for source in self._sources],
             "versions": versions(),
@@ -112,7 +112,7 @@ class PrepareStage(Stage):
             roots=roots,
             speakers=[source.speaker_rule(self.config.name) for source in self._sources],
             channels=[source.default_channel() for source in self._sources],
-            group_key=make_speaker_key(self.config.speaker_key),
+            group_key=make_speaker_key(self.config.speaker_key) if self.config.has_contexts else whole_corpus,
         )
 
     def _merge(self, commits: list[Commit], hours: HoursTable) -> tuple[int, float]:

@@ -26,6 +26,7 @@ from sharmill.shar.layout import (
     BASE_FIELDS,
     DATASET_FILE,
     SHARDS_FILE,
+    base_fields,
     codec_fields,
     codec_of_folder,
     shard_file,
@@ -84,7 +85,11 @@ class ShardedDataset:
 
     def audio_checksum(self) -> str:
         """Return the checksum of cuts and audio, whatever codes there are."""
-        return audio_checksum(self.shards())
+        return audio_checksum(self.shards(), base_fields(contexts=self.record().has_contexts))
+
+    def codec_fields(self, codec: str) -> tuple[str, ...]:
+        """Return the fields that a codec has in this dataset; raises as ``record`` does."""
+        return codec_fields(codec, contexts=self.record().has_contexts)
 
     def file(self, field: str, shard: int) -> Path:
         """Return the path of a field's file of one shard."""
@@ -101,7 +106,8 @@ class ShardedDataset:
         """Return True if these files are the fields' content; what other fields there are does not matter.
 
         Where the index lists the fields, all that it says of them must be among ``files``: names, sizes and checksums.
-        Without it, all files of the fields' folders must be, by name, and one of them by its checksum.
+        Without it, all files of the fields' folders must be, by name, and one of them by its checksum. Of a field that
+        the index lists for no shard, as context audio of a dataset without contexts, no other files may be there.
         """
         known: dict[str, list[FieldFile]] = {}
         for file in files:
@@ -112,11 +118,15 @@ class ShardedDataset:
         except (ConfigError, DamagedShard):
             pass
         else:
-            listed = [shard.fields.get(field) for shard in shards for field in fields]
-            if not listed:
+            if not shards:
                 return not names and not known
-            if any(listed):
-                return all(file is not None and file in known.get(file.file, ()) for file in listed)
+            by_index = [field for field in fields if any(field in shard.fields for shard in shards)]
+            if by_index:
+                listed = [shard.fields.get(field) for shard in shards for field in by_index]
+                others = [name for field in fields if field not in by_index for name in self._stored(field)]
+                return all(name in known for name in others) and all(
+                    file is not None and file in known.get(file.file, ()) for file in listed
+                )
         in_place = (file for name in names for file in known.get(name, ()) if self._is_in_place(file))
         return all(name in known for name in names) and next(in_place, None) is not None
 
@@ -213,10 +223,11 @@ class ShardedDataset:
             dataset, found = self.record(), self.shards()
         except DamagedShard:
             return False
-        fields = {*BASE_FIELDS, *(field for codec in dataset.codecs for field in codec_fields(codec.name))}
+        fields = set(dataset.own_fields)
         if set(dataset.fields) != fields or any(set(shard.fields) != fields for shard in found):
             return False
-        base = [msgspec.structs.replace(s, fields={field: s.fields[field] for field in BASE_FIELDS}) for s in found]
+        own = base_fields(contexts=dataset.has_contexts)
+        base = [msgspec.structs.replace(s, fields={field: s.fields[field] for field in own}) for s in found]
         return base == list(shards) and msgspec.structs.replace(dataset, fields=record.fields, codecs=[]) == record
 
 
@@ -226,8 +237,8 @@ def _has_no_files(folder: Path) -> bool:
 
 def _with_codec(dataset: DatasetRecord, codec: str, record: CodecRecord | None) -> DatasetRecord:
     """Return the record of a dataset with the codec of this name as it is given, or without it."""
-    own = codec_fields(codec)
-    fields = [field for field in dataset.fields if field not in own] + list(own if record else ())
+    own = codec_fields(codec, contexts=dataset.has_contexts)
+    fields = [field for field in dataset.fields if field not in codec_fields(codec)] + list(own if record else ())
     codecs = [other for other in dataset.codecs if other.name != codec] + ([record] if record else [])
     codecs.sort(key=lambda listed: listed.name)
     return msgspec.structs.replace(dataset, codecs=codecs, fields=sorted_fields(fields))

@@ -14,7 +14,14 @@ import msgspec
 from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.cut_lines import NOT_JSON
-from sharmill.shar.layout import BASE_FIELDS, DATASET_FILE, FORMAT_VERSION, SHARDS_FILE
+from sharmill.shar.layout import (
+    CONTEXT_AUDIO,
+    DATASET_FILE,
+    FORMAT_VERSION,
+    SHARDS_FILE,
+    base_fields,
+    codec_fields,
+)
 from sharmill.shar.tar import open_field
 from sharmill.storage import checksum_bytes, open_atomic, write_atomic
 
@@ -33,7 +40,10 @@ class FieldFile(msgspec.Struct, frozen=True):
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of ``shards.jsonl``: number of cuts, seconds of target and context audio, and the fields' files."""
+    """A line of ``shards.jsonl``: number of cuts, seconds of target and context audio, and the fields' files.
+
+    ``context_seconds`` is 0 in a dataset without contexts.
+    """
 
     index: int
     count: int
@@ -56,7 +66,7 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The content of ``dataset.json``. ``limits`` are those that every context satisfies.
+    """The content of ``dataset.json``. ``limits`` are those that every context satisfies; none without contexts.
 
     ``contract: foreign`` says that another tool wrote the files and only the index is sharmill's: what sharmill
     promises of its cuts and codes does not hold.
@@ -74,6 +84,17 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     limits: dict[str, Any]
     codecs: list[CodecRecord]
     contract: Literal["sharmill", "foreign"] = "sharmill"
+
+    @property
+    def has_contexts(self) -> bool:
+        """Return True if the dataset has context audio."""
+        return CONTEXT_AUDIO in self.fields
+
+    @property
+    def own_fields(self) -> list[str]:
+        """The fields that a dataset of sharmill's own with these codecs has."""
+        codes = (codec_fields(codec.name, contexts=self.has_contexts) for codec in self.codecs)
+        return [*base_fields(contexts=self.has_contexts), *(field for fields in codes for field in fields)]
 
 
 class _Version(msgspec.Struct):
@@ -166,14 +187,14 @@ def changing_index(directory: Path) -> Iterator[None]:
         yield
 
 
-def audio_checksum(shards: Sequence[ShardRecord]) -> str:
-    """Return a checksum of the cuts and audio of a dataset, whatever codes it has.
+def audio_checksum(shards: Sequence[ShardRecord], fields: Sequence[str]) -> str:
+    """Return a checksum of the cuts and audio of a dataset, whatever codes it has; ``fields`` are those.
 
     Raises:
         DamagedShard: a shard lacks one of these fields.
     """
     for shard in shards:
-        if missing := [field for field in BASE_FIELDS if field not in shard.fields]:
+        if missing := [field for field in fields if field not in shard.fields]:
             raise DamagedShard(f"{SHARDS_FILE} names no {missing[0]} of shard {shard.index}")
-    base = [[shard.index, shard.count, [shard.fields[field].xxh3 for field in BASE_FIELDS]] for shard in shards]
+    base = [[shard.index, shard.count, [shard.fields[field].xxh3 for field in fields]] for shard in shards]
     return checksum_bytes(msgspec.json.encode(base))

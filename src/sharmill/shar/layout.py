@@ -17,6 +17,7 @@ CONTEXT_CODES: Final = "context_codes"
 # Set in the ``custom`` of every cut that sharmill writes: its context must not be cut along with it.
 CONTEXT_UNALIGNED: Final = "context_audio_unaligned"
 
+# Of a dataset with contexts; see ``base_fields``.
 BASE_FIELDS: Final = (CUTS, TARGET_AUDIO, CONTEXT_AUDIO)
 DATASET_FILE: Final = "dataset.json"
 SHARDS_FILE: Final = "shards.jsonl"
@@ -38,9 +39,19 @@ def codec_of_folder(folder: str) -> str | None:
     return folder[len(_CODES_PREFIX) :] if folder.startswith(_CODES_PREFIX) else None
 
 
-def codec_fields(codec: str) -> tuple[str, str]:
-    """Return the fields of a codec: target codes and context codes."""
-    return codes_field(codec, TARGET_CODES), codes_field(codec, CONTEXT_CODES)
+def base_fields(*, contexts: bool) -> tuple[str, ...]:
+    """Return the fields of cuts and audio of a dataset with or without contexts, in the order of an index.
+
+    >>> base_fields(contexts=False)
+    ('cuts', 'target_audio')
+    """
+    return BASE_FIELDS if contexts else (CUTS, TARGET_AUDIO)
+
+
+def codec_fields(codec: str, *, contexts: bool = True) -> tuple[str, ...]:
+    """Return the fields of a codec: target codes and, unless the dataset has no contexts, context codes."""
+    targets = codes_field(codec, TARGET_CODES)
+    return (targets, codes_field(codec, CONTEXT_CODES)) if contexts else (targets,)
 
 
 def codes_field(codec: str, field: str) -> str:

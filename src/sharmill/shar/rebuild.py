@@ -102,8 +102,15 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
     audio: set[tuple[str, int]] = set()
     records = [_record(directory, shard, seen, audio) for shard in found]
     fields = list(found[0].files)
-    own = old.contract == "sharmill" if old is not None else False
+    # Where contexts went or came since the old one, its limits and its contract are not those of these files.
+    own = old is not None and old.contract == "sharmill" and bool(old.limits) == (CONTEXT_AUDIO in fields)
     inferred: list[str] = []
+    if old is not None and old.contract == "sharmill" and not own:
+        before, now = ("with", "without") if old.limits else ("without", "with")
+        inferred.append(
+            f"the old {DATASET_FILE} is of a dataset {before} contexts, and the files are of one {now}: cuts and codes "
+            "count as another tool's, without limits"
+        )
     codecs = [_codec(codec, seen[codec], facts, old, inferred) for codec in sorted(seen)]
     if unused := sorted({fact.name for fact in facts} - set(seen)):
         raise ConfigError(
@@ -121,7 +128,7 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
         context_seconds=round(sum(shard.context_seconds for shard in records), 3),
         audio_format=old.audio_format if old else (formats.pop() if len(formats) == 1 else "original"),
         sampling_rate=old.sampling_rate if old else (rates.pop() if len(rates) == 1 else None),
-        limits=old.limits if old else {},
+        limits=old.limits if old and CONTEXT_AUDIO in fields else {},
         codecs=codecs,
         contract="sharmill" if own else "foreign",
     )

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sharmill.shar.layout import TARGET_AUDIO, TARGET_CODES
+from sharmill.manifest import CONTEXT_KEYS
+from sharmill.shar.layout import CONTEXT_UNALIGNED, TARGET_AUDIO, TARGET_CODES
 
 if TYPE_CHECKING:
     from lhotse import MonoCut, Recording
@@ -25,6 +26,13 @@ _LOADED = ("memory", "shar")
 def holds(cut: MonoCut, field: str) -> bool:
     """Return True if the cut carries this field."""
     return _recording(cut) is not None if field == TARGET_AUDIO else cut.has_custom(field)
+
+
+def is_without_context(cut: MonoCut) -> bool:
+    """Return True for a cut of a dataset of sharmill's that has no contexts, whatever fields were read."""
+    records = [supervision.custom or {} for supervision in cut.supervisions]
+    is_own = CONTEXT_UNALIGNED in (cut.custom or {})
+    return is_own and not any(CONTEXT_KEYS[0] in record for record in records)
 
 
 def load_array(cut: MonoCut, field: str) -> np.ndarray:

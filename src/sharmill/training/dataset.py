@@ -22,6 +22,7 @@ from sharmill.training.cut_data import (
     ContextSlice,
     epoch_of,
     holds,
+    is_without_context,
     load_array,
     load_audio,
     sampling_rate_of,
@@ -148,7 +149,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         codec: the form of the codes; ``CodecForm.of_dataset("data/librispeech")``. Its rate is that of audio as well.
             None for data without codes: batches then have audio.
         tokenizer: from text to ids, or one such function for each language; None for data without text.
-        context: False for data without contexts.
+        context: False for data without contexts, or to leave them out.
         context_duration_min: seconds; a shorter context is repeated from its beginning.
         context_duration_max: seconds; what is longer is cut at a random place. See ``ContextLimits``.
         audio_16khz: whose audio at 16 kHz to add, for speaker models.
@@ -319,6 +320,11 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         for cut in cuts:
             if not holds(cut, audio):
                 wanted = f"neither {codes} nor {audio}" if self.codes else f"no {audio}"
+                if audio == CONTEXT_AUDIO and is_without_context(cut):
+                    raise ValueError(
+                        f"cut {cut.id!r} has {wanted}: its dataset was made without contexts (match: null); give "
+                        "context=False, or use a dataset with contexts"
+                    )
                 otherwise = ", or give context=False" if audio == CONTEXT_AUDIO else ""
                 raise ValueError(
                     f"cut {cut.id!r} has {wanted}; name these fields in open_shar(..., fields=[...]){otherwise}"

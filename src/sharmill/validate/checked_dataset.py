@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
-from sharmill.shar.layout import BASE_FIELDS, DATASET_FILE, SHARDS_FILE, codec_fields, sidecar_files
+from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, SHARDS_FILE, codec_fields, sidecar_files
 from sharmill.shar.reading.foreign import find_shards
 from sharmill.validate.findings import Finding
 
@@ -173,10 +173,13 @@ def _disagreements(dataset: DatasetRecord, shards: Sequence[Shard]) -> Iterator[
         for field, times in Counter(dataset.fields).items():
             if times > 1:
                 yield f"the field {field} is named {times} times"
-        codes = {field for codec in dataset.codecs for field in codec_fields(codec.name)}
-        for field in sorted({*BASE_FIELDS, *codes} ^ set(dataset.fields)):
+        for field in sorted(set(dataset.own_fields) ^ set(dataset.fields)):
             wrong = "is not of its codecs" if field in dataset.fields else "is missing"
             yield f"the field {field} {wrong}"
+        if dataset.has_contexts and not dataset.limits:
+            yield f"there is a field {CONTEXT_AUDIO}, but no limits of contexts"
+        if not dataset.has_contexts and (dataset.limits or dataset.context_seconds):
+            yield f"there is no field {CONTEXT_AUDIO}, but limits of contexts or seconds of context audio"
 
 
 def check_strays(subject: CheckedDataset) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from sharmill.engine.identity import ABSENT, find_differences, show
 from sharmill.errors import DamagedShard, RejectRecord
+from sharmill.manifest import CONTEXT_KEYS
 from sharmill.shar.arrays import array_from_bytes, codes_dtype, num_frames
 from sharmill.shar.index import CodecRecord, DatasetRecord
 from sharmill.shar.items import Item
@@ -46,6 +47,10 @@ def check_contract(
     for check, items in ((_cut_problem, targets), (_context_problem, contexts)):
         for cut, item in zip(cuts, items, strict=False):
             if problem := problem_in(check, cut, item.metadata or {}, dataset):
+                yield shard.finding("bad_cut", CUTS, problem, member=str(cut.get("id")))
+    if not dataset.has_contexts and CONTEXT_AUDIO not in shard.files:
+        for cut in cuts:
+            if problem := problem_in(_problem_without_context, cut):
                 yield shard.finding("bad_cut", CUTS, problem, member=str(cut.get("id")))
     for target, context in zip(targets, contexts, strict=False):
         if target.cut_id == context.cut_id and target.data is not None and target.data == context.data:
@@ -89,6 +94,12 @@ def _cut_problem(cut: dict[str, Any], target: dict[str, Any], dataset: DatasetRe
     return f"its record has {forbidden}, which is not loaded" if forbidden else None
 
 
+def _problem_without_context(cut: dict[str, Any]) -> str | None:
+    """Return what is wrong with a cut of a dataset without contexts."""
+    keys = sorted(cut["supervisions"][0]["custom"].keys() & set(CONTEXT_KEYS))
+    return f"its record has {keys[0]}, in a dataset without contexts" if keys else None
+
+
 def _context_problem(cut: dict[str, Any], context: dict[str, Any], dataset: DatasetRecord) -> str | None:
     """Return what is wrong with a cut beside the metadata of its context audio and the limits of the dataset."""
     custom, limits = cut["supervisions"][0]["custom"], dataset.limits
@@ -99,6 +110,8 @@ def _context_problem(cut: dict[str, Any], context: dict[str, Any], dataset: Data
         return f"the context audio has the id {context['id']!r} instead of {wanted!r}"
     if recording == cut["recording"]["id"] and _overlap(custom["offset"], custom["duration"], offset, duration):
         return "the context is the target itself, or overlaps it"
+    if not limits:
+        return None  # a finding about the dataset, not about each cut
     if similarity < limits["min_similarity"] - _SIMILARITY_TOLERANCE:
         return f"the similarity of the context is {similarity}, less than {limits['min_similarity']}"
     if similarity > 1 + _SIMILARITY_TOLERANCE:

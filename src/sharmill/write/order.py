@@ -1,4 +1,4 @@
-"""The order of a dataset's cuts."""
+"""The order of a dataset's cuts, and their division into shards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from sharmill.config import WriteConfig
+from sharmill.match.groups import index_manifest
+from sharmill.match.speaker_key import speaker_of_tag
+
 
 class _Head(msgspec.Struct):
     index: int = msgspec.field(name="_index")
@@ -18,23 +22,25 @@ class _Head(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class MatchedIndex:
-    """Offsets, positions and durations of N lines of the matched manifest, which has them by speaker group.
+class LineIndex:
+    """Offsets, positions and durations of N lines of the manifest that is written, by speaker group.
 
     Attributes:
         offsets: (N,) int64, where each line begins.
         positions: (N,) int64, the line's number in the prepared manifest.
-        seconds: (N,) float64, target and context together.
+        target_seconds: (N,) durations of the targets.
+        seconds: (N,) durations of target and context together.
     """
 
     offsets: np.ndarray
     positions: np.ndarray
+    target_seconds: np.ndarray
     seconds: np.ndarray
 
 
-def index_matched(path: Path) -> MatchedIndex:
-    """Read the matched manifest once."""
-    offsets, positions, seconds = array("q"), array("q"), array("d")
+def index_matched(path: Path) -> LineIndex:
+    """Read the matched manifest once; it has its lines by speaker group."""
+    offsets, positions, targets, contexts = array("q"), array("q"), array("d"), array("d")
     decoder = msgspec.json.Decoder(_Head)
     begin = 0
     with path.open("rb") as stream:
@@ -42,16 +48,27 @@ def index_matched(path: Path) -> MatchedIndex:
             head = decoder.decode(line)
             offsets.append(begin)
             positions.append(head.index)
-            seconds.append(head.duration + head.context_audio_duration)
+            targets.append(head.duration)
+            contexts.append(head.context_audio_duration)
             begin += len(line)
-    return MatchedIndex(
+    target_seconds = np.array(targets, dtype=np.float64)
+    return LineIndex(
         np.array(offsets, dtype=np.int64),
         np.array(positions, dtype=np.int64),
-        np.array(seconds, dtype=np.float64),
+        target_seconds,
+        target_seconds + np.array(contexts, dtype=np.float64),
     )
 
 
-def order_lines(index: MatchedIndex, order: Literal["manifest", "speaker", "shuffle"], seed: int) -> np.ndarray:
+def index_prepared(path: Path) -> LineIndex:
+    """Read the prepared manifest once, for a dataset without contexts; its groups are the speakers."""
+    index = index_manifest(path, speaker_of_tag)
+    by_group = np.argsort(index.groups, kind="stable")
+    seconds = index.seconds[by_group].astype(np.float64)
+    return LineIndex(index.offsets[by_group], by_group, seconds, seconds)
+
+
+def order_lines(index: LineIndex, order: Literal["manifest", "speaker", "shuffle"], seed: int) -> np.ndarray:
     """Return the line numbers (N,) in the order asked for: as in the input, by speaker group, or a seeded permutation.
 
     The permutation is of the input's order, so it does not depend on how groups were found.
@@ -62,3 +79,44 @@ def order_lines(index: MatchedIndex, order: Literal["manifest", "speaker", "shuf
     if order == "manifest":
         return as_in_manifest
     return as_in_manifest[np.random.Generator(np.random.PCG64(seed)).permutation(len(as_in_manifest))]
+
+
+def divide(seconds: np.ndarray, write: WriteConfig) -> list[int]:
+    """Divide cuts into shards of consecutive ones, none of them empty.
+
+    Args:
+        seconds: (N,) durations of the targets, in the order of the cuts.
+        write: says how large shards are.
+
+    Returns:
+        The bounds (shards + 1,): shard n has the cuts from bound n to before bound n + 1.
+
+    >>> divide(np.ones(5), WriteConfig(shard_size=2)), divide(np.ones(5), WriteConfig(num_shards=2))
+    ([0, 2, 4, 5], [0, 2, 5])
+    >>> divide(np.array([4.0, 1.0, 1.0, 1.0, 1.0]), WriteConfig(shard_seconds=4.0))
+    [0, 1, 5]
+    """
+    count = len(seconds)
+    if not count:
+        return [0]
+    if write.shard_seconds is not None:
+        total = float(seconds.sum())
+        return _balance(seconds, min(count, max(1, round(total / write.shard_seconds))))
+    if write.num_shards is not None:
+        number = min(count, write.num_shards)
+        return [count * shard // number for shard in range(number + 1)]
+    assert write.shard_size is not None
+    return [*range(0, count, write.shard_size), count]
+
+
+def _balance(seconds: np.ndarray, number: int) -> list[int]:
+    """Return bounds at the cuts where the seconds so far are nearest to equal shares; at the first of two as near."""
+    count, shards = len(seconds), np.arange(1, number)
+    so_far = np.concatenate([[0.0], np.cumsum(seconds, dtype=np.float64)])
+    wanted = so_far[-1] * shards / number
+    after = np.clip(np.searchsorted(so_far, wanted), 1, count)
+    inner = np.where(so_far[after] - wanted < wanted - so_far[after - 1], after, after - 1)
+    # At least one cut for each shard before a bound, and for each behind it.
+    inner = np.maximum.accumulate(np.maximum(inner, 1) - shards) + shards
+    inner = np.minimum(inner, count - number + shards)
+    return [0, *inner.tolist(), count]

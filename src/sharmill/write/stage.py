@@ -1,10 +1,11 @@
-"""Stage ``write`` (stage 2): cuts, target audio and context audio as shards."""
+"""Stage ``write`` (stage 2): cuts, target audio and, in a dataset with contexts, context audio as shards."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,21 +22,31 @@ from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.manifest import Context, Reject, Utterance, read_lines_at, records_checksum
+from sharmill.manifest import CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
 from sharmill.match.stage import matched_manifest, min_similarity
+from sharmill.prepare.stage import prepared_manifest
 from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
 from sharmill.shar.items import FieldWriter, Item
-from sharmill.shar.layout import BASE_FIELDS, CONTEXT_AUDIO, CUTS, FORMAT_VERSION, TARGET_AUDIO, context_id, shard_file
+from sharmill.shar.layout import (
+    BASE_FIELDS,
+    CONTEXT_AUDIO,
+    CUTS,
+    FORMAT_VERSION,
+    TARGET_AUDIO,
+    base_fields,
+    context_id,
+    shard_file,
+)
 from sharmill.shar.lhotse_json import cut_json, recording_json
 from sharmill.storage import Staging
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
-from sharmill.write.order import index_matched, order_lines
+from sharmill.write.order import divide, index_matched, index_prepared, order_lines
 
 
 class WriteStage(Stage):
-    """The stage that writes the dataset directory from the matched manifest. One unit is one shard."""
+    """The stage that writes the dataset directory from the manifest of the stage before it. One unit is one shard."""
 
     kind: ClassVar[str] = "write"
     replaces_root: ClassVar[bool] = True
@@ -44,42 +55,45 @@ class WriteStage(Stage):
         self.config = config
         self.run_dir = RunDir(Path(config.run_dir))
         self.root = Path(config.dataset_dir)
-        self.folders = BASE_FIELDS
+        self.folders = base_fields(contexts=config.has_contexts)
         self._dataset = ShardedDataset(self.root)
 
     def identity(self) -> dict[str, Any]:
         require_own_output(self)
-        matched = matched_manifest(self.config)
-        if not matched.exists():
-            raise ConfigError(f"{matched} is not there: run the stage match first", code="stage_not_run")
+        manifest = input_manifest(self.config)
+        if not manifest.exists():
+            before = self.config.stages[self.config.stages.index(self.kind) - 1]
+            raise ConfigError(f"{manifest} is not there: run the stage {before} first", code="stage_not_run")
+        write = dataclasses.asdict(self.config.write)
+        # Those that are not given are left out: plans from before there were these keys stay good.
+        absent = {name for name in ("num_shards", "shard_seconds") if write[name] is None}
         return {
-            "write": dataclasses.asdict(self.config.write),
+            "write": {name: value for name, value in write.items() if name not in absent},
             "name": self.config.name,
             "audio_roots": [
                 identify_folder(root.path, self.run_dir.path)
                 for root in AudioRoots.of(source.audio_root for source in self.config.sources).roots
             ],
             "limits": self._limits(),
-            "input": records_checksum(matched),
+            "input": records_checksum(manifest),
             "versions": versions("soundfile", "torchaudio"),
         }
 
     def plan(self, folder: Path) -> Iterator[Unit]:
-        index = index_matched(matched_manifest(self.config))
-        write = self.config.write
+        manifest, write = input_manifest(self.config), self.config.write
+        index = index_matched(manifest) if self.config.has_contexts else index_prepared(manifest)
         order = order_lines(index, write.order, write.seed)
         np.save(folder / "offsets.npy", index.offsets[order], allow_pickle=False)
-        for number, start in enumerate(range(0, len(order), write.shard_size)):
-            lines = order[start : start + write.shard_size]
-            params = {"start": start, "stop": start + len(lines)}
-            yield make_unit(number, cost=round(float(index.seconds[lines].sum()), 3), size=len(lines), params=params)
+        for number, (start, stop) in enumerate(pairwise(divide(index.target_seconds[order], write))):
+            cost = round(float(index.seconds[order[start:stop]].sum()), 3)
+            yield make_unit(number, cost=cost, size=stop - start, params={"start": start, "stop": stop})
 
     def open(self, device: str) -> Processor:
         return WriteProcessor(self.config, self.dir.plan)
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
-        shards = [_shard_record(commit) for commit in commits]
+        shards = [_shard_record(commit, self.folders) for commit in commits]
         self._dataset.write_index(self._dataset_record(shards), shards)
         return add_up(commits)
 
@@ -108,6 +122,8 @@ class WriteStage(Stage):
 
     def _limits(self) -> dict[str, Any]:
         match = self.config.match
+        if match is None:
+            return {}
         return {
             "min_similarity": min_similarity(match),
             "min_duration": match.min_duration,
@@ -118,7 +134,7 @@ class WriteStage(Stage):
         return DatasetRecord(
             format_version=FORMAT_VERSION,
             name=self.config.name,
-            fields=list(BASE_FIELDS),
+            fields=list(self.folders),
             num_shards=len(shards),
             num_cuts=sum(shard.count for shard in shards),
             target_seconds=round(sum(shard.target_seconds for shard in shards), 3),
@@ -145,53 +161,70 @@ class WriteProcessor(Processor):
         utterances = self._read(unit)
         roots = AudioRoots.of(source.audio_root for source in self.config.sources)
         reader = SegmentReader(roots, self.config.prepare.duration_tolerance)
-        uses = [segment for u in utterances for segment in (u.segment, _context(u).segment)]
-        encode = SegmentEncoder(self.config.write, reader, uses)
-        files = {field: shard_file(field, unit.index) for field in BASE_FIELDS}
+        encode = SegmentEncoder(self.config.write, reader, [use for u in utterances for use in _segments(u).values()])
+        fields = base_fields(contexts=self.config.has_contexts)
+        files = {field: shard_file(field, unit.index) for field in fields}
         rejects: list[Reject] = []
         cuts: list[dict[str, Any]] = []
-        seconds = context_seconds = 0.0
+        seconds = {TARGET_AUDIO: 0.0, CONTEXT_AUDIO: 0.0}
         with ExitStack() as stack:
-            targets = stack.enter_context(FieldWriter(staging.path(files[TARGET_AUDIO])))
-            contexts = stack.enter_context(FieldWriter(staging.path(files[CONTEXT_AUDIO])))
+            writers = {
+                field: stack.enter_context(FieldWriter(staging.path(file)))
+                for field, file in files.items() if field != CUTS
+            }  # fmt: skip
             for utterance in utterances:
-                target, context, why = _encode_pair(encode, utterance)
-                advance(utterance.duration + _context(utterance).segment.duration)
-                if target is None or context is None:
-                    assert why is not None
-                    rejects.append(Reject(WriteStage.kind, why.reason, why.detail, utterance.public_record()))
+                stored = _encode_all(encode, utterance)
+                advance(sum(segment.duration for segment in _segments(utterance).values()))
+                if isinstance(stored, RejectRecord):
+                    rejects.append(Reject(WriteStage.kind, stored.reason, stored.detail, utterance.public_record()))
                     continue
-                targets.add(_item(utterance.cut_id, utterance.cut_id, target))
-                contexts.add(_item(utterance.cut_id, _context_id(_context(utterance)), context))
+                for field, audio in stored.items():
+                    writers[field].add(_item(utterance.cut_id, _recording_id(utterance, field), audio))
+                    seconds[field] += audio.seconds
+                target = stored[TARGET_AUDIO]
                 cuts.append(cut_json(utterance, sampling_rate=target.sampling_rate, num_samples=target.num_samples))
-                seconds += target.seconds
-                context_seconds += context.seconds
         write_cuts(staging.path(files[CUTS]), cuts)
         return Output(
-            files=[files[TARGET_AUDIO], files[CONTEXT_AUDIO], files[CUTS]],
+            # The cuts last of all.
+            files=[*(files[field] for field in writers), files[CUTS]],
             num_out=len(cuts),
             rejects=rejects,
-            stats={"seconds": seconds, "context_seconds": context_seconds},
+            stats={"seconds": seconds[TARGET_AUDIO], "context_seconds": seconds[CONTEXT_AUDIO]},
         )
 
     def _read(self, unit: Unit) -> list[Utterance]:
         offsets = np.load(self._plan / "offsets.npy", mmap_mode="r")[unit.params["start"] : unit.params["stop"]]
-        return [Utterance.from_json(line) for line in read_lines_at(matched_manifest(self.config), offsets)]
+        utterances = [Utterance.from_json(line) for line in read_lines_at(input_manifest(self.config), offsets)]
+        for utterance in utterances if not self.config.has_contexts else ():
+            # A source may have contexts of its own, which are not in the dataset.
+            utterance.custom = {key: value for key, value in utterance.custom.items() if key not in CONTEXT_KEYS}
+        return utterances
 
 
-def _encode_pair(
-    encode: SegmentEncoder, utterance: Utterance
-) -> tuple[StoredAudio | None, StoredAudio | None, RejectRecord | None]:
-    """Return target and context, or why the record has to go; both are always asked for, as the encoder counts uses."""
-    outcomes: list[StoredAudio | None] = []
+def input_manifest(config: Config) -> Path:
+    """Return the path of the manifest that the dataset is written from: that of the stage before."""
+    return matched_manifest(config) if config.has_contexts else prepared_manifest(config)
+
+
+def _segments(utterance: Utterance) -> dict[str, Segment]:
+    """Return the segments of an utterance by their fields: the target and, if it has one, the context."""
+    context = {} if utterance.context is None else {CONTEXT_AUDIO: utterance.context.segment}
+    return {TARGET_AUDIO: utterance.segment, **context}
+
+
+def _encode_all(encode: SegmentEncoder, utterance: Utterance) -> dict[str, StoredAudio] | RejectRecord:
+    """Return the audio of an utterance by field, or why the record has to go.
+
+    All segments are always asked for, as the encoder counts uses.
+    """
+    stored: dict[str, StoredAudio] = {}
     why: RejectRecord | None = None
-    for segment, role in ((utterance.segment, "target"), (_context(utterance).segment, "context")):
+    for field, segment in _segments(utterance).items():
         try:
-            outcomes.append(encode(segment))
+            stored[field] = encode(segment)
         except RejectRecord as reject:
-            outcomes.append(None)
-            why = why or RejectRecord(reject.reason, f"{role}: {reject.detail}")
-    return outcomes[0], outcomes[1], why
+            why = why or RejectRecord(reject.reason, f"{field.removesuffix('_audio')}: {reject.detail}")
+    return why or stored
 
 
 def _item(cut_id: str, recording_id: str, stored: StoredAudio) -> Item:
@@ -199,21 +232,20 @@ def _item(cut_id: str, recording_id: str, stored: StoredAudio) -> Item:
     return Item(cut_id, stored.extension, stored.data, recording)
 
 
-def _context(utterance: Utterance) -> Context:
-    assert utterance.context is not None, "the matched manifest has utterances with a context only"
-    return utterance.context
-
-
-def _context_id(context: Context) -> str:
+def _recording_id(utterance: Utterance, field: str) -> str:
+    """Return the id of the Recording that an utterance has in a field of audio."""
+    context = utterance.context
+    if field == TARGET_AUDIO or context is None:
+        return utterance.cut_id
     return context_id(context.recording_id, context.segment.offset, context.segment.duration)
 
 
-def _shard_record(commit: Commit) -> ShardRecord:
+def _shard_record(commit: Commit, fields: Sequence[str]) -> ShardRecord:
     by_name = {file.name: FieldFile(file.name, file.size, file.xxh3) for file in commit.files}
     return ShardRecord(
         index=commit.index,
         count=commit.num_out,
         target_seconds=round(commit.stats["seconds"], 3),
         context_seconds=round(commit.stats["context_seconds"], 3),
-        fields={field: by_name[shard_file(field, commit.index)] for field in BASE_FIELDS},
+        fields={field: by_name[shard_file(field, commit.index)] for field in fields},
     )

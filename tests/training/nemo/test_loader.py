@@ -85,6 +85,22 @@ def test_contexts_that_are_not_read_are_not_asked_for(many):
     assert not [name for name in batch if name.startswith("context")]
 
 
+def test_a_dataset_without_contexts_makes_batches_of_targets(without_contexts):
+    entry = audio_entry(without_contexts.dataset, fields=["target_codes"])
+    batches = take(get_dataloader({"input_cfg": [entry], "force_finite": True, "batch_size": 4}, 0, 1, Letters()))
+    assert [len(batch["ids"]) for batch in batches] == [4, 3]
+    assert not [name for batch in batches for name in batch if name.startswith("context")]
+    with raises(ConfigError, "unknown_field", "'context_codes': it has no contexts"):
+        entry["fields"] = ["target_codes", "context_codes"]
+        get_dataloader({"input_cfg": [entry], "force_finite": True, "batch_size": 4}, 0, 1, Letters())
+
+
+def test_datasets_with_and_without_contexts_need_a_dataset_of_their_own(many, without_contexts):
+    entries = [audio_entry(many.dataset), audio_entry(without_contexts.dataset, fields=["target_audio"])]
+    with raises(ConfigError, "needs_dataset"):
+        get_dataloader({"input_cfg": entries, "batch_size": 1}, 0, 1)
+
+
 def test_data_with_and_without_codes_need_a_dataset_of_their_own(corpora, many):
     entries = [corpora.entry("large"), audio_entry(many.dataset)]
     with raises(ConfigError, "needs_dataset", "dataset="):

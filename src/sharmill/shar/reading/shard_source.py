@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -26,6 +26,9 @@ from sharmill.shar.layout import (
 )
 from sharmill.shar.reading.foreign import find_shards
 from sharmill.storage import STAGING_NAME, checksum_bytes
+
+# Begins the names of both fields of contexts.
+_CONTEXT: Final = "context_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +265,10 @@ def _choose(directory: Path, stored: Iterable[str], fields: Sequence[str] | None
         )
     unknown = [field for field in fields or () if field not in available and field != CUTS]
     if unknown:
+        has_contexts = any(name.startswith(_CONTEXT) for name in available)
+        why = ": it has no contexts" if unknown[0].startswith(_CONTEXT) and not has_contexts else ""
         raise ConfigError(
-            f"{directory} has no field {unknown[0]!r}; it has {', '.join(available)}", code="unknown_field"
+            f"{directory} has no field {unknown[0]!r}{why}; it has {', '.join(available)}", code="unknown_field"
         )
     chosen: dict[str, str] = {}
     for name, choices in available.items():

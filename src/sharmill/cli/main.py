@@ -24,7 +24,7 @@ from sharmill.executors.logs import PrintableFormatter, printable
 # A command NAME is the function NAME of the module NAME of this package, with "_" for "-".
 COMMANDS: Final = {
     "Make": ("demo", "run", "manifest", "submit"),
-    "Watch": ("plan", "status"),
+    "Watch": ("plan", "status", "cancel"),
     "Look": ("validate",),
     "Change": ("merge", "index", "sidecars"),
     "Train": ("bins", "tune-batch"),

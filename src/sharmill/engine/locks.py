@@ -51,7 +51,7 @@ _SECONDS_WITHOUT_OWNER = 5.0
 _WITHOUT_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 
 
-class _Owner(msgspec.Struct, kw_only=True):
+class LockOwner(msgspec.Struct, kw_only=True):
     """The process that holds a lock, as its record describes it.
 
     ``kernel`` says where ``pid`` means this process, and ``started`` tells it from a later one of the same number.
@@ -66,6 +66,11 @@ class _Owner(msgspec.Struct, kw_only=True):
     started: int = 0
     lease_seconds: float = LEASE_SECONDS
 
+    @property
+    def is_here(self) -> bool:
+        """True for a process under the same kernel as this, which may have ended."""
+        return self.kernel == this_kernel()
+
     def __str__(self) -> str:
         job = f" ({self.job})" if self.job else ""
         return f"process {self.pid} of {self.user} on {self.host}{job}, since {self.since}"
@@ -76,7 +81,7 @@ class _Seen:
     """The record of an owner as it was found: its file, and whether ``flock`` on it is refused."""
 
     file: Path
-    owner: _Owner
+    owner: LockOwner
     touched: int
     is_locked: bool
 
@@ -101,10 +106,16 @@ class _Seen:
         finally:
             os.close(descriptor)
         try:
-            owner = msgspec.json.decode(data, type=_Owner)
+            owner = msgspec.json.decode(data, type=LockOwner)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            owner = _Owner(lease_seconds=lease_seconds)  # torn by a power cut
+            owner = LockOwner(lease_seconds=lease_seconds)  # torn by a power cut
         return cls(file, owner, touched, is_locked)
+
+
+def lock_owner(folder: Path) -> LockOwner | None:
+    """Return who holds the lock on a folder, as far as its record says; None where nobody does."""
+    seen = _Seen.read(folder / LOCK_NAME, LEASE_SECONDS)
+    return None if seen is None else seen.owner
 
 
 class FolderLock:
@@ -216,7 +227,7 @@ class FolderLock:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _is_dead(self, seen: _Seen) -> bool:
-        if seen.owner.kernel == this_kernel():
+        if seen.owner.is_here:
             self._is_alive = not is_gone(seen.owner.pid, seen.owner.started)
             return not self._is_alive
         sign, now = (seen.file, seen.touched), time.monotonic()
@@ -292,14 +303,14 @@ def _warn_without_flock(folder: Path, lease_seconds: float) -> None:
     )
 
 
-def _describe_this_process(lease_seconds: float) -> _Owner:
+def _describe_this_process(lease_seconds: float) -> LockOwner:
     job = ""
     if "SLURM_JOB_ID" in os.environ:
         job = f"SLURM job {os.environ['SLURM_JOB_ID']}"
     elif "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         metadata = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]).get("metadata", {})
         job = f"Ray job {metadata.get('job_submission_id')}"
-    return _Owner(
+    return LockOwner(
         host=socket.gethostname(),
         pid=os.getpid(),
         user=user_name(),

@@ -183,3 +183,25 @@ def check_paths(config: Config) -> None:
                 "meant from with `jobs/ray_job.py --root DIR`",
                 code="bad_config_value",
             )
+
+
+def stop_job(submission_id: str, address: str | None) -> None:
+    """Tell a Ray job to end, as ``ray job stop`` does: its driver gets a SIGTERM, and the ranks end with it.
+
+    Args:
+        address: of the dashboard, as ``ray job submit`` takes it; None for Ray's own settings.
+
+    Raises:
+        ConfigError: there is no such dashboard, or it knows no such job.
+    """
+    import_ray()
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        JobSubmissionClient(address).stop_job(submission_id)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"Ray job {submission_id} cannot be stopped from here: {' '.join(str(error).split())}; name the dashboard "
+            f"of its cluster with --ray-address, or: ray job stop {submission_id}",
+            code="no_cluster",
+        ) from error

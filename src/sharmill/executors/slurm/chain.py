@@ -41,6 +41,7 @@ from sharmill.executors.slurm.queue import (
     queued_jobs,
     require_slurm,
 )
+from sharmill.processes import user_name
 from sharmill.storage import make_private_folder, path_aside, remove_tree, write_atomic
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ _SECONDS_TO_WAIT_FOR_LOCK = 600.0
 _DRIVER_PATIENCE_SECONDS = 12 * 3600.0
 # After its end was noted a driver job has little left to do, but a site may have something to clean up.
 _SECONDS_TO_LEAVE_QUEUE = 60.0
+# A process that takes no notice of SIGTERM is killed by SLURM after KillWait, which is 30 s by default.
+_SECONDS_TO_CANCEL = 180.0
 
 
 class Outcome(Protocol):
@@ -311,6 +314,47 @@ def require_no_chain(run_dir: RunDir, *, take_over: bool = False) -> None:
             f"{run_dir.path}) or end them: scancel {' '.join(parent_ids([job.id for job in jobs]))}",
             code="jobs_in_queue",
         )
+
+
+def cancel_chain(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> list[str]:
+    """End all jobs of a run directory, and note it; return their numbers.
+
+    Jobs that end may have submitted others before, so the queue is asked until it has none.
+
+    Raises:
+        ConfigError: there is no SLURM here to be asked.
+        SlurmSilent: nobody answers.
+        FatalError: jobs are still there after ``wait_seconds``.
+    """
+    ended: set[str] = set()
+    deadline = time.monotonic() + wait_seconds
+    while jobs := queued_jobs(run_dir):
+        if not ended:
+            _note_cancelled(run_dir)
+        if time.monotonic() > deadline:
+            raise FatalError(
+                f"{describe_jobs(jobs)} are still in the queue {wait_seconds:.0f} s after scancel; ask again with "
+                f"sharmill status {run_dir.path}, or end them: scancel {' '.join(parent_ids([j.id for j in jobs]))}",
+                code="jobs_in_queue",
+            )
+        # A watcher job would begin in the place of its driver job, and that would submit the ranks again.
+        order = ("watcher", "driver", "rank")
+        ids = parent_ids([job.id for job in jobs])
+        roles = {parent_ids([job.id])[0]: order.index(job.role) for job in jobs}
+        ended.update(ids)
+        cancel(sorted(ids, key=lambda number: roles[number]))
+        time.sleep(_POLL_SECONDS)
+    if ended:
+        # A driver job may have noted that it waits for what it had submitted.
+        _note_cancelled(run_dir)
+    return sorted(ended, key=int)
+
+
+def _note_cancelled(run_dir: RunDir) -> None:
+    before = read_state(run_dir) or ChainState(state="failed", message="")
+    message = f"cancelled by {user_name()}; what is done is kept"
+    state = msgspec.structs.replace(before, state="failed", message=message, jobs=[])
+    write_atomic(run_dir.chain, msgspec.json.encode(state) + b"\n")
 
 
 def wait_for_end(chain: Chain) -> ChainState:

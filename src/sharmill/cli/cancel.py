@@ -1,0 +1,90 @@
+"""``sharmill cancel``: the end of whatever is at work in a run directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from sharmill.cli.console import make_console, plain
+from sharmill.cli.exit_status import OK
+from sharmill.errors import ConfigError, FatalError
+
+if TYPE_CHECKING:
+    from sharmill.engine.locks import LockOwner
+    from sharmill.engine.rundir import RunDir
+
+_RAY_JOB: Final = "Ray job "
+_SECONDS_TO_END: Final = 60.0
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--ray-address", help="Dashboard of the Ray cluster; by default that of RAY_API_SERVER_ADDRESS.")
+def cancel(run_dir: Path, ray_address: str | None) -> int:
+    """End the jobs and the process that are at work in a run directory.
+
+    What is done is kept: the command that began the run goes on from there.
+    """
+    from sharmill.engine.rundir import RunDir
+    from sharmill.executors.slurm.chain import cancel_chain
+
+    paths, console = RunDir(run_dir), make_console()
+    if not paths.config.exists():
+        raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
+    jobs = cancel_chain(paths)
+    if jobs:
+        console.print(plain(f"ended on SLURM: jobs {', '.join(jobs)}"))
+    ended = _end_owner(paths, ray_address)
+    if ended:
+        console.print(plain(f"ended: {ended}"))
+    if not jobs and not ended:
+        console.print(plain(f"nothing is at work in {run_dir}"))
+    return OK
+
+
+def _end_owner(run_dir: RunDir, ray_address: str | None) -> str:
+    """End the process that holds the lock of a run directory; return a few words about it, "" where there is none.
+
+    Raises:
+        ConfigError: it can be ended only from elsewhere, or by another user.
+    """
+    from sharmill.engine.locks import lock_owner
+    from sharmill.processes import is_gone
+
+    owner = lock_owner(run_dir.path)
+    if owner is None or (owner.is_here and is_gone(owner.pid, owner.started)):
+        return ""
+    if owner.job.startswith(_RAY_JOB):
+        from sharmill.executors.ray.cluster import stop_job
+
+        stop_job(owner.job.removeprefix(_RAY_JOB), ray_address)
+    elif owner.is_here:
+        _interrupt(owner)
+    else:
+        raise ConfigError(
+            f"{owner} is at work in {run_dir.path}, which cannot be ended from here; there: kill -TERM {owner.pid}",
+            code="locked",
+        )
+    _wait(lambda: lock_owner(run_dir.path) != owner, str(owner))
+    return str(owner)
+
+
+def _interrupt(owner: LockOwner) -> None:
+    try:
+        os.kill(owner.pid, signal.SIGTERM)
+    except PermissionError as error:
+        raise ConfigError(f"{owner} is another user's; ask them to run this", code="locked") from error
+
+
+def _wait(is_over: Callable[[], bool], name: str) -> None:
+    deadline = time.monotonic() + _SECONDS_TO_END
+    while not is_over():
+        if time.monotonic() > deadline:
+            raise FatalError(f"{name} has not ended within {_SECONDS_TO_END:.0f} s of being told to", code="locked")
+        time.sleep(0.1)

@@ -1,0 +1,104 @@
+"""`sharmill cancel`: it ends what is at work in a run directory, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from support.paths import REPOSITORY
+from support.pipelines import run_sharmill
+from support.toy_stage import wait_until
+
+from sharmill.engine.locks import FolderLock, lock_owner
+from sharmill.engine.rundir import RunDir
+from sharmill.executors.slurm.chain import ChainState, read_state
+
+_HOLD = """
+import signal, sys, time
+from pathlib import Path
+from sharmill.engine.locks import FolderLock
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+try:
+    with FolderLock(Path(sys.argv[1])):
+        time.sleep(120)
+except KeyboardInterrupt:
+    print("ended")
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    (tmp_path / "resolved_config.yaml").write_text("{}")
+    assert RunDir(tmp_path).config.exists()
+    return tmp_path
+
+
+def cancel(run_dir, *options, environment=None):
+    return run_sharmill("cancel", str(run_dir), *options, **({} if environment is None else {"env": environment}))
+
+
+def test_a_process_of_this_machine_ends_and_leaves_the_lock(run_dir):
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLD, run_dir], stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "src")},
+    ) as holder:  # fmt: skip
+        wait_until(lambda: lock_owner(run_dir))
+        done = cancel(run_dir)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"ended: process {holder.pid} of" in " ".join(done.stdout.split())
+        assert holder.communicate()[0] == "ended\n"
+    assert lock_owner(run_dir) is None
+
+
+def test_where_nothing_is_at_work_it_says_so(run_dir):
+    done = cancel(run_dir)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "nothing is at work" in " ".join(done.stdout.split())
+
+
+def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):
+    done = cancel(tmp_path)
+    assert done.returncode == 2
+    assert "is not a run directory" in done.stderr
+
+
+def test_a_process_of_another_machine_is_named(run_dir):
+    with FolderLock(run_dir):
+        (record,) = (run_dir / ".sharmill-lock").iterdir()
+        owner = json.loads(record.read_bytes()) | {"host": "node7", "kernel": "another", "pid": 77}
+        record.write_text(json.dumps(owner))
+        done = cancel(run_dir)
+    assert done.returncode == 2
+    assert "process 77 of" in done.stderr
+    assert "node7" in done.stderr
+    assert "kill -TERM 77" in done.stderr
+
+
+def test_jobs_on_slurm_end_watchers_first_and_the_chain_notes_it(run_dir, tmp_path_factory):
+    """With a stand-in for SLURM's commands: the driver job submits ranks while it is being ended."""
+    folder = tmp_path_factory.mktemp("bin")
+    queue = folder / "queue"
+    rows = ["12_0|RUNNING|None|ada|sharmill:feed:rank", "13|PENDING|Dependency|ada|sharmill:feed:driver"]
+    queue.write_text("\n".join([*rows, "14|PENDING|Dependency|ada|sharmill:feed:watcher"]) + "\n")
+    (folder / "squeue").write_text(f"#!/bin/sh\ncat {queue}\n")
+    (folder / "scancel").write_text(
+        f'#!/bin/sh\necho "$@" >> {folder}/asked\n'
+        f"if grep -q '^13' {queue}; then echo '15_0|PENDING|None|ada|sharmill:feed:rank' > {queue}; "
+        f"else : > {queue}; fi\n"
+    )
+    for name in ("squeue", "scancel"):
+        (folder / name).chmod(0o755)
+    paths = RunDir(run_dir)
+    paths.id.write_text("feed")
+    paths.chain.write_bytes(json.dumps({"state": "waiting", "message": "m", "command": "sharmill submit c"}).encode())
+    done = cancel(run_dir, environment=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ended on SLURM: jobs 12, 13, 14, 15" in " ".join(done.stdout.split())
+    assert (folder / "asked").read_text().splitlines() == ["14 13 12", "15"]
+    state = read_state(paths)
+    assert isinstance(state, ChainState)
+    assert (state.state, state.command) == ("failed", "sharmill submit c")
+    assert state.message.startswith("cancelled by ")

@@ -232,6 +232,17 @@ def test_supervisions_with_their_recordings(suffix, joined):
     assert source.stem() == "s"
 
 
+def test_recordings_alone(tmp_path):
+    both = recording("two", sources=stereo("left.wav", "right.wav"))
+    path = write(tmp_path / "recordings.jsonl.gz", [recording("one", "a.wav", 2.5), both, b"{}"])
+    source = LhotseSource(recordings=path, audio_root="audio", channel=1)
+    source.check()
+    one, two, bad = read(source)
+    assert one == {"utterance_id": "one", "audio_filepath": "a.wav", "duration": 2.5}
+    assert (two["audio_filepath"], bad.reason) == ("right.wav", "malformed")
+    assert source.stem() == "recordings"
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 def test_recordings_that_are_not_there_or_there_twice(suffix, joined):
     recordings = [recording("one"), b"no JSON", recording("two"), recording("two", "b.wav"), recording("one"), b"{}"]
@@ -340,7 +351,7 @@ def test_identity_names_files_without_folders(cuts, joined):
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"recordings": "r"}, {"supervisions": "s"}, {"cuts": "c", "recordings": "r", "supervisions": "s"},
+    [{}, {"supervisions": "s"}, {"cuts": "c", "recordings": "r"}, {"cuts": "c", "recordings": "r", "supervisions": "s"},
      {"cuts": []}, {"cuts": [" "]}, {"recordings": "r", "supervisions": "s", "split": True}],
 )  # fmt: skip
 def test_keys_that_make_no_sense(keys):

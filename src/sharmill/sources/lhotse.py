@@ -1,4 +1,4 @@
-"""lhotse manifests: a CutSet, or a SupervisionSet with its RecordingSet, as JSON lines, plain or in gzip."""
+"""lhotse manifests: a CutSet, or a RecordingSet with or without its SupervisionSet, as JSON lines, plain or in gzip."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from sharmill.sources.lhotse_records import (
     cut_records,
     decode_recording,
     decode_supervision,
+    recording_record,
     supervision_record,
 )
 
@@ -33,14 +34,14 @@ _SHOWN_BYTES: Final = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class LhotseSource(SpeechSource):
-    """Records of lhotse manifests: cuts, or supervisions with the recordings that they belong to."""
+    """Records of lhotse manifests: cuts, supervisions with the recordings that they belong to, or recordings."""
 
     type: str = "lhotse"
     cuts: str | list[str] | None = None
     """Path of a CutSet, ``.jsonl`` or ``.jsonl.gz``, or a list of them; as ``manifest`` of ``nemo`` it may name shards,
     or have ``*`` and ``?``."""
     recordings: str | list[str] | None = None
-    """Path of a RecordingSet, or a list of them; instead of ``cuts``, with ``supervisions``."""
+    """Path of a RecordingSet, or a list of them; instead of ``cuts``. Without ``supervisions`` each is a record."""
     supervisions: str | list[str] | None = None
     """Path of a SupervisionSet, or a list of them: each supervision is a record, in this order."""
     split: bool = False
@@ -50,8 +51,8 @@ class LhotseSource(SpeechSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         named = [key for key in _FILE_KEYS if getattr(self, key) is not None]
-        if named not in (["cuts"], ["recordings", "supervisions"]):
-            raise ValueError("give either cuts, or recordings and supervisions")
+        if named not in (["cuts"], ["recordings"], ["recordings", "supervisions"]):
+            raise ValueError("give either cuts, or recordings, or recordings and supervisions")
         if self.split and self.cuts is None:
             raise ValueError("split is for cuts; of supervisions each one is a record anyway")
         for key in named:
@@ -117,16 +118,18 @@ class LhotseSource(SpeechSource):
         if self.cuts is not None:
             records = cut_records(line, self.split, self.channel)
         else:
-            records = iter([self._supervised(line)])
+            records = iter([self._recorded(line)])
         for record in records:
             if isinstance(record, RejectRecord):
                 yield Unreadable(record.reason, record.detail, line[:_SHOWN_BYTES].decode("utf-8", "replace"))
             else:
                 yield msgspec.json.encode(record)
 
-    def _supervised(self, line: bytes) -> dict[str, Any] | RejectRecord:
-        """Return the record of a line of a SupervisionSet, or the reason why it is none."""
+    def _recorded(self, line: bytes) -> dict[str, Any] | RejectRecord:
+        """Return the record of a line of a SupervisionSet or a RecordingSet, or the reason why it is none."""
         try:
+            if self.supervisions is None:
+                return recording_record(decode_recording(line), self.channel)
             supervision = decode_supervision(line)
             # A set may have a recording twice, as it is where parts of a corpus were put together.
             found = sorted(set(self._recordings.find(supervision.recording_id.encode())))
@@ -139,7 +142,7 @@ class LhotseSource(SpeechSource):
 
     @property
     def _lines_key(self) -> str:
-        return "cuts" if self.cuts is not None else "supervisions"
+        return next(key for key in ("cuts", "supervisions", "recordings") if getattr(self, key) is not None)
 
     @cached_property
     def _lines_of(self) -> list[Path]:

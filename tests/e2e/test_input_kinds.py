@@ -21,8 +21,11 @@ from sharmill.shar import open_shar
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-# What has a dozen tests of its own, and needs voices that differ, a filter or no companion at all.
-ELSEWHERE = {"filtered", "no_similar_context", "no_long_context", "only_copies"}
+# What has a dozen tests of its own, and needs voices that differ, a filter, no companion at all or another source.
+ELSEWHERE = {
+    "filtered", "no_similar_context", "no_long_context", "only_copies", "unsupported_cut", "overlapped_speech",
+    "ambiguous_audio",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -136,6 +136,8 @@ SOURCES: Final = Registry(
     {
         "nemo": "sharmill.sources.nemo:NemoSource",
         "nemo_tarred": "sharmill.sources.nemo_tarred:NemoTarredSource",
+        "webdataset": "sharmill.sources.webdataset:WebDatasetSource",
+        "wenet": "sharmill.sources.wenet:WenetSource",
         "lhotse": "sharmill.sources.lhotse:LhotseSource",
         "kaldi": "sharmill.sources.kaldi:KaldiSource",
         "annotated": "sharmill.sources.annotated:AnnotatedSource",

@@ -54,10 +54,19 @@ class TarMember(NamedTuple):
 
 
 class TarDamage(NamedTuple):
-    """The place from which on an archive cannot be read, and a sentence that says so."""
+    """The place from which on an archive cannot be read.
+
+    Attributes:
+        header: position of the first header that is concerned.
+        sentence: what is wrong there.
+        name: of the member that is cut off, where that is known.
+        reason: of the reject that is made of it.
+    """
 
     header: int
     sentence: str
+    name: str = ""
+    reason: str = "unreadable_audio"
 
 
 def walk_members(path: Path, begin: int = 0) -> Iterator[TarMember | TarDamage]:
@@ -71,11 +80,15 @@ def walk_members(path: Path, begin: int = 0) -> Iterator[TarMember | TarDamage]:
         try:
             yield from walk.members()
         except _DamageError as error:
-            yield TarDamage(walk.first, f"the archive {path.name} {error}; copy it again")
+            yield TarDamage(walk.first, f"the archive {path.name} {error}; copy it again", error.name)
 
 
 class _DamageError(Exception):
-    """The archive ends here, or what lies here is no header."""
+    """The archive ends here, within the member ``name`` if there is one, or what lies here is no header."""
+
+    def __init__(self, sentence: str, name: str = "") -> None:
+        super().__init__(sentence)
+        self.name = name
 
 
 class _Walk:
@@ -107,7 +120,7 @@ class _Walk:
                 start = self._skip_sparse_map(header, start)
             name = raw_name.decode("utf-8", "surrogateescape")
             if start + size > self._size:
-                raise _DamageError(f"is cut off at byte {self._size}, within its member {name[:200]!r}")
+                raise _DamageError(f"is cut off at byte {self._size}, within its member {name[:200]!r}", name)
             if kind in _REGULAR and not extension.sparse and not name.endswith("/"):
                 yield TarMember(name, self.first, start, size)
             position = self.first = _padded(start + size)
@@ -239,6 +252,14 @@ def _read_table(path: Path, state: tuple[int, int] | None) -> MemberTable:
 @dataclass(frozen=True, kw_only=True)
 class TarSource(ContainerSource):
     """A source of tar archives that its configuration names."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for pattern in self._patterns:
+            if pattern.startswith("pipe:") or "://" in pattern:
+                raise ValueError(
+                    f"{self.files_key} {pattern!r} is a command or an address; copy the files, and name them"
+                )
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be an archive, or lies outside the audio root."""

@@ -12,8 +12,9 @@ from support.audio import container, reason_of, speech_like
 from support.errors import raises
 
 from sharmill.audio import encoding
+from sharmill.audio.decoder import AudioInfo
 from sharmill.audio.encoding import ENCODERS, check_encoder, encode
-from sharmill.audio.files import AudioInfo, decode, probe_bytes
+from sharmill.audio.files import decode, probe_bytes
 from sharmill.errors import ConfigError
 
 

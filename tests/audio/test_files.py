@@ -15,7 +15,8 @@ from support.audio import FORMATS, container, reason_of, speech_like, write
 from support.paths import DATA
 
 from sharmill.audio import files, mp3
-from sharmill.audio.files import AudioInfo, decode, probe, probe_bytes, read
+from sharmill.audio.decoder import AudioInfo
+from sharmill.audio.files import decode, probe, probe_bytes, read
 
 
 @pytest.mark.parametrize(("name", "format", "subtype"), FORMATS)

@@ -20,6 +20,7 @@ EXTRAS = {
     "transformers": ("transformers",),
     "slurm": ("submitit",),
     "ray": ("ray",),
+    "formats": ("av",),
     "demo": ("nemo", "nemo_toolkit", "transformers", "espeakng_loader"),
 }
 

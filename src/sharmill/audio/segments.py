@@ -16,7 +16,8 @@ import numpy as np
 import xxhash
 
 from sharmill.audio.containers import read_member
-from sharmill.audio.files import AudioInfo, decode, probe, probe_bytes, read
+from sharmill.audio.decoder import AudioInfo
+from sharmill.audio.files import decode, probe, probe_bytes, read
 from sharmill.audio.resample import segment_bounds
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import RejectRecord

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from sharmill.audio.containers import read_member
-from sharmill.audio.files import AudioInfo, choose_channel, probe, probe_bytes
+from sharmill.audio.decoder import AudioInfo
+from sharmill.audio.files import choose_channel, probe, probe_bytes
 from sharmill.audio.roots import AudioRoots, normalise_path
 from sharmill.config import PrepareConfig
 from sharmill.errors import RejectRecord

@@ -8,7 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from sharmill.audio.files import AudioInfo, decode_blocks, probe_bytes
+from sharmill.audio.decoder import AudioInfo
+from sharmill.audio.files import decode_blocks, probe_bytes
 from sharmill.shar.items import Item
 
 # A stretch is silent below -60 dB of full scale: quieter than the noise of a quiet room.

@@ -69,6 +69,7 @@ class SegmentEncoder:
         info, config = location.info, self._config
         return (
             location.is_whole_file
+            and info.common
             and info.channels == 1
             and config.audio_format in (_ORIGINAL, info.format)
             and config.sampling_rate in (None, info.sampling_rate)
@@ -82,7 +83,8 @@ class SegmentEncoder:
             rate = self._config.sampling_rate
         extension: str = self._config.audio_format
         if extension == _ORIGINAL:
-            extension = location.info.format if _can_encode(location.info.format, rate) else _FALLBACK_FORMAT
+            info = location.info
+            extension = info.format if info.common and _can_encode(info.format, rate) else _FALLBACK_FORMAT
         try:
             check_encoder(extension, rate)
         except ConfigError as error:

@@ -76,7 +76,7 @@ class WriteStage(Stage):
             ],
             "limits": self._limits(),
             "input": records_checksum(manifest),
-            "versions": versions("soundfile", "torchaudio"),
+            "versions": versions("soundfile", "av", "torchaudio"),
         }
 
     def plan(self, folder: Path) -> Iterator[Unit]:

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -95,6 +96,22 @@ def test_the_stage_match_is_refused(finished):
         assert outcome.returncode == 2
         assert outcome.stderr.startswith("Error: calls has no stage match: match is null")
         assert len(outcome.stderr.splitlines()) == 1
+
+
+def test_the_recipe_of_match_is_refused_as_well(finished):
+    recipe = REPOSITORY / "pipelines/match_context.py"
+    outcome = subprocess.run(
+        [sys.executable, recipe, finished[0] / "config.yaml"], capture_output=True, text=True, check=False
+    )
+    assert outcome.returncode == 2
+    assert outcome.stderr.startswith("Error: calls has no stage match: match is null")
+
+
+def test_all_stages_there_are_can_be_submitted(finished, tmp_path):
+    own = [f"run_dir={tmp_path / 'run'}", f"dataset_dir={tmp_path / 'dataset'}"]
+    outcome = run_sharmill("submit", "all", finished[0] / "config.yaml", "--dry-run", *own)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "calls, prepare: 4 units" in outcome.stdout
 
 
 def test_plan_and_status_show_the_stages_there_are(finished):

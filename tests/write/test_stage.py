@@ -46,6 +46,29 @@ def test_a_shard_has_at_most_shard_size_cuts_and_the_last_one_the_rest(project):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("write", "counts"),
+    [({"num_shards": 3}, [2, 2, 3]), ({"num_shards": 9}, [1] * 7), ({"shard_seconds": 1.4}, [3, 2, 2])],
+)
+def test_shards_are_as_many_as_asked_for(project, write, counts):
+    """Of 0.3, 0.4 to 0.9 s, 4.2 s in all; by seconds, the bounds are those nearest to 1.4 and 2.8 s."""
+    fill(project)
+    project.write(write=write | {"order": "manifest"})
+    shards = lines(project.dataset / "shards.jsonl")
+    assert [shard["count"] for shard in shards] == counts
+    assert numbers(open_shar(project.dataset)) == list(range(7))
+
+
+def test_plans_tell_how_large_shards_are_by_what_is_given(project):
+    """Plans from before there were num_shards and shard_seconds are those of today."""
+    fill(project)
+    config = project.write(write={"shard_size": 3})
+    assert "num_shards" not in WriteStage(config).identity()["write"]
+    other = replace(config, write=replace(config.write, shard_size=None, num_shards=3))
+    with raises(ConfigError, "changed_plan", "num_shards", "shard_size"):
+        run(WriteStage(other))
+
+
 def test_the_index_names_count_seconds_sizes_and_checksums(project):
     fill(project, 4)
     project.write(write={"shard_size": 4, "order": "manifest"})

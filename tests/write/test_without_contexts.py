@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from support.errors import raises
 from support.manifests import speaker_tag
-from support.shar import ToyCodec, lines, loading, run, snapshot, voice
+from support.shar import Project, ToyCodec, lines, loading, run, snapshot, voice
 
 from sharmill.config import CodecConfig
 from sharmill.encode.stage import EncodeStage
 from sharmill.errors import ConfigError
+from sharmill.grow.merge import merge_datasets
 from sharmill.manifest import CONTEXT_KEYS
 from sharmill.pipeline import check_config, make_stages, run_dataset
 from sharmill.prepare.stage import PrepareStage
@@ -196,3 +197,19 @@ def test_a_restart_changes_the_kind_of_a_dataset_and_leaves_nothing_behind(proje
     assert set(read_dataset(project.dataset).fields) == stored
     files = {path.parent.relative_to(project.dataset).as_posix() for path in project.dataset.rglob("*.*")} - {"."}
     assert files == stored
+
+
+def test_datasets_without_contexts_are_merged_with_their_like_only(without_contexts, built, tmp_path):
+    merged = merge_datasets([without_contexts.dataset, dataset_of_another_cut(tmp_path)], tmp_path / "out")
+    assert merged.record.num_cuts == 8
+    assert merged.record.fields == ["cuts", "target_audio", "codes_toy/target_codes"]
+    with pytest.raises(ConfigError, match="context_audio"):
+        merge_datasets([without_contexts.dataset, built.dataset], tmp_path / "mixed")
+
+
+def dataset_of_another_cut(folder):
+    """A dataset of one other cut, with the same codec."""
+    project = Project(folder / "other")
+    project.add("other.wav", voice(0.5, seed=99))
+    project.encode(project.write(match=None))
+    return project.dataset

@@ -1,0 +1,111 @@
+"""The same real speech in the form of every source, through all stages: each dataset has what the plain one has."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from support.paths import DATA, TESTS
+from support.source_forms import FORMS, whole_files
+
+from sharmill.config import to_config
+from sharmill.engine.listener import Listener
+from sharmill.pipeline import run_dataset
+from sharmill.shar import open_shar
+from sharmill.shar.items import ItemTable
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.skipif(not DATA.is_dir(), reason="needs real speech in ../shared/data, which is not in the repository"),
+]
+AUDIO = DATA / "librispeech_10x10/audio"
+FIELDS = ("target_audio", "context_audio", "codes_tiny/target_codes", "codes_tiny/context_codes")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_models():
+    """A speaker encoder and a codec that cost nothing."""
+    folder = str(TESTS / "support/plugin")
+    sys.path.insert(0, folder)
+    yield
+    sys.path.remove(folder)
+
+
+@pytest.fixture(scope="module")
+def records():
+    found = whole_files(DATA / "librispeech_10x10/manifest.json", AUDIO, count=4)
+    assert len(found) == 12
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(records, tmp_path_factory):
+    return build(tmp_path_factory.mktemp("plain"), "nemo", records)
+
+
+def build(folder, form, records):
+    """The dataset of the records in one form, checked deeply and against its source; no record may be missing."""
+    (folder / "input").mkdir()
+    source = FORMS[form](folder / "input", records, AUDIO)
+    config = to_config({
+        "name": "matrix", "run_dir": str(folder / "run"), "dataset_dir": str(folder / "dataset"),
+        "sources": [source | {"language": "en"}], "speaker_key": "speaker",
+        "prepare": {"unit_records": 5},
+        "match": {"encoder": "python:tiny_speech:TinyEncoder", "min_similarity": -1.0, "min_duration": 0.0},
+        "write": {"order": "manifest", "shard_size": 5},
+        "encode": {"codecs": [{"name": "tiny", "model": "python:tiny_speech:TinyCodec:50"}]},
+        "validate": {"deep": True, "against_sources": True},
+        "executor": {"workers": 1},
+    }, "the test")  # fmt: skip
+    result = run_dataset(config, Listener())
+    assert result.ok
+    assert list(result.stages[-1][0].findings()) == []
+    assert (folder / "run/rejects.jsonl").read_bytes() == b""
+    return folder / "dataset"
+
+
+def facts(dataset):
+    """The text, speaker and length of every cut, by its text, and those of its context."""
+    found = {}
+    for cut in open_shar(dataset, []):
+        (said,) = cut.supervisions
+        context = said.custom["context_audio_text"]
+        found[said.text] = (said.custom["speaker"], cut.duration, context, said.custom["context_speaker_similarity"])
+    return found
+
+
+def contents(dataset):
+    """The bytes of every item of every field, by the text of its cut."""
+    texts = [cut.supervisions[0].text for cut in open_shar(dataset, [])]
+    found = {}
+    for field in FIELDS:
+        items = []
+        for path in sorted((dataset / field).glob("*.tar")):
+            table = ItemTable(path)
+            items += [table.item(number).data for number in range(len(table))]
+            table.close()
+        assert len(items) == len(texts)
+        found |= {(field, text): bytes(data) for text, data in zip(texts, items, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "nemo"])
+def test_a_dataset_of_another_form_has_what_that_of_the_plain_manifest_has(form, plain, records, tmp_path):
+    made = build(tmp_path, form, records)
+    assert len(facts(made)) == len(records)
+    if form == "lhotse_shar":
+        # Its writer encodes the audio anew: the samples are the same.
+        expected = {cut.supervisions[0].text: cut.load_target_audio() for cut in open_shar(plain)}
+        for cut in open_shar(made):
+            np.testing.assert_array_equal(cut.load_target_audio(), expected[cut.supervisions[0].text])
+    else:
+        assert contents(made) == contents(plain)
+    assert {text: fact[1:] for text, fact in facts(made).items()} == {
+        text: fact[1:] for text, fact in facts(plain).items()
+    }
+    assert {fact[0] for fact in facts(made).values()} == {fact[0] for fact in facts(plain).values()}
+    if form in ("table", "folder_of_texts", "lhotse_cuts", "lhotse_sets", "kaldi", "wenet_raw"):
+        # The same paths have the same ids.
+        assert {cut.id for cut in open_shar(made, [])} == {cut.id for cut in open_shar(plain, [])}

@@ -112,8 +112,9 @@ class Member(NamedTuple):
 
     Attributes:
         container: path of the container, relative to the audio root.
-        kind: of the place: "bytes" is a range of the container's bytes, as a member of a tar archive is.
-        start: number of its first byte.
+        kind: of the place: "bytes" is a range of the container's bytes, as a member of a tar archive is; "row:" with a
+            name is that column of a row of a parquet or Arrow file.
+        start: number of its first byte, or of its row.
         size: bytes of the recording, which is an audio file.
     """
 
@@ -316,13 +317,15 @@ class Reject:
 def recording_id(audio_filepath: str, channel: Channel = None) -> str:
     """Return ``rec-`` and the relative path without its extension, ``/`` replaced by ``-``, and the channel chosen.
 
-    >>> recording_id("calls/one.wav"), recording_id("calls/one.wav", 1)
-    ('rec-calls-one', 'rec-calls-one-ch1')
+    >>> recording_id("calls/one.wav"), recording_id("calls/one.wav", 1), recording_id("train.parquet#7")
+    ('rec-calls-one', 'rec-calls-one-ch1', 'rec-train#7')
     """
     # Without pathlib, which would be a large part of the time that checking a cut takes.
     folder, slash, name = audio_filepath.rpartition("/")
     stem, _, extension = name.rpartition(".")
     path = folder + slash + stem if stem and extension else audio_filepath
+    if "#" in extension and path is not audio_filepath and (row := extension.rpartition("#")[2]).isdecimal():
+        path += f"#{row}"
     suffix = "" if channel is None else "-downmix" if channel == "downmix" else f"-ch{channel}"
     return "rec-" + path.replace("/", "-") + suffix
 

@@ -18,6 +18,7 @@ from support.shar import Project, voice
 EXTRAS = {
     "nemo": ("nemo", "nemo_toolkit", "transformers"),  # NeMo needs transformers itself
     "transformers": ("transformers",),
+    "parquet": ("pyarrow",),
     "slurm": ("submitit",),
     "ray": ("ray",),
     "formats": ("av",),
@@ -123,6 +124,7 @@ NEEDS = {
         ["run", "c.yaml", "encode.codecs=[{name: b, model: 'transformers:x/y'}]"],
         "transformers",
     ),
+    "parquet files": (["run", "c.yaml", "sources=[{type: parquet, parquet: x.parquet}]"], "parquet"),
     "SLURM": (["submit", "prepare", "c.yaml", "--dry-run"], "slurm"),
     "Ray": (["run", "c.yaml", "executor.kind=ray"], "ray"),
 }

@@ -14,6 +14,7 @@ from threading import Lock
 from typing import Final
 
 from sharmill.audio.files import open_regular
+from sharmill.audio.row_files import read_audio
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Member
 
@@ -44,8 +45,13 @@ def _read_bytes(path: Path, member: Member) -> bytes:
     return data
 
 
-# By ``Member.kind``.
-_READERS: Final[dict[str, Callable[[Path, Member], bytes]]] = {"bytes": _read_bytes}
+def _read_row(path: Path, member: Member) -> bytes:
+    """Return the audio of a row of a parquet or Arrow file."""
+    return read_audio(path, member.kind.partition(":")[2], member.start, member.size)
+
+
+# By ``Member.kind``, up to a colon.
+_READERS: Final[dict[str, Callable[[Path, Member], bytes]]] = {"bytes": _read_bytes, "row": _read_row}
 
 
 class _Recent:
@@ -63,7 +69,7 @@ class _Recent:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        data = _READERS[member.kind](path, member)
+        data = _READERS[member.kind.partition(":")[0]](path, member)
         with self._lock:
             self._kept[key] = data
             while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self._max_bytes:

@@ -20,6 +20,8 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 # What the cuts of one shard may unfold to. Without a limit a megabyte of gzip could be a gigabyte of lines.
 _MAX_CUTS_BYTES = 1 << 28
+# Of gzip: a thousandfold of it may come out at once.
+_PART_BYTES = 1 << 16
 
 
 class _Identified(msgspec.Struct):
@@ -86,39 +88,73 @@ def read_lines(path: Path) -> list[bytes]:
         return split_lines(path, stream.read())
 
 
+def salvage_lines(path: Path) -> tuple[list[bytes], DamagedShard | None]:
+    """Return the lines of a ``.jsonl.gz`` or ``.jsonl`` file, and None; of a damaged one the lines before the damage.
+
+    Raises:
+        DamagedShard: it is not there.
+    """
+    with open_field(path) as stream:
+        data, damage = _unfold(path, stream.read())
+    lines = data.split(b"\n")
+    # A line that the damage cuts off is none.
+    if damage or not lines[-1]:
+        lines.pop()
+    return lines, damage
+
+
 def split_lines(path: Path, data: bytes) -> list[bytes]:
     """Return the lines of a ``.jsonl.gz`` or ``.jsonl`` file whose bytes are ``data``.
 
     Raises:
         DamagedShard: it is cut off.
     """
-    if path.suffix == ".gz":
-        if not data:
-            # gzip takes no bytes at all for an empty file.
-            raise DamagedShard(f"{path}: the file has no bytes")
-        data = _decompress(path, data)
+    data, damage = _unfold(path, data)
+    if damage:
+        raise damage
     lines = data.split(b"\n")
     if not lines[-1]:
         lines.pop()
     return lines
 
 
-def _decompress(path: Path, data: bytes) -> bytes:
-    """Return the content of a gzip file of cuts.
+def _unfold(path: Path, data: bytes) -> tuple[bytes, DamagedShard | None]:
+    """Return the content of a file of cuts, or what comes before a damage, and the damage."""
+    if path.suffix != ".gz":
+        return data, None
+    if not data:
+        # gzip takes no bytes at all for an empty file.
+        return b"", DamagedShard(f"{path}: the file has no bytes")
+    parts: list[bytes] = []
+    left = _MAX_CUTS_BYTES
+    try:
+        for part in _decompress(path, data):
+            parts.append(part[:left])
+            left -= len(part)
+            if left < 0:
+                raise DamagedShard(f"{path}: the cuts of a shard are not more than {_MAX_CUTS_BYTES >> 20} MiB")
+    except DamagedShard as error:
+        return b"".join(parts), error
+    return b"".join(parts), None
+
+
+def _decompress(path: Path, data: bytes) -> Iterator[bytes]:
+    """Yield the content of a gzip file of cuts, in parts.
 
     Raises:
-        DamagedShard: they are cut off or damaged, or unfold to more than a shard can have.
+        DamagedShard: they are cut off or damaged.
     """
-    unfolded = b""
-    while data:
+    position = 0
+    while position < len(data):
         member = zlib.decompressobj(wbits=31)
-        try:
-            unfolded += member.decompress(data, _MAX_CUTS_BYTES + 1 - len(unfolded))
-        except zlib.error as error:
-            raise DamagedShard(f"{path}: {error}") from error
-        if len(unfolded) > _MAX_CUTS_BYTES:
-            raise DamagedShard(f"{path}: the cuts of a shard are not more than {_MAX_CUTS_BYTES >> 20} MiB")
+        while position < len(data) and not member.eof:
+            part = data[position : position + _PART_BYTES]
+            try:
+                yield member.decompress(part)
+            except zlib.error as error:
+                raise DamagedShard(f"{path}: {error}") from error
+            position += len(part) - len(member.unused_data)
         if not member.eof:
             raise DamagedShard(f"{path}: the file ends within its compressed data; it is cut off")
-        data = member.unused_data.lstrip(b"\0")  # gzip files may be filled up with zeros
-    return unfolded
+        # gzip files may be filled up with zeros.
+        position = len(data) - len(data[position:].lstrip(b"\0"))

@@ -54,17 +54,22 @@ class TarWriter:
 class TarTable:
     """The names and places of all members of an archive, which stays open for taking their bytes in any order.
 
+    Args:
+        path: of the archive.
+        salvage: of a damaged archive, take the members before the damage.
+
     Attributes:
         names: of the members, in order.
         offsets: the position of the first header of each member.
         size: the number of bytes of the file.
+        damage: with ``salvage``, what is wrong behind the last member; else None.
 
     Raises:
         DamagedShard: there is no such file, or anything is not as it should be: a checksum, a size, a missing end
             marker, data after it. The bytes of a member have no checksum in a tar archive and are not looked at.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, salvage: bool = False) -> None:
         with open_field(path) as stream:
             size = stream.seek(0, 2)
             if size < len(_END):
@@ -72,7 +77,9 @@ class TarTable:
             self._data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             parser = _Parser(path, self._data)
-            spans = parser.spans()
+            spans, self.damage = parser.spans()
+            if self.damage and not salvage:
+                raise self.damage
         except BaseException:
             self.close()
             raise
@@ -95,6 +102,10 @@ class TarTable:
         """Return a copy of the bytes of a member."""
         return self._data[self._starts[index] : self._ends[index]]
 
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the position of the first byte of a member in the file, and its number of bytes."""
+        return self._starts[index], self._ends[index] - self._starts[index]
+
     def view(self, index: int) -> memoryview:
         """Return the bytes of a member as they lie in the file; the archive must not be closed while it is in use."""
         return memoryview(self._data)[self._starts[index] : self._ends[index]]
@@ -113,16 +124,23 @@ class _Parser:
         self._position = 0
         self._headers: list[int] = []
 
-    def spans(self) -> list[tuple[str, int, int, int]]:
-        """Return (name, position of the first header, position of the first byte, number of bytes) of all members."""
+    def spans(self) -> tuple[list[tuple[str, int, int, int]], DamagedShard | None]:
+        """Return (name, position of the first header, position of the first byte, number of bytes) of all members.
+
+        Where the archive is damaged, they are those before the damage, which is returned too.
+        """
+        spans, damage = [], None
         try:
-            spans = list(self._walk())
-        except DamagedShard:
-            # A wrong checksum is the cause of whatever else is wrong with a header.
+            for span in self._walk():
+                spans.append(span)
+        except DamagedShard as error:
+            damage = error
+        try:
             self._check_headers()
-            raise
-        self._check_headers()
-        return spans
+        except DamagedShard as error:
+            # A wrong checksum is the cause of whatever else is wrong with a header.
+            return [span for span in spans if span[2] <= self._position], error
+        return spans, damage
 
     def _walk(self) -> Iterator[tuple[str, int, int, int]]:
         offset = 0

@@ -164,9 +164,11 @@ def _cut_record(
         start = max(0.0, supervisions[0].start)
         end = min(cut.duration, supervisions[0].start + supervisions[0].duration)
         channels = _listed(supervisions[0].channel)
-    further = [cut.custom or {}, *_common([supervision.custom or {} for supervision in supervisions])]
+    further = [cut.custom or {}, *common_keys([supervision.custom or {} for supervision in supervisions])]
     own = supervisions[0].id if len(supervisions) == 1 else cut.id
-    return _record(further, supervisions, own) | _audio(recording, cut.start + start, end - start, channels, chosen)
+    return speech_record(further, supervisions, own) | _audio(
+        recording, cut.start + start, end - start, channels, chosen
+    )
 
 
 def supervision_record(recording: Recording, supervision: Supervision, channel: Channel = None) -> dict[str, Any]:
@@ -176,7 +178,7 @@ def supervision_record(recording: Recording, supervision: Supervision, channel: 
         RejectRecord: the audio is none of a file below an audio root, or has several channels of which none is chosen.
     """
     audio = _audio(recording, supervision.start, supervision.duration, _listed(supervision.channel), channel)
-    return _record([supervision.custom or {}], [supervision], supervision.id) | audio
+    return speech_record([supervision.custom or {}], [supervision], supervision.id) | audio
 
 
 def recording_record(recording: Recording, channel: Channel = None) -> dict[str, Any]:
@@ -186,8 +188,8 @@ def recording_record(recording: Recording, channel: Channel = None) -> dict[str,
     return {"utterance_id": recording.id} | _audio(recording, 0.0, duration, channels, channel)
 
 
-def _record(further: Iterable[dict[str, Any]], supervisions: Sequence[Supervision], own: str) -> dict[str, Any]:
-    """Return the keys of a record that do not concern its audio."""
+def speech_record(further: Iterable[dict[str, Any]], supervisions: Sequence[Supervision], own: str) -> dict[str, Any]:
+    """Return the keys of a record that do not concern its audio; ``own`` is its id, ``further`` has custom keys."""
     record: dict[str, Any] = {"utterance_id": own}
     for custom in further:
         record |= {key: value for key, value in custom.items() if key not in _OF_THE_AUDIO and not _is_data(value)}
@@ -200,7 +202,7 @@ def _record(further: Iterable[dict[str, Any]], supervisions: Sequence[Supervisio
     return record | ({"text": " ".join(texts)} if texts else {})
 
 
-def _common(customs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def common_keys(customs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the keys that all have with one value."""
     first, *others = customs or [{}]
     return [{key: value for key, value in first.items() if all(o.get(key, ...) == value for o in others)}]

@@ -1,0 +1,340 @@
+"""Parquet and Arrow files as sources: rows with audio in them and beside them, and files that cannot be read."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from threading import Thread
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.errors import raises
+from support.manifests import config_for, run_prepare
+from support.shar import put, voice
+
+from sharmill.audio.roots import AudioRoots
+from sharmill.audio.row_files import RecentRows, UnreadableRows, read_audio
+from sharmill.audio.segments import SegmentReader
+from sharmill.errors import ConfigError, RejectRecord
+from sharmill.sources import Located, Unreadable, record_text
+from sharmill.sources.parquet import ParquetSource
+
+AUDIO = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def source_of(path, **keys):
+    return ParquetSource(parquet=str(path), **keys)
+
+
+def read(source, size=100):
+    """The raw records, whose texts are the same where audio is left aside."""
+    pieces = list(source.pieces(size))
+    found = [list(source.read(piece.params)) for piece in pieces]
+    assert [piece.num_records for piece in pieces] == [len(piece) for piece in found]
+    assert all(piece.num_records <= size for piece in pieces)
+    rows = [raw for piece in found for raw in piece]
+    assert [json.loads(record_text(raw)) for raw in source.records()] == [json.loads(record_text(raw)) for raw in rows]
+    return rows
+
+
+def texts(source, size=100):
+    return [json.loads(record_text(raw)) for raw in read(source, size)]
+
+
+@pytest.fixture(scope="module")
+def voices(tmp_path_factory):
+    """Seven FLAC files."""
+    folder = tmp_path_factory.mktemp("voices")
+    return [put(folder / f"{n}.flac", voice(0.5 + n / 10, seed=n)) for n in range(7)]
+
+
+@pytest.fixture(scope="module")
+def table(voices):
+    """A table as Hugging Face's datasets write it, and columns of many types."""
+    return pa.table(
+        {
+            "audio": pa.array([{"bytes": path.read_bytes(), "path": path.name} for path in voices], AUDIO),
+            "text": [f"text {n}" for n in range(7)],
+            "speaker": [n % 2 for n in range(7)],
+            "cer": [0.5, None, float("nan"), 0.0, 1.0, 2.0, 3.0],
+            "day": [datetime.date(2024, 1, 2)] * 7,
+            "when": pa.array([datetime.datetime(2024, 1, 2, 3)] * 7, pa.timestamp("ns")),
+            "kind": pa.array(["a", "b"] * 3 + ["a"]).dictionary_encode(),
+            "nested": [[1]] * 7,
+            "blob": [b"\xff"] * 7,
+        }
+    )
+
+
+def write(table, path, form="parquet", rows=3):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if form == "parquet":
+        pq.write_table(table, path, row_group_size=rows)
+    else:
+        # Hugging Face's cache has streams, feather has files; a stream has no dictionaries here.
+        kept = table.drop_columns(["kind"]) if form == "stream" and "kind" in table.column_names else table
+        make = pa.ipc.new_stream if form == "stream" else pa.ipc.new_file
+        with pa.OSFile(str(path), "wb") as sink, make(sink, kept.schema) as writer:
+            writer.write_table(kept, max_chunksize=rows)
+    return path
+
+
+FORMS = ["parquet", "file", "stream"]
+
+
+class TestRecords:
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+    def test_are_the_rows(self, form, size, table, voices, tmp_path):
+        path = write(table, tmp_path / "train-0.any", form)
+        source = source_of(path)
+        source.check()
+        found = read(source, size)
+        assert [raw.member for raw in found] == [
+            ("train-0.any", "row:audio", n, voices[n].stat().st_size) for n in range(7)
+        ]
+        expected = {"audio_filepath": "train-0.any#1", "audio_name": "1.flac", "text": "text 1", "speaker": 1,
+                    "day": "2024-01-02", "when": "2024-01-02 03:00:00.000000000", "kind": "b"}  # fmt: skip
+        if form == "stream":
+            del expected["kind"]
+        assert json.loads(found[1].record) == expected
+        assert json.loads(found[0].record)["cer"] == 0.5
+        assert json.loads(found[2].record)["cer"] is None
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_have_the_samples_of_the_files(self, form, table, voices, tmp_path):
+        path = write(table, tmp_path / "data" / "train-0.any", form)
+        prepared = run_prepare(
+            config_for(tmp_path, [{"type": "parquet", "parquet": str(path), "language": "en"}], speaker_key="speaker")
+        )
+        assert prepared.rejects == []
+        reader = SegmentReader(AudioRoots.of([path.parent]), 0.1)
+        rows = list(zip(prepared.kept, voices, strict=True))
+        for utterance, file in [*rows, *rows[::-1], rows[3]]:
+            audio = reader.read(utterance.segment)
+            np.testing.assert_array_equal(audio.samples, voice(0.5 + int(file.stem) / 10, seed=int(file.stem)))
+            assert reader.read_file(utterance.segment, reader.locate(utterance.segment))[0] == file.read_bytes()
+        assert [u.recording_id for u in prepared.kept] == [f"rec-train-0#{n}" for n in range(7)]
+        assert prepared.kept[1].speaker == "| Language:en Dataset:small Speaker:1 |"
+
+    def test_of_several_files_are_in_their_order(self, table, tmp_path):
+        for number in (1, 0):
+            write(table.slice(3 * number, 3), tmp_path / f"d/train-0000{number}-of-00002.parquet")
+        found = texts(source_of(tmp_path / "d/train-*.parquet"), 2)
+        assert [record["text"] for record in found] == [f"text {n}" for n in range(6)]
+        assert found[3]["audio_filepath"] == "train-00001-of-00002.parquet#0"
+
+    def test_take_columns_by_other_names(self, table, tmp_path):
+        path = write(table.rename_columns({"text": "sentence", "audio": "sound"}), tmp_path / "t.parquet")
+        source = source_of(path, audio="sound", columns={"text": "sentence", "normalized_text": "sentence"})
+        source.check()
+        first = texts(source)[0]
+        assert (first["text"], first["normalized_text"], "sentence" in first) == ("text 0", "text 0", False)
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_of_paths_are_plain_records(self, form, voices, tmp_path):
+        paths = [str(path) for path in voices[:2]]
+        struct = [{"bytes": None, "path": path} for path in paths]
+        tables = {
+            "text": pa.table({"file": paths, "text": ["a", "b"]}),
+            "struct": pa.table({"file": pa.array(struct, AUDIO), "text": ["a", "b"]}),
+            "path": pa.table({"file": [{"path": path} for path in paths], "text": ["a", "b"]}),
+        }
+        for name, rows in tables.items():
+            source = source_of(write(rows, tmp_path / name, form), audio="file", audio_root=str(voices[0].parent))
+            assert texts(source) == [{"audio_filepath": paths[n], "text": "ab"[n]} for n in range(2)]
+            assert all(isinstance(raw, bytes) for raw in read(source))
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_of_plain_bytes(self, form, voices, tmp_path):
+        rows = pa.table({"audio": [path.read_bytes() for path in voices], "audio_filepath": ["x"] * 7})
+        found = read(source_of(write(rows, tmp_path / "t.bin", form)))
+        assert json.loads(found[6].record) == {"audio_filepath": "t.bin#6", "source_audio_filepath": "x"}
+        assert read_audio(tmp_path / "t.bin", "audio", 6, voices[6].stat().st_size) == voices[6].read_bytes()
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_of_rows_with_and_without_audio(self, form, voices, tmp_path):
+        data = voices[0].read_bytes()
+        audio = [None, {"bytes": data, "path": None}, {"bytes": None, "path": "a.wav"}, {"bytes": None, "path": None},
+                 {"bytes": b"", "path": "b.wav"}]  # fmt: skip
+        rows = pa.table({"audio": pa.array(audio, AUDIO), "text": ["a", None, "c", "d", "e"]})
+        found = read(source_of(write(rows, tmp_path / "t.any", form)))
+        assert [type(raw) for raw in found] == [Unreadable, Located, bytes, Unreadable, Located]
+        assert [raw.reason for raw in found if isinstance(raw, Unreadable)] == ["missing_audio"] * 2
+        assert [json.loads(record_text(raw)) for raw in found] == [
+            {"audio_filepath": "t.any#0", "text": "a"},
+            {"audio_filepath": "t.any#1"},
+            {"audio_filepath": "a.wav", "text": "c"},
+            {"audio_filepath": "t.any#3", "text": "d"},
+            {"audio_filepath": "t.any#4", "audio_name": "b.wav", "text": "e"},
+        ]
+
+    def test_of_pandas_and_of_hugging_face_are_the_same(self, voices, tmp_path):
+        datasets = pytest.importorskip("datasets")
+        import pandas
+
+        rows = [{"bytes": path.read_bytes(), "path": path.name} for path in voices]
+        plain = pa.table({"audio": pa.array(rows, AUDIO), "text": [f"t{n}" for n in range(7)], "sex": [0, 1] * 3 + [0]})
+        made = datasets.Dataset(plain).cast_column("audio", datasets.Audio(decode=False))
+        made = made.cast_column("sex", datasets.ClassLabel(names=["f", "m"]))
+        made.to_parquet(tmp_path / "hf.parquet", batch_size=3)
+        made.save_to_disk(tmp_path / "saved", num_shards=2)
+        pandas.read_parquet(tmp_path / "hf.parquet").to_parquet(tmp_path / "pandas.parquet")
+        expected = [{"text": f"t{n}", "sex": n % 2, "audio_name": f"{n}.flac"} for n in range(7)]
+        for pattern in ("hf.parquet", "pandas.parquet", "saved/*.arrow"):
+            source = source_of(tmp_path / pattern)
+            source.check()
+            found = read(source)
+            records = [json.loads(raw.record) for raw in found]
+            assert [{k: v for k, v in record.items() if k != "audio_filepath"} for record in records] == expected
+            root = (tmp_path / pattern).parent
+            audio = [read_audio(root / raw.member.container, "audio", *raw.member[2:]) for raw in found]
+            assert audio == [row["bytes"] for row in made["audio"]]
+
+    def test_in_files_outside_the_audio_root_are_refused(self, table, voices, tmp_path):
+        path = write(table, tmp_path / "t.parquet")
+        with raises(ConfigError, "bad_config_value", "t.parquet", "audio root"):
+            source_of(path, audio_root=str(voices[0].parent)).check()
+        mixed = pa.table({"audio": pa.array([{"path": "a.wav"}, {"bytes": b"a"}], AUDIO)})
+        source = source_of(write(mixed, path, rows=1), audio_root=str(voices[0].parent))
+        source.check()
+        first, second = read(source)
+        assert (first, second.reason) == (b'{"audio_filepath":"a.wav"}', "outside_root")
+
+
+class TestDamage:
+    @pytest.mark.parametrize(
+        ("content", "names"),
+        [
+            (b"", ["is empty"]),
+            (b"PARE" + b"\1" * 100 + b"PARE", ["encrypted"]),
+            (b"PAR1" + b"\1" * 1000, ["cannot be read as parquet", "copy it again"]),
+            (b"ARROW1\0\0" + b"\1" * 1000, ["cannot be read as an Arrow file"]),
+            (b"audio,text\n" * 10, ["cannot be read as parquet or Arrow"]),
+            (b"\x1f\x8b" + b"\1" * 100, ["compressed"]),
+        ],
+    )
+    def test_of_a_whole_file_ends_the_run_before_any_work(self, content, names, tmp_path):
+        (tmp_path / "t.parquet").write_bytes(content)
+        with raises(ConfigError, "bad_manifest", "t.parquet", *names):
+            source_of(tmp_path / "t.parquet").check()
+        with raises(ConfigError, "missing_input", "none.parquet"):
+            source_of(tmp_path / "none.parquet").check()
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_of_a_file_that_is_cut_off_ends_the_run_before_any_work(self, form, table, tmp_path):
+        path = write(table, tmp_path / "t.any", form)
+        whole = path.read_bytes()
+        for length in (len(whole) - 1, len(whole) - 8, len(whole) - 100, len(whole) // 2, 100, 10):
+            path.write_bytes(whole[:length])
+            with raises(ConfigError, "bad_manifest", "t.any"):
+                source_of(path).check()
+
+    def test_of_a_row_group_is_a_reject_of_its_rows(self, table, tmp_path):
+        path = write(table, tmp_path / "t.parquet")
+        data = bytearray(path.read_bytes())
+        place = data.index(table["audio"][4].as_py()["bytes"][:64])
+        data[place - 4 : place] = b"\xff" * 4
+        path.write_bytes(data)
+        source = source_of(path)
+        source.check()
+        found = read(source)
+        assert [type(raw) for raw in found] == [Located] * 3 + [Unreadable] * 3 + [Located]
+        assert {raw.reason for raw in found[3:6]} == {"unreadable_audio"}
+        assert json.loads(found[4].record)["text"] == "text 4"
+
+    def test_of_a_text_that_is_not_utf_8_is_a_reject_of_its_row(self, table, tmp_path):
+        latin = pa.array(["gr\xfcn".encode("latin-1"), b"fine", None]).view(pa.string())
+        rows = pa.table({"audio": table["audio"].combine_chunks()[:3], "text": latin})
+        found = read(source_of(write(rows, tmp_path / "t.parquet")))
+        assert [type(raw) for raw in found] == [Unreadable, Located, Located]
+        assert (found[0].reason, "text" in found[0].detail) == ("malformed", True)
+
+    def test_of_a_row_that_changed_is_noticed(self, table, tmp_path):
+        path = write(table, tmp_path / "t.parquet")
+        size = len(table["audio"][0].as_py()["bytes"])
+        assert len(read_audio(path, "audio", 0, size)) == size
+        write(table.slice(1), path)
+        with pytest.raises(RejectRecord, match="changed_audio"):
+            read_audio(path, "audio", 0, size)
+        with pytest.raises(RejectRecord, match=r"unreadable_audio.*no row 6"):
+            read_audio(path, "audio", 6, size)
+        path.write_bytes(b"PAR1")
+        with pytest.raises(RejectRecord, match="unreadable_audio"):
+            read_audio(path, "audio", 0, size)
+        path.unlink()
+        with pytest.raises(RejectRecord, match="missing_audio"):
+            read_audio(path, "audio", 0, size)
+
+    def test_is_noticed_between_two_runs(self, table, tmp_path):
+        path = write(table, tmp_path / "t.parquet")
+        before = source_of(path).identity()
+        assert before == source_of(path).identity()
+        write(table.slice(1), path)
+        assert source_of(path).identity() != before
+
+
+@pytest.mark.parametrize(
+    ("column", "keys", "code", "names"),
+    [
+        (pa.array([{"array": [0.0], "sampling_rate": 1}]), {}, "bad_config_value", ["decoded samples"]),
+        (pa.array([[0.0, 1.0]]), {}, "bad_config_value", ["decoded samples"]),
+        (pa.array([3]), {}, "bad_config_value", ["is int64"]),
+        (pa.array([{"bytes": "a"}]), {}, "bad_config_value", ["struct<bytes: string>"]),
+        (pa.array([{"url": "a"}]), {}, "bad_config_value", ["struct<url: string>"]),
+        (pa.array(["a"]), {"audio": "audoi"}, "unknown_key", ["did you mean 'audio'"]),
+        (pa.array(["a"]), {"columns": {"text": "txt"}}, "unknown_key", ["columns.text", "did you mean 'text'"]),
+        (pa.array(["a"]), {"columns": {"text": "nested"}}, "bad_config_value", ["columns.text", "list"]),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused_before_any_work(column, keys, code, names, tmp_path):
+    path = write(pa.table({"audio": column, "text": ["a"], "nested": [[1]]}), tmp_path / "t.parquet")
+    with raises(ConfigError, code, "t.parquet", *names):
+        source_of(path, **keys).check()
+
+
+def test_two_columns_of_one_name_and_a_row_group_that_is_too_large_are_refused(tmp_path, monkeypatch):
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["audio", "audio"])
+    with raises(ConfigError, "bad_manifest", "two columns"):
+        source_of(write(twice, tmp_path / "twice.parquet")).check()
+    monkeypatch.setattr("sharmill.sources.parquet._MAX_GROUP_BYTES", 10)
+    path = write(pa.table({"audio": [b"x" * 100]}), tmp_path / "large.parquet")
+    with raises(ConfigError, "bad_manifest", "row group", "smaller"):
+        source_of(path).check()
+
+
+def test_a_template_with_a_key_that_no_row_has(table, tmp_path):
+    with raises(ConfigError, "unknown_key", "speakr", "did you mean 'speaker'"):
+        source_of(write(table, tmp_path / "t.parquet"), speaker="{speakr}").check_speaker()
+
+
+def test_audio_filepath_is_no_key_of_columns():
+    with pytest.raises(ValueError, match="audio names the column"):
+        source_of("t.parquet", columns={"audio_filepath": "file"})
+
+
+class TestRecentRows:
+    def test_keeps_what_fits_and_the_last(self, table, tmp_path):
+        path = write(table, tmp_path / "t.parquet")
+        rows = RecentRows(max_bytes=1)
+        expected = [row["bytes"] for row in table["audio"].to_pylist()]
+        assert [rows.value(path, "audio", n) for n in range(7)] == expected
+        assert len(rows._columns) == 1
+        with pytest.raises(UnreadableRows):
+            rows.value(path, "audio", 7)
+
+    def test_serves_threads(self, table, tmp_path):
+        path = write(table, tmp_path / "t.parquet")
+        expected = [row["bytes"] for row in table["audio"].to_pylist()]
+        rows, found = RecentRows(), []
+        threads = [
+            Thread(target=lambda n=n: found.append((n % 7, rows.value(path, "audio", n % 7)))) for n in range(14)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 14
+        assert all(data == expected[n] for n, data in found)

@@ -2,7 +2,7 @@
 # make test   the tests of a few minutes, which leave out those marked slow
 # make test-slow   those marked slow
 # make test-all   both, but for those on a real SLURM and a real Ray, which `make test-cluster` has
-# make torture   200 kills and some hundreds of faults on disk, for an hour or more; SEED=, KILLS= (a stage), EVERY=, OUTPUT=
+# make torture   mutations of every format, 200 kills and some hundreds of faults on disk, for an hour or more; SEED=, KILLS= (a stage), EVERY=, OUTPUT=
 # make docs   the pages of docs as a site with a reference of the Python API, in build/site
 # All make .venv first if it is missing or older than what it is made from.
 
@@ -36,6 +36,7 @@ test-cluster: venv
 
 # The seed is printed; the same one, and OUTPUT, go on where an interrupted run has stopped.
 torture: venv
+	PYTHONPATH=tests $(BIN)/python tests/security/fuzz.py --rounds 20000 $(if $(SEED),--seed $(SEED))
 	PYTHONPATH=tests $(BIN)/python tests/faults/torture.py $(if $(SEED),--seed $(SEED)) \
 	  $(if $(KILLS),--kills $(KILLS)) $(if $(EVERY),--every $(EVERY)) $(if $(OUTPUT),--output $(OUTPUT))
 

@@ -15,15 +15,25 @@ import msgspec
 import numpy as np
 import xxhash
 
-from sharmill.errors import FatalError, RejectRecord
+from sharmill.errors import ConfigError, FatalError, RejectRecord
+from sharmill.storage import open_regular
 
 _TAG = re.compile(r"^\s*\|(.*)\|\s*$", re.DOTALL)
 _TAG_PARTS = ("Language", "Dataset", "Speaker")
 TYPED_KEYS: Final = ("audio_filepath", "offset", "duration", "text", "speaker")
 # The keys that may hold the transcript, the first one with any text first.
 TEXT_KEYS: Final = ("text", "normalized_text", "tts_text", "tts_text_normalized")
+# A line of more bytes is no record, and would be carried through all stages and into the dataset.
+MAX_RECORD_BYTES: Final = 16 << 20
+_MAX_LINE_BYTES: Final = 64 << 20
+# Of a larger record, as JSON, a reject keeps a part.
+_MAX_KEPT_BYTES: Final = 8 << 10
+# That of Linux: a longer one cannot be opened.
+MAX_PATH: Final = 4096
 # Stands beside ``duration`` where that was read from the header of the audio, since the record had none.
 DURATION_FROM_HEADER: Final = "duration_from_header"
+# What a record is known by.
+SEGMENT_KEYS: Final = ("audio_filepath", "offset", "duration", DURATION_FROM_HEADER)
 # In the order in which they are written; the last two only where there is such a thing.
 CONTEXT_KEYS: Final = (
     "context_audio_filepath",
@@ -296,11 +306,40 @@ def transcript_of(record: Any) -> str:
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
+class Reduced(NamedTuple):
+    """The part that is kept of a large record, and the hash of the whole."""
+
+    kept: Any
+    hash: int
+
+
+def hash_whole(record: Any) -> int:
+    """Return the xxh3-64 of a record as JSON with sorted keys, or of its text."""
+    is_text = isinstance(record, str)
+    return xxhash.xxh3_64_intdigest(
+        record.encode("utf-8", "surrogatepass") if is_text else msgspec.json.encode(record, order="sorted")
+    )
+
+
+def reduce_record(record: Any) -> Any:
+    """Return a record as it is, or ``Reduced`` to what it is known by, or the beginning of its text."""
+    if isinstance(record, str):
+        return record if len(record) <= _MAX_KEPT_BYTES else Reduced(record[: _MAX_KEPT_BYTES // 8], hash_whole(record))
+    if len(_encoder.encode(record)) <= _MAX_KEPT_BYTES:
+        return record
+    kept: Any = {}
+    if isinstance(path := record.get("audio_filepath"), str) and len(path) <= MAX_PATH:
+        known_by = {key: record[key] for key in SEGMENT_KEYS if key in record}
+        kept = known_by if len(_encoder.encode(known_by)) <= 8 * MAX_PATH else {}
+    return Reduced(kept, hash_whole(record))
+
+
 @dataclass(frozen=True, slots=True)
 class Reject:
     """A record that ended outside the dataset. ``record`` is the parsed record, or the raw text where it has none.
 
-    ``source`` is the number of the source of a record as it came, None where a stage has made its path relative.
+    Of a large record a part is kept, with a hash of the whole by which it is found again. ``source`` is the number of
+    the source of a record as it came, None where a stage has made its path relative.
     """
 
     stage: str
@@ -309,8 +348,14 @@ class Reject:
     record: Any
     source: int | None = None
 
+    def __post_init__(self) -> None:
+        # At once: a unit may have many.
+        object.__setattr__(self, "record", reduce_record(self.record))
+
     def to_json(self) -> bytes:
         values = {"stage": self.stage, "reason": self.reason, "detail": self.detail, "record": self.record}
+        if isinstance(self.record, Reduced):
+            values |= {"record": self.record.kept, "record_hash": self.record.hash}
         return _encoder.encode(values if self.source is None else {**values, "source": self.source})
 
 
@@ -336,9 +381,15 @@ def segment_id(recording: str, offset: float, duration: float) -> str:
 
 
 def iterate_lines(path: Path) -> Iterator[bytes]:
-    """Iterate over the lines of a file without their newlines; blank lines are left out."""
-    with path.open("rb") as stream:
-        for line in stream:
+    """Iterate over the lines of a file without their newlines; blank lines are left out.
+
+    Raises:
+        ConfigError: a line has more than 64 MiB.
+    """
+    with open_regular(path) as stream:
+        while line := stream.readline(_MAX_LINE_BYTES + 1):
+            if len(line) > _MAX_LINE_BYTES:
+                raise ConfigError(f"{path} has a line of more than 64 MiB: it has no records", code="bad_manifest")
             if stripped := line.strip():
                 yield stripped
 

@@ -21,6 +21,7 @@ from sharmill.engine.plan import load_plan
 from sharmill.engine.run import Executor, locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
+from sharmill.engine.stored import open_stored
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
@@ -262,7 +263,7 @@ def _merge_rejects(config: Config) -> None:
     with open_atomic(run_dir.rejects) as merged:
         for stage in make_stages(config):
             for path in _reject_files(stage):
-                with path.open("rb") as rejects:
+                with open_stored(path) as rejects:
                     shutil.copyfileobj(rejects, merged)
 
 

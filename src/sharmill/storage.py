@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator
@@ -66,6 +67,36 @@ def disk_errors(folder: Path) -> Iterator[None]:
                 code="disk",
             ) from error
         raise
+
+
+def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
+    """Open a regular file for reading, without waiting for a writer where it is a FIFO instead.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ValueError: it is not a regular file, or a link that is not to be followed, or its name cannot be one.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("it is a link" if path.is_symlink() else "links lead in a circle") from error
+        if error.errno in (errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV):
+            raise ValueError(f"it cannot be opened: {error.strerror}") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def is_regular(path: Path) -> bool:
+    """Return True if there is a regular file of this name; False too where it cannot be the name of one."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def checksum(path: Path) -> str:
@@ -161,6 +192,11 @@ class PublishedFile:
     name: str
     size: int
     xxh3: str
+
+    def __post_init__(self) -> None:
+        path = PurePath(self.name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or not self.name.isprintable():
+            raise ValueError(f"{self.name!r} is no name below a folder")
 
 
 class Staging:

@@ -464,7 +464,7 @@ DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
 HOSTILE_INDEX = {
     "JSON of 100,000 levels": lambda path: path.write_bytes(DEEP),
     "a line of 100,000 levels": lambda path: path.write_bytes(b'{"format_version": 1, "index": 0, "x": ' + DEEP + b"}"),
-    "a terabyte of nothing": lambda path: os.truncate(path, 1 << 40),
+    "a terabyte of nothing": lambda path: (path.write_bytes(b""), os.truncate(path, 1 << 40)),
     "a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
     "a link to a device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
 }
@@ -484,3 +484,26 @@ def test_a_report_of_100000_levels_is_none(tmp_path):
     (tmp_path / "report.json").write_bytes(DEEP)
     with raises(ConfigError, "bad_findings", "report.json"):
         read_report(tmp_path / "report.json")
+
+
+@pytest.mark.timeout(120)
+def test_links_that_lead_in_circles_are_followed_once(dataset):
+    for name in ("dataset.json", "shards.jsonl"):
+        (dataset / name).unlink()
+    for path in sorted((dataset / "cuts").iterdir()):
+        rewrite(path, [cut | {"custom": None} for cut in lines(path)])
+    for name in "abc":
+        (dataset / name).symlink_to(".")
+        (dataset / "cuts" / name).symlink_to("..")
+    assert len(list(open_shar(dataset, ["target_audio"]))) == 7
+
+
+@pytest.mark.parametrize("name", ["n" * 5000, "n/" * 3000 + "n", "a\0b"])
+def test_names_that_no_file_can_have_are_missing_files(dataset, name):
+    index = dataset / "shards.jsonl"
+    rows = [json.loads(line) for line in index.read_bytes().splitlines()]
+    rows[0]["fields"]["target_audio"]["file"] = name
+    index.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with raises(DamagedShard, "damaged_shard"):
+        load_all(dataset)
+    assert "missing_file" in check(dataset)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import tracemalloc
 import unicodedata
 
 import msgspec
@@ -19,11 +21,14 @@ from sharmill.audio.segments import SegmentReader
 from sharmill.cli.console import plain
 from sharmill.cli.main import main
 from sharmill.config import to_yaml
+from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.errors import RejectRecord
+from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.logs import logging_to, printable
 from sharmill.manifest import Segment
 from sharmill.match.stage import matched_manifest
+from sharmill.pipeline import run_dataset
 from sharmill.shar import open_shar
 from sharmill.write.stage import WriteStage
 
@@ -171,3 +176,56 @@ def test_the_speaker_tag_of_a_record_is_text(tmp_path, capsys):
     status, said = command_line(capsys, "run", write_config(project))
     assert (status, controls(said)) == (0, [])
     assert not list(tmp_path.rglob("ran"))
+
+
+@pytest.fixture
+def sparse(tmp_path):
+    """Lines of 17 MiB, of next to nothing on disk, and records of 10 KiB to 1 MiB that are rejected."""
+    project = Project(tmp_path)
+    for number in range(2):
+        project.add(f"{number}.wav", voice(4.0, seed=number), speaker="anna")
+    config = project.configure(match={"min_similarity": -1.0}, encode={"codecs": []}, max_reject_fraction=0.9)
+    manifest = project.folder / "small.json"
+    with manifest.open("r+b") as stream:
+        stream.seek(0, os.SEEK_END)
+        long = "x" * (1 << 20)
+        for number, record in enumerate([
+            {"audio_filepath": "absent.wav", "duration": 1.0, "more": long},
+            {"audio_filepath": "y" * 5000, "duration": 1.0, "more": long},
+            {"audio_filepath": "y" * 5000, "duration": 1.0, "more": "z" * 3000},
+            {"audio_filepath": [long], "duration": 1.0},
+            {"audio_filepath": "absent.wav", "duration": 1e400, "more": long},
+            {"audio_filepath": "absent.wav", "duration": int("9" * 4000)},
+            {"audio_filepath": "absent.wav", "duration": 2.0, "offset": "1" * 9000},
+        ]):  # fmt: skip
+            text = json.dumps(record | {"number": number}).replace("Infinity", "1e400")
+            stream.write(text.encode() + b"\n")
+        for _ in range(3):
+            stream.seek(17 << 20, os.SEEK_CUR)
+            stream.write(b"\n")
+        stream.write(json.dumps({"text": long}).encode() + b"\n" + b"no json" * 9000 + b"\n")
+        # The same record with a longer text is a cut.
+        stream.write(json.dumps(project.records[0] | {"_skipme": "x" * 9000}).encode() + b"\n")
+    return project, config
+
+
+def test_rejects_keep_a_part_of_large_records_and_are_accounted_for(sparse, capsys):
+    project, config = sparse
+    manifest = project.folder / "small.json"
+    assert manifest.stat().st_blocks * 512 < manifest.stat().st_size / 5
+    tracemalloc.start()
+    result = run_dataset(config, Listener(), stages=("prepare", "match", "write"), executor=LocalExecutor(1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert result.ok
+    assert peak < 200 << 20
+    rejects = project.run_dir / "rejects.jsonl"
+    rows = rejects.read_bytes().splitlines()
+    assert len(rows) == 13
+    assert max(map(len, rows)) < 20_000
+    status, said = command_line(capsys, "validate", project.dataset, "--against", manifest, "--rejects", rejects,
+                                "--audio-root", project.root)  # fmt: skip
+    assert "lost_record" not in said
+    assert "doubled_record" not in said
+    assert "15 records of the manifests: 2 found as cuts" in said, said
+    assert status == 0

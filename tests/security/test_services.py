@@ -5,7 +5,9 @@ No cluster is started here; ``tests/ray`` has one, on 127.0.0.1.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 
 import pytest
 from support.paths import REPOSITORY
@@ -68,3 +70,30 @@ def test_nothing_of_our_own_listens():
     assert len(SOURCES) > 100
     texts = {path: path.read_text(encoding="utf-8") for path in SOURCES}
     assert [path for path, text in texts.items() if SERVER.search(text) or "0.0.0.0" in text] == []
+
+
+def test_nodes_of_a_training_meet_at_a_random_place_where_nothing_is_unpickled(tmp_path):
+    """The script for two nodes, with a SLURM that prints what it is asked to run."""
+    stubs = {
+        "scontrol": 'if [[ $2 == hostnames ]]; then echo node1; else echo "NodeAddr=10.0.0.1 x"; fi',
+        "srun": 'printf "%s\\n" "$@" "id=$PET_RDZV_ID"',
+    }
+    for name, line in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "SLURM_SUBMIT_DIR": str(tmp_path),
+    }  # fmt: skip
+
+    def asked() -> list[str]:
+        script = REPOSITORY / "jobs/sbatch/train.sbatch"
+        return subprocess.run(
+            ["bash", str(script), "x.yaml"], env=environment, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.splitlines()
+
+    one, other = asked(), asked()
+    assert {"--rdzv-backend=static", "--master-addr=10.0.0.1", "--nnodes=2", "jobs/train.py", "x.yaml"} <= set(one)
+    assert re.fullmatch(r"id=[0-9a-f]{32}", one[-1])
+    assert one[-1] != other[-1]
+    assert any("--node-rank=$SLURM_NODEID" in word for word in one)

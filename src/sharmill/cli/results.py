@@ -13,7 +13,7 @@ from sharmill.cli.console import describe_cost, make_table, plain
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan
 from sharmill.engine.stage import Stage
-from sharmill.executors.logs import printable
+from sharmill.executors.logs import one_line
 from sharmill.pipeline import DatasetResult
 from sharmill.validate.findings import INDEX, Report
 
@@ -90,6 +90,5 @@ def print_report(console: Console, report: Report) -> None:
 
 def _describe_finding(row: dict[str, Any]) -> str:
     shard = "" if row["shard"] is None else f"shard {row['shard']}, "
-    # An id with a line break in it would make up lines of the report.
-    text = printable(f"{shard}{row['where']}: {row['sentence']}").replace("\n", "\N{REPLACEMENT CHARACTER}")
+    text = one_line(f"{shard}{row['where']}: {row['sentence']}")
     return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
-
 from sharmill.config import CodecConfig, Config
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.outcomes import FailedAttempt
@@ -18,9 +16,13 @@ from sharmill.engine.progress import RankProgress, read_progress
 from sharmill.engine.run import read_totals
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
+from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Unit
 from sharmill.pipeline import make_stages
 from sharmill.storage import clock_of
+
+# Beyond a hundred years.
+_MAX_SECONDS = 3e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +54,11 @@ class StageStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """The predicted time, or None where no rank has a rate yet."""
-        return (self.cost - self.cost_done) / self.rate if self.rate and self.state == "under way" else None
+        """The predicted time, or None where no rank has a rate yet, or the numbers make no sense."""
+        if not self.rate or self.state != "under way":
+            return None
+        seconds = (self.cost - self.cost_done) / self.rate
+        return seconds if abs(seconds) < _MAX_SECONDS else None
 
 
 def stages_of_run(config: Config) -> list[Stage]:
@@ -114,7 +119,7 @@ def read_failures(stage: Stage) -> list[FailedAttempt]:
     """Return the units that failed for good when the stage ended last."""
     if not stage.dir.failures.exists():
         return []
-    return [msgspec.json.decode(line, type=FailedAttempt) for line in stage.dir.failures.read_bytes().splitlines()]
+    return [decode_stored(stage.dir.failures, line, FailedAttempt) for line in read_stored_lines(stage.dir.failures)]
 
 
 def read_or_preview_units(stage: Stage) -> tuple[list[Unit], dict[int, Commit]]:

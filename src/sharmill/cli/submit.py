@@ -140,7 +140,8 @@ def show_submission(
             for line in _describe_balance(stage, bins, executor.arrays(len(bins))):
                 console.print(plain(f"{config.name}, {stage.name}: {line}"))
             # As it is: a script with wrapped lines would be another one.
-            console.print(plain(executor.script(stage, len(bins))), soft_wrap=True)
+            for line in executor.script(stage, len(bins)).split("\n"):
+                console.print(plain(line), soft_wrap=True)
             break
 
 

@@ -19,6 +19,7 @@ from sharmill.engine.identity import find_changes
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.run import locked, run_stage
+from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.errors import ConfigError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.sources import SpeechSource
@@ -144,7 +145,7 @@ def _refuse_other_arguments(stage: ManifestStage) -> None:
     """Raise ConfigError where an interrupted run was begun with other arguments."""
     if not stage.dir.identity.exists():
         return
-    before = msgspec.json.decode(stage.dir.identity.read_bytes())
+    before = decode_stored(stage.dir.identity, read_stored(stage.dir.identity), dict[str, Any])
     now = msgspec.json.decode(msgspec.json.encode(stage.identity()))
     if changes := find_changes(before, now):
         raise ConfigError(

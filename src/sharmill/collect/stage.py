@@ -19,6 +19,7 @@ from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.reject_examples import describe_rejects
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
+from sharmill.engine.stored import open_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import FatalError, RejectRecord
 from sharmill.manifest import Reject, write_lines
@@ -140,13 +141,13 @@ class ManifestStage(Stage):
         if not totals.rejects:
             remove_tree(self.destination.rejects)
             return
-        with open_atomic(self.destination.rejects) as published, self.dir.rejects.open("rb") as merged:
+        with open_atomic(self.destination.rejects) as published, open_stored(self.dir.rejects) as merged:
             shutil.copyfileobj(merged, published)
 
     def _publish_split(self, split: str, commits: list[Commit], vocabulary: Vocabulary | None) -> None:
         with open_atomic(self.destination.of_split(split)) as manifest:
             for commit in commits:
-                with (self.root / commit.files[0].name).open("rb") as part:
+                with open_stored(self.root / commit.files[0].name) as part:
                     if vocabulary is None:
                         shutil.copyfileobj(part, manifest)
                     for line in part if vocabulary is not None else ():

@@ -14,7 +14,8 @@ from uuid import uuid4
 import msgspec
 
 from sharmill.engine.outcomes import FailedAttempt
-from sharmill.errors import SharmillError
+from sharmill.engine.stored import NOT_JSON, decode_stored, read_stored, read_stored_lines
+from sharmill.errors import CODES, SharmillError
 from sharmill.storage import stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)
@@ -86,14 +87,14 @@ class Attempts:
         self.setup_error = ""
         self.stopped, self.stopped_code = _read_stopped(_stopped_path(folder))
         for path in sorted(folder.glob("*.jsonl")):
-            for line in path.read_bytes().splitlines(keepends=True):
+            for line in read_stored_lines(path):
                 if line.endswith(b"\n"):
                     self._add(path, line)
 
     def _add(self, path: Path, line: bytes) -> None:
         try:
             note = _decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except NOT_JSON as error:
             # As in the ledger: a file system that lost its power may leave such lines.
             log.warning("a line of %s is no note: %s", path, error)
             return
@@ -113,5 +114,6 @@ def _stopped_path(folder: Path) -> Path:
 def _read_stopped(path: Path) -> tuple[str, str]:
     if not path.exists():
         return "", "unspecified"
-    stored = msgspec.json.decode(path.read_bytes())
-    return stored["message"], stored["code"]
+    stored = decode_stored(path, read_stored(path), dict[str, str])
+    code = stored.get("code", "unspecified")
+    return stored.get("message") or "a rank has stopped the stage", code if code in CODES else "unspecified"

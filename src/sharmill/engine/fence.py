@@ -23,6 +23,7 @@ import msgspec
 
 from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
+from sharmill.engine.stored import NOT_JSON, read_stored
 from sharmill.errors import ConfigError, FatalError
 from sharmill.processes import user_name
 from sharmill.storage import (
@@ -195,10 +196,10 @@ def _claim_files(root: Path) -> list[Path]:
 
 def _read_claim(path: Path) -> Claim | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Claim)
+        return msgspec.json.decode(read_stored(path), type=Claim)
     except FileNotFoundError:
         return None
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         # Another run may be writing it at this moment, or has died while it did.
         message = f"{path} is no claim: if no run is at work on {path.parent.parent}, remove that file"
         raise ConfigError(message, code="claimed") from error

@@ -18,6 +18,7 @@ import msgspec
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
+from sharmill.engine.stored import NOT_JSON, decode_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Unit
 from sharmill.storage import PublishedFile, fsync_directory, stopping_errors, write_atomic
 
@@ -62,11 +63,10 @@ def read_ledger(paths: StageDir, units: Iterable[Unit]) -> dict[int, Commit]:
     paths = paths.of_present_plan()
     commits: dict[int, Commit] = {}
     for path in sorted(paths.ledger.glob("*.jsonl")):
-        with path.open("rb") as stream:
-            for line in stream:
-                commit = _decode(path, line)
-                if commit is not None and commit.token == paths.token and ids.get(commit.index) == commit.id:
-                    commits[commit.index] = commit
+        for line in read_stored_lines(path):
+            commit = _decode(path, line)
+            if commit is not None and commit.token == paths.token and ids.get(commit.index) == commit.id:
+                commits[commit.index] = commit
     return commits
 
 
@@ -91,7 +91,7 @@ def revoke(stage: Stage, indices: Collection[int]) -> None:
     write_atomic(stage.dir.revoked, b"".join(msgspec.json.encode(commit) + b"\n" for commit in first.values()))
     ids = {unit.id for unit in units}
     for path in sorted(stage.dir.ledger.glob("*.jsonl")):
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = list(read_stored_lines(path))
         kept = [line for line in lines if (found := _decode(path, line)) is not None and found.id not in ids]
         if len(kept) < len(lines):
             write_atomic(path, b"".join(kept))
@@ -101,7 +101,8 @@ def read_revoked(stage: Stage) -> dict[int, Commit]:
     """Return the commits that were revoked and whose units are not finished again, by unit index."""
     if not stage.dir.revoked.exists():
         return {}
-    commits = (_decoder.decode(line) for line in stage.dir.revoked.read_bytes().splitlines())
+    path = stage.dir.revoked
+    commits = (decode_stored(path, line, Commit) for line in read_stored_lines(path))
     return {commit.index: commit for commit in commits}
 
 
@@ -110,7 +111,7 @@ def _decode(path: Path, line: bytes) -> Commit | None:
         return None
     try:
         return _decoder.decode(line)
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         # A file system that lost its power may leave such lines; the unit is done again.
         log.warning("a line of %s is no record: %s", path, error)
         return None

@@ -36,7 +36,7 @@ from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fi
 
 from sharmill.errors import ConfigError, FatalError
 from sharmill.processes import is_gone, state_and_start, this_kernel, user_name
-from sharmill.storage import stopping_errors
+from sharmill.storage import open_regular, stopping_errors
 
 log = logging.getLogger(__name__)
 
@@ -92,22 +92,24 @@ class _Seen:
         Args:
             lease_seconds: of an owner whose record says nothing.
         """
+        file: Path | None = None
         try:
             file = next((path for path in lock.iterdir() if path.name.startswith("owner-")), None)
             # Opening makes NFS ask the server for the time too.
-            descriptor = os.open(file, os.O_RDONLY) if file else None
+            stream = open_regular(file, follow_links=False) if file else None
         except FileNotFoundError:
             return None
-        if file is None or descriptor is None:
+        except (NotADirectoryError, ValueError) as error:
+            message = f"{file or lock} is not sharmill's: it is a link, or no regular file; remove it"
+            raise ConfigError(message, code="locked") from error
+        if file is None or stream is None:
             return None
-        try:
-            touched, data = os.fstat(descriptor).st_mtime_ns, os.read(descriptor, 1 << 16)
-            is_locked = _flock(descriptor, fcntl.LOCK_SH) is False
-        finally:
-            os.close(descriptor)
+        with stream:
+            touched, data = os.fstat(stream.fileno()).st_mtime_ns, os.read(stream.fileno(), 1 << 16)
+            is_locked = _flock(stream.fileno(), fcntl.LOCK_SH) is False
         try:
             owner = msgspec.json.decode(data, type=LockOwner)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             owner = LockOwner(lease_seconds=lease_seconds)  # torn by a power cut
         return cls(file, owner, touched, is_locked)
 

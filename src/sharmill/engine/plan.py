@@ -21,6 +21,7 @@ from sharmill.engine.fence import (
 from sharmill.engine.identity import find_changes
 from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
+from sharmill.engine.stored import decode_stored, read_stored, read_stored_lines
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError
 from sharmill.storage import (
@@ -34,7 +35,6 @@ from sharmill.storage import (
     stopping_errors,
 )
 
-_unit_decoder = msgspec.json.Decoder(Unit)
 # The files of a unit in a stage's own folder: parts/000007.npy.
 _UNIT_FILE = re.compile(r"\d{6}\..+")
 _PLAN_ASIDE = re.compile(r"\.plan(-[0-9a-f]{32}|\.[0-9a-f]{32}\.tmp)")
@@ -65,17 +65,13 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
 
 
 def _read_identity(stage: Stage) -> Any:
-    try:
-        return msgspec.json.decode(stage.dir.identity.read_bytes())
-    except msgspec.DecodeError as error:
-        message = f"{stage.dir.identity} is damaged ({error}); begin this stage anew with --restart"
-        raise ConfigError(message, code="damaged_run_dir") from error
+    return decode_stored(stage.dir.identity, read_stored(stage.dir.identity), dict[str, Any])
 
 
 def load_plan(stage: Stage) -> list[Unit]:
     """Return the units of a plan that is known to exist."""
-    with stage.dir.units.open("rb") as stream:
-        return [_unit_decoder.decode(line) for line in stream]
+    path = stage.dir.units
+    return [decode_stored(path, line, Unit) for line in read_stored_lines(path)]
 
 
 def discard_stage(stage: Stage, keep: str) -> None:

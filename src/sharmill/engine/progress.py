@@ -13,10 +13,15 @@ from pathlib import Path
 
 import msgspec
 
+from sharmill.engine.stored import NOT_JSON, open_stored
+from sharmill.errors import ConfigError
 from sharmill.processes import is_gone, state_and_start, this_kernel
 from sharmill.storage import path_aside
 
 INTERVAL_SECONDS = 10.0
+_MAX_BYTES = 1 << 20
+# Seconds or megabytes that no rank can have.
+_MAX_NUMBER = 1e12
 # Short units follow one another faster than anybody looks.
 _LEAST_INTERVAL_SECONDS = 0.5
 # A shared file system may show a record to other nodes half a minute later.
@@ -47,6 +52,18 @@ class RankProgress(msgspec.Struct, kw_only=True):
     kernel: str = ""
     process_started: int = 0
     written: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = (
+            self.started,
+            self.updated,
+            self.unit_began,
+            self.cost_done,
+            self.unit_cost_done,
+            self.peak_memory_mb,
+        )
+        if not all(abs(number) < _MAX_NUMBER for number in numbers):
+            raise ValueError("a time or a cost is out of range")
 
     def is_silent(self, now: float) -> bool:
         """Return True if it is older than a minute, or its process was one of this machine and is gone.
@@ -163,8 +180,8 @@ def _records(folder: Path) -> Iterator[tuple[Path, RankProgress]]:
     for path in sorted(folder.glob("rank-*.json")):
         # They are not synced to disk: one may be empty after a power cut, gone because a relaunch has begun, or stale
         # on a shared disk. Progress is for people to look at: no such error ends a run.
-        with suppress(msgspec.DecodeError, OSError):
-            with path.open("rb") as stream:
-                record = _decoder.decode(stream.read())
+        with suppress(*NOT_JSON, OSError, ConfigError):
+            with open_stored(path) as stream:
+                record = _decoder.decode(stream.read(_MAX_BYTES))
                 record.written = os.fstat(stream.fileno()).st_mtime
             yield path, record

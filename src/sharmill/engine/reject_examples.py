@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.errors import REMEDIES
 
 _MAX_REASONS = 3
@@ -55,9 +56,8 @@ def _first_examples(folder: Path, reasons: set[str]) -> dict[str, str]:
 
 def _read_rejects(folder: Path) -> Iterator[_Reject]:
     for path in sorted(folder.glob("*.jsonl")):
-        with path.open("rb") as stream:
-            for line in stream:
-                yield msgspec.json.decode(line, type=_Reject)
+        for line in read_stored_lines(path):
+            yield decode_stored(path, line, _Reject)
 
 
 def _describe(reject: _Reject) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -19,6 +20,7 @@ from sharmill.engine.progress import forget_progress
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
+from sharmill.engine.stored import decode_stored, open_stored, read_stored
 from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.storage import (
@@ -114,7 +116,7 @@ def read_totals(stage: Stage) -> Totals | None:
     """Return the totals of a finished stage, or None."""
     if not stage.dir.done.exists():
         return None
-    return msgspec.json.decode(stage.dir.done.read_bytes(), type=Totals)
+    return decode_stored(stage.dir.done, read_stored(stage.dir.done), Totals)
 
 
 def _remove_leftovers(stage: Stage) -> None:
@@ -189,7 +191,8 @@ def _merge_rejects(stage: Stage, commits: Sequence[Commit]) -> None:
     with open_atomic(stage.dir.rejects) as merged:
         for commit in commits:
             if commit.num_rejected:
-                merged.write(stage.dir.unit_rejects(commit.index).read_bytes())
+                with open_stored(stage.dir.unit_rejects(commit.index)) as rejects:
+                    shutil.copyfileobj(rejects, merged)
 
 
 def _note_failures(stage: Stage, missing: Sequence[Unit], failures: dict[int, FailedAttempt]) -> StageResult:

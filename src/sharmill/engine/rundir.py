@@ -5,9 +5,15 @@ The files that a stage keeps in its own folder beside these are named by the sta
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from sharmill.engine.stored import read_stored
+from sharmill.errors import ConfigError
+
+# The name of folders.
+_TOKEN = re.compile(r"[0-9A-Za-z_-]{1,64}")
 # In the place of a token where there is no plan.
 _NO_PLAN = "none"
 
@@ -42,9 +48,15 @@ class StageDir:
     def read_token(self) -> str:
         """Return the token of the plan that is there, or nothing where there is none."""
         try:
-            return self.token_file.read_text().strip()
+            token = read_stored(self.token_file).decode(errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
             return ""
+        # It is the name of folders.
+        if token and not _TOKEN.fullmatch(token):
+            raise ConfigError(
+                f"{self.token_file} is damaged: it has no token; begin this stage anew", code="damaged_run_dir"
+            )
+        return token
 
     def of_present_plan(self) -> StageDir:
         """Return this folder with the token of the plan that is there, so that no path has to look for it again."""

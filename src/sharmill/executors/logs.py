@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,12 +13,23 @@ from pathlib import Path
 
 from sharmill.storage import stopping_errors
 
+_FURTHER_LINE = re.compile(r"\n(?!  |\n|$)")
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def printable(text: str) -> str:
-    """Return the text without control characters, which could move the cursor, rename the window or hide text."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    """Return text as it may be shown or logged: names in it come from manifests, datasets and folders of others.
+
+    It has no control characters, which could move the cursor, rename the window or hide text. Its further lines are
+    indented, so that no name with a line break in it makes up a line of its own.
+    """
+    shown = "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return _FURTHER_LINE.sub("\n  ", shown)
+
+
+def one_line(text: str) -> str:
+    """Return text as ``printable`` does, line breaks replaced."""
+    return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
 
 
 class PrintableFormatter(logging.Formatter):

@@ -16,6 +16,7 @@ from sharmill.errors import DamagedShard
 from sharmill.grow.parts import Part
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
 from sharmill.shar.layout import CUTS, shard_file
+from sharmill.shar.tar import open_field
 from sharmill.storage import fsync_directory, make_folder, open_atomic, stopping_errors
 
 # Another file system, one without hard links, a file of somebody else's, or one that has as many links as it may have.
@@ -79,7 +80,7 @@ def _place(source: Path, target: Path, placed: Placed, *, copy: bool) -> None:
         else:
             placed.linked += 1
             return
-    with source.open("rb") as stream, open_atomic(target) as written:
+    with open_field(source) as stream, open_atomic(target) as written:
         shutil.copyfileobj(stream, written, 1 << 20)
     placed.copied += 1
 

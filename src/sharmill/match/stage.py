@@ -19,6 +19,7 @@ from sharmill.config import Config, MatchConfig
 from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
+from sharmill.engine.stored import open_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import (
@@ -112,7 +113,7 @@ class MatchStage(Stage):
         commits = list(commits)
         with open_atomic(matched_manifest(self.config)) as merged:
             for commit in commits:
-                with (self.root / commit.files[0].name).open("rb") as part:
+                with open_stored(self.root / commit.files[0].name) as part:
                     shutil.copyfileobj(part, merged)
         return add_up(commits)
 

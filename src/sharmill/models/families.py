@@ -17,6 +17,7 @@ import xxhash
 from sharmill.errors import ConfigError
 from sharmill.models.hub import require_on_hub
 from sharmill.registry import require_package
+from sharmill.storage import open_regular
 
 if TYPE_CHECKING:
     from nemo.core import ModelPT
@@ -28,6 +29,7 @@ TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
 
 _PATH_STARTS: Final[tuple[str, ...]] = ("/", "./", "../", "~")
 _READ_BYTES: Final = 1 << 20
+_MAX_CONFIG_BYTES: Final = 16 << 20
 
 # Measured on read speech: 99.8 % of pairs of one speaker are at least as similar (10 speakers, 450 pairs), and of pairs
 # of different speakers 0.2 % (10 speakers, 4,500 pairs) and 3.2 % (248 speakers, 30,628 pairs). At 0.6 it is 23 % and
@@ -245,7 +247,8 @@ TRANSFORMERS_CODECS: Final = Family(
 def check_transformers_config(path: Path) -> None:
     """Raise ConfigError unless a directory's config.json names a codec that is supported."""
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        with open_regular(path / "config.json") as stream:
+            config = json.loads(stream.read(_MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path / 'config.json'} cannot be read: {first_line(error)}", code="bad_model") from error
     model_type = config.get("model_type") if isinstance(config, dict) else None

@@ -17,6 +17,7 @@ from sharmill.config import PrepareConfig
 from sharmill.errors import RejectRecord
 from sharmill.manifest import (
     DURATION_FROM_HEADER,
+    MAX_RECORD_BYTES,
     OWN_KEYS,
     PLACE_KEYS,
     TYPED_KEYS,
@@ -39,8 +40,6 @@ from sharmill.sources.speakers import SpeakerRule
 _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, "_skipme"}
 # Where the interpreter's own limit lies depends on the caller, so it would not be the same in every executor.
 _MAX_DEPTH = 100
-# A record this large is none, and would be carried through all stages and into the dataset.
-_MAX_BYTES = 16 << 20
 _TYPES: dict[str, tuple[type, ...]] = {
     "audio_filepath": (str,),
     "duration": (int, float),
@@ -192,8 +191,8 @@ def parse_record(line: bytes) -> dict[str, Any]:
     Raises:
         RejectRecord: ``malformed``.
     """
-    if len(line) > _MAX_BYTES:
-        raise RejectRecord("malformed", f"the line has {len(line):,} bytes, more than {_MAX_BYTES >> 20} MiB")
+    if len(line) > MAX_RECORD_BYTES:
+        raise RejectRecord("malformed", f"the line has {len(line):,} bytes, more than {MAX_RECORD_BYTES >> 20} MiB")
     try:
         record = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

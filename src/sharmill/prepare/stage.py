@@ -16,6 +16,7 @@ from sharmill.config import Config
 from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
+from sharmill.engine.stored import load_stored_array, open_stored, read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Reject, Utterance, write_lines
@@ -79,7 +80,7 @@ class PrepareStage(Stage):
         totals = add_up(commits)
         hours = HoursTable()
         for commit in commits:
-            hours.add(HoursTable.from_json((self.root / commit.files[2].name).read_bytes()))
+            hours.add(HoursTable.from_json(read_stored(self.root / commit.files[2].name)))
         duplicates, seconds = self._merge(commits, hours)
         rejects = dict(totals.rejects)
         if duplicates:
@@ -117,7 +118,7 @@ class PrepareStage(Stage):
 
     def _merge(self, commits: list[Commit], hours: HoursTable) -> tuple[int, float]:
         """Write the prepared manifest and, aside, the rejects of duplicates; return their number and seconds."""
-        loaded = [np.load(self.root / commit.files[1].name, allow_pickle=False) for commit in commits]
+        loaded = [load_stored_array(self.root / commit.files[1].name) for commit in commits]
         hashes = np.concatenate(loaded) if loaded else np.empty(0, dtype=HASH_FIELDS)
         keeper = IdKeeper(ambiguous_recordings(hashes), ambiguous_cuts(hashes))
         suspects, repeated = find_suspects(hashes), repeated_segments(hashes)
@@ -138,7 +139,7 @@ class PrepareStage(Stage):
 
     def _lines(self, commits: list[Commit]) -> Iterator[bytes]:
         for commit in commits:
-            with (self.root / commit.files[0].name).open("rb") as part:
+            with open_stored(self.root / commit.files[0].name) as part:
                 yield from part
 
     @property
@@ -148,7 +149,7 @@ class PrepareStage(Stage):
     def _append_rejects(self) -> None:
         with open_atomic(self.dir.rejects) as merged:
             for path in (self.dir.rejects, self._duplicates):
-                with path.open("rb") as part:
+                with open_stored(path) as part:
                     shutil.copyfileobj(part, merged)
 
 

@@ -6,8 +6,6 @@ Formats read: ustar, GNU long names, PAX paths and sizes (POSIX.1-2001). Headers
 from __future__ import annotations
 
 import mmap
-import os
-import stat
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ from sharmill.shar.tar_headers import (
     parse_pax_size,
     plain_name,
 )
+from sharmill.storage import open_regular
 
 _END = bytes(2 * BLOCK)
 _REGULAR = (b"0", b"\0")
@@ -237,11 +236,8 @@ def open_field(path: Path) -> BinaryIO:
         DamagedShard: it is not there, or not a regular file.
     """
     try:
-        # A FIFO would have its reader wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise DamagedShard(f"{path}: it is not a regular file")
-        return os.fdopen(descriptor, "rb")
+        return open_regular(path)
+    except ValueError as error:
+        raise DamagedShard(f"{path}: {error}") from error
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise DamagedShard(f"{path}: {error.strerror}") from error

@@ -21,8 +21,18 @@ import numpy as np
 import xxhash
 
 from sharmill.audio.roots import AudioRoots, normalise_path
+from sharmill.engine.stored import load_stored_array
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
-from sharmill.manifest import DURATION_FROM_HEADER, iterate_lines, transcript_of
+from sharmill.manifest import (
+    DURATION_FROM_HEADER,
+    MAX_PATH,
+    MAX_RECORD_BYTES,
+    SEGMENT_KEYS,
+    Reduced,
+    hash_whole,
+    iterate_lines,
+    transcript_of,
+)
 from sharmill.shar.cut_lines import NOT_JSON, read_cuts
 from sharmill.shar.layout import CUTS
 from sharmill.sources import Source, record_text
@@ -35,8 +45,6 @@ _RECORD: Final = ("record", "text")
 _RECORD_HASHES: Final = np.dtype([(name, "u8") for name in _RECORD])
 # What the check of a shard leaves of each cut: the hashes of its id and of its record.
 CUT_HASHES: Final = np.dtype([("id", "u8"), *_RECORD_HASHES.descr])
-# What a record is known by.
-_SEGMENT_KEYS: Final = ("audio_filepath", "offset", "duration", DURATION_FROM_HEADER)
 # What is said of a record that cannot be named otherwise.
 _SHOWN_CHARACTERS: Final = 200
 
@@ -84,8 +92,9 @@ class ExpectedRecords:
         """Read the records of all manifests."""
         for source, roots in zip(self.sources, self.root_names, strict=True):
             for line in source.records():
-                text = record_text(line).decode("utf-8", "replace")
-                yield None, text, _parse(text), roots
+                data = record_text(line)
+                text = data.decode("utf-8", "replace")
+                yield None, text, _parse(text) if len(data) <= MAX_RECORD_BYTES else text, roots
 
     def reject_rows(self) -> Iterator[Row]:
         """Read the records of all rejects."""
@@ -99,7 +108,10 @@ class ExpectedRecords:
                 except (*NOT_JSON, LookupError, TypeError) as error:
                     raise ConfigError(f"{name} is not a file of rejects: {error!r}", code="bad_manifest") from error
                 text = record if isinstance(record, str) else ""
-                yield None, text, _parse(text) if text else record, roots
+                if isinstance(whole := reject.get("record_hash"), int):
+                    yield None, text, Reduced(record, whole), roots
+                else:
+                    yield None, text, _parse(text) if text else record, roots
 
 
 def _names(roots: AudioRoots) -> list[str]:
@@ -147,7 +159,7 @@ class CutHashes:
 
     @classmethod
     def load(cls, subject: CheckedDataset, paths: Sequence[Path]) -> CutHashes:
-        return cls(subject, [np.load(path, allow_pickle=False) for path in paths])
+        return cls(subject, [load_stored_array(path) for path in paths])
 
     def column(self, name: str) -> np.ndarray:
         return np.concatenate([np.empty(0, dtype=np.uint64), *(part[name] for part in self.parts)])
@@ -174,7 +186,7 @@ class CutHashes:
             for shard, cut in self._cuts(column, wanted):
                 if hash_cut(cut)[1]:
                     supervision = _supervision_of(cut)
-                    segment = {key: value for key, value in supervision["custom"].items() if key in _SEGMENT_KEYS}
+                    segment = {key: value for key, value in supervision["custom"].items() if key in SEGMENT_KEYS}
                     yield shard, "", segment | {"text": supervision.get("text")}, ()
 
         known = [part[part["record"] != 0] for part in self.parts]
@@ -266,6 +278,7 @@ def _compare_texts(manifests: Records, cuts: Records) -> Iterator[Finding]:
 def _describe(row: Row) -> str:
     """Return how a record is named in a finding."""
     _, line, record, _ = row
+    record = record.kept if isinstance(record, Reduced) else record
     if isinstance(record, dict) and isinstance(path := record.get("audio_filepath"), str):
         return f"{path} at {record.get('offset') or 0.0} s, {record.get('duration')} s long"
     return (line or str(record))[:_SHOWN_CHARACTERS]
@@ -283,17 +296,19 @@ def hash_cut(cut: dict[str, Any]) -> tuple[int, int, int]:
     supervision = _supervision_of(cut)
     custom = supervision.get("custom")
     key = _segment_key(custom, ()) if isinstance(custom, dict) and "duration" in custom else None
-    return _hash(str(cut.get("id"))), *((0, 0) if key is None else _hashes(key, supervision))
+    return _hash(str(cut.get("id"))), *((0, 0) if key is None else _hashes(_hash(key), supervision))
 
 
 def hash_record(record: Any, roots: Sequence[str] = ()) -> tuple[int, int]:
     """Return the hashes of a record by path, offset and duration where it has them, else by all that it is."""
-    key = _segment_key(record, roots)
-    return _hashes(msgspec.json.encode(record, order="sorted").decode() if key is None else key, record)
+    kept = record.kept if isinstance(record, Reduced) else record
+    if (key := _segment_key(kept, roots)) is not None:
+        return _hashes(_hash(key), kept)
+    return _hashes(record.hash if isinstance(record, Reduced) else hash_whole(record), kept)
 
 
-def _hashes(key: str, record: Any) -> tuple[int, int]:
-    number = _hash(key) or 1
+def _hashes(number: int, record: Any) -> tuple[int, int]:
+    number = number or 1
     return number, _hash(f"{number}\n{transcript_of(record)}")
 
 
@@ -311,7 +326,12 @@ def _segment_key(record: Any, roots: Sequence[str]) -> str | None:
     path, offset = record.get("audio_filepath"), record.get("offset") or 0.0
     duration: Any = None if record.get(DURATION_FROM_HEADER) is True else record.get("duration")
     # JSON has true and false as well, which Python takes for numbers.
-    if isinstance(path, str) and type(offset) in (int, float) and type(duration) in (int, float, NoneType):
+    if (
+        isinstance(path, str)
+        and len(path) <= MAX_PATH
+        and type(offset) in (int, float)
+        and type(duration) in (int, float, NoneType)
+    ):
         with suppress(OverflowError):
             begin, seconds = float(offset), None if duration is None else float(duration)
             if math.isfinite(begin) and math.isfinite(seconds or 0.0):

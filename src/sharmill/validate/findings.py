@@ -17,8 +17,10 @@ from sharmill.errors import ConfigError
 from sharmill.manifest import iterate_lines
 from sharmill.shar.cut_lines import NOT_JSON
 from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE, codec_of_field
+from sharmill.storage import open_regular
 
 REPORT_VERSION: Final = 1
+_MAX_REPORT_BYTES: Final = 1 << 29
 # Stages of units that mend findings; that of codes has the name of the codec behind it.
 WRITE, INDEX, ENCODE = "write", "index", "encode/"
 # The same for all fields of a shard.
@@ -224,10 +226,11 @@ def encode_report(report: Report) -> bytes:
 def read_report(path: Path) -> Report:
     """Read a report; raises ConfigError where the file is none, or of another version."""
     try:
-        report = msgspec.json.decode(path.read_bytes(), type=Report)
+        with open_regular(path) as stream:
+            report = msgspec.json.decode(stream.read(_MAX_REPORT_BYTES), type=Report)
     except OSError as error:
         raise ConfigError(f"cannot read the findings {path}: {error.strerror}", code="bad_findings") from error
-    except NOT_JSON as error:
+    except (*NOT_JSON, ValueError) as error:
         raise ConfigError(
             f"{path} is not what sharmill validate --json writes: {error}", code="bad_findings"
         ) from error

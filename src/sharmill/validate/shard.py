@@ -15,7 +15,7 @@ from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.items import Item, ItemTable
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
-from sharmill.storage import checksum
+from sharmill.storage import checksum, is_regular
 from sharmill.validate.accounts import hash_cut
 from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard
 from sharmill.validate.contract import MALFORMED, check_contract
@@ -88,7 +88,7 @@ class ShardCheck:
                 sentence = f"{SHARDS_FILE} has {file} where {shard_file(name, shard.index)} belongs"
                 add(shard.finding("wrong_name", name, sentence))
             path = self.subject.directory / file
-            if not path.is_file():
+            if not is_regular(path):
                 add(shard.finding("missing_file", name, "the file is not there", file=file))
                 continue
             try:

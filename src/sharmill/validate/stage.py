@@ -13,9 +13,10 @@ from sharmill.config.references import hide
 from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
+from sharmill.engine.stored import read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
-from sharmill.storage import Staging, checksum, open_atomic, remove_tree, write_atomic
+from sharmill.storage import Staging, checksum, is_regular, open_atomic, remove_tree, write_atomic
 from sharmill.validate.accounts import CUT_HASHES, CutHashes, ExpectedRecords, check_accounts
 from sharmill.validate.checked_dataset import CheckedDataset, Shard, check_index, check_strays, read_checked_dataset
 from sharmill.validate.findings import (
@@ -129,7 +130,7 @@ class ValidateStage(Stage):
             for findings in (check_index(subject), check_strays(subject), hashes.find_duplicates(), found):
                 merged.write(findings_to_lines(findings))
             for commit in commits:
-                merged.write((self.root / commit.files[0].name).read_bytes())
+                merged.write(read_stored(self.root / commit.files[0].name))
         checked = _add_up_stats(commits)
         report = make_report(
             self.dataset_dir,
@@ -179,7 +180,7 @@ class ValidateStage(Stage):
         if shard.record is not None:
             return round(shard.record.target_seconds + shard.record.context_seconds, 3)
         paths = [self.dataset_dir / file for file in shard.files.values()]
-        return round(sum(path.stat().st_size for path in paths if path.is_file()) * _SECONDS_PER_BYTE, 3)
+        return round(sum(path.stat().st_size for path in paths if is_regular(path)) * _SECONDS_PER_BYTE, 3)
 
 
 class ValidateProcessor(Processor):

@@ -24,6 +24,7 @@ from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.run import Executor, locked
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
+from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.logs import logging_to
@@ -289,7 +290,7 @@ def read_state(run_dir: RunDir) -> ChainState | None:
     """Return how far the chain of a run directory has got; None where there is none."""
     if not run_dir.chain.exists():
         return None
-    return msgspec.json.decode(run_dir.chain.read_bytes(), type=ChainState)
+    return decode_stored(run_dir.chain, read_stored(run_dir.chain), ChainState)
 
 
 def require_no_chain(run_dir: RunDir, *, take_over: bool = False) -> None:

@@ -25,6 +25,7 @@ from sharmill.engine.outcomes import FailedAttempt, Finished, Submitted
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
+from sharmill.engine.stored import read_stored
 from sharmill.engine.unit import Unit
 from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import ConfigError, FatalError
@@ -220,7 +221,7 @@ class SlurmExecutor:
         """Raise FatalError where ranks end again and again without beginning a unit: nothing would ever end that."""
         mark = stage.dir.rounds
         now = sum(attempts.counts.values())
-        before = mark.read_text().split() if mark.exists() else []
+        before = read_stored(mark).decode(errors="replace").split() if mark.exists() else []
         if len(before) >= MAX_ATTEMPTS and set(before[-MAX_ATTEMPTS:]) == {str(now)}:
             reason = attempts.setup_error or f"see the logs in {self.run_dir.jobs} and {stage.dir.logs}"
             message = f"{stage.name}: the ranks ended {MAX_ATTEMPTS} times without beginning a unit: {reason}"

@@ -16,6 +16,8 @@ from sharmill.errors import ConfigError
 from sharmill.shar.layout import CUTS
 
 # Without a number where lhotse was told to make a single shard.
+# More folders than a dataset has fields, however it is nested.
+_MAX_FOLDERS = 10_000
 _SHARD_FILE = re.compile(r"([^.]+)(?:\.([0-9]+))?\.(tar|jsonl|jsonl\.gz)")
 _COMPRESSED_ARCHIVE = re.compile(r"[^.]+(?:\.[0-9]+)?\.(?:tar\.(?:gz|bz2|xz|zst)|tgz)")
 
@@ -104,7 +106,14 @@ def _candidates(directory: Path) -> Iterator[tuple[str, Path]]:
             if path.is_file() and not path.name.startswith("."):
                 yield path.name.partition(".")[0], path
         return
+    seen: set[tuple[int, int]] = set()
     for root, folders, names in os.walk(directory, followlinks=True):
+        status = Path(root).stat()
+        if (status.st_dev, status.st_ino) in seen or len(seen) > _MAX_FOLDERS:
+            # Links that lead in a circle, or without end.
+            folders[:] = []
+            continue
+        seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         field = Path(root).relative_to(directory).as_posix()
         for name in sorted(names):

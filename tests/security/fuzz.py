@@ -1,0 +1,232 @@
+"""Seeded mutations of every format that sharmill reads: nothing but errors that it means may come out of them.
+
+    PYTHONPATH=tests python tests/security/fuzz.py --seed 7 --rounds 100000     # a part of `make torture`
+
+``tests/security/test_fuzz.py`` does some rounds of it. What is found becomes a case of the tests beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import io
+import logging
+import random
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from support.shar import Project, voice
+
+from sharmill.cli.status import QueueView, print_status
+from sharmill.config import load_config, to_yaml
+from sharmill.engine.listener import Listener
+from sharmill.engine.progress import RankProgress
+from sharmill.errors import SharmillError
+from sharmill.executors.local.executor import LocalExecutor
+from sharmill.pipeline import run_dataset
+from sharmill.prepare.check import parse_record
+from sharmill.shar.arrays import array_from_bytes, array_to_bytes
+from sharmill.shar.cut_lines import read_cuts
+from sharmill.shar.index import read_dataset, read_shards
+from sharmill.shar.items import ItemTable
+from sharmill.sources.nemo import NemoSource
+from sharmill.sources.table import TableSource
+from sharmill.validate.accounts import hash_record
+from sharmill.validate.checked_dataset import check_index, read_checked_dataset
+from sharmill.validate.findings import encode_report, make_report, read_report
+
+_TOKENS = (
+    b"\0", b"\xff", b"\n", b"\r\n", b'"', b"{", b"[", b"]}", b"-1", b"1e999", b"NaN", b"null", b"true", b"../../x",
+    b"/etc",    b"9" * 400, b"\xed\xa0\x80", b"\\ud800", b"a" * 5000, b"[" * 2000, b"0", b"18446744073709551616",
+    b"-9223372036854775809",    b"\x1b[2J", b"9007199254740993", b"1e308", b"253402300800",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """A format: good data of it, and what reads such data; ``packed`` data are mutated before they are compressed."""
+
+    name: str
+    data: bytes
+    read: Callable[[bytes], object]
+    packed: bool = False
+
+
+def mutate(data: bytes, draws: random.Random) -> bytes:
+    """Return data with one to six places changed."""
+    changed = bytearray(data)
+    for _ in range(draws.randint(1, 6)):
+        place, kind = draws.randrange(len(changed) + 1), draws.randrange(7)
+        length = min(draws.choice((1, 1, 2, 8, 64, 600)), len(changed) - place)
+        if kind == 0 and place < len(changed):
+            changed[place] ^= 1 << draws.randrange(8)
+        elif kind == 1:
+            changed[place:place] = draws.choice(_TOKENS)
+        elif kind == 2:
+            changed[place : place + length] = draws.choice(_TOKENS)
+        elif kind == 3:
+            del changed[place : place + length]
+        elif kind == 4:
+            del changed[place:]
+        elif kind == 5:
+            start = draws.randrange(len(changed) + 1)
+            changed[place:place] = changed[start : start + length]
+        elif digits := [n for n, byte in enumerate(changed) if 48 <= byte <= 57]:  # a number becomes another
+            place = draws.choice(digits)
+            changed[place : place + 1] = draws.choice(_TOKENS)
+    return bytes(changed)
+
+
+class Corpus:
+    """A small run and its dataset, and a target for each of their files and for the inputs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        project = Project(folder / "project")
+        for number in range(4):
+            project.add(f"{number}.wav", voice(1.0, seed=number), speaker=f"s{number // 2}")
+        project.add("absent.wav", duration=1.0)
+        self.config = project.configure(
+            match={"min_similarity": -1.0, "min_duration": 0.0}, write={"shard_size": 2}, executor={"workers": 1},
+            max_reject_fraction=0.9,
+        )  # fmt: skip
+        assert run_dataset(self.config, Listener(), executor=LocalExecutor(1)).ok
+        self.run_dir, self.dataset = project.run_dir, project.dataset
+        self.manifest = project.folder / "small.json"
+        self._add_files_of_work()
+
+    def _add_files_of_work(self) -> None:
+        """Add what a run has only while it is under way, or on a cluster."""
+        stage = self.run_dir / "write"
+        (stage / "done.json").unlink()
+        token = (stage / "plan/token").read_text()
+        progress = stage / "ranks" / token / "progress"
+        progress.mkdir(parents=True, exist_ok=True)
+        record = RankProgress(rank=0, pid=7, host="a", started=1.0, updated=2.0, unit=1, unit_began=1.5, units_done=1)
+        (progress / "rank-000.json").write_bytes(msgspec.json.encode(record))
+        (stage / "failures.jsonl").write_bytes(b'{"index":1,"message":"m","traceback":"t"}\n')
+        (self.run_dir / "chain.json").write_bytes(b'{"state":"failed","message":"m","jobs":["1"],"command":"c"}')
+
+    def targets(self) -> Iterator[Target]:
+        """Yield what is fuzzed."""
+        line = self.manifest.read_bytes().splitlines()[0]
+        yield Target("record", line, lambda data: hash_record(parse_record(data)))
+        yield Target("manifest", self.manifest.read_bytes(), self._read_manifest)
+        table = b"audio_filepath|duration|text|speaker\na.wav|1.0|hello|x\nb.wav|2.0|you|y\n"
+        yield Target("table", table, self._read_table)
+        yield Target("configuration", to_yaml(self.config), lambda data: load_config(self._put("config.yaml", data)))
+        report = make_report(self.dataset, [], level={}, checked={}, unchecked=[])
+        yield Target("report", encode_report(report), lambda data: read_report(self._put("report.json", data)))
+        yield Target("array", array_to_bytes(np.arange(8).reshape(2, 4)), lambda data: array_from_bytes(data, "x"))
+        cuts = gzip.decompress((self.dataset / "cuts/cuts.000000.jsonl.gz").read_bytes())
+        yield Target("cuts", cuts, lambda data: list(read_cuts(self._put("cuts.jsonl.gz", gzip.compress(data, 1)))))
+        yield Target("gzip", gzip.compress(cuts), lambda data: list(read_cuts(self._put("cuts.jsonl.gz", data))))
+        tar = (self.dataset / "target_audio/recording.000000.tar").read_bytes()
+        yield Target("tar", tar, self._read_tar)
+        for name in ("dataset.json", "shards.jsonl"):
+            yield Target(name, (self.dataset / name).read_bytes(), lambda data, name=name: self._read_index(name, data))
+        for path in sorted(self.run_dir.rglob("*")):
+            name = path.relative_to(self.run_dir).as_posix()
+            if path.suffix in (".json", ".jsonl", ".yaml", "") and path.is_file() and not name.startswith("manifests"):
+                yield Target(f"run/{name}", path.read_bytes(), lambda data, name=name: self._show(name, data))
+
+    def _put(self, name: str, data: bytes) -> Path:
+        path = self.folder / name
+        path.write_bytes(data)
+        return path
+
+    def _read_manifest(self, data: bytes) -> None:
+        source = NemoSource(manifest=str(self._put("fuzzed.json", data)), audio_root=".")
+        source.check()
+        for piece in source.pieces(2):
+            for line in source.read(piece.params):
+                parse_or_reject(line)
+
+    def _read_table(self, data: bytes) -> None:
+        source = TableSource(table=str(self._put("fuzzed.csv", data)), audio_root=".", delimiter="|")
+        source.check()
+        for piece in source.pieces(2):
+            list(source.read(piece.params))
+
+    def _read_tar(self, data: bytes) -> None:
+        table = ItemTable(self._put("fuzzed.tar", data))
+        for number in range(len(table)):
+            table.item(number, copy=True)
+
+    def _read_index(self, name: str, data: bytes) -> None:
+        good = (self.dataset / name).read_bytes()
+        try:
+            (self.dataset / name).write_bytes(data)
+            list(check_index(read_checked_dataset(self.dataset)))
+            read_dataset(self.dataset)
+            list(read_shards(self.dataset))
+        finally:
+            (self.dataset / name).write_bytes(good)
+
+    def _show(self, name: str, data: bytes) -> None:
+        path = self.run_dir / name
+        good = path.read_bytes()
+        try:
+            path.write_bytes(data)
+            queue = QueueView(self.run_dir, next_question=float("inf"))
+            print_status(Console(file=io.StringIO(), width=120), self.run_dir, queue)
+        finally:
+            path.write_bytes(good)
+
+
+def parse_or_reject(line: bytes) -> None:
+    """Parse a record, and its hashes, or have it rejected."""
+    try:
+        hash_record(parse_record(line))
+    except SharmillError:
+        return
+
+
+def fuzz(folder: Path, seed: int, rounds: int, only: str = "") -> list[str]:
+    """Return what went wrong: a target, the seed of its mutation, and the end of the traceback."""
+    found: dict[str, str] = {}
+    targets = [target for target in Corpus(folder).targets() if target.name.startswith(only)]
+    for number in range(rounds):
+        target = targets[number % len(targets)]
+        draws = random.Random(f"{seed} {target.name} {number}")
+        try:
+            target.read(mutate(target.data, draws))
+        except SharmillError as error:
+            if not str(error).strip():
+                found[target.name] = f"{target.name}, round {number}: an error without a sentence"
+        except Exception as error:  # noqa: BLE001 - that is what is looked for
+            frames = traceback.extract_tb(error.__traceback__)
+            ours = [frame for frame in frames if "sharmill" in frame.filename][-1]
+            place = f"{Path(ours.filename).name}:{ours.lineno}"
+            found.setdefault(f"{place} {type(error).__name__}",
+                             f"{target.name}, seed {seed}, round {number}: {place}: {error!r:.200}")  # fmt: skip
+    return sorted(found.values())
+
+
+def main() -> int:
+    """Fuzz for a while, and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=20_000)
+    parser.add_argument("--only", default="", help="targets whose names begin like this")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # warnings about lines that are no records
+    folder = Path(tempfile.mkdtemp(prefix="sharmill-fuzz-"))
+    try:
+        found = fuzz(folder, options.seed, options.rounds, options.only)
+    finally:
+        shutil.rmtree(folder)
+    print("\n".join([*found, f"seed {options.seed}: {options.rounds} rounds, {len(found)} kinds of errors"]))
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

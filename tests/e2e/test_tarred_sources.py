@@ -1,0 +1,135 @@
+"""Speech in tar archives: the dataset of the plain manifest, and the utterances that NeMo's own loader sees."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from support.manifests import config_for, run_prepare, speaker_tag, write_manifest
+from support.shar import members_of, put, voice
+from support.tars import write_tar
+
+from sharmill.audio.roots import AudioRoots
+from sharmill.audio.segments import SegmentReader
+from sharmill.config import to_config
+from sharmill.engine.listener import Listener
+from sharmill.pipeline import run_dataset
+from sharmill.shar import open_shar
+
+STAGES = ["prepare", "match", "write", "validate"]
+SECONDS = [2.0, 1.5, 2.5, 1.0, 3.0, 2.0]
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory):
+    """The sources of the same speech in every form, by the name of the form; segments of one recording included."""
+    folder = tmp_path_factory.mktemp("forms")
+    records, audio = [], {}
+    for number, seconds in enumerate(SECONDS):
+        name = f"spk{number % 2}-{number}.{'wav' if number % 3 else 'flac'}"
+        path = put(folder / "plain" / name, voice(seconds, pitch=150 + 60 * (number % 2), seed=number))
+        audio[name] = path.read_bytes()
+        records.append({"audio_filepath": name, "duration": seconds, "text": f"text of {name}",
+                        "speaker": speaker_tag(f"spk{number % 2}")})  # fmt: skip
+    segment = records[4] | {"offset": 0.5, "duration": 1.25, "text": "a segment"}
+    write_manifest(folder / "plain.json", records)
+    write_manifest(folder / "segments.json", [*records, segment])
+    for shard in range(2):
+        part = records[shard * 3 :][:3]
+        names = [record["audio_filepath"] for record in part]
+        more = [segment | {"audio_filepath": "spk0-4-sub1.wav"}] if shard else []
+        write_manifest(folder / f"nemo/manifest_{shard}.json", [record | {"shard_id": shard} for record in part + more])
+        write_tar(folder / f"nemo/audio_{shard}.tar", [(name, audio[name]) for name in names])
+        members = []
+        for name, record in zip(names, part, strict=True):
+            stem = name.split(".")[0]
+            members.append([(name, audio[name]), (f"{stem}.json", json.dumps(record).encode()),
+                            (f"{stem}.txt", record["text"].encode())])  # fmt: skip
+        write_tar(folder / f"wds/{shard:06d}.tar", [member for sample in members for member in sample[:2]])
+        write_tar(folder / f"wenet/{shard}.tar", [member for sample in members for member in sample[::2]])
+    (folder / "shards.list").write_text("wenet/0.tar\nwenet/1.tar\n")
+    raw = [{"key": r["audio_filepath"].split(".")[0], "wav": r["audio_filepath"], "txt": r["text"]} for r in records]
+    write_manifest(folder / "data.list", raw)
+    key = {"speaker": "{key:prefix}", "language": "en", "dataset": "Tests"}
+    return {
+        "plain": {"manifest": f"{folder}/plain.json", "audio_root": f"{folder}/plain"},
+        "segments": {"manifest": f"{folder}/segments.json", "audio_root": f"{folder}/plain"},
+        "nemo_tarred": {"type": "nemo_tarred", "manifest": f"{folder}/nemo/manifest__OP_0..1_CL_.json",
+                        "tars": f"{folder}/nemo/audio__OP_0..1_CL_.tar"},
+        "webdataset": {"type": "webdataset", "tars": f"{folder}/wds/{{000000..000001}}.tar"},
+        "wenet_raw": {"type": "wenet", "data_list": f"{folder}/data.list", "audio_root": f"{folder}/plain"} | key,
+        "wenet_shard": {"type": "wenet", "data_list": f"{folder}/shards.list", "data_type": "shard",
+                        "audio_root": str(folder)} | key,
+    }  # fmt: skip
+
+
+FORMS = [("nemo_tarred", "segments"), ("webdataset", "plain"), ("wenet_raw", "plain"), ("wenet_shard", "plain")]
+
+
+def utterances(source, folder):
+    """(duration, text, speaker, samples) of the utterances that prepare makes of a source."""
+    config = config_for(folder, [source], prepare={"unit_records": 2})
+    prepared = run_prepare(config)
+    assert prepared.rejects == []
+    reader = SegmentReader(AudioRoots.of([config.sources[0].audio_root]))
+    return [(u.duration, u.text, u.speaker, reader.read(u.segment).samples.tobytes()) for u in prepared.kept]
+
+
+@pytest.mark.parametrize(("form", "plain"), FORMS)
+def test_prepare_gives_the_utterances_of_the_plain_manifest(form, plain, forms, tmp_path):
+    expected = utterances(forms[plain], tmp_path / "plain")
+    assert len(expected) == len(SECONDS) + (plain == "segments")
+    assert utterances(forms[form], tmp_path / form) == expected
+
+
+def build(folder, source):
+    """The audio files that a dataset of a source has stored, field by field, and texts and speakers of its cuts."""
+    values = {
+        "name": "tarred",
+        "run_dir": str(folder / "run"),
+        "dataset_dir": str(folder / "dataset"),
+        "sources": [source],
+        "speaker_key": "speaker",
+        "match": {"min_duration": 0.0, "min_similarity": -1.0},
+        "write": {"shard_size": 4, "order": "manifest"},
+        "encode": {"codecs": []},
+        "validate": {"deep": True, "against_sources": True},
+        "executor": {"workers": 1},
+    }
+    result = run_dataset(to_config(values, "test"), Listener(), stages=STAGES)
+    assert result.ok
+    assert result.num_errors == 0
+    tars = [
+        path for field in ("target_audio", "context_audio") for path in sorted((folder / "dataset" / field).iterdir())
+    ]
+    stored = [data for path in tars for name, data in members_of(path) if not name.endswith(".json")]
+    cuts = list(open_shar(folder / "dataset"))
+    texts = [
+        (c.supervisions[0].text, c.supervisions[0].speaker, c.supervisions[0].custom["context_audio_text"])
+        for c in cuts
+    ]
+    return stored, texts
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_datasets_have_the_audio_of_the_plain_manifests_byte_for_byte(forms, tmp_path):
+    expected = {plain: build(tmp_path / plain, forms[plain]) for plain in ("plain", "segments")}
+    assert len(expected["segments"][0]) == 2 * (len(SECONDS) + 1)
+    for form, plain in FORMS:
+        assert build(tmp_path / form, forms[form]) == expected[plain], form
+
+
+@pytest.mark.slow
+def test_nemos_own_loader_sees_the_same_utterances(forms, tmp_path):
+    adapters = pytest.importorskip("nemo.collections.common.data.lhotse.nemo_adapters")
+    source = forms["nemo_tarred"]
+    cuts = list(adapters.LazyNeMoTarredIterator(source["manifest"], tar_paths=source["tars"], shard_seed=0))
+    theirs = [(round(c.duration, 6), c.supervisions[0].text, c.load_audio()[0]) for c in cuts]
+    ours = [(d, text, np.frombuffer(samples, np.float32)) for d, text, _, samples in utterances(source, tmp_path)]
+    assert len(theirs) == len(ours) == len(SECONDS) + 1
+    order = {text: samples for _, text, samples in ours}
+    assert sorted(item[:2] for item in theirs) == sorted(item[:2] for item in ours)
+    for _, text, samples in theirs:
+        np.testing.assert_array_equal(samples, order[text])

@@ -58,6 +58,22 @@ def lhotse_dictionaries() -> bool:
     return all("__dict__" in dir(object.__new__(kind)) for kind in kinds)
 
 
+def lhotse_headers() -> bool:
+    """Recipes read headers by the backend that is set, and recordings with what it returns."""
+    from lhotse.audio import backend
+
+    info = inspect.signature(backend.AudioBackend.info).parameters
+    found = backend.LibsndfileCompatibleAudioInfo._fields == ("channels", "frames", "samplerate", "duration", "video")
+    return found and list(info)[:2] == ["self", "path_or_fd"]
+
+
+def lhotse_partitions() -> bool:
+    from lhotse.recipes.hifitts import prepare_single_partition
+
+    names = ["raw_manifest_path", "corpus_dir", "speaker_id", "clean_or_other"]
+    return list(inspect.signature(prepare_single_partition).parameters) == names
+
+
 def lhotse_filters() -> bool:
     from lhotse import CutSet
 
@@ -213,6 +229,8 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("lhotse", "fields of cuts and supervisions", "shar/reading/cuts.py", lhotse_cuts),
     ("lhotse", "fields of arrays", "shar/reading/cuts.py", lhotse_arrays),
     ("lhotse", "objects with a __dict__", "shar/reading/cuts.py", lhotse_dictionaries),
+    ("lhotse", "headers of an audio backend", "collect/recipes.py", lhotse_headers),
+    ("lhotse", "a partition of HiFi-TTS", "collect/recipes.py", lhotse_partitions),
     ("lhotse", "predicate and iterator of LazyFilter", "training/nemo/resumable.py", lhotse_filters),
     ("lhotse", "cuts of a sampler, samplers of a RoundRobinSampler", "training/nemo/resumable.py",
      lhotse_samplers),

@@ -10,7 +10,7 @@ import pytest
 import soundfile as sf
 import yaml
 from support.errors import raises
-from support.manifests import KeepErrors, make_record, write_manifest, write_tone
+from support.manifests import KeepErrors, config_for, make_record, run_prepare, write_manifest, write_tone
 from support.paths import DATA
 
 from sharmill.collect import stage as collect_stage
@@ -137,6 +137,7 @@ def test_what_is_no_audio_is_named_and_the_rest_goes_on(speech, tmp_path):
     (speech / os.fsdecode(b"\xff.wav")).write_bytes(b"")
     (speech / "g.wav").symlink_to("/etc/passwd")
     (speech / "h.wav").write_bytes((speech / "anna/two.flac").read_bytes()[:20])
+    (speech / "i.wav").write_bytes((speech / "anna/one.wav").read_bytes()[:20000])
     assert len(make(speech, output=tmp_path / "m.json")) == 3
     assert rejects(tmp_path / "m.json") == [
         ("empty_audio", {"audio_filepath": "a.wav"}),
@@ -146,6 +147,7 @@ def test_what_is_no_audio_is_named_and_the_rest_goes_on(speech, tmp_path):
         ("malformed", "e.wav"),
         ("outside_root", {"audio_filepath": "g.wav"}),
         ("unreadable_audio", {"audio_filepath": "h.wav"}),
+        ("duration_mismatch", {"audio_filepath": "i.wav"}),
         ("malformed", "\N{REPLACEMENT CHARACTER}.wav"),
     ]
     assert make(speech, output=tmp_path / "l.json", keys={"encoding": "latin-1"})[0]["text"] == "grün"
@@ -282,6 +284,17 @@ def test_the_output_is_no_folder_and_no_source(speech, tmp_path):
 @pytest.mark.skipif(not DATA.exists(), reason="the shared speech data is not here")
 def test_real_speech_from_the_folder_alone(tmp_path):
     corpus = DATA / "librispeech_10x10"
-    given = {record["audio_filepath"]: record["duration"] for record in read(corpus / "manifest.json")}
-    records = make(corpus / "audio", output=tmp_path / "m.json")
-    assert {record["audio_filepath"]: record["duration"] for record in records} == given
+    given = {record["audio_filepath"]: record for record in read(corpus / "manifest.json")}
+    output = tmp_path / "m.json"
+    keys = {"speaker": "{path[0]}", "language": "en", "dataset": "LibriSpeech"}
+    records = make(corpus / "audio", output=output, keys=keys)
+    assert [record["audio_filepath"] for record in records] == sorted(given)
+    for record in records:
+        header = sf.info(corpus / "audio" / record["audio_filepath"])
+        assert record["duration"] == header.frames / header.samplerate
+        of_before = given[record["audio_filepath"]]
+        # Its durations are rounded.
+        assert record["duration"] == pytest.approx(of_before["duration"], abs=1e-4)
+        assert record["speaker"] == of_before["speaker"]
+    prepared = run_prepare(config_for(tmp_path, [(output, corpus / "audio")], prepare={"require_text": False}))
+    assert (len(prepared.kept), prepared.rejects) == (100, [])

@@ -29,19 +29,23 @@ _BLOCK_SAMPLES: Final = 1 << 20
 _MAX_SAMPLES_PER_BYTE: Final = 100
 # FLAC holds silence in next to nothing. More samples than these, 128 MiB of them, need bytes as well.
 _SAMPLES_IN_ANY_SIZE: Final = 1 << 25
+# Formats whose headers state the bytes of their samples, so that these need not be read to miss some.
+_SIZED: Final = ("wav", "aiff", "au")
 
 
-def probe(path: str | os.PathLike[str]) -> AudioInfo:
+def probe(path: str | os.PathLike[str], *, whole: bool = False) -> AudioInfo:
     """Read the header of an audio file; any number of channels.
 
     An MP3 without a length in its first frame is read as a whole, to count its frames; what FFmpeg decodes is decoded
-    once, to count its samples.
+    once, to count its samples. With ``whole`` WAV, AIFF and AU that end before their headers say are refused.
 
     Raises:
         RejectRecord: missing_audio, empty_audio, unreadable_audio (not a regular file, no permission, not
-            audio, no length in the header).
+            audio, no length in the header); with ``whole`` duration_mismatch.
     """
     with open_recording(path) as recording:
+        if whole and recording.info.format in _SIZED:
+            recording.check_end()
         return recording.info
 
 
@@ -194,6 +198,10 @@ class Recording:
             self._check_samples(block, start + len(block), start + wanted)
             yield block
 
+    def check_end(self) -> None:
+        """Raise RejectRecord where the file ends before its header says, or its pages are damaged."""
+        self._decoder.check_end()
+
     def _check_claims(self, start: int, num_samples: int | None) -> int:
         """Return how many samples are wanted, where the recording can have them."""
         name, info = self.source.name, self.info
@@ -205,7 +213,7 @@ class Recording:
             detail = f"{name} has {info.num_samples} samples, the segment needs {start + wanted}"
             raise RejectRecord("duration_mismatch", detail)
         if num_samples is None:
-            self._decoder.check_end()
+            self.check_end()
         size = self.source.size
         if wanted > max(_SAMPLES_IN_ANY_SIZE, size * _MAX_SAMPLES_PER_BYTE):
             raise RejectRecord("unreadable_audio", f"{name}: {size} bytes are too few for {wanted} samples of speech")

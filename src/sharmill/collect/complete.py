@@ -44,7 +44,7 @@ class RecordCompletion:
         prefix = self._inputs[number].prefix
         path = f"{prefix}/{below}" if prefix else below
         speaker = self._speaker(record, path, number)
-        info = _probe(self._roots.roots[root].path / below)
+        info = _probe(self._roots.roots[root].path / below, whole=record.get("offset") is None)
         made = {"audio_filepath": path, **_times(record, info)}
         if text := transcript_of(record):
             made["text"] = text

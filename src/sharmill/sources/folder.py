@@ -128,7 +128,8 @@ class FolderSource(SpeechSource):
         if text is not None:
             try:
                 with text.open("rb") as stream:
-                    data = stream.read(_MAX_TEXT_BYTES + 1)
+                    # No more than there is: a buffer of 1 MiB would take longer to make than the text to read.
+                    data = stream.read(min(os.fstat(stream.fileno()).st_size, _MAX_TEXT_BYTES) + 1)
                 if len(data) > _MAX_TEXT_BYTES:
                     return Unreadable("malformed", f"the text {text.name} has more than 1 MiB", path)
                 record["text"] = data.decode(self.encoding).removeprefix("\ufeff").strip()

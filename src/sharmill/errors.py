@@ -30,6 +30,7 @@ REASONS: Final[dict[str, str]] = {
     "unsupported_cut": "the cut is mixed, padded, changed by a transform, or has several speakers",
     "overlapped_speech": "another speaker speaks during the segment, and overlapped speech is not wanted",
     "duplicate_id": "the same segment occurs more than once in the input",
+    "already_there": "the dataset that is appended to has this record, or a cut of this id",
     "single_utterance_speaker": "no other utterance has the same group key",
     "no_similar_context": "no candidate of the group is similar enough",
     "only_copies": "all that could be the context is a copy of the utterance",
@@ -60,12 +61,15 @@ REMEDIES: Final[dict[str, str]] = {
     "unsupported_cut": "store the audio of such cuts as files; split: true of the source takes speakers apart",
     "overlapped_speech": "overlap: keep of the source keeps such segments",
     "duplicate_id": "remove records that are there twice",
+    "already_there": "nothing: only new records are appended",
     "single_utterance_speaker": "choose a coarser speaker_key, so that groups have more than one utterance",
     "no_similar_context": "lower match.min_similarity",
     "only_copies": "give each speaker more than one recording, or remove the copies",
     "no_long_context": "lower match.min_duration",
 }
 
+# Reasons that say nothing about the input: they do not count for max_reject_fraction.
+HARMLESS_REASONS: Final = frozenset({"already_there"})
 
 # One code names one kind of mistake or fault, whatever the sentence says; tests and callers compare codes.
 CODES: Final[dict[str, str]] = {
@@ -113,6 +117,8 @@ CODES: Final[dict[str, str]] = {
     "duplicate_cut": "a cut id occurs more than once in what is to be one dataset",
     "foreign_output": "a folder that is to be written has files that are not this run's",
     "no_dataset": "there is no finished dataset",
+    "no_speaker": "a cut has no speaker where one is needed",
+    "too_few_speakers": "a dataset has too few speakers, or groups of them, to be split by speaker",
     "unlike_datasets": "datasets differ in what one dataset has in common: fields, codecs, audio format, limits",
     "wrong_version": "a file has another format version than this sharmill reads",
     # Runs and their directories

@@ -27,6 +27,7 @@ from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
 from sharmill.executors.slurm.chain import require_no_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
+from sharmill.grow.append import require_fitting
 from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.stage import MatchStage, min_similarity
 from sharmill.models import describe_codec, describe_speaker_encoder
@@ -171,6 +172,8 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
         if "prepare" in stages:
             source.check()
             source.check_speaker()
+    if config.append_to is not None:
+        require_fitting(config, Path(config.append_to))
     run_dir, dataset_dir = Path(config.run_dir).resolve(), Path(config.dataset_dir).resolve()
     if dataset_dir.is_relative_to(run_dir) or run_dir.is_relative_to(dataset_dir):
         message = "run_dir and dataset_dir must not lie within each other: a dataset holds nothing else"

@@ -26,7 +26,7 @@ COMMANDS: Final = {
     "Make": ("demo", "run", "manifest", "submit"),
     "Watch": ("plan", "status", "cancel"),
     "Look": ("validate",),
-    "Change": ("merge", "index", "sidecars"),
+    "Change": ("append", "merge", "split", "index", "sidecars"),
     "Train": ("bins", "tune-batch"),
 }
 

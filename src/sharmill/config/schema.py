@@ -256,6 +256,9 @@ class Config:
     """Dataset directory: the finished Shar. Neither directory may lie within the other."""
     sources: list[Source]
     """Inputs, in order. ``type`` names the kind of each; the other keys belong to the kind."""
+    append_to: str | None = None
+    """Finished dataset that ``sharmill append`` adds the new shards to. Records that it has are rejected as
+    ``already_there``, which does not count for ``max_reject_fraction``."""
     speaker_key: str = "speaker"
     """Rule that makes speaker groups, among whose members contexts are chosen. A preset (``speaker``, ``librispeech``,
     ``libritts``, ``hifitts``, ``hifitts2``, ``nvyt2505``, ``rivaLindyRodney``, ``rivaEmmaMeganSeanTom``,
@@ -287,6 +290,7 @@ class Config:
         # An empty path would be the current folder.
         _require(bool(self.run_dir.strip()), "run_dir must not be empty")
         _require(bool(self.dataset_dir.strip()), "dataset_dir must not be empty")
+        _require(self.append_to is None or bool(self.append_to.strip()), "append_to must not be empty")
         _require(bool(self.sources), "sources must name at least one manifest")
         _require(0 <= self.max_reject_fraction <= 1, "max_reject_fraction must be between 0 and 1")
 

@@ -171,6 +171,13 @@ def release_output(root: Path, tokens: Iterable[str]) -> None:
     remove_if_empty(staging)
 
 
+def refuse_claims(root: Path) -> None:
+    """Raise ConfigError where a run is at work on any folder of a dataset directory, or means to go on with it."""
+    for path in _claim_files(root):
+        if (found := _read_claim(path)) is not None:
+            raise _claimed(root, path, found)
+
+
 def _holds_claims(stage: Stage) -> bool:
     """Return True if this run has claimed all folders of a stage, and raise ConfigError if another run has one."""
     if not stage.shares_root:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sharmill.engine.reject_examples import describe_rejects
 from sharmill.engine.unit import Commit
-from sharmill.errors import FatalError
+from sharmill.errors import HARMLESS_REASONS, FatalError
 
 
 @dataclass
@@ -50,6 +50,7 @@ class RejectLimit:
             reasons: how many records were rejected, by reason.
             num_in: how many records were read for that.
         """
+        reasons = {reason: count for reason, count in reasons.items() if reason not in HARMLESS_REASONS}
         rejected = sum(reasons.values())
         # A quotient, since 0.29 * 100 is less than 29.
         if rejected == 0 or rejected / self.expected_in <= self.max_fraction:

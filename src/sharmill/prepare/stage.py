@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +33,7 @@ from sharmill.prepare.ids import (
     hash_utterance,
     repeated_segments,
 )
+from sharmill.prepare.known import KnownRecords
 from sharmill.prepare.stats import HoursTable
 from sharmill.sources import Located, Source, Unreadable, record_text
 from sharmill.storage import Staging, open_atomic, remove_tree, write_atomic
@@ -51,7 +53,10 @@ class PrepareStage(Stage):
 
     def identity(self) -> dict[str, Any]:
         self._make_check()
-        return {
+        append_to = self.config.append_to
+        # Where it lies, and not what it has: it has more once the new shards are appended.
+        grows = {} if append_to is None else {"append_to": identify_folder(Path(append_to), self.run_dir.path)}
+        return grows | {
             "prepare": dataclasses.asdict(self.config.prepare),
             "speaker_key": self.config.speaker_key if self.config.has_contexts else None,
             "sources": [self._identify(source) for source in self._sources],
@@ -81,14 +86,13 @@ class PrepareStage(Stage):
         hours = HoursTable()
         for commit in commits:
             hours.add(HoursTable.from_json(read_stored(self.root / commit.files[2].name)))
-        duplicates, seconds = self._merge(commits, hours)
-        rejects = dict(totals.rejects)
-        if duplicates:
+        found, seconds = self._merge(commits, hours)
+        if found:
             self._append_rejects()
-            rejects["duplicate_id"] = duplicates
+        rejects = totals.rejects | found
         result = Totals(
             num_in=totals.num_in,
-            num_out=totals.num_out - duplicates,
+            num_out=totals.num_out - sum(found.values()),
             rejects=rejects,
             hours=totals.hours - seconds / 3600,
         )
@@ -116,26 +120,38 @@ class PrepareStage(Stage):
             group_key=make_speaker_key(self.config.speaker_key) if self.config.has_contexts else whole_corpus,
         )
 
-    def _merge(self, commits: list[Commit], hours: HoursTable) -> tuple[int, float]:
-        """Write the prepared manifest and, aside, the rejects of duplicates; return their number and seconds."""
+    def _merge(self, commits: list[Commit], hours: HoursTable) -> tuple[dict[str, int], float]:
+        """Write the prepared manifest and, aside, the rejects of records that are elsewhere already.
+
+        Returns:
+            how many they are by reason, and their seconds.
+        """
         loaded = [load_stored_array(self.root / commit.files[1].name) for commit in commits]
         hashes = np.concatenate(loaded) if loaded else np.empty(0, dtype=HASH_FIELDS)
         keeper = IdKeeper(ambiguous_recordings(hashes), ambiguous_cuts(hashes))
         suspects, repeated = find_suspects(hashes), repeated_segments(hashes)
-        count, seconds = 0, 0.0
+        known = KnownRecords(Path(self.config.append_to)) if self.config.append_to is not None else None
+        found, seconds = Counter[str](), 0.0
         with open_atomic(prepared_manifest(self.config)) as merged, open_atomic(self._duplicates) as rejected:
             for position, line in enumerate(self._lines(commits)):
-                if suspects[position]:
+                if suspects[position] or known is not None:
                     utterance = Utterance.from_json(line)
+                    reject = None
                     if repeated[position] and keeper.is_duplicate(utterance):
-                        rejected.write(_duplicate(utterance).to_json() + b"\n")
+                        reject = _duplicate(utterance)
+                    else:
+                        keeper.make_unique(utterance)
+                        if known is not None and utterance in known:
+                            reject = _already_there(utterance)
+                    if reject is not None:
+                        rejected.write(reject.to_json() + b"\n")
                         hours.move_to_rejected(utterance)
-                        count, seconds = count + 1, seconds + utterance.duration
+                        found[reject.reason] += 1
+                        seconds += utterance.duration
                         continue
-                    keeper.make_unique(utterance)
                     line = utterance.to_json() + b"\n"
                 merged.write(line)
-        return count, seconds
+        return dict(found), seconds
 
     def _lines(self, commits: list[Commit]) -> Iterator[bytes]:
         for commit in commits:
@@ -196,6 +212,11 @@ class PrepareProcessor(Processor):
 def _duplicate(utterance: Utterance) -> Reject:
     detail = f"{utterance.cut_id} is the same segment as an earlier record"
     return Reject("prepare", "duplicate_id", detail, utterance.public_record())
+
+
+def _already_there(utterance: Utterance) -> Reject:
+    detail = f"{utterance.cut_id} is in the dataset that is appended to"
+    return Reject("prepare", "already_there", detail, utterance.public_record())
 
 
 def manifest_stem(config: Config) -> str:

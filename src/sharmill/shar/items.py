@@ -59,6 +59,17 @@ class FieldWriter:
             self._tar.add(f"{item.cut_id}.{item.extension}", item.data)
             self._tar.add(f"{item.cut_id}.json", _encoder.encode(item.metadata) + b"\n")
 
+    def copy(self, table: ItemTable, number: int) -> str:
+        """Append the pair of members of an item of another archive as they are, and return its cut id.
+
+        Raises:
+            DamagedShard: the two do not belong together.
+        """
+        cut_id, extension = table.pair(number)
+        self._tar.add(f"{cut_id}.{extension}", table.data(number))
+        self._tar.add(f"{cut_id}.{_second_extension(extension)}", table.metadata(number))
+        return cut_id
+
 
 class ItemTable:
     """The items of a tar field, taken in any order from an archive that stays open.
@@ -90,7 +101,7 @@ class ItemTable:
         names = self._table.names
         first, *second = names[2 * number : 2 * number + 2]
         cut_id, _, extension = first.rpartition(".")
-        expected = f"{cut_id}.{_NO_METADATA if extension == NO_DATA else 'json'}"
+        expected = f"{cut_id}.{_second_extension(extension)}"
         if second != [expected]:
             raise self.damage(f"member {first!r} has no {expected!r} beside it")
         return cut_id, extension
@@ -123,6 +134,10 @@ class ItemTable:
     def damage(self, what: str) -> DamagedShard:
         """Return the error that says what is wrong with this archive."""
         return DamagedShard(f"{self._path}: {what}")
+
+
+def _second_extension(extension: str) -> str:
+    return _NO_METADATA if extension == NO_DATA else "json"
 
 
 def read_field(path: Path) -> Iterator[Item]:

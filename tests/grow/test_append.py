@@ -1,0 +1,206 @@
+"""Datasets that grow in place: old bytes stay, the commit is one step, and what is there already is recognised."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+
+import pytest
+from support.errors import raises
+from support.growing import make_dataset
+from support.pipelines import digest, read_with_lhotse, run_sharmill
+from support.shar import copy, lines, snapshot
+from support.sudden_end import killed_at
+
+from sharmill.config import to_config
+from sharmill.engine.locks import FolderLock
+from sharmill.errors import ConfigError
+from sharmill.grow import append as grow_append
+from sharmill.grow.append import append_dataset, require_fitting
+from sharmill.grow.merge import merge_datasets
+from sharmill.shar import open_shar
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.storage import STAGING_NAME
+
+
+@pytest.fixture
+def growing(coded, tmp_path):
+    """A dataset of two shards, that may be appended to."""
+    return copy(coded[0], tmp_path / "growing")
+
+
+def read_ids(directory):
+    return [cut.id for cut in open_shar(directory, ["target_codes"])]
+
+
+def test_old_files_stay_and_the_new_shards_follow(coded, growing, tmp_path):
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in growing.rglob("*.*") if path.is_file()}
+    old, ids = snapshot(growing), read_ids(growing)
+    appended = append_dataset(growing, coded[1])
+    assert (appended.first, appended.count, appended.already) == (2, 2, False)
+    assert (appended.placed.linked, appended.placed.copied) == (10, 0)
+    index = {"dataset.json", "shards.jsonl"}
+    for path, (modified, inode) in before.items():
+        if path.name not in index:
+            assert (path.stat().st_mtime_ns, path.stat().st_ino) == (modified, inode)
+            assert path.read_bytes() == old[path.relative_to(growing).as_posix()]
+    assert (growing / "shards.jsonl").read_bytes().startswith(old["shards.jsonl"])
+    assert read_ids(growing) == ids + read_ids(coded[1])
+    # As if they had been merged, but for the name.
+    merge_datasets(coded, tmp_path / "merged", name=ShardedDataset(growing).record().name)
+    assert digest(growing) == digest(tmp_path / "merged")
+    assert not (growing / STAGING_NAME).exists()
+
+
+def test_what_was_appended_is_recognised(coded, growing):
+    append_dataset(growing, coded[1])
+    after = snapshot(growing)
+    again = append_dataset(growing, coded[1])
+    assert (again.already, again.first, again.count) == (True, 2, 2)
+    assert snapshot(growing) == after
+
+
+def test_an_append_that_is_killed_anywhere_leaves_the_old_or_the_new_dataset(coded, growing, tmp_path):
+    expected = copy(growing, tmp_path / "expected")
+    append_dataset(expected, coded[1])
+    old, new = read_ids(growing), read_ids(expected)
+    seen = set()
+    for change in count():
+        work = copy(growing, tmp_path / f"work{change}")
+        killed = killed_at(change, lambda work=work: append_dataset(work, coded[1]), below=str(tmp_path))
+        ids = read_ids(work)
+        assert ids in (old, new)
+        assert len(list(read_with_lhotse(coded[0], "a"))) == len(old)
+        seen.add(len(ids))
+        append_dataset(work, coded[1])
+        assert digest(work) == digest(expected)
+        if not killed:
+            break
+    assert change > 20
+    assert seen == {len(old), len(new)}
+
+
+def test_a_reader_that_is_open_goes_on_with_the_shards_that_it_knows(coded, growing):
+    reader = open_shar(growing, ["target_codes"])
+    cuts = iter(reader)
+    ids = [next(cuts).id]
+    append_dataset(growing, coded[1])
+    ids += [cut.id for cut in cuts]
+    assert ids == read_ids(coded[0])
+
+
+@pytest.mark.slow
+def test_the_checker_finds_nothing_and_lhotse_reads_all(coded, growing):
+    done = run_sharmill("append", growing, coded[1])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "appended the shards 2 to 3; 10 files linked, 0 copied; now 10 cuts" in done.stdout
+    assert "are those of" in run_sharmill("append", growing, coded[1]).stdout
+    checked = run_sharmill("validate", growing, "--deep")
+    assert checked.returncode == 0, checked.stdout
+    cuts = list(read_with_lhotse(growing, "a"))
+    assert len(cuts) == 10
+    assert all(cut.load_context_codes().shape[0] == 3 for cut in cuts)
+
+
+def test_what_does_not_fit_changes_nothing(coded, plain, growing, tmp_path):
+    before = snapshot(growing)
+    with raises(ConfigError, "unlike_datasets", "codecs"):
+        append_dataset(growing, plain[0])
+    other = make_dataset(tmp_path / "x", "x", 3, codecs="a").dataset
+    with raises(ConfigError, "duplicate_cut", "cut-rec-x0"):
+        append_dataset(growing, other)
+    with raises(ConfigError, "bad_usage", "itself"):
+        append_dataset(growing, growing)
+    with raises(ConfigError, "no_dataset", "absent"):
+        append_dataset(growing, tmp_path / "absent")
+    stray = growing / "target_audio/recording.000003.tar"
+    stray.write_bytes(b"mine")
+    with raises(ConfigError, "foreign_output", str(stray)):
+        append_dataset(growing, coded[1])
+    stray.unlink()
+    assert snapshot(growing) == before
+
+
+def test_a_dataset_that_is_being_changed_is_refused(coded, growing, monkeypatch):
+    claim = growing / STAGING_NAME / "codes_b+target_codes.claim"
+    claim.parent.mkdir()
+    claim.write_text(json.dumps({"token": "0" * 16, "run": "/run", "host": "h", "user": "u", "since": "now"}))
+    with raises(ConfigError, "claimed", str(claim)):
+        append_dataset(growing, coded[1])
+    claim.unlink()
+    monkeypatch.setattr("sharmill.shar.index.SECONDS_TO_WAIT_FOR_INDEX", 0.0)
+    with FolderLock(growing), raises(ConfigError, "locked", str(growing)):
+        append_dataset(growing, coded[1])
+
+
+def test_a_damaged_note_is_named(coded, growing):
+    note = growing / STAGING_NAME / grow_append.NOTE_NAME
+    note.parent.mkdir()
+    note.write_text("{")
+    with raises(ConfigError, "foreign_output", str(note)):
+        append_dataset(growing, coded[1])
+
+
+def project_with(folder, names):
+    """A project whose utterances have these numbers, of one voice, each with the next one as context."""
+    from support.shar import Project, voice
+
+    project = Project(folder)
+    for name in names:
+        project.add(f"{name}.flac", voice(0.5 + 0.05 * name, seed=name))
+    return project
+
+
+def test_records_that_are_there_already_are_rejected_and_the_others_appended(tmp_path):
+    old = project_with(tmp_path / "old", range(4))
+    old.write(match={"min_duration": 0.0})
+    new = project_with(tmp_path / "new", range(7))
+    config = new.configure(
+        match={"min_duration": 0.0}, append_to=str(old.dataset), encode={"codecs": []}, max_reject_fraction=0.1
+    )
+    require_fitting(config, old.dataset)
+    utterances = new.match_by_hand(config)
+    assert [utterance.audio_filepath for utterance in utterances] == ["4.flac", "5.flac", "6.flac"]
+    rejects = new.rejects("prepare")
+    assert [(reject["reason"], reject["record"]["audio_filepath"]) for reject in rejects] == [
+        ("already_there", f"{number}.flac") for number in range(4)
+    ]
+    new.write(match={"min_duration": 0.0}, append_to=str(old.dataset), encode={"codecs": []}, max_reject_fraction=0.1)
+    append_dataset(old.dataset, new.dataset)
+    assert len(list(open_shar(old.dataset, []))) == 7
+    # The accounts of the new run are as they were.
+    assert new.prepare(config) == utterances or len(new.prepare(config)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"write": {"audio_format": "wav"}}, ["write.audio_format", "'wav'", "'flac'"]),
+        ({"write": {"sampling_rate": 8000}}, ["write.sampling_rate", "8000", "None"]),
+        ({"match": {"min_duration": 1.0}}, ["match.min_duration", "1.0", "0.0"]),
+        ({"encode": {"codecs": []}}, ["encode.codecs", "[]", "['a']"]),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused_before_any_work(coded, tmp_path, changes, named):
+    values = {
+        "name": "new", "run_dir": str(tmp_path / "run"), "dataset_dir": str(tmp_path / "new"),
+        "sources": [{"manifest": "m.json", "audio_root": "."}], "append_to": str(coded[0]),
+        "match": {"min_similarity": 0.6, "min_duration": 0.0},
+        "encode": {"codecs": [{"name": "a", "model": "builtin"}]},
+    }  # fmt: skip
+    require_fitting(to_config(values, "test"), coded[0])
+    changes = {key: values.get(key, {}) | value for key, value in changes.items()}
+    with raises(ConfigError, "unlike_datasets", *named):
+        require_fitting(to_config(values | changes, "test"), coded[0])
+    with raises(ConfigError, "bad_config_value", "append_to"):
+        require_fitting(to_config(values | {"dataset_dir": str(coded[0])}, "test"), coded[0])
+
+
+def test_lines_that_no_dataset_json_counts_are_no_part_of_the_dataset(coded, growing):
+    ids = read_ids(growing)
+    more = (coded[1] / "shards.jsonl").read_bytes()
+    with (growing / "shards.jsonl").open("ab") as stream:
+        stream.write(more)
+    assert read_ids(growing) == ids
+    assert len(ShardedDataset(growing).shards()) == 2
+    assert len(lines(growing / "shards.jsonl")) == 4

@@ -22,6 +22,7 @@ from sharmill.match.stage import min_similarity
 from sharmill.shar.index import DatasetRecord, ShardRecord, changing_index, write_dataset, write_shards
 from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, SHARDS_FILE, shard_file
 from sharmill.storage import (
+    PROBE,
     STAGING_NAME,
     make_folder,
     remove_asides,
@@ -164,7 +165,7 @@ def _content(shard: ShardRecord) -> dict[str, str]:
 def _remove_leftovers(part: Part) -> None:
     """Remove what a killed append has placed behind the last shard; nothing of the dataset, and nothing of others."""
     directory = part.directory
-    remove_asides(directory, {SHARDS_FILE, DATASET_FILE})
+    remove_asides(directory, {SHARDS_FILE, DATASET_FILE, PROBE})
     path = directory / STAGING_NAME / NOTE_NAME
     if path.exists():
         try:

@@ -32,7 +32,16 @@ from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord, write_dataset, write_shards
 from sharmill.shar.items import FieldWriter, ItemTable
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
-from sharmill.storage import Staging, checksum, checksum_bytes, disk_errors, remove_asides, remove_at_once, remove_tree
+from sharmill.storage import (
+    STAGING_NAME,
+    Staging,
+    checksum,
+    checksum_bytes,
+    disk_errors,
+    remove_asides,
+    remove_at_once,
+    remove_tree,
+)
 
 _SECONDS = {TARGET_AUDIO: "seconds", CONTEXT_AUDIO: "context_seconds"}
 
@@ -82,6 +91,8 @@ def split_dataset(
             if not result.ok:
                 reasons = "; ".join(dict.fromkeys(error.message for error in result.failures.values()))
                 raise FatalError(f"{stage.root} is not finished: {reasons}", code="units_failed")
+            # Nobody else writes in a folder of splits, so that what killed processes left of claims may go.
+            remove_tree(stage.root / STAGING_NAME)
             splits = stage.splits()
     except ConfigError as error:
         # Nothing was begun, unless another process is at it.

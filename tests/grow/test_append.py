@@ -8,11 +8,12 @@ from itertools import count
 import pytest
 from support.errors import raises
 from support.growing import make_dataset
-from support.pipelines import digest, read_with_lhotse, run_sharmill
+from support.pipelines import digest, read_with_lhotse, run_sharmill, save_encodec, write_config
 from support.shar import copy, lines, snapshot
 from support.sudden_end import killed_at
 
 from sharmill.config import to_config
+from sharmill.demo.corpus import make_corpus
 from sharmill.engine.locks import FolderLock
 from sharmill.errors import ConfigError
 from sharmill.grow import append as grow_append
@@ -60,6 +61,7 @@ def test_what_was_appended_is_recognised(coded, growing):
     assert snapshot(growing) == after
 
 
+@pytest.mark.slow
 def test_an_append_that_is_killed_anywhere_leaves_the_old_or_the_new_dataset(coded, growing, tmp_path):
     expected = copy(growing, tmp_path / "expected")
     append_dataset(expected, coded[1])
@@ -204,3 +206,37 @@ def test_lines_that_no_dataset_json_counts_are_no_part_of_the_dataset(coded, gro
     assert read_ids(growing) == ids
     assert len(ShardedDataset(growing).shards()) == 2
     assert len(lines(growing / "shards.jsonl")) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_append_runs_a_configuration_on_the_records_that_are_new(tmp_path):
+    corpus = make_corpus(tmp_path / "corpus", num_voices=2, utterances_per_voice=6)
+    codec = save_encodec(tmp_path / "encodec")
+    records = corpus.manifest.read_text().splitlines(keepends=True)
+    half = tmp_path / "half.json"
+    half.write_text("".join(records[::2]))
+    changes = {"match": {"min_similarity": -1.0, "min_duration": 0.5}, "write": {"shard_size": 3}}
+    old = write_config(tmp_path / "old", half, corpus.audio_root, codec, **changes)
+    assert run_sharmill("run", old).returncode == 0
+    dataset = tmp_path / "old/dataset"
+    before, number = digest(dataset), ShardedDataset(dataset).record().num_cuts
+    more = write_config(
+        tmp_path / "new", corpus.manifest, corpus.audio_root, codec, **changes, append_to=str(dataset),
+        max_reject_fraction=0.2,
+    )  # fmt: skip
+    done = run_sharmill("append", more)
+    assert (done.returncode, done.stderr) == (0, "")
+    rejects = [json.loads(line)["reason"] for line in (tmp_path / "new/run/rejects.jsonl").read_text().splitlines()]
+    assert rejects.count("already_there") == number
+    record = ShardedDataset(dataset).record()
+    assert record.num_cuts == number + ShardedDataset(tmp_path / "new/dataset").record().num_cuts == len(records)
+    after = digest(dataset)
+    assert {name for name in before if after[name] != before[name]} == {"dataset.json", "shards.jsonl"}
+    assert run_sharmill("validate", dataset, "--deep").returncode == 0
+    again = run_sharmill("append", more)
+    assert (again.returncode, digest(dataset)) == (0, after)
+    assert "already" in again.stdout
+    refused = run_sharmill("run", old)
+    assert refused.returncode == 2
+    assert "foreign" in refused.stderr or "not written from" in refused.stderr

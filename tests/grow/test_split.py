@@ -108,6 +108,7 @@ def test_the_checker_finds_nothing_and_lhotse_reads_the_splits(speech, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+@pytest.mark.slow
 def test_a_split_that_is_killed_anywhere_goes_on_and_ends_with_the_same_bytes(speech, tmp_path):
     split(speech, tmp_path / "expected")
     expected, out = digest(tmp_path / "expected"), tmp_path / "out"
@@ -127,6 +128,7 @@ def test_a_split_that_is_killed_anywhere_goes_on_and_ends_with_the_same_bytes(sp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "out"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_split_is_not_mixed_with_another(speech, tmp_path):
     killed_at(100, lambda: split(speech, tmp_path / "out"), below=str(tmp_path))
     with raises(ConfigError, "changed_plan", "seed"):

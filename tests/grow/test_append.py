@@ -170,8 +170,8 @@ def test_records_that_are_there_already_are_rejected_and_the_others_appended(tmp
     new.write(match={"min_duration": 0.0}, append_to=str(old.dataset), encode={"codecs": []}, max_reject_fraction=0.1)
     append_dataset(old.dataset, new.dataset)
     assert len(list(open_shar(old.dataset, []))) == 7
-    # The accounts of the new run are as they were.
-    assert new.prepare(config) == utterances or len(new.prepare(config)) == 3
+    # The run is as it was, although the dataset has all records now.
+    assert [utterance.cut_id for utterance in new.prepare(config)] == [utterance.cut_id for utterance in utterances]
 
 
 @pytest.mark.parametrize(
@@ -223,14 +223,15 @@ def test_append_runs_a_configuration_on_the_records_that_are_new(tmp_path):
     before, number = digest(dataset), ShardedDataset(dataset).record().num_cuts
     more = write_config(
         tmp_path / "new", corpus.manifest, corpus.audio_root, codec, **changes, append_to=str(dataset),
-        max_reject_fraction=0.2,
+        max_reject_fraction=0.7,
     )  # fmt: skip
     done = run_sharmill("append", more)
     assert (done.returncode, done.stderr) == (0, "")
     rejects = [json.loads(line)["reason"] for line in (tmp_path / "new/run/rejects.jsonl").read_text().splitlines()]
     assert rejects.count("already_there") == number
     record = ShardedDataset(dataset).record()
-    assert record.num_cuts == number + ShardedDataset(tmp_path / "new/dataset").record().num_cuts == len(records)
+    assert record.num_cuts == number + ShardedDataset(tmp_path / "new/dataset").record().num_cuts > number
+    assert len(rejects) / len(records) > 0.7
     after = digest(dataset)
     assert {name for name in before if after[name] != before[name]} == {"dataset.json", "shards.jsonl"}
     assert run_sharmill("validate", dataset, "--deep").returncode == 0

@@ -256,9 +256,6 @@ class Config:
     """Dataset directory: the finished Shar. Neither directory may lie within the other."""
     sources: list[Source]
     """Inputs, in order. ``type`` names the kind of each; the other keys belong to the kind."""
-    append_to: str | None = None
-    """Finished dataset that ``sharmill append`` adds the new shards to. Records that it has are rejected as
-    ``already_there``, which does not count for ``max_reject_fraction``."""
     speaker_key: str = "speaker"
     """Rule that makes speaker groups, among whose members contexts are chosen. A preset (``speaker``, ``librispeech``,
     ``libritts``, ``hifitts``, ``hifitts2``, ``nvyt2505``, ``rivaLindyRodney``, ``rivaEmmaMeganSeanTom``,
@@ -266,6 +263,9 @@ class Config:
     ``audio_filepath``, such as ``'^(?P<speaker>[^/]+)/(?P<session>[^/]+)/'``. ``speaker`` and patterns
     take names as they are (``S1`` and ``s1`` are two speakers). The other presets are published rules, which fold
     case. Not used where ``match`` is null."""
+    append_to: str | None = None
+    """Finished dataset that ``sharmill append`` adds the new shards to. Records that it has are rejected as
+    ``already_there``, which does not count for ``max_reject_fraction``."""
     max_reject_fraction: float = 0.5
     """Stop a stage when more than this fraction of its records is rejected."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig)

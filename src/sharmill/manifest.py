@@ -160,6 +160,11 @@ class Segment:
         """The path of the file that holds the recording, relative to the audio root."""
         return self.audio_filepath if self.member is None else self.member.container
 
+    @property
+    def recording(self) -> tuple[int, str, Member | None]:
+        """Equal for segments of one recording under one name."""
+        return self.root, self.file, self.member
+
 
 @dataclass(frozen=True, slots=True)
 class Context:

@@ -187,7 +187,7 @@ def test_each_segment_is_made_once_and_forgotten_after_its_last_use(root):
     with mock.patch("sharmill.write.encoder.encode", wraps=encode) as encoded:
         stored = [encoder(segment) for segment in uses]
     assert encoded.call_count == 2
-    assert stored[0] is stored[2]
+    assert stored[0] == stored[2]
     assert encoder._kept == {}
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Final
 
-from sharmill.audio.files import open_regular
+from sharmill.audio.decoder import AudioBytes
+from sharmill.audio.files import Recording, open_bytes, open_regular
 from sharmill.audio.row_files import read_audio
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Member
@@ -28,6 +30,24 @@ def read_member(path: Path, member: Member) -> bytes:
         RejectRecord: missing_audio or unreadable_audio where there is no such container, or it ends before.
     """
     return _recent.get(path, member)
+
+
+@contextmanager
+def open_member(path: Path, member: Member, name: str) -> Iterator[Recording]:
+    """Open the audio file at a place in a container; a range of bytes is read in parts, as a file is.
+
+    Raises:
+        RejectRecord: as ``read_member`` and ``sharmill.audio.files.probe``.
+    """
+    if member.kind != "bytes":
+        with open_bytes(AudioBytes(name, read_member(path, member))) as recording:
+            yield recording
+        return
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size < member.start + member.size:
+            raise RejectRecord("unreadable_audio", f"{path} ends within the recording at byte {member.start}")
+        with open_bytes(AudioBytes(name, file, member.start, member.size)) as recording:
+            yield recording
 
 
 def _read_bytes(path: Path, member: Member) -> bytes:

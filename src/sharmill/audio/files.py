@@ -51,7 +51,7 @@ def probe(path: str | os.PathLike[str], *, whole: bool = False) -> AudioInfo:
 
 def probe_bytes(data: bytes, name: str = "audio data") -> AudioInfo:
     """Read the header of an audio file in memory, as ``probe``; errors call it ``name``."""
-    with _open_bytes(AudioBytes(name, data)) as recording:
+    with open_bytes(AudioBytes(name, data)) as recording:
         return recording.info
 
 
@@ -88,13 +88,13 @@ def decode(
     name: str = "audio data",
 ) -> tuple[np.ndarray, int]:
     """Decode an audio file in memory, or a part of it, as ``read`` does a file; errors call it ``name``."""
-    with _open_bytes(AudioBytes(name, data)) as recording:
+    with open_bytes(AudioBytes(name, data)) as recording:
         return recording.read(start, num_samples, channel), recording.info.sampling_rate
 
 
 def decode_blocks(data: bytes, name: str = "audio data") -> Iterator[tuple[np.ndarray, int]]:
     """Decode a mono file in memory block by block, each with the sampling rate; rejects as ``decode`` does."""
-    with _open_bytes(AudioBytes(name, data)) as recording:
+    with open_bytes(AudioBytes(name, data)) as recording:
         for block in recording.blocks():
             yield block, recording.info.sampling_rate
 
@@ -139,16 +139,17 @@ def open_recording(path: str | os.PathLike[str], start: int = 0, size: int | Non
     Raises:
         RejectRecord: as ``probe``.
     """
-    with open_regular(path) as file, _open_bytes(AudioBytes(str(path), file, start, size)) as recording:
+    with open_regular(path) as file, open_bytes(AudioBytes(str(path), file, start, size)) as recording:
         yield recording
 
 
 @contextmanager
-def _open_bytes(source: AudioBytes) -> Iterator[Recording]:
+def open_bytes(source: AudioBytes) -> Iterator[Recording]:
+    """Open an audio file of which there are the bytes, as ``open_recording``."""
     if source.size == 0:
         raise RejectRecord("empty_audio", f"{source.name} has no bytes")
-    with closing(_open_decoder(source)) as decoder:
-        yield Recording(decoder, source)
+    with closing(Recording(source)) as recording:
+        yield recording
 
 
 def _open_decoder(source: AudioBytes) -> Decoder:
@@ -168,10 +169,11 @@ class Recording:
     FFmpeg decodes: there all that precedes a part is decoded too, but once only. What no later part needs is dropped.
     """
 
-    def __init__(self, decoder: Decoder, source: AudioBytes) -> None:
-        self.info = decoder.info
+    def __init__(self, source: AudioBytes) -> None:
         self.source = source
-        self._decoder = decoder
+        self._decoder = _open_decoder(source)
+        self._failed: RejectRecord | None = None
+        self.info = self._decoder.info
         self._begin = self._position = 0  # of the samples that are kept; the decoder is at their end
         self._kept: list[np.ndarray] = []
 
@@ -243,18 +245,38 @@ class Recording:
             position += len(block)
         return np.concatenate([np.empty(0, dtype=np.float32), *parts])
 
+    def close(self) -> None:
+        self._decoder.close()
+
     def _go_to(self, start: int) -> None:
+        if self._failed is not None and self.info.exact_seeks:  # what follows the damage may be read
+            self._decoder.close()
+            self._decoder = _open_decoder(self.source)
+            self._failed, self._begin, self._position = None, -1, -1
         if self.info.exact_seeks and not self._begin <= start <= self._position:
-            self._decoder.seek(start)
-            self._begin = self._position = start
             self._kept.clear()
+            self._seek(start)
         elif start < self._begin:
             raise ValueError(f"sample {start} of {self.source.name} was dropped: parts are read in order")
         self._drop_before(start)
 
+    def _seek(self, start: int) -> None:
+        try:
+            self._decoder.seek(start)
+        except RejectRecord as reject:
+            self._failed = reject
+            raise
+        self._begin = self._position = start
+
     def _decode(self, num_samples: int) -> bool:
         """Decode the next samples; False at the end."""
-        block = self._decoder.read(num_samples)
+        if self._failed is not None:
+            raise RejectRecord(self._failed.reason, self._failed.detail)
+        try:
+            block = self._decoder.read(num_samples)
+        except RejectRecord as reject:
+            self._failed = reject
+            raise
         self._kept.append(block)
         self._position += len(block)
         return len(block) == num_samples

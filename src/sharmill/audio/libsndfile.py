@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ class SndfileDecoder:
         self._source = source
         # Not the path: libsndfile takes anything called .raw, .vox, .gsm or .au for audio.
         descriptor = source.descriptor
+        if descriptor is not None:
+            os.lseek(descriptor, 0, os.SEEK_SET)  # where another decoder has left it
         with _rejecting(source.name):
             self._sound = _ForwardSound(source.stream() if descriptor is None else descriptor, closefd=False)
             try:

@@ -7,17 +7,18 @@ the segment compares with them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import xxhash
 
-from sharmill.audio.containers import read_member
+from sharmill.audio.containers import open_member, read_member
 from sharmill.audio.decoder import AudioInfo
-from sharmill.audio.files import decode, probe, probe_bytes, read
+from sharmill.audio.files import Recording, decode, open_recording, probe, probe_bytes, read
 from sharmill.audio.resample import segment_bounds
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import RejectRecord
@@ -53,11 +54,12 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class SegmentAudio:
-    """The samples of a segment, float32 of shape (samples,), and notes about the file that they were read from."""
+    """The samples of a segment, float32 (samples,), where they lie, and notes about the file as it was read."""
 
     samples: np.ndarray
     sampling_rate: int
     notes: AudioNotes
+    location: Location
 
     @property
     def content(self) -> int:
@@ -88,16 +90,36 @@ class SegmentReader:
         path = self.roots.locate(segment)
         member = segment.member
         info = probe(path) if member is None else probe_bytes(read_member(path, member), segment.audio_filepath)
-        start, num_samples = 0, info.num_samples
-        if not segment.whole_file:
-            start, num_samples = segment_bounds(segment.offset, segment.duration, info.sampling_rate)
-            # The header check allows a segment to end a little after its file; there are no samples there.
-            num_samples = min(num_samples, info.num_samples - start)
-            if num_samples <= 0:
-                raise RejectRecord("empty_audio", "the segment has no samples")
-        status = path.stat()
-        size = status.st_size if member is None else member.size
-        return Location(path, info, start, num_samples, size, status.st_mtime_ns, member)
+        return _locate(segment, path, info)
+
+    def read_recording(self, segments: Sequence[Segment]) -> Iterator[tuple[int, SegmentAudio | RejectRecord]]:
+        """Read segments of one recording, in the order of their offsets; it is opened once and decoded forward.
+
+        Yields the index of each segment with what ``read`` returns for it, or with the reject that ``read`` raises.
+        """
+        in_order = sorted(range(len(segments)), key=lambda index: segments[index].offset)
+        try:
+            path, member = self.roots.locate(segments[0]), segments[0].member
+            opened = open_recording(path) if member is None else open_member(path, member, segments[0].audio_filepath)
+            with opened as recording:
+                checksum_once = cache(lambda: _checksum_of(recording))
+                for index in in_order:
+                    yield index, self._read_part(segments[index], path, recording, checksum_once)
+        except RejectRecord as reject:  # it cannot be opened; what is wrong with a segment was yielded
+            yield from ((index, reject) for index in in_order)
+
+    def _read_part(
+        self, segment: Segment, path: Path, recording: Recording, checksum_once: Callable[[], str]
+    ) -> SegmentAudio | RejectRecord:
+        try:
+            location = _locate(segment, path, recording.info)
+            self._check_claims(segment, location)
+            start, count = (0, None) if location.is_whole_file else (location.start, location.num_samples)
+            samples = recording.read(start, count, segment.channel)
+            found = _checksum(segment, location, samples, checksum_once)
+            return self._check(segment, location, samples, recording.info.sampling_rate, found)
+        except RejectRecord as reject:
+            return reject
 
     def read(self, segment: Segment, location: Location | None = None) -> SegmentAudio:
         """Decode a segment; ``location`` is what ``locate`` has returned for it, if it was called before.
@@ -168,25 +190,51 @@ class SegmentReader:
             raise RejectRecord(
                 "silent_audio", f"the loudest sample {level}, below {20 * math.log10(SILENT_PEAK):.0f} dB"
             )
-        return SegmentAudio(samples, rate, AudioNotes(location.size, location.modified, found))
+        return SegmentAudio(samples, rate, AudioNotes(location.size, location.modified, found), location)
 
 
-def _checksum(segment: Segment, location: Location, samples: np.ndarray) -> str:
-    """Return the checksum of what a segment was read from.
+def _locate(segment: Segment, path: Path, info: AudioInfo) -> Location:
+    member = segment.member
+    start, num_samples = 0, info.num_samples
+    if not segment.whole_file:
+        start, num_samples = segment_bounds(segment.offset, segment.duration, info.sampling_rate)
+        # The header check allows a segment to end a little after its file; there are no samples there.
+        num_samples = min(num_samples, info.num_samples - start)
+        if num_samples <= 0:
+            raise RejectRecord("empty_audio", "the segment has no samples")
+    status = path.stat()
+    size = status.st_size if member is None else member.size
+    return Location(path, info, start, num_samples, size, status.st_mtime_ns, member)
+
+
+def _checksum(
+    segment: Segment, location: Location, samples: np.ndarray, checksum_all: Callable[[], str] | None = None
+) -> str:
+    """Return the checksum of what a segment was read from; ``checksum_all`` returns that of all bytes of the recording.
 
     Of a whole file its bytes; of a part the samples, which cost nothing more to read. But samples of MP3, Vorbis and
     Opus may differ in their last bits between kinds of CPU: of a part of such a file all its bytes, once per file, and
     not again where size and time are those that were noted with the checksum.
     """
-    member = location.member
+    member, notes = location.member, segment.notes
+    if not location.is_whole_file:
+        if location.info.exact_seeks:
+            return checksum_bytes(samples.tobytes())
+        if notes.checksum and (notes.size, notes.modified) == (location.size, location.modified):
+            return notes.checksum
+    if checksum_all is not None:
+        return checksum_all()
     if location.is_whole_file:
         return checksum(location.path) if member is None else checksum_bytes(read_member(location.path, member))
-    if location.info.exact_seeks:
-        return checksum_bytes(samples.tobytes())
-    notes = segment.notes
-    if notes.checksum and (notes.size, notes.modified) == (location.size, location.modified):
-        return notes.checksum
     return _file_checksum(location.path, location.size, location.modified, member)
+
+
+def _checksum_of(recording: Recording) -> str:
+    """Return the checksum of the bytes of a recording, as ``checksum``."""
+    digest = xxhash.xxh3_64()
+    for block in recording.source.blocks():
+        digest.update(block)
+    return digest.hexdigest()
 
 
 @lru_cache(maxsize=4096)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from sharmill.audio.resample import resample
-from sharmill.audio.segments import SegmentReader
+from sharmill.audio.segments import SegmentAudio, SegmentReader
+from sharmill.audio.spool import Kept, Spool
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Segment
 from sharmill.models.protocols import SpeakerEncoder, pad, padded_batches
 from sharmill.prefetch import prefetch
+
+_SPOOLED_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +54,10 @@ class Embedder:
         ``advance`` is called with the seconds of every batch that is done.
         """
         outcomes: dict[int, EmbeddedSegment | RejectRecord] = {}
+        decoded = _Decoded(self, segments)
         batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
         loaded = prefetch(
-            lambda index: self._load(segments[index]),
+            decoded.load,
             [index for batch in batches for index in batch],
             threads=self.threads,
             ahead=2 * self.batch_seconds,
@@ -73,10 +78,64 @@ class Embedder:
             advance(sum(segments[index].duration for index in batch))
         return [outcomes[index] for index in range(len(segments))]
 
-    def _load(self, segment: Segment) -> tuple[np.ndarray, int, AudioNotes] | RejectRecord:
+    def prepare(self, audio: SegmentAudio) -> np.ndarray:
+        """Return the samples of a segment at the rate of the encoder."""
+        return resample(audio.samples, audio.sampling_rate, self.encoder.sampling_rate)
+
+
+_Loaded = tuple[np.ndarray, int, AudioNotes]
+
+
+class _Decoded:
+    """The audio of segments, in any order.
+
+    Recordings of which there are several are decoded first: each is opened once and read in the order of offsets. What
+    will be asked for in another order lies in a spool until then.
+    """
+
+    def __init__(self, embedder: Embedder, segments: Sequence[Segment]) -> None:
+        self._embedder = embedder
+        self._segments = segments
+        self._spool = Spool(_SPOOLED_BYTES)
+        self._found: dict[int, tuple[Kept, int, AudioNotes] | RejectRecord] = {}
+        recordings: dict[Hashable, list[int]] = {}
+        for index, segment in enumerate(segments):
+            if not segment.whole_file:
+                recordings.setdefault(segment.recording, []).append(index)
+        several = [indices for indices in recordings.values() if len(indices) > 1]
+        for found in prefetch(self._decode_recording, several, threads=embedder.threads, ahead=0):
+            self._found.update(found)
+
+    def load(self, index: int) -> _Loaded | RejectRecord:
+        """Return samples, content and notes of a segment, or why it cannot be used; once for each."""
+        found = self._found.pop(index, None)
+        if found is None:
+            return self._decode(self._segments[index])
+        if isinstance(found, RejectRecord):
+            return found
+        kept, content, notes = found
+        samples = np.frombuffer(self._spool.get(kept), dtype=np.float32).copy()
+        self._spool.forget(kept)
+        return samples, content, notes
+
+    def _decode(self, segment: Segment) -> _Loaded | RejectRecord:
         try:
-            audio = self.reader.read(segment)
-            samples = resample(audio.samples, audio.sampling_rate, self.encoder.sampling_rate)
+            audio = self._embedder.reader.read(segment)
+            return self._embedder.prepare(audio), audio.content, audio.notes
         except RejectRecord as reject:
             return reject
-        return samples, audio.content, audio.notes
+
+    def _decode_recording(self, indices: list[int]) -> dict[int, tuple[Kept, int, AudioNotes] | RejectRecord]:
+        found: dict[int, tuple[Kept, int, AudioNotes] | RejectRecord] = {}
+        for place, audio in self._embedder.reader.read_recording([self._segments[index] for index in indices]):
+            index = indices[place]
+            if isinstance(audio, RejectRecord):
+                found[index] = audio
+                continue
+            try:
+                samples = self._embedder.prepare(audio)
+            except RejectRecord as reject:
+                found[index] = reject
+                continue
+            found[index] = self._spool.put(samples.astype(np.float32).tobytes()), audio.content, audio.notes
+        return found

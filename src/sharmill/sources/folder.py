@@ -24,7 +24,10 @@ class FolderSource(SpeechSource):
 
     type: str = "folder"
     audio_suffixes: list[str] = field(
-        default_factory=lambda: [".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif", ".sph", ".au"]
+        default_factory=lambda: [
+            *(".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif", ".sph", ".au"),
+            *(".m4a", ".aac", ".wma", ".webm", ".amr", ".3gp", ".caf"),
+        ]
     )
     """Ends of the names of audio files, whatever their case; the longest that fits is taken off, as ``_mic1.flac``."""
     text_suffixes: list[str] = field(default_factory=lambda: [".txt", ".lab", ".normalized.txt"])

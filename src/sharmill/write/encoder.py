@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from sharmill.audio.encoding import check_encoder, encode
 from sharmill.audio.files import probe_bytes
 from sharmill.audio.resample import resample
-from sharmill.audio.segments import Location, SegmentReader
+from sharmill.audio.segments import Location, SegmentAudio, SegmentReader
+from sharmill.audio.spool import Kept, Spool
 from sharmill.config import WriteConfig
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Segment
 
 _ORIGINAL = "original"
 _FALLBACK_FORMAT = "flac"
+_SPOOLED_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +37,59 @@ class StoredAudio:
 
 
 class SegmentEncoder:
-    """A maker of stored audio: each unique segment once, and kept only as long as it will be asked for again."""
+    """A maker of stored audio: each unique segment once, and kept only as long as it will be asked for again.
+
+    When the first segment of a recording is asked for, all that ``uses`` has of it are encoded: so it is opened once
+    and read in the order of offsets.
+    """
 
     def __init__(self, config: WriteConfig, reader: SegmentReader, uses: Iterable[Segment]) -> None:
         self._config = config
         self._reader = reader
         self._uses_left = Counter(uses)
-        self._kept: dict[Segment, StoredAudio | RejectRecord] = {}
+        self._kept: dict[Segment, tuple[Kept, StoredAudio] | RejectRecord] = {}
+        self._spool = Spool(_SPOOLED_BYTES)
+        self._together: dict[Hashable, list[Segment]] = {}
+        for segment in self._uses_left:
+            if not segment.whole_file:
+                self._together.setdefault(segment.recording, []).append(segment)
 
     def __call__(self, segment: Segment) -> StoredAudio:
         """Return the stored audio of a segment; raise RejectRecord where the audio cannot be used."""
-        outcome = self._kept.pop(segment, None) or self._attempt(segment)
+        if segment not in self._kept:
+            self._make(segment)
+        outcome = self._kept[segment]
         self._uses_left[segment] -= 1
-        if self._uses_left[segment] > 0:
-            self._kept[segment] = outcome
+        if self._uses_left[segment] <= 0:
+            del self._kept[segment]
         if isinstance(outcome, RejectRecord):
             raise outcome
-        return outcome
+        kept, stored = outcome
+        data = self._spool.get(kept)
+        if segment not in self._kept:
+            self._spool.forget(kept)
+        return dataclasses.replace(stored, data=data)
+
+    def _make(self, segment: Segment) -> None:
+        """Make what is asked for, and with it all that ``uses`` has of its recording."""
+        together = [] if segment.whole_file else self._together.pop(segment.recording, [])
+        if len(together) < 2:
+            self._keep(segment, self._attempt(segment))
+            return
+        for index, audio in self._reader.read_recording(together):
+            try:
+                if isinstance(audio, RejectRecord):
+                    raise audio
+                copied = self._may_copy(audio.location)
+                self._keep(together[index], self._attempt(together[index]) if copied else self._encode(audio))
+            except RejectRecord as reject:
+                self._keep(together[index], reject)
+
+    def _keep(self, segment: Segment, outcome: StoredAudio | RejectRecord) -> None:
+        if not isinstance(outcome, RejectRecord):
+            self._kept[segment] = self._spool.put(outcome.data), dataclasses.replace(outcome, data=b"")
+        else:
+            self._kept[segment] = outcome
 
     def _attempt(self, segment: Segment) -> StoredAudio | RejectRecord:
         try:
@@ -57,7 +97,7 @@ class SegmentEncoder:
             if self._may_copy(location):
                 data, audio = self._reader.read_file(segment, location)
                 return StoredAudio(data, location.info.format, audio.sampling_rate, len(audio.samples))
-            return self._encode(segment, location)
+            return self._encode(self._reader.read(segment, location))
         except RejectRecord as reject:
             return reject
 
@@ -75,15 +115,14 @@ class SegmentEncoder:
             and config.sampling_rate in (None, info.sampling_rate)
         )
 
-    def _encode(self, segment: Segment, location: Location) -> StoredAudio:
-        audio = self._reader.read(segment, location)
+    def _encode(self, audio: SegmentAudio) -> StoredAudio:
         samples, rate = audio.samples, audio.sampling_rate
         if self._config.sampling_rate is not None:
             samples = resample(samples, rate, self._config.sampling_rate)
             rate = self._config.sampling_rate
         extension: str = self._config.audio_format
         if extension == _ORIGINAL:
-            info = location.info
+            info = audio.location.info
             extension = info.format if info.common and _can_encode(info.format, rate) else _FALLBACK_FORMAT
         try:
             check_encoder(extension, rate)

@@ -116,7 +116,8 @@ def test_reason(reason, changes, options, detail, prepare_records, tmp_path):
 def test_line_that_is_no_record_is_kept_as_text(line, detail, prepare_records, tmp_path):
     prepared = prepare_records(tmp_path, [make_record(), line])
     (reject,) = prepared.rejects
-    assert reject["record"] == line.decode("utf-8", "replace")
+    text = line.decode("utf-8", "replace")
+    assert reject["record"] == (text if len(text) <= 8192 else text[:1024])
     assert (reject["stage"], reject["reason"]) == ("prepare", "malformed")
     assert detail in reject["detail"]
     assert len(prepared.kept) == 1

@@ -337,6 +337,12 @@ def remove_tree(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def is_probe(path: Path) -> bool:
+    """Return True for what ``require_writable`` leaves where its process is killed."""
+    match = _ASIDE.fullmatch(path.name)
+    return match is not None and match[1] == PROBE
+
+
 def require_writable(directory: Path) -> None:
     """Create ``directory`` if needed and prove that files can be written there.
 

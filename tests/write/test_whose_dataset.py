@@ -19,6 +19,7 @@ from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import RejectLimit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.task import RankTask
+from sharmill.shar.dataset import ShardedDataset
 from sharmill.storage import STAGING_NAME
 from sharmill.write.stage import WriteStage
 
@@ -162,6 +163,14 @@ class TestRestart:
         with raises(ConfigError, "claimed", str(tmp_path / "other")):
             run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True)
         assert snapshot(project.dataset) == before
+
+
+def test_a_folder_where_a_process_was_killed_before_it_wrote_anything_is_empty(tmp_path):
+    dataset = ShardedDataset(tmp_path)
+    (tmp_path / ".probe.0123456789abcdef0123456789abcdef.tmp").touch()
+    assert dataset.is_empty()
+    (tmp_path / ".notes.0123456789abcdef0123456789abcdef.tmp").touch()
+    assert not dataset.is_empty()
 
 
 def test_two_runs_add_codes_side_by_side(project, tmp_path):

@@ -33,7 +33,15 @@ from sharmill.shar.layout import (
     sidecar_files,
     sorted_fields,
 )
-from sharmill.storage import STAGING_NAME, PublishedFile, checksum, remove_asides, remove_if_empty, remove_tree
+from sharmill.storage import (
+    STAGING_NAME,
+    PublishedFile,
+    checksum,
+    is_probe,
+    remove_asides,
+    remove_if_empty,
+    remove_tree,
+)
 
 
 class ShardedDataset:
@@ -99,7 +107,8 @@ class ShardedDataset:
         """Return True if there is no directory, or nothing in it but folders that wait for files."""
         if not self.directory.exists():
             return True
-        found = (p for p in self.directory.iterdir() if not p.name.startswith((STAGING_NAME, LOCK_NAME)))
+        own = (STAGING_NAME, LOCK_NAME)
+        found = (p for p in self.directory.iterdir() if not p.name.startswith(own) and not is_probe(p))
         return all(path.is_dir() and not path.is_symlink() and _has_no_files(path) for path in found)
 
     def is_made_of(self, fields: Sequence[str], files: Iterable[PublishedFile]) -> bool:

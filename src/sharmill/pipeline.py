@@ -223,8 +223,9 @@ def run_dataset(
     """
     executor = executor or make_executor(config)
     stages = choose_stages(config, stages)
-    check_config(config, stages, restart=restart)
     run_dir = RunDir(Path(config.run_dir))
+    with disk_errors(run_dir.path):
+        check_config(config, stages, restart=restart)
     results: list[tuple[Stage, StageResult]] = []
     with disk_errors(run_dir.path), locked(run_dir, wait_seconds):
         if not isinstance(executor, SlurmExecutor):

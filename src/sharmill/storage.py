@@ -356,6 +356,8 @@ def require_writable(directory: Path) -> None:
         # Another process that begins its work here may have taken it for a leftover.
         probe.unlink(missing_ok=True)
     except OSError as error:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
         raise ConfigError(
             f"cannot write to {directory}: {error.strerror}; choose a folder that you may write to",
             code="disk",

@@ -52,18 +52,18 @@ def segments(request, tmp_path) -> list[Segment]:
 def seen(monkeypatch) -> dict[str, list]:
     """The files that are opened, and the samples at which parts begin."""
     seen: dict[str, list] = {"opened": [], "starts": []}
-    open_regular, read = files.open_regular, Recording.read
+    open_audio, read = files.open_audio, Recording.read
 
     def opening(path):
         seen["opened"].append(path)
-        return open_regular(path)
+        return open_audio(path)
 
     def reading(self, start=0, *arguments):
         seen["starts"].append(start)
         return read(self, start, *arguments)
 
-    monkeypatch.setattr(files, "open_regular", opening)
-    monkeypatch.setattr("sharmill.audio.containers.open_regular", opening)
+    monkeypatch.setattr(files, "open_audio", opening)
+    monkeypatch.setattr("sharmill.audio.containers.open_audio", opening)
     monkeypatch.setattr(Recording, "read", reading)
     return seen
 

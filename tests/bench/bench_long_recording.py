@@ -72,8 +72,8 @@ def measure(stage: str, path: Path, hours: float, number: int) -> str:
     embed(warm)
     SegmentEncoder(WriteConfig(), reader, warm)(warm[0])
     opened = []
-    regular = files.open_regular
-    files.open_regular = lambda path: opened.append(path) or regular(path)
+    regular = files.open_audio
+    files.open_audio = lambda path: opened.append(path) or regular(path)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     if stage == "match":

@@ -143,6 +143,19 @@ def test_a_damaged_note_is_named(coded, growing):
         append_dataset(growing, coded[1])
 
 
+@pytest.mark.parametrize("values", [{"fields": ["../elsewhere"], "count": 1}, {"fields": ["cuts"], "count": 10**15}])
+def test_a_note_that_names_what_no_append_places_removes_nothing(coded, growing, values):
+    other = growing.parent / "elsewhere/recording.000001.tar"
+    other.parent.mkdir()
+    other.touch()
+    note = growing / STAGING_NAME / grow_append.NOTE_NAME
+    note.parent.mkdir()
+    note.write_text(json.dumps({"first": 1} | values))
+    with raises(ConfigError, "foreign_output", str(note)):
+        append_dataset(growing, coded[1])
+    assert other.exists()
+
+
 def project_with(folder, names):
     """A project whose utterances have these numbers, of one voice, each with the next one as context."""
     from support.shar import Project, voice

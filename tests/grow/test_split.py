@@ -15,7 +15,7 @@ from support.shar import Project, copy, lines, members_of, rewrite, voice
 from support.sudden_end import killed_at
 
 from sharmill.errors import ConfigError, FatalError
-from sharmill.grow.parts import Part
+from sharmill.grow.parts import SourceDataset
 from sharmill.grow.speakers import SpeakerTable
 from sharmill.grow.split import split_dataset
 from sharmill.shar.dataset import ShardedDataset
@@ -81,7 +81,7 @@ def test_the_same_seed_makes_the_same_bytes_and_another_chooses_others(speech, t
     for name, seed in (("one", 1), ("again", 1)):
         split(speech, tmp_path / name, seed=seed)
     assert digest(tmp_path / "one") == digest(tmp_path / "again")
-    table = SpeakerTable.read(Part.read(speech))
+    table = SpeakerTable.read(SourceDataset.read(speech))
     chosen = {tuple(table.assign({"valid": 0.2}, seed)["valid"].tolist()) for seed in range(20)}
     assert len(chosen) > 3
 
@@ -152,7 +152,7 @@ def test_speakers_with_contexts_of_each_other_stay_together(tmp_path):
     for number in range(8):
         project.add(f"{number}.flac", voice(0.5, seed=number), speaker=f"s{number // 2}")
     dataset = project.write([2, 0, 3, 1, 5, 4, 7, 6], match={"min_duration": 0.0}) and project.dataset
-    table = SpeakerTable.read(Part.read(dataset))
+    table = SpeakerTable.read(SourceDataset.read(dataset))
     together = table.groups[table.speaker_of]
     by_name = {cut["id"]: group for cut, group in zip(cuts_of(dataset), together.tolist(), strict=True)}
     groups = [by_name[f"cut-rec-{number}-0.00-0.50"] for number in range(8)]

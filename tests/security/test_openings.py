@@ -23,7 +23,7 @@ OF_THE_RUN = "a file of the run directory, in a folder that is refused where it 
 
 # A function, a file, or a folder.
 ALLOWED = {
-    "audio/": "audio, opened by open_regular of audio/files.py, or from what that has opened",
+    "audio/": "audio, opened by open_audio of audio/files.py, or from what that has opened",
     "collect/inputs.py:read": OF_THE_RUN,
     "collect/recipes.py": INPUT,
     "collect/stage.py:_publish_recipe_log": OF_THE_RUN,
@@ -35,6 +35,7 @@ ALLOWED = {
     "executors/logs.py:redirect_output": OWN,
     "executors/ray/cluster.py:_find_address": CHECKS,
     "executors/slurm/queue.py": OF_THE_RUN,
+    "grow/split.py:process": OF_THE_RUN,
     "manifest.py:read_lines_at": OF_THE_RUN,
     "manifest.py:records_checksum": OF_THE_RUN,
     "match/groups.py:index_manifest": OF_THE_RUN,

@@ -22,7 +22,7 @@ from sharmill.engine.stage import Advance, Stage
 from sharmill.engine.unit import Commit, Output, Totals, Unit
 from sharmill.executors.slurm.chain import Chain
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-from sharmill.executors.slurm.queue import cancel, queued_jobs
+from sharmill.executors.slurm.queue import queued_jobs, scancel
 from sharmill.storage import Staging
 from support.paths import SHARED
 from support.toy_stage import ToyStage, output_bytes, run, wait_until
@@ -118,7 +118,7 @@ def make_profile(**changes: Any) -> ClusterProfile:
 
 def cancel_all(run_dir: RunDir) -> None:
     """Ends the jobs of a run directory, and returns when they are gone."""
-    cancel([job.id for job in queued_jobs(run_dir)])
+    scancel([job.id for job in queued_jobs(run_dir)])
     wait_until(lambda: not queued_jobs(run_dir), 60)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharmill.config import WriteConfig
-from sharmill.write.order import LineIndex, divide, index_matched, index_prepared, order_lines
+from sharmill.write.order import LineIndex, divide_into_shards, index_matched, index_prepared, order_lines
 
 
 def index_of(positions):
@@ -83,7 +83,7 @@ def sizes(bounds):
 
 @given(DURATIONS, st.integers(1, 50))
 def test_shards_of_a_size(seconds, size):
-    found = sizes(divide(seconds, WriteConfig(shard_size=size)))
+    found = sizes(divide_into_shards(seconds, WriteConfig(shard_size=size)))
     assert sum(found) == len(seconds)
     assert set(found[:-1]) <= {size}
     assert 1 <= found[-1] <= size
@@ -91,7 +91,7 @@ def test_shards_of_a_size(seconds, size):
 
 @given(DURATIONS, st.integers(1, 50))
 def test_a_number_of_shards_whose_sizes_differ_by_one_at_most(seconds, number):
-    found = sizes(divide(seconds, WriteConfig(num_shards=number)))
+    found = sizes(divide_into_shards(seconds, WriteConfig(num_shards=number)))
     assert sum(found) == len(seconds)
     assert len(found) == min(number, len(seconds))
     assert max(found) - min(found) <= 1
@@ -100,17 +100,17 @@ def test_a_number_of_shards_whose_sizes_differ_by_one_at_most(seconds, number):
 
 @given(DURATIONS, st.floats(0.01, 500.0))
 def test_shards_of_seconds_are_as_many_as_asked_for_and_none_is_empty(seconds, wanted):
-    bounds = divide(seconds, WriteConfig(shard_seconds=wanted))
+    bounds = divide_into_shards(seconds, WriteConfig(shard_seconds=wanted))
     assert (bounds[0], bounds[-1]) == (0, len(seconds))
     assert min(sizes(bounds)) >= 1
     assert len(bounds) - 1 == min(len(seconds), max(1, round(float(seconds.sum()) / wanted)))
-    assert divide(seconds, WriteConfig(shard_seconds=wanted)) == bounds
+    assert divide_into_shards(seconds, WriteConfig(shard_seconds=wanted)) == bounds
 
 
 @given(st.lists(st.floats(1.0, 2.0), min_size=20, max_size=60).map(np.array), st.integers(2, 6))
 def test_shards_of_seconds_end_nearest_to_equal_shares(seconds, number):
     total = float(seconds.sum())
-    bounds = divide(seconds, WriteConfig(shard_seconds=total / number))
+    bounds = divide_into_shards(seconds, WriteConfig(shard_seconds=total / number))
     so_far = np.concatenate([[0.0], np.cumsum(seconds)])
     assert len(bounds) == number + 1
     for shard, bound in enumerate(bounds):
@@ -132,9 +132,9 @@ def test_shards_of_seconds_end_nearest_to_equal_shares(seconds, number):
     ],
 )
 def test_bounds_of_shards_of_seconds(seconds, wanted, bounds):
-    assert divide(np.array(seconds), WriteConfig(shard_seconds=wanted)) == bounds
+    assert divide_into_shards(np.array(seconds), WriteConfig(shard_seconds=wanted)) == bounds
 
 
 @pytest.mark.parametrize("key", ["shard_size", "num_shards", "shard_seconds"])
 def test_nothing_is_divided_into_no_shard(key):
-    assert divide(np.empty(0), WriteConfig(**{key: 3})) == [0]
+    assert divide_into_shards(np.empty(0), WriteConfig(**{key: 3})) == [0]

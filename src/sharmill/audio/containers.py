@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Final
 
 from sharmill.audio.decoder import AudioBytes
-from sharmill.audio.files import Recording, open_bytes, open_regular
+from sharmill.audio.files import Recording, open_audio, open_bytes
 from sharmill.audio.row_files import read_audio
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Member
@@ -43,7 +43,7 @@ def open_member(path: Path, member: Member, name: str) -> Iterator[Recording]:
         with open_bytes(AudioBytes(name, read_member(path, member))) as recording:
             yield recording
         return
-    with open_regular(path) as file:
+    with open_audio(path) as file:
         if os.fstat(file.fileno()).st_size < member.start + member.size:
             raise RejectRecord("unreadable_audio", f"{path} ends within the recording at byte {member.start}")
         with open_bytes(AudioBytes(name, file, member.start, member.size)) as recording:
@@ -52,7 +52,7 @@ def open_member(path: Path, member: Member, name: str) -> Iterator[Recording]:
 
 def _read_bytes(path: Path, member: Member) -> bytes:
     """Return a range of bytes of a file, as a member of a tar archive is."""
-    with open_regular(path) as stream:
+    with open_audio(path) as stream:
         data = os.pread(stream.fileno(), member.size, member.start)
         # A read of more than 2 GiB comes in parts.
         while 0 < len(data) < member.size:

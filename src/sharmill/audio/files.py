@@ -110,7 +110,7 @@ def check_finite(audio: np.ndarray, name: str) -> None:
         raise RejectRecord("non_finite_audio", f"{name} has NaN or infinite samples")
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_audio(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file for reading without a buffer: its descriptor is libsndfile's to move.
 
     Raises:
@@ -139,7 +139,7 @@ def open_recording(path: str | os.PathLike[str], start: int = 0, size: int | Non
     Raises:
         RejectRecord: as ``probe``.
     """
-    with open_regular(path) as file, open_bytes(AudioBytes(str(path), file, start, size)) as recording:
+    with open_audio(path) as file, open_bytes(AudioBytes(str(path), file, start, size)) as recording:
         yield recording
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from sharmill.config import Config
 from sharmill.engine.fence import refuse_claims
+from sharmill.engine.stored import NOT_JSON, read_stored
 from sharmill.errors import ConfigError
-from sharmill.grow.parts import Part, require_alike, require_distinct_ids
+from sharmill.grow.parts import SourceDataset, require_alike, require_distinct_ids
 from sharmill.grow.placing import Placed, add_up_shards, place_shard, renumber, seal_folders
 from sharmill.match.stage import min_similarity
 from sharmill.shar.index import DatasetRecord, ShardRecord, changing_index, write_dataset, write_shards
@@ -33,6 +34,10 @@ from sharmill.storage import (
 )
 
 NOTE_NAME = "append.json"
+
+
+# More were never placed by one append; a note that says so would have them looked for one by one.
+_MAX_SHARDS: Final = 10_000_000
 
 
 class _Note(msgspec.Struct, frozen=True):
@@ -79,14 +84,14 @@ def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) 
         12
     """
     directory = Path(dataset)
-    Part.read(directory)
-    addition = Part.read(Path(new))
+    SourceDataset.read(directory)
+    addition = SourceDataset.read(Path(new))
     if directory.resolve() == addition.directory.resolve():
         raise ConfigError(f"{directory} cannot be appended to itself", code="bad_usage")
     require_writable(directory)
     with changing_index(directory):
         refuse_claims(directory)
-        part = Part.read(directory)
+        part = SourceDataset.read(directory)
         _remove_leftovers(part)
         first = _find(part.shards, addition.shards)
         if first is not None:
@@ -98,7 +103,7 @@ def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) 
 
 def require_fitting(config: Config, directory: Path) -> None:
     """Raise ConfigError, before any work, where the dataset of a configuration could not be appended to another."""
-    record = Part.read(directory).record
+    record = SourceDataset.read(directory).record
     if directory.resolve() == Path(config.dataset_dir).resolve():
         raise ConfigError(
             f"append_to and dataset_dir are both {directory}: give the new shards a dataset_dir of their own",
@@ -121,7 +126,7 @@ def require_fitting(config: Config, directory: Path) -> None:
             )
 
 
-def _append(part: Part, addition: Part, *, copy: bool) -> Appended:
+def _append(part: SourceDataset, addition: SourceDataset, *, copy: bool) -> Appended:
     directory, first = part.directory, len(part.shards)
     # A dataset without shards has no codes yet.
     like = part.record if part.shards else msgspec.structs.replace(addition.record, name=part.record.name)
@@ -162,18 +167,13 @@ def _content(shard: ShardRecord) -> dict[str, str]:
     return {name: file.xxh3 for name, file in shard.fields.items()}
 
 
-def _remove_leftovers(part: Part) -> None:
+def _remove_leftovers(part: SourceDataset) -> None:
     """Remove what a killed append has placed behind the last shard; nothing of the dataset, and nothing of others."""
     directory = part.directory
     remove_asides(directory, {SHARDS_FILE, DATASET_FILE, PROBE})
     path = directory / STAGING_NAME / NOTE_NAME
     if path.exists():
-        try:
-            note = msgspec.json.decode(path.read_bytes(), type=_Note)
-        except msgspec.DecodeError as error:
-            raise ConfigError(
-                f"{path} is no note of an append ({error}): move it away", code="foreign_output"
-            ) from error
+        note = _read_note(path, part.record)
         for name in note.fields:
             files = [shard_file(name, index) for index in range(note.first, note.first + note.count)]
             remove_asides(directory / name, {Path(file).name for file in files})
@@ -185,6 +185,18 @@ def _remove_leftovers(part: Part) -> None:
         _forget(directory)
     remove_asides(directory / STAGING_NAME, {NOTE_NAME})
     remove_if_empty(directory / STAGING_NAME)
+
+
+def _read_note(path: Path, dataset: DatasetRecord) -> _Note:
+    """Read the note of a killed append; raise ConfigError where it is none, or names what no append to this places."""
+    try:
+        note = msgspec.json.decode(read_stored(path), type=_Note)
+        problem = "" if set(note.fields) <= set(dataset.fields) and note.count <= _MAX_SHARDS else "other fields"
+    except NOT_JSON as error:
+        problem = str(error)
+    if problem:
+        raise ConfigError(f"{path} is no note of an append ({problem}): move it away", code="foreign_output")
+    return note
 
 
 def _forget(directory: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from sharmill.engine.locks import FolderLock
 from sharmill.errors import ConfigError
-from sharmill.grow.parts import Part, require_alike, require_distinct_ids
+from sharmill.grow.parts import SourceDataset, require_alike, require_distinct_ids
 from sharmill.grow.placing import Placed, add_up_shards, place_shard, renumber, seal_folders
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import DatasetRecord, write_dataset, write_shards
@@ -48,7 +48,7 @@ def merge_datasets(
         21
     """
     out = Path(out).resolve()
-    parts = [Part.read(Path(source)) for source in sources]
+    parts = [SourceDataset.read(Path(source)) for source in sources]
     if not parts:
         raise ConfigError("name the datasets to merge", code="bad_usage")
     _require_free(out, parts)
@@ -71,7 +71,7 @@ def merge_datasets(
     return merged
 
 
-def _require_free(out: Path, parts: Sequence[Part]) -> None:
+def _require_free(out: Path, parts: Sequence[SourceDataset]) -> None:
     for part in parts:
         if out.is_relative_to(part.directory.resolve()):
             raise ConfigError(f"{out} lies in the dataset {part.directory}: choose another place", code="bad_usage")
@@ -82,7 +82,7 @@ def _require_free(out: Path, parts: Sequence[Part]) -> None:
         )
 
 
-def _place_all(parts: Sequence[Part], directory: Path, name: str, *, copy: bool) -> Merged:
+def _place_all(parts: Sequence[SourceDataset], directory: Path, name: str, *, copy: bool) -> Merged:
     placed = Placed()
     shards = []
     for part, shard, new in renumber(parts):

@@ -26,7 +26,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceDataset:
     """A finished dataset with its index, read once: what is appended to it later does not count."""
 
     directory: Path
@@ -34,7 +34,7 @@ class Part:
     shards: list[ShardRecord]
 
     @classmethod
-    def read(cls, directory: Path) -> Part:
+    def read(cls, directory: Path) -> SourceDataset:
         """Read the index of a dataset.
 
         Raises:
@@ -62,7 +62,7 @@ class Part:
             yield from read_cut_ids(self.directory / shard_file(CUTS, shard.index))
 
 
-def require_alike(parts: Sequence[Part]) -> None:
+def require_alike(parts: Sequence[SourceDataset]) -> None:
     """Raise ConfigError, with what differs first, unless the shards of all parts can stand in one dataset.
 
     A part without shards has no codes, so that its codecs do not count.
@@ -80,7 +80,7 @@ def require_alike(parts: Sequence[Part]) -> None:
             _require_same_codec(first, other, codec, same)
 
 
-def _require_same_codec(first: Part, other: Part, codec: CodecRecord, same: CodecRecord) -> None:
+def _require_same_codec(first: SourceDataset, other: SourceDataset, codec: CodecRecord, same: CodecRecord) -> None:
     for key in CodecRecord.__struct_fields__:
         left, right = getattr(codec, key), getattr(same, key)
         # A model may lie in another place; its checksum says whether it is the same.
@@ -89,14 +89,14 @@ def _require_same_codec(first: Part, other: Part, codec: CodecRecord, same: Code
             raise _unlike(first, other, f"{key} of the codec {codec.name!r}", [left, right], remedy)
 
 
-def _unlike(first: Part, other: Part, what: str, values: Sequence[Any], remedy: str) -> ConfigError:
+def _unlike(first: SourceDataset, other: SourceDataset, what: str, values: Sequence[Any], remedy: str) -> ConfigError:
     return ConfigError(
         f"{what} differ: {values[0]!r} in {first.directory}, {values[1]!r} in {other.directory}; {remedy}",
         code="unlike_datasets",
     )
 
 
-def require_distinct_ids(parts: Sequence[Part]) -> None:
+def require_distinct_ids(parts: Sequence[SourceDataset]) -> None:
     """Raise ConfigError with a cut id that occurs twice. Of each id, 8 bytes are in memory.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from sharmill.errors import DamagedShard
-from sharmill.grow.parts import Part
+from sharmill.grow.parts import SourceDataset
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
 from sharmill.shar.layout import CUTS, shard_file
 from sharmill.shar.tar import open_field
@@ -31,7 +31,9 @@ class Placed:
     copied: int = 0
 
 
-def renumber(parts: Iterable[Part], first: int = 0) -> Iterator[tuple[Part, ShardRecord, ShardRecord]]:
+def renumber(
+    parts: Iterable[SourceDataset], first: int = 0
+) -> Iterator[tuple[SourceDataset, ShardRecord, ShardRecord]]:
     """Yield each shard of the parts: its part, its record there, and its record under the next index from ``first``."""
     index = first
     for part in parts:
@@ -44,7 +46,7 @@ def renumber(parts: Iterable[Part], first: int = 0) -> Iterator[tuple[Part, Shar
 
 
 def place_shard(
-    part: Part, shard: ShardRecord, new: ShardRecord, directory: Path, placed: Placed, *, copy: bool
+    part: SourceDataset, shard: ShardRecord, new: ShardRecord, directory: Path, placed: Placed, *, copy: bool
 ) -> None:
     """Put the files of a shard into a dataset directory under their new names, the cuts last.
 

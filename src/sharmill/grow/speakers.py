@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
-from sharmill.grow.parts import Part
+from sharmill.grow.parts import SourceDataset
 from sharmill.manifest import parse_speaker_tag
 from sharmill.shar.cut_lines import NOT_JSON, read_lines
 from sharmill.shar.layout import CUTS, shard_file
@@ -62,7 +62,7 @@ class SpeakerTable:
     seconds: np.ndarray
 
     @classmethod
-    def read(cls, part: Part) -> SpeakerTable:
+    def read(cls, part: SourceDataset) -> SpeakerTable:
         """Read the cuts of a dataset.
 
         Raises:

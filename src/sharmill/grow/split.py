@@ -21,10 +21,11 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
+from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.executors.local.executor import LocalExecutor
-from sharmill.grow.parts import Part
+from sharmill.grow.parts import SourceDataset
 from sharmill.grow.placing import add_up_shards
 from sharmill.grow.speakers import SpeakerTable
 from sharmill.shar.cut_lines import read_cut_ids, read_lines, write_cut_lines
@@ -113,7 +114,7 @@ class SplitStage(Stage):
     ) -> None:
         self.run_dir = RunDir(out.with_name(f".{out.name}.split"))
         self.root = out
-        self.part = Part.read(dataset)
+        self.part = SourceDataset.read(dataset)
         if out.resolve().is_relative_to(dataset.resolve()):
             raise ConfigError(f"{out} lies in the dataset itself: choose another place", code="bad_usage")
         self.shares = shares
@@ -182,7 +183,8 @@ class SplitStage(Stage):
 
     def splits(self) -> list[Split]:
         """Return what was made."""
-        speakers = msgspec.json.decode((self.dir.plan / "speakers.json").read_bytes(), type=dict[str, int])
+        path = self.dir.plan / "speakers.json"
+        speakers = decode_stored(path, read_stored(path), dict[str, int])
         return [Split(name, ShardedDataset(self.root / name).record(), count) for name, count in speakers.items()]
 
     def _shard_record(self, unit: Unit, commit: Commit) -> ShardRecord:
@@ -215,7 +217,7 @@ class SplitProcessor(Processor):
         plan: the folder of the stage's plan.
     """
 
-    def __init__(self, part: Part, plan: Path) -> None:
+    def __init__(self, part: SourceDataset, plan: Path) -> None:
         self._part = part
         self._plan = plan
         self._starts = np.cumsum([0, *(shard.count for shard in part.shards)])

@@ -37,7 +37,7 @@ class AudioPart(msgspec.Struct):
     channels: list[int]
 
 
-class Recording(msgspec.Struct):
+class LhotseRecording(msgspec.Struct):
     """A line of a RecordingSet."""
 
     id: str
@@ -71,7 +71,7 @@ class Cut(msgspec.Struct):
     duration: float = 0.0
     channel: int | list[int] = 0
     supervisions: list[Supervision] = []
-    recording: Recording | None = None
+    recording: LhotseRecording | None = None
     custom: dict[str, Any] | None = None
 
 
@@ -80,17 +80,17 @@ class _Counted(msgspec.Struct):
 
 
 _cut_decoder: Final = msgspec.json.Decoder(Cut)
-_recording_decoder: Final = msgspec.json.Decoder(Recording)
+_recording_decoder: Final = msgspec.json.Decoder(LhotseRecording)
 _supervision_decoder: Final = msgspec.json.Decoder(Supervision)
 _count_decoder: Final = msgspec.json.Decoder(_Counted)
 
 
-def decode_cut(line: bytes) -> Cut:
+def decode_lhotse_cut(line: bytes) -> Cut:
     """Decode a line of a CutSet; raise RejectRecord ``malformed`` where it is none."""
     return _decode(_cut_decoder, line, "cut")
 
 
-def decode_recording(line: bytes) -> Recording:
+def decode_recording(line: bytes) -> LhotseRecording:
     """Decode a line of a RecordingSet; raise RejectRecord ``malformed`` where it is none."""
     return _decode(_recording_decoder, line, "recording")
 
@@ -125,7 +125,7 @@ def cut_records(line: bytes, split: bool, channel: Channel) -> Iterator[dict[str
         channel: that of cuts with several.
     """
     try:
-        cut = decode_cut(line)
+        cut = decode_lhotse_cut(line)
         if cut.type not in ("MonoCut", "MultiCut", "Cut"):
             raise RejectRecord("unsupported_cut", f"the cut is a {cut.type[:40]}, not audio as it is in one recording")
         if cut.recording is None:
@@ -142,7 +142,7 @@ def cut_records(line: bytes, split: bool, channel: Channel) -> Iterator[dict[str
 
 
 def _cut_record(
-    cut: Cut, recording: Recording, supervisions: list[Supervision], split: bool, chosen: Channel
+    cut: Cut, recording: LhotseRecording, supervisions: list[Supervision], split: bool, chosen: Channel
 ) -> dict[str, Any]:
     speakers = list(dict.fromkeys(supervision.speaker for supervision in supervisions))
     if len(speakers) > 1:
@@ -171,7 +171,7 @@ def _cut_record(
     )
 
 
-def supervision_record(recording: Recording, supervision: Supervision, channel: Channel = None) -> dict[str, Any]:
+def supervision_record(recording: LhotseRecording, supervision: Supervision, channel: Channel = None) -> dict[str, Any]:
     """Return the record of a supervision of a recording; ``channel`` is chosen of several.
 
     Raises:
@@ -181,7 +181,7 @@ def supervision_record(recording: Recording, supervision: Supervision, channel: 
     return speech_record([supervision.custom or {}], [supervision], supervision.id) | audio
 
 
-def recording_record(recording: Recording, channel: Channel = None) -> dict[str, Any]:
+def recording_record(recording: LhotseRecording, channel: Channel = None) -> dict[str, Any]:
     """Return the record of a whole recording; raise RejectRecord as ``supervision_record``."""
     channels = [channel for part in recording.sources for channel in part.channels]
     duration = recording.num_samples / max(1, recording.sampling_rate)
@@ -215,7 +215,9 @@ def _is_data(value: Any) -> bool:
     return "storage_type" in value or _is_data(value.get("array")) or value.keys() >= _RECORDING_KEYS
 
 
-def _audio(recording: Recording, start: float, duration: float, channels: list[int], chosen: Channel) -> dict[str, Any]:
+def _audio(
+    recording: LhotseRecording, start: float, duration: float, channels: list[int], chosen: Channel
+) -> dict[str, Any]:
     """Return the keys of a record that say where its audio is; without ``offset`` where that is the whole file."""
     for transform in recording.transforms or []:
         # Another sampling rate is the same speech at the same times; write.sampling_rate is what is stored.
@@ -247,7 +249,7 @@ def _choose(channels: list[int], chosen: Channel) -> Channel:
     return chosen
 
 
-def _part(recording: Recording, channels: list[int], channel: Channel) -> tuple[AudioPart, Channel]:
+def _part(recording: LhotseRecording, channels: list[int], channel: Channel) -> tuple[AudioPart, Channel]:
     """Return the file that has a channel, and the channel's place in the file."""
     if channel == "downmix":
         whole = [part for part in recording.sources if sorted(part.channels) == sorted(channels)]

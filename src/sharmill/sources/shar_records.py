@@ -14,7 +14,7 @@ from sharmill.manifest import CONTEXT_KEYS, DURATION_FROM_HEADER
 from sharmill.shar.items import NO_DATA
 from sharmill.shar.layout import CONTEXT_UNALIGNED
 from sharmill.shar.tar import TarTable
-from sharmill.sources.lhotse_records import Cut, common_keys, decode_cut, speech_record
+from sharmill.sources.lhotse_records import Cut, common_keys, decode_lhotse_cut, speech_record
 
 # What is stored is the segment that the cut stands for where they are equally long, but for the delay of a codec.
 _SAME_SECONDS: Final = 0.025
@@ -87,7 +87,7 @@ class AudioMembers:
 def decode_stored_cut(line: bytes) -> Cut:
     """Decode the line of a cut; raise RejectRecord ``malformed`` where it is none."""
     try:
-        return decode_cut(line)
+        return decode_lhotse_cut(line)
     except RejectRecord as reject:
         # Python writes NaN and Infinity, which are no JSON, and lhotse with it.
         try:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from sharmill.audio.files import open_regular
+from sharmill.audio.files import open_audio
 from sharmill.shar.tar_headers import (
     BLOCK,
     EMPTY,
@@ -75,7 +75,7 @@ def walk_members(path: Path, begin: int = 0) -> Iterator[TarMember | TarDamage]:
     Raises:
         RejectRecord: missing_audio or unreadable_audio where there is no such archive, or it cannot be opened.
     """
-    with open_regular(path) as stream:
+    with open_audio(path) as stream:
         walk = _Walk(stream.fileno(), begin)
         try:
             yield from walk.members()
@@ -148,7 +148,7 @@ class _Walk:
 
 
 class _Extension(NamedTuple):
-    """What the extended headers before a member say about it."""
+    """Facts about a member from the extended headers before it."""
 
     name: bytes | None = None
     size: int | None = None

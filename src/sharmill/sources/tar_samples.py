@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from sharmill.audio.files import open_regular
+from sharmill.audio.files import open_audio
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Member
 from sharmill.sources import Located, Piece, RawRecord, Unreadable
@@ -110,7 +110,7 @@ class SampleReader:
                     if isinstance(item, TarDamage):
                         yield Unreadable(item.reason, item.sentence, archive.container)
                         continue
-                    stream = stream or open_regular(archive.path)
+                    stream = stream or open_audio(archive.path)
                     yield self._record(archive, stream, item, is_again=item.header in repeated)
             finally:
                 if stream is not None:

@@ -81,7 +81,7 @@ def order_lines(index: LineIndex, order: Literal["manifest", "speaker", "shuffle
     return as_in_manifest[np.random.Generator(np.random.PCG64(seed)).permutation(len(as_in_manifest))]
 
 
-def divide(seconds: np.ndarray, write: WriteConfig) -> list[int]:
+def divide_into_shards(seconds: np.ndarray, write: WriteConfig) -> list[int]:
     """Divide cuts into shards of consecutive ones, none of them empty.
 
     Args:
@@ -91,9 +91,11 @@ def divide(seconds: np.ndarray, write: WriteConfig) -> list[int]:
     Returns:
         The bounds (shards + 1,): shard n has the cuts from bound n to before bound n + 1.
 
-    >>> divide(np.ones(5), WriteConfig(shard_size=2)), divide(np.ones(5), WriteConfig(num_shards=2))
-    ([0, 2, 4, 5], [0, 2, 5])
-    >>> divide(np.array([4.0, 1.0, 1.0, 1.0, 1.0]), WriteConfig(shard_seconds=4.0))
+    >>> divide_into_shards(np.ones(5), WriteConfig(shard_size=2))
+    [0, 2, 4, 5]
+    >>> divide_into_shards(np.ones(5), WriteConfig(num_shards=2))
+    [0, 2, 5]
+    >>> divide_into_shards(np.array([4.0, 1.0, 1.0, 1.0, 1.0]), WriteConfig(shard_seconds=4.0))
     [0, 1, 5]
     """
     count = len(seconds)

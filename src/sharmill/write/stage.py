@@ -42,7 +42,7 @@ from sharmill.shar.layout import (
 from sharmill.shar.lhotse_json import cut_json, recording_json
 from sharmill.storage import Staging
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
-from sharmill.write.order import divide, index_matched, index_prepared, order_lines
+from sharmill.write.order import divide_into_shards, index_matched, index_prepared, order_lines
 
 
 class WriteStage(Stage):
@@ -84,7 +84,7 @@ class WriteStage(Stage):
         index = index_matched(manifest) if self.config.has_contexts else index_prepared(manifest)
         order = order_lines(index, write.order, write.seed)
         np.save(folder / "offsets.npy", index.offsets[order], allow_pickle=False)
-        for number, (start, stop) in enumerate(pairwise(divide(index.target_seconds[order], write))):
+        for number, (start, stop) in enumerate(pairwise(divide_into_shards(index.target_seconds[order], write))):
             cost = round(float(index.seconds[order[start:stop]].sum()), 3)
             yield make_unit(number, cost=cost, size=stop - start, params={"start": start, "stop": stop})
 

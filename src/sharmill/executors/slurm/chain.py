@@ -34,13 +34,13 @@ from sharmill.executors.slurm.queue import (
     PATIENCE_SECONDS,
     QueuedJob,
     SlurmSilent,
-    cancel,
     competing_jobs,
     describe_jobs,
     make_run_id,
     parent_ids,
     queued_jobs,
     require_slurm,
+    scancel,
 )
 from sharmill.processes import user_name
 from sharmill.storage import make_private_folder, path_aside, remove_tree, write_atomic
@@ -258,7 +258,7 @@ class Chain:
         if state.state != "waiting":
             # The watcher job of a driver job that has noted its end has nothing to do.
             with suppress(SharmillError):
-                cancel([job.id for job in queued_jobs(self.run_dir) if job.role == "watcher"])
+                scancel([job.id for job in queued_jobs(self.run_dir) if job.role == "watcher"])
 
 
 class _ChainListener(Listener):
@@ -343,7 +343,7 @@ def cancel_chain(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> l
         ids = parent_ids([job.id for job in jobs])
         roles = {parent_ids([job.id])[0]: order.index(job.role) for job in jobs}
         ended.update(ids)
-        cancel(sorted(ids, key=lambda number: roles[number]))
+        scancel(sorted(ids, key=lambda number: roles[number]))
         time.sleep(_POLL_SECONDS)
     if ended:
         # A driver job may have noted that it waits for what it had submitted.

@@ -35,7 +35,6 @@ from sharmill.executors.slurm.queue import (
     PATIENCE_SECONDS,
     QueuedJob,
     Role,
-    cancel,
     competing_jobs,
     describe_jobs,
     job_comment,
@@ -44,6 +43,7 @@ from sharmill.executors.slurm.queue import (
     outside_own_job,
     parent_ids,
     retrying,
+    scancel,
 )
 from sharmill.executors.slurm.task import RankTask
 from sharmill.storage import make_private_folder, write_atomic
@@ -255,7 +255,7 @@ def _cancelled_on_error(jobs: list[str]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        cancel(parent_ids(jobs))
+        scancel(parent_ids(jobs))
         raise
 
 

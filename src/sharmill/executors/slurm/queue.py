@@ -129,7 +129,7 @@ def parent_ids(job_ids: Sequence[str]) -> list[str]:
     return sorted({job_id.split("_")[0] for job_id in job_ids}, key=int)
 
 
-def cancel(job_ids: Sequence[str]) -> None:
+def scancel(job_ids: Sequence[str]) -> None:
     """Ask SLURM to end jobs; no error where it does not answer."""
     if job_ids:
         with suppress(OSError, subprocess.SubprocessError):

@@ -27,7 +27,7 @@ _SECONDS_TO_END: Final = 60.0
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--ray-address", help="Dashboard of the Ray cluster; by default that of RAY_API_SERVER_ADDRESS.")
 def cancel(run_dir: Path, ray_address: str | None) -> int:
-    """End the jobs and the process that are at work in a run directory.
+    """End what is at work in a run directory: jobs, or a process.
 
     What is done is kept: the command that began the run goes on from there.
     """

@@ -160,7 +160,7 @@ DAMAGED = [
     audio("a WAV that claims 60 s", "prepare/duration_mismatch", lambda: odd.wav(data_size=60 * 32000), duration=60.0),
     audio("a WAV that claims 1 s", "prepare/duration_mismatch", lambda: odd.wav(data_size=32000)),
     audio("a WAV from a pipe, of unknown size", OUTPUT, lambda: odd.wav(data_size=0xFFFFFFFF)),
-    audio("a FLAC that claims 60 s", "match/unreadable_audio", lambda: odd.flac_claiming(960_000), duration=60.0),
+    audio("a FLAC that claims 60 s", "match/duration_mismatch", lambda: odd.flac_claiming(960_000), duration=60.0),
     audio("a FLAC that claims 2^36 samples", "prepare/duration_mismatch", lambda: odd.flac_claiming(2**36 - 1)),
     audio("a FLAC of unknown length", "prepare/unreadable_audio", lambda: odd.flac_claiming(0)),
     audio("a text file", "prepare/unreadable_audio", lambda: b"this is no audio\n" * 100),

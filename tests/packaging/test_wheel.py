@@ -16,13 +16,13 @@ from support.paths import REPOSITORY
 from support.shar import Project, voice
 
 EXTRAS = {
-    "nemo": ("nemo", "nemo_toolkit", "transformers"),  # NeMo needs transformers itself
+    "nemo": ("nemo", "nemo_toolkit", "transformers", "pyarrow"),  # NeMo needs the last two itself
     "transformers": ("transformers",),
     "parquet": ("pyarrow",),
     "slurm": ("submitit",),
     "ray": ("ray",),
     "formats": ("av",),
-    "demo": ("nemo", "nemo_toolkit", "transformers", "espeakng_loader"),
+    "demo": ("nemo", "nemo_toolkit", "transformers", "pyarrow", "espeakng_loader"),
 }
 
 

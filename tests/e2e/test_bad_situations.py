@@ -65,6 +65,7 @@ def test_an_output_folder_with_another_dataset_is_left_alone(make_config, tmp_pa
         assert digest(other) == before
 
 
+@pytest.mark.slow
 def test_another_configuration_is_refused_until_restart(make_config, tmp_path):
     config = make_config(tmp_path, encode={"codecs": []})
     assert run_sharmill("run", config, "prepare", "match", "write").returncode == 0
@@ -94,7 +95,8 @@ def test_a_read_only_output_folder(which, make_config, small_disk, tmp_path):
     assert str(folder) in line
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_ends_within_five_seconds_and_a_relaunch_goes_on(workers, make_config, start_sharmill, tmp_path):
     config = make_config(tmp_path, executor={"workers": workers})
     process = start_sharmill("run", config, "prepare", "match")

@@ -8,6 +8,7 @@ import pytest
 from support.pipelines import run_sharmill
 
 
+@pytest.mark.slow
 def test_a_moved_project_and_another_spelling_of_its_folders_go_on(make_config, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -29,6 +30,7 @@ def test_a_moved_project_and_another_spelling_of_its_folders_go_on(make_config, 
     assert (second / "dataset" / "shards.jsonl").read_bytes() != index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restart", [[], ["--restart"]])
 def test_somebody_elses_dataset_at_the_same_place_is_left_alone(make_config, tmp_path, restart):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"

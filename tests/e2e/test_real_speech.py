@@ -47,6 +47,7 @@ def speaker(custom):
     return custom["speaker"].split("Speaker:")[1].split()[0]
 
 
+@pytest.mark.slow
 def test_librispeech_accounts_add_up(build, tmp_path):
     outcome = build("librispeech_10x10", stages=("prepare", "match", "write", "validate"))
     assert outcome.returncode == 0, outcome.stderr

@@ -140,6 +140,7 @@ class TestTheDead:
 
 
 class TestTheLiving:
+    @pytest.mark.slow
     @pytest.mark.parametrize("flock", BAD_FLOCKS)
     def test_of_another_host_keep_their_lock_for_many_leases(self, tmp_path, start, flock):
         holder = start("node7", lease=1.5, flock=flock)

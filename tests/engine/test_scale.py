@@ -30,6 +30,7 @@ def test_a_tiny_unit_costs_little(tmp_path, record_property):
     assert milliseconds < LIMIT_MS_PER_UNIT
 
 
+@pytest.mark.slow
 def test_a_large_ledger_takes_little_time_and_memory(tmp_path):
     count = 40_000
     units = [

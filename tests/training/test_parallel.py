@@ -188,12 +188,14 @@ def test_a_function_that_a_worker_cannot_import_is_an_error():
         list(parallel_map(range(3), NotHere(), 2, kind="process"))
 
 
+@pytest.mark.slow
 def test_each_process_has_one_thread_though_torch_was_imported_first(program):
     """A new process imports the main module first. OpenMP's threads spin: with them, two processes are slow as none."""
     with program("print(set(parallel_map(range(4), threads_of_torch, 2, kind='process')))") as running:
         assert running.communicate(timeout=120) == ("{1}\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_an_iteration_that_is_left_open_does_not_keep_the_program(program, kind):
     with program(f"results = iter(parallel_map(range(99), slow, 2, kind='{kind}'))", "print(next(results))") as running:
@@ -201,6 +203,7 @@ def test_an_iteration_that_is_left_open_does_not_keep_the_program(program, kind)
     assert running.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("send", [os.kill, os.killpg])
 def test_an_interrupt_ends_everything_quietly(program, send):
     """Ctrl-C goes to the whole group of processes, that of a launcher may go to the parent alone."""
@@ -279,6 +282,7 @@ def test_what_cannot_be_is_refused(options, what):
         parallel_map([], half, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_cuts_of_a_pipeline_of_lhotse(many, kind):
     cuts = open_shar(many.dataset, ["target_audio"]).filter(lambda cut: cut.duration > 0.3).to_eager()

@@ -34,6 +34,7 @@ def _no_process_is_left(tmp_path):
 
 
 class TestUnitTimeLimit:
+    @pytest.mark.slow
     @pytest.mark.parametrize("workers", [1, 2])
     @pytest.mark.parametrize("does", ["hold_gil", "wait:never"])
     def test_a_unit_that_hangs_is_tried_three_times_after_all_others_and_given_up(self, tmp_path, workers, does):

@@ -91,6 +91,7 @@ def test_the_time_to_load_begins_with_the_process(stage):
     assert 1 <= float(printed) < 120
 
 
+@pytest.mark.slow
 def test_a_unit_that_takes_longer_than_its_limit_ends_the_rank_and_counts(tmp_path):
     stage = SleepyStage(tmp_path, units=2, behaviour={0: "hold_gil"})
     stage.unit_time_limit = 2.0

@@ -12,7 +12,9 @@ from support.pipelines import digest, read_with_lhotse, run_sharmill, save_encod
 from support.shar import copy, lines, snapshot
 from support.sudden_end import killed_at
 
-from sharmill.config import to_config
+from sharmill.cli.append import append
+from sharmill.cli.run import run
+from sharmill.config import to_config, to_yaml
 from sharmill.demo.corpus import make_corpus
 from sharmill.engine.locks import FolderLock
 from sharmill.errors import ConfigError
@@ -219,6 +221,17 @@ def test_lines_that_no_dataset_json_counts_are_no_part_of_the_dataset(coded, gro
     assert read_ids(growing) == ids
     assert len(ShardedDataset(growing).shards()) == 2
     assert len(lines(growing / "shards.jsonl")) == 4
+
+
+def test_append_runs_a_configuration_without_contexts(tmp_path):
+    old, new = project_with(tmp_path / "old", range(3)), project_with(tmp_path / "new", range(5))
+    values = {"match": None, "encode": {"codecs": []}, "executor": {"workers": 1}, "max_reject_fraction": 0.7}
+    path = tmp_path / "c.yaml"
+    for project, further in ((old, {}), (new, {"append_to": str(old.dataset)})):
+        path.write_bytes(to_yaml(project.configure(**values, **further)))
+        command = append if further else run
+        assert command.main([str(path)], standalone_mode=False) == 0
+    assert ShardedDataset(old.dataset).record().num_cuts == len(list(open_shar(old.dataset, []))) == 5
 
 
 @pytest.mark.slow

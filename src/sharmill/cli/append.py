@@ -19,7 +19,7 @@ def append(arguments: tuple[str, ...], copy: bool) -> int:
     from sharmill.cli.arguments import is_override, split_arguments
     from sharmill.cli.console import make_console, plain
     from sharmill.cli.run import run_configs
-    from sharmill.config import STAGES, load_config
+    from sharmill.config import load_config
     from sharmill.errors import ConfigError
     from sharmill.grow.append import append_dataset
 
@@ -34,7 +34,7 @@ def append(arguments: tuple[str, ...], copy: bool) -> int:
                 code="missing_key",
             )
         dataset, new = config.append_to, config.dataset_dir
-        if status := run_configs([config], STAGES):
+        if status := run_configs([config], None):
             return status
     elif len(arguments) == 2:
         dataset, new = arguments

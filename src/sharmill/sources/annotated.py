@@ -25,7 +25,7 @@ from sharmill.sources.annotations import (
     find_overlaps,
     join_stretches,
 )
-from sharmill.sources.folder import path_from_text, path_to_text, walk_files
+from sharmill.sources.folder import pack_spans, path_from_text, path_to_text, walk_files
 from sharmill.sources.templates import Template
 from sharmill.sources.textgrid import parse_textgrid
 from sharmill.storage import checksum
@@ -138,19 +138,11 @@ class AnnotatedSource(SpeechSource):
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
         """Yield runs of segments, each found again by the annotations that they are in and their place there."""
-        spans: list[list[Any]] = []
-        count = 0
-        for folder, names in self._groups():
-            begin, total = 0, len(self._items(folder, names))
-            while begin < total:
-                end = min(total, begin + records_per_piece - count)
-                spans.append([path_to_text(folder), [path_to_text(name) for name in names], begin, end])
-                count, begin = count + end - begin, end
-                if count == records_per_piece:
-                    yield Piece(count, {"spans": spans})
-                    spans, count = [], 0
-        if spans:
-            yield Piece(count, {"spans": spans})
+        runs = (
+            ([path_to_text(folder), [path_to_text(name) for name in names]], len(self._items(folder, names)))
+            for folder, names in self._groups()
+        )
+        yield from pack_spans(runs, records_per_piece)
 
     def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
         """Yield the records of the segments of a piece."""

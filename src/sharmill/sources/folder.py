@@ -72,19 +72,9 @@ class FolderSource(SpeechSource):
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
         """Yield runs of files, each found again by the folders that they are in and their place there."""
-        spans: list[list[Any]] = []
-        count = 0
-        for folder, names in self.walk():
-            begin = 0
-            while begin < len(names):
-                end = min(len(names), begin + records_per_piece - count)
-                spans.append([path_to_text(folder), begin, end])
-                count, begin = count + end - begin, end
-                if count == records_per_piece:
-                    yield Piece(count, {"spans": spans})
-                    spans, count = [], 0
-        if spans:
-            yield Piece(count, {"spans": spans})
+        yield from pack_spans(
+            (([path_to_text(folder)], len(names)) for folder, names in self.walk()), records_per_piece
+        )
 
     def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
         """Yield the records of the files of a piece."""
@@ -143,6 +133,26 @@ class FolderSource(SpeechSource):
                     "malformed", f"the text {text.name} is not {self.encoding}; set encoding of the source", path
                 )
         return msgspec.json.encode(record)
+
+
+def pack_spans(runs: Iterable[tuple[list[Any], int]], records_per_piece: int) -> Iterator[Piece]:
+    """Yield pieces of equal numbers of records, the last one aside, from runs of (where they are, how many).
+
+    A piece has ``spans``: where a run is, and the bounds of the piece's records in it.
+    """
+    spans: list[list[Any]] = []
+    count = 0
+    for place, total in runs:
+        begin = 0
+        while begin < total:
+            end = min(total, begin + records_per_piece - count)
+            spans.append([*place, begin, end])
+            count, begin = count + end - begin, end
+            if count == records_per_piece:
+                yield Piece(count, {"spans": spans})
+                spans, count = [], 0
+    if spans:
+        yield Piece(count, {"spans": spans})
 
 
 def path_to_text(path: str) -> str:

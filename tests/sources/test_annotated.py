@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.errors import raises
 from support.manifests import config_for, run_prepare, write_tone
+from support.source_rows import read
 
 from sharmill.errors import ConfigError
 from sharmill.sources import Unreadable
@@ -87,13 +87,6 @@ def annotated(tmp_path):
         return AnnotatedSource(annotations=form, audio_root=str(tmp_path / "audio"), **keys)
 
     return make
-
-
-def read(source, size=100):
-    pieces = list(source.pieces(size))
-    rows = [list(source.read(json.loads(json.dumps(piece.params)))) for piece in pieces]
-    assert [piece.num_records for piece in pieces] == [len(piece) for piece in rows]
-    return [row if isinstance(row, Unreadable) else json.loads(row) for piece in rows for row in piece]
 
 
 def brief(rows):

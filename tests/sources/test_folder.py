@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 from support.errors import raises
+from support.source_rows import read
 
 from sharmill.errors import ConfigError
-from sharmill.sources import Unreadable
 from sharmill.sources.folder import FolderSource
 
 
@@ -26,13 +25,6 @@ def tree(tmp_path):
         return tmp_path
 
     return make
-
-
-def read(source, size=100):
-    pieces = list(source.pieces(size))
-    rows = [list(source.read(json.loads(json.dumps(piece.params)))) for piece in pieces]
-    assert [piece.num_records for piece in pieces] == [len(piece) for piece in rows]
-    return [row if isinstance(row, Unreadable) else json.loads(row) for piece in rows for row in piece]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from support.errors import raises
 from support.manifests import config_for, run_prepare, write_tone
+from support.source_rows import read
 
 from sharmill.errors import ConfigError
 from sharmill.sources import Unreadable
@@ -33,13 +32,6 @@ def directory(tmp_path):
         return KaldiSource(data_dir=str(folder), audio_root="audio", encoding=encoding)
 
     return make
-
-
-def read(source, size=100):
-    pieces = list(source.pieces(size))
-    rows = [list(source.read(json.loads(json.dumps(piece.params)))) for piece in pieces]
-    assert [piece.num_records for piece in pieces] == [len(piece) for piece in rows]
-    return [row if isinstance(row, Unreadable) else json.loads(row) for piece in rows for row in piece]
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])

@@ -9,6 +9,7 @@ import pickle
 import pytest
 from support.errors import raises
 from support.manifests import config_for, run_prepare, write_tone
+from support.source_rows import read
 
 from sharmill.errors import ConfigError
 from sharmill.sources import Unreadable
@@ -69,13 +70,6 @@ def joined(tmp_path):
         return LhotseSource(**files, audio_root="audio", **keys)
 
     return make
-
-
-def read(source, size=100):
-    pieces = list(source.pieces(size))
-    rows = [list(source.read(json.loads(json.dumps(piece.params)))) for piece in pieces]
-    assert [piece.num_records for piece in pieces] == [len(piece) for piece in rows]
-    return [row if isinstance(row, Unreadable) else json.loads(row) for piece in rows for row in piece]
 
 
 def reason(source):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import pickle
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -252,6 +256,39 @@ def test_what_cannot_be_read_is_one_reject(form, data, says, annotated):
 def test_latin_1(annotated):
     files = {"a.srt": "1\n00:00:01,000 --> 00:00:02,000\ngr\u00fcn\n".encode("latin-1")}
     assert brief(read(annotated("srt", files, encoding="latin-1")))[0][4] == "gr\u00fcn"
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE])
+def test_a_passing_error_is_no_reject(number, annotated, monkeypatch):
+    source = annotated("srt", {"a.srt": "1\n00:00:01,000 --> 00:00:02,000\nyes\n"})
+    (piece,) = source.pieces(10)
+    failing = [OSError(number, os.strerror(number))]
+    real = Path.open
+
+    def fail_once(path, *arguments, **keys):
+        if failing and path.name == "a.srt":
+            raise failing.pop()
+        return real(path, *arguments, **keys)
+
+    again = pickle.loads(pickle.dumps(source))
+    monkeypatch.setattr(Path, "open", fail_once)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        list(again.read(piece.params))
+    assert brief(map(json.loads, again.read(piece.params))) == [("a.wav", 1.0, 1.0, None, "yes")]
+
+
+def test_a_file_that_may_not_be_read_is_one_reject(annotated, monkeypatch):
+    source = annotated("srt", {"a.srt": "", "b.srt": "1\n00:00:01,000 --> 00:00:02,000\nyes\n"})
+    real = Path.open
+
+    def refuse(path, *arguments, **keys):
+        if path.name == "a.srt":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, *arguments, **keys)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    source.identity()
+    assert brief(read(source)) == ["malformed", ("b.wav", 1.0, 1.0, None, "yes")]
 
 
 def test_annotations_in_another_folder(annotated, tmp_path):

@@ -76,8 +76,10 @@ def test_a_channel_of_a_segment(directory):
 @pytest.mark.parametrize(
     ("changes", "reason", "says"),
     [
-        ({"wav_scp": "r1 touch x |\nr2 two.wav\n"}, "outside_root", "command"),
-        ({"wav_scp": "r1 sph2pipe -f wav one.sph | \nr2 two.wav\n"}, "outside_root", "command"),
+        ({"wav_scp": "r1 touch x |\nr2 two.wav\n"}, "outside_root", "has the command"),
+        ({"wav_scp": "r1 sox one.wav -r 8000 -t wav - | \nr2 two.wav\n"}, "outside_root", "has the command"),
+        ({"wav_scp": "r1 sph2pipe -c 1 one.sph |\nr2 two.wav\n", "segments": "u1 r1 0 1 1\nu2 r2 0 1\n"},
+         "unsupported_channels", "leaves one channel"),
         ({"wav_scp": "r1 raw.ark:1712\nr2 two.wav\n"}, "unreadable_audio", "archive"),
         ({"wav_scp": "r2 two.wav\n"}, "missing_audio", "no recording 'r1'"),
         ({"wav_scp": "r1\nr2 two.wav\n"}, "missing_audio", "no path of 'r1'"),
@@ -97,6 +99,51 @@ def test_a_bad_line_is_a_reject_and_the_rest_goes_on(changes, reason, says, dire
     bad = [row for row in rows if isinstance(row, Unreadable) and row.reason == reason]
     assert bad[0].detail.count(says) == 1
     assert next(row["utterance_id"] for row in rows if isinstance(row, dict)) == "u2"
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "channel"),
+    [
+        ("sph2pipe -f wav -p -c 1 calls/a.sph |", "calls/a.sph", 0),
+        ("/opt/kaldi/tools/sph2pipe -p -f rif -c 2 /data/a.sph | ", "/data/a.sph", 1),
+        ("sph2pipe -f wav a.sph|", "a.sph", None),
+        ("flac -c -d -s a.flac |", "a.flac", None),
+        ("flac -dcs a.flac |", "a.flac", None),
+        ("flac --decode --stdout --silent a.flac |", "a.flac", None),
+        ("sox a.wav -t wav - |", "a.wav", None),
+        ("sox a.wav -t wav - remix 2 |", "a.wav", 1),
+        ("cat a.wav |", "a.wav", None),
+    ],
+)
+def test_a_command_that_only_decodes_is_a_file_and_a_channel(command, file, channel, directory):
+    expected = {"utterance_id": "u1", "audio_filepath": file} | ({} if channel is None else {"channel": channel})
+    assert read(directory(wav_scp=f"u1 {command}\n")) == [expected]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", "touch x", "cat a.wav b.wav", "cat", "cat -", "cat a.wav; touch x", "cat $(touch x)", "cat `touch x`",
+     "cat a.wav > b", "cat a.wav | sox - -t wav -", "flac -s a.flac", "flac -d --output-name=x a.flac",
+     "sox a.wav -t wav - speed 1.1",
+     "sox a.wav -t wav - remix 0", "sox a.wav -t wav out.wav", "sph2pipe -t 1:2 a.sph", "sph2pipe -c 3 a.sph",
+     "sph2pipe -f wav a.sph out.wav", "sph2pipe -f", "flac -d '~/a.flac'", "wget http://x/a.wav"],
+)  # fmt: skip
+def test_other_commands_are_rejected_with_what_to_do(command, directory):
+    (row,) = read(directory(wav_scp=f"u1 {command} |\n"))
+    assert row.reason == "outside_root"
+    assert "store what others make as files" in row.detail
+
+
+def test_a_file_of_a_command_has_to_be_below_the_audio_root(directory, tmp_path):
+    write_tone(tmp_path / "audio/one.wav", 2.0)
+    write_tone(tmp_path / "secret.wav", 2.0)
+    names = ("one.wav", "../secret.wav", tmp_path / "secret.wav", tmp_path / "audio/one.wav")
+    scp = "".join(f"u{number} cat {name} |\n" for number, name in enumerate(names))
+    source = directory(wav_scp=scp, text="".join(f"u{number} YES\n" for number in range(4)))
+    entry = {"type": "kaldi", "data_dir": source.data_dir, "audio_root": str(tmp_path / "audio"), "speaker": "x"}
+    prepared = run_prepare(config_for(tmp_path, [entry]))
+    assert [utterance.audio_filepath for utterance in prepared.kept] == ["one.wav"]
+    assert [reject["reason"] for reject in prepared.rejects] == ["outside_root", "outside_root", "duplicate_id"]
 
 
 def test_latin_1(directory):

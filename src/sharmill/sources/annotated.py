@@ -131,7 +131,11 @@ class AnnotatedSource(SpeechSource):
         digest, count = xxhash.xxh3_64(), 0
         for folder, names in self._groups():
             for name in names:
-                told = [os.fsencode(f"{folder}/{name}"), checksum(self._annotations / folder / name)]
+                try:
+                    found = checksum(self._annotations / folder / name)
+                except PermissionError:  # a reject
+                    found = ""
+                told = [os.fsencode(f"{folder}/{name}"), found]
                 digest.update(msgspec.json.encode(told))
                 count += 1
         return {"files": [count, digest.hexdigest()]}
@@ -214,11 +218,14 @@ class AnnotatedSource(SpeechSource):
         return items
 
     def _text(self, file: Path) -> str:
-        """Return the text of a file; raise ValueError where it cannot be read."""
+        """Return the text of a file; raise ValueError where it cannot be read.
+
+        What is wrong with the machine or the network stays an OSError, so that the unit is tried again.
+        """
         try:
             with file.open("rb") as stream:
                 data = stream.read(_MAX_BYTES + 1)
-        except OSError as error:
+        except (PermissionError, IsADirectoryError) as error:
             raise ValueError(f"the file cannot be read: {error.strerror}") from error
         if len(data) > _MAX_BYTES:
             raise ValueError("the file has more than 64 MiB; divide it")

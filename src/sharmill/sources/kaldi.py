@@ -21,6 +21,7 @@ from sharmill.errors import ConfigError, RejectRecord
 from sharmill.sources import Piece, SpeechSource, Unreadable, check_encoding
 from sharmill.sources.files import bad_file, identify_files, read_ends
 from sharmill.sources.json_lines import LineReader, iterate_checked
+from sharmill.sources.kaldi_commands import read_command
 from sharmill.sources.keyed_lines import KeyedLines
 
 _AUDIO: Final = "wav.scp"
@@ -113,24 +114,27 @@ class KaldiSource(SpeechSource):
         if "speaker" in record and (gender := self._value(_GENDERS, record["speaker"].encode(self.encoding))):
             record["gender"] = gender
         if self._lines_of.name == _AUDIO:
-            return record | {"audio_filepath": self._path(utterance)}
+            return record | self._audio(utterance)
         if len(rest) not in (3, 4):
             raise RejectRecord("malformed", "a line of segments is an utterance, a recording, a begin and an end")
-        return record | {"audio_filepath": self._path(rest[0])} | _times(rest[1:])
+        audio, times = self._audio(rest[0]), _times(rest[1:])
+        if "channel" in audio and times.get("channel", 0):
+            raise RejectRecord(
+                "unsupported_channels", "the command in wav.scp leaves one channel, the segment names another"
+            )
+        return record | times | audio
 
-    def _path(self, recording: bytes) -> str:
-        """Return the path of a recording."""
+    def _audio(self, recording: bytes) -> dict[str, Any]:
+        """Return the keys of a record that name the file of a recording, and perhaps its channel."""
         path = self._value(_AUDIO, recording)
         if not path:
             found = "has no path of" if path == "" else "has no recording"
             raise RejectRecord("missing_audio", f"wav.scp {found} {self._decode(recording)[:80]!r}")
-        if path.endswith("|"):
-            raise RejectRecord(
-                "outside_root", "wav.scp has a command, which is never run: write the path of an audio file there"
-            )
+        if path.rstrip().endswith("|"):
+            return read_command(path)
         if _IN_ARCHIVE.search(path):
             raise RejectRecord("unreadable_audio", "the audio is in an archive of Kaldi: extract it into files first")
-        return path
+        return {"audio_filepath": path}
 
     def _value(self, name: str, key: bytes) -> str | None:
         """Return the rest of the line of a file that begins with a key; None without such a line or file."""

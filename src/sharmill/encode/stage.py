@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from sharmill.audio.files import decode
-from sharmill.audio.resample import resample
 from sharmill.config import CodecConfig, Config
 from sharmill.config.references import hide
+from sharmill.encode.codec_batches import CodecBatches
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import committed_files
@@ -20,11 +19,10 @@ from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed
+from sharmill.errors import ConfigError, FatalError, UnitFailed
 from sharmill.models import describe_codec, load_codec, make_deterministic, published_name, require_codec
-from sharmill.models.protocols import Codec, pad, padded_batches
-from sharmill.prefetch import prefetch
-from sharmill.shar.arrays import array_to_bytes, codes_dtype, num_frames
+from sharmill.models.protocols import Codec
+from sharmill.shar.arrays import array_to_bytes
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import CodecRecord, FieldFile
 from sharmill.shar.items import FieldWriter, Item, read_field
@@ -126,7 +124,7 @@ class EncodeProcessor(Processor):
     def __init__(self, stage: EncodeStage, codec: Codec, threads: int) -> None:
         self._stage = stage
         self._codec = codec
-        self._threads = threads
+        self._encode = CodecBatches(codec, batch_seconds=stage.batch_seconds, threads=threads)
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         shard = unit.params["shard"]
@@ -139,7 +137,7 @@ class EncodeProcessor(Processor):
         # The same audio is encoded once, be it target or context, and however often.
         unique = {item.data: item for items in audio for item in items}
         # The cost counts every use, but the work is one encoding of each.
-        share = unit.cost / max(1, sum(_num_frames(item, self._codec) for item in unique.values()))
+        share = unit.cost / max(1, sum(self._encode.num_frames(item) for item in unique.values()))
         encoded = self._encode(list(unique.values()), lambda frames: advance(frames * share))
         codes = dict(zip(unique, encoded, strict=True))
         frame_shift = self._codec.samples_per_frame / self._codec.sampling_rate
@@ -170,32 +168,6 @@ class EncodeProcessor(Processor):
             raise UnitFailed(f"{path} has {len(items)} items instead of {unit.size}", code="damaged_shard")
         return items
 
-    def _encode(self, items: Sequence[Item], advance: Callable[[int], None]) -> list[np.ndarray]:
-        """Return the codes (codebooks, frames) of each item, in the order of the items.
-
-        ``advance`` is called with the number of frames of each batch.
-        """
-        codec = self._codec
-        frames = [_num_frames(item, codec) for item in items]
-        padded_frames = self._stage.batch_seconds * codec.sampling_rate / codec.samples_per_frame
-        batches = padded_batches(frames, padded_frames, equal_only=codec.equal_lengths_only)
-        in_order = [items[index] for batch in batches for index in batch]
-        loaded = prefetch(
-            lambda item: _load(item, codec.sampling_rate),
-            in_order,
-            threads=self._threads,
-            ahead=2 * padded_frames,
-            weigh=lambda item: _num_frames(item, codec),
-        )
-        dtype = codes_dtype(codec.codebook_size)
-        results: list[np.ndarray] = [np.empty(0)] * len(items)
-        for batch in batches:
-            codes = codec.encode(*pad([next(loaded) for _ in batch])).numpy()
-            for index, row in zip(batch, codes, strict=True):
-                results[index] = np.ascontiguousarray(row[:, : frames[index]].astype(dtype))
-            advance(sum(frames[index] for index in batch))
-        return results
-
     def _record(self) -> CodecRecord:
         codec, config = self._codec, self._stage.codec_config
         return CodecRecord(
@@ -208,29 +180,6 @@ class EncodeProcessor(Processor):
             num_codebooks=codec.num_codebooks,
             codebook_size=codec.codebook_size,
         )
-
-
-def _num_frames(item: Item, codec: Codec) -> int:
-    assert item.metadata is not None
-    return num_frames(item.metadata, codec)
-
-
-def _load(item: Item, sampling_rate: int) -> np.ndarray:
-    assert item.data is not None
-    assert item.metadata is not None
-    try:
-        samples, rate = decode(item.data)
-    except RejectRecord as error:
-        raise UnitFailed(
-            f"the stored audio of {item.cut_id} cannot be decoded: {error}", code="damaged_shard"
-        ) from error
-    promised = (item.metadata["num_samples"], item.metadata["sampling_rate"])
-    if (len(samples), rate) != promised:
-        raise UnitFailed(
-            f"the stored audio of {item.cut_id} has {len(samples)} samples at {rate} Hz, not {promised}",
-            code="damaged_shard",
-        )
-    return resample(samples, rate, sampling_rate)
 
 
 def _codes_item(cut_id: str, array: np.ndarray, metadata: dict[str, Any]) -> Item:

@@ -32,6 +32,10 @@ _MAX_KEPT_BYTES: Final = 8 << 10
 MAX_PATH: Final = 4096
 # Stands beside ``duration`` where that was read from the header of the audio, since the record had none.
 DURATION_FROM_HEADER: Final = "duration_from_header"
+# The id that a cut had in its source, where that keeps ids.
+SOURCE_CUT_ID: Final = "source_cut_id"
+_NOT_IN_IDS: Final = re.compile(r"[\s/\x00-\x1f\x7f]+")
+_MAX_ID: Final = 200
 # What a record is known by.
 SEGMENT_KEYS: Final = ("audio_filepath", "offset", "duration", DURATION_FROM_HEADER)
 # In the order in which they are written; the last two only where there is such a thing.
@@ -383,6 +387,23 @@ def recording_id(audio_filepath: str, channel: Channel = None) -> str:
 def segment_id(recording: str, offset: float, duration: float) -> str:
     """Return the id of a segment of a recording; seconds with two decimals."""
     return f"cut-{recording}-{offset:.2f}-{duration:.2f}"
+
+
+def canonical_id(text: str) -> str:
+    """Return the id of a cut as it is where it can name a file, else changed, with a hash of it behind.
+
+    >>> canonical_id("84-1-0"), canonical_id("call 7/a")
+    ('84-1-0', 'call_7_a-97e9fc0073718ce8')
+    """
+    name = _NOT_IN_IDS.sub("_", text)
+    if name == text and 0 < len(name.encode()) <= _MAX_ID:
+        return text
+    return f"{name[: _MAX_ID // 4]}-{xxhash.xxh3_64_hexdigest(text.encode())}"
+
+
+def kept_id(custom: dict[str, Any]) -> str | None:
+    """Return the id of a cut that was kept from its source, canonical; None where ids are made of paths."""
+    return canonical_id(custom[SOURCE_CUT_ID]) if SOURCE_CUT_ID in custom else None
 
 
 def iterate_lines(path: Path) -> Iterator[bytes]:

@@ -41,7 +41,7 @@ def check(root, **options):
     rule = SpeakerRule(None, "und", "d")
     key = make_speaker_key("all")
     roots = AudioRoots.of([root])
-    return RecordCheck(PrepareConfig(**options), [], roots, [rule], [None], key)
+    return RecordCheck(PrepareConfig(**options), [], roots, [rule], [None], [False], key)
 
 
 class TestReadMember:

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from lhotse import CutSet
 from support.paths import DATA, TESTS
 from support.source_forms import FORMS, whole_files
 
@@ -45,13 +46,13 @@ def plain(records, tmp_path_factory):
     return build(tmp_path_factory.mktemp("plain"), "nemo", records)
 
 
-def build(folder, form, records):
+def build(folder, form, records, **keys):
     """The dataset of the records in one form, checked deeply and against its source; no record may be missing."""
-    (folder / "input").mkdir()
-    source = FORMS[form](folder / "input", records, AUDIO)
+    (folder / "input").mkdir(parents=True)
+    source = {} if form == "copy" else FORMS[form](folder / "input", records, AUDIO)
     config = to_config({
         "name": "matrix", "run_dir": str(folder / "run"), "dataset_dir": str(folder / "dataset"),
-        "sources": [source | {"language": "en"}], "speaker_key": "speaker",
+        "sources": [source | {"language": "en"} | keys], "speaker_key": "speaker",
         "prepare": {"unit_records": 5},
         "match": {"encoder": "python:tiny_speech:TinyEncoder", "min_similarity": -1.0, "min_duration": 0.0},
         "write": {"order": "manifest", "shard_size": 5},
@@ -109,3 +110,19 @@ def test_a_dataset_of_another_form_has_what_that_of_the_plain_manifest_has(form,
     if form in ("table", "folder_of_texts", "lhotse_cuts", "lhotse_sets", "kaldi", "wenet_raw"):
         # The same paths have the same ids.
         assert {cut.id for cut in open_shar(made, [])} == {cut.id for cut in open_shar(plain, [])}
+
+
+@pytest.mark.parametrize("form", ["lhotse_cuts", "lhotse_shar"])
+def test_the_ids_of_cuts_are_kept_if_asked(form, records, tmp_path):
+    dataset = build(tmp_path, form, records, keep_ids=True)
+    source = tmp_path / "input"
+    theirs = (
+        CutSet.from_shar(in_dir=source / "shar")
+        if form == "lhotse_shar"
+        else CutSet.from_file(source / "cuts.jsonl.gz")
+    )
+    assert {cut.id: cut.supervisions[0].text for cut in open_shar(dataset, [])} == {
+        cut.id: cut.supervisions[0].text for cut in theirs
+    }
+    made = build(tmp_path / "again", "copy", records, type="lhotse_shar", shar=str(dataset), keep_ids=True)
+    assert [cut.id for cut in open_shar(made, [])] == [cut.id for cut in open_shar(dataset, [])]

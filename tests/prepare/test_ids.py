@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.errors import raises
 from support.manifests import config_for, make_record, run_prepare, write_manifest, write_tone
 
-from sharmill.manifest import Utterance, recording_id, segment_id
+from sharmill.errors import ConfigError
+from sharmill.manifest import Utterance, canonical_id, recording_id, segment_id
 from sharmill.prepare.ids import (
     HASH_FIELDS,
     IdKeeper,
@@ -72,6 +74,67 @@ def test_ambiguous_ids_begin_as_they_would_without_a_suffix(ids):
         assert recording.startswith("rec-a-")
         assert len(recording) == len("rec-a-") + 16
         assert cut == f"cut-{recording}-0.00-1.00"
+
+
+class TestKeptIds:
+    @pytest.fixture
+    def kept(self, tmp_path):
+        """Returns a function: (id, path, offset) of cuts of a second -> (ids as they were, cut ids), rejects."""
+
+        def prepare(*cuts, folder="run"):
+            lines = []
+            for own, path, offset in cuts:
+                write_tone(tmp_path / "audio" / path, 2.0)
+                recording = {"id": path, "sources": [{"type": "file", "channels": [0], "source": path}],
+                             "sampling_rate": 16000, "num_samples": 32000, "duration": 2.0}  # fmt: skip
+                said = {"id": "s", "recording_id": path, "start": 0.0, "duration": 1.0, "text": "YES", "speaker": "a"}
+                lines.append({"id": own, "start": offset, "duration": 1.0, "channel": 0, "supervisions": [said],
+                              "recording": recording, "type": "MonoCut"})  # fmt: skip
+            path = write_manifest(tmp_path / folder / "cuts.jsonl", lines)
+            entry = {"type": "lhotse", "cuts": str(path), "audio_root": str(tmp_path / "audio"), "keep_ids": True}
+            prepared = run_prepare(config_for(tmp_path / folder, [entry], prepare={"unit_records": 2}))
+            found = [(u.custom["source_cut_id"], u.cut_id) for u in prepared.kept]
+            return found, [reject["reason"] for reject in prepared.rejects]
+
+        return prepare
+
+    def test_plain_ids_stay_and_others_are_made_canonical(self, kept):
+        found, rejects = kept(("84-1", "x/a.wav", 0.0), ("call 7/a", "x/a.wav", 0.5), ("", "b.wav", 0.0),
+                              ("l" * 300, "b.wav", 0.5), ("\u00e4.1", "b.wav", 1.0))  # fmt: skip
+        assert rejects == []
+        ids = [cut for _, cut in found]
+        assert ids[0] == "84-1"
+        assert ids[1].startswith("call_7_a-")
+        assert ids[4] == "\u00e4.1"
+        assert [len(cut) for cut in ids[2:4]] == [17, 67]
+        assert len(set(ids)) == 5
+        assert [own for own, _ in found] == ["84-1", "call 7/a", "", "l" * 300, "\u00e4.1"]
+
+    def test_equal_ids_are_never_merged_in_any_order(self, kept):
+        blank = canonical_id("a b")
+        cuts = [("same", "a.wav", 0.0), ("same", "b.wav", 0.0), ("same", "b.wav", 0.5), ("a b", "a.wav", 0.5),
+                (blank, "b.wav", 1.0), ("own", "a.wav", 1.0)]  # fmt: skip
+        (found, rejects), (backwards, _) = kept(*cuts), kept(*cuts[::-1], folder="other")
+        assert rejects == []
+        assert sorted(found) == sorted(backwards)
+        assert len({cut for _, cut in found}) == 6
+        assert [cut.rpartition("-")[0] for _, cut in found[:5]] == ["same"] * 3 + [blank] * 2
+        assert found[5] == ("own", "own")
+
+    def test_one_segment_is_a_duplicate_under_any_id(self, kept):
+        found, rejects = kept(("x", "a.wav", 0.0), ("y", "a.wav", 0.0), ("x", "a.wav", 0.0))
+        assert (found, rejects) == ([("x", "x")], ["duplicate_id"] * 2)
+
+    def test_sources_that_keep_ids_and_others_do_not_mix(self, tmp_path):
+        keeps = {"type": "lhotse", "cuts": "c.jsonl", "audio_root": "audio", "keep_ids": True}
+        with raises(ConfigError, "bad_config_value", "keep_ids must be the same for all sources"):
+            config_for(tmp_path, [keeps, {"manifest": "m.json", "audio_root": "audio"}])
+
+
+def test_the_key_of_a_kept_id_in_a_manifest_is_not_taken_for_one(prepare_records, tmp_path):
+    write_tone(tmp_path / "audio/a.wav")
+    (kept,) = prepare_records(tmp_path / "run", [make_record(source_cut_id="x")], root=tmp_path / "audio").kept
+    assert (kept.cut_id, "source_cut_id" in kept.custom) == ("cut-rec-a-0.00-2.00", False)
 
 
 def test_segments_of_an_ambiguous_recording_share_its_id(ids):

@@ -292,6 +292,9 @@ class Config:
         _require(bool(self.dataset_dir.strip()), "dataset_dir must not be empty")
         _require(self.append_to is None or bool(self.append_to.strip()), "append_to must not be empty")
         _require(bool(self.sources), "sources must name at least one manifest")
+        # An id that is kept may look like one that is made of a path.
+        kept = {source.keeps_ids() for source in self.sources}
+        _require(len(kept) == 1, "keep_ids must be the same for all sources; those without the key keep no ids")
         _require(0 <= self.max_reject_fraction <= 1, "max_reject_fraction must be between 0 and 1")
 
     @property

@@ -20,12 +20,14 @@ from sharmill.manifest import (
     MAX_RECORD_BYTES,
     OWN_KEYS,
     PLACE_KEYS,
+    SOURCE_CUT_ID,
     TYPED_KEYS,
     AudioNotes,
     Channel,
     Member,
     SpeakerTag,
     Utterance,
+    kept_id,
     recording_id,
     segment_id,
     transcript_of,
@@ -37,7 +39,7 @@ from sharmill.shar.lhotse_json import plain_value
 from sharmill.shar.reading.safety import find_forbidden
 from sharmill.sources.speakers import SpeakerRule
 
-_NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, "_skipme"}
+_NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, SOURCE_CUT_ID, "_skipme"}
 # Where the interpreter's own limit lies depends on the caller, so it would not be the same in every executor.
 _MAX_DEPTH = 100
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -54,7 +56,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 class RecordCheck:
     """Turns a raw record of source number ``source`` into an Utterance, or rejects it.
 
-    ``speakers`` and ``channels`` are the rules of the sources for speaker tags, and the channels that they ask for.
+    ``speakers`` and ``channels`` are the rules of the sources for speaker tags, and the channels that they ask for;
+    ``keep_ids`` says of which sources the ids of cuts are kept.
     """
 
     config: PrepareConfig
@@ -62,6 +65,7 @@ class RecordCheck:
     roots: AudioRoots
     speakers: Sequence[SpeakerRule]
     channels: Sequence[Channel]
+    keep_ids: Sequence[bool]
     group_key: SpeakerKey
 
     def __call__(self, record: dict[str, Any], source: int, member: Member | None = None) -> Utterance:
@@ -93,18 +97,20 @@ class RecordCheck:
                 self._check_duration(duration)
         self._check_header(record, offset, duration, info)
         status = file.stat()
-        recording = recording_id(path, channel)
+        recording, custom = recording_id(path, channel), _further_keys(record, channel, no_duration)
+        if self.keep_ids[source]:
+            custom[SOURCE_CUT_ID] = record[SOURCE_CUT_ID]
         return Utterance(
             audio_filepath=path,
             offset=offset,
             duration=duration,
             text=text,
             speaker=str(tag),
-            custom=_further_keys(record, channel, no_duration),
+            custom=custom,
             root=root,
             whole_file=record.get("offset") is None,
             recording_id=recording,
-            cut_id=segment_id(recording, offset, duration),
+            cut_id=kept_id(custom) or segment_id(recording, offset, duration),
             notes=AudioNotes(status.st_size if member is None else member.size, status.st_mtime_ns),
             channel=channel,
             member=member,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
-from sharmill.manifest import Utterance, segment_id
+from sharmill.manifest import SOURCE_CUT_ID, Utterance, segment_id
 
 HASH_FIELDS = np.dtype([("segment", "u8"), ("file", "u8"), ("recording", "u8"), ("cut", "u8")])
 
@@ -19,7 +19,8 @@ def hash_utterance(utterance: Utterance) -> tuple[int, int, int, int]:
         _hash(_segment_text(utterance)),
         _hash(file),
         _hash(utterance.recording_id),
-        _hash(f"{file}\n{utterance.cut_id}"),
+        # An id that was kept says nothing about the file.
+        _hash(f"{'' if SOURCE_CUT_ID in utterance.custom else file}\n{utterance.cut_id}"),
     )
 
 
@@ -43,7 +44,7 @@ def ambiguous_recordings(hashes: np.ndarray) -> frozenset[int]:
 
 
 def ambiguous_cuts(hashes: np.ndarray) -> frozenset[int]:
-    """Return the hashes of cut ids that stand for more than one segment of a file."""
+    """Return the hashes of cut ids that stand for more than one segment, of those made of paths within a file."""
     return _distinct(hashes["cut"][_has_several(hashes["cut"], hashes["segment"])])
 
 
@@ -71,7 +72,8 @@ class IdKeeper:
         segment, file, recording, cut = hash_utterance(utterance)
         if recording in self.recordings:
             utterance.recording_id += f"-{file:016x}"
-            utterance.cut_id = segment_id(utterance.recording_id, utterance.offset, utterance.duration)
+            if SOURCE_CUT_ID not in utterance.custom:
+                utterance.cut_id = segment_id(utterance.recording_id, utterance.offset, utterance.duration)
         if cut in self.cuts:
             utterance.cut_id += f"-{segment:016x}"
 

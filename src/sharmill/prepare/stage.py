@@ -117,6 +117,7 @@ class PrepareStage(Stage):
             roots=roots,
             speakers=[source.speaker_rule(self.config.name) for source in self._sources],
             channels=[source.default_channel() for source in self._sources],
+            keep_ids=[source.keeps_ids() for source in self._sources],
             group_key=make_speaker_key(self.config.speaker_key) if self.config.has_contexts else whole_corpus,
         )
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sharmill.manifest import TYPED_KEYS, Utterance, parse_speaker_tag, recording_id, segment_id
+from sharmill.manifest import TYPED_KEYS, Utterance, kept_id, parse_speaker_tag, recording_id, segment_id
 from sharmill.shar.layout import CONTEXT_UNALIGNED
 
 # An object in a ``custom`` mapping that has all keys of one of these is one of lhotse's own manifests to lhotse.
@@ -59,8 +59,8 @@ def utterance_of(cut: dict[str, Any]) -> Utterance:
     if "channel" in custom and utterance.recording_id != stored:
         utterance.channel = custom["channel"]
         utterance.recording_id = _with_suffix(recording_id(path, utterance.channel), stored)
-    segment = segment_id(utterance.recording_id, utterance.offset, utterance.duration)
-    utterance.cut_id = _with_suffix(segment, cut["id"])
+    made = kept_id(custom) or segment_id(utterance.recording_id, utterance.offset, utterance.duration)
+    utterance.cut_id = _with_suffix(made, cut["id"])
     return utterance
 
 

@@ -153,6 +153,10 @@ class Source(ABC):
         """Return the channel of audio that has several, where the record says none; None to reject such audio."""
         return None
 
+    def keeps_ids(self) -> bool:
+        """Return True if records have the ids of their cuts under ``SOURCE_CUT_ID``, to be those of the dataset."""
+        return False
+
     def check_speaker(self) -> None:  # noqa: B027 (there is nothing to check without a template)
         """Raise ConfigError where no speaker can be made of the first records."""
 

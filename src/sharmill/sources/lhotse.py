@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from sharmill.errors import RejectRecord
+from sharmill.manifest import SOURCE_CUT_ID
 from sharmill.sources import Piece, SpeechSource, Unreadable, name_paths
 from sharmill.sources.files import file_names, find_files, identify_files, names_several
 from sharmill.sources.json_lines import LineReader, check_json_lines, iterate_checked
@@ -47,6 +48,9 @@ class LhotseSource(SpeechSource):
     split: bool = False
     """Every supervision of a cut is a record. ``false``: the cut is one, with the texts of its supervisions joined; a
     cut with several speakers is then rejected."""
+    keep_ids: bool = False
+    """The ids of the cuts are those of the dataset: of cuts with ``split: true`` and of supervisions their ids, of
+    recordings alone theirs. All sources of a dataset keep ids, or none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,7 +110,12 @@ class LhotseSource(SpeechSource):
     def settings(self) -> dict[str, Any]:
         """Return the keys other than ``audio_root``; of files their names only."""
         named = {key: file_names(getattr(self, key)) for key in _FILE_KEYS if getattr(self, key) is not None}
-        return super().settings() | named
+        kept = {key: value for key, value in super().settings().items() if key != "keep_ids" or value}
+        return kept | named
+
+    def keeps_ids(self) -> bool:
+        """Return ``keep_ids``."""
+        return self.keep_ids
 
     def paths(self) -> dict[str, str]:
         """Return the keys that are paths, and the paths."""
@@ -123,7 +132,8 @@ class LhotseSource(SpeechSource):
             if isinstance(record, RejectRecord):
                 yield Unreadable(record.reason, record.detail, line[:_SHOWN_BYTES].decode("utf-8", "replace"))
             else:
-                yield msgspec.json.encode(record)
+                own = record.pop(SOURCE_CUT_ID)
+                yield msgspec.json.encode(record | ({SOURCE_CUT_ID: own} if self.keep_ids else {}))
 
     def _recorded(self, line: bytes) -> dict[str, Any] | RejectRecord:
         """Return the record of a line of a SupervisionSet or a RecordingSet, or the reason why it is none."""

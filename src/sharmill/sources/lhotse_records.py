@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from sharmill.errors import RejectRecord
-from sharmill.manifest import Channel
+from sharmill.manifest import SOURCE_CUT_ID, Channel
 
 # Seconds by which a supervision may go beyond its cut; one of a window of a recording goes on far beyond it.
 _MAX_BEYOND: Final = 0.1
@@ -166,9 +166,8 @@ def _cut_record(
         channels = _listed(supervisions[0].channel)
     further = [cut.custom or {}, *common_keys([supervision.custom or {} for supervision in supervisions])]
     own = supervisions[0].id if len(supervisions) == 1 else cut.id
-    return speech_record(further, supervisions, own) | _audio(
-        recording, cut.start + start, end - start, channels, chosen
-    )
+    audio = _audio(recording, cut.start + start, end - start, channels, chosen)
+    return speech_record(further, supervisions, own) | audio | {SOURCE_CUT_ID: own if split else cut.id}
 
 
 def supervision_record(recording: LhotseRecording, supervision: Supervision, channel: Channel = None) -> dict[str, Any]:
@@ -178,14 +177,16 @@ def supervision_record(recording: LhotseRecording, supervision: Supervision, cha
         RejectRecord: the audio is none of a file below an audio root, or has several channels of which none is chosen.
     """
     audio = _audio(recording, supervision.start, supervision.duration, _listed(supervision.channel), channel)
-    return speech_record([supervision.custom or {}], [supervision], supervision.id) | audio
+    record = speech_record([supervision.custom or {}], [supervision], supervision.id)
+    return record | audio | {SOURCE_CUT_ID: supervision.id}
 
 
 def recording_record(recording: LhotseRecording, channel: Channel = None) -> dict[str, Any]:
     """Return the record of a whole recording; raise RejectRecord as ``supervision_record``."""
     channels = [channel for part in recording.sources for channel in part.channels]
     duration = recording.num_samples / max(1, recording.sampling_rate)
-    return {"utterance_id": recording.id} | _audio(recording, 0.0, duration, channels, channel)
+    audio = _audio(recording, 0.0, duration, channels, channel)
+    return {"utterance_id": recording.id} | audio | {SOURCE_CUT_ID: recording.id}
 
 
 def speech_record(further: Iterable[dict[str, Any]], supervisions: Sequence[Supervision], own: str) -> dict[str, Any]:

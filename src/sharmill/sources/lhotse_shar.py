@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
-from sharmill.manifest import Member
+from sharmill.manifest import SOURCE_CUT_ID, Member
 from sharmill.registry import nearest
 from sharmill.shar.cut_lines import salvage_lines
 from sharmill.shar.index import read_dataset, read_shards
@@ -48,6 +48,8 @@ class LhotseSharSource(ContainerSource):
     audio: str | None = None
     """Field that has the audio, such as ``target_audio``; ``null`` takes ``target_audio`` or ``recording``, whichever
     there is."""
+    keep_ids: bool = False
+    """The ids of the cuts are those of the dataset. All sources of a dataset keep ids, or none."""
 
     def __post_init__(self) -> None:
         if self.audio_root is None:
@@ -85,6 +87,14 @@ class LhotseSharSource(ContainerSource):
                 told.append([shard.index, shard.files[field], size, digest])
         return {"shards": [len(self._shards), checksum_bytes(msgspec.json.encode(told))]}
 
+    def settings(self) -> dict[str, Any]:
+        """Return the keys other than ``audio_root``; of the folder its name only."""
+        return {key: value for key, value in super().settings().items() if key != "keep_ids" or value}
+
+    def keeps_ids(self) -> bool:
+        """Return ``keep_ids``."""
+        return self.keep_ids
+
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
         """Yield runs of cuts of one shard; of shards without an index the cuts are counted."""
         for number, shard in enumerate(self._shards):
@@ -97,7 +107,7 @@ class LhotseSharSource(ContainerSource):
         """Yield the records of the cuts of a piece."""
         shard = self._shards[piece["shard"]]
         lines, damage = self._lines(shard, piece["cuts"])
-        audio = _ShardAudio.open(self.folder / shard.files[self._field], self.container)
+        audio = _ShardAudio.open(self.folder / shard.files[self._field], self.container, self.keep_ids)
         try:
             for number in range(piece["begin"], piece["end"]):
                 if number < len(lines):
@@ -209,13 +219,16 @@ class _ShardAudio:
 
     container: str
     members: AudioMembers | RejectRecord
+    keep_ids: bool
 
     @classmethod
-    def open(cls, path: Path, name: Callable[[Path], str]) -> _ShardAudio:
+    def open(cls, path: Path, name: Callable[[Path], str], keep_ids: bool) -> _ShardAudio:
+        members: AudioMembers | RejectRecord
         try:
-            return cls(name(path), AudioMembers(path))
+            members = AudioMembers(path)
         except DamagedShard as error:
-            return cls(name(path), RejectRecord("unreadable_audio" if path.exists() else "missing_audio", str(error)))
+            members = RejectRecord("unreadable_audio" if path.exists() else "missing_audio", str(error))
+        return cls(name(path), members, keep_ids)
 
     def close(self) -> None:
         if isinstance(self.members, AudioMembers):
@@ -226,7 +239,7 @@ class _ShardAudio:
         record: dict[str, Any] = {}
         try:
             cut = decode_stored_cut(line)
-            record = describe_cut(cut)
+            record = describe_cut(cut) | ({SOURCE_CUT_ID: cut.id} if self.keep_ids else {})
             record["audio_filepath"] = f"{self.container}/{cut.id}"
             if isinstance(self.members, RejectRecord):
                 raise self.members

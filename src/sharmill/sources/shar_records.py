@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from sharmill.errors import RejectRecord
-from sharmill.manifest import CONTEXT_KEYS, DURATION_FROM_HEADER
+from sharmill.manifest import CONTEXT_KEYS, DURATION_FROM_HEADER, SOURCE_CUT_ID
 from sharmill.shar.items import NO_DATA
 from sharmill.shar.layout import CONTEXT_UNALIGNED
 from sharmill.shar.tar import TarTable
@@ -20,7 +20,7 @@ from sharmill.sources.lhotse_records import Cut, common_keys, decode_lhotse_cut,
 _SAME_SECONDS: Final = 0.025
 # Of the audio that a segment was once taken from; what is stored is another file.
 _OF_THE_ORIGIN: Final = ("audio_filepath", "offset", "channel")
-_DROPPED: Final = (*CONTEXT_KEYS, DURATION_FROM_HEADER, CONTEXT_UNALIGNED)
+_DROPPED: Final = (*CONTEXT_KEYS, DURATION_FROM_HEADER, CONTEXT_UNALIGNED, SOURCE_CUT_ID)
 
 
 class StoredRecording(msgspec.Struct):

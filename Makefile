@@ -3,6 +3,7 @@
 # make test-slow   those marked slow
 # make test-all   both, but for those on a real SLURM and a real Ray, which `make test-cluster` has
 # make torture   mutations of every format, 200 kills and some hundreds of faults on disk, for an hour or more; SEED=, KILLS= (a stage), EVERY=, OUTPUT=
+# make bench   what takes how long, beside the libraries used directly; JSON= (a file for all figures)
 # make docs   the pages of docs as a site with a reference of the Python API, in build/site
 # All make .venv first if it is missing or older than what it is made from.
 
@@ -46,9 +47,9 @@ lint: venv
 	$(BIN)/mypy
 
 bench: venv
+	$(BIN)/python tests/bench $(if $(JSON),--json $(JSON))
 	$(BIN)/python tests/bench/bench_select.py
 	$(BIN)/python tests/bench/bench_pipeline.py
-	$(BIN)/python tests/bench/bench_reader.py
 	$(BIN)/python tests/bench/bench_validate.py
 
 # The site loads nothing from elsewhere, so that it works offline. What builds it comes with the extra `docs`.

@@ -1,0 +1,84 @@
+"""Rows of the stage write: a matched manifest to shards, beside ``CutSet.to_shar`` with the same fields."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
+from support.shar import Project, run
+
+from bench.rows import Case, row
+from bench.speech import write_corpus
+from sharmill.manifest import Utterance
+from sharmill.write.stage import WriteStage
+
+TO_SHAR = "lhotse's `to_shar`"
+
+
+def case(folder: Path, tiny: bool, *, suffix: str, rate: int = 16000, wanted: int | None = None) -> Case:
+    """A corpus of whole files in shards of 100, each utterance with any other as its context."""
+    project = Project(folder)
+    project.records = write_corpus(folder, 8 if tiny else 400, rate=rate, suffix=suffix)
+    config = project.configure(
+        write={"shard_size": 4 if tiny else 100, "sampling_rate": wanted}, match={"min_duration": 0.0}
+    )
+    contexts = np.random.default_rng(2).permutation(len(project.records)).tolist()
+    utterances = project.match_by_hand(config, contexts)
+    shar = folder / "lhotse"
+
+    def ours() -> None:
+        assert run(WriteStage(config), restart=True).ok
+
+    def theirs() -> None:
+        shar.mkdir()
+        cuts = CutSet.from_cuts(cut_of(utterance, project.root, wanted) for utterance in utterances)
+        fields = {"target_audio": "flac", "context_audio": "flac"}
+        cuts.to_shar(shar, fields=fields, shard_size=config.write.shard_size, warn_unused_fields=False)
+
+    def before() -> None:
+        for made in (project.dataset, shar):
+            shutil.rmtree(made, ignore_errors=True)
+
+    seconds = sum(u.duration + u.context.segment.duration for u in utterances if u.context)
+    return Case(amount=seconds / 3600, unit="hours of audio", ours=ours, baseline=theirs, before=before)
+
+
+def cut_of(utterance: Utterance, root: Path, wanted: int | None) -> MonoCut:
+    """Return a cut with target and context attached, as a user's loop makes it."""
+    assert utterance.context is not None
+    target, context = (
+        Recording.from_file(root / segment.audio_filepath) for segment in (utterance.segment, utterance.context.segment)
+    )
+    # Without the mark lhotse takes the context for as long as the target.
+    custom = {**utterance.public_record(), "context_audio_unaligned": True}
+    custom |= {"target_audio": target, "context_audio": context}
+    if wanted is not None:
+        custom |= {name: custom[name].resample(wanted) for name in ("target_audio", "context_audio")}
+    supervision = SupervisionSegment(
+        id=f"sup-{utterance.cut_id}", recording_id=target.id, start=0.0, duration=target.duration,
+        text=utterance.text, language="en", speaker=utterance.speaker,
+    )  # fmt: skip
+    return MonoCut(
+        id=utterance.cut_id, start=0.0, duration=target.duration, channel=0, supervisions=[supervision],
+        recording=target, custom=custom,
+    )  # fmt: skip
+
+
+@row("write copy", baseline=TO_SHAR, target="≥ 8")
+def copy(folder: Path, tiny: bool) -> Case:
+    """FLAC of the wanted rate, whose bytes can be taken as they are."""
+    return case(folder, tiny, suffix="flac")
+
+
+@row("write transcode", baseline=TO_SHAR, target="≥ 2")
+def transcode(folder: Path, tiny: bool) -> Case:
+    """WAV, encoded as FLAC."""
+    return case(folder, tiny, suffix="wav")
+
+
+@row("write resample", baseline=TO_SHAR)
+def resample(folder: Path, tiny: bool) -> Case:
+    """FLAC of 22,050 Hz, resampled to 16,000 Hz."""
+    return case(folder, tiny, suffix="flac", rate=22050, wanted=16000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 from threading import Thread
 
@@ -12,12 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 from support.errors import raises
 from support.manifests import config_for, run_prepare
+from support.paths import TESTS
 from support.shar import put, voice
 
+from sharmill.audio import containers, row_files, segments
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.row_files import RecentRows, UnreadableRows, read_audio
 from sharmill.audio.segments import SegmentReader
+from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError, RejectRecord
+from sharmill.pipeline import run_dataset
+from sharmill.shar import open_shar
 from sharmill.sources import Located, Unreadable, record_text
 from sharmill.sources.parquet import ParquetSource
 
@@ -338,3 +344,35 @@ class TestRecentRows:
             thread.join()
         assert len(found) == 14
         assert all(data == expected[n] for n, data in found)
+
+    def test_a_unit_reads_each_row_group_once_in_any_order(self, tmp_path, monkeypatch):
+        files = [put(tmp_path / f"voices/{n}.flac", voice(0.5 + n / 20, seed=n)) for n in range(12)]
+        rows = {
+            "audio": pa.array([{"bytes": path.read_bytes(), "path": None} for path in files], AUDIO),
+            "text": ["yes"] * 12, "speaker": ["anna", "bert", "carl"] * 4,
+        }  # fmt: skip
+        pq.write_table(pa.table(rows), tmp_path / "t.parquet", row_group_size=2)
+        monkeypatch.syspath_prepend(str(TESTS / "support/plugin"))
+        monkeypatch.setattr(row_files.recent_rows, "_max_bytes", 0)
+        monkeypatch.setattr(containers._recent, "_max_bytes", 0)
+        reads, units = [], []
+        real_read, real_gather = row_files.read_rows, containers.gather_rows
+        monkeypatch.setattr(row_files, "read_rows", lambda *found: reads.append(found[1]) or real_read(*found))
+
+        def gather(recordings):
+            units.append(len(reads))
+            return real_gather(recordings)
+
+        monkeypatch.setattr(segments, "gather_rows", gather)
+        config = config_for(
+            tmp_path, [{"type": "parquet", "parquet": str(tmp_path / "t.parquet"), "language": "en"}],
+            speaker_key="speaker", write={"shard_size": 6, "order": "shuffle"}, executor={"workers": 1},
+            match={"encoder": "python:tiny_speech:TinyEncoder", "min_similarity": -1.0, "min_duration": 0.0},
+        )  # fmt: skip
+        assert run_dataset(config, Listener(), stages=("prepare", "match", "write")).ok
+        assert len(units) >= 3
+        bounds = [*units, len(reads)]
+        for first, last in itertools.pairwise(bounds):
+            assert reads[first:last] == sorted(set(reads[first:last]))
+        assert len(list(open_shar(config.dataset_dir, []))) == 12
+        assert containers._recent._gathered == {}

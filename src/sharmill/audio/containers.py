@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Final
 
 from sharmill.audio.decoder import AudioBytes
 from sharmill.audio.files import Recording, open_audio, open_bytes
-from sharmill.audio.row_files import read_audio
+from sharmill.audio.row_files import is_mapped, read_audio
+from sharmill.audio.spool import Kept, Spool
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Member
 
 _KEPT_BYTES: Final = 64 << 20
+_Key = tuple[Path, Member, tuple[int, int] | None]
 
 
 def read_member(path: Path, member: Member) -> bytes:
@@ -30,6 +32,25 @@ def read_member(path: Path, member: Member) -> bytes:
         RejectRecord: missing_audio or unreadable_audio where there is no such container, or it ends before.
     """
     return _recent.get(path, member)
+
+
+@contextmanager
+def gather_rows(recordings: Iterable[tuple[Path, Member]]) -> Iterator[None]:
+    """Keep the audio of rows of parquet files at hand for as long as the context lasts.
+
+    A whole row group is read to have one row of it. They are gone through in their order here, so that each group is
+    read once, in whatever order the rows are then wanted. Beyond 64 MiB they wait in a temporary file.
+    """
+    rows = {(path, member) for path, member in recordings if member.kind != "bytes" and not is_mapped(path)}
+    gathered = []
+    try:
+        for path, member in sorted(rows):
+            # Who asks for it is told what is wrong.
+            with suppress(RejectRecord):
+                gathered.append(_recent.gather(path, member))
+        yield
+    finally:
+        _recent.forget(gathered)
 
 
 @contextmanager
@@ -79,7 +100,9 @@ class _Recent:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[tuple[Path, Member, tuple[int, int] | None], bytes] = OrderedDict()
+        self._kept: OrderedDict[_Key, bytes] = OrderedDict()
+        self._gathered: dict[_Key, Kept] = {}
+        self._spool = Spool(_KEPT_BYTES)
         self._lock = Lock()
 
     def get(self, path: Path, member: Member) -> bytes:
@@ -89,12 +112,29 @@ class _Recent:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
+            gathered = self._gathered.get(key)
+        if gathered is not None:
+            return self._spool.get(gathered)
         data = _READERS[member.kind.partition(":")[0]](path, member)
         with self._lock:
             self._kept[key] = data
             while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self._max_bytes:
                 self._kept.popitem(last=False)
         return data
+
+    def gather(self, path: Path, member: Member) -> _Key:
+        """Keep a recording until it is forgotten."""
+        key = (path, member, _state(path))
+        self._gathered[key] = self._spool.put(_READERS[member.kind.partition(":")[0]](path, member))
+        return key
+
+    def forget(self, keys: Iterable[_Key]) -> None:
+        """Let go of recordings that were gathered."""
+        for key in keys:
+            self._spool.forget(self._gathered.pop(key))
+        if not self._gathered:
+            # Its file only grows.
+            self._spool = Spool(_KEPT_BYTES)
 
 
 def _state(path: Path) -> tuple[int, int] | None:

@@ -266,6 +266,14 @@ def _state(path: Path) -> tuple[int, int] | None:
 recent_rows: Final = RecentRows()
 
 
+def is_mapped(path: Path) -> bool:
+    """Return True of an Arrow file, of which a row is read alone, and of one that cannot be opened."""
+    try:
+        return not isinstance(recent_rows.file(path), _ParquetFile)
+    except UnreadableRows:
+        return True
+
+
 def read_audio(path: Path, column: str, row: int, size: int) -> bytes:
     """Return the audio file that a row has in a column.
 

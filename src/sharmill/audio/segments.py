@@ -7,7 +7,8 @@ the segment compares with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from sharmill.audio.containers import open_member, read_member
+from sharmill.audio.containers import gather_rows, open_member, read_member
 from sharmill.audio.decoder import AudioInfo
 from sharmill.audio.files import Recording, decode, open_recording, probe, probe_bytes, read
 from sharmill.audio.resample import segment_bounds
@@ -91,6 +92,16 @@ class SegmentReader:
         member = segment.member
         info = probe(path) if member is None else probe_bytes(read_member(path, member), segment.audio_filepath)
         return _locate(segment, path, info)
+
+    def gather(self, segments: Iterable[Segment]) -> AbstractContextManager[None]:
+        """Return a context in which segments may be read in any order, each group of rows that has some read once."""
+        found = []
+        for segment in segments:
+            if segment.member is not None:
+                # Reading it raises it again.
+                with suppress(RejectRecord):
+                    found.append((self.roots.locate(segment), segment.member))
+        return gather_rows(found)
 
     def read_recording(self, segments: Sequence[Segment]) -> Iterator[tuple[int, SegmentAudio | RejectRecord]]:
         """Read segments of one recording, in the order of their offsets; it is opened once and decoded forward.

@@ -145,7 +145,9 @@ class MatchProcessor(Processor):
         groups = [list(group) for _, group in groupby(self._read(unit), key=self._key)]
         candidates = [utterance for group in groups if self._may_match(group) for utterance in group]
         # The batches of all groups are made together.
-        segments = self._embed([utterance.segment for utterance in candidates], advance)
+        wanted = [utterance.segment for utterance in candidates]
+        with self._embed.reader.gather(wanted):
+            segments = self._embed(wanted, advance)
         found = {utterance.index: segment for utterance, segment in zip(candidates, segments, strict=True)}
         matched: list[Utterance] = []
         rejects: list[Reject] = []

@@ -161,13 +161,15 @@ class WriteProcessor(Processor):
         utterances = self._read(unit)
         roots = AudioRoots.of(source.audio_root for source in self.config.sources)
         reader = SegmentReader(roots, self.config.prepare.duration_tolerance)
-        encode = SegmentEncoder(self.config.write, reader, [use for u in utterances for use in _segments(u).values()])
+        uses = [use for u in utterances for use in _segments(u).values()]
+        encode = SegmentEncoder(self.config.write, reader, uses)
         fields = base_fields(contexts=self.config.has_contexts)
         files = {field: shard_file(field, unit.index) for field in fields}
         rejects: list[Reject] = []
         cuts: list[dict[str, Any]] = []
         seconds = {TARGET_AUDIO: 0.0, CONTEXT_AUDIO: 0.0}
         with ExitStack() as stack:
+            stack.enter_context(reader.gather(uses))
             writers = {
                 field: stack.enter_context(FieldWriter(staging.path(file)))
                 for field, file in files.items() if field != CUTS

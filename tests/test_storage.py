@@ -25,7 +25,7 @@ from sharmill.storage import (
     open_atomic,
     path_aside,
     publish_directory,
-    refuse_links,
+    refuse_strangers,
     remove_asides,
     remove_at_once,
     remove_dead_attempts,
@@ -189,9 +189,9 @@ def test_links_below_a_root_are_refused_and_the_root_itself_may_be_one(tmp_path)
     (tmp_path / "real/below").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "real/inner").symlink_to(tmp_path)
-    refuse_links(tmp_path / "link", [tmp_path / "link/below/file"])
+    refuse_strangers(tmp_path / "link", [tmp_path / "link/below/file"])
     with raises(ConfigError, "foreign_output", "real/inner is a link"):
-        refuse_links(tmp_path / "real", [tmp_path / "real/inner/deep/file"])
+        refuse_strangers(tmp_path / "real", [tmp_path / "real/inner/deep/file"])
 
 
 def test_what_killed_processes_left_aside_is_removed_and_nothing_else(tmp_path):

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from sharmill.errors import ConfigError, FatalError, RejectRecord
-from sharmill.storage import open_regular
+from sharmill.storage import open_regular, open_stored
 
 _TAG = re.compile(r"^\s*\|(.*)\|\s*$", re.DOTALL)
 _TAG_PARTS = ("Language", "Dataset", "Speaker")
@@ -437,8 +437,8 @@ def records_checksum(path: Path) -> str:
     lengths of the lines count, since plans have their byte offsets.
     """
     digest = xxhash.xxh3_64()
-    with path.open("rb") as stream:
-        for line in stream:
+    with open_stored(path) as stream:
+        while line := stream.readline(_MAX_LINE_BYTES):
             digest.update(b"%d:" % len(line) + line[: line.rfind(_TIMES)])
     return digest.hexdigest()
 
@@ -450,10 +450,10 @@ def read_lines_at(path: Path, offsets: np.ndarray) -> list[bytes]:
         FatalError: the file ends before an offset: it is not the one that the offsets were made from.
     """
     lines: list[bytes] = [b""] * len(offsets)
-    with path.open("rb") as stream:
+    with open_stored(path) as stream:
         for position in np.argsort(offsets, kind="stable"):
             stream.seek(int(offsets[position]))
-            line = stream.readline()
+            line = stream.readline(_MAX_LINE_BYTES)
             if not line.endswith(b"\n"):
                 raise FatalError(
                     f"{path} is shorter than when it was planned; run this stage with --restart", code="changed_input"

@@ -21,7 +21,6 @@ from sharmill.engine.plan import load_plan
 from sharmill.engine.run import Executor, locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.stored import open_stored
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
@@ -33,7 +32,7 @@ from sharmill.match.stage import MatchStage, min_similarity
 from sharmill.models import describe_codec, describe_speaker_encoder
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.stage import PrepareStage
-from sharmill.storage import disk_errors, open_atomic, require_writable, write_atomic
+from sharmill.storage import disk_errors, open_atomic, open_stored, require_writable, write_atomic
 from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.findings import Report
 from sharmill.validate.stage import ValidateStage

@@ -91,6 +91,42 @@ def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def open_stored(path: Path) -> BinaryIO:
+    """Open a file of a run directory for reading: one that sharmill wrote, and that others may have replaced since.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ConfigError: it is a link, not a regular file, or a stranger's.
+    """
+    try:
+        stream = open_regular(path, follow_links=False)
+        if is_strangers(os.fstat(stream.fileno()), path.parent):
+            stream.close()
+            raise ValueError("it belongs to another user, and anybody may write to its folder")
+    except ValueError as error:
+        raise damaged_file(path, str(error)) from error
+    return stream
+
+
+def damaged_file(path: Path, what: str) -> ConfigError:
+    """Return the error of a file of a run directory that does not hold what sharmill writes there."""
+    return ConfigError(
+        f"{path} is damaged or not sharmill's: {what}; begin this stage anew with --restart, or restore the file",
+        code="damaged_run_dir",
+    )
+
+
+def is_strangers(status: os.stat_result, folder: Path) -> bool:
+    """Return True if a thing in a folder belongs to another user whom nobody has let in: anybody may write there.
+
+    Who may write to a folder by its group is trusted, so that several users can work on one run.
+    """
+    if status.st_uid in (os.geteuid(), 0):
+        return False
+    above = folder.stat()
+    return status.st_uid != above.st_uid and bool(above.st_mode & stat.S_IWOTH)
+
+
 def is_regular(path: Path) -> bool:
     """Return True if there is a regular file of this name; False too where it cannot be the name of one."""
     try:
@@ -303,8 +339,8 @@ def remove_if_empty(*folders: Path) -> None:
             folder.rmdir()
 
 
-def refuse_links(root: Path, paths: Iterable[Path]) -> None:
-    """Raise ConfigError if a path below ``root`` is a link or leads through one: what lies behind is not ours."""
+def refuse_strangers(root: Path, paths: Iterable[Path]) -> None:
+    """Raise ConfigError if a path below ``root``, or a folder on the way to it, is a link or a stranger's."""
     for path in paths:
         for part in (path, *path.parents):
             if part == root or not part.is_relative_to(root):
@@ -313,6 +349,12 @@ def refuse_links(root: Path, paths: Iterable[Path]) -> None:
                 raise ConfigError(
                     f"{part} is a link, and links inside {root} are not followed: put the folder itself there, or let "
                     "the directory as a whole be a link",
+                    code="foreign_output",
+                )
+            if part.exists() and is_strangers(part.stat(), part.parent):
+                raise ConfigError(
+                    f"{part} belongs to another user, and anybody may write to {part.parent}: take away that "
+                    "permission (chmod o-w), look at what is there, and remove it or make it yours (chown)",
                     code="foreign_output",
                 )
 

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from rich.console import Console
 from support.errors import raises
@@ -16,13 +17,18 @@ from support.shar import Project, voice
 from sharmill.cli.status import QueueView, print_status
 from sharmill.engine.listener import Listener
 from sharmill.engine.locks import LOCK_NAME, FolderLock
-from sharmill.engine.stored import load_stored_array, read_stored, read_stored_lines
+from sharmill.engine.rundir import RunDir
+from sharmill.engine.stored import load_stored_array, map_stored_array, read_stored, read_stored_lines
 from sharmill.errors import ConfigError, SharmillError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.logs import one_line, printable
+from sharmill.executors.slurm.queue import job_comment
+from sharmill.manifest import read_lines_at, records_checksum
+from sharmill.match.groups import index_manifest
 from sharmill.models.families import check_transformers_config
 from sharmill.pipeline import run_dataset
 from sharmill.storage import PublishedFile, write_atomic
+from sharmill.write.order import index_matched
 
 DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
 SECRET = "root:x:0:0"
@@ -142,6 +148,71 @@ def test_progress_of_nonsense_is_not_shown(run_dir):
         for value in (1e308, -1e308, 1e18):
             (ranks / "progress/rank-000.json").write_bytes(msgspec.json.encode(good | {key: value}))
             show(run_dir)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
+def test_manifests_that_are_none_end_in_one_line(run_dir, change):
+    path = next((run_dir / "manifests").glob("*_prepared.json"))
+    change(path)
+    for index in (lambda: index_manifest(path, lambda name, speaker: speaker), lambda: index_matched(path)):
+        with raises(ConfigError, "damaged_run_dir", path.name) as error:
+            index()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["a FIFO", "a device", "a loop of links", "a link"])
+def test_lines_of_manifests_are_read_from_files_alone(run_dir, name):
+    path = next((run_dir / "manifests").glob("*_prepared.json"))
+    HOSTILE[name](path)
+    for read in (lambda: read_lines_at(path, np.zeros(1, dtype=np.int64)), lambda: records_checksum(path)):
+        with raises(ConfigError, "damaged_run_dir", path.name):
+            read()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("change", [HOSTILE[name] for name in HOSTILE if name != "a terabyte of nothing"])
+def test_mapped_arrays_that_are_none_end_in_one_line(tmp_path, change):
+    path = tmp_path / "offsets.npy"
+    np.save(path, np.asfortranarray(np.arange(6).reshape(2, 3)))
+    assert map_stored_array(path).tolist() == [[0, 1, 2], [3, 4, 5]]
+    change(path)
+    with raises(ConfigError, "damaged_run_dir", path.name):
+        map_stored_array(path)
+
+
+@pytest.mark.parametrize("array", [np.array([{}], dtype=object), None], ids=["objects", "shorter than its header says"])
+def test_mapped_arrays_have_numbers_only_and_all_of_them(tmp_path, array):
+    path = tmp_path / "offsets.npy"
+    np.save(path, np.arange(1000) if array is None else array)
+    if array is None:
+        os.truncate(path, path.stat().st_size - 8)
+    with raises(ConfigError, "damaged_run_dir", path.name):
+        map_stored_array(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_what_a_stranger_put_where_anybody_may_write_is_refused(prepared, run_dir):
+    """One who may write by the group of a folder is no stranger."""
+    stranger = 12345
+    for path in (run_dir / "prepare/plan/units.jsonl", run_dir / "manifests"):
+        os.chown(path, stranger, -1)
+        (run_dir / "prepare/done.json").unlink(missing_ok=True)
+        path.parent.chmod(0o770)
+        is_whole(prepared)
+        (run_dir / "prepare/done.json").unlink()
+        path.parent.chmod(0o777)
+        with pytest.raises(ConfigError, match="belongs to another user"):
+            prepare(prepared[1])
+        os.chown(path, os.geteuid(), -1)
+        path.parent.chmod(0o755)
+
+
+def test_an_id_of_a_run_that_is_none_asks_for_no_jobs(run_dir):
+    write_atomic(run_dir / "id", b".*|x\n")
+    with raises(ConfigError, "damaged_run_dir", "is not the id of a run directory"):
+        job_comment(RunDir(run_dir), "rank")
 
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path):

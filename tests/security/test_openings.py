@@ -24,22 +24,16 @@ OF_THE_RUN = "a file of the run directory, in a folder that is refused where it 
 # A function, a file, or a folder.
 ALLOWED = {
     "audio/": "audio, opened by open_audio of audio/files.py, or from what that has opened",
-    "collect/inputs.py:read": OF_THE_RUN,
     "collect/recipes.py": INPUT,
     "collect/stage.py:_publish_recipe_log": OF_THE_RUN,
     "config/limits.py:check_yaml": CHECKS,
     "demo/": OWN,
     "engine/fence.py:_create": OWN,
     "engine/locks.py:_enter": OWN,
+    "engine/stored.py:map_stored_array": OPENED,
     "engine/worker.py:_open": "opens a stage, not a file",
     "executors/logs.py:redirect_output": OWN,
     "executors/ray/cluster.py:_find_address": CHECKS,
-    "executors/slurm/queue.py": OF_THE_RUN,
-    "grow/split.py:process": OF_THE_RUN,
-    "manifest.py:read_lines_at": OF_THE_RUN,
-    "manifest.py:records_checksum": OF_THE_RUN,
-    "match/groups.py:index_manifest": OF_THE_RUN,
-    "match/stage.py:_read": OF_THE_RUN,
     "models/": MODEL,
     "processes.py": SYSTEM,
     "shar/reading/decoding.py": OPENED,
@@ -50,8 +44,6 @@ ALLOWED = {
     "storage.py:fsync_file": OWN,
     "storage.py:open_regular": CHECKS,
     "training/": "measures of this machine, and files of the user's own configuration",
-    "write/order.py:index_matched": OF_THE_RUN,
-    "write/stage.py:_read": OF_THE_RUN,
 }
 
 

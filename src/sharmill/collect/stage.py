@@ -19,12 +19,11 @@ from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.reject_examples import describe_rejects
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import open_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import FatalError, RejectRecord
 from sharmill.manifest import Reject, write_lines
 from sharmill.sources import Unreadable
-from sharmill.storage import Staging, open_atomic, remove_tree, write_atomic
+from sharmill.storage import Staging, open_atomic, open_stored, remove_tree, write_atomic
 
 # Enough that commits cost little beside the work, and few enough that an interruption loses seconds.
 _RECORDS_PER_UNIT: Final = 2000

@@ -30,7 +30,7 @@ from sharmill.storage import (
     STAGING_NAME,
     fsync_directory,
     make_folder,
-    refuse_links,
+    refuse_strangers,
     remove_asides,
     remove_at_once,
     remove_if_empty,
@@ -105,9 +105,9 @@ def refuse_linked_folders(stage: Stage) -> None:
     """Raise ConfigError where a folder of the stage is a link: what lies behind it is not this run's to change."""
     for paths in (stage.dir, *stage.later()):
         own = (paths.ledger, paths.attempts, paths.progress, paths.metrics, paths.unit_rejects(0), paths.logs)
-        refuse_links(stage.run_dir.path, (*own, paths.identity, paths.units, paths.token_file))
-    refuse_links(stage.run_dir.path, (stage.run_dir.manifests, stage.run_dir.jobs))
-    refuse_links(stage.root, (stage.root / name for name in (STAGING_NAME, *stage.folders)))
+        refuse_strangers(stage.run_dir.path, (*own, paths.identity, paths.units, paths.token_file))
+    refuse_strangers(stage.run_dir.path, (stage.run_dir.manifests, stage.run_dir.jobs))
+    refuse_strangers(stage.root, (stage.root / name for name in (STAGING_NAME, *stage.folders)))
 
 
 def require_own_output(stage: Stage) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from sharmill.engine.stored import NOT_JSON, open_stored
+from sharmill.engine.stored import NOT_JSON
 from sharmill.errors import ConfigError
 from sharmill.processes import is_gone, state_and_start, this_kernel
-from sharmill.storage import path_aside
+from sharmill.storage import open_stored, path_aside
 
 INTERVAL_SECONDS = 10.0
 _MAX_BYTES = 1 << 20

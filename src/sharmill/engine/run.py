@@ -20,12 +20,13 @@ from sharmill.engine.progress import forget_progress
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.stored import decode_stored, open_stored, read_stored
+from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.storage import (
     PROBE,
     open_atomic,
+    open_stored,
     remove_asides,
     remove_at_once,
     remove_dead_attempts,

@@ -9,32 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
 
-from sharmill.errors import ConfigError
-from sharmill.storage import open_regular
+from sharmill.storage import damaged_file, open_stored
 
 Decoded = TypeVar("Decoded")
 # msgspec raises RecursionError for JSON that is nested too deeply.
 NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+# So does numpy for a file that is no array.
+_NOT_AN_ARRAY: Final = (ValueError, TypeError, LookupError, EOFError, SyntaxError, RecursionError, MemoryError)
 _MAX_BYTES: Final = 64 << 20
-
-
-def open_stored(path: Path) -> BinaryIO:
-    """Open a file of a run directory for reading.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        ConfigError: it is a link, or not a regular file.
-    """
-    try:
-        return open_regular(path, follow_links=False)
-    except ValueError as error:
-        raise _damaged(path, str(error)) from error
 
 
 def read_stored(path: Path) -> bytes:
@@ -42,7 +30,7 @@ def read_stored(path: Path) -> bytes:
     with open_stored(path) as stream:
         data = stream.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        raise _damaged(path, f"it is larger than {_MAX_BYTES >> 20} MiB")
+        raise damaged_file(path, f"it is larger than {_MAX_BYTES >> 20} MiB")
     return data
 
 
@@ -61,7 +49,7 @@ def decode_stored(path: Path, data: bytes, kind: type[Decoded]) -> Decoded:
     try:
         return msgspec.json.decode(data, type=kind)
     except NOT_JSON as error:
-        raise _damaged(path, str(error)) from error
+        raise damaged_file(path, str(error)) from error
 
 
 def load_stored_array(path: Path) -> np.ndarray:
@@ -73,12 +61,23 @@ def load_stored_array(path: Path) -> np.ndarray:
     with open_stored(path) as stream:
         try:
             return np.lib.format.read_array(stream, allow_pickle=False)
-        except (ValueError, TypeError, LookupError, EOFError, SyntaxError, RecursionError, MemoryError) as error:
-            raise _damaged(path, str(error)) from error
+        except _NOT_AN_ARRAY as error:
+            raise damaged_file(path, str(error)) from error
 
 
-def _damaged(path: Path, what: str) -> ConfigError:
-    return ConfigError(
-        f"{path} is damaged or not sharmill's: {what}; begin this stage anew with --restart, or restore the file",
-        code="damaged_run_dir",
-    )
+def map_stored_array(path: Path) -> np.ndarray:
+    """Return the array of a file of a run directory without reading it: its bytes are read where they are used.
+
+    Raises:
+        ConfigError: it is not an array of numbers.
+    """
+    with open_stored(path) as stream:
+        try:
+            version = np.lib.format.read_magic(stream)
+            read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+            shape, fortran_order, dtype = read_header[version](stream)
+            if dtype.hasobject:
+                raise ValueError("it holds Python objects")
+            return np.memmap(stream, dtype, "r", offset=stream.tell(), shape=shape, order="F" if fortran_order else "C")
+        except _NOT_AN_ARRAY as error:
+            raise damaged_file(path, str(error)) from error

@@ -21,7 +21,7 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import decode_stored, read_stored
+from sharmill.engine.stored import decode_stored, map_stored_array, read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.executors.local.executor import LocalExecutor
@@ -224,7 +224,7 @@ class SplitProcessor(Processor):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         name, shard = unit.params["split"], unit.params["shard"]
-        cuts = np.load(self._plan / f"{name}.npy", mmap_mode="r")[unit.params["start"] : unit.params["stop"]]
+        cuts = map_stored_array(self._plan / f"{name}.npy")[unit.params["start"] : unit.params["stop"]]
         fields = [field for field in self._part.record.fields if field != CUTS]
         files = {field: f"{name}/{shard_file(field, shard)}" for field in (*fields, CUTS)}
         stats: dict[str, Any] = dict.fromkeys(_SECONDS.values(), 0.0)

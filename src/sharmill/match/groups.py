@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.manifest import parse_speaker_tag
 
 
@@ -40,18 +41,16 @@ def index_manifest(path: Path, group_key: Callable[[str, str], str]) -> Manifest
     """Read a prepared manifest once. Groups are told apart by 128-bit hashes of their keys."""
     offsets, seconds = array("q"), array("f")
     high, low = array("Q"), array("Q")
-    decoder = msgspec.json.Decoder(_Head)
     position = 0
-    with path.open("rb") as stream:
-        for line in stream:
-            head = decoder.decode(line)
-            key = group_key(head.audio_filepath, parse_speaker_tag(head.speaker).speaker)
-            digest = xxhash.xxh3_128_intdigest(key.encode())
-            offsets.append(position)
-            seconds.append(head.duration)
-            high.append(digest >> 64)
-            low.append(digest & 0xFFFFFFFFFFFFFFFF)
-            position += len(line)
+    for line in read_stored_lines(path):
+        head = decode_stored(path, line, _Head)
+        key = group_key(head.audio_filepath, parse_speaker_tag(head.speaker).speaker)
+        digest = xxhash.xxh3_128_intdigest(key.encode())
+        offsets.append(position)
+        seconds.append(head.duration)
+        high.append(digest >> 64)
+        low.append(digest & 0xFFFFFFFFFFFFFFFF)
+        position += len(line)
     groups = _number(np.array(high, dtype=np.uint64), np.array(low, dtype=np.uint64))
     return ManifestIndex(np.array(offsets, dtype=np.int64), np.array(seconds, dtype=np.float32), groups)
 

@@ -19,7 +19,7 @@ from sharmill.config import Config, MatchConfig
 from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import open_stored
+from sharmill.engine.stored import map_stored_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import (
@@ -44,7 +44,7 @@ from sharmill.models import (
     require_speaker_encoder,
 )
 from sharmill.prepare.stage import manifest_stem, prepared_manifest
-from sharmill.storage import Staging, open_atomic, remove_tree
+from sharmill.storage import Staging, open_atomic, open_stored, remove_tree
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies.
 _UNITS_WANTED = 64
@@ -175,8 +175,8 @@ class MatchProcessor(Processor):
 
     def _read(self, unit: Unit) -> list[Utterance]:
         start, stop = unit.params["start"], unit.params["stop"]
-        lines = np.load(self._plan / "order.npy", mmap_mode="r")[start:stop]
-        offsets = np.load(self._plan / "offsets.npy", mmap_mode="r")[lines]
+        lines = map_stored_array(self._plan / "order.npy")[start:stop]
+        offsets = map_stored_array(self._plan / "offsets.npy")[lines]
         utterances = [Utterance.from_json(line) for line in read_lines_at(prepared_manifest(self.config), offsets)]
         for utterance, number in zip(utterances, lines, strict=True):
             utterance.index = int(number)

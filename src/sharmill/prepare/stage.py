@@ -17,7 +17,7 @@ from sharmill.config import Config
 from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import load_stored_array, open_stored, read_stored
+from sharmill.engine.stored import load_stored_array, read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Reject, Utterance, write_lines
@@ -36,7 +36,7 @@ from sharmill.prepare.ids import (
 from sharmill.prepare.known import KnownRecords
 from sharmill.prepare.stats import HoursTable
 from sharmill.sources import Located, Source, Unreadable, record_text
-from sharmill.storage import Staging, open_atomic, remove_tree, write_atomic
+from sharmill.storage import Staging, open_atomic, open_stored, remove_tree, write_atomic
 
 
 class PrepareStage(Stage):

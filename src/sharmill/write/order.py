@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from sharmill.config import WriteConfig
+from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.match.groups import index_manifest
 from sharmill.match.speaker_key import speaker_of_tag
 
@@ -41,16 +42,14 @@ class LineIndex:
 def index_matched(path: Path) -> LineIndex:
     """Read the matched manifest once; it has its lines by speaker group."""
     offsets, positions, targets, contexts = array("q"), array("q"), array("d"), array("d")
-    decoder = msgspec.json.Decoder(_Head)
     begin = 0
-    with path.open("rb") as stream:
-        for line in stream:
-            head = decoder.decode(line)
-            offsets.append(begin)
-            positions.append(head.index)
-            targets.append(head.duration)
-            contexts.append(head.context_audio_duration)
-            begin += len(line)
+    for line in read_stored_lines(path):
+        head = decode_stored(path, line, _Head)
+        offsets.append(begin)
+        positions.append(head.index)
+        targets.append(head.duration)
+        contexts.append(head.context_audio_duration)
+        begin += len(line)
     target_seconds = np.array(targets, dtype=np.float64)
     return LineIndex(
         np.array(offsets, dtype=np.int64),

@@ -20,6 +20,7 @@ from sharmill.engine.ledger import committed_files
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
+from sharmill.engine.stored import map_stored_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
@@ -195,7 +196,7 @@ class WriteProcessor(Processor):
         )
 
     def _read(self, unit: Unit) -> list[Utterance]:
-        offsets = np.load(self._plan / "offsets.npy", mmap_mode="r")[unit.params["start"] : unit.params["stop"]]
+        offsets = map_stored_array(self._plan / "offsets.npy")[unit.params["start"] : unit.params["stop"]]
         utterances = [Utterance.from_json(line) for line in read_lines_at(input_manifest(self.config), offsets)]
         for utterance in utterances if not self.config.has_contexts else ():
             # A source may have contexts of its own, which are not in the dataset.

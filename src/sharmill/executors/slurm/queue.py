@@ -21,6 +21,7 @@ from tenacity import Retrying, before_sleep_log, retry_if_exception, stop_before
 from tenacity.retry import retry_base
 
 from sharmill.engine.rundir import RunDir
+from sharmill.engine.stored import read_stored
 from sharmill.errors import ConfigError, FatalError
 from sharmill.storage import write_atomic
 
@@ -30,6 +31,7 @@ _DEFAULT_MAX_ARRAY = 1001
 _PAUSE_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 300.0
 PATIENCE_SECONDS = 30.0
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 Role = Literal["rank", "driver", "watcher"]
 
@@ -71,8 +73,19 @@ def make_run_id(run_dir: RunDir) -> None:
 def job_comment(run_dir: RunDir, role: Role) -> str:
     """Return the comment by which the jobs of a run directory are found."""
     # Without an id, scripts are only shown.
-    run_id = run_dir.id.read_text() if run_dir.id.exists() else "new"
+    run_id = _run_id(run_dir) if run_dir.id.exists() else "new"
     return f"sharmill:{run_id}:{role}"
+
+
+def _run_id(run_dir: RunDir) -> str:
+    found = read_stored(run_dir.id).decode("ascii", "replace")
+    if not _RUN_ID.fullmatch(found):
+        raise ConfigError(
+            f"{run_dir.id} is not the id of a run directory, by which its jobs are found: look for them with squeue, "
+            "and remove the file once there are none",
+            code="damaged_run_dir",
+        )
+    return found
 
 
 def queued_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[QueuedJob]:
@@ -107,7 +120,7 @@ def _find_jobs(run_dir: RunDir, patience: float) -> list[QueuedJob]:
         return []
     shown = _ask(["squeue", "--noheader", "--all", "--array", "--format=%i|%T|%r|%u|%k"], patience)
     # A site may add to comments.
-    ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|.*\bsharmill:{run_dir.id.read_text()}:(\w+)"
+    ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|.*\bsharmill:{_run_id(run_dir)}:(\w+)"
     found = [QueuedJob(*columns) for columns in re.findall(ours, shown, re.MULTILINE)]
     # A driver job that is completing does nothing any more, and a watcher job whose driver job is done never begins.
     return [

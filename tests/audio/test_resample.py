@@ -14,7 +14,8 @@ from support.audio import RATES, container, one_torch_thread, speech_like, write
 from support.properties import examples
 
 from sharmill.audio.files import read
-from sharmill.audio.resample import resample, resampled_length, segment_bounds
+from sharmill.audio.resample import resample, resample_for_encoder, resampled_length, segment_bounds
+from sharmill.errors import RejectRecord
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -100,3 +101,33 @@ def test_resampled_length_is_that_of_lhotse(num_samples, from_rate, to_rate):
 
     recording = Recording("a", [], from_rate, num_samples, num_samples / from_rate, channel_ids=[0])
     assert recording.resample(to_rate).num_samples == resampled_length(num_samples, from_rate, to_rate)
+
+
+def error_db(resampling: str, frequency: float) -> float:
+    """The error of a tone resampled from 22.05 to 16 kHz, against the tone at 16 kHz, away from the ends."""
+    tones = [np.sin(2 * np.pi * frequency * np.arange(2 * rate) / rate).astype(np.float32) for rate in (22050, 16000)]
+    found, expected = resample_for_encoder(tones[0], 22050, 16000, resampling)[4000:28000], tones[1][4000:28000]
+    return 10 * np.log10(np.square(found - expected).mean() / np.square(expected).mean())
+
+
+@pytest.mark.parametrize(("resampling", "worst"), [("soxr", -100), ("kaiser", -85), ("sinc", -50)])
+def test_what_an_encoder_hears_has_the_error_that_the_documentation_says(resampling, worst):
+    assert max(error_db(resampling, frequency) for frequency in (100, 1000, 4000)) < worst
+    assert (error_db(resampling, 7000) < -60) == (resampling != "sinc")
+
+
+def test_sinc_for_an_encoder_is_what_is_stored():
+    samples = speech_like(30000, 22050)
+    expected = resample(samples, 22050, 16000)
+    np.testing.assert_array_equal(resample_for_encoder(samples, 22050, 16000, "sinc"), expected)
+
+
+@pytest.mark.parametrize("resampling", ["soxr", "kaiser", "sinc"])
+def test_resampling_for_an_encoder_leaves_its_input_and_equal_rates_alone(resampling):
+    samples = speech_like(1000, 16000)
+    samples.flags.writeable = False
+    assert resample_for_encoder(samples, 16000, 16000, resampling) is samples
+    found = resample_for_encoder(samples, 16000, 8000, resampling)
+    assert (found.dtype, len(found)) == (np.float32, 500)
+    with pytest.raises(RejectRecord, match=r"^unsupported_rate: 44101 Hz"):
+        resample_for_encoder(samples, 44101, 16000, resampling)

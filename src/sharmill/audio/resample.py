@@ -1,11 +1,15 @@
-"""Resampling, and the number of samples that times and other rates come to, all as Lhotse computes them."""
+"""Resampling, and the number of samples that times and other rates come to, as Lhotse computes them.
+
+Audio that is stored or goes into a codec is resampled as Lhotse does it, so that training makes the same samples of the
+same recording. Audio for a speaker encoder is stored nowhere, and is resampled with less error by default.
+"""
 
 from __future__ import annotations
 
 import math
 from decimal import ROUND_HALF_UP, Decimal
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
@@ -14,7 +18,16 @@ from sharmill.errors import RejectRecord
 if TYPE_CHECKING:
     import torch
 
+Resampling = Literal["soxr", "kaiser", "sinc"]
+
 _MAX_FILTER_SIZE: Final = 1 << 23
+# torchaudio's parameters for what librosa calls kaiser_best.
+_KAISER: Final = {
+    "resampling_method": "sinc_interp_kaiser",
+    "lowpass_filter_width": 64,
+    "rolloff": 0.9475937167399596,
+    "beta": 14.769656459379492,
+}
 
 
 def segment_bounds(offset: float, duration: float, sampling_rate: int) -> tuple[int, int]:
@@ -45,6 +58,29 @@ def resample(audio: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
     Returns:
         float32 samples (resampled_length(len(audio), from_rate, to_rate),).
     """
+    return _with_torchaudio(audio, from_rate, to_rate, "sinc")
+
+
+def resample_for_encoder(audio: np.ndarray, from_rate: int, to_rate: int, resampling: Resampling) -> np.ndarray:
+    """Resample float32 ``audio`` (samples,) for a speaker encoder; no-op for equal rates.
+
+    ``soxr`` is libsoxr at its high quality; ``kaiser`` torchaudio's windowed sinc with a Kaiser window and 64 zero
+    crossings; ``sinc`` is ``resample``.
+
+    Returns:
+        float32 samples; their number is that of ``resample``, give or take one.
+    """
+    if resampling != "soxr":
+        return _with_torchaudio(audio, from_rate, to_rate, resampling)
+    if from_rate == to_rate or len(audio) == 0:
+        return audio
+    _check_ratio(from_rate, to_rate)  # soxr could, but not the stages after match
+    import soxr
+
+    return soxr.resample(audio, from_rate, to_rate, quality="HQ")
+
+
+def _with_torchaudio(audio: np.ndarray, from_rate: int, to_rate: int, window: Literal["kaiser", "sinc"]) -> np.ndarray:
     if from_rate == to_rate or len(audio) == 0:
         return audio
     _check_ratio(from_rate, to_rate)
@@ -55,7 +91,7 @@ def resample(audio: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
     torch.set_num_threads(1)  # the last bits of a convolution depend on the number of threads
     try:
         with torch.no_grad():
-            resampled = _resampler(from_rate, to_rate)(waveform)[0].numpy()
+            resampled = _resampler(from_rate, to_rate, window)(waveform)[0].numpy()
     finally:
         torch.set_num_threads(num_threads)
     length = resampled_length(len(audio), from_rate, to_rate)
@@ -78,7 +114,8 @@ def _check_ratio(from_rate: int, to_rate: int) -> None:
 
 
 @lru_cache(maxsize=16)
-def _resampler(from_rate: int, to_rate: int) -> torch.nn.Module:
+def _resampler(from_rate: int, to_rate: int, window: Literal["kaiser", "sinc"]) -> torch.nn.Module:
     import torchaudio
 
-    return torchaudio.transforms.Resample(from_rate, to_rate)
+    options: dict[str, Any] = _KAISER if window == "kaiser" else {}
+    return torchaudio.transforms.Resample(from_rate, to_rate, **options)

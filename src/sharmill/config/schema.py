@@ -74,6 +74,10 @@ class MatchConfig:
     """Longest context, in seconds; ``null`` is no limit."""
     batch_seconds: float = 60.0
     """Audio in one batch of the encoder, in seconds, padding included. About 600 suits a GPU with 40 GB."""
+    resampling: Literal["soxr", "kaiser", "sinc"] = "soxr"
+    """Resampling of audio to the rate of the encoder: ``soxr`` is libsoxr at high quality, as in the published scripts
+    (librosa's ``soxr_hq``); ``kaiser`` torchaudio's with a Kaiser window and 64 zero crossings; ``sinc`` torchaudio's
+    default, which is less exact near the highest frequencies. What is stored or encoded is resampled as Lhotse does."""
     max_group: int | None = None
     """Split speaker groups with more utterances than this into parts, so that a corpus of few speakers uses every rank.
     A context then comes from the same part. ``null`` splits nothing."""

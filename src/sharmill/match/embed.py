@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from sharmill.audio.resample import resample
+from sharmill.audio.resample import Resampling, resample_for_encoder
 from sharmill.audio.segments import SegmentAudio, SegmentReader
 from sharmill.audio.spool import Kept, Spool
 from sharmill.errors import RejectRecord
@@ -45,6 +45,7 @@ class Embedder:
     reader: SegmentReader
     batch_seconds: float
     threads: int
+    resampling: Resampling = "soxr"
 
     def __call__(
         self, segments: Sequence[Segment], advance: Callable[[float], None] = lambda seconds: None
@@ -80,7 +81,7 @@ class Embedder:
 
     def prepare(self, audio: SegmentAudio) -> np.ndarray:
         """Return the samples of a segment at the rate of the encoder."""
-        return resample(audio.samples, audio.sampling_rate, self.encoder.sampling_rate)
+        return resample_for_encoder(audio.samples, audio.sampling_rate, self.encoder.sampling_rate, self.resampling)
 
 
 _Loaded = tuple[np.ndarray, int, AudioNotes]

@@ -79,7 +79,7 @@ class MatchStage(Stage):
                 for root in AudioRoots.of(source.audio_root for source in self.config.sources).roots
             ],
             "input": records_checksum(prepared),
-            "versions": versions("torch", "numpy"),
+            "versions": versions("torch", "torchaudio", "soxr", "numpy"),
         }
 
     def require_models(self) -> None:
@@ -106,6 +106,7 @@ class MatchStage(Stage):
             reader=SegmentReader(roots, self.config.prepare.duration_tolerance),
             batch_seconds=self.match.batch_seconds,
             threads=threads,
+            resampling=self.match.resampling,
         )
         return MatchProcessor(self.config, self.dir.plan, embed)
 

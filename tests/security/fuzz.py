@@ -17,28 +17,36 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from rich.console import Console
 from support.shar import Project, voice
+from support.source_forms import FORMS
 
+from sharmill.audio.roots import AudioRoots
+from sharmill.audio.segments import SegmentReader
 from sharmill.cli.status import QueueView, print_status
-from sharmill.config import load_config, to_yaml
+from sharmill.config import Config, load_config, to_yaml
 from sharmill.engine.listener import Listener
 from sharmill.engine.progress import RankProgress
-from sharmill.errors import SharmillError
+from sharmill.errors import RejectRecord, SharmillError
 from sharmill.executors.local.executor import LocalExecutor
+from sharmill.manifest import Utterance
 from sharmill.pipeline import run_dataset
 from sharmill.prepare.check import parse_record
+from sharmill.prepare.stage import PrepareStage
 from sharmill.shar.arrays import array_from_bytes, array_to_bytes
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.index import read_dataset, read_shards
 from sharmill.shar.items import ItemTable
 from sharmill.sources.nemo import NemoSource
 from sharmill.sources.table import TableSource
+from sharmill.storage import Staging, token_staging
 from sharmill.validate.accounts import hash_record
 from sharmill.validate.checked_dataset import check_index, read_checked_dataset
 from sharmill.validate.findings import encode_report, make_report, read_report
@@ -138,6 +146,48 @@ class Corpus:
             if path.suffix in (".json", ".jsonl", ".yaml", "") and path.is_file() and not name.startswith("manifests"):
                 yield Target(f"run/{name}", path.read_bytes(), lambda data, name=name: self._show(name, data))
 
+    def source_targets(self) -> Iterator[Target]:
+        """Yield every file of one small corpus in the forms of all sources, read as the stage prepare reads it."""
+        audio = self.folder / "project/audio"
+        records = [
+            {"audio_filepath": f"{number}.wav", "duration": 1.0, "text": f"text {number}", "speaker": f"s{number // 2}"}
+            for number in range(4)
+        ]
+        for name, make in FORMS.items():
+            folder = self.folder / "forms" / name
+            folder.mkdir(parents=True)
+            source = make(folder, records, audio)
+            project = Project(self.folder / "forms" / f"{name}-run")
+            project.folder.mkdir()
+            config = project.configure(match=None, sources=[source])
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                title = f"{name}/{path.relative_to(folder).as_posix()}"
+                yield Target(title, path.read_bytes(),
+                             lambda data, path=path, config=config: self._prepare(config, path, data))  # fmt: skip
+
+    def _prepare(self, config: Config, path: Path, data: bytes) -> None:
+        """Read all records of a source of which one file has other data, and the audio of those that are kept."""
+        good = path.read_bytes()
+        stage, segments = PrepareStage(config), SegmentReader(AudioRoots.of(s.audio_root for s in config.sources))
+        shutil.rmtree(self.folder / "planned", ignore_errors=True)
+        (self.folder / "planned").mkdir()
+        token_staging(self.folder / "planned", "0" * 16).mkdir(parents=True)
+        try:
+            path.write_bytes(data)
+            for source in config.sources:
+                source.check()
+                source.check_speaker()
+            stage.identity()
+            processor = stage.open("cpu")
+            for unit in stage.plan(self.folder / "planned"):
+                with Staging(self.folder / "planned", "0" * 16, unit.index) as staging:
+                    output = processor.process(unit, staging, lambda amount: None)
+                    for line in staging.path(output.files[0]).read_bytes().splitlines():
+                        with suppress(RejectRecord):
+                            segments.read(Utterance.from_json(line).segment)
+        finally:
+            path.write_bytes(good)
+
     def _put(self, name: str, data: bytes) -> Path:
         path = self.folder / name
         path.write_bytes(data)
@@ -193,7 +243,8 @@ def parse_or_reject(line: bytes) -> None:
 def fuzz(folder: Path, seed: int, rounds: int, only: str = "") -> list[str]:
     """Return what went wrong: a target, the seed of its mutation, and the end of the traceback."""
     found: dict[str, str] = {}
-    targets = [target for target in Corpus(folder).targets() if target.name.startswith(only)]
+    corpus = Corpus(folder)
+    targets = [t for t in chain(corpus.targets(), corpus.source_targets()) if t.name.startswith(only)]
     for number in range(rounds):
         target = targets[number % len(targets)]
         draws = random.Random(f"{seed} {target.name} {number}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
+import soundfile as sf
 from support.audio import container, reason_of, speech_like
 from support.errors import raises
 
@@ -26,6 +28,14 @@ def test_16_bit_samples_survive_flac_and_wav():
         decoded, rate = decode(encode(source, 16000, format))
         assert rate == 16000
         np.testing.assert_array_equal(decoded, every_value)
+
+
+def test_flac_has_the_bytes_that_libsndfile_makes_of_floats():
+    edges = (np.arange(-40000, 40000) + 0.5) / 32768
+    samples = np.concatenate([edges, np.random.default_rng(3).uniform(-1.2, 1.2, 20000)]).astype(np.float32)
+    expected = io.BytesIO()
+    sf.write(expected, np.clip(samples, -1, 1), 16000, format="FLAC", subtype="PCM_16")
+    assert encode(samples, 16000, "flac") == expected.getvalue()
 
 
 @pytest.mark.parametrize("format", ENCODERS)

@@ -66,7 +66,8 @@ def test_each_source_has_its_root(reader, noise):
     [(0.0, 1.0, False, True), (0.0, 1.2, False, True), (0.0, 0.5, True, True), (0.0, 0.5, False, False)],
 )
 def test_whether_a_segment_is_the_whole_file(offset, duration, whole_file, expected, reader):
-    assert reader.locate(segment(offset, duration, whole_file=whole_file)).is_whole_file == expected
+    found = reader.read(segment(offset, duration, whole_file=whole_file))
+    assert found.location.is_whole_file == expected
 
 
 @pytest.mark.parametrize(("offset", "duration"), [(1.0, 0.1), (5.0, 1.0), (0.5, 0.0), (0.5, 1e-6)])
@@ -78,7 +79,7 @@ def test_segment_without_samples(offset, duration, reader):
 
 def test_missing_file(reader):
     with pytest.raises(RejectRecord) as caught:
-        reader.locate(segment(0.0, 1.0, path="none.wav"))
+        reader.read(segment(0.0, 1.0, path="none.wav"))
     assert caught.value.reason == "missing_audio"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +12,32 @@ from support.shar import Project, run
 
 from bench.rows import Case, row
 from bench.speech import write_corpus
+from sharmill.audio.roots import AudioRoots
+from sharmill.audio.segments import SegmentReader
 from sharmill.manifest import Utterance
+from sharmill.match.stage import matched_manifest
 from sharmill.write.stage import WriteStage
 
 TO_SHAR = "lhotse's `to_shar`"
 
 
-def case(folder: Path, tiny: bool, *, suffix: str, rate: int = 16000, wanted: int | None = None) -> Case:
-    """A corpus of whole files in shards of 100, each utterance with any other as its context."""
+def case(
+    folder: Path, tiny: bool, *, suffix: str, rate: int = 16000, wanted: int | None = None, near: bool = False
+) -> Case:
+    """A corpus of whole files in shards of 100, each utterance with any other as its context, or with a near one.
+
+    A near one lies in the same shard, as in the orders ``speaker`` and ``manifest``.
+    """
     project = Project(folder)
     project.records = write_corpus(folder, 8 if tiny else 400, rate=rate, suffix=suffix)
     config = project.configure(
-        write={"shard_size": 4 if tiny else 100, "sampling_rate": wanted}, match={"min_duration": 0.0}
+        write={"shard_size": 4 if tiny else 100, "sampling_rate": wanted, "order": "manifest" if near else "shuffle"},
+        match={"min_duration": 0.0},
     )
-    contexts = np.random.default_rng(2).permutation(len(project.records)).tolist()
+    numbers = np.arange(len(project.records))
+    contexts = (numbers ^ 1 if near else np.random.default_rng(2).permutation(numbers)).tolist()
     utterances = project.match_by_hand(config, contexts)
+    note_audio(matched_manifest(config), utterances, SegmentReader(AudioRoots.of([project.root])))
     shar = folder / "lhotse"
 
     def ours() -> None:
@@ -43,6 +55,16 @@ def case(folder: Path, tiny: bool, *, suffix: str, rate: int = 16000, wanted: in
 
     seconds = sum(u.duration + u.context.segment.duration for u in utterances if u.context)
     return Case(amount=seconds / 3600, unit="hours of audio", ours=ours, baseline=theirs, before=before)
+
+
+def note_audio(manifest: Path, utterances: list[Utterance], reader: SegmentReader) -> None:
+    """Note about each file what the stage match notes when it decodes it."""
+    notes = {utterance.segment: reader.read(utterance.segment).notes for utterance in utterances}
+    for utterance in utterances:
+        assert utterance.context is not None
+        segment = replace(utterance.context.segment, notes=notes[utterance.context.segment])
+        utterance.notes, utterance.context = notes[utterance.segment], replace(utterance.context, segment=segment)
+    manifest.write_bytes(b"".join(utterance.to_json() + b"\n" for utterance in utterances))
 
 
 def cut_of(utterance: Utterance, root: Path, wanted: int | None) -> MonoCut:
@@ -76,6 +98,12 @@ def copy(folder: Path, tiny: bool) -> Case:
 def transcode(folder: Path, tiny: bool) -> Case:
     """WAV, encoded as FLAC."""
     return case(folder, tiny, suffix="wav")
+
+
+@row("write transcode, contexts in their shard", baseline=TO_SHAR, target="≥ 2")
+def transcode_near(folder: Path, tiny: bool) -> Case:
+    """WAV, encoded as FLAC; each segment serves as target and as context of one shard."""
+    return case(folder, tiny, suffix="wav", near=True)
 
 
 @row("write resample", baseline=TO_SHAR)

@@ -22,7 +22,7 @@ from support.shar import members_of
 from sharmill.errors import DamagedShard
 from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.shar.lhotse_json import recording_json
-from sharmill.shar.tar import TarTable, TarWriter
+from sharmill.shar.tar import TarTable, TarWriter, tar_header
 
 NAMES = ["a.flac", "a.json", "x" * 101 + ".flac", "y" * 300 + ".json", "größe-日本語.wav", "ü" * 99, "with space'\".b"]
 
@@ -51,6 +51,14 @@ MEMBERS = [(name, bytes(range(256)) * number) for number, name in enumerate(NAME
 
 def test_members_come_back_in_order(tar):
     assert parse(tar, archive(MEMBERS)) == MEMBERS
+
+
+@pytest.mark.parametrize("name", [*NAMES, "", "z" * 100, "z" * 99 + "é", "deep/folder/a.json"])
+@pytest.mark.parametrize("size", [0, 1, 512, 0o77777777777, 1 << 33])
+def test_headers_are_those_of_the_standard_library(name, size):
+    expected = tarfile.TarInfo(name)
+    expected.size = size
+    assert tar_header(name, size) == expected.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
 def test_python_reads_the_same_members(tar):

@@ -121,7 +121,8 @@ class TestRecords:
         for utterance, file in [*rows, *rows[::-1], rows[3]]:
             audio = reader.read(utterance.segment)
             np.testing.assert_array_equal(audio.samples, voice(0.5 + int(file.stem) / 10, seed=int(file.stem)))
-            assert reader.read_file(utterance.segment, reader.locate(utterance.segment))[0] == file.read_bytes()
+            ((_, copy),) = reader.read_or_copy([utterance.segment], lambda location: True)
+            assert copy.data == file.read_bytes()
         assert [u.recording_id for u in prepared.kept] == [f"rec-train-0#{n}" for n in range(7)]
         assert prepared.kept[1].speaker == "| Language:en Dataset:small Speaker:1 |"
 

@@ -72,7 +72,16 @@ def encode(audio: np.ndarray, sampling_rate: int, format: str) -> bytes:
     # libsndfile clips for the 16-bit formats only; MP3 and Opus would keep the overshoot.
     clipped = np.clip(np.asarray(audio, dtype=np.float32), -1.0, 1.0)
     container, subtype, _ = _ENCODINGS[format]
+    if format == "flac":
+        clipped = _to_int16(clipped)
     buffer = io.BytesIO()
     sf.write(buffer, clipped, sampling_rate, format=container, subtype=subtype)
     data = buffer.getvalue()
     return ogg.with_serial(data, _OGG_SERIAL) if container == "OGG" else data
+
+
+def _to_int16(audio: np.ndarray) -> np.ndarray:
+    """Round samples to 16 bits as libsndfile does for FLAC, in less time than it takes itself."""
+    scaled = audio * np.float32(1 << 15)
+    np.rint(scaled, out=scaled)
+    return np.minimum(scaled, (1 << 15) - 1, out=scaled).astype(np.int16)

@@ -10,21 +10,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import xxhash
 
-from sharmill.audio.containers import gather_rows, open_member, read_member
+from sharmill.audio.containers import gather_rows, open_member
 from sharmill.audio.decoder import AudioInfo
-from sharmill.audio.files import Recording, decode, open_recording, probe, probe_bytes, read
+from sharmill.audio.files import Recording, decode, open_recording
 from sharmill.audio.resample import segment_bounds
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Member, Segment
-from sharmill.storage import checksum, checksum_bytes
+from sharmill.storage import checksum_bytes
 
 # -60 dB of full scale: audio whose loudest sample is below has no speech in it.
 SILENT_PEAK: Final = 1e-3
@@ -69,6 +69,16 @@ class SegmentAudio:
         return xxhash.xxh3_128_intdigest(rounded, seed=self.sampling_rate)
 
 
+@dataclass(frozen=True, slots=True)
+class FileCopy:
+    """The bytes of a file that is a segment, and what a decoder gives for them."""
+
+    data: bytes
+    sampling_rate: int
+    num_samples: int
+    location: Location
+
+
 @dataclass(frozen=True)
 class SegmentReader:
     """A reader of segments below the audio roots of the sources; it rejects audio that is silent or was replaced.
@@ -81,18 +91,6 @@ class SegmentReader:
     roots: AudioRoots
     duration_tolerance: float = math.inf
 
-    def locate(self, segment: Segment) -> Location:
-        """Return where the samples of a segment lie; only the header of the file is read.
-
-        Raises:
-            RejectRecord: the file is missing, unreadable or outside its root, or the segment is empty.
-        """
-        # A link may have changed since the stage prepare saw it.
-        path = self.roots.locate(segment)
-        member = segment.member
-        info = probe(path) if member is None else probe_bytes(read_member(path, member), segment.audio_filepath)
-        return _locate(segment, path, info)
-
     def gather(self, segments: Iterable[Segment]) -> AbstractContextManager[None]:
         """Return a context in which segments may be read in any order, each group of rows that has some read once."""
         found = []
@@ -103,70 +101,76 @@ class SegmentReader:
                     found.append((self.roots.locate(segment), segment.member))
         return gather_rows(found)
 
+    def read(self, segment: Segment) -> SegmentAudio:
+        """Decode a segment.
+
+        Raises:
+            RejectRecord: the audio cannot be used, is silent, or is not what ``segment.notes`` say.
+        """
+        ((_, audio),) = self.read_recording([segment])
+        if isinstance(audio, RejectRecord):
+            raise audio
+        return audio
+
     def read_recording(self, segments: Sequence[Segment]) -> Iterator[tuple[int, SegmentAudio | RejectRecord]]:
         """Read segments of one recording, in the order of their offsets; it is opened once and decoded forward.
 
         Yields the index of each segment with what ``read`` returns for it, or with the reject that ``read`` raises.
         """
+        for index, found in self.read_or_copy(segments, lambda location: False):
+            assert not isinstance(found, FileCopy)
+            yield index, found
+
+    def read_or_copy(
+        self, segments: Sequence[Segment], may_copy: Callable[[Location], bool]
+    ) -> Iterator[tuple[int, SegmentAudio | FileCopy | RejectRecord]]:
+        """Read segments of one recording as ``read_recording``; of whole files that ``may_copy`` chooses, the bytes.
+
+        Bytes are decoded once all the same, unless they are those that an earlier stage has decoded: a file that breaks
+        later would take its whole shard with it.
+        """
         in_order = sorted(range(len(segments)), key=lambda index: segments[index].offset)
         try:
+            # A link may have changed since the stage prepare saw it.
             path, member = self.roots.locate(segments[0]), segments[0].member
             opened = open_recording(path) if member is None else open_member(path, member, segments[0].audio_filepath)
             with opened as recording:
                 checksum_once = cache(lambda: _checksum_of(recording))
                 for index in in_order:
-                    yield index, self._read_part(segments[index], path, recording, checksum_once)
+                    try:
+                        location = _locate(segments[index], path, recording.info)
+                        self._check_claims(segments[index], location)
+                        if may_copy(location):
+                            yield index, self._copy(segments[index], location, recording)
+                        else:
+                            yield index, self._read_part(segments[index], location, recording, checksum_once)
+                    except RejectRecord as reject:
+                        yield index, reject
         except RejectRecord as reject:  # it cannot be opened; what is wrong with a segment was yielded
             yield from ((index, reject) for index in in_order)
 
     def _read_part(
-        self, segment: Segment, path: Path, recording: Recording, checksum_once: Callable[[], str]
-    ) -> SegmentAudio | RejectRecord:
-        try:
-            location = _locate(segment, path, recording.info)
-            self._check_claims(segment, location)
-            start, count = (0, None) if location.is_whole_file else (location.start, location.num_samples)
-            samples = recording.read(start, count, segment.channel)
-            found = _checksum(segment, location, samples, checksum_once)
-            return self._check(segment, location, samples, recording.info.sampling_rate, found)
-        except RejectRecord as reject:
-            return reject
-
-    def read(self, segment: Segment, location: Location | None = None) -> SegmentAudio:
-        """Decode a segment; ``location`` is what ``locate`` has returned for it, if it was called before.
-
-        Raises:
-            RejectRecord: the audio cannot be used, is silent, or is not what ``segment.notes`` say.
-        """
-        location = location or self.locate(segment)
-        self._check_claims(segment, location)
+        self, segment: Segment, location: Location, recording: Recording, checksum_once: Callable[[], str]
+    ) -> SegmentAudio:
         start, count = (0, None) if location.is_whole_file else (location.start, location.num_samples)
-        if location.member is None:
-            samples, rate = read(location.path, start, count, segment.channel)
-        else:
-            data = read_member(location.path, location.member)
-            samples, rate = decode(data, start, count, segment.channel, segment.audio_filepath)
-        return self._check(segment, location, samples, rate, _checksum(segment, location, samples))
+        samples = recording.read(start, count, segment.channel)
+        found = _checksum(segment, location, samples, checksum_once)
+        return self._check(segment, location, samples, recording.info.sampling_rate, found)
 
-    def read_file(self, segment: Segment, location: Location) -> tuple[bytes, SegmentAudio]:
-        """Read and decode a segment that is a whole file; returns the bytes of the file too.
-
-        Raises:
-            RejectRecord: as ``read``.
-        """
-        self._check_claims(segment, location)
+    def _copy(self, segment: Segment, location: Location, recording: Recording) -> FileCopy:
         if location.size > _MAX_FILE_BYTES + 8 * location.num_samples * location.info.channels:
             detail = f"{location.size} bytes are too many for {location.num_samples} samples"
             raise RejectRecord("unreadable_audio", f"{location.path}: {detail}")
-        if location.member is not None:
-            data = read_member(location.path, location.member)
+        data = recording.source.read()
+        found = checksum_bytes(data)
+        rate, num_samples = location.info.sampling_rate, location.num_samples
+        if found == segment.notes.checksum:
+            self._check_size(segment, location)
+            self._check_duration(segment, num_samples, rate)
         else:
-            try:
-                data = location.path.read_bytes()
-            except FileNotFoundError as error:  # between the look at its header and now
-                raise RejectRecord("missing_audio", f"{location.path}: {error.strerror}") from error
-        samples, rate = decode(data)
-        return data, self._check(segment, location, samples, rate, checksum_bytes(data))
+            samples, rate = decode(data)
+            num_samples = len(self._check(segment, location, samples, rate, found).samples)
+        return FileCopy(data, rate, num_samples, location)
 
     def _check_claims(self, segment: Segment, location: Location) -> None:
         """Reject audio that has more samples than its record says, or was replaced, before it is decoded."""
@@ -195,7 +199,7 @@ class SegmentReader:
         if segment.notes.checksum not in ("", found):
             raise RejectRecord("changed_audio", f"{location.path} is not what it was when the stage match read it")
         self._check_duration(segment, len(samples), rate)
-        peak = float(np.abs(samples).max())
+        peak = max(float(samples.max()), -float(samples.min()))
         if peak < SILENT_PEAK:
             level = f"is {20 * math.log10(peak):.0f} dB of full scale" if peak else "is zero"
             raise RejectRecord(
@@ -218,26 +222,20 @@ def _locate(segment: Segment, path: Path, info: AudioInfo) -> Location:
     return Location(path, info, start, num_samples, size, status.st_mtime_ns, member)
 
 
-def _checksum(
-    segment: Segment, location: Location, samples: np.ndarray, checksum_all: Callable[[], str] | None = None
-) -> str:
+def _checksum(segment: Segment, location: Location, samples: np.ndarray, checksum_all: Callable[[], str]) -> str:
     """Return the checksum of what a segment was read from; ``checksum_all`` returns that of all bytes of the recording.
 
     Of a whole file its bytes; of a part the samples, which cost nothing more to read. But samples of MP3, Vorbis and
     Opus may differ in their last bits between kinds of CPU: of a part of such a file all its bytes, once per file, and
     not again where size and time are those that were noted with the checksum.
     """
-    member, notes = location.member, segment.notes
+    notes = segment.notes
     if not location.is_whole_file:
         if location.info.exact_seeks:
             return checksum_bytes(samples.tobytes())
         if notes.checksum and (notes.size, notes.modified) == (location.size, location.modified):
             return notes.checksum
-    if checksum_all is not None:
-        return checksum_all()
-    if location.is_whole_file:
-        return checksum(location.path) if member is None else checksum_bytes(read_member(location.path, member))
-    return _file_checksum(location.path, location.size, location.modified, member)
+    return checksum_all()
 
 
 def _checksum_of(recording: Recording) -> str:
@@ -246,9 +244,3 @@ def _checksum_of(recording: Recording) -> str:
     for block in recording.source.blocks():
         digest.update(block)
     return digest.hexdigest()
-
-
-@lru_cache(maxsize=4096)
-def _file_checksum(path: Path, size: int, modified: int, member: Member | None) -> str:
-    """Return the checksum of a recording's bytes; ``size`` and ``modified`` are for the cache alone."""
-    return checksum(path) if member is None else checksum_bytes(read_member(path, member))

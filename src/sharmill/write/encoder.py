@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from sharmill.audio.encoding import check_encoder, encode
-from sharmill.audio.files import probe_bytes
 from sharmill.audio.resample import resample
-from sharmill.audio.segments import Location, SegmentAudio, SegmentReader
+from sharmill.audio.segments import FileCopy, Location, SegmentAudio, SegmentReader
 from sharmill.audio.spool import Kept, Spool
 from sharmill.config import WriteConfig
 from sharmill.errors import ConfigError, RejectRecord
@@ -72,18 +71,9 @@ class SegmentEncoder:
 
     def _make(self, segment: Segment) -> None:
         """Make what is asked for, and with it all that ``uses`` has of its recording."""
-        together = [] if segment.whole_file else self._together.pop(segment.recording, [])
-        if len(together) < 2:
-            self._keep(segment, self._attempt(segment))
-            return
-        for index, audio in self._reader.read_recording(together):
-            try:
-                if isinstance(audio, RejectRecord):
-                    raise audio
-                copied = self._may_copy(audio.location)
-                self._keep(together[index], self._attempt(together[index]) if copied else self._encode(audio))
-            except RejectRecord as reject:
-                self._keep(together[index], reject)
+        together = [segment] if segment.whole_file else self._together.pop(segment.recording, [segment])
+        for index, found in self._reader.read_or_copy(together, self._may_copy):
+            self._keep(together[index], self._store(found))
 
     def _keep(self, segment: Segment, outcome: StoredAudio | RejectRecord) -> None:
         if not isinstance(outcome, RejectRecord):
@@ -91,21 +81,18 @@ class SegmentEncoder:
         else:
             self._kept[segment] = outcome
 
-    def _attempt(self, segment: Segment) -> StoredAudio | RejectRecord:
+    def _store(self, found: SegmentAudio | FileCopy | RejectRecord) -> StoredAudio | RejectRecord:
+        if isinstance(found, RejectRecord):
+            return found
+        if isinstance(found, FileCopy):
+            return StoredAudio(found.data, found.location.info.format, found.sampling_rate, found.num_samples)
         try:
-            location = self._reader.locate(segment)
-            if self._may_copy(location):
-                data, audio = self._reader.read_file(segment, location)
-                return StoredAudio(data, location.info.format, audio.sampling_rate, len(audio.samples))
-            return self._encode(self._reader.read(segment, location))
+            return self._encode(found)
         except RejectRecord as reject:
             return reject
 
     def _may_copy(self, location: Location) -> bool:
-        """Return True for a whole file that is mono and already has the wanted format and rate.
-
-        It is decoded once all the same: one that breaks later would take its whole shard with it.
-        """
+        """Return True for a whole file that is mono and already has the wanted format and rate."""
         info, config = location.info, self._config
         return (
             location.is_whole_file
@@ -128,9 +115,7 @@ class SegmentEncoder:
             check_encoder(extension, rate)
         except ConfigError as error:
             raise RejectRecord("unsupported_rate", str(error)) from error
-        data = encode(samples, rate, extension)
-        stored = probe_bytes(data)
-        return StoredAudio(data, extension, stored.sampling_rate, stored.num_samples)
+        return StoredAudio(encode(samples, rate, extension), extension, rate, len(samples))
 
 
 def _can_encode(format: str, sampling_rate: int) -> bool:

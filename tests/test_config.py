@@ -348,7 +348,7 @@ def test_match_null_leaves_the_stage_match_out(overrides, write):
     config = load_config(write("match: {min_duration: 4}" if overrides else "match: null"), overrides)
     assert config.match is None
     assert not config.has_contexts
-    assert config.stages == ("prepare", "write", "encode", "validate")
+    assert config.stages == ("prepare", "write", "survey", "encode", "assemble", "validate")
 
 
 def test_match_null_is_stored_and_read_again(write, tmp_path):

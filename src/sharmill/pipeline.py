@@ -12,7 +12,9 @@ from pathlib import Path
 from sharmill.audio.encoding import check_encoder
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config, ValidateConfig, to_yaml
+from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.stage import EncodeStage
+from sharmill.encode.survey import SurveyStage
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
@@ -92,7 +94,7 @@ class DatasetRun:
 
 
 def choose_stages(config: Config, names: Sequence[str] | None = None) -> Sequence[str]:
-    """Return the stages that are named, or all of the dataset where none are.
+    """Return the stages that are named, or all of the dataset where none are; with ``encode`` come those of codes.
 
     Raises:
         ConfigError: one is named that a dataset of this kind does not have.
@@ -103,17 +105,23 @@ def choose_stages(config: Config, names: Sequence[str] | None = None) -> Sequenc
             f"stages are {', '.join(config.stages)}",
             code="unknown_stage",
         )
-    return config.stages if names is None else names
+    if names is None:
+        return config.stages
+    # Codes are in the dataset only when they are assembled, and need the survey: all three are one step to users.
+    chosen = {*names, *(("survey", "assemble") if "encode" in names else ())}
+    return tuple(name for name in config.stages if name in chosen)
 
 
 def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stage]:
-    """Return the stages in the order in which they run, by default all; ``encode`` is one stage per codec."""
+    """Return the stages in the order in which they run, by default all; there is one of each codec."""
     names = choose_stages(config, names)
     stages: dict[str, list[Stage]] = {
         "prepare": [PrepareStage(config)],
         "match": [MatchStage(config)] if config.has_contexts else [],
         "write": [WriteStage(config)],
+        "survey": [SurveyStage(config)] if config.encode.codecs else [],
         "encode": [EncodeStage(config, codec) for codec in config.encode.codecs],
+        "assemble": [AssembleStage(config, codec) for codec in config.encode.codecs],
         "validate": [_validate_stage(config)],
     }
     chosen = [stage for name in config.stages if name in names for stage in stages[name]]
@@ -284,7 +292,12 @@ def _reject_files(stage: Stage) -> list[Path]:
 
 def _check_accounts(config: Config, results: Sequence[tuple[Stage, StageResult]]) -> None:
     """Raise FatalError unless the records that went on from one stage came into the next."""
-    totals = [(stage, result.totals) for stage, result in results if result.totals is not None]
+    totals = [
+        # This one counts segments.
+        (stage, result.totals)
+        for stage, result in results
+        if result.totals is not None and not isinstance(stage, EncodeStage)
+    ]
     for (before, went_on), (after, came) in pairwise(totals):
         if came.num_in != went_on.num_out:
             raise FatalError(

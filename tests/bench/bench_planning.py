@@ -15,6 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from sharmill.encode.segments import PLACE, seconds_of
+from sharmill.encode.survey import merge_tables
+from sharmill.engine.balance import divide_evenly
 from sharmill.match.groups import divide, index_manifest
 from sharmill.match.speaker_key import make_speaker_key
 from sharmill.prepare.ids import HASH_FIELDS, ambiguous_cuts, ambiguous_recordings, find_suspects, repeated_segments
@@ -65,8 +68,35 @@ def plan_write(path: Path) -> int:
     return len(order_lines(index_matched(path), "shuffle", 42))
 
 
+def write_tables(folder: Path, num_records: int) -> None:
+    """What the survey of a dataset in shuffle order has for each shard of 1,000 records: contexts are other targets."""
+    folder.mkdir()
+    rng = np.random.default_rng(1)
+    for shard, start in enumerate(range(0, num_records, 1000)):
+        numbers = np.arange(start, min(start + 1000, num_records), dtype=np.uint64)
+        table = np.zeros((2, len(numbers)), PLACE)
+        table["hash"][0, :, 1] = numbers
+        table["hash"][1, :, 1] = rng.integers(0, num_records, len(numbers))
+        table["hash"][..., 0] = table["hash"][..., 1] * np.uint64(0x9E3779B97F4A7C15)
+        table["num_samples"] = 32000 + table["hash"][..., 1] % 97 * 1600
+        table["sampling_rate"] = 16000
+        np.save(folder / f"{shard:06d}.npy", table)
+
+
+def merge_survey(path: Path) -> int:
+    tables = sorted((path.parent / "tables").iterdir())
+    num_records = sum(np.load(table, mmap_mode="r").shape[1] for table in tables)
+    merge_tables(tables, (2, num_records), path.parent / "segments.npy", path.parent / "numbers.npy")
+    return len(np.load(path.parent / "segments.npy", mmap_mode="r"))
+
+
+def plan_encode(path: Path) -> int:
+    seconds = seconds_of(np.load(path.parent / "segments.npy", mmap_mode="r"))
+    return len(divide_evenly(seconds, max(1, round(float(seconds.sum()) / 7200))))
+
+
 STEPS: dict[str, Callable[[Path], int]] = {
-    step.__name__: step for step in (plan_prepare, settle_ids, plan_match, plan_write)
+    step.__name__: step for step in (plan_prepare, settle_ids, plan_match, plan_write, merge_survey, plan_encode)
 }
 
 
@@ -84,6 +114,7 @@ def main(num_records: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.json"
         write_manifest(path, num_records)
+        write_tables(Path(folder) / "tables", num_records)
         print(f"{num_records:,} records, {path.stat().st_size / 2**20:.0f} MiB")
         for step in STEPS:
             command = [sys.executable, __file__, step, str(path)]

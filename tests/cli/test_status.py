@@ -237,8 +237,8 @@ def test_codecs_of_earlier_runs_are_shown(stage):
     folder = stage.run_dir.stage("encode/earlier").plan
     folder.mkdir(parents=True)
     (folder / "units.jsonl").touch()
-    names = [line.split()[0] for line in shown(stage).splitlines() if line.startswith("encode/")]
-    assert names == ["encode/earlier", "encode/builtin"]
+    names = [line.split()[0] for line in shown(stage).splitlines() if line.startswith(("encode/", "assemble/"))]
+    assert names == ["encode/earlier", "encode/builtin", "assemble/earlier", "assemble/builtin"]
 
 
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):

@@ -40,7 +40,7 @@ def test_damage_is_found_done_again_and_gone(make_config, corpus, tmp_path):
     found = run_sharmill("validate", config, "--json", report)
     assert found.returncode == 3, found.stderr
     assert "wrong_checksum" in found.stdout
-    assert "to be done again by --redo: 1 of encode/tiny, 1 of write" in found.stdout
+    assert "to be done again by --redo: 1 of assemble/tiny, 1 of write" in found.stdout
     again = run_sharmill("run", config, "--redo", report)
     assert again.returncode == 0, again.stderr
     assert "validation: no findings" in again.stdout

@@ -58,7 +58,7 @@ def test_plain_lhotse_loads_everything(demo):
 
 def test_status_shows_every_stage_as_done(demo):
     output = run_sharmill("status", demo[0] / "run").stdout
-    for stage in ("prepare", "match", "write", "encode/builtin", "validate"):
+    for stage in ("prepare", "match", "write", "survey", "encode/builtin", "assemble/builtin", "validate"):
         (row,) = [line for line in output.splitlines() if line.startswith(f"{stage}  ")]
         assert " done " in row
 

@@ -53,7 +53,7 @@ def test_the_run_goes_on(odd: OddRun):
 def test_the_sums_agree(odd: OddRun):
     """Stage by stage, and with the lines of the manifest."""
     totals = {}
-    for stage in ("prepare", "match", "write", "encode/builtin", "validate"):
+    for stage in ("prepare", "match", "write", "survey", "encode/builtin", "assemble/builtin", "validate"):
         totals[stage] = json.loads((odd.folder / "run" / stage / "done.json").read_bytes())
     rejects = [json.loads(line) for line in (odd.folder / "run/rejects.jsonl").read_bytes().splitlines()]
     came = sum(bool(line.strip()) if isinstance(line, bytes) else 1 for line in odd.records)

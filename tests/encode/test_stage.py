@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from unittest import mock
 
@@ -15,18 +16,21 @@ from support.pipelines import shar_fields
 from support.shar import (
     Project,
     ToyCodec,
+    codec_stages,
     copy,
     lines,
     loading,
     reindex,
     rewrite,
     run,
+    run_codec,
     snapshot,
     voice,
 )
 
 from sharmill.audio.resample import resample
-from sharmill.config import CodecConfig
+from sharmill.config import EncodeConfig
+from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.run import run_stage
 from sharmill.errors import ConfigError, DamagedShard, FatalError
@@ -47,13 +51,15 @@ def config(project):
     return project.write([1, 0, 0, 0, 0], write={"shard_size": 3, "order": "manifest"})
 
 
-def stage_of(config, name="toy"):
-    return EncodeStage(config, CodecConfig(name=name, model="builtin"))
-
-
-def encode(config, codec, name="toy", **options):
+def encode(config, codec, name="toy", *, restart=False, **options):
+    """Brings codes into a dataset, with other ``options`` of the section encode; the result of the last stage."""
+    config = dataclasses.replace(config, encode=dataclasses.replace(config.encode, **options))
     with loading(codec):
-        return run(stage_of(config, name), **options)
+        for stage in codec_stages(config, name):
+            result = run(stage, restart=restart and stage.kind != "survey")
+            if not result.ok:
+                break
+    return result
 
 
 def test_the_codes_are_those_of_the_stored_audio(project, config):
@@ -89,21 +95,15 @@ def test_the_stored_type_follows_the_codebook(project, config, size, dtype):
         assert cut.target_codes.load().dtype == cut.context_codes.load().dtype == dtype
 
 
-def test_each_audio_of_a_unit_is_encoded_once(project, config):
+def test_each_audio_of_the_dataset_is_encoded_once(project, config):
     codec = project.encode(config)
-    per_unit = [[SECONDS[0], SECONDS[1], SECONDS[2]], [SECONDS[3], SECONDS[4], SECONDS[0]]]
-    encoded = [sum(lengths) for lengths in codec.batches]
-    assert sum(map(len, codec.batches)) == 6
-    assert sum(encoded) == round(sum(map(sum, per_unit)) * 16000)
+    assert sorted(length for batch in codec.batches for length in batch) == sorted(round(s * 16000) for s in SECONDS)
 
 
 def test_batches_are_sorted_by_length_and_bounded_by_padded_seconds(project, config):
     codec = ToyCodec()
-    stage = stage_of(config)
-    stage.batch_seconds = 2.0
-    with loading(codec):
-        assert run(stage).ok
-    assert codec.batches == [[20000], [16000, 8000], [32000], [16000, 4960]]
+    assert encode(config, codec, batch_seconds=2.0).ok
+    assert codec.batches == [[32000], [20000], [16000, 8000], [4960]]
 
 
 def test_a_codec_that_minds_padding_gets_equal_lengths_only(project, config):
@@ -113,13 +113,9 @@ def test_a_codec_that_minds_padding_gets_equal_lengths_only(project, config):
 
 @pytest.mark.parametrize("batch_seconds", [0.1, 1.0, 100.0])
 def test_the_bytes_do_not_depend_on_how_the_toy_is_batched(project, config, built, batch_seconds):
-    stage = stage_of(config)
-    stage.batch_seconds = batch_seconds
-    with loading(ToyCodec()):
-        assert run(stage).ok
+    assert encode(config, ToyCodec(), batch_seconds=batch_seconds).ok
     found = snapshot(project.dataset / "codes_toy")
-    with loading(ToyCodec()):
-        assert run(stage_of(config), restart=True).ok
+    assert encode(config, ToyCodec(), restart=True).ok
     assert snapshot(project.dataset / "codes_toy") == found
 
 
@@ -188,14 +184,24 @@ def test_a_restart_replaces_the_codes_and_nothing_else(project, config):
     assert snapshot(project.dataset) == before
 
 
-def test_a_restart_that_dies_leaves_a_dataset_without_the_codec(project, config):
+def test_a_restart_that_dies_while_it_encodes_leaves_the_old_codes(project, config):
+    project.encode(config)
+    before = snapshot(project.dataset)
+    with mock.patch.object(EncodeStage, "plan", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        encode(config, ToyCodec(), restart=True)
+    assert snapshot(project.dataset) == before
+    assert encode(config, ToyCodec(samples_per_frame=640)).ok
+    assert read_dataset(project.dataset).codecs[0].samples_per_frame == 640
+
+
+def test_a_restart_that_dies_while_it_assembles_leaves_a_dataset_without_the_codec(project, config):
     project.encode(config, "kept", ToyCodec(samples_per_frame=160))
     without = snapshot(project.dataset)
     project.encode(config)
-    stage = stage_of(config)
-    with mock.patch.object(EncodeStage, "plan", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        run(stage, restart=True)
+    with mock.patch.object(AssembleStage, "plan", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        encode(config, ToyCodec(), restart=True)
     assert snapshot(project.dataset) == without
+    assert encode(config, ToyCodec()).ok
 
 
 def test_a_second_run_does_nothing(project, config):
@@ -210,20 +216,18 @@ def test_a_lost_codes_file_is_made_again(project, config):
     before = snapshot(project.dataset)
     (project.dataset / "codes_toy/context_codes/codes.000001.tar").unlink()
     codec = project.encode(config)
-    assert sum(map(len, codec.batches)) == 3
+    assert codec.batches == []
     assert snapshot(project.dataset) == before
 
 
 def test_ranks_with_different_models_are_found_out(project, config):
-    stage = stage_of(config)
-
     class Changing(ToyCodec):
         @property
         def checksum(self):
             return f"toy{len(self.batches)}"
 
-    with loading(Changing()), raises(FatalError, "bad_model"):
-        run(stage)
+    with raises(FatalError, "bad_model"):
+        encode(config, Changing(), unit_seconds=1.0)
     assert read_dataset(project.dataset).codecs == []
 
 
@@ -248,38 +252,58 @@ DAMAGES = {
 }
 
 
-def encode_damaged(config):
-    """Runs the stage over a damaged dataset; the result and the errors heard."""
+def run_damaged(stage):
+    """Runs a stage over a damaged dataset; the result and the errors heard."""
     listener = KeepErrors()
     with loading(ToyCodec()):
-        result = run_stage(stage_of(config), LocalExecutor(1), listener, max_reject_fraction=1.0)
+        result = run_stage(stage, LocalExecutor(1), listener, max_reject_fraction=1.0)
     return result, listener.errors
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("field", ["target_audio", "context_audio"])
-def test_a_damaged_shard_fails_its_unit_and_the_others_go_on(project, config, damage, field):
+def test_a_damaged_shard_fails_its_unit_before_anything_is_encoded(project, config, damage, field):
     path = project.dataset / f"{field}/recording.000000.tar"
     before = path.read_bytes()
     DAMAGES[damage](path)
-    result, errors = encode_damaged(config)
+    survey, stage, _ = codec_stages(config)
+    result, errors = run_damaged(survey)
     assert list(result.failures) == [0]
     assert all(f"{field}/recording.000000.tar" in error for error in errors)
-    assert (project.dataset / "codes_toy/target_codes/codes.000001.tar").exists()
-    assert not (project.dataset / "codes_toy/target_codes/codes.000000.tar").exists()
-    assert read_dataset(project.dataset).codecs == []
+    with raises(ConfigError, "stage_not_run", "survey"):
+        run(stage)
     path.write_bytes(before)
     assert encode(config, ToyCodec()).ok
     assert len(list(open_shar(project.dataset))) == 5
+
+
+@pytest.mark.parametrize("damage", ["flipped bit in the audio", "gone"])
+def test_damage_after_the_survey_fails_the_blocks_with_what_lay_there(project, config, damage):
+    path = project.dataset / "target_audio/recording.000001.tar"
+    survey, stage, _ = codec_stages(dataclasses.replace(config, encode=EncodeConfig(unit_seconds=0.3)))
+    assert run(survey).ok
+    before = path.read_bytes()
+    DAMAGES[damage](path)
+    result, errors = run_damaged(stage)
+    assert result.failures
+    assert all("target_audio/recording.000001.tar" in error for error in errors)
+    assert len(list((stage.root / "parts").iterdir())) >= 3
+    assert read_dataset(project.dataset).codecs == []
+    path.write_bytes(before)
+    with loading(ToyCodec()):
+        assert run(stage).ok
 
 
 @pytest.mark.parametrize("damage", ["flipped bit in the audio", "cut off", "one item fewer"])
 def test_damage_that_the_checksums_hide_fails_the_unit_too(project, config, damage):
     DAMAGES[damage](project.dataset / "target_audio/recording.000000.tar")
     reindex(project.dataset)
-    result, errors = encode_damaged(config)
+    survey, stage, _ = codec_stages(config)
+    result, errors = run_damaged(survey)
     if damage == "flipped bit in the audio":
         # FLAC has checksums of its own, which libsndfile looks at in part.
+        assert result.ok
+        result, _ = run_damaged(stage)
         assert result.ok or list(result.failures) == [0]
     else:
         assert list(result.failures) == [0]
@@ -294,9 +318,11 @@ def test_metadata_that_disagree_with_the_audio_fail_the_unit(project, config, ch
         for item in items:
             writer.add(Item(item.cut_id, item.extension, item.data, item.metadata | change))
     reindex(project.dataset)
-    result, errors = encode_damaged(config)
+    survey, stage, _ = codec_stages(config)
+    assert run(survey).ok
+    result, errors = run_damaged(stage)
     assert list(result.failures) == [0]
-    assert any(item.cut_id in errors[0] for item in items)
+    assert str(path) in errors[0]
 
 
 def test_swapped_fields_fail_the_unit(project, config):
@@ -306,10 +332,9 @@ def test_swapped_fields_fail_the_unit(project, config):
         for item in reversed(items):
             writer.add(item)
     reindex(project.dataset)
-    result, errors = encode_damaged(config)
+    result, errors = run_damaged(codec_stages(config)[0])
     assert list(result.failures) == [0]
-    assert "shard 0" in errors[0]
-    assert "context_audio" in errors[0]
+    assert "context_audio/recording.000000.tar" in errors[0]
 
 
 def test_what_is_no_dataset_is_a_configuration_error(project):
@@ -342,7 +367,7 @@ def test_real_codecs_codes_are_those_of_each_item_alone(project, config, tmp_pat
         )  # fmt: skip
         model.save_pretrained(tmp_path / "encodec")
     name = f"transformers:{tmp_path / 'encodec'}"
-    assert run(EncodeStage(config, CodecConfig(name="tiny", model=name))).ok
+    run_codec(config, "tiny", name)
     codec = load_codec(name)
     assert str(tmp_path) not in (project.dataset / "dataset.json").read_text()
     same = total = 0
@@ -359,8 +384,7 @@ def test_real_codecs_codes_are_those_of_each_item_alone(project, config, tmp_pat
 def test_copies_of_a_dataset_can_be_extended_from_a_fresh_run(built, tmp_path):
     directory = copy(built.dataset, tmp_path / "copy")
     config = built.configure(dataset_dir=str(directory), run_dir=str(tmp_path / "run"))
-    with loading(ToyCodec(samples_per_frame=160)):
-        assert run(stage_of(config, "more")).ok
+    assert encode(config, ToyCodec(samples_per_frame=160), "more").ok
     assert [codec.name for codec in read_dataset(directory).codecs] == ["more", "toy"]
 
 

@@ -86,7 +86,8 @@ def test_a_file_system_without_flock_is_named_and_changes_nothing(small_run, fau
     outcome = faulty_disk.run(small_run, "encode", "none", 1, FLOCK=number)
     assert outcome.returncode == 0
     named = [line.split(" has no flock")[0].rpartition(" ")[2] for line in outcome.stderr.splitlines()]
-    assert named == [str(small_run.work / "run"), str(small_run.dataset)]
+    own = (small_run.work / "run", *small_run.stage_dirs("encode")[:2], small_run.dataset)
+    assert named == [str(folder) for folder in own]
     assert small_run.differences("encode") == []
 
 

@@ -75,7 +75,7 @@ def test_a_unit_that_fails_shows_in_exit_status_closing_lines_and_status(tmp_pat
     shard.write_bytes(bytes(shard.stat().st_size))
     shown = run_sharmill("submit", "stage3", config, "--profile", profile, "--wait")
     assert shown.returncode == 1
-    stage = tmp_path / "a" / "run" / "encode" / "tiny"
+    stage = tmp_path / "a" / "run" / "survey"
     for text in (shown.stdout, run_sharmill("status", tmp_path / "a" / "run").stdout):
         lines = " ".join(text.split())
         assert "1 units failed" in lines
@@ -84,8 +84,6 @@ def test_a_unit_that_fails_shows_in_exit_status_closing_lines_and_status(tmp_pat
     failed = [json.loads(line) for line in (stage / "failures.jsonl").read_bytes().splitlines()]
     assert [error["index"] for error in failed] == [1]
     assert "Traceback" in failed[0]["traceback"]
-    shards = len(list(shard.parent.iterdir()))
-    assert len(list((tmp_path / "a" / "dataset" / "codes_tiny" / "target_codes").iterdir())) == shards - 1
 
 
 def test_what_the_checker_names_is_done_again_on_the_cluster(tmp_path, make_config, profile):
@@ -130,7 +128,7 @@ def test_an_error_of_one_dataset_does_not_keep_the_others_back(tmp_path, make_co
 
 
 def test_sbatch_files_process_several_datasets_as_one_array(tmp_path, make_two_configs, local_outcomes):
-    """All five at once: each task waits for the same dataset's task of the stage before it."""
+    """All at once: each task waits for the same dataset's task of the stage before it."""
     configs = make_two_configs(tmp_path)
     options = ["--parsable", "--array=0-1", "--partition=cpu", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=2G"]
     after: list[str] = []

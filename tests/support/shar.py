@@ -37,6 +37,18 @@ def run(stage: Stage, *, restart: bool = False) -> StageResult:
     return run_stage(stage, LocalExecutor(1), KeepErrors(), max_reject_fraction=1.0, restart=restart)
 
 
+def codec_stages(config: Config, name: str = "toy", model: str = "builtin") -> list[Stage]:
+    """The stages that bring the codes of one codec into a dataset."""
+    encode = EncodeStage(config, CodecConfig(name=name, model=model))
+    return [encode.survey, encode, encode.assemble]
+
+
+def run_codec(config: Config, name: str = "toy", model: str = "builtin", *, restart: bool = False) -> None:
+    """Brings the codes of one codec into a dataset."""
+    for stage in codec_stages(config, name, model):
+        assert run(stage, restart=restart and stage.kind != "survey").ok
+
+
 def voice(seconds: float, rate: int = 16000, pitch: float = 200.0, seed: int = 0) -> np.ndarray:
     """A tone that glides a little, over quiet noise, rounded to 16 bits."""
     num_samples = round(seconds * rate)
@@ -132,7 +144,7 @@ class Project:
         """Adds the codes of a toy codec."""
         codec = codec or ToyCodec()
         with loading(codec):
-            assert run(EncodeStage(config, CodecConfig(name=name, model="builtin"))).ok
+            run_codec(config, name)
         return codec
 
     def rejects(self, stage: str) -> list[dict[str, Any]]:

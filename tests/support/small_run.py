@@ -85,9 +85,10 @@ class SmallRun:
             **options,
         )  # fmt: skip
 
-    def stage_dir(self, stage: str) -> Path:
-        """The stage's folder in the run directory."""
-        return self.work / "run" / (f"encode/{CODEC}" if stage == "encode" else stage)
+    def stage_dirs(self, stage: str) -> list[Path]:
+        """The folders in the run directory of what the command line runs under the name of a stage."""
+        names = ("survey", f"encode/{CODEC}", f"assemble/{CODEC}") if stage == "encode" else (stage,)
+        return [self.work / "run" / name for name in names]
 
     def state(self, stage: str) -> Path:
         """The folder that has ``work`` as the stage left it."""
@@ -105,14 +106,22 @@ class SmallRun:
 
     def commits(self, stage: str) -> int:
         """How many commits are in the ledger."""
-        return sum(path.read_bytes().count(b"\n") for path in self.stage_dir(stage).glob("ranks/*/ledger/*.jsonl"))
+        ledgers = (path for folder in self.stage_dirs(stage) for path in folder.glob("ranks/*/ledger/*.jsonl"))
+        return sum(path.read_bytes().count(b"\n") for path in ledgers)
 
     def attempts(self, stage: str) -> Counter[str]:
         """How often each unit was begun, by the logs of the ranks."""
         lines = [
-            line for path in self.stage_dir(stage).glob("logs/rank-*.log") for line in path.read_text().split("\n")
+            (folder, line)
+            for folder in self.stage_dirs(stage)
+            for path in folder.glob("logs/rank-*.log")
+            for line in path.read_text().split("\n")
         ]
-        return Counter(line.split("unit ", 1)[1].split(" begins")[0] for line in lines if " begins: " in line)
+        return Counter(
+            f"{folder.name} {line.split('unit ', 1)[1].split(' begins')[0]}"
+            for folder, line in lines
+            if " begins: " in line
+        )
 
     def differences(self, stage: str) -> list[str]:
         """How ``work`` differs from what the stage leaves without trouble: nothing may."""

@@ -6,10 +6,8 @@ import json
 
 import pytest
 from support.errors import raises
-from support.shar import Project, ToyCodec, lines, loading, put, rewrite, run, snapshot, voice
+from support.shar import Project, ToyCodec, codec_stages, lines, loading, put, rewrite, run, snapshot, voice
 
-from sharmill.config import CodecConfig
-from sharmill.encode.stage import EncodeStage
 from sharmill.engine import ledger
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
@@ -18,7 +16,7 @@ from sharmill.validate.redo import take_back_commits
 from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage
 
-STAGES = ["write", "encode"]
+STAGES = ["write", "survey", "encode", "assemble"]
 CODECS = ("a", "b")
 TARGETS = "target_audio/recording.000001.tar"
 CODES = "codes_b/target_codes/codes.000001.tar"
@@ -44,8 +42,7 @@ class Finished:
         return self.project.dataset
 
     def stages(self):
-        encodes = [EncodeStage(self.config, CodecConfig(name=name, model="builtin")) for name in CODECS]
-        return [WriteStage(self.config), *encodes]
+        return [WriteStage(self.config), *(stage for name in CODECS for stage in codec_stages(self.config, name))]
 
     def run(self):
         """The ordinary relaunch."""
@@ -94,15 +91,15 @@ DAMAGES = {
     "audio that is cut off": (lambda d: (d / TARGETS).write_bytes((d / TARGETS).read_bytes()[:-1]), [("write", 1)]),
     "audio that is gone": (lambda d: (d / TARGETS).unlink(), [("write", 1)]),
     "cuts": (lambda d: flip(d / "cuts/cuts.000002.jsonl.gz", 100), [("write", 2)]),
-    "codes": (lambda d: flip(d / CODES, 700), [("encode/b", 1)]),
-    "codes that are gone": (lambda d: (d / CODES).unlink(), [("encode/b", 1)]),
-    "several": (lambda d: (flip(d / TARGETS), flip(d / CODES, 700)), [("encode/b", 1), ("write", 1)]),
+    "codes": (lambda d: flip(d / CODES, 700), [("assemble/b", 1)]),
+    "codes that are gone": (lambda d: (d / CODES).unlink(), [("assemble/b", 1)]),
+    "several": (lambda d: (flip(d / TARGETS), flip(d / CODES, 700)), [("assemble/b", 1), ("write", 1)]),
     "a description that is cut off": (lambda d: (d / "dataset.json").write_bytes(b"{"), [("index", None)]),
     "a list of shards that is cut off": (lambda d: (d / "shards.jsonl").write_bytes(b'{"in'), [("index", None)]),
     "no index": (lambda d: (d / "shards.jsonl").unlink(), [("index", None)]),
     "a shard that is not listed": (lambda d: edit_shards(d, lambda shards: shards[:-1]), [("index", None)]),
     "a field that is not listed": (
-        lambda d: edit_shards(d, drop_field), [("encode/a", 1), ("index", None)],
+        lambda d: edit_shards(d, drop_field), [("assemble/a", 1), ("index", None)],
     ),
     "other totals": (lambda d: edit_description(d, num_cuts=9), [("index", None)]),
     "a codec without fields": (
@@ -110,7 +107,7 @@ DAMAGES = {
     ),
     "a list of an older dataset": (
         lambda d: edit_shards(d, lambda s: [s[0] | {"count": 2, "target_seconds": 0.5}, *s[1:]]),
-        [("index", None), ("write", 0), ("encode/a", 0), ("encode/b", 0)],
+        [("index", None), ("write", 0), ("assemble/a", 0), ("assemble/b", 0)],
     ),
 }  # fmt: skip
 
@@ -136,26 +133,22 @@ def test_only_the_units_that_are_named_are_done_again(finished, tmp_path):
     times = {path: path.stat().st_mtime_ns for path in finished.dataset.rglob("*.tar")}
     take_back_commits(finished.config, finished.validate(tmp_path / "check"), STAGES)
     gone = {name: number - finished.commits()[name] for name, number in finished.ledgers.items()}
-    assert gone == {"write": 1, "encode/a": 1, "encode/b": 2}
+    assert gone == {"write": 1, "survey": 0, "encode/a": 0, "assemble/a": 0, "encode/b": 0, "assemble/b": 1}
     finished.run()
     written = {
         path.relative_to(finished.dataset).as_posix() for path in times if path.stat().st_mtime_ns != times[path]
     }
     assert written == {
         *(f"{field}/recording.000001.tar" for field in ("target_audio", "context_audio")),
-        *(f"codes_a/{role}_codes/codes.000001.tar" for role in ("target", "context")),
-        *(
-            f"codes_b/{role}_codes/codes.{shard}.tar"
-            for role in ("target", "context")
-            for shard in ("000001", "000002")
-        ),
+        *(f"codes_b/{role}_codes/codes.000002.tar" for role in ("target", "context")),
     }
 
 
-@pytest.mark.parametrize("writes", range(5))
+@pytest.mark.parametrize("writes", range(4))
 def test_interrupted_anywhere_it_goes_on_with_the_same_command(finished, tmp_path, monkeypatch, writes):
     """The revocation dies at its n-th write; a relaunch does no harm, and the same command makes up for it."""
     flip(finished.dataset / TARGETS)
+    flip(finished.dataset / CODES, 700)
     report = finished.validate(tmp_path / "first")
     left = writes
 
@@ -244,7 +237,7 @@ def test_what_cannot_be_done_again_is_refused_before_any_work(finished, tmp_path
     flip(finished.dataset / CODES, 700)
     report = finished.validate(tmp_path / "check")
     with raises(ConfigError, "bad_findings", "write"):
-        take_back_commits(finished.config, report, ["encode"])
+        take_back_commits(finished.config, report, ["assemble"])
     other = Project(tmp_path / "other").configure
     (tmp_path / "other").mkdir()
     with raises(ConfigError, "bad_findings", str(finished.dataset)):

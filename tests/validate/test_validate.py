@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from support.damage import CODES, CUTS, TARGETS, change_codes, change_item, change_items, flip_bit, swap_items
 from support.errors import raises
-from support.shar import Project, ToyCodec, copy, lines, loading, put, reindex, run, snapshot, voice
+from support.shar import Project, ToyCodec, copy, lines, loading, put, reindex, run, run_codec, snapshot, voice
 
-from sharmill.config import CodecConfig
-from sharmill.encode.stage import EncodeStage
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.validate.stage import ValidateStage
@@ -128,7 +126,7 @@ def test_two_codecs_are_both_checked(tmp_path):
     config = project.write(match={"min_duration": 0.0})
     for name, frame in (("a", 320), ("b", 160)):
         with loading(ToyCodec(samples_per_frame=frame)):
-            assert run(EncodeStage(config, CodecConfig(name=name, model="builtin"))).ok
+            run_codec(config, name)
     assert check(project.dataset, tmp_path / "first") == []
     change_codes("codes_b/target_codes/codes.000000.tar", np.negative)(project.dataset)
     reindex(project.dataset)

@@ -10,10 +10,8 @@ import shutil
 
 import pytest
 from support.errors import raises
-from support.shar import Project, ToyCodec, loading, run, snapshot, voice
+from support.shar import Project, ToyCodec, codec_stages, loading, run, snapshot, voice
 
-from sharmill.config import CodecConfig
-from sharmill.encode.stage import EncodeStage
 from sharmill.engine.fence import claim_output, make_fence
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import RejectLimit
@@ -123,7 +121,7 @@ class TestOfAnother:
         before = snapshot(project.dataset)
         other = dataclasses.replace(config, run_dir=str(tmp_path / "other"))
         with loading(ToyCodec()), raises(ConfigError, "foreign_output"):
-            run(EncodeStage(other, CodecConfig(name="toy", model="builtin")), restart=restart)
+            run(codec_stages(other)[1], restart=restart)
         assert snapshot(project.dataset) == before
 
 
@@ -139,7 +137,8 @@ class TestRestart:
 
     def test_ranks_that_encode_the_old_audio_stop(self, project):
         config = project.configure(**SHARDS)
-        encode = EncodeStage(config, CodecConfig(name="toy", model="builtin"))
+        survey, encode, _ = codec_stages(config)
+        assert run(survey).ok
         with loading(ToyCodec()):
             read_or_make_plan(encode, restart=False)
         claim_output(encode, encode.token)
@@ -150,13 +149,14 @@ class TestRestart:
         with raises(FatalError, "superseded_plan"):
             task()
         assert snapshot(project.dataset) == before
-        assert not (project.run_dir / "encode").exists()
+        assert not any((project.run_dir / name).exists() for name in ("survey", "encode/toy", "assemble/toy"))
         project.encode(project.configure(**OTHER_SHARDS))
 
     def test_it_waits_for_another_run_that_adds_codes(self, project, tmp_path):
         config = project.configure(**SHARDS)
         other = dataclasses.replace(config, run_dir=str(tmp_path / "other"))
-        encode = EncodeStage(other, CodecConfig(name="toy", model="builtin"))
+        survey, encode, _ = codec_stages(other)
+        assert run(survey).ok
         with loading(ToyCodec()):
             read_or_make_plan(encode, restart=False)
         before = snapshot(project.dataset)
@@ -177,18 +177,17 @@ def test_two_runs_add_codes_side_by_side(project, tmp_path):
     config = project.configure(**SHARDS)
     stages = []
     for name in ("a", "b"):
-        stage = EncodeStage(
-            dataclasses.replace(config, run_dir=str(tmp_path / name)), CodecConfig(name=name, model="builtin")
-        )
+        survey, encode, assemble = codec_stages(dataclasses.replace(config, run_dir=str(tmp_path / name)), name)
+        assert run(survey).ok
         with loading(ToyCodec()):
-            read_or_make_plan(stage, restart=False)
-        make_fence(stage)
-        stages.append(stage)
+            read_or_make_plan(encode, restart=False)
+        make_fence(encode)
+        stages.append((encode, assemble))
     staging = project.dataset / STAGING_NAME
     assert len(list(staging.glob("*.claim"))) == 4
-    for stage, left in zip(stages, (2, 0), strict=True):
+    for both, left in zip(stages, (2, 0), strict=True):
         with loading(ToyCodec()):
-            assert run(stage).ok
+            assert all(run(stage).ok for stage in both)
         assert len(list(staging.glob("*.claim"))) == left
     assert not staging.exists()
     assert sorted(codec["name"] for codec in _index(project)["codecs"]) == ["a", "b"]

@@ -28,7 +28,8 @@ def run(arguments: tuple[str, ...], restart: bool, redo: str | None, workers: st
     """Run all stages, or those named, for datasets.
 
     CONFIG is a YAML file. STAGE is prepare, match (stage1), write (stage2), encode (stage3) or validate; a dataset
-    without contexts (match: null) has no stage match.
+    without contexts (match: null) has no stage match. With encode come survey, which finds what is to be encoded, and
+    assemble, which puts the codes into the dataset; each has a name of its own too.
     KEY=VALUE overrides the configuration, as in match.min_similarity=0.7.
     """
     from sharmill.config import load_config, resolve_stage

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from sharmill.config.references import References
 from sharmill.sources import Source
 
-STAGES = ("prepare", "match", "write", "encode", "validate")
+STAGES = ("prepare", "match", "write", "survey", "encode", "assemble", "validate")
 STAGE_ALIASES = {"stage1": "match", "stage2": "write", "stage3": "encode"}
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -177,9 +177,12 @@ class EncodeConfig:
     """List of codecs; each has the keys below."""
     batch_seconds: float = 30.0
     """Audio in one batch of a codec, in seconds, padding included."""
+    unit_seconds: float | None = None
+    """Audio in one unit of work, in seconds; ``null`` chooses for about 64 units, between 60 s and two hours each."""
 
     def __post_init__(self) -> None:
         _require(self.batch_seconds > 0, "batch_seconds must be positive")
+        _require(self.unit_seconds is None or self.unit_seconds > 0, "unit_seconds must be positive or null")
         names = [codec.name for codec in self.codecs]
         _require(len(set(names)) == len(names), "two codecs have the same name")
 
@@ -276,7 +279,7 @@ class Config:
     """Stage prepare: see below."""
     match: MatchConfig | None = field(default_factory=MatchConfig)
     """Stage match: see below. ``null`` makes a dataset without contexts: of cuts, target audio and target codes, with
-    the stages prepare, write, encode and validate. Records need no speaker then."""
+    all stages but match. Records need no speaker then."""
     write: WriteConfig = field(default_factory=WriteConfig)
     """Stage write: see below."""
     encode: EncodeConfig = field(default_factory=EncodeConfig)

@@ -1,8 +1,12 @@
-"""Stage ``encode`` (stage 3): the codes of one codec for the targets of a dataset and, if it has any, the contexts."""
+"""Stage ``encode`` (stage 3): the codes of one codec for the unique segments of a dataset, in the run directory.
+
+The stage ``survey`` has found the segments; the stage ``assemble`` puts their codes into the dataset.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,69 +15,98 @@ import numpy as np
 
 from sharmill.config import CodecConfig, Config
 from sharmill.config.references import hide
+from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.codec_batches import CodecBatches
+from sharmill.encode.segment_codes import EncodedRecord, bounds_file, codes_file, encoded_file, write_codes
+from sharmill.encode.segments import hash_segment, seconds_of
+from sharmill.encode.survey import SurveyStage
+from sharmill.engine.balance import divide_evenly
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
-from sharmill.engine.ledger import committed_files
-from sharmill.engine.plan import load_plan
-from sharmill.engine.rundir import RunDir
+from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
+from sharmill.engine.stored import load_stored_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.errors import ConfigError, FatalError, UnitFailed
+from sharmill.errors import FatalError, UnitFailed
 from sharmill.models import describe_codec, load_codec, make_deterministic, published_name, require_codec
 from sharmill.models.protocols import Codec
-from sharmill.shar.arrays import array_to_bytes
-from sharmill.shar.dataset import ShardedDataset
-from sharmill.shar.index import CodecRecord, FieldFile
-from sharmill.shar.items import FieldWriter, Item, read_field
-from sharmill.shar.layout import CONTEXT_AUDIO, TARGET_AUDIO, codec_fields, shard_file
-from sharmill.shar.lhotse_json import array_json, temporal_array_json
-from sharmill.storage import Staging, checksum
+from sharmill.shar.index import CodecRecord
+from sharmill.shar.items import Item
+from sharmill.shar.tar import open_field
+from sharmill.storage import Staging, checksum_bytes, write_atomic
+
+# Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies.
+_UNITS_WANTED = 64
+_UNIT_SECONDS = (60.0, 7200.0)
 
 
 class EncodeStage(Stage):
-    """The codes of one codec for the audio of a dataset, added to it as fields. One unit is one shard."""
+    """The codes of one codec for the unique segments of a dataset. One unit is a block of segments.
+
+    It publishes in its own folder, but claims the fields of the dataset that its codes are for.
+    """
 
     kind: ClassVar[str] = "encode"
     uses_gpu: ClassVar[bool] = True
 
     def __init__(self, config: Config, codec: CodecConfig) -> None:
         self.run_dir = RunDir(Path(config.run_dir))
-        self.root = Path(config.dataset_dir)
+        self.survey = SurveyStage(config)
+        self.assemble = AssembleStage(config, codec)
         self.codec_config = codec
         self.batch_seconds = config.encode.batch_seconds
-        self._dataset = ShardedDataset(self.root)
-
-    @property
-    def folders(self) -> Sequence[str]:  # type: ignore[override]
-        """The fields of its codes: those of contexts where the dataset has contexts, whatever the configuration."""
-        return self._dataset.codec_fields(self.codec_config.name)
+        self.unit_seconds = config.encode.unit_seconds
+        self.root = self.dir.path
 
     @property
     def name(self) -> str:
         return f"{self.kind}/{self.codec_config.name}"
 
+    @property
+    def claims(self) -> tuple[Path, Sequence[str]]:
+        return self.assemble.claims
+
+    def sharers(self) -> list[StageDir]:
+        return [self.assemble.dir]
+
     def identity(self) -> dict[str, Any]:
-        self._dataset.record()
+        self.survey.dataset.record()
         require_own_output(self)
+        self.survey.require_done()
         return {
             "codec": describe_codec(self.codec_config.model, self.codec_config.allow_targets),
             "batch_seconds": self.batch_seconds,
-            "input": self._dataset.audio_checksum(),
+            "unit_seconds": self.unit_seconds,
+            "input": self.survey.dataset.audio_checksum(),
             "versions": versions("torch", "torchaudio", "nemo_toolkit", "transformers"),
         }
 
     def require_models(self) -> None:
         require_codec(self.codec_config.model)
 
+    def check_output(self) -> None:
+        self.assemble.check_output()
+
     def plan(self, folder: Path) -> Iterator[Unit]:
-        for shard in self._dataset.shards():
-            cost = round(shard.target_seconds + shard.context_seconds, 3)
-            # One for each field of codes, in their order.
-            sources = (TARGET_AUDIO, CONTEXT_AUDIO)[: len(self.folders)]
-            checksums = {field: shard.fields[field].xxh3 for field in sources}
-            params = {"shard": shard.index, "checksums": checksums}
-            yield make_unit(shard.index, cost=cost, size=shard.count, params=params)
+        seconds = seconds_of(self.survey.segments())
+        total = float(seconds.sum())
+        unit_seconds = self.unit_seconds or float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS))
+        number = min(len(seconds), max(1, round(total / unit_seconds)))
+        bounds = np.array(divide_evenly(seconds, number) if number else [0], np.int64)
+        np.save(bounds_file(folder), bounds, allow_pickle=False)
+        for block, (start, stop) in enumerate(pairwise(bounds.tolist())):
+            cost = round(float(seconds[start:stop].sum()), 3)
+            yield make_unit(block, cost=cost, size=stop - start, params={"start": start, "stop": stop})
+
+    def blocks_of(self, shards: Iterable[int]) -> set[int]:
+        """Return the units of the finished plan that encode what lies in some shards."""
+        numbers, bounds = self.survey.numbers(), load_stored_array(bounds_file(self.dir.plan))
+        starts = np.cumsum([0, *(shard.count for shard in self.survey.dataset.shards())])
+        blocks: set[int] = set()
+        for shard in shards:
+            inside = numbers[:, starts[shard] : starts[shard + 1]]
+            blocks.update(np.unique(np.searchsorted(bounds, inside, side="right") - 1).tolist())
+        return blocks
 
     def open(self, device: str) -> Processor:
         threads = make_deterministic(device)
@@ -87,35 +120,17 @@ class EncodeStage(Stage):
             raise FatalError(
                 f"{self.name}: ranks used different models under the same name; run with --restart", code="bad_model"
             )
-        record = next((msgspec.convert(found, CodecRecord) for found in records.values()), None)
-        self._dataset.add_codec(self.codec_config.name, record, [self._files(commit) for commit in commits])
+        codec = next((msgspec.convert(found, CodecRecord) for found in records.values()), None)
+        codes = checksum_bytes(b"".join(file.xxh3.encode() for commit in commits for file in commit.files))
+        write_atomic(encoded_file(self.dir), msgspec.json.encode(EncodedRecord(codec, codes)))
         return add_up(commits)
 
-    def is_finalized(self) -> bool:
-        # The index may have been made again without this codec, as when it was lost.
-        return self.codec_config.name in [codec.name for codec in self._dataset.record().codecs]
-
-    def discard(self) -> None:
-        self._dataset.remove_codec(self.codec_config.name, len(load_plan(self)))
-
-    def check_output(self) -> None:
-        """Raise ConfigError where the dataset has codes of this name that this run has not made."""
-        name = self.codec_config.name
-        own = committed_files(self)
-        if name in self._dataset.stored_codecs() and not self._dataset.is_made_of(codec_fields(name), own):
-            raise ConfigError(
-                f"{self.root} already has codes called {name!r} that were not made from {self.run_dir.path}; "
-                "give this codec another name",
-                code="foreign_output",
-            )
-
-    def _files(self, commit: Commit) -> dict[str, FieldFile]:
-        files = [FieldFile(file.name, file.size, file.xxh3) for file in commit.files]
-        return dict(zip(self.folders, files, strict=True))
+    def products(self) -> list[Path]:
+        return [encoded_file(self.dir)]
 
 
 class EncodeProcessor(Processor):
-    """A codec that encodes the audio of shards.
+    """A codec that encodes blocks of segments.
 
     Args:
         threads: how many may read and resample audio beside the codec.
@@ -125,48 +140,44 @@ class EncodeProcessor(Processor):
         self._stage = stage
         self._codec = codec
         self._encode = CodecBatches(codec, batch_seconds=stage.batch_seconds, threads=threads)
+        self._segments = stage.survey.segments()
+        self._files = stage.survey.audio_files()
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        shard = unit.params["shard"]
-        audio = [self._read(unit, field) for field in unit.params["checksums"]]
-        targets = audio[0]
-        if any([item.cut_id for item in items] != [item.cut_id for item in targets] for items in audio):
-            raise UnitFailed(
-                f"shard {shard}: target_audio and context_audio do not have the same ids", code="damaged_shard"
-            )
-        # The same audio is encoded once, be it target or context, and however often.
-        unique = {item.data: item for items in audio for item in items}
-        # The cost counts every use, but the work is one encoding of each.
-        share = unit.cost / max(1, sum(self._encode.num_frames(item) for item in unique.values()))
-        encoded = self._encode(list(unique.values()), lambda frames: advance(frames * share))
-        codes = dict(zip(unique, encoded, strict=True))
-        frame_shift = self._codec.samples_per_frame / self._codec.sampling_rate
-        files = [shard_file(field, shard) for field in self._stage.folders]
-        for file, items in zip(files, audio, strict=True):
-            with FieldWriter(staging.path(file)) as writer:
-                for item in items:
-                    shape = codes[item.data].shape
-                    metadata = temporal_array_json(shape, frame_shift) if items is targets else array_json(shape)
-                    writer.add(_codes_item(item.cut_id, codes[item.data], metadata))
-        return Output(
-            files=files,
-            num_out=len(targets),
-            stats={"seconds": sum(item.metadata["duration"] for item in targets if item.metadata),
-                   "codec": msgspec.to_builtins(self._record())},
-        )  # fmt: skip
+        segments = self._segments[unit.params["start"] : unit.params["stop"]]
+        items = self._read(segments)
+        share = unit.cost / max(1, sum(map(self._encode.num_frames, items)))
+        codes = self._encode(items, lambda frames: advance(frames * share))
+        name = codes_file(unit.index)
+        write_codes(staging.path(name), codes)
+        stats = {"seconds": float(seconds_of(segments).sum()), "codec": msgspec.to_builtins(self._record())}
+        return Output(files=[name], num_out=unit.size, stats=stats)
 
-    def _read(self, unit: Unit, field: str) -> list[Item]:
-        """Return the items of an audio field, if it is as it was written: damaged audio would give codes as well."""
-        path = self._stage.root / shard_file(field, unit.params["shard"])
-        if checksum(path) != unit.params["checksums"][field]:
-            raise UnitFailed(
-                f"{path} has changed since it was written: remove it and run the stage write again",
-                code="damaged_shard",
-            )
-        items = list(read_field(path))
-        if len(items) != unit.size:
-            raise UnitFailed(f"{path} has {len(items)} items instead of {unit.size}", code="damaged_shard")
-        return items
+    def _read(self, segments: np.ndarray) -> list[Item]:
+        """Return the stored audio of segments, if it is as the survey found it: damaged audio would give codes as well.
+
+        Each file is opened once and read forward.
+        """
+        items: dict[int, Item] = {}
+        order = np.lexsort((segments["place"]["offset"], segments["shard"], segments["field"]))
+        files = segments[["field", "shard"]][order]
+        begins = np.flatnonzero(np.concatenate([[True], files[1:] != files[:-1]]))
+        for begin, end in pairwise([*begins.tolist(), len(order)]):
+            field, shard = files[begin].tolist()
+            path = self._files[shard][field]
+            with open_field(path) as stream:
+                for index in order[begin:end].tolist():
+                    found, offset, size, num_samples, rate = segments["place"][index].tolist()
+                    stream.seek(offset)
+                    data = stream.read(size)
+                    if hash_segment(data, num_samples, rate) != tuple(found):
+                        raise UnitFailed(
+                            f"{path} has changed since it was written: remove it and run the stage write again",
+                            code="damaged_shard",
+                        )
+                    where = f"{path} at byte {offset}"
+                    items[index] = Item(where, "", data, {"num_samples": num_samples, "sampling_rate": rate})
+        return [items[index] for index in range(len(segments))]
 
     def _record(self) -> CodecRecord:
         codec, config = self._codec, self._stage.codec_config
@@ -180,7 +191,3 @@ class EncodeProcessor(Processor):
             num_codebooks=codec.num_codebooks,
             codebook_size=codec.codebook_size,
         )
-
-
-def _codes_item(cut_id: str, array: np.ndarray, metadata: dict[str, Any]) -> Item:
-    return Item(cut_id, "npy", array_to_bytes(array), metadata)

@@ -1,10 +1,12 @@
-"""Spreads items of known cost over bins so that the fullest bin is as light as possible."""
+"""Spread items of known cost over bins so that the fullest bin is as light as possible, or into runs of equal cost."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections.abc import Iterable
+
+import numpy as np
 
 
 def pack(costs: Iterable[float], num_bins: int) -> list[list[int]]:
@@ -43,3 +45,24 @@ def pack(costs: Iterable[float], num_bins: int) -> list[list[int]]:
         bins[index].append(item)
         heapq.heapreplace(loads, (load + values[item], index))
     return bins
+
+
+def divide_evenly(costs: np.ndarray, number: int) -> list[int]:
+    """Divide items in their order into runs of nearly equal cost, none of them empty.
+
+    Returns:
+        The bounds (number + 1,): run n has the items from bound n to before bound n + 1. They are where the costs so
+        far are nearest to equal shares; at the first of two places as near.
+
+    >>> divide_evenly(np.array([4.0, 1.0, 1.0, 1.0, 1.0]), 2)
+    [0, 1, 5]
+    """
+    count, runs = len(costs), np.arange(1, number)
+    so_far = np.concatenate([[0.0], np.cumsum(costs, dtype=np.float64)])
+    wanted = so_far[-1] * runs / number
+    after = np.clip(np.searchsorted(so_far, wanted), 1, count)
+    inner = np.where(so_far[after] - wanted < wanted - so_far[after - 1], after, after - 1)
+    # At least one item for each run before a bound, and for each behind it.
+    inner = np.maximum.accumulate(np.maximum(inner, 1) - runs) + runs
+    inner = np.minimum(inner, count - number + runs)
+    return [0, *inner.tolist(), count]

@@ -96,7 +96,8 @@ def tokens_of(paths: StageDir) -> set[str]:
 def remove_fences(paths: StageDir, root: Path, keep: str = "") -> None:
     """Remove the folders of a stage's tokens but one: whatever ranks of these plans still write comes to nothing."""
     for token in tokens_of(paths) - {keep}:
-        remove_at_once(token_staging(root, token))
+        for folder in (root, paths.path):
+            remove_at_once(token_staging(folder, token))
         remove_at_once(paths.ranks_of(token))
     remove_asides(paths.path / "ranks")
 
@@ -105,7 +106,7 @@ def refuse_linked_folders(stage: Stage) -> None:
     """Raise ConfigError where a folder of the stage is a link: what lies behind it is not this run's to change."""
     for paths in (stage.dir, *stage.later()):
         own = (paths.ledger, paths.attempts, paths.progress, paths.metrics, paths.unit_rejects(0), paths.logs)
-        refuse_strangers(stage.run_dir.path, (*own, paths.identity, paths.units, paths.token_file))
+        refuse_strangers(stage.run_dir.path, (*own, paths.merged, paths.identity, paths.units, paths.token_file))
     refuse_strangers(stage.run_dir.path, (stage.run_dir.manifests, stage.run_dir.jobs))
     refuse_strangers(stage.root, (stage.root / name for name in (STAGING_NAME, *stage.folders)))
 
@@ -117,7 +118,7 @@ def require_own_output(stage: Stage) -> None:
 
 
 def claim_output(stage: Stage, token: str, *, alone: bool = False) -> None:
-    """Claim the stage's folders for the plan with this token, until ``release_output``.
+    """Claim the folders that ``stage.claims`` names for the plan with this token, until ``release_output``.
 
     Args:
         alone: all that others are adding to the directory would be lost.
@@ -125,25 +126,26 @@ def claim_output(stage: Stage, token: str, *, alone: bool = False) -> None:
     Raises:
         ConfigError: another run has claimed one of them, or has made what is there; nothing is claimed then.
     """
-    if not stage.shares_root:
+    root, folders = stage.claims
+    if not folders:
         return
-    require_writable(stage.root)
-    own = tokens_of(stage.dir) | {token for later in stage.later() for token in tokens_of(later)}
-    for path in _claim_files(stage.root) if alone else ():
+    require_writable(root)
+    own = _own_tokens(stage) | {token for later in stage.later() for token in tokens_of(later)}
+    for path in _claim_files(root) if alone else ():
         found = _read_claim(path)
         if found is not None and found.token not in own:
-            raise _claimed(stage.root, path, found)
+            raise _claimed(root, path, found)
     held = _holds_claims(stage)
     since = datetime.now(UTC).isoformat(timespec="seconds")
     host, run = socket.gethostname(), str(stage.run_dir.path.resolve())
     text = msgspec.json.encode(Claim(token=token, run=run, host=host, user=user_name(), since=since)) + b"\n"
-    make_folder(stage.root / STAGING_NAME)
-    paths = [_claim_file(stage.root, folder) for folder in stage.folders]
+    make_folder(root / STAGING_NAME)
+    paths = [_claim_file(root, folder) for folder in folders]
     made: list[Path] = []
     try:
         for path in paths:
             if not path.exists():
-                _create(path, text, stage)
+                _create(path, text, root)
                 made.append(path)
             elif not _names(path, [token]):
                 write_atomic(path, text)
@@ -154,7 +156,7 @@ def claim_output(stage: Stage, token: str, *, alone: bool = False) -> None:
         # Those that were held before stay, whichever of the run's tokens they name by now.
         for path in made if held else paths:
             path.unlink(missing_ok=True)
-        remove_if_empty(stage.root / STAGING_NAME)
+        remove_if_empty(root / STAGING_NAME)
         raise
 
 
@@ -180,17 +182,22 @@ def refuse_claims(root: Path) -> None:
 
 def _holds_claims(stage: Stage) -> bool:
     """Return True if this run has claimed all folders of a stage, and raise ConfigError if another run has one."""
-    if not stage.shares_root:
+    root, folders = stage.claims
+    if not folders:
         return True
     held = []
-    for folder in stage.folders:
-        path = _claim_file(stage.root, folder)
+    for folder in folders:
+        path = _claim_file(root, folder)
         found = _read_claim(path)
         # A copied or a moved run directory has its tokens with it: no path tells whose a claim is.
-        if found is not None and found.token not in tokens_of(stage.dir):
-            raise _claimed(stage.root, path, found)
+        if found is not None and found.token not in _own_tokens(stage):
+            raise _claimed(root, path, found)
         held.append(found is not None)
     return all(held)
+
+
+def _own_tokens(stage: Stage) -> set[str]:
+    return {token for paths in (stage.dir, *stage.sharers()) for token in tokens_of(paths)}
 
 
 def _claim_file(root: Path, folder: str) -> Path:
@@ -220,7 +227,7 @@ def _names(path: Path, tokens: Container[str]) -> bool:
     return False
 
 
-def _create(path: Path, text: bytes, stage: Stage) -> None:
+def _create(path: Path, text: bytes, root: Path) -> None:
     """Create a claim, unless another run has just done so."""
     with stopping_errors(path):
         make_folder(path.parent)
@@ -230,7 +237,7 @@ def _create(path: Path, text: bytes, stage: Stage) -> None:
             found = _read_claim(path)
             if found is None:
                 raise
-            raise _claimed(stage.root, path, found) from None
+            raise _claimed(root, path, found) from None
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(text)
             stream.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -92,26 +93,26 @@ def discard_stage(stage: Stage, keep: str) -> None:
         if stage.dir.token_file.exists():
             stage.discard()
         for paths in later:
+            _remove_parts(paths)
             _remove_own_files(paths)
             remove_if_empty(paths.path / "ranks", paths.path, paths.path.parent)
-        if stage.shares_root:
-            release_output(stage.root, gone)
-        else:
-            _remove_parts(stage)
+        release_output(stage.claims[0], gone)
+        if not stage.shares_root:
+            _remove_parts(stage.dir, stage.folders)
         _remove_own_files(stage.dir)
 
 
-def _remove_parts(stage: Stage) -> None:
+def _remove_parts(paths: StageDir, folders: Sequence[str] = Stage.folders) -> None:
     """Remove the files of units in the stage's own folder, and the staging folder."""
-    if not stage.dir.token_file.exists():
+    if not paths.token_file.exists():
         return
-    for name in stage.folders:
-        folder = stage.root / name
+    for name in folders:
+        folder = paths.path / name
         for path in folder.iterdir() if folder.is_dir() else ():
             if _UNIT_FILE.fullmatch(path.name):
                 remove_tree(path)
         remove_if_empty(folder)
-    remove_if_empty(stage.root / STAGING_NAME)
+    remove_if_empty(paths.path / STAGING_NAME)
 
 
 def _remove_own_files(paths: StageDir) -> None:
@@ -122,7 +123,7 @@ def _remove_own_files(paths: StageDir) -> None:
     if not paths.token_file.exists():
         return
     remove_asides(paths.path)
-    for path in (paths.done, paths.failures, paths.rejects, paths.revoked, *paths.logs.glob("*.log")):
+    for path in (paths.done, paths.failures, paths.rejects, paths.revoked, paths.merged, *paths.logs.glob("*.log")):
         remove_tree(path)
     remove_if_empty(paths.logs)
     remove_at_once(paths.plan)
@@ -152,8 +153,7 @@ def _freeze(stage: Stage, identity: dict[str, Any]) -> list[Unit]:
             publish_directory(aside, stage.dir.plan)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
-            if stage.shares_root:
-                release_output(stage.root, [token])
+            release_output(stage.claims[0], [token])
             remove_if_empty(ranks, ranks.parent)
             raise
     stage.token = token

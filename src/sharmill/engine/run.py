@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from sharmill.engine.fence import claim_output, make_fence, release_output
-from sharmill.engine.ledger import outputs_in_place, read_ledger, read_revoked
+from sharmill.engine.ledger import outputs_in_place, read_ledger, read_revoked, revoke
 from sharmill.engine.listener import Listener
 from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
 from sharmill.engine.outcomes import FailedAttempt, Finished, StageResult, Submitted
@@ -82,6 +82,9 @@ def run_stage(
     commits, missing = _outstanding(stage, units, check=units)
     if not commits:
         _refuse_vanished(stage, units)
+    if lost := read_ledger(stage.dir, units).keys() - commits.keys():
+        # A second commit that may differ, as on another GPU, must not stand beside the first.
+        revoke(stage, lost)
     if missing or not stage.is_finalized():
         remove_tree(stage.dir.done)
     if not stage.dir.done.exists():
@@ -162,7 +165,8 @@ def _finalize(stage: Stage, units: list[Unit], commits: dict[int, Commit], rejec
     totals = stage.finalize(units, in_order)
     totals.check(stage.name, rejects.expected_in)
     rejects.check(totals.rejects, totals.num_in)
-    release_output(stage.root, [stage.token])
+    for root in (stage.root, stage.claims[0]):
+        release_output(root, [stage.token])
     write_atomic(stage.dir.done, msgspec.json.encode(totals))
     remove_tree(stage.dir.revoked)
     return totals

@@ -115,6 +115,11 @@ class StageDir:
         return self.path / "done.json"
 
     @property
+    def merged(self) -> Path:
+        """The folder of what a stage makes of its parts at its end, for the stages behind it."""
+        return self.path / "merged"
+
+    @property
     def driver_log(self) -> Path:
         return self.logs / "driver.log"
 

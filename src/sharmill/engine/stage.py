@@ -84,6 +84,15 @@ class Stage(ABC):
         """Return True if stages of other runs may publish below ``root`` too."""
         return self.root != self.dir.path
 
+    @property
+    def claims(self) -> tuple[Path, Sequence[str]]:
+        """Return a directory that runs share, and its folders that no other run may change before this stage ends."""
+        return self.root, self.folders if self.shares_root else ()
+
+    def sharers(self) -> list[StageDir]:
+        """Return the folders of other stages of this run that claim the same folders, one after the other."""
+        return []
+
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Return all that the output bytes depend on: configuration, inputs (size and checksum), versions.

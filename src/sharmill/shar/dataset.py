@@ -24,6 +24,7 @@ from sharmill.shar.index import (
 )
 from sharmill.shar.layout import (
     BASE_FIELDS,
+    CUTS,
     DATASET_FILE,
     SHARDS_FILE,
     base_fields,
@@ -93,7 +94,7 @@ class ShardedDataset:
 
     def audio_checksum(self) -> str:
         """Return the checksum of cuts and audio, whatever codes there are."""
-        return audio_checksum(self.shards(), base_fields(contexts=self.record().has_contexts))
+        return audio_checksum(self.shards(), (CUTS, *self.record().audio_fields))
 
     def codec_fields(self, codec: str) -> tuple[str, ...]:
         """Return the fields that a codec has in this dataset; raises as ``record`` does."""

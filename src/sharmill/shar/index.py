@@ -18,7 +18,9 @@ from sharmill.shar.layout import (
     CONTEXT_AUDIO,
     DATASET_FILE,
     FORMAT_VERSION,
+    RECORDING,
     SHARDS_FILE,
+    TARGET_AUDIO,
     base_fields,
     codec_fields,
 )
@@ -89,6 +91,12 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def has_contexts(self) -> bool:
         """Return True if the dataset has context audio."""
         return CONTEXT_AUDIO in self.fields
+
+    @property
+    def audio_fields(self) -> list[str]:
+        """The fields that have codes of a codec: targets, which lhotse calls ``recording``, and contexts."""
+        target = TARGET_AUDIO if TARGET_AUDIO in self.fields else RECORDING
+        return [target, CONTEXT_AUDIO] if self.has_contexts else [target]
 
     @property
     def own_fields(self) -> list[str]:

@@ -106,6 +106,10 @@ class ItemTable:
             raise self.damage(f"member {first!r} has no {expected!r} beside it")
         return cut_id, extension
 
+    def place(self, number: int) -> tuple[int, int]:
+        """Return the position of the data of an item in the file, and its number of bytes."""
+        return self._table.place(2 * number)
+
     def data(self, number: int) -> bytes:
         """Return the bytes of the first member of an item."""
         return self._table.read(2 * number)

@@ -21,10 +21,11 @@ from sharmill.storage import open_regular
 
 REPORT_VERSION: Final = 1
 _MAX_REPORT_BYTES: Final = 1 << 29
-# Stages of units that mend findings; that of codes has the name of the codec behind it.
-WRITE, INDEX, ENCODE = "write", "index", "encode/"
-# The same for all fields of a shard.
+# Stages of units that mend findings; those of codes have the name of the codec behind them.
+WRITE, INDEX, ENCODE, ASSEMBLE = "write", "index", "encode/", "assemble/"
+# The same for all fields of a shard: its files are made again, or its audio is encoded again too.
 _SHARD: Final = "shard"
+_CODES: Final = "codes"
 
 Severity = Literal["error", "warning"]
 
@@ -73,7 +74,7 @@ CODES: Final[dict[str, Kind]] = {
     "different_codes": Kind(
         "the codec gives other codes for the stored audio",
         f"{_REDO}; if it is found again, the codec is not the one that made them",
-        (_SHARD,),
+        (_CODES,),
     ),
     "lost_record": Kind(
         "a record of the manifest is neither in the dataset nor among the rejects",
@@ -152,7 +153,8 @@ def read_findings(path: Path) -> list[Finding]:
 class UnitToRepeat(msgspec.Struct, frozen=True, order=True):
     """A unit that mends findings when it is done again.
 
-    ``stage`` is write, encode/<codec>, or index, which has no shards.
+    ``stage`` is write, encode/<codec> (what the shard holds is encoded and assembled again), assemble/<codec>, or
+    index, which has no shards.
     """
 
     stage: str
@@ -165,9 +167,10 @@ def units_to_repeat(finding: Finding) -> list[UnitToRepeat]:
     units: list[UnitToRepeat] = []
     if INDEX in mended_by or (mended_by and finding.is_of_index):
         units.append(UnitToRepeat(INDEX))
-    if _SHARD in mended_by and finding.shard is not None:
+    if mended_by and mended_by[-1] in (_SHARD, _CODES) and finding.shard is not None:
         codec = codec_of_field(finding.field or CUTS)
-        units.append(UnitToRepeat(WRITE if codec is None else f"{ENCODE}{codec}", finding.shard))
+        stage = ENCODE if mended_by[-1] == _CODES else ASSEMBLE
+        units.append(UnitToRepeat(WRITE if codec is None else f"{stage}{codec}", finding.shard))
     return units
 
 

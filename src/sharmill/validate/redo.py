@@ -15,15 +15,15 @@ from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.storage import remove_tree
-from sharmill.validate.findings import ENCODE, INDEX, WRITE, Report
+from sharmill.validate.findings import ASSEMBLE, ENCODE, INDEX, WRITE, Report
 from sharmill.write.stage import WriteStage
 
 
 def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> None:
     """Take back the commits of the units that a report names, so that the next run of ``stages`` does them again.
 
-    A shard whose audio or cuts are damaged is encoded again by every codec of the configuration too. The index of the
-    dataset is compared with the ledger again in any case. No ranks may be at work on the dataset.
+    Where codes are encoded again, all shards that hold one of these segments get the new codes if they are others. The
+    index of the dataset is compared with the ledger again in any case. No ranks may be at work on the dataset.
 
     Raises:
         ConfigError: the report is of another dataset, names nothing that can be done again, or what it names was not
@@ -39,12 +39,17 @@ def _take_back(config: Config, report: Report, stages: Sequence[str]) -> None:
     wanted: dict[str, set[int]] = {}
     for unit in report.units_to_repeat:
         wanted.setdefault(unit.stage, set()).update(() if unit.shard is None else {unit.shard})
-    write: Stage = WriteStage(config)
-    encodes = {f"{ENCODE}{codec.name}": EncodeStage(config, codec) for codec in config.encode.codecs}
-    _check_codecs(config, wanted, set(encodes))
-    shards = {write.name: wanted.get(WRITE, set())}
-    shards |= {name: wanted.get(name, set()) | shards[write.name] for name in encodes}
-    concerned = [stage for stage in (write, *encodes.values()) if shards[stage.name] or INDEX in wanted]
+    write = WriteStage(config)
+    encodes = [EncodeStage(config, codec) for codec in config.encode.codecs]
+    _check_codecs(config, wanted)
+    units = {write.name: wanted.get(WRITE, set())}
+    concerned: list[Stage] = [write] if units[write.name] or INDEX in wanted else []
+    for encode in encodes:
+        again = wanted.get(encode.name, set())
+        units[encode.name] = again
+        units[encode.assemble.name] = again | wanted.get(encode.assemble.name, set())
+        concerned += [encode] if again else []
+        concerned += [encode.assemble] if units[encode.assemble.name] or INDEX in wanted else []
     for stage in concerned:
         if stage.kind not in stages:
             message = f"these findings concern the stage {stage.kind}: name it too, or no stage at all"
@@ -52,9 +57,11 @@ def _take_back(config: Config, report: Report, stages: Sequence[str]) -> None:
         if not stage.dir.units.exists():
             message = f"{config.run_dir} has no plan of {stage.name}: it is not the run that made this dataset"
             raise ConfigError(message, code="bad_findings")
+    for encode in encodes:
+        units[encode.name] = encode.blocks_of(units[encode.name]) if encode in concerned else set()
     for stage in concerned:
         remove_tree(stage.dir.done)
-        if known := shards[stage.name] & {unit.index for unit in load_plan(stage)}:
+        if known := units[stage.name] & {unit.index for unit in load_plan(stage)}:
             revoke(stage, known)
 
 
@@ -70,15 +77,14 @@ def _check_report(config: Config, report: Report) -> None:
         )
 
 
-def _check_codecs(config: Config, wanted: dict[str, set[int]], known: set[str]) -> None:
+def _check_codecs(config: Config, wanted: dict[str, set[int]]) -> None:
     """Raise ConfigError where a codec is concerned that the configuration does not have, and so cannot encode again."""
-    named = {name for name in wanted if name.startswith(ENCODE)}
+    named = {name.partition("/")[2] for name in wanted if name.startswith((ENCODE, ASSEMBLE))}
     if INDEX in wanted:
-        named |= {f"{ENCODE}{codec}" for codec in ShardedDataset(Path(config.dataset_dir)).stored_codecs()}
-    if missing := sorted(named - known):
-        codec = missing[0].removeprefix(ENCODE)
+        named.update(ShardedDataset(Path(config.dataset_dir)).stored_codecs())
+    if missing := sorted(named - {codec.name for codec in config.encode.codecs}):
         raise ConfigError(
-            f"the codes called {codec!r} are not of this configuration: add that codec to encode.codecs, with the "
+            f"the codes called {missing[0]!r} are not of this configuration: add that codec to encode.codecs, with the "
             "run_dir that they were made from" + ("; or make the index with sharmill index" if INDEX in wanted else ""),
             code="bad_findings",
         )

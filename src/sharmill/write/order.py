@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from sharmill.config import WriteConfig
+from sharmill.engine.balance import divide_evenly
 from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.match.groups import index_manifest
 from sharmill.match.speaker_key import speaker_of_tag
@@ -102,22 +103,9 @@ def divide_into_shards(seconds: np.ndarray, write: WriteConfig) -> list[int]:
         return [0]
     if write.shard_seconds is not None:
         total = float(seconds.sum())
-        return _balance(seconds, min(count, max(1, round(total / write.shard_seconds))))
+        return divide_evenly(seconds, min(count, max(1, round(total / write.shard_seconds))))
     if write.num_shards is not None:
         number = min(count, write.num_shards)
         return [count * shard // number for shard in range(number + 1)]
     assert write.shard_size is not None
     return [*range(0, count, write.shard_size), count]
-
-
-def _balance(seconds: np.ndarray, number: int) -> list[int]:
-    """Return bounds at the cuts where the seconds so far are nearest to equal shares; at the first of two as near."""
-    count, shards = len(seconds), np.arange(1, number)
-    so_far = np.concatenate([[0.0], np.cumsum(seconds, dtype=np.float64)])
-    wanted = so_far[-1] * shards / number
-    after = np.clip(np.searchsorted(so_far, wanted), 1, count)
-    inner = np.where(so_far[after] - wanted < wanted - so_far[after - 1], after, after - 1)
-    # At least one cut for each shard before a bound, and for each behind it.
-    inner = np.maximum.accumulate(np.maximum(inner, 1) - shards) + shards
-    inner = np.minimum(inner, count - number + shards)
-    return [0, *inner.tolist(), count]

@@ -105,8 +105,9 @@ class WriteStage(Stage):
         self._dataset.remove(len(load_plan(self)))
 
     def later(self) -> list[StageDir]:
-        encoded = sorted((self.run_dir.path / "encode").glob("*"))
-        return [self.run_dir.stage(f"encode/{path.name}") for path in encoded if path.is_dir()]
+        codes = (path for kind in ("assemble", "encode") for path in sorted((self.run_dir.path / kind).glob("*")))
+        names = [path.relative_to(self.run_dir.path).as_posix() for path in codes if path.is_dir()]
+        return [self.run_dir.stage(name) for name in (*names, "survey")]
 
     def check_output(self) -> None:
         """Raise ConfigError where the dataset directory holds what this run has not written."""

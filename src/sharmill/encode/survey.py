@@ -1,0 +1,194 @@
+"""Stage ``survey``: a list of the unique segments of a dataset's stored audio, which serves all codecs.
+
+It reads every audio file once, so that a dataset needs nothing but its files: whoever wrote it, however it has grown.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+import numpy as np
+
+from sharmill.config import Config
+from sharmill.encode.segments import PLACE, SEGMENT, SegmentNumbers, find_owners, hash_segment
+from sharmill.engine.identity import versions
+from sharmill.engine.rundir import RunDir
+from sharmill.engine.stage import Advance, Processor, Stage, add_up
+from sharmill.engine.stored import decode_stored, load_stored_array, map_stored_array, read_stored
+from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.errors import ConfigError, UnitFailed
+from sharmill.shar.cut_lines import read_cut_ids
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.items import ItemTable
+from sharmill.shar.layout import CUTS
+from sharmill.storage import Staging, checksum, make_folder, open_atomic
+
+_MAX_UINT32 = (1 << 32) - 1
+
+
+class SurveyStage(Stage):
+    """The stage that lists the unique segments of a dataset in the run directory. One unit is one shard."""
+
+    kind: ClassVar[str] = "survey"
+    # It costs no more than reading the audio.
+    replan_when_changed: ClassVar[bool] = True
+
+    def __init__(self, config: Config) -> None:
+        self.run_dir = RunDir(Path(config.run_dir))
+        self.root = self.dir.path
+        self.dataset = ShardedDataset(Path(config.dataset_dir))
+
+    @property
+    def segments_file(self) -> Path:
+        """The unique segments: an array (segments,) of ``SEGMENT``."""
+        return self.dir.merged / "segments.npy"
+
+    @property
+    def numbers_file(self) -> Path:
+        """The numbers of the segments at all places: an array (audio fields, cuts of the dataset) uint32."""
+        return self.dir.merged / "numbers.npy"
+
+    def require_done(self) -> None:
+        """Raise ConfigError where the stage is not finished, or was finished with other audio."""
+        if not self.dir.done.exists():
+            raise ConfigError("survey is not finished: run the stage survey first", code="stage_not_run")
+        identity = decode_stored(self.dir.identity, read_stored(self.dir.identity), dict[str, Any])
+        if identity["input"] != self.dataset.audio_checksum():
+            raise ConfigError("the dataset has changed since its survey: run the stage survey", code="stage_not_run")
+
+    def segments(self) -> np.ndarray:
+        """Open the array of the finished stage that has the unique segments."""
+        return map_stored_array(self.segments_file)
+
+    def numbers(self) -> np.ndarray:
+        """Open the array of the finished stage that has the numbers of the segments at all places."""
+        return map_stored_array(self.numbers_file)
+
+    def audio_files(self) -> list[list[Path]]:
+        """Return for each shard its files of audio."""
+        fields = self.dataset.record().audio_fields
+        return [
+            [self.dataset.directory / shard.fields[field].file for field in fields] for shard in self.dataset.shards()
+        ]
+
+    def identity(self) -> dict[str, Any]:
+        return {"input": self.dataset.audio_checksum(), "versions": versions()}
+
+    def plan(self, folder: Path) -> Iterator[Unit]:
+        for shard in self.dataset.shards():
+            files = [shard.fields[field] for field in (CUTS, *self.dataset.record().audio_fields)]
+            cost = round(shard.target_seconds + shard.context_seconds, 3)
+            params = {"files": {file.file: file.xxh3 for file in files}}
+            yield make_unit(shard.index, cost=cost, size=shard.count, params=params)
+
+    def open(self, device: str) -> Processor:
+        return SurveyProcessor(self.dataset.directory)
+
+    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
+        commits = list(commits)
+        tables = [self.root / commit.files[0].name for commit in commits]
+        num_fields = len(self.dataset.record().audio_fields)
+        shape = num_fields, sum(commit.num_out for commit in commits)
+        merge_tables(tables, shape, self.segments_file, self.numbers_file)
+        return add_up(commits)
+
+    def products(self) -> list[Path]:
+        return [self.segments_file, self.numbers_file]
+
+
+def merge_tables(tables: list[Path], shape: tuple[int, int], segments_file: Path, numbers_file: Path) -> None:
+    """Write the unique segments of a dataset, and their numbers at all places.
+
+    Args:
+        tables: for each shard an array (audio fields, cuts) of ``PLACE``.
+        shape: numbers of audio fields and of cuts of the dataset.
+    """
+    num_fields, num_places = shape[0], shape[0] * shape[1]
+    make_folder(segments_file.parent)
+    with tempfile.TemporaryFile(dir=segments_file.parent) as hashes:
+        for _, _, table in _read_tables(tables, num_fields):
+            hashes.write(np.ascontiguousarray(table["hash"]).data)
+        owners = find_owners(hashes, num_places)
+    numbers = SegmentNumbers(owners)
+    num_segments = int(np.count_nonzero(owners == np.arange(num_places, dtype=np.uint32)))
+    with open_atomic(segments_file) as stream:
+        _write_array(stream, SEGMENT, (num_segments,), numbers.sort(_read_tables(tables, num_fields)))
+    with open_atomic(numbers_file) as stream:
+        _write_array(stream, np.dtype("<u4"), shape, numbers.of_places())
+
+
+def _read_tables(paths: list[Path], num_fields: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield shard, field and the ``PLACE`` records of every file of audio, in the order of the places."""
+    for field in range(num_fields):
+        for shard, path in enumerate(paths):
+            yield shard, field, load_stored_array(path)[field]
+
+
+def _write_array(stream: BinaryIO, dtype: np.dtype, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> None:
+    """Write an ``.npy`` file whose content comes in parts."""
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(stream, header)
+    for part in parts:
+        stream.write(np.ascontiguousarray(part, dtype).data)
+
+
+class SurveyProcessor(Processor):
+    """The survey of shards in one rank."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        for file, expected in unit.params["files"].items():
+            # Damaged audio would give codes as well.
+            if checksum(self._directory / file) != expected:
+                raise UnitFailed(
+                    f"{self._directory / file} has changed since it was written: remove it and run the stage write "
+                    "again",
+                    code="damaged_shard",
+                )
+        cuts, *audio = [self._directory / file for file in unit.params["files"]]
+        ids = list(read_cut_ids(cuts))
+        if len(ids) != unit.size:
+            raise UnitFailed(f"{cuts} has {len(ids)} cuts instead of {unit.size}", code="damaged_shard")
+        table = np.stack([_survey_file(path, ids) for path in audio])
+        name = f"parts/{unit.index:06d}.npy"
+        np.save(staging.path(name), table, allow_pickle=False)
+        seconds = float((table[0]["num_samples"] / table[0]["sampling_rate"]).sum())
+        return Output(files=[name], num_out=unit.size, stats={"seconds": seconds})
+
+
+def _survey_file(path: Path, ids: list[str]) -> np.ndarray:
+    """Return the ``PLACE`` records of an audio file, whose items belong to the cuts with these ids.
+
+    Raises:
+        UnitFailed, DamagedShard: they do not, or say too little of themselves.
+    """
+    table = np.empty(len(ids), PLACE)
+    items = ItemTable(path)
+    try:
+        if len(items) != len(ids):
+            raise UnitFailed(f"{path} has {len(items)} items instead of {len(ids)}", code="damaged_shard")
+        for number, cut_id in enumerate(ids):
+            item = items.item(number)
+            if item.cut_id != cut_id:
+                raise UnitFailed(f"{path}: item {number} is {item.cut_id!r}, not {cut_id!r}", code="damaged_shard")
+            if item.data is None or item.metadata is None:
+                raise UnitFailed(f"{path}: {cut_id} has no audio", code="damaged_shard")
+            num_samples, rate = _length(item.metadata)
+            if not rate:
+                raise UnitFailed(f"{path}: {cut_id} has no number of samples and rate", code="damaged_shard")
+            offset, size = items.place(number)
+            table[number] = (hash_segment(item.data, num_samples, rate), offset, size, num_samples, rate)
+    finally:
+        items.close()
+    return table
+
+
+def _length(recording: dict[str, Any]) -> tuple[int, int]:
+    """Return samples and rate of the audio that a Recording describes; zeros where it does not say them."""
+    length = recording.get("num_samples", 0), recording.get("sampling_rate", 0)
+    return length if all(isinstance(value, int) and 0 <= value <= _MAX_UINT32 for value in length) else (0, 0)

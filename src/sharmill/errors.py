@@ -35,6 +35,7 @@ REASONS: Final[dict[str, str]] = {
     "no_similar_context": "no candidate of the group is similar enough",
     "only_copies": "all that could be the context is a copy of the utterance",
     "no_long_context": "no other utterance of the group satisfies the limits on a context",
+    "bad_context": "the context that the record brings cannot be used, or is outside the limits",
 }
 
 # By reason: what mends records that are rejected for it, or lets them through.
@@ -66,6 +67,7 @@ REMEDIES: Final[dict[str, str]] = {
     "no_similar_context": "lower match.min_similarity",
     "only_copies": "give each speaker more than one recording, or remove the copies",
     "no_long_context": "lower match.min_duration",
+    "bad_context": "correct the keys context_audio_..., loosen the limits of match, or set match.contexts to choose",
 }
 
 # Reasons that say nothing about the input: they do not count for max_reject_fraction.

@@ -29,8 +29,9 @@ from sharmill.executors.ray.executor import RayExecutor
 from sharmill.executors.slurm.chain import require_no_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.grow.append import require_fitting
+from sharmill.match.choose import min_similarity
 from sharmill.match.speaker_key import make_speaker_key
-from sharmill.match.stage import MatchStage, min_similarity
+from sharmill.match.stage import MatchStage
 from sharmill.models import describe_codec, describe_speaker_encoder
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.stage import PrepareStage

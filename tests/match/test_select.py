@@ -18,6 +18,7 @@ from support.paths import TESTS
 from support.properties import examples
 
 from sharmill.match.select import select_context
+from sharmill.match.words import number_words
 
 BENCH = TESTS / "bench" / "bench_select.py"
 # Squares of similarities (with sign) that small integer vectors reach exactly, and some that they do not.
@@ -351,3 +352,15 @@ def test_twenty_thousand_utterances_take_less_than_one_gib():
     # The embeddings alone are 31 MB in float64: less than that would mean that nothing was measured.
     assert 30 < figure["additional_mib"] < 1024
     assert figure["found"] > 19_000
+
+
+def test_only_candidates_are_contexts():
+    assert choose([[1], [1], [1]], candidates=[False, True, True])[0] == [1, 2, 1]
+
+
+def test_words_in_common_count_against_the_shorter_text():
+    words = number_words(["a b c d", "C! D?", "d e f g h", ""])
+    assert choose([[1]] * 4, words=words, max_text_overlap=0.5)[0] == [2, 2, 0, 0]
+    assert choose([[1]] * 4, words=words, max_text_overlap=0.0)[0] == [3, 3, 3, 0]
+    assert choose([[1]] * 4, words=words, max_text_overlap=0.0, block_size=1)[0] == [3, 3, 3, 0]
+    assert choose([[1]] * 4, words=words, max_text_overlap=1.0)[0] == [1, 0, 0, 0]

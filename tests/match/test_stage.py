@@ -17,7 +17,8 @@ from sharmill.config import MatchConfig
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.manifest import records_checksum
-from sharmill.match.stage import MatchStage, matched_manifest, min_similarity
+from sharmill.match.choose import min_similarity
+from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.prepare.stage import PrepareStage
 from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage
@@ -509,3 +510,107 @@ def test_an_empty_manifest_gives_an_empty_one(project):
     result = run(MatchStage(config))
     assert result.totals.num_in == 0
     assert matched_manifest(config).read_bytes() == b""
+
+
+def given(name, **keys):
+    """The keys by which a record brings a context."""
+    return {"context_audio_filepath": name} | {f"context_{key}": value for key, value in keys.items()}
+
+
+def test_the_contexts_that_records_bring_are_kept_checked_and_filled_in(project):
+    add(project, "a.wav", 200, **given("c.wav", audio_offset=0.0, audio_duration=3.5, audio_text="said before"))
+    add(project, "b.wav", 205, **given("c.wav", speaker_similarity=0.875))
+    add(project, "c.wav", 400)
+    project.records[2] |= {"normalized_text": "words of c"}
+    put(project.root / "outside/x.wav", voice(4.25, pitch=700))
+    add(project, "d.wav", 600, speaker="bob", **given("outside/x.wav", audio_text="of no record"))
+    records = match(project, contexts="given")
+    assert contexts(records) == {"a.wav": "c.wav", "b.wav": "c.wav", "c.wav": "b.wav", "d.wav": "outside/x.wav"}
+    assert records["a.wav"]["context_audio_text"] == "said before"
+    assert records["a.wav"]["context_speaker_similarity"] == pytest.approx(similarity(200, 400), abs=2e-3)
+    assert records["b.wav"]["context_speaker_similarity"] == 0.875
+    assert records["b.wav"]["context_audio_text"] == "text of c.wav"
+    assert records["b.wav"]["context_audio_normalized_text"] == "words of c"
+    assert records["d.wav"]["context_audio_duration"] == 4.25
+    assert records["d.wav"]["context_recording_id"] == "rec-outside-x"
+    assert reasons(project) == {}
+
+
+def test_without_the_option_the_contexts_that_records_bring_are_chosen_anew(project):
+    add(project, "a.wav", 200, **given("c.wav"))
+    add(project, "b.wav", 205)
+    add(project, "c.wav", 400)
+    assert contexts(match(project))["a.wav"] == "b.wav"
+
+
+@pytest.mark.parametrize(
+    ("keys", "detail"),
+    [
+        (given("gone.wav"), "missing_audio"),
+        (given("../b.wav"), "outside_root"),
+        (given("b.wav", audio_offset=9.0), "duration_mismatch"),
+        (given("b.wav", audio_offset="0"), "context_audio_offset"),
+        (given("b.wav", audio_duration=9.0), "duration_mismatch"),
+        (given("b.wav", audio_offset=1.0, audio_duration=1.0), "match.min_duration"),
+        (given("b.wav", audio_text=3), "context_audio_text"),
+        (given("b.wav", speaker_similarity=7), "context_speaker_similarity"),
+        (given("b.wav", speaker_similarity=0.5), "match.min_similarity"),
+        (given(7), "context_audio_filepath"),
+        (given("a.wav"), "the utterance itself"),
+        (given("copy.wav"), "same samples"),
+    ],
+)
+def test_a_record_whose_own_context_cannot_be_used_is_rejected(project, keys, detail):
+    for name, pitch in (("b.wav", 205), ("c.wav", 210)):
+        add(project, name, pitch)
+    samples = voice(3.5, pitch=200, seed=9)
+    put(project.root / "copy.wav", samples)
+    project.add("a.wav", samples, **keys)
+    assert contexts(match(project, contexts="given")) == {"b.wav": "c.wav", "c.wav": "b.wav"}
+    (reject,) = project.rejects("match")
+    assert (reject["record"]["audio_filepath"], reject["reason"]) == ("a.wav", "bad_context")
+    assert detail in reject["detail"]
+
+
+def test_given_contexts_pass_the_check_of_the_dataset(project, tmp_path):
+    for number in range(4):
+        add(project, f"{number}.wav", 200 + 10 * number, **given(f"{(number + 2) % 4}.wav"))
+    match(project, contexts="given")
+    assert run(WriteStage(project.configure(match={"contexts": "given"}))).ok
+    check = ValidateStage(project.dataset, RunDir(tmp_path / "check"), deep=True)
+    assert run(check).ok
+    assert list(check.findings()) == []
+
+
+def test_texts_that_share_too_many_words_are_no_contexts_of_each_other(project):
+    add(project, "a.wav", 200, text="One two, three four!")
+    add(project, "b.wav", 205, text="four THREE nine")
+    add(project, "c.wav", 300, text="four five six")
+    add(project, "d.wav", 500, text="")
+    project.records[3]["text"] = "..."
+    assert contexts(match(project))["a.wav"] == "b.wav"
+    assert contexts(match(project, max_text_overlap=0.5, restart=True))["a.wav"] == "c.wav"
+    assert contexts(match(project, max_text_overlap=2 / 3, restart=True))["a.wav"] == "b.wav"
+    assert contexts(match(project, max_text_overlap=0.0, restart=True))["a.wav"] == "d.wav"
+
+
+def test_contexts_come_from_a_random_pool_of_the_speaker_which_the_seed_draws(project):
+    for number in range(12):
+        add(project, f"{number}.wav", 200 + number, seconds=3.1, speaker=f"s{number % 2}")
+    add(project, "short.wav", 200, seconds=1.0, speaker="s0")
+    found = match(project, max_speaker_items=3)
+    assert len(found) == 13
+    pools = [
+        {c for name, c in contexts(found).items() if name != "short.wav" and int(name[:-4]) % 2 == n} for n in (0, 1)
+    ]
+    assert all(2 <= len(pool) <= 3 for pool in pools)
+    assert match(project, max_speaker_items=3, restart=True) == found
+    assert contexts(match(project, max_speaker_items=3, seed=7, restart=True)) != contexts(found)
+
+
+def test_the_padding_of_the_batches_is_in_the_commits(project):
+    for number, seconds in enumerate((3.0, 4.0)):
+        add(project, f"{number}.wav", 200, seconds=seconds)
+    match(project)
+    (commit,) = lines(next((project.run_dir / "match").glob("**/ledger/*.jsonl")))
+    assert (commit["stats"]["embedded_seconds"], commit["stats"]["padded_seconds"]) == (7.0, 8.0)

@@ -83,13 +83,23 @@ class MatchConfig:
     A context then comes from the same part. ``null`` splits nothing."""
     exclude_same_text: bool = False
     """Leave out candidates that have the target's text."""
+    max_text_overlap: float | None = None
+    """Leave out candidates that share more than this part of their words with the target, such as 0.5: distinct words
+    in common over those of the text that has fewer; ``null`` is no limit."""
+    max_speaker_items: int | None = None
+    """Choose the contexts of a speaker group from a random pool of so many of its utterances, drawn by ``seed``;
+    ``null`` is all of them."""
+    contexts: Literal["choose", "given"] = "choose"
+    """``given`` keeps the contexts of a manifest that has been extended already (``context_audio_filepath`` and the
+    further keys): each is checked, what it leaves out is filled in, and one that cannot be used, or is outside the
+    limits above, makes its record a reject (``bad_context``). Records without one get theirs as by ``choose``."""
     choice: Literal["best", "sample"] = "best"
     """``best`` takes the most similar candidate. ``sample`` draws among the ``sample_size`` most similar, so that a
     popular clip does not become the context of everything."""
     sample_size: int = 5
     """Number of candidates that ``choice: sample`` draws from."""
     seed: int = 42
-    """Seed of ``choice: sample``."""
+    """Seed of ``choice: sample`` and ``max_speaker_items``."""
     unit_seconds: float | None = None
     """Audio that one unit of work gathers, in seconds; ``null`` derives it from the total."""
 
@@ -107,6 +117,9 @@ class MatchConfig:
         _require(self.batch_seconds > 0, "batch_seconds must be positive")
         # With 2, a group of odd size would leave an utterance alone.
         _require(self.max_group is None or self.max_group >= 3, "max_group must be at least 3")
+        _require(self.max_text_overlap is None or 0 <= self.max_text_overlap <= 1,
+                 "max_text_overlap must be between 0 and 1")  # fmt: skip
+        _require(self.max_speaker_items is None or self.max_speaker_items >= 2, "max_speaker_items must be at least 2")
         _require(self.sample_size >= 1, "sample_size must be at least 1")
         _require(self.unit_seconds is None or self.unit_seconds > 0, "unit_seconds must be positive")
 

@@ -19,7 +19,7 @@ from sharmill.engine.stored import NOT_JSON, read_stored
 from sharmill.errors import ConfigError
 from sharmill.grow.parts import SourceDataset, require_alike, require_distinct_ids
 from sharmill.grow.placing import Placed, add_up_shards, place_shard, renumber, seal_folders
-from sharmill.match.stage import min_similarity
+from sharmill.match.choose import min_similarity
 from sharmill.shar.index import DatasetRecord, ShardRecord, changing_index, write_dataset, write_shards
 from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, SHARDS_FILE, shard_file
 from sharmill.storage import (

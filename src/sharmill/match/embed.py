@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,14 +24,22 @@ class EmbeddedSegment:
     """The voice of a segment, and what was seen while its audio was decoded.
 
     Attributes:
-        embedding: (D,) float32.
+        embedding: (D,) float32: an array, or a tensor on the encoder's device where that is no CPU.
         content: equal for segments with the same samples.
         notes: about the file, for the next stage that reads it.
     """
 
-    embedding: np.ndarray
+    embedding: Any
     content: int
     notes: AudioNotes
+
+
+@dataclass
+class Padding:
+    """Audio that went through an encoder: seconds, and seconds with the padding of its batches."""
+
+    seconds: float = 0.0
+    padded: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,11 +56,14 @@ class Embedder:
     resampling: Resampling = "soxr"
 
     def __call__(
-        self, segments: Sequence[Segment], advance: Callable[[float], None] = lambda seconds: None
+        self,
+        segments: Sequence[Segment],
+        advance: Callable[[float], None] = lambda seconds: None,
+        padding: Padding | None = None,
     ) -> list[EmbeddedSegment | RejectRecord]:
         """Return the embedding of every segment, or why it has none.
 
-        ``advance`` is called with the seconds of every batch that is done.
+        ``advance`` is called with the seconds of every batch that is done, and what was padded is added to ``padding``.
         """
         outcomes: dict[int, EmbeddedSegment | RejectRecord] = {}
         decoded = _Decoded(self, segments)
@@ -73,9 +84,15 @@ class Embedder:
                 else:
                     usable[index] = item
             if usable:
-                rows = self.encoder.embed(*pad([samples for samples, _, _ in usable.values()])).numpy()
-                for row, (index, (_, content, notes)) in zip(rows, usable.items(), strict=True):
-                    outcomes[index] = EmbeddedSegment(row.astype(np.float32), content, notes)
+                audio, lengths = pad([samples for samples, _, _ in usable.values()])
+                if padding is not None:
+                    padding.seconds += int(lengths.sum()) / self.encoder.sampling_rate
+                    padding.padded += audio.numel() / self.encoder.sampling_rate
+                rows = self.encoder.embed(audio, lengths).float()
+                for row, (index, (_, content, notes)) in zip(
+                    rows.numpy() if rows.device.type == "cpu" else rows, usable.items(), strict=True
+                ):
+                    outcomes[index] = EmbeddedSegment(row, content, notes)
             advance(sum(segments[index].duration for index in batch))
         return [outcomes[index] for index in range(len(segments))]
 

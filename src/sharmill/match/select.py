@@ -14,12 +14,14 @@ float32 itself, because float32 keeps that noise where a similarity is near 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from sharmill.match.words import SharedWords
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,8 @@ _IndexArray = NDArray[np.int64]
 
 _STEPS: Final = 2.0**24  # similarity steps per unit: every multiple of 2**-24 in [-1, 1] is exact in float32
 _BLOCK_ELEMENTS: Final = 2**21  # 16 MiB of float64: stays in the cache, yet enough for a fast product
+_GPU_BLOCK_ELEMENTS: Final = 2**27  # 1 GiB: few launches, each long enough
+_MIN_BLOCK_ROWS: Final = 64  # the candidates are read from memory once per block
 _MICROSECONDS: Final = 1e6
 
 
@@ -43,6 +47,9 @@ def select_context(
     offsets: ArrayLike | None = None,
     texts: ArrayLike | None = None,
     contents: ArrayLike | None = None,
+    candidates: ArrayLike | None = None,
+    words: Sequence[_IndexArray] | None = None,
+    max_text_overlap: float | None = None,
     max_similarity: float | None = None,
     choice: Literal["best", "sample"] = "best",
     sample_size: int = 5,
@@ -53,7 +60,8 @@ def select_context(
 
     A candidate lasts from ``min_duration`` to ``max_duration`` seconds, is not the utterance itself, does not
     overlap it in the same recording, has another text (where ``texts`` are given), is no copy of it (where
-    ``contents`` are given) and no more similar than ``max_similarity``. Of equally similar ones the first wins.
+    ``contents`` are given), shares no more than ``max_text_overlap`` of the words, and is no more similar than
+    ``max_similarity``. Of equally similar ones the first wins.
 
     Args:
         embeddings: (N, D), of any scale; a row of zeros has similarity 0 with everything. A numpy array,
@@ -65,6 +73,9 @@ def select_context(
             overlap; times are rounded to microseconds, so that 0.1 + 0.2 touches 0.3.
         texts: (N,) integer ids; -1 stands for no text, which equals no other.
         contents: (N,) integer ids; utterances of one id have the same samples.
+        candidates: (N,) booleans, False for utterances that are nobody's context; all may be one by default.
+        words: of each utterance, as ``number_words`` makes them; with ``max_text_overlap``, the greatest share of the
+            distinct words of the shorter text that the other may have as well.
         max_similarity: the greatest cosine similarity, against copies whose samples differ a little; a similarity
             that equals it is allowed.
         choice: "best", or "sample" for a seeded draw among the ``sample_size`` best that satisfy all limits.
@@ -96,10 +107,16 @@ def select_context(
     num_best = _check_options(choice, sample_size, block_size, limits)
     seconds = _times("durations", durations, num_rows, least=0.0)
     longest = math.inf if max_duration is None else max_duration
-    columns = np.flatnonzero((seconds >= min_duration) & (seconds <= longest))
-    exclusions = _exclusions(seconds, columns, recordings, offsets, texts, contents)
+    eligible = (seconds >= min_duration) & (seconds <= longest)
+    if candidates is not None:
+        eligible &= _to_numpy(candidates, np.bool_)
+    columns = np.flatnonzero(eligible)
+    exclusions: list[_Ranges | SharedWords] = []
+    exclusions += _exclusions(seconds, columns, recordings, offsets, texts, contents)
+    if words is not None and max_text_overlap is not None:
+        exclusions.append(SharedWords(words, columns, max_text_overlap))
     most = math.inf if max_similarity is None else np.rint(max_similarity * _STEPS)
-    best, steps = _best_candidates(embeddings, units, columns, exclusions, most, num_best, block_size)
+    best, steps = _best_candidates(units, columns, exclusions, most, num_best, block_size)
 
     least = max(np.rint(min_similarity * _STEPS), -_STEPS)  # -inf stands for none, and is never enough
     num_enough = (steps >= least).sum(axis=1)
@@ -169,25 +186,34 @@ def _ids(name: str, values: ArrayLike, num_rows: int) -> _IndexArray:
     return ids.astype(np.int64)
 
 
-def _unit_rows(embeddings: Any) -> NDArray[np.float64]:
-    """Scale rows to unit length, (N, D) float64; rows of zeros stay zeros.
-
-    Always on the CPU, even for the embeddings of another device: it costs little, and the same numbers then
-    go into the product everywhere.
-    """
-    rows = _to_numpy(embeddings, np.float64)
+def _unit_rows(embeddings: Any) -> Any:
+    """Return the rows scaled to unit length, (N, D) float64, where the embeddings are; rows of zeros stay zeros."""
+    if _is_tensor(embeddings):
+        # Apple's GPUs have no float64.
+        rows = (embeddings.cpu() if embeddings.device.type == "mps" else embeddings).detach().double().clone()
+    else:
+        rows = np.array(embeddings, dtype=np.float64)
     if rows.ndim != 2:
-        raise ValueError(f"embeddings must have shape (N, D), got {rows.shape}")
-    num_broken = int((~np.isfinite(rows)).any(axis=1).sum())
+        raise ValueError(f"embeddings must have shape (N, D), got {tuple(rows.shape)}")
+    if 0 in rows.shape:
+        return rows
+    # In pieces, since a copy of all rows would be half as large again as what is returned.
+    step = max(1, _BLOCK_ELEMENTS // rows.shape[1])
+    parts = [rows[start : start + step] for start in range(0, len(rows), step)]
+    num_broken = sum(int((~(abs(part) < math.inf)).any(1).sum()) for part in parts)  # NaN is not less
     if num_broken:
         raise ValueError(f"embeddings must be finite; those of {num_broken} utterances are not")
-    if rows.size == 0:
-        return rows
-    # Dividing by the largest value first keeps the squares of huge and of tiny values in range.
-    for scale in (lambda x: np.abs(x).max(axis=1), lambda x: np.sqrt(np.einsum("nd,nd->n", x, x))):
-        length = scale(rows)
-        rows = rows / np.where(length > 0, length, 1.0)[:, None]
+    for part in parts:
+        # Dividing by the largest value first keeps the squares of huge and of tiny values in range.
+        largest = abs(part).max(1)
+        _divide_rows(part, getattr(largest, "values", largest))  # torch's max has the places too
+        _divide_rows(part, (part * part).sum(1) ** 0.5)
     return rows
+
+
+def _divide_rows(rows: Any, lengths: Any) -> None:
+    lengths[lengths == 0] = 1.0
+    rows /= lengths[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,15 +300,17 @@ def _same_ids(ids: _IndexArray, columns: _IndexArray, applies: NDArray[np.bool_]
 
 
 def _best_candidates(
-    embeddings: Any,
-    units: NDArray[np.float64],
+    units: Any,
     columns: _IndexArray,
-    exclusions: list[_Ranges],
+    exclusions: Sequence[_Ranges | SharedWords],
     most: float,
     num_best: int,
     block_size: int | None,
 ) -> tuple[_IndexArray, NDArray[np.float64]]:
     """Find the ``num_best`` most similar candidates of every utterance, best first, none above ``most`` steps.
+
+    Args:
+        units: (N, D) rows of unit length, an array or a tensor on any device, where the product is then computed.
 
     Returns:
         best: (N, K) int64 utterances, K = 1 or at most ``num_best``.
@@ -290,17 +318,22 @@ def _best_candidates(
     """
     num_rows, num_columns = len(units), len(columns)
     num_best = max(1, min(num_best, num_columns))
-    best = np.full((num_rows, num_best), -1, dtype=np.int64)
-    steps = np.full((num_rows, num_best), -np.inf)
+    move = _mover(units)
+    best, steps = move(np.full((num_rows, num_best), -1)), move(np.full((num_rows, num_best), -math.inf))
     if num_columns == 0:
-        return best, steps
-    move = _mover(embeddings)
-    # A power of two: scales the product exactly.
-    rows, candidates = move(units), move(np.ascontiguousarray((units[columns] * _STEPS).T))
-    block_size = block_size or max(1, _BLOCK_ELEMENTS // num_columns)
+        return _to_numpy(best), _to_numpy(steps)
+    there = move(columns)
+    candidates = units if num_columns == num_rows else units[there]
+    if block_size is None:
+        elements = _GPU_BLOCK_ELEMENTS if _is_tensor(units) and units.device.type != "cpu" else _BLOCK_ELEMENTS
+        block_size = max(_MIN_BLOCK_ROWS, elements // num_columns)
     for start in range(0, num_rows, block_size):
         block = slice(start, min(start + block_size, num_rows))
-        scores = (rows[block] @ candidates).round()
+        # A power of two scales the product exactly.
+        scores = (units[block] * _STEPS) @ candidates.T
+        scores = (
+            scores.round_() if _is_tensor(scores) else np.rint(scores, out=scores)
+        )  # in place: memory that is new for each block costs more than the rounding
         for exclusion in exclusions:
             row, candidate = exclusion.pairs(block)
             scores[move(row), move(candidate)] = -math.inf
@@ -309,18 +342,15 @@ def _best_candidates(
         each_row = move(np.arange(len(scores)))
         for place in range(num_best):
             at = scores.argmax(1)  # numpy and torch both promise the first of equal ones
-            best[block, place] = columns[_to_numpy(at)]
-            steps[block, place] = _to_numpy(scores[each_row, at])
+            best[block, place], steps[block, place] = there[at], scores[each_row, at]
             scores[each_row, at] = -math.inf
-    return best, steps + 0.0  # no -0.0
+    return _to_numpy(best), _to_numpy(steps) + 0.0  # no -0.0
 
 
-def _mover(embeddings: Any) -> Callable[[NDArray[Any]], Any]:
+def _mover(units: Any) -> Callable[[NDArray[Any]], Any]:
     """Return a function that takes numpy arrays to where the embeddings are: nowhere, or to a torch device."""
-    if not _is_tensor(embeddings):
+    if not _is_tensor(units):
         return lambda array: array
     from torch import from_numpy
 
-    # Apple's GPUs have no float64.
-    device = "cpu" if embeddings.device.type == "mps" else embeddings.device
-    return lambda array: from_numpy(array).to(device)
+    return lambda array: from_numpy(np.ascontiguousarray(array)).to(units.device)

@@ -24,7 +24,8 @@ from sharmill.engine.stored import map_stored_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
-from sharmill.match.stage import matched_manifest, min_similarity
+from sharmill.match.choose import min_similarity
+from sharmill.match.stage import matched_manifest
 from sharmill.prepare.stage import prepared_manifest
 from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.dataset import ShardedDataset

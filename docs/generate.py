@@ -1,6 +1,6 @@
-"""Generate docs/configuration.md from the dataclasses of configurations, and the table of reasons in docs/formats.md.
+"""Generate docs/configuration.md from the dataclasses of configurations, and tables in docs/formats.md and training.md.
 
-    python docs/generate.py            # writes both pages
+    python docs/generate.py            # writes the pages
     python docs/generate.py --check    # exits with 1 if a page is not up to date
 
 The meaning of a key is the string below it in its dataclass; a key without one is an error.
@@ -23,6 +23,7 @@ from typing import Any, Literal
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGURATION = REPOSITORY / "docs" / "configuration.md"
 FORMATS = REPOSITORY / "docs" / "formats.md"
+TRAINING_PAGE = REPOSITORY / "docs" / "training.md"
 sys.path.insert(0, str(REPOSITORY / "jobs"))
 
 INTRODUCTION = """\
@@ -145,9 +146,20 @@ def make_formats() -> str:
     return re.sub(r"(<!-- reasons: .*? -->\n).*?(<!-- end -->)", rf"\1{table}\2", FORMATS.read_text(), flags=re.DOTALL)
 
 
+def make_training() -> str:
+    """Return the page on training with the table of NeMo's classic keys as it is now."""
+    from sharmill.training.nemo.classic import FATES
+
+    rows = [f"| `{key}` | {fate} |\n" for key, fate in FATES.items()]
+    table = "\n| key | becomes |\n|---|---|\n" + "".join(rows) + "\n"
+    return re.sub(
+        r"(<!-- classic: .*? -->\n).*?(<!-- end -->)", rf"\1{table}\2", TRAINING_PAGE.read_text(), flags=re.DOTALL
+    )
+
+
 def main() -> None:
     """Write the pages, or check them."""
-    pages = {CONFIGURATION: make_configuration(), FORMATS: make_formats()}
+    pages = {CONFIGURATION: make_configuration(), FORMATS: make_formats(), TRAINING_PAGE: make_training()}
     for page, text in pages.items():
         if "--check" not in sys.argv:
             page.write_text(text)

@@ -36,6 +36,8 @@ DURATION_FROM_HEADER: Final = "duration_from_header"
 SOURCE_CUT_ID: Final = "source_cut_id"
 _NOT_IN_IDS: Final = re.compile(r"[\s/\x00-\x1f\x7f]+")
 _MAX_ID: Final = 200
+# The speaker tag as the record had it, where the dataset has its language in another form.
+ORIGINAL_TAG: Final = "original_speaker"
 # What a record is known by.
 SEGMENT_KEYS: Final = ("audio_filepath", "offset", "duration", DURATION_FROM_HEADER)
 # In the order in which they are written; the last two only where there is such a thing.
@@ -85,6 +87,11 @@ class SpeakerTag:
         """Return the tag in the order and spacing that NeMo asks for."""
         parts = (f"Language:{self.language}", f"Dataset:{self.dataset}", f"Speaker:{self.speaker}", *self.further)
         return f"| {' '.join(parts)} |"
+
+
+def nemo_language(language: str) -> str:
+    """Return the language of a tag as NeMo reads it, in letters, digits and underscores: ``en_US`` for ``en-US``."""
+    return re.sub(r"\W", "_", language)
 
 
 def parse_speaker_tag(tag: str) -> SpeakerTag:

@@ -12,6 +12,7 @@ from support.manifests import config_for, make_record, run_prepare, write_manife
 from sharmill.errors import ConfigError
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
+from sharmill.shar.lhotse_json import cut_json
 from sharmill.sources import Source
 
 
@@ -48,6 +49,16 @@ def test_further_keys_are_kept_as_they_came(prepare_records, tmp_path):
     }  # fmt: skip
     utterance = only(prepare_records(tmp_path, [make_record(**further)]))
     assert utterance.custom == further
+
+
+def test_the_language_of_a_tag_is_written_as_nemo_reads_it(prepare_records, tmp_path):
+    tag = "| Language:en-US Dataset:My Data Speaker:a-b |"
+    utterance = only(prepare_records(tmp_path, [make_record(speaker=tag)]))
+    written = utterance.speaker
+    assert written.startswith("| Language:en_US Dataset:My_Data-")
+    assert written.endswith(" Speaker:a-b |")
+    assert utterance.custom["original_speaker"] == written.replace("en_US", "en-US")
+    assert cut_json(utterance, sampling_rate=16000, num_samples=16000)["supervisions"][0]["language"] == "en-US"
 
 
 def test_keys_of_sharmill_in_the_input_are_not_taken_over(prepare_records, tmp_path):

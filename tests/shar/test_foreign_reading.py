@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 from lhotse import CutSet, Fbank, MonoCut, MultiCut, Recording, SupervisionSegment
 from lhotse.array import Array, TemporalArray
+from lhotse.dataset import AudioSamples, K2SpeechRecognitionDataset
 from lhotse.features.io import MemoryRawWriter, NumpyFilesWriter
 from support.errors import raises
 from support.manifests import write_tone
+from support.paths import DATA
 from support.shar import members_of, voice, write_members
 
 from sharmill.audio.encoding import encode
@@ -223,6 +226,42 @@ def test_the_published_layout_gives_whole_targets_and_contexts(published, decode
         np.testing.assert_array_equal(short.load_target_codes(), cut.load_target_codes()[:, 25:40])
         assert short.load_context_codes().shape == tuple(cut.context_codes.shape)
         assert short.load_context_audio().shape == (1, cut.context_audio.num_samples)
+
+
+def test_supervisions_of_the_published_layout_begin_with_their_cuts(published):
+    """The scripts give them the offset in the source, where lhotse counts from the beginning of the cut."""
+    for path in sorted((published / "cuts").iterdir()):
+        lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+        for cut in lines:
+            keys = {
+                "id": f"sup-{cut['id']}",
+                "recording_id": "rec-a",
+                "start": cut["start"],
+                "duration": cut["duration"],
+            }
+            cut["supervisions"] = [{**keys, "channel": 0, "text": "x"}]
+        path.write_bytes(gzip.compress("".join(json.dumps(cut) + "\n" for cut in lines).encode()))
+    cuts = CutSet.from_cuts(open_shar(published))
+    assert [cut.supervisions[0].start for cut in cuts] == [0.0] * 6
+    assert all(len(cut.truncate(offset=0.2, duration=0.3).supervisions) == 1 for cut in cuts)
+    batch = K2SpeechRecognitionDataset(input_strategy=AudioSamples())[cuts]
+    assert batch["supervisions"]["start_sample"].tolist() == [0] * 6
+
+
+@pytest.mark.skipif(not (DATA / "published_segments").is_dir(), reason="../shared/data is not here")
+def test_published_segments_as_the_scripts_left_them():
+    """Real output: the scripts round 21.53 frames a second to 21.5, and leave the offset in supervisions."""
+    cuts = CutSet.from_cuts(open_shar(DATA / "published_segments"))
+    assert len(cuts) == 24
+    for cut in cuts:
+        assert cut.supervisions[0].start == 0
+        codes = cut.load_target_codes()
+        assert codes.shape == cut.target_codes.shape
+        for parts in (2, 3):
+            step = cut.duration / parts
+            last = cut.truncate(offset=(parts - 1) * step)
+            assert np.array_equal(last.load_target_codes()[:, -1], codes[:, -1])
+    K2SpeechRecognitionDataset(input_strategy=AudioSamples())[cuts.subset(first=4)]
 
 
 def test_codes_of_the_published_layout_alone_stay_on_the_time_line_of_the_source(published):

@@ -244,7 +244,43 @@ def test_what_the_files_do_not_tell_must_be_given(published, tmp_path):
         change_items(path, lambda item: Item(item.cut_id, "npy", item.data, item.metadata | {"frame_shift": 0.0123}))
     with raises(ConfigError, "bad_codec", "sampling_rate", "samples_per_frame"):
         list(rebuild_index(published, [parse_codec_facts(TOY)]))
+    with raises(ConfigError, "bad_codec", "codebook_size, sampling_rate, samples_per_frame"):
+        list(rebuild_index(published))  # all at once
     assert not (published / "dataset.json").exists()
+
+
+def test_gaps_in_the_numbers_of_anothers_shards_are_no_obstacle(flat):
+    for name in ("cuts.000001.jsonl.gz", "recording.000001.tar", "target_codes.000001.tar"):
+        (flat / name).unlink()
+    assert any("gaps" in line for line in rebuild_index(flat))
+    assert [cut.id for cut in open_shar(flat)] == ["cut0", "cut1", "cut4"]
+
+
+def test_gaps_in_our_own_shards_are_shards_that_are_gone(built, tmp_path):
+    folder = copy(built.dataset, tmp_path / "own")
+    for path in [folder / "dataset.json", folder / "shards.jsonl", *folder.rglob("*.000000.*")]:
+        path.unlink()
+    with raises(ConfigError, "no_dataset", "some are gone"):
+        list(rebuild_index(folder))
+
+
+def test_nobody_is_told_to_redo_the_shards_of_another_tool(published, tmp_path):
+    list(rebuild_index(published, [parse_codec_facts(TOY)]))
+    cut_off(published / "target_audio/recording.000001.tar")
+    report = validate(published, tmp_path / "run")
+    assert report.units_to_repeat == []
+    told = " ".join([kind.to_do for kind in report.kinds] + [finding["to_do"] for finding in report.findings])
+    assert "the tool that made it" in told
+    assert "rebuild the shard" not in told
+
+
+def test_a_language_that_nemo_does_not_read_is_a_warning(published, tmp_path):
+    tag = "| Language:en-US Dataset:X Speaker:1 |"
+    for path in sorted((published / "cuts").iterdir()):
+        rewrite(path, [cut | {"supervisions": [{**cut["supervisions"][0], "speaker": tag}]} for cut in lines(path)])
+    report = validate(published, tmp_path / "run")
+    assert {kind.code: kind.severity for kind in report.kinds} == {"foreign_tag": "warning"}
+    assert report.errors == 0
 
 
 @pytest.mark.parametrize("text", ["", "x=1", "toy,size=3", "toy,name=other", "toy,codebook_size=many"])

@@ -27,7 +27,7 @@ COMMANDS: Final = {
     "Watch": ("plan", "status", "cancel"),
     "Look": ("validate",),
     "Change": ("append", "merge", "split", "index", "sidecars"),
-    "Train": ("bins", "tune-batch"),
+    "Train": ("bins", "tune-batch", "doctor", "verify-resume"),
 }
 
 

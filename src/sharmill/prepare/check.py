@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from sharmill.errors import RejectRecord
 from sharmill.manifest import (
     DURATION_FROM_HEADER,
     MAX_RECORD_BYTES,
+    ORIGINAL_TAG,
     OWN_KEYS,
     PLACE_KEYS,
     SOURCE_CUT_ID,
@@ -28,6 +29,7 @@ from sharmill.manifest import (
     SpeakerTag,
     Utterance,
     kept_id,
+    nemo_language,
     recording_id,
     segment_id,
     transcript_of,
@@ -81,6 +83,7 @@ class RecordCheck:
         root, path, member = self._place(record["audio_filepath"], source, member)
         tag = self._tag(record, path, source)
         self.group_key(path, tag.speaker)
+        written = replace(tag, language=nemo_language(tag.language))
         text = self._text(record)
         for condition in self.filters:
             condition.check(record)
@@ -105,8 +108,8 @@ class RecordCheck:
             offset=offset,
             duration=duration,
             text=text,
-            speaker=str(tag),
-            custom=custom,
+            speaker=str(written),
+            custom=custom if written == tag else custom | {ORIGINAL_TAG: str(tag)},
             root=root,
             whole_file=record.get("offset") is None,
             recording_id=recording,

@@ -16,6 +16,7 @@ from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.cut_lines import NOT_JSON
 from sharmill.shar.layout import (
     CONTEXT_AUDIO,
+    CUTS,
     DATASET_FILE,
     FORMAT_VERSION,
     RECORDING,
@@ -167,7 +168,12 @@ def open_index_file(directory: Path, name: str) -> BinaryIO:
     if not directory.is_dir() and directory.exists():
         raise ConfigError(f"{directory} is not a folder", code="no_dataset")
     if path.is_dir() or not path.exists():
-        raise ConfigError(f"{directory} is not a finished dataset: there is no {name}", code="no_dataset")
+        hint = ""
+        if (directory / CUTS).is_dir() or any(directory.glob(f"{CUTS}.*")):
+            hint = (
+                f"; finish the run that writes it, or, for shards of another tool, make it: sharmill index {directory}"
+            )
+        raise ConfigError(f"{directory} is not a finished dataset: there is no {name}{hint}", code="no_dataset")
     return open_field(path)
 
 

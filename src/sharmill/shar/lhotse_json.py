@@ -12,7 +12,16 @@ from typing import Any, Final
 
 import msgspec
 
-from sharmill.manifest import TYPED_KEYS, Utterance, kept_id, parse_speaker_tag, recording_id, segment_id
+from sharmill.manifest import (
+    ORIGINAL_TAG,
+    TYPED_KEYS,
+    Utterance,
+    kept_id,
+    nemo_language,
+    parse_speaker_tag,
+    recording_id,
+    segment_id,
+)
 from sharmill.shar.layout import CONTEXT_UNALIGNED
 
 # An object in a ``custom`` mapping that has all keys of one of these is one of lhotse's own manifests to lhotse.
@@ -71,7 +80,7 @@ def _with_suffix(made: str, stored: str) -> str:
 
 def _supervision_json(utterance: Utterance, duration: float) -> dict[str, Any]:
     """Return the one supervision of a cut. All manifest keys are in ``custom``, where NeMo looks for some of them."""
-    language = _language(utterance.speaker)
+    language = _language(utterance.speaker, str(utterance.custom.get(ORIGINAL_TAG, "")))
     typed = {key: getattr(utterance, key) for key in TYPED_KEYS}
     further = {key: plain_value(value) for key, value in utterance.further_keys().items()}
     return {
@@ -88,8 +97,11 @@ def _supervision_json(utterance: Utterance, duration: float) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=100_000)
-def _language(tag: str) -> str:
-    return parse_speaker_tag(tag).language
+def _language(tag: str, original: str) -> str:
+    """Return the language of a tag, as the record had it: ``en-US`` where the tag has ``en_US`` for NeMo."""
+    language = parse_speaker_tag(tag).language
+    found = re.search(r"\bLanguage:(\S+)", original)
+    return found[1] if found and nemo_language(found[1]) == language else language
 
 
 def plain_value(value: Any) -> Any:

@@ -29,6 +29,7 @@ from sharmill.shar.index import (
 from sharmill.shar.items import read_field
 from sharmill.shar.layout import (
     CONTEXT_AUDIO,
+    CONTEXT_UNALIGNED,
     CUTS,
     DATASET_FILE,
     FORMAT_VERSION,
@@ -92,8 +93,16 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
         DamagedShard: a file is not what it should be: the checker tells all of them.
     """
     found = find_shards(directory)
+    inferred: list[str] = []
     if [shard.index for shard in found] != list(range(len(found))):
-        raise ConfigError(f"{directory}: the shards are not numbered from 0 without gaps", code="no_dataset")
+        if any(CONTEXT_UNALIGNED in (cut.get("custom") or {}) for cut in read_cuts(found[0].files[CUTS])):
+            raise ConfigError(
+                f"{directory}: sharmill wrote these shards, and some are gone: their numbers do not run from 0 without "
+                "gaps; run the configuration again",
+                code="no_dataset",
+            )
+        inferred.append("the numbers of the shards have gaps: the index counts them in their order, from 0")
+        found = [ForeignShard(index, shard.files) for index, shard in enumerate(found)]
     old = None
     if (directory / DATASET_FILE).is_file():
         with suppress(DamagedShard):
@@ -104,7 +113,6 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
     fields = list(found[0].files)
     # Where contexts went or came since the old one, its limits and its contract are not those of these files.
     own = old is not None and old.contract == "sharmill" and bool(old.limits) == (CONTEXT_AUDIO in fields)
-    inferred: list[str] = []
     if old is not None and old.contract == "sharmill" and not own:
         before, now = ("with", "without") if old.limits else ("without", "with")
         inferred.append(
@@ -212,8 +220,6 @@ def _codec(
         found = f"{sorted(seen.num_codebooks)} codebooks and frames of {sorted(seen.frame_shifts)} s"
         raise ConfigError(f"the codes of {name!r} have {found}: they are not of one codec", code="bad_codec")
     given = given or CodecFacts(name=name)
-    if given.codebook_size is None:
-        raise ConfigError(f"the files do not tell the codebook_size of {name!r}: {how}", code="bad_codec")
     rate, samples = given.sampling_rate, given.samples_per_frame
     if rate is None and samples is None and len(seen.frame_shifts) == len(seen.rates) == 1:
         (rate,), (shift,) = seen.rates, seen.frame_shifts
@@ -225,10 +231,12 @@ def _codec(
             )
         else:
             rate = samples = None
-    if rate is None or samples is None:
-        raise ConfigError(
-            f"the files do not tell sampling_rate and samples_per_frame of {name!r}: {how}", code="bad_codec"
-        )
+    facts_needed = {"codebook_size": given.codebook_size, "sampling_rate": rate, "samples_per_frame": samples}
+    if unknown := [key for key, value in facts_needed.items() if value is None]:
+        raise ConfigError(f"the files do not tell {', '.join(unknown)} of {name!r}: {how}", code="bad_codec")
+    assert given.codebook_size is not None
+    assert rate is not None
+    assert samples is not None
     return CodecRecord(
         name=name, model=given.model, checksum=given.checksum, trained=given.trained, sampling_rate=rate,
         samples_per_frame=samples, num_codebooks=seen.num_codebooks.pop(), codebook_size=given.codebook_size,

@@ -39,8 +39,13 @@ class Kind:
     mended_by: tuple[str, ...] = ()
     severity: Severity = "error"
 
+    def to_do_for(self, foreign: bool) -> str:
+        """Return what to do: no run of sharmill can do the shards of another tool again."""
+        return _FOREIGN_REDO if foreign and self.to_do.startswith(_REDO) else self.to_do
+
 
 _REDO: Final = "rebuild the shard: sharmill run CONFIG --redo FINDINGS.json"
+_FOREIGN_REDO: Final = "write the shard again with the tool that made it, or remove all of its files and index the rest"
 _INDEX: Final = "make the index again: sharmill run CONFIG --redo FINDINGS.json, or sharmill index DATASET"
 _LISTEN: Final = "listen to it; drop the record from the manifest if it is of no use"
 
@@ -93,6 +98,11 @@ CODES: Final[dict[str, Kind]] = {
         "give all manifests of the dataset: --against is repeatable",
         severity="warning",
     ),
+    "foreign_tag": Kind(
+        "the language of a speaker tag is not written as NeMo's Magpie-TTS reads it",
+        "read the dataset with speaker_tags: nemo in its entry of input_cfg",
+        severity="warning",
+    ),
     "silent_audio": Kind("most of an audio item is silence", _LISTEN, severity="warning"),
     "clipped_audio": Kind("an audio item is clipped", _LISTEN, severity="warning"),
 }
@@ -134,9 +144,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return f"{self.field}: {self.member}" if self.field else self.member
         return self.file or self.field or ""
 
-    def to_row(self) -> dict[str, Any]:
+    def to_row(self, *, foreign: bool = False) -> dict[str, Any]:
         """Return the finding as a report has it."""
-        to_do = _INDEX if self.is_of_index else CODES[self.code].to_do
+        to_do = _INDEX if self.is_of_index else CODES[self.code].to_do_for(foreign)
         keys = {"code": self.code, "severity": self.severity, **msgspec.structs.asdict(self)}
         return {**keys, "where": self.where, "to_do": to_do}
 
@@ -201,11 +211,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, rename={"units_to_repeat
 
 def make_report(
     dataset: Path, findings: Sequence[Finding], *, level: dict[str, Any], checked: dict[str, float],
-    unchecked: Iterable[str],
+    unchecked: Iterable[str], foreign: bool = False,
 ) -> Report:  # fmt: skip
-    """Return the report of a dataset directory."""
+    """Return the report of a dataset directory, which another tool may have written (``foreign``)."""
     counts = Counter(finding.code for finding in findings)
-    kinds = [KindCount(code, kind.severity, counts[code], kind.meaning, kind.to_do)
+    kinds = [KindCount(code, kind.severity, counts[code], kind.meaning, kind.to_do_for(foreign))
              for code, kind in CODES.items() if counts[code]]  # fmt: skip
     errors = sum(kind.count for kind in kinds if kind.severity == "error")
     return Report(
@@ -217,8 +227,8 @@ def make_report(
         errors=errors,
         warnings=len(findings) - errors,
         kinds=kinds,
-        units_to_repeat=sorted({unit for finding in findings for unit in units_to_repeat(finding)}),
-        findings=[finding.to_row() for finding in findings],
+        units_to_repeat=sorted({unit for finding in findings for unit in units_to_repeat(finding) if not foreign}),
+        findings=[finding.to_row(foreign=foreign) for finding in findings],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any, Final
@@ -42,6 +43,10 @@ def check_foreign(
     for cut in cuts:
         if problem := problem_in(_cut_problem, cut):
             yield shard.finding("bad_cut", CUTS, problem, member=str(cut.get("id")))
+        elif found := next(filter(None, map(_foreign_language, cut.get("supervisions") or ())), None):
+            yield shard.finding(
+                "foreign_tag", CUTS, f"NeMo's Magpie-TTS does not read Language:{found}", member=cut["id"]
+            )
     for name, items in contents.items():
         codec, all_seconds = subject.codec_of(name), _seconds(name, cuts, contents)
         for item, seconds in zip_longest(items, all_seconds[: len(items)]):
@@ -82,6 +87,12 @@ def _cut_problem(cut: dict[str, Any]) -> str | None:
             return f"the supervision {supervision['id']!r} lies outside the cut"
     found = find_forbidden(cut)
     return f"it has {found}, which is not loaded" if found else None
+
+
+def _foreign_language(supervision: dict[str, Any]) -> str | None:
+    """Return the language of a speaker tag that NeMo does not take for one."""
+    found = re.search(r"\bLanguage:(\S+)", supervision.get("speaker") or "")
+    return found[1] if found and not re.fullmatch(r"\w+", found[1]) else None
 
 
 def _metadata_problem(metadata: dict[str, Any]) -> str | None:

@@ -138,6 +138,7 @@ class ValidateStage(Stage):
             level=hide(self.level(), self.variables),
             checked={"shards": len(commits), **checked, **counts},
             unchecked=[*subject.unchecked, *self._unchecked(checked, hashes)],
+            foreign=subject.dataset is not None and not subject.is_own,
         )
         write_atomic(self.report_file, encode_report(report))
         return add_up(commits)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.errors import raises
-from support.shar import Project, ToyCodec, voice
+from support.shar import Project, ToyCodec, copy, voice
 from support.training import Letters, take
 
 from sharmill.errors import ConfigError
@@ -99,6 +99,13 @@ def test_datasets_with_and_without_contexts_need_a_dataset_of_their_own(many, wi
     entries = [audio_entry(many.dataset), audio_entry(without_contexts.dataset, fields=["target_audio"])]
     with raises(ConfigError, "needs_dataset"):
         get_dataloader({"input_cfg": entries, "batch_size": 1}, 0, 1)
+
+
+def test_shards_of_another_tool_need_an_index(many, tmp_path):
+    folder = copy(many.dataset, tmp_path / "others")
+    (folder / "dataset.json").unlink()
+    with raises(ConfigError, "no_dataset", f"sharmill index {folder}"):
+        get_dataloader({"input_cfg": [audio_entry(folder)], "batch_size": 1}, 0, 1)
 
 
 def test_data_with_and_without_codes_need_a_dataset_of_their_own(corpora, many):

@@ -12,7 +12,7 @@ from sharmill.training import get_dataloader
 from sharmill.training.nemo.loader_settings import prepare_settings
 
 OURS = {"type": "sharmill", "dataset": "d"}
-TEXT = {"type": "txt", "paths": "t", "language": "en"}
+TEXT = {"type": "parquet", "manifest_filepath": "t"}  # read as a stream, and not divided
 
 
 def test_the_users_settings_stay_as_they_are():
@@ -69,10 +69,14 @@ def test_randomized_outside_workers_is_the_seed(settings, expected):
         (
             {"force_finite": True, "input_cfg": [OURS, TEXT]},
             "split_wrong",
-            ["each of 2 readers", "type txt", "set force_map_dataset"],
+            ["each of 2 readers", "type parquet", "set force_map_dataset"],
         ),
-        ({"force_finite": True, "input_cfg": [{"type": "group", "input_cfg": [TEXT]}]}, "split_wrong", ["type txt"]),
-        ({"input_cfg": [OURS, TEXT]}, "split_wrong", ["each of 2 readers", "type txt", "same order"]),
+        (
+            {"force_finite": True, "input_cfg": [{"type": "group", "input_cfg": [TEXT]}]},
+            "split_wrong",
+            ["type parquet"],
+        ),
+        ({"input_cfg": [OURS, TEXT]}, "split_wrong", ["each of 2 readers", "type parquet", "same order"]),
         ({"input_cfg": [OURS, TEXT], "shuffle": True, "shard_seed": 3}, "split_wrong", ["set shuffle: true"]),
         ({"input_cfg": OURS}, "bad_config_value", ["input_cfg is a list"]),
         ({"input_cfg": ["data/libritts"]}, "bad_config_value", ["input_cfg is a list"]),

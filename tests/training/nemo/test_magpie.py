@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from lhotse import MonoCut, SupervisionSegment
 from omegaconf import OmegaConf
 from support.shar import ToyCodec
 from support.training import AsIs, flat, number, take
 
 from sharmill.training import get_dataloader
+from sharmill.training.nemo.input_type import _as_nemo_expects
 
 CHARS = "nemo.collections.common.tokenizers.text_to_speech.tts_tokenizers.EnglishCharsTokenizer"
 
@@ -91,12 +92,17 @@ def test_in_workers_and_buckets(corpora):
     assert sorted(n for batch in batches for n in batch["audio_codes_lens"].tolist()) == [25 + 5 * n for n in range(23)]
 
 
-def test_languages_with_a_region_need_speaker_tags_of_nemo(corpora):
-    """NeMo 3.0.0 refuses a tag with ``Language:de-DE``."""
-    with pytest.raises(ValueError, match="Invalid format"):
-        load(corpora.entry("small"), magpie())
-    batch = load(corpora.entry("small", speaker_tags="nemo"), magpie())[0]
+def test_languages_with_a_region_are_written_as_nemo_reads_them(corpora):
+    """The manifest has Language:de-DE, which NeMo 3.0.0 refuses in a tag; the language itself keeps its form."""
+    batch = load(corpora.entry("small"), magpie())[0]
     assert batch["dataset_names"] == ["Tests"] * 5
     assert batch["languages"] == ["de-DE"] * 5
-    (cut, *_) = load(corpora.entry("small", speaker_tags="nemo"), AsIs())[0]
+    (cut, *_) = load(corpora.entry("small"), AsIs())[0]
     assert cut.supervisions[0].speaker == "| Language:de_DE Dataset:Tests Speaker:bert |"
+    assert cut.supervisions[0].custom["original_speaker"] == "| Language:de-DE Dataset:Tests Speaker:bert |"
+
+
+def test_tags_of_others_are_made_readable_on_request():
+    tagged = SupervisionSegment("s", "r", 0, 1, speaker="| Language:de-DE Dataset:Tests Speaker:a-b |")
+    cut = _as_nemo_expects(MonoCut("c", 0, 1, 0, supervisions=[tagged]), speaker_tags="nemo")
+    assert cut.supervisions[0].speaker == "| Language:de_DE Dataset:Tests Speaker:a-b |"

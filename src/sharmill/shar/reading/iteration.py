@@ -14,7 +14,7 @@ from lhotse.cut import Cut
 from sharmill.errors import ConfigError
 from sharmill.shar.reading.order import END, Order, Position, count_blocks
 from sharmill.shar.reading.shard import POSITION, OpenShard
-from sharmill.shar.reading.shard_source import ShardSource
+from sharmill.shar.reading.shard_source import ReadableShard, ShardSource
 from sharmill.shar.reading.state import EpochProgress, Part, Progress, check_identity
 
 _PADDING = "shar_padding"
@@ -120,7 +120,9 @@ class SharReader:
         """The order of all epochs."""
         options, source = self._options, self._source
         blocks_per_shard = count_blocks(source.num_shards, source.shard_size, options.block_size)
-        return Order(source.num_shards, blocks_per_shard, options.shuffle, options.seed, options.mix_shards)
+        return Order(
+            source.num_shards, blocks_per_shard, options.shuffle, options.seed, options.mix_shards, source.sequential
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next to be iterated over, from its beginning."""
@@ -211,6 +213,9 @@ class SharReader:
         while True:
             num_empty += not progress.current().reached  # of a resumed one, the rest may be empty
             for position, cut in self._decoded(self._read_epoch(progress, part)):
+                if cut is None:  # a record that the shard leaves out
+                    progress.take(position)
+                    continue
                 if self._only_marked:
                     # Before the position is taken, so that a state never has it as consumed.
                     self._await_mark(progress.epoch, position)
@@ -248,7 +253,7 @@ class SharReader:
         if later := {epoch: known for epoch, known in progress.epochs.items() if epoch > progress.epoch}:
             self._start = Progress(progress.identity, self._epoch, None, later)
 
-    def _decoded(self, cuts: Iterator[_Found]) -> Iterator[tuple[Position | None, Cut]]:
+    def _decoded(self, cuts: Iterator[_Found]) -> Iterator[tuple[Position | None, Any]]:
         options = self._options
         if not options.decode_threads:
             return ((position, cut) for position, cut, _ in cuts)
@@ -257,6 +262,7 @@ class SharReader:
 
         def decode(found: _Found) -> tuple[Position | None, Cut]:
             position, cut, shard = found
+            assert isinstance(shard, OpenShard)
             return position, decode_audio(cut, shard)
 
         return prefetch(decode, cuts, threads=options.decode_threads, ahead=options.decode_prefetch)
@@ -285,11 +291,10 @@ class SharReader:
         permutation = self.order.permutation(epoch)
         for group in known.groups_left(self.order, part):
             draws, blocks, items, slots = self._choose(epoch, group, known, part, permutation)
-            shards: dict[int, OpenShard] = {}
+            shards: dict[int, ReadableShard] = {}
             try:
                 for slot in sorted(set(slots)):
-                    files = self._source.files(int(permutation[slot]))
-                    shards[slot] = OpenShard(files, foreign=self._source.foreign)
+                    shards[slot] = self._source.open(int(permutation[slot]), epoch)
                 for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
                     shard = shards[slot]
                     cut = shard.read(item, (epoch, group, draw, block, item))
@@ -304,9 +309,13 @@ class SharReader:
         """Return draws, blocks, items and slots of the cuts of a group that are left for a part, in order."""
         columns = []
         for slot in self.order.slots(group):
+            if self.order.blocks_per_shard == 1 and not part.has(slot):
+                continue  # not even counted: of a foreign shard, that would be to read it
             positions = self.order.positions(epoch, slot, self._source.count(int(permutation[slot])))
             chosen = np.flatnonzero((positions.blocks % part.count == part.index) & known.left(group, positions))
             columns.append((positions.draws[chosen], positions.blocks[chosen], chosen, np.full(len(chosen), slot)))
+        if not columns:
+            return [], [], [], []
         draws, blocks, items, slots = (np.concatenate(column) for column in zip(*columns, strict=True))
         order = np.lexsort((items, blocks, draws))
         return draws[order].tolist(), blocks[order].tolist(), items[order].tolist(), slots[order].tolist()
@@ -323,7 +332,7 @@ class SharReader:
 
 
 # A cut with its position, which padding has none of, and the shard that it comes from.
-_Found = tuple[Position | None, Cut, OpenShard]
+_Found = tuple[Position | None, Any, ReadableShard]
 
 
 def _positions_of(cut: Cut) -> list[tuple[int, ...]]:

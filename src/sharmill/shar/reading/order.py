@@ -63,6 +63,7 @@ class Order:
         shuffle: whether there is any order but that of the dataset.
         seed: of permutations and drawn numbers.
         mix_shards: shards of a group. Without ``shuffle`` each shard is a group of its own.
+        sequential: the cuts of a shard keep their order among themselves, where it can be read in no other.
     """
 
     num_shards: int
@@ -70,6 +71,7 @@ class Order:
     shuffle: bool = False
     seed: int = 0
     mix_shards: int = 1
+    sequential: bool = False
 
     @property
     def group_size(self) -> int:
@@ -101,7 +103,7 @@ class Order:
         if not self.shuffle:
             return ShardPositions(np.zeros(count, np.int64), blocks)
         draws = _draw(self._key(epoch, slot + 1), items.astype(np.uint64))
-        return ShardPositions(draws.astype(np.int64), blocks)
+        return ShardPositions((np.sort(draws) if self.sequential else draws).astype(np.int64), blocks)
 
     def _block_numbers(self, epoch: int, slot: int, number: int) -> np.ndarray:
         """Return the numbers (number,) of the blocks of a shard.

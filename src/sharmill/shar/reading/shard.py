@@ -30,6 +30,9 @@ from sharmill.shar.reading.shard_source import ShardFiles
 
 POSITION: Final = "shar_position"
 
+# Of starts that lhotse has rounded.
+_START_TOLERANCE: Final = 1e-3
+
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
@@ -184,10 +187,17 @@ def _align(cut: MonoCut, custom: dict[str, Any]) -> None:
         custom[CONTEXT_CODES] = as_array(context_codes)
     target = custom.get(TARGET_AUDIO)
     if isinstance(target, Recording) and _lasts(target.duration, cut.duration):
+        for supervision in cut.supervisions:
+            # That of the cut itself, where lhotse counts from the beginning of the cut.
+            if cut.start > 0 and math.isclose(supervision.start, cut.start, abs_tol=_START_TOLERANCE):
+                supervision.start = 0.0
         set_field(cut, "start", 0.0)
     codes = custom.get(TARGET_CODES)
     if isinstance(codes, TemporalArray) and _lasts(codes.duration, cut.duration, 2 * codes.frame_shift):
         codes.start = cut.start
+        # The scripts round the frames of a second, so that the last frame of a slice would be left out: the frames
+        # there are last as long as the cut.
+        codes.frame_shift = min(codes.frame_shift, cut.duration / codes.shape[-1])
 
 
 def _lasts(found: float, expected: float, tolerance: float = 0.025) -> bool:

@@ -48,10 +48,23 @@ class ShardFiles:
     count: int | None
 
 
-class ShardSource(Protocol):
-    """Shards in a fixed order, with chosen fields."""
+class ReadableShard(Protocol):
+    """An open shard."""
 
-    foreign: bool
+    def read(self, number: int, position: tuple[int, ...]) -> Any:
+        """Return a cut with its position noted in it, or None where the shard leaves this one out."""
+
+    def close(self) -> None: ...
+
+
+class ShardSource(Protocol):
+    """Shards in a fixed order.
+
+    Attributes:
+        sequential: the cuts of a shard can be read in its own order only.
+    """
+
+    sequential: bool
 
     @property
     def num_shards(self) -> int: ...
@@ -69,10 +82,12 @@ class ShardSource(Protocol):
 
     def num_cuts(self) -> int: ...
 
-    def files(self, shard: int) -> ShardFiles: ...
+    def open(self, shard: int, epoch: int) -> ReadableShard: ...
 
 
-def open_shard_source(directory: Path, fields: Sequence[str] | None, codec: str | None) -> ShardSource:
+def open_shard_source(
+    directory: Path, fields: Sequence[str] | None, codec: str | None
+) -> IndexedShardSource | _ForeignShardSource:
     """Open the shards of a folder.
 
     Raises:
@@ -83,6 +98,13 @@ def open_shard_source(directory: Path, fields: Sequence[str] | None, codec: str 
     if (directory / DATASET_FILE).exists() or unfinished or not has_cuts:
         return IndexedShardSource(directory, fields, codec)
     return _ForeignShardSource(directory, fields, codec)
+
+
+def _open_files(files: ShardFiles, *, foreign: bool) -> ReadableShard:
+    # Bins and sidecars need no lhotse, which this imports.
+    from sharmill.shar.reading.shard import OpenShard
+
+    return OpenShard(files, foreign=foreign)
 
 
 class _Line(msgspec.Struct):
@@ -155,10 +177,12 @@ def _version_of(stream: BinaryIO) -> tuple[int, ...]:
 class IndexedShardSource:
     """A finished dataset, read through ``shards.jsonl``: no folder is listed, however many shards there are."""
 
+    sequential = False
+
     def __init__(self, directory: Path, fields: Sequence[str] | None, codec: str | None) -> None:
         self._directory = directory
         self._dataset = read_dataset(directory)
-        self.foreign = self._dataset.contract == "foreign"
+        self._foreign = self._dataset.contract == "foreign"
         self._fields = _choose(directory, self._dataset.fields, fields, codec)
 
     @cached_property
@@ -198,11 +222,14 @@ class IndexedShardSource:
         paths = {name: self._directory / record.fields[field].file for name, field in self._fields.items()}
         return ShardFiles(record.index, self._directory / record.fields[CUTS].file, paths, record.count)
 
+    def open(self, shard: int, epoch: int) -> ReadableShard:
+        return _open_files(self.files(shard), foreign=self._foreign)
+
 
 class _ForeignShardSource:
     """A folder without an index, listed once. Cuts are counted where their number is needed, by reading them."""
 
-    foreign = True
+    sequential = False
 
     def __init__(self, directory: Path, fields: Sequence[str] | None, codec: str | None) -> None:
         self._shards = find_shards(directory)
@@ -239,6 +266,9 @@ class _ForeignShardSource:
         found = self._shards[shard]
         paths = {name: found.files[field] for name, field in self._fields.items()}
         return ShardFiles(found.index, found.files[CUTS], paths, self._counts.get(shard))
+
+    def open(self, shard: int, epoch: int) -> ReadableShard:
+        return _open_files(self.files(shard), foreign=True)
 
     def _is_own(self) -> bool:
         """Return True if sharmill wrote it: then without an index it is not complete, and may lack shards."""

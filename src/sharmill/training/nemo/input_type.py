@@ -5,7 +5,7 @@ What makes batches of the cuts is NeMo's. Scripts that call NeMo's loader themse
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -18,7 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from sharmill.config import nearest
 from sharmill.errors import ConfigError
-from sharmill.training.nemo.loader_settings import OF_ENTRY, OF_OTHERS
+from sharmill.manifest import nemo_language
+from sharmill.shar import open_shar
+from sharmill.shar.reading.iteration import SharReader
+from sharmill.training.nemo.entry_keys import OF_ENTRY, OF_OTHERS
+from sharmill.training.nemo.examples import open_examples
+from sharmill.training.nemo.loader_settings import DIVIDED
 from sharmill.training.nemo.partition import Partition, PartitionedCuts
 
 _OPTIONS: Final = ("dataset", "fields", "codec", "decode_threads", "speaker_tags", "seed", "rank", "world_size")
@@ -38,33 +43,47 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
     """
     options: dict[str, Any] = OmegaConf.to_container(entry, resolve=True)  # type: ignore[assignment]
     _check(options)
-    metadata_only = options.get("metadata_only", False)
-    finite = options.get("force_finite", False) or metadata_only
-    partition = Partition(
-        shuffle=options.get("shuffle", False),
-        shard_seed=options.get("shard_seed", "trng"),
-        finite=finite,
-        map_style=options.get("force_map_dataset", False),
-        seed=options.get("seed"),
-        rank=options.get("rank"),
-        world_size=options.get("world_size"),
-    )
-    source = PartitionedCuts(
+    open_reader = partial(
+        _open_dataset,
         options["dataset"],
-        partition,
-        fields=[] if metadata_only else options.get("fields"),
+        fields=[] if options.get("metadata_only", False) else options.get("fields"),
         codec=options.get("codec"),
         decode_threads=options.get("decode_threads", 0),
     )
+    source = _collect(PartitionedCuts(open_reader, Partition.of_entry(options)))
+    return CutSet(source).map(partial(_as_nemo_expects, speaker_tags=options.get("speaker_tags", "kept"))), True
+
+
+@data_type_parser(DIVIDED)
+def read_divided(entry: DictConfig) -> tuple[CutSet, bool]:
+    """Return the examples of an entry of a type of NeMo's, divided among all readers as our own cuts are."""
+    options: dict[str, Any] = OmegaConf.to_container(entry, resolve=True)  # type: ignore[assignment]
+    source = _collect(PartitionedCuts(partial(open_examples, options), Partition.of_entry(options)))
+    return CutSet(source), True
+
+
+def _open_dataset(dataset: str, **options: Any) -> SharReader:
+    return open_shar(dataset, **options).data
+
+
+def entry_sizes(entries: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the number of examples of each entry as ``prepare_settings`` leaves it; filters may leave fewer."""
+    return [
+        len(open_examples(entry) if entry["type"] == DIVIDED else _open_dataset(entry["dataset"], fields=[]))
+        for entry in entries
+    ]
+
+
+def _collect(source: PartitionedCuts) -> PartitionedCuts:
     if (made := _made.get()) is not None:
         source.number = len(made)
         made.append(source)
-    return CutSet(source).map(partial(_as_nemo_expects, speaker_tags=options.get("speaker_tags", "kept"))), True
+    return source
 
 
 @contextmanager
 def collected() -> Iterator[list[PartitionedCuts]]:
-    """Collect what the entries of type sharmill become that NeMo reads meanwhile, in their order."""
+    """Collect the sources of the divided entries that NeMo reads meanwhile, in their order."""
     made: list[PartitionedCuts] = []
     token = _made.set(made)
     try:
@@ -109,5 +128,5 @@ def _as_nemo_expects(cut: MonoCut, speaker_tags: str = "kept") -> MonoCut:
         if speaker_tags == "nemo" and supervision.speaker is not None:
             before, found, rest = supervision.speaker.partition("Language:")
             language, space, after = rest.partition(" ")
-            supervision.speaker = before + found + language.replace("-", "_") + space + after
+            supervision.speaker = before + found + nemo_language(language) + space + after
     return cut

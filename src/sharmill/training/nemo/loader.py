@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from sharmill.errors import ConfigError
 from sharmill.registry import require_package
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES
-from sharmill.training.nemo.loader_settings import Settings, prepare_settings, sections_of, sources_of
+from sharmill.training.nemo.loader_settings import (
+    SamplerOptions,
+    Settings,
+    prepare_settings,
+    resolve_settings,
+    sections_of,
+    sources_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,8 +50,8 @@ def get_dataloader(
         device_mesh: with axes ``cp`` or ``tp``: only the first rank along them reads, and the others get its batches.
         resumable: returns a StatefulDataLoader: its ``state_dict()``s of all ranks, put together by
             ``merge_data_states``, are a ``state``. For streaming without end in one order for all ranks.
-        state: where to go on, with the same entries of type sharmill, seed and shard seeds, on any number of ranks and
-            workers: each of their cuts that passes the filters comes once per epoch. Other data begin anew.
+        state: where to go on, with the same entries, seed and shard seeds, on any number of ranks and workers: each
+            example that passes the filters comes once per epoch.
 
     Raises:
         ConfigError: NeMo is not installed, a key is unknown, or ranks would get samples twice or not at all.
@@ -65,6 +72,7 @@ def get_dataloader(
         count_only_marked,
         mark_consumed,
         report_dropped,
+        vary_seeds,
         with_state,
     )
 
@@ -74,18 +82,26 @@ def get_dataloader(
         raise ConfigError("prompt_format needs a tokenizer of NeMo, one with text_to_ids", code="bad_tokenizer")
     if dataset is None:
         dataset = _default_dataset(settings, tokenizer)
+    resumes = 0 if state is None else vary_seeds(settings, state)
     source = None
     if is_dp_source_rank(device_mesh):
         with collected() as ours:
             counting = CountingDataset(dataset, ours) if resumable else dataset
             source = get_lhotse_dataloader_from_config(settings, rank, world_size, counting, tokenizer)
-        for one in ours:
-            one.restart()
+        for cuts in ours:
+            cuts.restart()
         sampler = source.dataset.sampler if isinstance(source.dataset, IterableDatasetWrapper) else source.sampler
-        report_dropped(sampler, partial(mark_consumed, ours) if resumable else None)
+        dropped = partial(mark_consumed, ours) if resumable else None
+        for one, section in zip(
+            getattr(sampler, "samplers", [sampler]), sections_of(resolve_settings(cfg)), strict=True
+        ):
+            options = SamplerOptions.of_section(section)
+            report_dropped(one, options.filters() if tokenizer is not None else [], dropped)
+            if not options.sync_buckets:
+                one.sync_buckets = False
         if resumable:
             count_only_marked(sections_of(settings), ours)
-            source = with_state(source, ours, state)
+            source = with_state(source, ours, state, resumes)
     return source if device_mesh is None else BroadcastingDataLoader(source, device_mesh)
 
 
@@ -98,7 +114,7 @@ def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
     from sharmill.training.dataset import CodecForm, ContextSpeechDataset
 
     sources = sources_of(settings)
-    if other := [source.get("type") for source in sources if source.get("type") != "sharmill"]:
+    if other := [source.get("of_type", source.get("type")) for source in sources if source.get("type") != "sharmill"]:
         raise ConfigError(f"data of type {other[0]} need a dataset= that makes batches of them", code="needs_dataset")
     records = [read_dataset(Path(source["dataset"])) for source in sources]
     coded = [

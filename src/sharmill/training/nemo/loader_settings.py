@@ -6,11 +6,15 @@ look harmless; both are errors here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from sharmill.config import nearest
 from sharmill.errors import ConfigError
+from sharmill.training.nemo.classic import FATES, drop_ignored, translate
+from sharmill.training.nemo.entry_keys import check_keys_of_entry
 
 Settings = dict[str, Any]
 
@@ -23,23 +27,21 @@ _STREAMS: Final = frozenset({
     "share_gpt_webdataset", "parquet",
 })  # fmt: skip
 
+# The type of an entry of NeMo's whose examples our reader divides among ranks and workers, and the types that can be.
+DIVIDED: Final = "sharmill_divided"
+_DIVISIBLE: Final = frozenset({
+    "txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "multimodal_conversation", "share_gpt", "nemo", "nemo_tarred",
+    "lhotse_shar",
+})  # fmt: skip
+
+_TEXTS: Final = frozenset({"txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl"})
+
 # What NeMo takes from the top level for all sections of a multi_config, over what they say themselves.
 _SHARED: Final = (
     "seed", "shard_seed", "num_workers", "pin_memory", "shuffle", "sampler_fusion", "sampler_weights", "multi_config",
     "metadata_only", "force_finite",
 )  # fmt: skip
 _OF_TOP: Final = (*_SHARED, "cuda_expandable_segments", "use_lhotse")
-
-# What any entry can say. What a group says, NeMo hands down to its entries.
-OF_ENTRY: Final = (
-    "type", "weight", "tags", "shuffle", "shard_seed", "force_finite", "force_map_dataset", "metadata_only",
-)  # fmt: skip
-# What has no meaning for our datasets.
-OF_OTHERS: Final = (
-    "text_field", "lang_field", "max_open_streams", "audio_locator_tag", "token_equivalent_duration",
-    "skip_missing_manifest_entries", "force_iterable_dataset", "reweight_temperature",
-)  # fmt: skip
-_OF_GROUP: Final = (*OF_ENTRY, *OF_OTHERS, "input_cfg", "slice_length")
 
 
 def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:
@@ -53,10 +55,16 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     if not 0 <= rank < world_size:
         raise ConfigError(f"there is no rank {rank} among {world_size} data-parallel ranks", code="bad_config_value")
     settings = resolve_settings(cfg)
+    for section in sections_of(settings):
+        translate(section)
+        for key in SamplerOptions.of_section(section).keys:
+            del section[key]
+    drop_ignored(settings)
     _check_keys(settings)
     sections = sections_of(settings)
     for section in sections:
-        _check_entries(section)
+        _check_entries(section, {key: section.get(key) for key in ("audio_locator_tag", "token_equivalent_duration")})
+        _check_text(section)
         # lhotse loses an error in the thread that would fill the buckets, and waits for it for ever.
         section.setdefault("concurrent_bucketing", False)
     common_seed = isinstance(settings.setdefault("seed", 0), int) or world_size == 1
@@ -64,19 +72,57 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     shard_seed = settings.setdefault("shard_seed", "trng")
     settings.setdefault("shuffle", False)
     sources = [source for section in sections for source in _sources(section, shard_seed)]
-    map_style = any(_is_map_style(section) for section in sections)
+    map_style = any(is_map_style(section) for section in sections)
     if map_style:
         _check_map_style(settings, sources, world_size, common_seed)
     else:
         _check_streams(settings, sources, world_size, common_seed)
     for entry, entry_seed in sources:
-        if entry.get("type") == "sharmill":
+        if not map_style and is_divisible(entry):
+            entry |= {"of_type": entry["type"], "type": DIVIDED}
+        if entry.get("type") in ("sharmill", DIVIDED):
             readers = {"seed": settings["seed"], "rank": rank, "world_size": world_size}
             entry |= readers | {"shard_seed": entry_seed, "force_map_dataset": map_style}
     if shard_seed == "randomized" and (map_style or not settings.get("num_workers", 0)):
         # Outside a worker process, lhotse takes for it a number that is the same for every seed.
         settings["shard_seed"] = settings["seed"] + (0 if map_style else _SEEDS_PER_RANK * rank)
     return settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerOptions:
+    """Settings of a sampler that NeMo does not take, or takes for whole numbers only.
+
+    Args:
+        min_tps, min_tpt: lower limits of tokens per second of audio, and per token of input.
+        sync_buckets: all ranks draw from the same bucket.
+        keys: the settings that they were made from.
+    """
+
+    min_tps: float | None = None
+    min_tpt: float | None = None
+    sync_buckets: bool = True
+    keys: tuple[str, ...] = ()
+
+    @classmethod
+    def of_section(cls, section: Mapping[str, Any]) -> SamplerOptions:
+        """Read them from the settings of one sampler."""
+        limits = {key: section[key] for key in ("min_tps", "min_tpt") if isinstance(section.get(key), float)}
+        if section.get("pretokenize", True) is False:
+            limits = dict.fromkeys(limits)
+        keys = (*limits, *(section.keys() & {"bucketing_strategy"}))
+        return cls(**limits, sync_buckets=section.get("bucketing_strategy") != "fully_randomized", keys=keys)
+
+    def filters(self) -> list[Callable[[Any], bool]]:
+        """Return NeMo's filters for the limits; they look at tokens, which a tokenizer has made before."""
+        from nemo.collections.common.data.lhotse.sampling import TokenPerSecondFilter, TokenPerTokenFilter
+
+        filters: list[Callable[[Any], bool]] = []
+        if self.min_tps is not None:
+            filters.append(TokenPerSecondFilter(self.min_tps, math.inf))
+        if self.min_tpt is not None:
+            filters.append(TokenPerTokenFilter(self.min_tpt, math.inf))
+        return filters
 
 
 def resolve_settings(cfg: Mapping[str, Any]) -> Settings:
@@ -109,7 +155,7 @@ def _check_keys(settings: Settings) -> None:
     at_top = [key for key, value in settings.items() if not any(value is section for section in sections)]
     for key in [*at_top, *(key for section in sections for key in section)]:
         if key not in known:
-            raise ConfigError(f"the loader has no setting {key!r}{nearest(key, known)}", code="unknown_key")
+            raise ConfigError(f"the loader has no setting {key!r}{nearest(key, [*known, *FATES])}", code="unknown_key")
     if settings.get("multi_config", False):
         _check_levels(settings, at_top, sections)
 
@@ -132,7 +178,7 @@ def _check_levels(settings: Settings, at_top: list[str], sections: list[Settings
             )
 
 
-def _check_entries(settings: Settings) -> None:
+def _check_entries(settings: Settings, handed_down: Settings) -> None:
     """Check the entries at all levels: NeMo takes a group for what it is not where a key is misspelt."""
     from nemo.collections.common.data.lhotse.cutset import get_known_config_data_types
 
@@ -145,12 +191,20 @@ def _check_entries(settings: Settings) -> None:
             raise ConfigError(f"input_cfg has no type {kind!r}{nearest(str(kind), types)}", code="unknown_name")
         if kind == "sharmill" and "dataset" not in entry:
             raise ConfigError("input_cfg: type sharmill needs dataset: the dataset directory", code="missing_key")
-        for key in entry if kind == "group" else ():
-            if key not in _OF_GROUP:
-                raise ConfigError(
-                    f"input_cfg: a group has no option {key!r}{nearest(key, list(_OF_GROUP))}", code="unknown_key"
-                )
-        _check_entries(entry)
+        check_keys_of_entry(entry, handed_down)
+        _check_entries(entry, {**handed_down, **entry})
+
+
+def _check_text(section: Settings) -> None:
+    """Raise ConfigError for text that NeMo cannot measure."""
+    texts = [entry["type"] for entry in sources_of(section) if entry.get("type") in _TEXTS]
+    for key in ("use_multimodal_sampling", "prompt_format") if texts else ():
+        if not section.get(key):
+            raise ConfigError(
+                f"data of type {texts[0]} are counted in tokens: set use_multimodal_sampling: true and prompt_format, "
+                "which may be plain",
+                code="missing_key",
+            )
 
 
 def _inline_files(settings: Settings) -> None:
@@ -174,7 +228,7 @@ def _sources(settings: Settings, shard_seed: int | str) -> Iterator[tuple[Settin
         yield from _sources(entry, shard_seed)
 
 
-def _is_map_style(section: Settings) -> bool:
+def is_map_style(section: Settings) -> bool:
     """Return True if NeMo samples in the main process, as it decides it."""
     if section.get("force_map_dataset", False) or section.get("force_iterable_dataset", False):
         return bool(section.get("force_map_dataset", False))
@@ -186,6 +240,21 @@ def _is_map_style(section: Settings) -> bool:
 
 def _is_stream(entry: Settings) -> bool:
     return entry.get("type") in _STREAMS or bool(entry.get("shar_path") or entry.get("tarred_audio_filepaths"))
+
+
+def is_divisible(entry: Settings) -> bool:
+    """Return True for data that every reader can have a part of: files that can be read anew, as a whole."""
+    if entry.get("type") not in _DIVISIBLE or entry.get("slice_length") is not None or entry.get("extra_fields"):
+        return False
+    return not any("pipe:" in path for path in _paths_in(entry))
+
+
+def _paths_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _paths_in(one)
 
 
 def _check_map_style(
@@ -210,15 +279,16 @@ def _check_map_style(
 def _check_streams(
     settings: Settings, sources: list[tuple[Settings, int | str]], world_size: int, common_seed: bool
 ) -> None:
-    """Check streams: our readers take their parts of one order; of other types every worker reads everything."""
+    """Check streams: readers take their parts of one order; of what cannot be divided every worker reads everything."""
     finite = settings.get("force_finite", False) or settings.get("metadata_only", False)
-    ours = [seed for entry, seed in sources if entry.get("type") == "sharmill"]
+    divided = [entry.get("type") == "sharmill" or is_divisible(entry) for entry, _ in sources]
+    ours = [seed for (_, seed), part in zip(sources, divided, strict=True) if part]
     if not common_seed and settings["shuffle"] and any(finite or seed == "randomized" for seed in ours):
         raise ConfigError(
             "the ranks share one order: set seed to a number, the same on all of them", code="split_wrong"
         )
     readers = world_size * max(1, settings.get("num_workers", 0))
-    others = [(str(entry.get("type")), seed) for entry, seed in sources if entry.get("type") != "sharmill"]
+    others = [(str(entry.get("type")), seed) for (entry, seed), part in zip(sources, divided, strict=True) if not part]
     if finite and readers > 1 and others:
         raise ConfigError(
             f"with force_finite, each of {readers} readers (ranks x workers) would read all data of type "

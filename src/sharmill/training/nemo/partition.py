@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sharmill.errors import ConfigError
-from sharmill.shar import open_shar
 from sharmill.training.cut_data import epoch_of
 
 if TYPE_CHECKING:
@@ -51,6 +49,19 @@ class Partition:
                 f"shard_seed is a number, 'trng' or 'randomized', not {self.shard_seed!r}", code="bad_config_value"
             )
 
+    @classmethod
+    def of_entry(cls, options: Mapping[str, Any]) -> Partition:
+        """Read it from the options of an entry of ``input_cfg``, as NeMo hands them down."""
+        return cls(
+            shuffle=options.get("shuffle", False),
+            shard_seed=options.get("shard_seed", "trng"),
+            finite=options.get("force_finite", False) or options.get("metadata_only", False),
+            map_style=options.get("force_map_dataset", False),
+            seed=options.get("seed"),
+            rank=options.get("rank"),
+            world_size=options.get("world_size"),
+        )
+
     @property
     def drawn(self) -> bool:
         """True if the rank draws an order of its own."""
@@ -71,18 +82,19 @@ class Partition:
 
 
 class PartitionedCuts:
-    """The cuts of a dataset that this process reads: an epoch each time, or epochs without end; each in its order.
+    """The cuts, or other examples, that this process reads: an epoch each time, or epochs without end.
 
-    The options ``selection`` are those of ``open_shar`` that choose what to read: ``fields``, ``codec`` and
-    ``decode_threads``.
+    Args:
+        open_reader: opens them, with ``shuffle``, ``seed``, ``rank``, ``world_size`` and ``infinite`` of ``open_shar``.
+        partition: the part of them that is read here.
 
     Attributes:
         number: tells it from the others of a loader; its cuts have it as ``shar_reader``.
     """
 
-    def __init__(self, dataset: str | Path, partition: Partition, **selection: Any) -> None:
-        open_shar(dataset, **selection)  # a wrong name is an error here rather than in a worker
-        self._dataset, self._partition, self._selection = dataset, partition, selection
+    def __init__(self, open_reader: Callable[..., SharReader], partition: Partition) -> None:
+        open_reader()  # a wrong name is an error here rather than in a worker
+        self._open_reader, self._partition = open_reader, partition
         self._drawn_seed = secrets.randbelow(2**31)
         self._epoch = 0
         self._process = os.getpid()
@@ -103,7 +115,7 @@ class PartitionedCuts:
             yield cut
 
     def __len__(self) -> int:
-        return len(open_shar(self._dataset, **self._selection))
+        return len(self._open_reader())
 
     def restart(self) -> None:
         """Make the next iteration begin with the first epoch.
@@ -143,13 +155,11 @@ class PartitionedCuts:
 
     def _open(self) -> SharReader:
         """Open the part of this rank, or of this worker process, at the epoch that is next."""
-        reader: SharReader = open_shar(
-            self._dataset,
+        reader = self._open_reader(
             shuffle=self._partition.shuffle,
             **self._partition.part_options(self._drawn_seed),
             infinite=not self._partition.finite,
-            **self._selection,
-        ).data
+        )
         reader.set_epoch(self._epoch)
         return reader
 

@@ -1,7 +1,7 @@
-"""Exact states of NeMo's loader: which cuts of each dataset of type sharmill were consumed.
+"""Exact states of NeMo's loader: which cuts and other examples of each divided entry were consumed.
 
 NeMo's samplers cannot save where they are. They need not: our readers go on from what was consumed, and what samplers
-held back comes again. Filters, buckets and the mixing of datasets begin anew.
+held back comes again. Buckets and the mixing of datasets begin anew, with other seeds each time.
 
 NeMo puts a filter for each limit between the data and a sampler. They are put in one place, which reports what they
 drop: a saved state must not hold it as still to come, and endless data of which all is dropped would be searched for
@@ -25,10 +25,18 @@ from sharmill.errors import ConfigError
 from sharmill.shar.reading.loading import dataset_states
 from sharmill.shar.reading.state import merge_states
 from sharmill.training.cut_data import epoch_of
+from sharmill.training.nemo.loader_settings import DIVIDED, Settings, is_divisible, sources_of
 from sharmill.training.nemo.partition import READER, PartitionedCuts
 
 # With these an example of a reader becomes several, or is read at another time than its neighbours.
-_INEXACT = ("perturb_speed", "cut_into_windows_duration", "max_open_streams", "concurrent_bucketing", "noise_path")
+_INEXACT = (
+    "perturb_speed", "cut_into_windows_duration", "cut_text_into_windows_tokens", "max_open_streams",
+    "concurrent_bucketing", "noise_path",
+)  # fmt: skip
+
+
+# Far from the seeds that lhotse gives to ranks and workers, which are these plus multiples of 100.
+_SEEDS_PER_RESUME: Final = 1_000_003
 
 
 def merge_data_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -50,10 +58,24 @@ def merge_data_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise ConfigError(
             "these are not the states of one loader of get_dataloader(..., resumable=True)", code="wrong_state"
         )
-    return {"readers": [merge_states([worker["readers"][i] for worker in workers]) for i in range(counts.pop())]}
+    merged = [merge_states([worker["readers"][i] for worker in workers]) for i in range(counts.pop())]
+    return {"readers": merged, "resumes": max(worker.get("resumes", 0) for worker in workers)}
 
 
-def count_only_marked(sections: Sequence[Mapping[str, Any]], datasets: Sequence[PartitionedCuts]) -> None:
+def vary_seeds(settings: Settings, state: Mapping[str, Any]) -> int:
+    """Give samplers and the mixing of datasets other seeds than before the stop; return the number of the resume.
+
+    With the same ones, each resume would repeat the first draws, and datasets would not keep to their weights. The
+    readers' own seeds are in their entries, and stay.
+    """
+    resumes = int(state.get("resumes", 0)) + 1
+    for key in ("seed", "shard_seed"):
+        if isinstance(settings[key], int):
+            settings[key] += _SEEDS_PER_RESUME * resumes
+    return resumes
+
+
+def count_only_marked(sections: Sequence[Settings], datasets: Sequence[PartitionedCuts]) -> None:
     """Make the readers of datasets count only marked cuts as consumed.
 
     Raises:
@@ -65,8 +87,18 @@ def count_only_marked(sections: Sequence[Mapping[str, Any]], datasets: Sequence[
                 f"resumable=True does not go with {inexact[0]}: what is consumed could not be counted",
                 code="inexact_state",
             )
-    if not datasets:
-        raise ConfigError("resumable=True needs an entry of type sharmill: only these can go on", code="inexact_state")
+        for entry in sources_of(section):
+            if is_divisible(entry):
+                raise ConfigError(
+                    f"resumable=True needs data of type {entry['type']} as a stream: set force_iterable_dataset: true",
+                    code="inexact_state",
+                )
+            if entry.get("type") not in ("sharmill", DIVIDED):
+                raise ConfigError(
+                    f"resumable=True: data of type {entry.get('type')} cannot go on where they were: pipes, "
+                    "slice_length, extra_fields and types that sharmill does not divide have no place to go back to",
+                    code="inexact_state",
+                )
     for dataset in datasets:
         dataset.count_only_marked()
 
@@ -85,26 +117,23 @@ class CountingDataset(torch.utils.data.Dataset):
 
 def mark_consumed(sources: Sequence[PartitionedCuts], example: Any) -> None:
     """Mark the cuts of an example as consumed, or as dropped, in the readers that they come from."""
-    for cut in cuts_of(example):
-        # Those that a cut was joined from may come from several readers.
-        for part in [track.cut for track in cut.tracks] if isinstance(cut, MixedCut) else [cut]:
-            number = (getattr(part, "custom", None) or {}).get(READER)
-            if number is not None:
-                sources[number].reader.mark_consumed([part])
+    for part in parts_of(example):
+        if (number := _reader_of(part)) is not None:
+            sources[number].reader.mark_consumed([part])
 
 
 class ResumableBatches(torch.utils.data.IterableDataset):
     """The batches of NeMo's loader, with the state of the readers that they come from."""
 
-    def __init__(self, batches: IterableDatasetWrapper, sources: Sequence[PartitionedCuts]) -> None:
-        self._batches, self._sources = batches, sources
+    def __init__(self, batches: IterableDatasetWrapper, sources: Sequence[PartitionedCuts], resumes: int = 0) -> None:
+        self._batches, self._sources, self._resumes = batches, sources, resumes
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._batches
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of this worker's readers."""
-        return {"readers": [source.reader.state_dict() for source in self._sources]}
+        return {"readers": [source.reader.state_dict() for source in self._sources], "resumes": self._resumes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state of this part, or merged states, before iterating."""
@@ -119,10 +148,13 @@ class ResumableBatches(torch.utils.data.IterableDataset):
 
 
 def with_state(
-    loader: torch.utils.data.DataLoader[Any], sources: Sequence[PartitionedCuts], state: Mapping[str, Any] | None
+    loader: torch.utils.data.DataLoader[Any],
+    sources: Sequence[PartitionedCuts],
+    state: Mapping[str, Any] | None,
+    resumes: int,
 ) -> StatefulDataLoader:
     """Return a loader of the same batches that can save its state, and begins with the given one."""
-    batches = ResumableBatches(loader.dataset, sources)
+    batches = ResumableBatches(loader.dataset, sources, resumes)
     if state is not None:
         batches.load_state_dict(state)
     return StatefulDataLoader(
@@ -135,14 +167,17 @@ def with_state(
     )
 
 
-# So many examples in a row, and a whole epoch of every dataset, must be dropped before nothing more is hoped for.
+# So many examples in a row, and a whole epoch of every dataset, must be dropped before nothing more is hoped for; or so
+# many of data that have no epochs.
 _MIN_DROPPED: Final = 1000
+_MAX_DROPPED: Final = 1_000_000
 
 
-def report_dropped(sampler: CutSampler, dropped: Callable[[Any], None] | None = None) -> None:
-    """Replace the filters before a sampler, or before each of those that it is made of, by ``_ReportingFilter``."""
-    for one in getattr(sampler, "samplers", [sampler]):
-        one.cuts = tuple(CutSet(_ReportingFilter(cuts, dropped)) for cuts in one.cuts)
+def report_dropped(
+    sampler: CutSampler, limits: Sequence[Callable[[Any], bool]], dropped: Callable[[Any], None] | None = None
+) -> None:
+    """Replace the filters before a sampler by one ``_ReportingFilter``, with further limits."""
+    sampler.cuts = tuple(CutSet(_ReportingFilter(cuts, limits, dropped)) for cuts in sampler.cuts)
 
 
 class _ReportingFilter:
@@ -150,12 +185,15 @@ class _ReportingFilter:
 
     Args:
         cuts: lazy, perhaps with filters.
+        limits: further filters.
         dropped: is told each example that is dropped.
     """
 
-    def __init__(self, cuts: CutSet, dropped: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self, cuts: CutSet, limits: Sequence[Callable[[Any], bool]], dropped: Callable[[Any], None] | None = None
+    ) -> None:
         self._dropped = dropped
-        self._predicates: list[Callable[[Any], bool]] = []
+        self._predicates = list(limits)
         while isinstance(cuts.data, LazyFilter):
             self._predicates.insert(0, cuts.data.predicate)
             cuts = cuts.data.iterator
@@ -174,16 +212,32 @@ class _ReportingFilter:
             if self._dropped is not None:
                 self._dropped(example)
             count += 1
-            for cut in cuts_of(example):
-                if (reader := (getattr(cut, "custom", None) or {}).get(READER)) is not None:
-                    first.setdefault(reader, epoch_of(cut))
-                    last[reader] = epoch_of(cut)
-            if count >= _MIN_DROPPED and first and all(last[reader] > epoch + 1 for reader, epoch in first.items()):
+            for part in parts_of(example):
+                if (reader := _reader_of(part)) is not None:
+                    first.setdefault(reader, epoch_of(part))
+                    last[reader] = epoch_of(part)
+            everything = first and all(last[reader] > epoch + 1 for reader, epoch in first.items())
+            if count >= (_MIN_DROPPED if everything else _MAX_DROPPED):
                 raise ConfigError(
                     f"none of {count} examples in a row passes the filters: loosen min_duration, max_duration, "
                     "max_cer, min_context_speaker_similarity, the buckets or whatever drops them",
                     code="too_few_cuts",
                 )
+
+
+def parts_of(example: Any) -> Iterator[Any]:
+    """Yield what readers have marked in an example: itself, its cuts, and those that a cut was joined from."""
+    if not isinstance(example, Cut):
+        yield example
+    for cut in cuts_of(example):
+        if isinstance(cut, MixedCut):
+            yield from (track.cut for track in cut.tracks)
+        else:
+            yield cut
+
+
+def _reader_of(part: Any) -> int | None:
+    return (getattr(part, "custom", None) or {}).get(READER)
 
 
 def cuts_of(example: Any) -> list[Cut]:

@@ -1,0 +1,104 @@
+"""Advice about the settings of a training: who reads what, how batches are filled, and what cannot go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from sharmill.errors import ConfigError
+from sharmill.training.nemo.loader import get_dataloader
+from sharmill.training.nemo.loader_settings import (
+    DIVIDED,
+    Settings,
+    is_map_style,
+    prepare_settings,
+    sections_of,
+    sources_of,
+)
+from sharmill.training.nemo.trial import PlainTokenizer, Seen, try_rank
+
+
+def examine(settings: Settings, *, ranks: int, num_batches: int, tokenizer: str | None) -> Iterator[str]:
+    """Yield lines about the settings; only the first rank's ``num_batches`` are made, and no audio is loaded.
+
+    Raises:
+        ConfigError: the loader refuses the settings.
+    """
+    prepared = prepare_settings(settings, 0, ranks)
+    workers = max(1, int(prepared.get("num_workers", 0)))
+    map_style = any(is_map_style(section) for section in sections_of(prepared))
+    yield f"{ranks} ranks with {workers} {'worker' if workers == 1 else 'workers'} each"
+    sources = sources_of(prepared)
+    for source in sources:
+        yield f"{_name(source)}: {_readers(source, prepared, ranks, workers, map_style=map_style)}"
+    if map_style:
+        yield (
+            "map style: the main process of every rank reads all manifests, minutes for millions of lines; "
+            "force_iterable_dataset: true reads them as a stream, which can be resumed"
+        )
+    yield _resuming(settings, ranks, tokenizer)
+    batches = try_rank(settings, 0, ranks, num_batches, tokenizer).batches
+    yield from _filling(batches)
+    yield from _buckets(prepared, batches)
+    yield from _epochs(settings, sources, batches, ranks)
+
+
+def _name(source: Settings) -> str:
+    place = next((source[key] for key in ("dataset", "paths", "source_paths", "manifest_filepath", "shar_path",
+                                          "cuts_path", "data_dir") if source.get(key) is not None), "")  # fmt: skip
+    return f"{source.get('of_type', source.get('type'))} {place if isinstance(place, str) else '...'}"
+
+
+def _readers(source: Settings, prepared: Settings, ranks: int, workers: int, *, map_style: bool) -> str:
+    if map_style:
+        return f"every rank draws the same order, and its sampler takes every {ranks}th batch" if ranks > 1 else "all"
+    if source["type"] not in ("sharmill", DIVIDED):
+        return f"each of {ranks * workers} readers reads all of it, in an order of its own"
+    if prepared["shuffle"] and source["shard_seed"] == "trng" and not prepared.get("force_finite", False):
+        return f"every rank reads all of it in an order of its own, each worker 1/{workers}"
+    return f"one order, of which each of {ranks * workers} readers has its part: every example once per epoch"
+
+
+def _resuming(settings: Settings, ranks: int, tokenizer: str | None) -> str:
+    try:
+        get_dataloader(settings, 0, ranks, None if tokenizer is None else PlainTokenizer(tokenizer),
+                       dataset=object(), resumable=True)  # type: ignore[arg-type]  # fmt: skip
+    except ConfigError as error:
+        if error.code != "inexact_state":
+            raise
+        return f"cannot be resumed: {error}"
+    return "can be resumed exactly, on other numbers of ranks and workers too"
+
+
+def _filling(batches: list[list[Seen]]) -> Iterator[str]:
+    if not batches:
+        yield "no batch: the data end before the first is full"
+        return
+    padded = sum(len(batch) * max(seen.length for seen in batch) for batch in batches)
+    filled = sum(seen.length for batch in batches for seen in batch)
+    sizes = sorted(len(batch) for batch in batches)
+    share = 100 * (1 - filled / padded) if padded else 0.0
+    yield f"{len(batches)} batches of {sizes[0]} to {sizes[-1]} examples; {share:.1f} % of them is padding"
+
+
+def _buckets(prepared: Settings, batches: list[list[Seen]]) -> Iterator[str]:
+    for section in sections_of(prepared):
+        bins = section.get("bucket_duration_bins")
+        if not bins or isinstance(bins[0], list):
+            continue
+        found = Counter(sum(seen.length > bound for bound in bins) for batch in batches for seen in batch)
+        if never := [number for number in range(len(bins) + 1) if not found[number]]:
+            ranges = [f"{bins[n - 1] if n else 0} to {bins[n] if n < len(bins) else 'the longest'}" for n in never]
+            yield f"buckets that no batch came from: {', '.join(ranges)}"
+
+
+def _epochs(settings: Settings, sources: list[Settings], batches: list[list[Seen]], ranks: int) -> Iterator[str]:
+    from sharmill.training.nemo.input_type import entry_sizes
+
+    counts = Counter(seen.place[0] for batch in batches for seen in batch if seen.place is not None)
+    divided = [source for source in sources if source["type"] in ("sharmill", DIVIDED)]
+    for number, (source, size) in enumerate(zip(divided, entry_sizes(divided), strict=True)):
+        if not batches or not size:
+            continue
+        per_thousand = 1000 * ranks * counts[number] / len(batches) / size
+        yield f"{_name(source)}: {size} examples, {per_thousand:.3g} epochs in 1000 steps"

@@ -1,0 +1,152 @@
+"""Trials of a training loader: what a rank gets, without loading audio, in this process or in fresh ones."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sharmill.errors import ConfigError
+from sharmill.training.nemo.loader import get_dataloader
+from sharmill.training.nemo.loader_settings import Settings, resolve_settings, sections_of
+from sharmill.training.nemo.partition import READER
+from sharmill.training.nemo.resumable import merge_data_states, parts_of
+from sharmill.training.tokenizers import load_tokenizer
+
+# The place of an example: its reader, epoch, group, draw, block and item.
+Place = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """An example of a trial.
+
+    Args:
+        place: None for data that are not divided.
+        length: seconds of audio, or tokens with multimodal sampling.
+    """
+
+    place: Place | None
+    length: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPart:
+    """What one rank got: batches of examples, and the state of its loader after them."""
+
+    batches: list[list[Seen]] = field(default_factory=list)
+    state: Mapping[str, Any] | None = None
+
+
+def read_train_settings(path: Path) -> Settings:
+    """Return the loader's settings of a YAML file: those below ``model.train_ds`` or ``train_ds``, or the file's own.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        loaded = OmegaConf.load(path)
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", code="bad_config_file") from error
+    for key in ("model.train_ds", "train_ds", "data.train_ds"):
+        if (found := OmegaConf.select(loaded, key)) is not None:
+            loaded = found
+            break
+    settings = resolve_settings(loaded)  # type: ignore[arg-type]
+    if not any(section.keys() & {"input_cfg", "manifest_filepath", "shar_path", "cuts_path"}
+               for section in sections_of(settings)):  # fmt: skip
+        raise ConfigError(
+            f"{path} has no settings of a loader: neither input_cfg nor train_ds with one", code="bad_config_file"
+        )
+    return settings
+
+
+def try_rank(
+    settings: Settings,
+    rank: int,
+    world_size: int,
+    num_batches: int,
+    tokenizer: str | None,
+    *,
+    resumable: bool = False,
+    state: Mapping[str, Any] | None = None,
+) -> TrialPart:
+    """Return the batches that a rank gets first, or after a state."""
+    lengths = Lengths(any(section.get("use_multimodal_sampling") for section in sections_of(settings)))
+    loader = get_dataloader(
+        settings, rank, world_size, None if tokenizer is None else PlainTokenizer(tokenizer),
+        dataset=lengths, resumable=resumable, state=state,
+    )  # fmt: skip
+    batches = list(islice(loader, num_batches))
+    return TrialPart(batches, loader.state_dict() if resumable else None)
+
+
+def try_ranks(
+    settings: Settings, world_size: int, num_batches: int, tokenizer: str | None, state: Mapping[str, Any] | None
+) -> tuple[list[TrialPart], dict[str, Any]]:
+    """Run each rank in a fresh process, and return what they got with the merged state."""
+    context = multiprocessing.get_context("spawn")
+    parts = []
+    for rank in range(world_size):
+        with ProcessPoolExecutor(1, mp_context=context) as fresh:
+            parts.append(
+                fresh.submit(
+                    try_rank, settings, rank, world_size, num_batches, tokenizer, resumable=True, state=state
+                ).result()
+            )
+    return parts, merge_data_states([part.state for part in parts if part.state is not None])
+
+
+def places(parts: Sequence[TrialPart]) -> list[Place]:
+    """Return the places of all examples that parts got."""
+    return [seen.place for part in parts for batch in part.batches for seen in batch if seen.place is not None]
+
+
+class Lengths(torch.utils.data.Dataset):
+    """Batches of ``Seen``: no audio is loaded."""
+
+    def __init__(self, in_tokens: bool) -> None:
+        self._in_tokens = in_tokens
+
+    def __getitem__(self, examples: Any) -> list[Seen]:
+        return [Seen(place_of(example), self._length(example)) for example in examples]
+
+    def _length(self, example: Any) -> float:
+        if self._in_tokens or not hasattr(example, "duration"):
+            return float(getattr(example, "num_tokens", None) or getattr(example, "total_length", None) or 0)
+        return float(example.duration)
+
+
+class PlainTokenizer:
+    """A tokenizer in the form that NeMo's prompt formats ask for."""
+
+    bos, eos = 1, 2
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.text_to_ids = load_tokenizer(name)
+
+    def __call__(self, text: str, language: str | None = None) -> Sequence[int]:
+        return self.text_to_ids(text)
+
+
+def place_of(example: Any) -> Place | None:
+    """Return the place of an example, or of the first cut that it was made from."""
+    for part in _marked(example):
+        return (part.custom[READER], *part.custom["shar_position"])
+    return None
+
+
+def _marked(example: Any) -> Iterator[Any]:
+    for part in parts_of(example):
+        if READER in (getattr(part, "custom", None) or {}):
+            yield part

@@ -1,0 +1,75 @@
+"""``sharmill doctor`` and ``sharmill verify-resume``."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+from support.errors import raises
+
+from sharmill.errors import ConfigError
+from sharmill.training.nemo import verify
+from sharmill.training.nemo.doctor import examine
+from sharmill.training.nemo.trial import Seen, TrialPart, read_train_settings
+from sharmill.training.nemo.verify import verify_resume
+
+SETTINGS = {"batch_size": 2, "shuffle": True, "shard_seed": "randomized", "seed": 1, "shuffle_buffer_size": 3}
+
+
+def advice(settings, ranks=2, tokenizer=None):
+    return "\n".join(examine(settings, ranks=ranks, num_batches=12, tokenizer=tokenizer))
+
+
+def test_the_doctor_says_who_reads_what(corpora):
+    text = {"type": "txt", "paths": str(corpora.text), "weight": 0.5}
+    tokens = {"use_multimodal_sampling": True, "token_equivalent_duration": 0.1, "prompt_format": "plain"}
+    said = advice({"input_cfg": [corpora.entry("large", weight=0.5), text]} | SETTINGS | tokens, tokenizer="bytes")
+    assert "2 ranks with 1 worker each" in said
+    assert f"sharmill {corpora.large}: one order, of which each of 2 readers has its part" in said
+    assert f"txt {corpora.text}: one order" in said
+    assert "can be resumed exactly" in said
+    assert "12 batches of 2 to 2 examples" in said
+    assert f"txt {corpora.text}: 40 examples, " in said
+    assert "epochs in 1000 steps" in said
+
+
+def test_the_doctor_names_what_stops_a_resume_and_what_costs(corpora):
+    cfg = {"input_cfg": [corpora.entry("large")]} | SETTINGS
+    assert "every rank reads all of it in an order of its own" in advice(cfg | {"shard_seed": "trng"})
+    assert "cannot be resumed: resumable=True is for streaming without end" in advice(cfg | {"shard_seed": "trng"})
+    assert "map style: the main process of every rank reads all manifests" in advice(cfg | {"force_map_dataset": True})
+    buckets = {"bucket_duration_bins": [1.0, 2.0, 50.0], "batch_duration": 4.0, "bucket_buffer_size": 8}
+    assert "buckets that no batch came from: 50.0 to the longest" in advice(cfg | buckets)
+    with raises(ConfigError, "unknown_key", "'batch_sise'"):
+        advice(cfg | {"batch_sise": 2})
+
+
+def test_settings_lie_below_train_ds(corpora, tmp_path):
+    path = tmp_path / "train.yaml"
+    for found in (
+        {"model": {"train_ds": {"input_cfg": [corpora.entry("small")]}}},
+        {"input_cfg": [corpora.entry("small")]},
+    ):
+        path.write_text(OmegaConf.to_yaml(found))
+        assert read_train_settings(path)["input_cfg"][0]["type"] == "sharmill"
+    path.write_text("trainer: {}\n")
+    with raises(ConfigError, "bad_config_file", "train_ds"):
+        read_train_settings(path)
+    with raises(ConfigError, "bad_config_file", "none.yaml"):
+        read_train_settings(tmp_path / "none.yaml")
+
+
+@pytest.mark.slow
+def test_a_resume_is_verified_in_fresh_processes(corpora):
+    cfg = {"input_cfg": [corpora.entry("small")]} | SETTINGS | {"batch_size": 3, "shuffle_buffer_size": 1}
+    said = []
+    verify_resume(cfg, ranks=1, then=2, num_batches=3, num_stops=1, tokenizer=None, tell=said.append)
+    assert said[0] == "1 ranks: 3 batches, 9 examples"
+    assert "whole epochs of 8 examples, none twice" in said[-1]
+
+
+def test_an_example_that_comes_twice_is_an_error(monkeypatch):
+    state = {"readers": [{"epoch": 0}]}
+    part = TrialPart([[Seen((0, 0, 0, 5, 1, 2), 1.0)]], {})
+    monkeypatch.setattr(verify, "try_ranks", lambda *_: ([part], state))
+    with raises(ConfigError, "wrong_state", "entry 0", "epoch 0", "before stop 1"):
+        verify_resume({}, ranks=1, then=1, num_batches=1, num_stops=1, tokenizer=None, tell=print)

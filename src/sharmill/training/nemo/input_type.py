@@ -26,7 +26,17 @@ from sharmill.training.nemo.examples import open_examples
 from sharmill.training.nemo.loader_settings import DIVIDED
 from sharmill.training.nemo.partition import Partition, PartitionedCuts
 
-_OPTIONS: Final = ("dataset", "fields", "codec", "decode_threads", "speaker_tags", "seed", "rank", "world_size")
+_OPTIONS: Final = (
+    "dataset",
+    "fields",
+    "codec",
+    "decode_threads",
+    "speaker_tags",
+    "seed",
+    "rank",
+    "world_size",
+    "whole_part",
+)
 
 _made: ContextVar[list[PartitionedCuts] | None] = ContextVar("_made", default=None)
 

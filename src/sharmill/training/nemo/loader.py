@@ -21,9 +21,10 @@ from sharmill.training.nemo.loader_settings import (
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.utils.data import Dataset
+    from torch.utils.data import DataLoader, Dataset
 
     from sharmill.shar.index import DatasetRecord
+    from sharmill.training.nemo.partition import PartitionedCuts
 
 
 def get_dataloader(
@@ -40,7 +41,8 @@ def get_dataloader(
     """Return the loader of NeMo's ``get_lhotse_dataloader_from_config``, with ``type: sharmill`` in ``input_cfg``.
 
     Args:
-        cfg: NeMo's settings (``LhotseDataLoadingConfig``), plain or of OmegaConf. It is not changed.
+        cfg: NeMo's settings (``LhotseDataLoadingConfig``), plain or of OmegaConf. It is not changed. With
+            ``canonical: N`` the global batches are the same on any number of ranks that divides N.
         rank: the data-parallel rank: ranks that work on the same batch (tensor or context parallel) give the same.
         world_size: how many data-parallel ranks there are.
         tokenizer: any callable from text to token ids; with ``prompt_format``, a tokenizer of NeMo.
@@ -62,47 +64,67 @@ def get_dataloader(
         >>> batch = next(iter(loader))  # doctest: +SKIP
     """
     require_package("nemo")
-    from lhotse.dataset import IterableDatasetWrapper
     from nemo.collections.common.data.lhotse.broadcasting import BroadcastingDataLoader, is_dp_source_rank
-    from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
 
-    from sharmill.training.nemo.input_type import collected
-    from sharmill.training.nemo.resumable import (
-        CountingDataset,
-        count_only_marked,
-        mark_consumed,
-        report_dropped,
-        vary_seeds,
-        with_state,
-    )
+    from sharmill.training.nemo.resumable import vary_seeds, with_state
 
+    if cfg.get("canonical") is not None:
+        from sharmill.training.nemo.canonical import get_canonical_dataloader
+
+        if device_mesh is not None:
+            raise ConfigError("canonical does not go with device_mesh", code="bad_config_value")
+        return get_canonical_dataloader(cfg, rank, world_size, tokenizer, dataset, state)
     settings = prepare_settings(cfg, rank, world_size)
-    prompted = any(section.get("prompt_format") is not None for section in sections_of(settings))
-    if prompted and not hasattr(tokenizer, "text_to_ids"):
-        raise ConfigError("prompt_format needs a tokenizer of NeMo, one with text_to_ids", code="bad_tokenizer")
-    if dataset is None:
-        dataset = _default_dataset(settings, tokenizer)
+    dataset = dataset_for(settings, tokenizer, dataset)
     resumes = 0 if state is None else vary_seeds(settings, state)
     source = None
     if is_dp_source_rank(device_mesh):
-        with collected() as ours:
-            counting = CountingDataset(dataset, ours) if resumable else dataset
-            source = get_lhotse_dataloader_from_config(settings, rank, world_size, counting, tokenizer)
-        for cuts in ours:
-            cuts.restart()
-        sampler = source.dataset.sampler if isinstance(source.dataset, IterableDatasetWrapper) else source.sampler
-        dropped = partial(mark_consumed, ours) if resumable else None
-        for one, section in zip(
-            getattr(sampler, "samplers", [sampler]), sections_of(resolve_settings(cfg)), strict=True
-        ):
-            options = SamplerOptions.of_section(section)
-            report_dropped(one, options.filters() if tokenizer is not None else [], dropped)
-            if not options.sync_buckets:
-                one.sync_buckets = False
+        source, ours = make_loader(cfg, settings, rank, world_size, dataset, tokenizer, resumable=resumable)
         if resumable:
-            count_only_marked(sections_of(settings), ours)
             source = with_state(source, ours, state, resumes)
     return source if device_mesh is None else BroadcastingDataLoader(source, device_mesh)
+
+
+def make_loader(
+    cfg: Mapping[str, Any],
+    settings: Settings,
+    rank: int,
+    world_size: int,
+    dataset: Dataset[Any],
+    tokenizer: Any,
+    *,
+    resumable: bool,
+) -> tuple[DataLoader[Any], list[PartitionedCuts]]:
+    """Return NeMo's loader for prepared settings, and the divided sources that it reads."""
+    from lhotse.dataset import IterableDatasetWrapper
+    from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
+
+    from sharmill.training.nemo.input_type import collected
+    from sharmill.training.nemo.resumable import CountingDataset, count_only_marked, mark_consumed, report_dropped
+
+    with collected() as ours:
+        counting = CountingDataset(dataset, ours) if resumable else dataset
+        source = get_lhotse_dataloader_from_config(settings, rank, world_size, counting, tokenizer)
+    for cuts in ours:
+        cuts.restart()
+    sampler = source.dataset.sampler if isinstance(source.dataset, IterableDatasetWrapper) else source.sampler
+    dropped = partial(mark_consumed, ours) if resumable else None
+    for one, section in zip(getattr(sampler, "samplers", [sampler]), sections_of(resolve_settings(cfg)), strict=True):
+        options = SamplerOptions.of_section(section)
+        report_dropped(one, options.filters() if tokenizer is not None else [], dropped)
+        if not options.sync_buckets:
+            one.sync_buckets = False
+    if resumable:
+        count_only_marked(sections_of(settings), ours)
+    return source, ours
+
+
+def dataset_for(settings: Settings, tokenizer: Any, dataset: Dataset[Any] | None) -> Dataset[Any]:
+    """Return the dataset class, the one that is given or one that fits the entries; check the tokenizer."""
+    prompted = any(section.get("prompt_format") is not None for section in sections_of(settings))
+    if prompted and not hasattr(tokenizer, "text_to_ids"):
+        raise ConfigError("prompt_format needs a tokenizer of NeMo, one with text_to_ids", code="bad_tokenizer")
+    return _default_dataset(settings, tokenizer) if dataset is None else dataset
 
 
 def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:

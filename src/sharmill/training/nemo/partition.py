@@ -32,7 +32,7 @@ class Partition:
     a finite pass it is as ``randomized``, since otherwise samples would come twice.
 
     ``seed``, ``rank`` and ``world_size`` are None where nobody told them: then they are those that NeMo gave to the
-    worker process.
+    worker process. ``whole_part``: the part is that of ``rank``, whichever worker reads it.
     """
 
     shuffle: bool
@@ -42,6 +42,7 @@ class Partition:
     seed: int | None = None
     rank: int | None = None
     world_size: int | None = None
+    whole_part: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.shard_seed, int) and self.shard_seed not in ("trng", "randomized"):
@@ -60,6 +61,7 @@ class Partition:
             seed=options.get("seed"),
             rank=options.get("rank"),
             world_size=options.get("world_size"),
+            whole_part=options.get("whole_part", False),
         )
 
     @property
@@ -78,7 +80,9 @@ class Partition:
             seed = drawn_seed
         elif isinstance(self.shard_seed, int):
             seed = self.shard_seed
-        return {"seed": seed or 0, "rank": rank, "world_size": world_size}
+        return {
+            "seed": seed or 0, "rank": rank, "world_size": world_size, "split_by_worker": not self.whole_part
+        }  # fmt: skip
 
 
 class PartitionedCuts:

@@ -52,7 +52,8 @@ def merge_data_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         ConfigError: a rank is missing, or they are no such states.
     """
-    workers = [found for state in states if state for found in dataset_states(state)]
+    found = [one for state in states if state for one in dataset_states(state)]
+    workers = [part for one in found for part in one.get("parts", [one])]
     counts = {len(worker.get("readers", ())) for worker in workers}
     if len(counts) != 1 or counts == {0}:
         raise ConfigError(

@@ -180,6 +180,21 @@ def test_pipes_and_slices_are_read_but_not_resumed(data):
             load(undivided, resumable=True)
 
 
+def test_conversions_that_lose_the_place_of_a_cut_are_not_resumed(corpora):
+    entry = {"type": "lhotse_magpietts_data_as_continuation", "input_cfg": [corpora.entry("small")]}
+    with raises(ConfigError, "inexact_state", "lhotse_magpietts_data_as_continuation"):
+        load({"type": "group", "input_cfg": [entry]}, resumable=True)
+
+
+def test_a_last_line_without_an_end_is_read(data, tmp_path):
+    entry = data["nemo_tarred"][0]
+    for n in range(3):
+        text = Path(entry["manifest_filepath"].replace("__OP_0..2_CL_", f"_{n}")).read_text()
+        (tmp_path / f"manifest_{n}.json").write_text(text.rstrip())
+    entry = entry | {"manifest_filepath": str(tmp_path / "manifest__OP_0..2_CL_.json")}
+    assert len(flat(take(load(entry, force_finite=True)))) == 9
+
+
 def test_map_style_data_are_to_be_read_as_a_stream_to_go_on(data):
     with raises(ConfigError, "inexact_state", "force_iterable_dataset: true"):
         load(data["nemo"][0], resumable=True, force_iterable_dataset=False)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from sharmill.errors import ConfigError
+from sharmill.training.nemo.classic import FATES, IGNORED
 from sharmill.training.nemo.loader import get_dataloader
 from sharmill.training.nemo.loader_settings import (
     DIVIDED,
@@ -24,6 +25,9 @@ def examine(settings: Settings, *, ranks: int, num_batches: int, tokenizer: str 
     Raises:
         ConfigError: the loader refuses the settings.
     """
+    for section in sections_of(settings):
+        if ignored := [key for key in section if FATES.get(key, "").startswith(IGNORED)]:
+            yield f"ignored: {', '.join(ignored)}"
     prepared = prepare_settings(settings, 0, ranks)
     workers = max(1, int(prepared.get("num_workers", 0)))
     map_style = any(is_map_style(section) for section in sections_of(prepared))

@@ -95,10 +95,12 @@ class _ExampleSource:
         """Return the lines of a shard: no more examples than these come of it, and perhaps fewer."""
         if shard not in self._counts:
             files = self._shards[shard]
-            if self._tarred is not None:
-                self._counts[shard] = len(self._tarred.shard_id_to_manifest[files["shard"]])
-            else:
+            if self._tarred is None:
                 self._counts[shard] = count_lines(next(_names_in(files)))
+            elif len(self._tarred.paths) > 1:
+                self._counts[shard] = count_lines(self._tarred.paths[shard])
+            else:
+                self._counts[shard] = len(self._tarred.shard_id_to_manifest[files["shard"]])
         return self._counts[shard]
 
     def num_cuts(self) -> int:

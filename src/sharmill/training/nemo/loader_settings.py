@@ -147,6 +147,12 @@ def sources_of(settings: Settings) -> list[Settings]:
     return [source for section in sections_of(settings) for source, _ in _sources(section, 0)]
 
 
+def types_in(settings: Settings) -> list[str]:
+    """Return the types of all entries at all levels, of groups and conversions as well."""
+    entries = [entry for section in sections_of(settings) for entry in section.get("input_cfg") or ()]
+    return [kind for entry in entries for kind in (str(entry.get("type")), *types_in(entry))]
+
+
 def _check_keys(settings: Settings) -> None:
     from nemo.collections.common.data.lhotse.dataloader import LhotseDataLoadingConfig
 

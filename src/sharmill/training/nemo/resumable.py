@@ -25,7 +25,7 @@ from sharmill.errors import ConfigError
 from sharmill.shar.reading.loading import dataset_states
 from sharmill.shar.reading.state import merge_states
 from sharmill.training.cut_data import epoch_of
-from sharmill.training.nemo.loader_settings import DIVIDED, Settings, is_divisible, sources_of
+from sharmill.training.nemo.loader_settings import DIVIDED, Settings, is_divisible, sources_of, types_in
 from sharmill.training.nemo.partition import READER, PartitionedCuts
 
 # With these an example of a reader becomes several, or is read at another time than its neighbours.
@@ -33,6 +33,8 @@ _INEXACT = (
     "perturb_speed", "cut_into_windows_duration", "cut_text_into_windows_tokens", "max_open_streams",
     "concurrent_bucketing", "noise_path",
 )  # fmt: skip
+# These types of NeMo's drop cuts by filters of their own, or make cuts that do not say where they come from.
+_UNMARKED = ("lhotse_magpietts_data_as_continuation", "s2s_as_conversation", "s2s_duplex_overlap_as_s2s_duplex")
 
 
 # Far from the seeds that lhotse gives to ranks and workers, which are these plus multiples of 100.
@@ -86,6 +88,12 @@ def count_only_marked(sections: Sequence[Settings], datasets: Sequence[Partition
         if inexact := [key for key in _INEXACT if section.get(key)]:
             raise ConfigError(
                 f"resumable=True does not go with {inexact[0]}: what is consumed could not be counted",
+                code="inexact_state",
+            )
+        if unmarked := [kind for kind in types_in(section) if kind in _UNMARKED]:
+            raise ConfigError(
+                f"resumable=True: type {unmarked[0]} drops or makes examples without saying of which they come, so "
+                "that what is consumed could not be counted",
                 code="inexact_state",
             )
         for entry in sources_of(section):

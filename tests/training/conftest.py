@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from support.corpora import make_corpora
+from support.nemo_data import make_nemo_data
 
 
 @pytest.fixture(scope="session")
 def corpora(tmp_path_factory):
     """Two datasets with codes, text and conversations: see ``Corpora``."""
     return make_corpora(tmp_path_factory.mktemp("corpora"))
+
+
+@pytest.fixture(scope="session")
+def nemo_data(tmp_path_factory):
+    """A folder of text, manifests and tars: see ``make_nemo_data``."""
+    return make_nemo_data(tmp_path_factory.mktemp("nemo_data"))
 
 
 @pytest.fixture(autouse=True)

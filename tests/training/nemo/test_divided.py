@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import tarfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from support.errors import raises
-from support.shar import put, voice
 from support.training import AsIs, Letters, flat, take
 
 from sharmill.errors import ConfigError
@@ -27,22 +25,32 @@ PLAIN = {
 
 
 @pytest.fixture(scope="module")
-def data(corpora, tmp_path_factory):
+def data(corpora, nemo_data):
     """An entry of each type, and the names of its examples."""
-    folder = tmp_path_factory.mktemp("divided")
+    texts = str(nemo_data / "text__OP_0..2_CL_.txt")
+    tars = {"type": "nemo_tarred", "tarred_audio_filepaths": str(nemo_data / "audio__OP_0..2_CL_.tar")}
     return {
-        "txt": ({"type": "txt", "paths": _texts(folder), "language": "en"}, {f"line {n}" for n in range(12)}),
+        "txt": ({"type": "txt", "paths": texts, "language": "en"}, {f"line {n}" for n in range(12)}),
         "txt_pair": (
-            {"type": "txt_pair", "source_paths": _texts(folder), "target_paths": _texts(folder)},
+            {"type": "txt_pair", "source_paths": texts, "target_paths": texts},
             {f"line {n}" for n in range(12)},
         ),
         "multimodal_conversation": (
             {"type": "multimodal_conversation", "manifest_filepath": str(corpora.conversations)},
             {f"conversation{n}" for n in range(6)},
         ),
-        "nemo": ({"type": "nemo", "manifest_filepath": str(_manifest(folder))}, {str(n) for n in range(9) if n != 4}),
-        "nemo_tarred": (_tarred(folder, shards=3), {str(n) for n in range(9)}),
-        "one manifest of several tars": (_tarred(folder, shards=3, one=True), {str(n) for n in range(9)}),
+        "nemo": (
+            {"type": "nemo", "manifest_filepath": str(nemo_data / "plain.json")},
+            {str(n) for n in range(9) if n != 4},
+        ),
+        "nemo_tarred": (
+            tars | {"manifest_filepath": str(nemo_data / "manifest__OP_0..2_CL_.json")},
+            {str(n) for n in range(9)},
+        ),
+        "one manifest of several tars": (
+            tars | {"manifest_filepath": str(nemo_data / "whole.json")},
+            {str(n) for n in range(9)},
+        ),
         "lhotse_shar": (
             {"type": "lhotse_shar", "shar_path": {"cuts": sorted(map(str, (corpora.small / "cuts").iterdir()))}},
             {str(n) for n in range(100, 108)},
@@ -59,39 +67,6 @@ KINDS = [
     "one manifest of several tars",
     "lhotse_shar",
 ]
-
-
-def _texts(folder: Path) -> str:
-    for file in range(3):
-        (folder / f"text_{file}.txt").write_text("".join(f"line {4 * file + n}\n" for n in range(4)))
-    return str(folder / "text__OP_0..2_CL_.txt")
-
-
-def _manifest(folder: Path) -> Path:
-    lines = []
-    for n in range(9):
-        put(folder / f"{n}.wav", voice(0.5, seed=n))
-        record = {"audio_filepath": f"{n}.wav", "duration": 0.5, "text": str(n)}
-        lines.append(json.dumps(record | ({"_skipme": "too noisy"} if n == 4 else {})) + "\n")
-    (folder / "plain.json").write_text("".join(lines))
-    return folder / "plain.json"
-
-
-def _tarred(folder: Path, shards: int, *, one: bool = False) -> dict:
-    _manifest(folder)
-    lines = []
-    for shard in range(shards):
-        names = [f"{n}.wav" for n in range(shard, 9, shards)]
-        with tarfile.open(folder / f"audio_{shard}.tar", "w") as archive:
-            for name in names:
-                archive.add(folder / name, name)
-        records = [{"audio_filepath": n, "duration": 0.5, "text": n[0], "shard_id": shard} for n in names]
-        lines.append("".join(json.dumps(record) + "\n" for record in records))
-        (folder / f"manifest_{shard}.json").write_text(lines[-1])
-    (folder / "whole.json").write_text("".join(lines))
-    manifests = folder / "whole.json" if one else folder / "manifest__OP_0..2_CL_.json"
-    tars = str(folder / "audio__OP_0..2_CL_.tar")
-    return {"type": "nemo_tarred", "manifest_filepath": str(manifests), "tarred_audio_filepaths": tars}
 
 
 def name(example) -> str:

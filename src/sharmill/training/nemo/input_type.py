@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Final
 
 from lhotse import CutSet
-from lhotse.cut import MonoCut
 from nemo.collections.common.data.lhotse.cutset import data_type_parser
 from omegaconf import DictConfig, OmegaConf
 
@@ -69,7 +68,7 @@ def read_divided(entry: DictConfig) -> tuple[CutSet, bool]:
     """Return the examples of an entry of a type of NeMo's, divided among all readers as our own cuts are."""
     options: dict[str, Any] = OmegaConf.to_container(entry, resolve=True)  # type: ignore[assignment]
     source = _collect(PartitionedCuts(partial(open_examples, options), Partition.of_entry(options)))
-    return CutSet(source), True
+    return CutSet(source).map(_as_nemo_expects, apply_fn=None), True
 
 
 def _open_dataset(dataset: str, **options: Any) -> SharReader:
@@ -121,14 +120,14 @@ def _check(options: dict[str, Any]) -> None:
         )
 
 
-def _as_nemo_expects(cut: MonoCut, speaker_tags: str = "kept") -> MonoCut:
-    """Put what NeMo's filters and datasets look for where they look for it, and return the cut.
+def _as_nemo_expects(cut: Any, speaker_tags: str = "kept") -> Any:
+    """Put what NeMo's filters and datasets look for where they look for it, and return the cut; or any other example.
 
     ``validation_status`` is sought in the cut, and is a manifest key, which we keep in the supervision. A ``cer`` or
     ``context_speaker_similarity`` of null would be compared with a number. ``speaker_tags="nemo"`` writes the
     language of a speaker tag as MagpieTTSLhotseDataset wants it: ``en_US`` for ``en-US``.
     """
-    for supervision in cut.supervisions:
+    for supervision in getattr(cut, "supervisions", ()):
         custom = supervision.custom or {}
         for key in ("cer", "context_speaker_similarity"):
             if key in custom and custom[key] is None:

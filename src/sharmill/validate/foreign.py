@@ -91,7 +91,7 @@ def _cut_problem(cut: dict[str, Any]) -> str | None:
 
 def _foreign_language(supervision: dict[str, Any]) -> str | None:
     """Return the language of a speaker tag that NeMo does not take for one."""
-    found = re.search(r"\bLanguage:(\S+)", supervision.get("speaker") or "")
+    found = re.search(r"\bLanguage:(\S+)", str(supervision.get("speaker") or ""))
     return found[1] if found and not re.fullmatch(r"\w+", found[1]) else None
 
 

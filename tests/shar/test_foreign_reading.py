@@ -244,7 +244,9 @@ def test_supervisions_of_the_published_layout_begin_with_their_cuts(published):
     cuts = CutSet.from_cuts(open_shar(published))
     assert [cut.supervisions[0].start for cut in cuts] == [0.0] * 6
     assert all(len(cut.truncate(offset=0.2, duration=0.3).supervisions) == 1 for cut in cuts)
-    batch = K2SpeechRecognitionDataset(input_strategy=AudioSamples())[cuts]
+    # Without the codes, whose dimension -1 lhotse does not take.
+    audio = CutSet.from_cuts(open_shar(published, ["target_audio"]))
+    batch = K2SpeechRecognitionDataset(input_strategy=AudioSamples())[audio]
     assert batch["supervisions"]["start_sample"].tolist() == [0] * 6
 
 
@@ -256,12 +258,13 @@ def test_published_segments_as_the_scripts_left_them():
     for cut in cuts:
         assert cut.supervisions[0].start == 0
         codes = cut.load_target_codes()
-        assert codes.shape == cut.target_codes.shape
+        assert codes.shape == tuple(cut.target_codes.shape)
         for parts in (2, 3):
             step = cut.duration / parts
             last = cut.truncate(offset=(parts - 1) * step)
             assert np.array_equal(last.load_target_codes()[:, -1], codes[:, -1])
-    K2SpeechRecognitionDataset(input_strategy=AudioSamples())[cuts.subset(first=4)]
+    audio = CutSet.from_cuts(open_shar(DATA / "published_segments", ["target_audio"]))
+    assert len(K2SpeechRecognitionDataset(input_strategy=AudioSamples())[audio]["supervisions"]["text"]) == 24
 
 
 def test_codes_of_the_published_layout_alone_stay_on_the_time_line_of_the_source(published):

@@ -5,6 +5,7 @@ The reason codes of rejects and the codes of errors are listed here and nowhere 
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar, Final
 
 REASONS: Final[dict[str, str]] = {
@@ -128,6 +129,7 @@ CODES: Final[dict[str, str]] = {
     "changed_plan": "a stage was begun with other settings, input or versions than these",
     "claimed": "another run is at work on the same fields of a dataset",
     "damaged_run_dir": "a file of the run directory cannot be understood",
+    "device_failed": "a rank cannot use its device: too old, not there, broken, or without memory",
     "disk": "a file or folder cannot be read or written: full, read-only, not permitted, or failing",
     "locked": "another process is at work in the same folder",
     "no_ranks": "ranks cannot be started, or end before they have begun a unit",
@@ -202,6 +204,54 @@ class UnitFailed(SharmillError):
 
 class FatalError(SharmillError):
     """The stage cannot go on (disk full, read-only folder, accounts that do not add up): exit status 1."""
+
+
+class DeviceError(FatalError):
+    """The device of one rank cannot be used: it is given up, and the ranks on other devices go on.
+
+    Args:
+        place: the host and the device, in words.
+    """
+
+    default_code = "device_failed"
+
+    def __init__(self, message: str, *, place: str = "", code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.place = place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_device_error, (str(self), self.place, self.code)
+
+
+def _rebuild_device_error(message: str, place: str, code: str) -> DeviceError:
+    return DeviceError(message, place=place, code=code)
+
+
+# Sentences of CUDA, its driver and its libraries; since torch 2.8 in an AcceleratorError, before in a RuntimeError.
+_OF_DEVICE: Final = re.compile(r"(CUDA|HIP)( driver)? error|cuDNN error|cuFFT error|CU(DNN|BLAS|SOLVER|SPARSE)_STATUS_")
+# What they say where memory is short, after which the device works on.
+_OF_MEMORY: Final = re.compile(r"out of memory|_ALLOC(ATION)?_FAILED|[Uu]nable to find an engine|CUFFT_INTERNAL_ERROR")
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Return True if an exception, or what it came from, is an error of a GPU other than a lack of its memory.
+
+    Most of them are sticky: nothing works any more on that device in this process.
+
+    >>> is_device_error(RuntimeError("CUDA error: device-side assert triggered"))
+    True
+    >>> is_device_error(RuntimeError("CUDA error: out of memory"))
+    False
+    """
+    own: BaseException | None = error
+    while own is not None:
+        # torch is not imported for this: without it there is no such error.
+        of_torch = any(kind.__name__ == "AcceleratorError" for kind in type(own).__mro__)
+        said = isinstance(own, RuntimeError) and _OF_DEVICE.search(str(own)) is not None
+        if (of_torch or said) and _OF_MEMORY.search(str(own)) is None:
+            return True
+        own = own.__cause__ or (None if own.__suppress_context__ else own.__context__)
+    return False
 
 
 class DamagedShard(SharmillError):

@@ -175,6 +175,22 @@ def _do_memory(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     raise MemoryError("93 TiB are not to be had")
 
 
+def _do_device(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+
+
+def _do_accelerator(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    import torch
+
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def _do_cuda_memory(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    import torch
+
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 19.00 GiB.")
+
+
 def _do_config(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     raise ConfigError("model 'x' is unknown; use 'y'", code="unknown_name")
 

@@ -44,6 +44,8 @@ def print_result(console: Console, result: DatasetResult) -> None:
         listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
         console.print(plain(f"rejects: {listed} (see {result.config.run_dir}/rejects.jsonl)"), soft_wrap=True)
     for stage, outcome in result.stages:
+        for sentence in outcome.given_up[:_MAX_LINES]:
+            console.print(plain(f"{stage.name}: {sentence}", style="yellow"), soft_wrap=True)
         for error in list(outcome.failures.values())[:_MAX_LINES]:
             console.print(plain(f"{stage.name}: unit {error.index} failed: {error.message}", style="red"))
         if outcome.failures:

@@ -234,7 +234,7 @@ class ExecutorConfig:
     """``local``: processes on this machine. ``ray``: actors on a Ray cluster."""
     workers: int | Literal["auto"] = "auto"
     """Number of ranks. ``auto``: one per visible GPU for match and encode where there are any, else one per core. One
-    worker runs inside the process, so that a debugger works."""
+    worker on the CPU runs inside the process, so that a debugger works."""
     address: str = "auto"
     """Address of the Ray cluster (``kind: ray``)."""
     cores: int = 1

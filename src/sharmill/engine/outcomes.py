@@ -16,11 +16,19 @@ class FailedAttempt:
     traceback: str
 
 
+class BrokenDevice(FailedAttempt):
+    """A failed attempt after which nothing works on the rank's device in its process: the rank has to be replaced."""
+
+
 @dataclass(frozen=True)
 class Finished:
-    """An executor has done what it was given; ``failures`` are the units that failed for good, by index."""
+    """An executor has done what it was given; ``failures`` are the units that failed for good, by index.
+
+    ``given_up`` names ranks and devices that could not be used, a sentence each.
+    """
 
     failures: dict[int, FailedAttempt] = field(default_factory=dict)
+    given_up: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -38,11 +46,15 @@ class Submitted:
 
 @dataclass(frozen=True)
 class StageResult:
-    """Outcome of a stage: its totals, or the units that failed, or what was submitted and is not done yet."""
+    """Outcome of a stage: its totals, or the units that failed, or what was submitted and is not done yet.
+
+    ``given_up`` names ranks and devices that could not be used on the way, a sentence each.
+    """
 
     totals: Totals | None = None
     failures: dict[int, FailedAttempt] = field(default_factory=dict)
     submitted: Submitted | None = None
+    given_up: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:

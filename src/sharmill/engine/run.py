@@ -93,6 +93,7 @@ def run_stage(
     rejects = RejectLimit(stage.name, stage.dir.unit_rejects(0).parent, expected_in, max_reject_fraction)
     listener.stage_started(stage, units, list(commits.values()))
     rejects.add(commits.values())
+    given_up: list[str] = []
     if missing:
         require_writable(stage.root)
         # The index can be written under a lock only, which must not turn out when all units are done.
@@ -105,10 +106,11 @@ def run_stage(
             return _end(stage, StageResult(submitted=outcome), listener)
         commits, missing = _outstanding(stage, units, check=missing)
         if missing:
-            return _end(stage, _note_failures(stage, missing, outcome.failures), listener)
+            return _end(stage, _note_failures(stage, missing, outcome), listener)
+        given_up = outcome.given_up
     totals = read_totals(stage) or _finalize(stage, units, commits, rejects)
     remove_tree(stage.dir.failures)
-    return _end(stage, StageResult(totals), listener)
+    return _end(stage, StageResult(totals, given_up=given_up), listener)
 
 
 def _end(stage: Stage, result: StageResult, listener: Listener) -> StageResult:
@@ -200,8 +202,8 @@ def _merge_rejects(stage: Stage, commits: Sequence[Commit]) -> None:
                     shutil.copyfileobj(rejects, merged)
 
 
-def _note_failures(stage: Stage, missing: Sequence[Unit], failures: dict[int, FailedAttempt]) -> StageResult:
+def _note_failures(stage: Stage, missing: Sequence[Unit], outcome: Finished) -> StageResult:
     gone = "its output has vanished since it was committed"
-    errors = {unit.index: failures.get(unit.index) or FailedAttempt(unit.index, gone, gone) for unit in missing}
+    errors = {unit.index: outcome.failures.get(unit.index) or FailedAttempt(unit.index, gone, gone) for unit in missing}
     write_atomic(stage.dir.failures, b"".join(msgspec.json.encode(error) + b"\n" for error in errors.values()))
-    return StageResult(failures=errors)
+    return StageResult(failures=errors, given_up=outcome.given_up)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
+import socket
 import time
 import traceback
 from collections import Counter
@@ -14,17 +16,19 @@ from types import TracebackType
 from sharmill.engine.fence import require_current
 from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.metrics import MetricsLog
-from sharmill.engine.outcomes import FailedAttempt
+from sharmill.engine.outcomes import BrokenDevice, FailedAttempt
 from sharmill.engine.progress import ProgressWriter
 from sharmill.engine.stage import Advance, Processor, Stage
 from sharmill.engine.unit import Commit, Output, Unit
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import ConfigError, DeviceError, FatalError, is_device_error
 from sharmill.storage import WRITE_ERRNOS, Staging, stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-
+# So often a unit that broke a rank's device is excused. Then it may be the unit that does it, as an index beyond a
+# table does, and its attempts count.
+MAX_BROKEN_DEVICES = 3
 
 _SECONDS_BETWEEN_REPORTS = 1.0
 
@@ -50,6 +54,7 @@ class Worker:
         """Load the model.
 
         Raises:
+            DeviceError: it cannot be loaded on this device; others may do.
             ConfigError, FatalError: it cannot be loaded, or the plan is not the present one; other ranks would fare no
                 better.
         """
@@ -77,14 +82,28 @@ class Worker:
             raise
         except (Exception, SystemExit) as error:
             log.warning("rank %d cannot be set up", self.rank, exc_info=True)
+            # What torch says of a device is a RuntimeError; whether the device or the model is to blame, the other
+            # ranks find out.
+            if self.device != "cpu" and isinstance(error, RuntimeError):
+                raise self._device_error(error) from error
             raise FatalError(
                 f"{self.stage.name}: a rank cannot be set up on {self.device}: {_one_line(error)}; "
                 f"see {self.stage.dir.rank_log(self.rank)}",
                 code="setup_failed",
             ) from error
 
+    def _device_error(self, error: RuntimeError) -> DeviceError:
+        place = f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')} of {socket.gethostname()}"
+        return DeviceError(
+            f"{self.stage.name}: a rank cannot be set up on {place}: {_one_line(error)}; "
+            f"see {self.stage.dir.rank_log(self.rank)}",
+            place=place,
+        )
+
     def run(self, unit: Unit) -> Commit | FailedAttempt:
         """Try a unit once and return its commit record, or the failed attempt.
+
+        After a ``BrokenDevice`` this process can do nothing more on its device.
 
         Raises:
             ConfigError, FatalError: going on with other units makes no sense.
@@ -107,7 +126,8 @@ class Worker:
             # What was removed with the plan fails in as many ways as there are files.
             require_current(self.stage)
             self._progress.give_up()
-            return FailedAttempt(unit.index, _one_line(error), _format(error))
+            kind = BrokenDevice if is_device_error(error) else FailedAttempt
+            return kind(unit.index, _one_line(error), _format(error))
         self._progress.end(unit.cost)
         self._metrics.commit(unit, commit)
         log.info("unit %d is done in %.1f s: %d out, rejects %s", unit.index, commit.seconds, commit.num_out,

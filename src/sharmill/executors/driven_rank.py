@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from sharmill.engine.outcomes import FailedAttempt
+from sharmill.engine.outcomes import BrokenDevice, FailedAttempt
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import MAX_ATTEMPTS
-from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.engine.worker import MAX_ATTEMPTS, MAX_BROKEN_DEVICES
+from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
 from sharmill.executors.unit_queue import UnitQueue
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ Answer = Ready | Advanced | Commit | FailedAttempt | SharmillError
 
 def as_answer(error: ConfigError | FatalError) -> SharmillError:
     """Return an error that ends the stage, made anew: what a library attached to it may not be picklable."""
+    if isinstance(error, DeviceError):
+        return DeviceError(str(error), place=error.place, code=error.code)
     kind = ConfigError if isinstance(error, ConfigError) else FatalError
     return kind(str(error), code=error.code)
 
@@ -56,6 +58,7 @@ class DrivenRank:
     unit: Unit | None = None
     unit_began: float = 0.0
     failures_in_a_row: int = 0
+    is_broken: bool = False
 
     def take_unit(self, queue: UnitQueue) -> Unit | None:
         """Take the next unit, if there is one, and return it."""
@@ -66,6 +69,7 @@ class DrivenRank:
         """Handle the answer to the request to get ready or to do ``unit``.
 
         Raises:
+            DeviceError: the answer is that this rank cannot be set up on its device.
             ConfigError, FatalError: the answer is that the stage cannot go on.
         """
         if isinstance(answer, SharmillError):
@@ -84,11 +88,18 @@ class DrivenRank:
             self.failures_in_a_row = 0
             queue.done(unit, answer)
             return
+        if isinstance(answer, BrokenDevice):
+            self.is_broken = True
+            queue.interrupted(unit, answer, most=MAX_BROKEN_DEVICES)
+            return
         self.failures_in_a_row += 1
         queue.failed(unit, answer)
 
     def needs_replacing(self) -> bool:
         """Return True if a fresh rank has to take its place."""
+        if self.is_broken:
+            log.warning("rank %d is replaced: its device works no more in its process", self.number)
+            return True
         if self.failures_in_a_row < _FAILURES_IN_A_ROW:
             return False
         log.warning("rank %d is replaced after %d failures in a row", self.number, self.failures_in_a_row)

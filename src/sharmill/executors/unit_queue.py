@@ -80,10 +80,13 @@ class UnitQueue:
         self.failures[unit.index] = error
         self._listener.unit_failed(unit, error, attempts)
 
-    def interrupted(self, unit: Unit, error: FailedAttempt) -> None:
-        """Take a unit back whose attempt was broken off, probably for no fault of the unit: it waits again."""
+    def interrupted(self, unit: Unit, error: FailedAttempt, most: int = _MOST_INTERRUPTIONS) -> None:
+        """Take a unit back whose attempt was broken off, probably for no fault of the unit: it waits again.
+
+        Where that has happened more often than ``most``, the attempt counts.
+        """
         self._interruptions[unit.index] += 1
-        if self._interruptions[unit.index] > _MOST_INTERRUPTIONS:
+        if self._interruptions[unit.index] > most:
             self.failed(unit, error)
             return
         self._listener.unit_advanced(unit, 0.0)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import yaml
 
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, is_device_error
 from sharmill.models.families import first_line
 from sharmill.models.hub import require_on_hub, require_reachable
 from sharmill.models.nemo_config import read_nemo_config
@@ -96,6 +96,8 @@ def restore_model(model_class: type[ModelT], name: ModelName, parts: tuple[str, 
             f"cannot load {name.name}: its configuration is damaged, or more than values", code="bad_model"
         ) from error
     except _loading_errors() as error:
+        if is_device_error(error):
+            raise
         raise ConfigError(f"cannot load {name.name}: {first_line(error)}", code="bad_model") from error
     if not isinstance(model, model_class):
         raise ConfigError(

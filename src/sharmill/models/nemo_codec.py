@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from omegaconf import OmegaConf
 
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, is_device_error
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.families import BUILTIN_CONFIG, first_line
 from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
@@ -71,6 +71,8 @@ class _NemoCodec(CodecBackend):
             try:
                 self._encoded(torch.zeros(1, samples), torch.tensor([samples]))
             except RuntimeError as error:
+                if is_device_error(error) or isinstance(error, torch.OutOfMemoryError):
+                    raise
                 refusal = error
             else:
                 return num_frames

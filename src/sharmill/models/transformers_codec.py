@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, is_device_error
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.families import TRANSFORMERS_TYPES, check_transformers_config, first_line
 from sharmill.models.hub import require_reachable
@@ -117,6 +117,8 @@ def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
             f"cannot load {name.name}: its weights are damaged, or more than tensors", code="bad_model"
         ) from error
     except (OSError, RuntimeError, ValueError, KeyError) as error:
+        if is_device_error(error):
+            raise
         raise ConfigError(f"cannot load {name.name}: {first_line(error)}", code="bad_model") from error
     # Half-precision weights become float32, so that codes differ less between machines.
     model = model.float().eval().requires_grad_(False)

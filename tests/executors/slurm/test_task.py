@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from support import gpu_faults
 from support.errors import raises
+from support.gpu_faults import BreakingStage
 from support.paths import REPOSITORY
 from support.toy_cluster import SleepyStage
 
@@ -69,6 +72,39 @@ def test_a_unit_that_had_most_of_the_time_there_is_for_one_is_not_excused(stage,
     assert Attempts(stage.dir.attempts).counts[1] == count
     assert fresh._current is None
     assert (fresh.rank, fresh.units, fresh.device, fresh.limit) == (0, [0, 1], "cpu", limit)
+
+
+@pytest.fixture
+def requeued():
+    """The numbers of the signals by which a rank asks to be requeued; submitit's handler ends the process like this."""
+    arrived = []
+
+    def leave(number, frame):
+        arrived.append(number)
+        raise SystemExit(255)
+
+    previous = signal.signal(signal.SIGUSR2, leave)
+    yield arrived
+    signal.signal(signal.SIGUSR2, previous)
+    gpu_faults._broken.clear()
+
+
+def test_a_rank_whose_device_breaks_is_requeued_and_its_unit_excused_three_times(tmp_path, requeued):
+    stage = BreakingStage(tmp_path, units=2, always=(1,))
+    read_or_make_plan(stage, restart=False)
+    make_fence(stage)
+    counts = []
+    for _ in range(6):
+        with pytest.raises(SystemExit):
+            make_task(stage, 0, [0, 1])()
+        gpu_faults._broken.clear()  # a process of its own
+        counts.append(Attempts(stage.dir.attempts).counts[1])
+    assert counts == [0, 0, 0, 1, 2, 3]
+    assert requeued == [signal.SIGUSR2] * 6
+    assert make_task(stage, 0, [0, 1])() == 1
+    assert stage.attempts() == {0: 1, 1: 6}
+    assert "device-side assert" in Attempts(stage.dir.attempts).errors[1].message
+    assert not Attempts(stage.dir.attempts).stopped
 
 
 def test_units_that_may_have_ended_a_rank_come_last(stage):

@@ -1,7 +1,7 @@
-"""The local executor: ranks are processes on this machine, and one rank runs inline.
+"""The local executor: ranks are processes on this machine, and one rank on the CPU runs inline.
 
 Units are handed out to whichever rank is free. A rank that dies costs only the attempt at the unit that it had: a fresh
-rank takes its place.
+rank takes its place. A rank whose device cannot be used is given up, and the others go on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import Worker
-from sharmill.errors import FatalError
+from sharmill.errors import DeviceError, FatalError
 from sharmill.executors.devices import Device, plan_devices, visible_gpus
 from sharmill.executors.driven_rank import Answer, DrivenRank, FailedStarts, Ready
 from sharmill.executors.local.rank_process import RankStart, rank_main
@@ -52,17 +52,18 @@ class LocalExecutor:
         devices = plan_devices(self.workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=cores)[: len(units)]
         queue = UnitQueue(units, rejects, listener)
         try:
-            # A time limit ends the rank, which must not be this process then.
-            if len(devices) == 1 and stage.unit_time_limit is None:
+            # A time limit ends the rank, and an error of a GPU does: that must not be this process then.
+            if len(devices) == 1 and devices[0].kind == "cpu" and stage.unit_time_limit is None:
                 _run_inline(stage, devices[0], queue, listener)
-            else:
-                with logging_to(stage.dir.driver_log):
-                    _Pool(stage, devices, queue, listener).run()
+                return Finished(queue.failures)
+            pool = _Pool(stage, devices, queue, listener)
+            with logging_to(stage.dir.driver_log):
+                pool.run()
+            return Finished(queue.failures, list(pool.unusable.values()))
         finally:
             # No rank is left that could do it for itself.
             remove_dead_attempts(stage.root, stage.token)
             mark_ended(stage.dir.progress)
-        return Finished(queue.failures)
 
 
 def _run_inline(stage: Stage, device: Device, queue: UnitQueue, listener: Listener) -> None:
@@ -88,7 +89,11 @@ class _Rank(DrivenRank):
 
 @dataclass
 class _Pool:
-    """The driver's side: hands out units, handles the answers, replaces ranks that die."""
+    """The driver's side: hands out units, handles the answers, replaces ranks that die.
+
+    Attributes:
+        unusable: by number, why a rank does not get ready; after some starts it is tried no more.
+    """
 
     stage: Stage
     devices: list[Device]
@@ -97,6 +102,8 @@ class _Pool:
     num_loading: int = 0
     ranks: dict[int, _Rank] = field(default_factory=dict)
     failed_starts: FailedStarts = field(default_factory=FailedStarts)
+    unusable: dict[int, str] = field(default_factory=dict)
+    device_error: DeviceError | None = None
 
     def run(self) -> None:
         try:
@@ -119,6 +126,8 @@ class _Pool:
                 except OSError as error:
                     self._count_failed_start(number, f"could not be started: {error}")
         if not self.ranks and all(map(self.failed_starts.too_many, range(len(self.devices)))):
+            if self.device_error is not None:
+                raise self.device_error
             raise FatalError(
                 f"{self.stage.name}: worker processes cannot start: the last one {self.failed_starts.last}; "
                 f"see {self.stage.dir.logs}",
@@ -168,28 +177,38 @@ class _Pool:
             self._handle_answer(rank, answer)
 
     def _handle_answer(self, rank: _Rank, answer: Answer) -> None:
-        rank.handle_answer(answer, self.queue)
+        try:
+            rank.handle_answer(answer, self.queue)
+        except DeviceError as error:
+            self._remove(rank)
+            self.device_error = error
+            self._count_failed_start(rank.number, str(error))
+            return
         if isinstance(answer, Ready):
             self.failed_starts.reset(rank.number)
+            self.unusable.pop(rank.number, None)
         if rank.needs_replacing():
-            self._end([rank])
-            del self.ranks[rank.number]
+            self._remove(rank)
 
     def _remove_dead(self, rank: _Rank) -> None:
         # Its pipe is closed before its status is known; if it does not end by itself, it is made to.
         rank.child.join(_SECONDS_TO_END)
-        self._end([rank])
-        del self.ranks[rank.number]
+        self._remove(rank)
         how = rank.child.describe_exit()
         log.warning("rank %d %s", rank.number, how)
         if not rank.ready:
             self._count_failed_start(rank.number, how)
         rank.report_lost_unit(self.queue, f"the worker process {how}", self.stage)
 
+    def _remove(self, rank: _Rank) -> None:
+        self._end([rank])
+        del self.ranks[rank.number]
+
     def _count_failed_start(self, number: int, how: str) -> None:
         self.failed_starts.add(how, number)
+        self.unusable[number] = f"rank {number} did no work: {how}"
         if self.failed_starts.too_many(number):
-            log.error("rank %d cannot start and is given up: it %s", number, how)
+            log.error("rank %d cannot start and is given up: %s", number, how)
 
     def _dismiss_all(self) -> None:
         """Let ranks that wait for units leave by themselves; those still loading are not waited for."""

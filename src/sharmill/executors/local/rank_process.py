@@ -67,7 +67,7 @@ def _work(start: RankStart, connection: Connection) -> None:
         with Worker(stage, start.number, start.device.kind, report) as worker:
             connection.send(Ready())
             while (unit := connection.recv()) is not None:
-                connection.send(worker.run(unit))
+                connection.send(worker.run(unit))  # after a broken device the driver ends this process
     except (ConfigError, FatalError):
         log.warning("rank %d stops", start.number, exc_info=True)
         raise

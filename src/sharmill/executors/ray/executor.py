@@ -1,7 +1,8 @@
 """The Ray executor: ranks are actors on the nodes of a cluster.
 
 Units are handed out one by one to whichever actor is free. An actor or a node that dies costs only the attempt at the
-unit that it had: Ray restarts nothing, the driver asks for a fresh actor. As long as units wait it asks for more actors
+unit that it had: Ray restarts nothing, the driver asks for a fresh actor. An actor whose GPU cannot be used is kept
+idle, so that Ray gives that GPU to no other. As long as units wait it asks for more actors
 than there is room for, so that nodes that join later are used and an autoscaler sees the demand.
 """
 
@@ -26,7 +27,7 @@ from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
 from sharmill.engine.worker import MAX_ATTEMPTS
-from sharmill.errors import FatalError
+from sharmill.errors import DeviceError, FatalError
 from sharmill.executors.driven_rank import Answer, DrivenRank, FailedStarts, Ready
 from sharmill.executors.logs import logging_to
 from sharmill.executors.ray.actor import ActorStart, RankActor
@@ -75,12 +76,13 @@ class RayExecutor:
         queue = UnitQueue(units, rejects, listener)
         try:
             with logging_to(stage.dir.driver_log):
-                _Pool(stage, self._needs(stage), self.workers, queue, listener).run()
+                pool = _Pool(stage, self._needs(stage), self.workers, queue, listener)
+                pool.run()
         finally:
             # No actor is left that could do it for itself.
             remove_dead_attempts(stage.root, stage.token)
             mark_ended(stage.dir.progress)
-        return Finished(queue.failures)
+        return Finished(queue.failures, [str(error) for error in pool.bad_devices.values()])
 
     def _needs(self, stage: Stage) -> RankNeeds:
         if stage.uses_gpu and self.device != "cpu":
@@ -104,7 +106,12 @@ class _Rank(DrivenRank):
 
 @dataclass
 class _Pool:
-    """The driver's side: asks for actors, hands out units, handles the answers."""
+    """The driver's side: asks for actors, hands out units, handles the answers.
+
+    Attributes:
+        bad_devices: by place, why a GPU is given up.
+        holding: the actors that keep these GPUs from others.
+    """
 
     stage: Stage
     needs: RankNeeds
@@ -114,6 +121,8 @@ class _Pool:
     num_loading: int = 0
     ranks: dict[int, _Rank] = field(default_factory=dict)
     leaving: list[_Rank] = field(default_factory=list)
+    bad_devices: dict[str, DeviceError] = field(default_factory=dict)
+    holding: list[_Rank] = field(default_factory=list)
     failed_starts: FailedStarts = field(default_factory=FailedStarts)
     next_start: float = 0.0
     next_progress: float = 0.0
@@ -137,7 +146,7 @@ class _Pool:
             if farewells := [rank.call for rank in self.leaving]:
                 self._ray.wait(farewells, num_returns=len(farewells), timeout=_SECONDS_TO_LEAVE)
         finally:
-            for rank in [*self.ranks.values(), *self.leaving]:
+            for rank in [*self.ranks.values(), *self.leaving, *self.holding]:
                 self._ray.kill(rank.actor)
 
     def _limit(self) -> int:
@@ -227,11 +236,34 @@ class _Pool:
             # It is there again; its answer is lost.
             self._remove_dead(rank, rank.out_of_reach)
             return
-        rank.handle_answer(answer, self.queue)
+        try:
+            rank.handle_answer(answer, self.queue)
+        except DeviceError as error:
+            self._remove_unusable(rank, error)
+            return
         if isinstance(answer, Ready):
             self.failed_starts.reset()
         if rank.needs_replacing():
-            self._dismiss([rank])
+            if rank.is_broken:
+                # It would perhaps never end by itself, and keep its GPU.
+                self._ray.kill(rank.actor)
+                del self.ranks[rank.number]
+            else:
+                self._dismiss([rank])
+
+    def _remove_unusable(self, rank: _Rank, error: DeviceError) -> None:
+        """Take away an actor that cannot use its GPU; after some of them, the last keeps the GPU."""
+        del self.ranks[rank.number]
+        log.warning("rank %d: %s", rank.number, error)
+        self.failed_starts.add(str(error), error.place)
+        if not self.failed_starts.too_many(error.place):
+            self._ray.kill(rank.actor)
+            return
+        self.holding.append(rank)
+        self.bad_devices[error.place] = error
+        log.error("%s is given up", error.place)
+        if not any(other.ready for other in self.ranks.values()) and len(self.holding) >= self.needs.capacity():
+            raise error
 
     def _ask_again(self, rank: _Rank, error: Exception) -> None:
         """Ask an actor out of reach for an answer: Ray does not know yet whether it or its node has died."""

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from sharmill.engine.attempts import Attempts
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.run import Executor, locked
@@ -235,7 +236,9 @@ class Chain:
             # The listener has written this while the run directory was locked.
             return _waiting_for(result.submitted)
         if result.ok:
-            state = ChainState(state="done", message="all stages are done", findings=outcome.num_errors)
+            errors = [Attempts(stage.dir.attempts).setup_error for stage, _ in outcome.stages]
+            message = "; on the way: ".join(["all stages are done", *filter(None, errors)])
+            state = ChainState(state="done", message=message, findings=outcome.num_errors)
         else:
             named = "; ".join(f"unit {error.index}: {error.message}" for error in list(result.failures.values())[:3])
             message = f"{stage.name}: {len(result.failures)} units failed ({named}); tracebacks: {stage.dir.failures}"

@@ -1,7 +1,8 @@
 """The work of one rank that no driver watches: a task of a SLURM array.
 
 It gets its bin of units when it is submitted and does those that are not in the ledger. Told to leave (preemption, time
-limit), it gives up the unit in flight and is requeued, to go on from the ledger. Whether too many records are rejected
+limit), it gives up the unit in flight and is requeued, to go on from the ledger; so it is when its GPU works no more
+in its process. Whether too many records are rejected
 it reads in the ledger, which has the commits of the other ranks as well.
 """
 
@@ -18,16 +19,17 @@ from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from sharmill.engine.attempts import AttemptLog, Attempts
 from sharmill.engine.fence import require_current, superseded
 from sharmill.engine.ledger import outputs_in_place, read_ledger
+from sharmill.engine.outcomes import BrokenDevice, FailedAttempt
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import MAX_ATTEMPTS, Worker
+from sharmill.engine.worker import MAX_ATTEMPTS, MAX_BROKEN_DEVICES, Worker
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.logs import logging_to
 from sharmill.processes import state_and_start
@@ -149,11 +151,26 @@ class RankTask:
                 # The request to leave arrives as SystemExit within the unit, which ended that unit only.
                 sys.exit(1)
             self._current = None
+            if isinstance(outcome, BrokenDevice):
+                self._leave(outcome, excused=attempts.interruptions[unit.index] < MAX_BROKEN_DEVICES)
             if not isinstance(outcome, Commit):
                 self._attempts.fail(outcome)
                 waiting.append(unit)
             elif outcome.num_rejected:
                 self._check_rejects()
+
+    def _leave(self, outcome: FailedAttempt, *, excused: bool) -> NoReturn:
+        """Have this rank requeued, since nothing works on its device in this process; the attempt counts or not."""
+        from submitit import JobEnvironment
+
+        if excused:
+            self._attempts.give_up(outcome.index)
+        else:
+            self._attempts.fail(outcome)
+        log.warning("rank %d leaves, since its device works no more in its process: %s", self.rank, outcome.message)
+        # What SLURM sends before it preempts a rank: submitit's handler requeues, and ends this process.
+        signal.raise_signal(getattr(signal, f"SIG{JobEnvironment.USR_SIG}"))
+        sys.exit(1)
 
     def _check_rejects(self) -> None:
         """Raise FatalError if more is rejected than the configuration allows; the ledger is read now and then."""

@@ -1,0 +1,113 @@
+"""The local executor on GPUs that break: ranks are replaced, devices given up, and units that are to blame named."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from support.errors import raises
+from support.gpu_faults import ECC, BadDevices, BreakingStage
+from support.toy_stage import GpuStage, ToyStage, output_bytes, run
+
+from sharmill.errors import DeviceError
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Returns a function that says how many GPUs there seem to be."""
+
+    def set_number(number):
+        names = tuple(str(index) for index in range(number))
+        monkeypatch.setattr("sharmill.executors.local.executor.visible_gpus", lambda: names)
+
+    return set_number
+
+
+@pytest.fixture
+def whole(tmp_path):
+    stage = ToyStage(tmp_path / "whole")
+    run(stage)
+    return output_bytes(stage)
+
+
+def test_a_broken_context_costs_a_rank_and_no_attempt_of_a_unit(tmp_path, gpus, whole):
+    gpus(1)
+    stage = BreakingStage(tmp_path, once=(2,))
+    result, heard = run(stage, "auto")
+    assert result.ok
+    assert heard.failed == {}
+    assert stage.attempts() == {0: 1, 1: 1, 2: 2, 3: 1, 4: 1, 5: 1}
+    # One GPU has a process of its own, which is replaced.
+    assert len(stage.pids() - {os.getpid()}) == 2
+    assert output_bytes(stage) == whole
+
+
+@pytest.mark.slow
+def test_a_unit_that_always_breaks_the_context_is_named_and_the_others_are_done(tmp_path, gpus):
+    gpus(1)
+    stage = BreakingStage(tmp_path, always=(2,))
+    result, heard = run(stage, "auto")
+    assert list(result.failures) == [2]
+    assert result.failures[2].message.startswith("RuntimeError: CUDA error: device-side assert triggered")
+    assert sorted(heard.done) == [0, 1, 3, 4, 5]
+    # Excused three times, as it might have been the device, and then its own three.
+    assert stage.attempts() == {0: 1, 1: 1, 2: 6, 3: 1, 4: 1, 5: 1}
+
+
+@pytest.mark.slow
+def test_a_bad_gpu_is_given_up_and_the_others_go_on_and_the_end_says_so(tmp_path, gpus, whole):
+    gpus(3)
+    stage = BadDevices(tmp_path, bad=("1",))
+    result, _ = run(stage, "auto")
+    assert result.ok
+    assert output_bytes(stage) == whole
+    assert stage.marked("bad") == ["1"] * 3
+    [sentence] = result.given_up
+    assert sentence.startswith("rank 1 did no work: toy: a rank cannot be set up on GPU 1 of ")
+    assert ECC in sentence
+
+
+def test_a_gpu_that_fails_once_at_set_up_is_tried_again(tmp_path, gpus):
+    gpus(1)
+    stage = GpuStage(tmp_path, setup_does="device_once")
+    result, _ = run(stage, "auto")
+    assert result.ok
+    assert result.given_up == []
+
+
+@pytest.mark.slow
+def test_a_stage_whose_gpus_are_all_bad_ends_with_their_reason(tmp_path, gpus):
+    gpus(2)
+    stage = BadDevices(tmp_path, bad=("0", "1"))
+    with raises(DeviceError, "device_failed", "cannot be set up on GPU", ECC):
+        run(stage, "auto")
+    assert sorted(stage.marked("bad")) == ["0"] * 3 + ["1"] * 3
+    assert stage.attempts() == {}
+
+
+def test_another_error_at_set_up_ends_the_stage_at_once(tmp_path, gpus):
+    gpus(2)
+    stage = GpuStage(tmp_path, setup_does="raise:no such voice")
+    with raises(Exception, "setup_failed", "ValueError: no such voice"):
+        run(stage, "auto")
+
+
+@pytest.mark.slow
+def test_a_unit_that_hangs_on_a_gpu_ends_its_rank_and_counts(tmp_path, gpus):
+    gpus(1)
+    stage = GpuStage(tmp_path, units=3, behaviour={0: "wait:never"})
+    stage.unit_time_limit = 2.0
+    result, _ = run(stage, "auto")
+    assert list(result.failures) == [0]
+    assert stage.attempts() == {0: 3, 1: 1, 2: 1}
+
+
+@pytest.mark.slow
+def test_what_torch_itself_raises_is_known_over_the_pipe(tmp_path, gpus):
+    gpus(1)
+    stage = GpuStage(tmp_path, units=2, behaviour={0: "accelerator_once", 1: "cuda_memory_once"})
+    result, _ = run(stage, "auto")
+    assert result.ok
+    # A lack of memory leaves the process as it is.
+    assert len(stage.pids()) == 2
+    assert stage.attempts() == {0: 2, 1: 2}

@@ -1,0 +1,40 @@
+"""The Ray executor on GPUs that break. The nodes have GPUs in name only."""
+
+from __future__ import annotations
+
+import pytest
+from support.errors import raises
+from support.gpu_faults import ECC, BadDevices, BreakingStage
+
+from sharmill.errors import DeviceError
+
+
+def test_a_broken_context_costs_an_actor_and_no_attempt_of_a_unit(tmp_path, on_ray, add_node):
+    add_node(num_cpus=1, num_gpus=1)
+    stage = BreakingStage(tmp_path, once=(2,))
+    result, heard = on_ray(stage, 1)
+    assert result.ok
+    assert heard.failed == {}
+    assert stage.attempts() == {0: 1, 1: 1, 2: 2, 3: 1, 4: 1, 5: 1}
+    assert len(stage.pids()) == 2
+
+
+@pytest.mark.slow
+def test_a_bad_gpu_is_kept_from_others_and_the_end_says_so(tmp_path, on_ray, add_node):
+    add_node(num_cpus=2, num_gpus=2)
+    stage = BadDevices(tmp_path, bad=("1",))
+    result, _ = on_ray(stage)
+    assert result.ok
+    assert stage.marked("bad") == ["1"] * 3
+    [sentence] = result.given_up
+    assert "cannot be set up on GPU 1 of " in sentence
+    assert ECC in sentence
+
+
+@pytest.mark.slow
+def test_a_cluster_whose_gpus_are_all_bad_ends_the_stage_with_their_reason(tmp_path, on_ray, add_node):
+    add_node(num_cpus=1, num_gpus=1)
+    stage = BadDevices(tmp_path, bad=("0",))
+    with raises(DeviceError, "device_failed", "GPU 0 of ", ECC):
+        on_ray(stage, 1)
+    assert stage.marked("bad") == ["0"] * 3

@@ -1,0 +1,59 @@
+"""Stages on GPUs that break, for tests on machines without one; importable by ranks. They raise what torch raises."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from sharmill.engine.stage import Advance
+from sharmill.engine.unit import Output, Unit
+from sharmill.storage import Staging
+from support.toy_stage import GpuStage, wait_until
+
+ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+# Of this process, as a CUDA context is.
+_broken: list[str] = []
+
+
+class BreakingStage(GpuStage):
+    """Breaks the context of its process at some units; nothing works in that process from then on.
+
+    Args:
+        once: units that do so at their first attempt, as an error of the machine does.
+        always: units whose data do so at every attempt.
+    """
+
+    def __init__(self, folder: Path, *, once: tuple[int, ...] = (), always: tuple[int, ...] = (), **options: Any):
+        super().__init__(folder, **options)
+        self.once, self.always = once, always
+        self.uses_gpu = True  # type: ignore[misc]
+
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        if unit.index in self.always or (unit.index in self.once and not self.marked(f"broke-{unit.index}")):
+            self.mark(f"broke-{unit.index}")
+            _broken.append(ASSERT)
+        if _broken:
+            self.mark("attempts", f"{unit.index} {os.getpid()}")
+            raise RuntimeError(_broken[0])
+        return super().work(unit, staging, advance)
+
+
+class BadDevices(GpuStage):
+    """Cannot be set up where CUDA_VISIBLE_DEVICES names one of ``bad``; other ranks wait until those were tried."""
+
+    def __init__(self, folder: Path, *, bad: tuple[str, ...], tries: int = 3, **options: Any):
+        super().__init__(folder, **options)
+        self.bad, self.tries = bad, tries
+
+    def load(self, device: str) -> None:
+        super().load(device)
+        if os.environ["CUDA_VISIBLE_DEVICES"] in self.bad:
+            self.mark("bad", os.environ["CUDA_VISIBLE_DEVICES"])
+            raise RuntimeError(ECC)
+
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        wait_until(lambda: len(self.marked("bad")) >= self.tries * len(self.bad))
+        return super().work(unit, staging, advance)

@@ -69,7 +69,7 @@ venv:
 .PHONY: install
 install:
 	@PYTHON="$(PYTHON)" sh .ci/system-packages
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh .ci/python-packages
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_BUILD="$(TORCH_BUILD)" sh .ci/python-packages
 	@echo "$(WANTED)" > $(STAMP)
 
 clean:

@@ -1,6 +1,7 @@
 """Submit N consecutive SLURM jobs of one training: each begins when the one before has ended, however it ended.
 
-python jobs/launch_training.py -n 8 [--profile PROFILE] [--nodes 2] [--sbatch=--exclusive] CONFIG [key=value ...]
+python jobs/launch_training.py -n 8 [--profile PROFILE] [--nodes 2] [--ranks-per-node 8]
+    [--sbatch=--exclusive] CONFIG [key=value ...]
 
 Every job goes on from the newest checkpoint. Each has its own random seed (a `seed=` of the command line is refused),
 and reads with `shard_seed=randomized`: data-parallel ranks then differ, tensor-parallel ranks agree. The numbers of the
@@ -31,8 +32,9 @@ _SCRIPT = _ROOT / "jobs" / "sbatch" / "train.sbatch"
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", "--num-jobs", type=int, required=True, help="how many jobs, one after the other")
-    parser.add_argument("--profile", type=Path, help="the cluster profile, whose gpu part says what a node gives")
+    parser.add_argument("--profile", type=Path, help="the cluster profile, whose gpu part says what a rank gets")
     parser.add_argument("--nodes", type=int, default=1, help="nodes per job")
+    parser.add_argument("--ranks-per-node", type=int, default=1, metavar="N", help="GPUs per node, with --profile")
     parser.add_argument("--after", help="the number of a job that the first one waits for")
     parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="a further option of sbatch")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and submit nothing")
@@ -41,16 +43,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def profile_options(cluster: ClusterProfile, nodes: int) -> list[str]:
-    """Return the options of sbatch for one training job."""
+def profile_options(cluster: ClusterProfile, nodes: int, ranks_per_node: int) -> list[str]:
+    """Return the options of sbatch for one training job, whose ranks each have what the profile gives to one."""
     ranks = cluster.gpu
     values = {
         "partition": ranks.partition,
         "account": cluster.account,
         "qos": cluster.qos,
-        "gpus-per-node": ranks.gpus or None,
-        "cpus-per-task": ranks.cores * max(1, ranks.gpus),
-        "mem": f"{round(ranks.memory_gb * 1024) * max(1, ranks.gpus)}M",
+        "gpus-per-node": ranks.gpus * ranks_per_node or None,
+        "cpus-per-task": ranks.cores * ranks_per_node,
+        "mem": f"{round(ranks.memory_gb * 1024) * ranks_per_node}M",
         "time": ranks.timeout_min,
         "signal": f"B:TERM@{cluster.signal_s}",
         "nodes": nodes,
@@ -82,15 +84,18 @@ def launch(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: the configuration or the profile is wrong, or SLURM refuses a job; those before it stay submitted.
     """
-    if options.num_jobs < 1 or options.nodes < 1:
-        raise ConfigError("-n and --nodes must be at least 1", code="bad_config_value")
+    if min(options.num_jobs, options.nodes, options.ranks_per_node) < 1:
+        raise ConfigError("-n, --nodes and --ranks-per-node must be at least 1", code="bad_config_value")
     if Path.cwd() != _ROOT:
         raise ConfigError(f"the jobs begin in the folder of this command: give it in {_ROOT}", code="bad_config_value")
     if any(override.partition("=")[0] in ("seed", "shard_seed") for override in options.overrides):
         raise ConfigError("each job gets its own seed: leave out seed= and shard_seed=", code="bad_config_value")
     config = load_typed(TrainConfig, options.config, options.overrides)
-    chosen = profile_options(load_profile(options.profile), options.nodes) if options.profile else []
-    chosen = chosen or [f"--nodes={options.nodes}"]
+    chosen = [f"--nodes={options.nodes}"]
+    if options.profile:
+        chosen = profile_options(load_profile(options.profile), options.nodes, options.ranks_per_node)
+    elif options.ranks_per_node > 1:
+        raise ConfigError("--ranks-per-node multiplies what a profile gives: add --profile", code="bad_usage")
     before = options.after
     for _ in range(options.num_jobs):
         seed = secrets.randbits(31)

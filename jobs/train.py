@@ -62,6 +62,11 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was told to."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def any(self, value: bool) -> bool:
         """Return True on every rank if it is true on any: so all ranks decide alike."""
         if self.size == 1:
@@ -212,6 +217,8 @@ class Training:
                 batch = next(batches)
                 waited = time.perf_counter() - started
                 losses = self._train(batch)
+                # Kernels run later than they are called.
+                self.world.synchronize()
                 self.step += 1
                 seconds = time.perf_counter() - started
                 described = self._describe(batch, losses, seconds, waited)

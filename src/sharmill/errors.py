@@ -133,6 +133,7 @@ CODES: Final[dict[str, str]] = {
     "disk": "a file or folder cannot be read or written: full, read-only, not permitted, or failing",
     "locked": "another process is at work in the same folder",
     "no_ranks": "ranks cannot be started, or end before they have begun a unit",
+    "other_device": "a rank's device is of another kind than the one that the stage was begun on",
     "setup_failed": "a rank cannot load what the stage needs",
     "superseded_plan": "a rank works for a plan that has been replaced or finished by another process",
     "too_many_rejects": "more records are rejected than max_reject_fraction allows",

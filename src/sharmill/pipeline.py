@@ -129,6 +129,7 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
     for stage in chosen:
         stage.metrics = config.metrics
         stage.variables = config.references.variables
+        stage.mixed_devices = config.executor.mixed_devices
         stage.unit_time_limit = config.executor.unit_time_limit
     return chosen
 
@@ -158,7 +159,7 @@ def make_executor(config: Config) -> Executor:
     """
     if config.executor.kind == "ray":
         return RayExecutor.from_config(config)
-    return LocalExecutor(workers=config.executor.workers)
+    return LocalExecutor(workers=config.executor.workers, device=config.executor.device)
 
 
 def check_config(config: Config, stages: Sequence[str] | None = None, *, restart: bool = False) -> None:

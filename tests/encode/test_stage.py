@@ -135,6 +135,7 @@ def test_the_index_describes_the_codec(project, config):
         "samples_per_frame": 320,
         "num_codebooks": 3,
         "codebook_size": codec.codebook_size,
+        "devices": ["cpu"],
     }
     for shard in lines(project.dataset / "shards.jsonl"):
         assert set(shard["fields"]) == set(dataset.fields)

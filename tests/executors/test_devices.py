@@ -6,10 +6,10 @@ import os
 
 import pytest
 from support.errors import raises
-from support.toy_stage import GpuStage, run
+from support.toy_stage import GpuStage, ToyStage, run
 
 from sharmill.errors import ConfigError
-from sharmill.executors.devices import Device, plan_devices, visible_gpus
+from sharmill.executors.devices import Device, plan_devices, usable_gpus, visible_gpus
 
 GPUS = ("0", "3", "GPU-5f")
 
@@ -52,7 +52,16 @@ class TestVisibleGpus:
 
     @pytest.mark.parametrize(
         ("variable", "count", "expected"),
-        [(None, 2, ("0", "1")), ("3, 5", 2, ("3", "5")), ("3,9", 1, ("3",)), ("", 0, ()), ("-1", 0, ())],
+        [
+            (None, 2, ("0", "1")),
+            ("3, 5", 2, ("3", "5")),
+            ("3,9", 1, ("3",)),
+            ("", 0, ()),
+            ("-1", 0, ()),
+            # torch counts the first alone.
+            ("MIG-aa,MIG-bb", 1, ("MIG-aa", "MIG-bb")),
+            ("MIG-aa,MIG-bb", 0, ()),
+        ],
     )
     def test_are_named_as_the_variable_names_them(self, monkeypatch, variable, count, expected):
         torch = pytest.importorskip("torch")
@@ -64,10 +73,48 @@ class TestVisibleGpus:
         assert visible_gpus() == expected
 
 
+class TestUsableGpus:
+    @pytest.fixture(autouse=True)
+    def _no_gpu(self, monkeypatch):
+        monkeypatch.setattr("sharmill.executors.devices.visible_gpus", lambda: ())
+        for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"):
+            monkeypatch.delenv(name, raising=False)
+
+    def test_none_is_no_error_where_none_is_asked_for(self):
+        assert usable_gpus("auto") == ()
+
+    def test_cpu_asks_nobody(self, monkeypatch):
+        monkeypatch.setattr("sharmill.executors.devices.visible_gpus", lambda: ("0",))
+        assert usable_gpus("auto") == ("0",)
+        assert usable_gpus("cpu") == ()
+
+    @pytest.mark.parametrize(
+        ("device", "environment"),
+        [
+            ("cuda", {}),
+            ("auto", {"CUDA_VISIBLE_DEVICES": "0"}),
+            ("auto", {"SLURM_GPUS_ON_NODE": "4"}),
+            ("cuda", {"CUDA_VISIBLE_DEVICES": ""}),
+        ],
+    )
+    def test_gpus_that_are_asked_for_or_given_must_be_there(self, device, environment, monkeypatch):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("sharmill.models.device.explain_missing", lambda: "the driver is too old")
+        with raises(ConfigError, "device_failed", "executor.device=cpu", "the driver is too old"):
+            usable_gpus(device)
+
+    @pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])
+    def test_hidden_gpus_are_not_given(self, value, monkeypatch):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+        assert usable_gpus("auto") == ()
+
+
 class TestRestriction:
     @pytest.fixture
     def stage(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("sharmill.executors.local.executor.visible_gpus", lambda: GPUS)
+        monkeypatch.setattr("sharmill.executors.devices.visible_gpus", lambda: GPUS)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(GPUS))
         return GpuStage(tmp_path, units=9, everywhere="environment:CUDA_VISIBLE_DEVICES")
 
@@ -79,12 +126,14 @@ class TestRestriction:
         seen = {line.split()[0]: line.split()[1] for line in stage.marked("environment")}
         assert sorted(seen.values()) == sorted(GPUS)
 
-    def test_the_inline_rank_sees_only_its_own_and_the_driver_all_again(self, stage):
-        run(stage, 1)
-        assert {line.split()[1] for line in stage.marked("environment")} == {"0"}
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_ranks_on_the_cpu_see_none_and_the_driver_all_again(self, tmp_path, stage, workers):
+        on_cpu = ToyStage(tmp_path / "cpu", everywhere="environment:CUDA_VISIBLE_DEVICES")
+        run(on_cpu, workers)
+        assert {tuple(line.split()[1:]) for line in on_cpu.marked("environment")} == {()}
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,3,GPU-5f"
 
-    def test_a_variable_that_was_not_set_is_not_set_afterwards(self, stage, monkeypatch):
+    def test_a_variable_that_was_not_set_is_not_set_afterwards(self, tmp_path, stage, monkeypatch):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-        run(stage, 1)
+        run(ToyStage(tmp_path / "cpu"), 1)
         assert "CUDA_VISIBLE_DEVICES" not in os.environ

@@ -101,8 +101,10 @@ def test_codecs_must_be_the_same(coded, plain, tmp_path):
     change_record(other, codecs=[codecs[0] | {"checksum": "another"}])
     with raises(ConfigError, "unlike_datasets", "checksum of the codec 'a'", "another"):
         merge_datasets([coded[0], other], tmp_path / "out")
-    change_record(other, codecs=[codecs[0] | {"model": "nemo:/new/place/model.nemo"}])
-    assert merge_datasets([coded[0], other], tmp_path / "out").record.codecs[0].model == "builtin"
+    change_record(other, codecs=[codecs[0] | {"model": "nemo:/new/place/model.nemo", "devices": ["A GPU"]}])
+    merged = merge_datasets([coded[0], other], tmp_path / "out").record.codecs[0]
+    assert merged.model == "builtin"
+    assert merged.devices == ["A GPU", "cpu"]
 
 
 def test_a_dataset_of_another_tool_is_refused(plain, tmp_path):

@@ -48,8 +48,9 @@ def test_each_job_waits_for_the_one_before_and_has_its_own_seed(
 
 def test_the_profile_says_what_a_job_asks_for(config: Path, sbatch: Path, tmp_path: Path) -> None:
     profile = tmp_path / "profile.yaml"
-    profile.write_text("account: lab\nsignal_s: 45\ngpu: {partition: big, gpus: 4, cores: 8, memory_gb: 10}\n")
-    options = ["-n", "1", "--nodes", "2", "--profile", str(profile), "--sbatch=--exclusive", str(config)]
+    profile.write_text("account: lab\nsignal_s: 45\ngpu: {partition: big, gpus: 1, cores: 8, memory_gb: 10}\n")
+    options = ["-n", "1", "--nodes", "2", "--ranks-per-node", "4", "--profile", str(profile), "--sbatch=--exclusive"]
+    options.append(str(config))
     assert launch_training.main(options) == 0
     asked = set(sbatch.read_text().split())
     assert {"--partition=big", "--account=lab", "--gpus-per-node=4", "--cpus-per-task=32", "--mem=40960M"} <= asked

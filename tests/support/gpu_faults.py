@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from sharmill.engine.stage import Advance
+from sharmill.engine.stage import Advance, Processor
 from sharmill.engine.unit import Output, Unit
 from sharmill.storage import Staging
 from support.toy_stage import GpuStage, wait_until
@@ -39,6 +39,19 @@ class BreakingStage(GpuStage):
             self.mark("attempts", f"{unit.index} {os.getpid()}")
             raise RuntimeError(_broken[0])
         return super().work(unit, staging, advance)
+
+
+class KindStage(GpuStage):
+    """Its ranks say that their device is of the kind ``kinds`` has for what CUDA_VISIBLE_DEVICES names."""
+
+    def __init__(self, folder: Path, *, kinds: dict[str, str], **options: Any):
+        super().__init__(folder, **options)
+        self.kinds = kinds
+
+    def open(self, device: str) -> Processor:
+        processor = super().open(device)
+        processor.device_kind = self.kinds[os.environ["CUDA_VISIBLE_DEVICES"]]
+        return processor
 
 
 class BadDevices(GpuStage):

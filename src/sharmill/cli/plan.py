@@ -91,8 +91,8 @@ def _row(stage: Stage, ranks: int) -> list[Text]:
 
 def _count_ranks(config: Config, stage: Stage) -> int:
     """Return on how many ranks the executor of the configuration would run a stage if it ran on this machine."""
-    from sharmill.executors.devices import plan_devices, visible_gpus
+    from sharmill.executors.devices import plan_devices, usable_gpus
 
     workers = config.executor.workers
-    gpus = visible_gpus() if stage.uses_gpu and workers == "auto" else ()
+    gpus = usable_gpus(config.executor.device) if stage.uses_gpu and workers == "auto" else ()
     return len(plan_devices(workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=len(os.sched_getaffinity(0))))

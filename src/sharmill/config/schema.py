@@ -240,8 +240,11 @@ class ExecutorConfig:
     cores: int = 1
     """Cores set aside for each rank (``kind: ray``)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of match and encode (``kind: ray``). ``auto``: a GPU for each rank if the cluster has any when the stage
-    begins. ``cuda``: wait for GPU nodes."""
+    """Device of match and encode. ``auto``: a GPU for each rank where there are any; a job that was given GPUs and
+    finds none is refused. ``cuda``: GPUs or nothing; on Ray, wait for GPU nodes. ``cpu``: no GPU is touched."""
+    mixed_devices: bool = False
+    """Let ranks on different kinds of device work on one stage, on SLURM too: CPU and GPU, or two types of GPU. Their
+    embeddings and codes are not the same to the bit, so that by default a stage keeps to the kind that it began on."""
     unit_time_limit: float | None = None
     """Seconds that an attempt at a unit may take, on SLURM too; a rank that takes longer is ended with a traceback in
     its log and replaced, and the unit is tried again after all others, three times in all. ``null``: no limit."""
@@ -250,8 +253,7 @@ class ExecutorConfig:
         _require(self.workers == "auto" or int(self.workers) >= 1, "workers must be 'auto' or a number from 1")
         _require(self.cores >= 1, "cores must be at least 1")
         _require(self.unit_time_limit is None or self.unit_time_limit > 0, "unit_time_limit must be positive or null")
-        for_ray = (self.address, self.cores, self.device) != ("auto", 1, "auto")
-        _require(self.kind == "ray" or not for_ray, "address, cores and device are for kind: ray")
+        _require(self.kind == "ray" or (self.address, self.cores) == ("auto", 1), "address and cores are for kind: ray")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from sharmill.engine.stored import load_stored_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import FatalError, UnitFailed
 from sharmill.models import describe_codec, load_codec, make_deterministic, published_name, require_codec
+from sharmill.models.device import check_device
 from sharmill.models.protocols import Codec
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
@@ -110,8 +111,9 @@ class EncodeStage(Stage):
 
     def open(self, device: str) -> Processor:
         threads = make_deterministic(device)
+        kind = check_device(device)
         codec = load_codec(self.codec_config.model, device, self.codec_config.allow_targets)
-        return EncodeProcessor(self, codec, threads)
+        return EncodeProcessor(self, codec, threads, kind)
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
@@ -121,6 +123,9 @@ class EncodeStage(Stage):
                 f"{self.name}: ranks used different models under the same name; run with --restart", code="bad_model"
             )
         codec = next((msgspec.convert(found, CodecRecord) for found in records.values()), None)
+        if codec is not None:
+            devices = sorted({commit.device_kind for commit in commits} - {""})
+            codec = msgspec.structs.replace(codec, devices=devices)
         codes = checksum_bytes(b"".join(file.xxh3.encode() for commit in commits for file in commit.files))
         write_atomic(encoded_file(self.dir), msgspec.json.encode(EncodedRecord(codec, codes)))
         return add_up(commits)
@@ -134,9 +139,11 @@ class EncodeProcessor(Processor):
 
     Args:
         threads: how many may read and resample audio beside the codec.
+        device_kind: that of the codec's device.
     """
 
-    def __init__(self, stage: EncodeStage, codec: Codec, threads: int) -> None:
+    def __init__(self, stage: EncodeStage, codec: Codec, threads: int, device_kind: str) -> None:
+        self.device_kind = device_kind
         self._stage = stage
         self._codec = codec
         self._encode = CodecBatches(codec, batch_seconds=stage.batch_seconds, threads=threads)

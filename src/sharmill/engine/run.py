@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from sharmill.engine.device_kind import settle_device_kind
 from sharmill.engine.fence import claim_output, make_fence, release_output
 from sharmill.engine.ledger import outputs_in_place, read_ledger, read_revoked, revoke
 from sharmill.engine.listener import Listener
@@ -100,6 +101,7 @@ def run_stage(
         with FolderLock(stage.root, wait_seconds=SECONDS_TO_WAIT_FOR_INDEX):
             pass
         make_fence(stage)
+        settle_device_kind(stage, commits.values())
         forget_progress(stage.dir.progress)
         outcome = executor.run(stage, missing, rejects, listener)
         if isinstance(outcome, Submitted):

@@ -75,6 +75,11 @@ class StageDir:
         return self.ranks / "ledger"
 
     @property
+    def device_kind(self) -> Path:
+        """The kind of device that the stage keeps to."""
+        return self.ranks / "device_kind"
+
+    @property
     def attempts(self) -> Path:
         """The notes of ranks that no driver watches."""
         return self.ranks / "attempts"

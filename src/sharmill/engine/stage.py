@@ -22,7 +22,14 @@ Advance = Callable[[float], None]
 
 
 class Processor(ABC):
-    """A stage in one rank, ready to do units."""
+    """A stage in one rank, ready to do units.
+
+    Attributes:
+        device_kind: the kind of device that its output depends on, the same text for devices that give the same bytes;
+            nothing where it depends on none.
+    """
+
+    device_kind: str = ""
 
     @abstractmethod
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
@@ -52,6 +59,7 @@ class Stage(ABC):
         token: the token of its plan, once that is read or made; ranks have it from the process that started them.
         metrics: which curves its ranks write.
         variables: names of variables of the environment, by their values, which are not to be stored.
+        mixed_devices: ranks on different kinds of device may work on it.
         unit_time_limit: seconds after which an attempt at a unit ends its rank, or None.
         replaces_root: begun anew, it removes all of ``root`` that stages of this and of other runs have published.
         uses_gpu: one rank per visible GPU where there are any.
@@ -66,6 +74,7 @@ class Stage(ABC):
     token: str = ""
     metrics: MetricsConfig = MetricsConfig()
     variables: Mapping[str, str] = MappingProxyType({})
+    mixed_devices: bool = False
     unit_time_limit: float | None = None
     uses_gpu: ClassVar[bool] = False
     replaces_root: ClassVar[bool] = False

@@ -69,7 +69,7 @@ class Output:
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a finished unit: written last, and its existence means that all else is in place.
 
-    It counts for the plan with its ``token`` only.
+    It counts for the plan with its ``token`` only. ``device_kind`` is that of its rank's processor.
     """
 
     token: str
@@ -82,6 +82,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     stats: dict[str, Any]
     seconds: float
     rank: int
+    device_kind: str = ""
 
     @property
     def num_rejected(self) -> int:

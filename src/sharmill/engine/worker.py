@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from types import TracebackType
 
+from sharmill.engine.device_kind import claim_device_kind
 from sharmill.engine.fence import require_current
 from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.metrics import MetricsLog
@@ -63,6 +64,7 @@ class Worker:
         with ExitStack() as stack:
             stack.enter_context(self._progress)
             self._processor = stack.enter_context(closing(self._open()))
+            self._keep_to_one_kind()
             self._metrics = MetricsLog(self.stage.metrics, self.stage.name, self.stage.dir.metrics, self.rank)
             stack.callback(self._metrics.close)
             self._closing = stack.pop_all()
@@ -78,6 +80,8 @@ class Worker:
     def _open(self) -> Processor:
         try:
             return self.stage.open(self.device)
+        except DeviceError as error:
+            raise self._device_error(str(error)) from error
         except (ConfigError, FatalError):
             raise
         except (Exception, SystemExit) as error:
@@ -85,20 +89,30 @@ class Worker:
             # What torch says of a device is a RuntimeError; whether the device or the model is to blame, the other
             # ranks find out.
             if self.device != "cpu" and isinstance(error, RuntimeError):
-                raise self._device_error(error) from error
+                raise self._device_error(_one_line(error)) from error
             raise FatalError(
                 f"{self.stage.name}: a rank cannot be set up on {self.device}: {_one_line(error)}; "
                 f"see {self.stage.dir.rank_log(self.rank)}",
                 code="setup_failed",
             ) from error
 
-    def _device_error(self, error: RuntimeError) -> DeviceError:
-        place = f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')} of {socket.gethostname()}"
-        return DeviceError(
-            f"{self.stage.name}: a rank cannot be set up on {place}: {_one_line(error)}; "
-            f"see {self.stage.dir.rank_log(self.rank)}",
-            place=place,
-        )
+    def _keep_to_one_kind(self) -> None:
+        kind = self._processor.device_kind
+        if not kind or self.stage.mixed_devices:
+            return
+        if (first := claim_device_kind(self.stage, kind)) != kind:
+            reason = (
+                f"the stage keeps to the kind of device of its beginning, {first}, and this is {kind}, whose output "
+                "has other bits: run it there, begin it anew with --restart, or set executor.mixed_devices=true"
+            )
+            raise self._device_error(reason, code="other_device")
+
+    def _device_error(self, reason: str, code: str | None = None) -> DeviceError:
+        device = "the CPU" if self.device == "cpu" else f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
+        place = f"{device} of {socket.gethostname()}"
+        log = self.stage.dir.rank_log(self.rank)
+        message = f"{self.stage.name}: a rank cannot be set up on {place}: {reason}; see {log}"
+        return DeviceError(message, place=place, code=code)
 
     def run(self, unit: Unit) -> Commit | FailedAttempt:
         """Try a unit once and return its commit record, or the failed attempt.
@@ -170,6 +184,7 @@ class Worker:
             stats=output.stats,
             seconds=round(time.monotonic() - started, 3),
             rank=self.rank,
+            device_kind=self._processor.device_kind,
         )
         self._ledger.append(commit)
         return commit

@@ -11,19 +11,23 @@ from functools import cache
 from sharmill.errors import ConfigError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Set by SLURM where a job has some, whatever else it sets.
+_GIVEN = "SLURM_GPUS_ON_NODE"
 
 
 @dataclass(frozen=True)
 class Device:
-    """A rank's device: ``kind`` is ``cpu`` or ``cuda``, ``visible`` the only GPU that the rank may see."""
+    """A rank's device: ``kind`` is ``cpu`` or ``cuda``, ``visible`` the only GPU that the rank may see, if any.
+
+    One on the CPU sees none: NeMo would use the memory of one, from every core.
+    """
 
     kind: str = "cpu"
-    visible: str | None = None
+    visible: str = ""
 
     def restrict_environment(self) -> None:
         """Hide the other GPUs from this process; to be called before anything uses CUDA."""
-        if self.visible is not None:
-            os.environ[_VISIBLE] = self.visible
+        os.environ[_VISIBLE] = self.visible
 
     @contextmanager
     def only_visible(self) -> Iterator[None]:
@@ -35,7 +39,7 @@ class Device:
         finally:
             if before is not None:
                 os.environ[_VISIBLE] = before
-            elif self.visible is not None:
+            else:
                 os.environ.pop(_VISIBLE, None)
 
 
@@ -43,13 +47,43 @@ class Device:
 def visible_gpus() -> tuple[str, ...]:
     """Return the identifiers of the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` would name them.
 
-    Asked once: after a rank has run inline, torch counts only the GPU that was its.
+    Asked once: what a rank inline hides from torch is not to be counted.
     """
     import torch
 
     count = torch.cuda.device_count()
     named = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
+    if count and named[0:1] and all(name.startswith("MIG-") for name in named):
+        # A process sees the first instance alone, whatever the list, and a rank has one.
+        return tuple(named)
     return tuple(named[:count] if named else [str(number) for number in range(count)])
+
+
+def usable_gpus(device: str) -> tuple[str, ...]:
+    """Return the GPUs for ranks of this process where ``executor.device`` is ``device``.
+
+    Raises:
+        ConfigError: GPUs are asked for, or were given to this job, and torch finds none.
+    """
+    if device == "cpu":
+        return ()
+    gpus = visible_gpus()
+    if not gpus and (device == "cuda" or _gpus_are_given()):
+        from sharmill.models.device import explain_missing
+
+        wanted = "executor.device is cuda" if device == "cuda" else "this job was given GPUs"
+        raise ConfigError(
+            f"{wanted}, and none can be used; executor.device=cpu runs without. {explain_missing()}",
+            code="device_failed",
+        )
+    return gpus
+
+
+def _gpus_are_given() -> bool:
+    """Return True if the scheduler, or whoever started this process, has set GPUs aside for it."""
+    if (named := os.environ.get(_VISIBLE)) is not None:
+        return named.split(",")[0].strip() not in ("", "-1", "NoDevFiles")
+    return os.environ.get(_GIVEN, "0") not in ("", "0")
 
 
 def plan_devices(workers: int | str, *, uses_gpu: bool, gpus: Sequence[str], cores: int) -> list[Device]:

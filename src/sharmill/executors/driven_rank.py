@@ -126,9 +126,9 @@ class FailedStarts:
         self._counts: Counter[Hashable] = Counter()
         self.last = ""
 
-    def add(self, how: str, place: Hashable = None) -> int:
-        """Count one more, and return how many there are in this place now."""
-        self._counts[place] += 1
+    def add(self, how: str, place: Hashable = None, *, final: bool = False) -> int:
+        """Count one more, or where it is final all, and return how many there are in this place now."""
+        self._counts[place] += MAX_ATTEMPTS if final else 1
         self.last = how
         return self._counts[place]
 

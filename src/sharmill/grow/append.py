@@ -146,7 +146,7 @@ def _append(part: SourceDataset, addition: SourceDataset, *, copy: bool) -> Appe
         place_shard(addition, old, new, directory, placed, copy=copy)
     seal_folders(directory, like.fields)
     shards = [*part.shards, *(new for _, _, new in added)]
-    record = add_up_shards(like, shards)
+    record = add_up_shards(like, shards, [addition.record])
     write_shards(directory, shards)
     write_dataset(directory, record)
     _forget(directory)

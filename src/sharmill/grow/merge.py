@@ -90,7 +90,7 @@ def _place_all(parts: Sequence[SourceDataset], directory: Path, name: str, *, co
         shards.append(new)
     # One that has shards knows the fields and codecs.
     first = next((part for part in parts if part.shards), parts[0]).record
-    record = msgspec.structs.replace(add_up_shards(first, shards), name=name)
+    record = msgspec.structs.replace(add_up_shards(first, shards, [part.record for part in parts]), name=name)
     for field in record.fields:
         make_folder(directory / field)
     seal_folders(directory, record.fields)

@@ -87,10 +87,16 @@ def _place(source: Path, target: Path, placed: Placed, *, copy: bool) -> None:
     placed.copied += 1
 
 
-def add_up_shards(record: DatasetRecord, shards: list[ShardRecord]) -> DatasetRecord:
-    """Return the record of a dataset with the totals of these shards."""
+def add_up_shards(
+    record: DatasetRecord, shards: list[ShardRecord], others: Iterable[DatasetRecord] = ()
+) -> DatasetRecord:
+    """Return the record of a dataset with the totals of these shards, and the devices of the other datasets' codes."""
+    codes = [codec for dataset in (record, *others) for codec in dataset.codecs]
+    devices = {codec.name: {device for other in codes if other.name == codec.name for device in other.devices}
+               for codec in record.codecs}  # fmt: skip
     return msgspec.structs.replace(
         record,
+        codecs=[msgspec.structs.replace(codec, devices=sorted(devices[codec.name])) for codec in record.codecs],
         num_shards=len(shards),
         num_cuts=sum(shard.count for shard in shards),
         target_seconds=round(sum(shard.target_seconds for shard in shards), 3),

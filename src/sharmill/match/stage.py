@@ -42,6 +42,7 @@ from sharmill.models import (
     make_deterministic,
     require_speaker_encoder,
 )
+from sharmill.models.device import check_device
 from sharmill.prepare.stage import manifest_stem, prepared_manifest
 from sharmill.storage import Staging, open_atomic, open_stored, remove_tree
 
@@ -101,6 +102,7 @@ class MatchStage(Stage):
 
     def open(self, device: str) -> Processor:
         threads = make_deterministic(device)
+        kind = check_device(device)
         roots = AudioRoots.of(source.audio_root for source in self.config.sources)
         embed = Embedder(
             encoder=load_speaker_encoder(self.match.encoder, device, self.match.allow_targets),
@@ -109,7 +111,7 @@ class MatchStage(Stage):
             threads=threads,
             resampling=self.match.resampling,
         )
-        return MatchProcessor(self.config, self.dir.plan, embed)
+        return MatchProcessor(self.config, self.dir.plan, embed, kind)
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
@@ -137,9 +139,11 @@ class MatchProcessor(Processor):
 
     Args:
         plan: the folder of the stage's plan.
+        device_kind: that of the encoder's device.
     """
 
-    def __init__(self, config: Config, plan: Path, embed: Embedder) -> None:
+    def __init__(self, config: Config, plan: Path, embed: Embedder, device_kind: str) -> None:
+        self.device_kind = device_kind
         self.config = config
         self.match = _match_config(config)
         self._plan = plan

@@ -56,7 +56,10 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a codec that its codes are read by. ``codebook_size`` is the number of values of one code."""
+    """Facts about a codec that its codes are read by. ``codebook_size`` is the number of values of one code.
+
+    ``devices`` are the kinds of device that made the codes, in alphabetical order; none where that is not known.
+    """
 
     name: str
     model: str
@@ -66,6 +69,7 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_frame: int
     num_codebooks: int
     codebook_size: int
+    devices: list[str] = []
 
 
 class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

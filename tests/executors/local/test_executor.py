@@ -157,7 +157,7 @@ class TestStarts:
         assert run(stage, 2)[0].ok
 
     def test_a_rank_that_cannot_start_is_given_up_and_the_others_go_on(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("sharmill.executors.local.executor.visible_gpus", lambda: ("0", "1"))
+        monkeypatch.setattr("sharmill.executors.devices.visible_gpus", lambda: ("0", "1"))
         stage = HalfBroken(tmp_path, units=8, everywhere="wait:given-up")
         result, heard = run(stage, 2)
         assert result.ok

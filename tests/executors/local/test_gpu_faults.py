@@ -18,7 +18,7 @@ def gpus(monkeypatch):
 
     def set_number(number):
         names = tuple(str(index) for index in range(number))
-        monkeypatch.setattr("sharmill.executors.local.executor.visible_gpus", lambda: names)
+        monkeypatch.setattr("sharmill.executors.devices.visible_gpus", lambda: names)
 
     return set_number
 

@@ -19,7 +19,7 @@ from sharmill.engine.attempts import AttemptLog, Attempts
 from sharmill.engine.fence import make_fence
 from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.engine.rejects import RejectLimit
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import ConfigError, DeviceError, FatalError
 from sharmill.executors.slurm import task as rank_task
 from sharmill.executors.slurm.profile import load_profile
 from sharmill.executors.slurm.task import RankTask
@@ -43,10 +43,10 @@ def make_task(stage, rank, units, device="cpu", *, max_reject_fraction=1.0, **op
 
 def test_a_rank_on_a_gpu_that_is_not_there_is_an_error(stage, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with raises(FatalError, "setup_failed", "device: cpu"):
+    with raises(DeviceError, "device_failed", "driver"):
         make_task(stage, 0, [0, 1], "cuda")()
     attempts = Attempts(stage.dir.attempts)
-    assert "finds none" in attempts.setup_error
+    assert "torch cannot use the GPU" in attempts.setup_error
     assert not attempts.stopped
 
 
@@ -214,3 +214,10 @@ def test_what_is_wrong_in_a_profile_is_named(tmp_path, text, code, names):
 @pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_profiles_of_the_repository_are_valid(path):
     assert load_profile(path).max_parallel >= 1
+
+
+def test_several_gpus_of_a_rank_are_refused(tmp_path):
+    path = tmp_path / "profile.yaml"
+    path.write_text("gpu: {gpus: 8}\n")
+    with raises(ConfigError, "bad_config_value", "gpus is 8", "max_ranks"):
+        load_profile(path)

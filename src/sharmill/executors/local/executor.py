@@ -22,7 +22,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import Worker
 from sharmill.errors import DeviceError, FatalError
-from sharmill.executors.devices import Device, plan_devices, visible_gpus
+from sharmill.executors.devices import Device, plan_devices, usable_gpus
 from sharmill.executors.driven_rank import Answer, DrivenRank, FailedStarts, Ready
 from sharmill.executors.local.rank_process import RankStart, rank_main
 from sharmill.executors.logs import logging_to
@@ -41,13 +41,14 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 
 @dataclass(frozen=True)
 class LocalExecutor:
-    """Runs a stage on ``workers`` ranks of this machine (a number, or ``auto``)."""
+    """Runs a stage on ``workers`` ranks of this machine (a number, or ``auto``), on GPUs as ``device`` says."""
 
     workers: int | str = "auto"
+    device: str = "auto"
 
     def run(self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener) -> Finished:
         """Do the units; see ``engine.run.Executor``."""
-        gpus = visible_gpus() if stage.uses_gpu else []
+        gpus = usable_gpus(self.device) if stage.uses_gpu else ()
         cores = len(os.sched_getaffinity(0))
         devices = plan_devices(self.workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=cores)[: len(units)]
         queue = UnitQueue(units, rejects, listener)
@@ -182,7 +183,7 @@ class _Pool:
         except DeviceError as error:
             self._remove(rank)
             self.device_error = error
-            self._count_failed_start(rank.number, str(error))
+            self._count_failed_start(rank.number, str(error), final=error.code == "other_device")
             return
         if isinstance(answer, Ready):
             self.failed_starts.reset(rank.number)
@@ -204,8 +205,8 @@ class _Pool:
         self._end([rank])
         del self.ranks[rank.number]
 
-    def _count_failed_start(self, number: int, how: str) -> None:
-        self.failed_starts.add(how, number)
+    def _count_failed_start(self, number: int, how: str, *, final: bool = False) -> None:
+        self.failed_starts.add(how, number, final=final)
         self.unusable[number] = f"rank {number} did no work: {how}"
         if self.failed_starts.too_many(number):
             log.error("rank %d cannot start and is given up: %s", number, how)

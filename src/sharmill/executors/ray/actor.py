@@ -16,6 +16,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
 from sharmill.engine.worker import Worker
 from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.executors.devices import Device
 from sharmill.executors.driven_rank import Answer, Ready, as_answer
 from sharmill.executors.logs import logging_to, redirect_output
 
@@ -58,6 +59,8 @@ class RankActor:
         start = self._start
         try:
             self._check_node()
+            if start.device == "cpu":
+                Device().restrict_environment()
             redirect_output(start.log)
             self._stack.enter_context(logging_to(start.log))
             stage: Stage = pickle.loads(start.stage)

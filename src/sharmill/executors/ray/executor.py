@@ -255,7 +255,7 @@ class _Pool:
         """Take away an actor that cannot use its GPU; after some of them, the last keeps the GPU."""
         del self.ranks[rank.number]
         log.warning("rank %d: %s", rank.number, error)
-        self.failed_starts.add(str(error), error.place)
+        self.failed_starts.add(str(error), error.place, final=error.code == "other_device")
         if not self.failed_starts.too_many(error.place):
             self._ray.kill(rank.actor)
             return

@@ -24,7 +24,7 @@ class RankProfile:
     max_ranks: int = 64
     """Most ranks of one stage; there are never more than units."""
     gpus: int = 0
-    """GPUs of a rank."""
+    """GPUs of a rank: one, or none. Several GPUs of a node are so many ranks, as ``max_ranks`` allows."""
     cores: int = 1
     """CPU cores of a rank."""
     memory_gb: float = 4.0
@@ -39,6 +39,8 @@ class RankProfile:
     def __post_init__(self) -> None:
         if self.max_ranks < 1 or self.cores < 1 or self.timeout_min < 1 or self.gpus < 0 or self.memory_gb <= 0:
             raise ValueError("max_ranks, cores, timeout_min and memory_gb must be positive, gpus not negative")
+        if self.gpus > 1:
+            raise ValueError(f"gpus is {self.gpus}, and a rank uses one: set gpus: 1, and max_ranks to their number")
         for name in self.extra:
             if (remedy := _NOT_EXTRA.get(name.replace("_", "-"))) is not None:
                 raise ValueError(f"extra must not have {name}: {remedy}")

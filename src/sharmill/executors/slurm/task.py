@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -30,8 +30,10 @@ from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import MAX_ATTEMPTS, MAX_BROKEN_DEVICES, Worker
-from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.errors import ConfigError, SharmillError
+from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to
+from sharmill.models.device import check_device
 from sharmill.processes import state_and_start
 
 if TYPE_CHECKING:
@@ -75,7 +77,8 @@ class RankTask:
         """Do the units that are missing, and return how many of all are in the ledger now."""
         if not self.stage.dir.ranks.is_dir():
             raise superseded(self.stage)
-        with logging_to(self.stage.dir.rank_log(self.rank)):
+        hidden = Device().only_visible() if self.device == "cpu" else nullcontext()
+        with hidden, logging_to(self.stage.dir.rank_log(self.rank)):
             # What was pickled is not this process's: a requeued task has a file of its own.
             self._attempts = AttemptLog(self.stage.dir.attempts)
             waiting = self._outstanding()
@@ -112,7 +115,7 @@ class RankTask:
     def _run(self, waiting: list[Unit]) -> None:
         ready = False
         try:
-            _require_device(self.device)
+            check_device(self.device)
             with Worker(self.stage, self.rank, self.device) as worker:
                 ready = True
                 self._seconds_to_load = _seconds_since_start()
@@ -197,15 +200,3 @@ def _seconds_since_start() -> float:
     """Return the age of this process, imports included."""
     _, started = state_and_start(os.getpid())
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
-
-
-def _require_device(device: str) -> None:
-    if device != "cuda":
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        raise FatalError(
-            "this rank should run on a GPU and finds none; correct the cluster profile, or set device: cpu",
-            code="setup_failed",
-        )

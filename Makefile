@@ -2,6 +2,7 @@
 # make test   the tests of a few minutes, which leave out those marked slow
 # make test-slow   those marked slow
 # make test-all   both, but for those on a real SLURM and a real Ray, which `make test-cluster` has
+# make test-gpu   models and stages on a GPU against the CPU, faults and memory, where there is a GPU
 # make torture   mutations of every format, 200 kills and some hundreds of faults on disk, for an hour or more; SEED=, KILLS= (a stage), EVERY=, OUTPUT=
 # make bench   what takes how long, beside the libraries used directly; JSON= (a file for all figures)
 # make docs   the pages of docs as a site with a reference of the Python API, in build/site
@@ -17,7 +18,7 @@ WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml con
 # Further options of pytest, as in `make test PYTEST="-x --durations=30"`.
 PYTEST :=
 
-.PHONY: demo test test-slow test-all test-cluster torture lint bench docs venv clean
+.PHONY: demo test test-slow test-all test-cluster test-gpu torture lint bench docs venv clean
 
 demo: venv
 	$(BIN)/sharmill demo demo
@@ -34,6 +35,10 @@ test-all: venv
 # Those on SLURM skip, and say so, where no cluster answers.
 test-cluster: venv
 	$(BIN)/python -m pytest -m "slurm or ray" $(PYTEST)
+
+# All that needs a GPU, in minutes and without network, with a report as text and in build/test-gpu.json. Skips without.
+test-gpu: venv
+	GPU_REPORT=build/test-gpu.json $(BIN)/python -m pytest tests/gpu -m gpu -rs $(PYTEST)
 
 # The seed is printed; the same one, and OUTPUT, go on where an interrupted run has stopped.
 torture: venv

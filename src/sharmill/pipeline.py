@@ -193,10 +193,13 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
         require_writable(run_dir)
     if "write" in stages:
         require_own_output(WriteStage(config))
-    for stage in make_stages(config, stages):
-        # A stage that is done loads no model.
-        if restart or not stage.dir.done.exists():
-            stage.require_models()
+    for stage in _unfinished(config, stages, restart=restart):
+        stage.require_models()
+
+
+def _unfinished(config: Config, stages: Sequence[str], *, restart: bool) -> list[Stage]:
+    """Return the stages that will load a model, if they have one."""
+    return [stage for stage in make_stages(config, stages) if restart or not stage.dir.done.exists()]
 
 
 def run_dataset(
@@ -235,6 +238,8 @@ def run_dataset(
     run_dir = RunDir(Path(config.run_dir))
     with disk_errors(run_dir.path):
         check_config(config, stages, restart=restart)
+        if isinstance(executor, LocalExecutor):
+            executor.require_devices(_unfinished(config, stages, restart=restart))
     results: list[tuple[Stage, StageResult]] = []
     with disk_errors(run_dir.path), locked(run_dir, wait_seconds):
         if not isinstance(executor, SlurmExecutor):

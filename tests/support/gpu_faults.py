@@ -41,6 +41,22 @@ class BreakingStage(GpuStage):
         return super().work(unit, staging, advance)
 
 
+class AssertingStage(GpuStage):
+    """Does what makes a real GPU fail with a device-side assert, at the units ``always``."""
+
+    def __init__(self, folder: Path, *, always: tuple[int, ...], **options: Any):
+        super().__init__(folder, **options)
+        self.always = always
+
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        import torch
+
+        table = torch.zeros(4, device="cuda")
+        index = torch.tensor([9 if unit.index in self.always else 3], device="cuda")
+        table[index].sum().item()
+        return super().work(unit, staging, advance)
+
+
 class KindStage(GpuStage):
     """Its ranks say that their device is of the kind ``kinds`` has for what CUDA_VISIBLE_DEVICES names."""
 

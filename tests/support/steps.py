@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from support.paths import REPOSITORY
+
 MIB = 2**20
 
 
@@ -41,6 +43,32 @@ def aborts_for_memory(batch_size: int, length: float, num_tokens: int | None, de
     if batch_size > 6:
         os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
         os.abort()
+
+
+class SpeechStep:
+    """Training of the model of the training example, small, on text and codes of 50 frames a second."""
+
+    def __init__(self) -> None:
+        import sys
+
+        import torch
+
+        sys.path.insert(0, str(REPOSITORY / "jobs"))
+        from speech_lm import SpeechLM
+        from train_config import ModelConfig
+
+        self.model = SpeechLM(ModelConfig(dim=64, num_layers=2, num_heads=4), 300, 4, 1026)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def __call__(self, batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+        import torch
+
+        text = torch.ones(batch_size, 20, dtype=torch.int64, device=device)
+        codes = torch.ones(batch_size, 4, int(50 * length), dtype=torch.int64, device=device)
+        tokens, frames = (torch.full((batch_size,), value.shape[-1], device=device) for value in (text, codes))
+        self.model.to(device)(text, tokens, codes, frames, codes, frames).total.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def hangs(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:

@@ -46,6 +46,11 @@ class LocalExecutor:
     workers: int | str = "auto"
     device: str = "auto"
 
+    def require_devices(self, stages: Iterable[Stage]) -> None:
+        """Raise ConfigError where one of the stages is to run on GPUs, and none can be used."""
+        if any(stage.uses_gpu for stage in stages):
+            usable_gpus(self.device)
+
     def run(self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener) -> Finished:
         """Do the units; see ``engine.run.Executor``."""
         gpus = usable_gpus(self.device) if stage.uses_gpu else ()

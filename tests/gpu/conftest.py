@@ -1,0 +1,100 @@
+"""What models and stages do on a GPU, beside the same on the CPU: ``make test-gpu``.
+
+Every test has the parameter ``device``. On ``cuda`` it skips where there is no GPU; on ``cpu`` it is an ordinary test,
+so that none of this code is first run where it counts. With GPU_REPORT=FILE the figures that tests record are
+written there as JSON, and printed at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_REPORT = "GPU_REPORT"
+_figures: dict[str, dict[str, Any]] = {}
+_outcomes: dict[str, str] = {}
+
+
+def pytest_generate_tests(metafunc):
+    if "device" in metafunc.fixturenames:
+        devices = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+        metafunc.parametrize("device", devices, indirect=True, scope="session")
+
+
+@cache
+def _why_no_gpu() -> str:
+    from sharmill.errors import DeviceError
+    from sharmill.models.device import check_device
+
+    try:
+        check_device("cuda")
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    """``cpu`` or ``cuda``."""
+    if request.param == "cuda" and (reason := _why_no_gpu()):
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture
+def record(request):
+    """Returns a function that takes figures for the report, by their names."""
+    return lambda **figures: _figures.setdefault(request.node.nodeid, {}).update(figures)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Names of models, by kind: those that come with sharmill, and small random ones of every other family."""
+    from support.models import nemo_codec_config, save_dac, save_encodec, save_mimi, save_nemo_codec, save_nemo_speaker
+
+    from sharmill.models.nemo_checkpoint import quiet_nemo
+
+    root = tmp_path_factory.mktemp("gpu-models")
+    with quiet_nemo():
+        return {
+            "resemblyzer": "resemblyzer",
+            "nemo_speaker": f"nemo:{save_nemo_speaker(root / 'speaker.nemo')}",
+            "nemo_speaker_unmasked": f"nemo:{save_nemo_speaker(root / 'unmasked.nemo', masked=False)}",
+            "builtin": "builtin",
+            "nemo_codec": f"nemo:{save_nemo_codec(root / 'codec.nemo')}",
+            "nemo_codec_noncausal": f"nemo:{save_nemo_codec(root / 'both.nemo', nemo_codec_config(causal=False))}",
+            "encodec": f"transformers:{save_encodec(root / 'encodec')}",
+            "mimi": f"transformers:{save_mimi(root / 'mimi')}",
+            "dac": f"transformers:{save_dac(root / 'dac')}",
+        }
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.skipped or report.failed:
+        _outcomes[report.nodeid] = report.outcome
+
+
+def pytest_terminal_summary(terminalreporter):
+    path = os.environ.get(_REPORT)
+    if path is None:
+        return
+    import torch
+
+    from sharmill.models.device import check_device, driver_version
+
+    reason = _why_no_gpu()
+    gpus = [] if reason else [check_device(f"cuda:{index}") for index in range(torch.cuda.device_count())]
+    tests = {name: {"outcome": outcome} | _figures.get(name, {}) for name, outcome in sorted(_outcomes.items())}
+    found = {"gpus": gpus, "no_gpu": reason, "driver": driver_version(), "torch": torch.__version__, "tests": tests}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(found, indent=2) + "\n")
+    terminalreporter.section(f"GPUs: {', '.join(gpus) or reason}")
+    for name, values in tests.items():
+        shown = "  ".join(f"{key} {value}" for key, value in values.items())
+        terminalreporter.line(f"{name.partition('::')[2]}: {shown}")
+    terminalreporter.line(f"this report as JSON: {path}")

@@ -1,0 +1,85 @@
+"""Every encoder and codec on a device against the CPU, against itself, and fresh against warm."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.shar import voice
+
+from sharmill.match.select import select_context
+from sharmill.models import load_codec, load_speaker_encoder, make_deterministic
+from sharmill.models.protocols import pad
+from sharmill.validate.recheck import MAX_DIFFERENT_CODES
+
+ENCODERS = ["resemblyzer", "nemo_speaker", "nemo_speaker_unmasked"]
+CODECS = ["builtin", "nemo_codec", "nemo_codec_noncausal", "encodec", "mimi", "dac"]
+SECONDS = [0.4, 0.9, 0.9, 1.3, 1.7, 2.2]
+LEAST_COSINE = 0.9999
+
+
+def make_batch(rate, seconds=SECONDS, seed=0):
+    """Return padded audio (batch, samples) and lengths (batch,) of voices in pairs."""
+    items = [voice(length, rate, pitch=110 + 35 * (n // 2), seed=seed + n) for n, length in enumerate(seconds)]
+    return pad(items)
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_rank(device):
+    threads = torch.get_num_threads()
+    make_deterministic(device)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_embeddings_and_the_contexts_that_they_choose_are_those_of_the_cpu(device, kind, models, record):
+    found = {}
+    for where in ("cpu", device):
+        encoder = load_speaker_encoder(models[kind], where)
+        found[where] = encoder.embed(*make_batch(encoder.sampling_rate))
+    lowest = float((found["cpu"] * found[device]).sum(dim=1).min())
+    record(lowest_cosine=round(lowest, 7))
+    contexts = [select_context(found[where].numpy(), np.array(SECONDS), min_similarity=-1.0, min_duration=0.0)[0]
+                for where in ("cpu", device)]  # fmt: skip
+    record(contexts_that_differ=int((contexts[0] != contexts[1]).sum()))
+    assert lowest > LEAST_COSINE
+    assert contexts[0].tolist() == contexts[1].tolist()
+
+
+@pytest.mark.parametrize("kind", CODECS)
+def test_codes_are_those_of_the_cpu_but_for_a_few(device, kind, models, record):
+    codes = {}
+    for where in ("cpu", device):
+        codec = load_codec(models[kind], where)
+        codes[where] = codec.encode(*make_batch(codec.sampling_rate))
+    equal = float((codes["cpu"] == codes[device]).double().mean())
+    record(equal_codes=round(equal, 6))
+    assert codes["cpu"].unique().numel() > 2
+    assert equal >= 1 - MAX_DIFFERENT_CODES
+
+
+@pytest.mark.parametrize("kind", ENCODERS + CODECS)
+def test_the_same_bytes_twice_and_from_a_fresh_model_as_from_one_that_has_worked(device, kind, models, record):
+    def load():
+        if kind in ENCODERS:
+            model = load_speaker_encoder(models[kind], device)
+            return model.embed, model.sampling_rate
+        model = load_codec(models[kind], device)
+        return model.encode, model.sampling_rate
+
+    run, rate = load()
+    fresh = run(*make_batch(rate))
+    twice = run(*make_batch(rate))
+    # Other shapes: caches grow, and compilers make up their minds.
+    for count in (1, 2, 3):
+        run(*make_batch(rate, seconds=[0.3 * count] * count, seed=count))
+    warm = run(*make_batch(rate))
+    other = load()[0](*make_batch(rate))
+    same = {
+        "twice": torch.equal(fresh, twice),
+        "warm": torch.equal(fresh, warm),
+        "loaded_again": torch.equal(fresh, other),
+    }
+    record(**same)
+    assert same == dict.fromkeys(same, True)

@@ -1,0 +1,105 @@
+"""Runs on a device: all stages, ranks that share a GPU, a hidden GPU, broken contexts, lack of memory, training."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.example import make_example, make_speech
+from support.gpu_faults import AssertingStage, BreakingStage
+from support.pipelines import digest, run_sharmill
+from support.toy_stage import run
+
+from sharmill.errors import is_device_error
+from sharmill.executors.devices import visible_gpus
+from sharmill.models.device import check_device
+from sharmill.training.buckets.batch_size import make_budget, tune_batch_sizes
+from sharmill.training.buckets.step_process import Bucket
+
+
+@pytest.mark.slow
+def test_all_stages_and_ranks_that_share_a_gpu_give_the_same_bytes(device, make_config, tmp_path, record):
+    workers = (1,) if device == "cpu" else (1, 2 * len(visible_gpus()))
+    digests = []
+    for number in workers:
+        folder = tmp_path / str(number)
+        config = make_config(folder, executor={"workers": number, "device": device})
+        outcome = run_sharmill("run", config)
+        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+        digests.append(digest(folder / "dataset"))
+    (codec,) = json.loads((folder / "dataset/dataset.json").read_text())["codecs"]
+    record(ranks=workers, files=len(digests[0]), same_bytes=digests[0] == digests[-1], devices=codec["devices"])
+    assert codec["devices"] == [check_device(device)]
+    assert digests[0] == digests[-1]
+
+
+@pytest.mark.slow
+def test_a_hidden_gpu_is_missed_before_any_work(device, make_config, tmp_path):
+    config = make_config(tmp_path, executor={"workers": 1, "device": "cuda"})
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    outcome = run_sharmill("run", config, env=hidden)
+    assert outcome.returncode == 2
+    assert "torch cannot use the GPU" in outcome.stderr
+    assert not (tmp_path / "run/prepare").exists()
+    check_device(device)
+
+
+@pytest.mark.slow
+def test_a_device_side_assert_costs_its_unit_alone(device, tmp_path, monkeypatch, record):
+    if device == "cpu":
+        monkeypatch.setattr("sharmill.executors.devices.visible_gpus", lambda: ("0",))
+    kind = BreakingStage if device == "cpu" else AssertingStage
+    result, heard = run(kind(tmp_path, units=3, always=(1,)), "auto")
+    record(message=result.failures[1].message[:80], done=sorted(heard.done))
+    assert "device-side assert" in result.failures[1].message
+    assert sorted(heard.done) == [0, 2]
+
+
+@contextmanager
+def little_memory(device):
+    """Let this process have a thousandth of the memory of its GPU."""
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(0.001)
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def take_memory(device):
+    """Take more than ``little_memory`` leaves; on the CPU raise what torch would."""
+    if device == "cpu":
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
+    return torch.empty(torch.cuda.get_device_properties(device).total_memory // 20, dtype=torch.uint8, device=device)
+
+
+def test_after_a_lack_of_memory_the_device_works_on(device, record):
+    gc.collect()
+    with little_memory(device), pytest.raises(torch.cuda.OutOfMemoryError) as caught:
+        take_memory(device)
+    record(message=str(caught.value).partition(".")[0])
+    assert not is_device_error(caught.value)
+    assert check_device(device)
+
+
+@pytest.mark.slow
+def test_tune_batch_finds_the_largest_batch_of_a_real_model(device, record):
+    budget = make_budget(device, 0.9, 3 << 30)
+    found = tune_batch_sizes("support.steps:SpeechStep", [Bucket(2.0), Bucket(8.0)], budget, max_batch_size=2)
+    record(batch_sizes=found)
+    assert found == [2, 2]
+
+
+@pytest.mark.slow
+def test_two_training_steps(device, tmp_path, record):
+    example = make_example(tmp_path, "gpu", make_speech(tmp_path / "speech"), max_steps=2, device=device)
+    printed = example.run(ranks=1)
+    steps = example.steps(0)
+    record(tokens_per_second=[step["tokens_per_second"] for step in steps], loss=[step["loss"] for step in steps])
+    assert "finished at step 2" in printed
+    assert [step["step"] for step in steps] == [1, 2]

@@ -106,7 +106,7 @@ class ExactData:
 
 
 class MixedData:
-    """NeMo's multimodal loader. Of our datasets every cut comes once per epoch, unless ``resumable`` is false."""
+    """NeMo's multimodal loader: every example comes once per epoch, unless ``resumable`` is false."""
 
     def __init__(
         self, config: TrainConfig, tensors: ContextSpeechDataset, *, rank: int, world_size: int, seed: int
@@ -157,16 +157,16 @@ class MixedData:
         return self._loader
 
     def _settings(self) -> dict[str, Any]:
-        """Return the loader's settings: the order of our datasets is the training's, all else is the job's."""
+        """Return the loader's settings: the order of the data is the training's, all else is the job's."""
         from omegaconf import OmegaConf
 
-        from sharmill.training.nemo.loader_settings import resolve_settings, sources_of
+        from sharmill.training.nemo.loader_settings import is_divisible, resolve_settings, sources_of
 
         loaded: Any = OmegaConf.load(str(self._config.loader))
         settings = resolve_settings(loaded.get("train_ds", loaded))
         settings |= {"seed": self._seed, "shard_seed": self._config.shard_seed}
         for entry in sources_of(settings) if self._config.resumable else ():
-            if entry.get("type") == "sharmill":
+            if entry.get("type") == "sharmill" or is_divisible(entry):
                 entry["shard_seed"] = self._config.order_seed
         return settings
 

@@ -223,6 +223,12 @@ def torch_weight_norm() -> bool:
     return hasattr(layer.parametrizations.weight, "original0") and hasattr(layer.parametrizations.weight, "original1")
 
 
+def torch_fuser() -> bool:
+    import torch
+
+    return hasattr(torch._C, "_jit_set_texpr_fuser_enabled") and hasattr(torch._C, "_jit_texpr_fuser_enabled")
+
+
 # What is relied on: (package, what, the file of sharmill that relies on it, a check that it still is so).
 PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("lhotse", "fields of recordings", "shar/reading/cuts.py", lhotse_recordings),
@@ -246,6 +252,7 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("nemo_toolkit", "loading of checkpoints", "models/nemo_checkpoint.py", nemo_checkpoints),
     ("nemo_toolkit", "parts of AudioCodecModel", "models/nemo_codec.py", nemo_codec_parts),
     ("torch", "weights of weight_norm", "models/nemo_codec.py", torch_weight_norm),
+    ("torch", "switch of the TorchScript fuser", "models/arithmetic.py", torch_fuser),
 ]  # fmt: skip
 
 

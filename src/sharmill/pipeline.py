@@ -8,6 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from sharmill.audio.encoding import check_encoder
 from sharmill.audio.roots import AudioRoots
@@ -16,6 +19,7 @@ from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage
 from sharmill.engine.fence import require_own_output
+from sharmill.engine.identity import versions
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
@@ -24,6 +28,7 @@ from sharmill.engine.run import Executor, locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError, FatalError
+from sharmill.executors.devices import visible_gpus
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
 from sharmill.executors.slurm.chain import require_no_chain
@@ -32,7 +37,8 @@ from sharmill.grow.append import require_fitting
 from sharmill.match.choose import min_similarity
 from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.stage import MatchStage
-from sharmill.models import describe_codec, describe_speaker_encoder
+from sharmill.models import describe_codec, describe_speaker_encoder, make_deterministic, published_name
+from sharmill.models.arithmetic import name_device
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.stage import PrepareStage
 from sharmill.storage import disk_errors, open_atomic, open_stored, require_writable, write_atomic
@@ -40,6 +46,9 @@ from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.findings import Report
 from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage
+
+if TYPE_CHECKING:
+    from sharmill.models.certificate import Certificate
 
 
 @dataclass(frozen=True)
@@ -312,6 +321,47 @@ def _check_accounts(config: Config, results: Sequence[tuple[Stage, StageResult]]
                 f"came into {after.name}; begin that anew: {_restart_command(config, (), after)}",
                 code="accounts",
             )
+
+
+def certify_models(config: Config) -> tuple[Path, Certificate]:
+    """Compare, for each codec and the speaker encoder, ways to compute a fixed probe on the devices of this machine.
+
+    Returns:
+        The file in the run directory that has the certificate, and the certificate.
+
+    Raises:
+        ConfigError: a model cannot be loaded.
+    """
+    # Only this needs torch in the driver.
+    from sharmill.models.certificate import Certificate, ModelCertificate, certify_codec, certify_encoder
+
+    check_config(config, stages=())
+    devices = ["cuda", "cpu"] if visible_gpus() else ["cpu"]
+    for device in devices:
+        make_deterministic(device)
+    models = [
+        ModelCertificate(
+            kind="codec", name=codec.name, model=published_name(codec.model),
+            identity=describe_codec(codec.model, codec.allow_targets),
+            comparisons=list(certify_codec(codec.model, devices, codec.allow_targets)),
+        )
+        for codec in config.encode.codecs
+    ]  # fmt: skip
+    if (match := config.match) is not None:
+        models.append(
+            ModelCertificate(
+                kind="encoder", name="match", model=match.encoder,
+                identity=describe_speaker_encoder(match.encoder, match.allow_targets),
+                comparisons=list(certify_encoder(match.encoder, devices, match.allow_targets)),
+            )
+        )  # fmt: skip
+    found = versions("torch", "torchaudio", "nemo_toolkit", "transformers")
+    certificate = Certificate(devices=[name_device(device) for device in devices], versions=found, models=models)
+    path = RunDir(Path(config.run_dir)).certificate
+    with disk_errors(path.parent):
+        require_writable(path.parent)
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(certificate), indent=2) + b"\n")
+    return path, certificate
 
 
 def validate_dataset(

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import soundfile as sf
 import torch
+from support.errors import raises
 from support.shar import put, voice
 
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
-from sharmill.errors import RejectRecord
+from sharmill.errors import FatalError, RejectRecord, UnitFailed
 from sharmill.manifest import Segment
 from sharmill.match.embed import Embedder
 from sharmill.models import load_speaker_encoder
@@ -128,10 +129,10 @@ def test_the_same_samples_have_one_content_whatever_the_name_the_format_and_the_
 def test_an_error_of_the_encoder_comes_through(tmp_path):
     class Failing(LengthEncoder):
         def embed(self, audio, num_samples):
-            raise RuntimeError("out of memory")
+            raise RuntimeError("device-side assert triggered")
 
     put(tmp_path / "a.wav", voice(0.5))
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError, match="device-side assert"):
         embedder(tmp_path, Failing())([whole("a.wav", 0.5)])
 
 
@@ -148,3 +149,48 @@ def test_the_batching_moves_resemblyzers_embeddings_by_float_noise_only(tmp_path
     ]
     for rows in found[1:]:
         np.testing.assert_allclose(rows, found[0], atol=2e-6)
+
+
+class SmallDevice(LengthEncoder):
+    """An encoder on a device with memory for so many samples, that says what torch says where they are more."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.samples = samples
+
+    def embed(self, audio, num_samples):
+        if audio.numel() > self.samples:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().embed(audio, num_samples)
+
+
+def test_segments_longer_than_a_batch_that_do_not_fit_are_rejected_and_the_others_go_on(tmp_path):
+    segments = []
+    for number, seconds in enumerate([4.0, 0.5, 5.0, 0.75, 6.0]):
+        put(tmp_path / f"{number}.wav", voice(seconds, seed=number))
+        segments.append(whole(f"{number}.wav", seconds))
+    outcomes = embedder(tmp_path, SmallDevice(2 * 16000), batch_seconds=1.5)(segments)
+    assert [outcome.reason for outcome in outcomes if isinstance(outcome, RejectRecord)] == ["too_long_for_device"] * 3
+    assert [isinstance(outcome, RejectRecord) for outcome in outcomes] == [True, False, True, False, True]
+
+
+def test_a_batch_that_does_not_fit_ends_the_unit_and_a_second_one_the_stage(tmp_path):
+    for number in range(3):
+        put(tmp_path / f"{number}.wav", voice(1.0, seed=number))
+    segments = [whole(f"{number}.wav", 1.0) for number in range(3)]
+    embed = embedder(tmp_path, SmallDevice(2 * 16000), batch_seconds=10.0)
+    with raises(UnitFailed, "out_of_memory", "lower match.batch_seconds below 3"):
+        embed(segments)
+    with raises(FatalError, "out_of_memory", "lower match.batch_seconds below 3"):
+        embed(segments)
+
+
+def test_where_units_were_done_a_batch_that_does_not_fit_never_ends_the_stage(tmp_path):
+    for number in range(3):
+        put(tmp_path / f"{number}.wav", voice(1.0, seed=number))
+    segments = [whole(f"{number}.wav", 1.0) for number in range(3)]
+    embed = embedder(tmp_path, SmallDevice(2 * 16000), batch_seconds=10.0)
+    embed(segments[:2])
+    for _ in range(3):
+        with raises(UnitFailed, "out_of_memory"):
+            embed(segments)

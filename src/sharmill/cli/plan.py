@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -31,8 +31,9 @@ _MEANING_OF_COLUMNS = (
 @click.option(
     "--ranks", type=click.IntRange(1), help="Show the balance over this many ranks (default: executor.workers)."
 )
-def plan(arguments: tuple[str, ...], ranks: int | None) -> int:
-    """Show what would run, and run nothing.
+@click.option("--measure", is_flag=True, help="Run the models on made-up audio, and print the batch sizes to set.")
+def plan(arguments: tuple[str, ...], ranks: int | None, measure: bool) -> int:
+    """Show what would run, and run nothing of it.
 
     That is units, hours, cost per rank, balance and the disk needed, of each stage whose input is there already.
     """
@@ -43,8 +44,49 @@ def plan(arguments: tuple[str, ...], ranks: int | None) -> int:
         raise ConfigError(f"'plan' takes no stage names: {', '.join(names)}", code="bad_usage")
     console = make_console()
     for path in paths:
-        print_plan(console, load_config(path, overrides), ranks)
+        config = load_config(path, overrides)
+        print_plan(console, config, ranks)
+        if measure:
+            _print_measurements(console, config)
     return OK
+
+
+def _print_measurements(console: Console, config: Config) -> None:
+    """Print speed and memory of the models on the device of this machine, and the values for the configuration."""
+    from sharmill.executors.devices import visible_gpus
+    from sharmill.models import load_codec, load_speaker_encoder, make_deterministic
+    from sharmill.models.measure import Measurement, measure_model
+    from sharmill.training.buckets.batch_size import make_budget
+
+    device = "cuda" if visible_gpus() else "cpu"
+    make_deterministic(device)
+    memory = make_budget("cuda:0" if device == "cuda" else device, 1.0, None).size
+    found: dict[str, list[Measurement]] = {}
+    table = make_table(f"on one {device} of {memory / 2**30:.1f} GiB")
+    for column in ("model", "MiB per second", "fits at once", "seconds of audio per second, by batch"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+
+    def add(key: str, name: str, model: Any) -> None:
+        measured = measure_model(model, device, memory)
+        found.setdefault(key, []).append(measured)
+        speeds = ", ".join(f"{size:g} s: {speed:.0f}" for size, speed in measured.speeds.items()) or "none fits"
+        row = (name, f"{measured.bytes_per_second / 2**20:.1f}", f"{measured.most_seconds:.0f} s", speeds)
+        table.add_row(*(plain(cell) for cell in row))
+
+    if (match := config.match) is not None:
+        add("match", match.encoder, load_speaker_encoder(match.encoder, device, match.allow_targets, match.precision))
+    for codec in config.encode.codecs:
+        add("encode", codec.name, load_codec(codec.model, device, codec.allow_targets, config.encode.precision))
+    console.print(table)
+    for key, measurements in found.items():
+        sizes = [measured.best_size for measured in measurements]
+        if None not in sizes:
+            console.print(plain(f"{key}.batch_seconds={min(size for size in sizes if size is not None):g}"))
+    most = min(measured.most_seconds for measurements in found.values() for measured in measurements)
+    longest = config.prepare.max_duration
+    if longest is None or longest > most:
+        advice = f"prepare.max_duration={most:.0f}: longer segments do not fit on this {device}"
+        console.print(plain(advice, style="yellow"))
 
 
 def print_plan(console: Console, config: Config, ranks: int | None) -> None:

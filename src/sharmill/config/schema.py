@@ -13,6 +13,8 @@ from typing import ClassVar, Literal
 from sharmill.config.references import References
 from sharmill.sources import Source
 
+Precision = Literal["fp32", "tf32", "bf16"]
+
 STAGES = ("prepare", "match", "write", "survey", "encode", "assemble", "validate")
 STAGE_ALIASES = {"stage1": "match", "stage2": "write", "stage3": "encode"}
 
@@ -73,7 +75,11 @@ class MatchConfig:
     max_duration: float | None = None
     """Longest context, in seconds; ``null`` is no limit."""
     batch_seconds: float = 60.0
-    """Audio in one batch of the encoder, in seconds, padding included. About 600 suits a GPU with 40 GB."""
+    """Audio in one batch of the encoder, in seconds, padding included. On a CPU no batch has more than 10 s."""
+    precision: Precision = "fp32"
+    """Arithmetic of the encoder: ``fp32``; ``tf32``, which GPUs from compute capability 8.0 on have and CPUs have not;
+    or ``bf16``, torch's autocast, on these GPUs and on CPUs. Similarities differ a little, and with them some choices.
+    """
     resampling: Literal["soxr", "kaiser", "sinc"] = "soxr"
     """Resampling of audio to the rate of the encoder: ``soxr`` is libsoxr at high quality, as in the published scripts
     (librosa's ``soxr_hq``); ``kaiser`` torchaudio's with a Kaiser window and 64 zero crossings; ``sinc`` torchaudio's
@@ -189,7 +195,14 @@ class EncodeConfig:
     codecs: list[CodecConfig] = field(default_factory=lambda: [CodecConfig(name="builtin", model="builtin")])
     """List of codecs; each has the keys below."""
     batch_seconds: float = 30.0
-    """Audio in one batch of a codec, in seconds, padding included."""
+    """Audio in one batch of a codec, in seconds, padding included. On a CPU no batch has more than 10 s."""
+    precision: Precision = "fp32"
+    """Arithmetic of the codecs, as for ``match``. Any but ``fp32`` changes codes; ``dataset.json`` names it."""
+
+    canonical_shapes: bool = False
+    """Pad every segment to one of a few lengths, in batches of one size for each, so that its codes do not depend on
+    its neighbours; on a GPU the last batch of each length is filled up with silence. Codecs whose codes depend on
+    padding take segments one by one."""
     unit_seconds: float | None = None
     """Audio in one unit of work, in seconds; ``null`` chooses for about 64 units, between 60 s and two hours each."""
 

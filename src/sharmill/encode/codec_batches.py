@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from sharmill.audio.files import decode
 from sharmill.audio.resample import resample
 from sharmill.errors import RejectRecord, UnitFailed
-from sharmill.models.protocols import Codec, pad, padded_batches
+from sharmill.models.measure import require_room
+from sharmill.models.memory import MemoryGuard
+from sharmill.models.protocols import Codec
+from sharmill.models.shapes import fill_batch, plan_batches
 from sharmill.prefetch import prefetch
 from sharmill.shar.arrays import codes_dtype, num_frames
 from sharmill.shar.items import Item
@@ -20,13 +24,20 @@ class CodecBatches:
 
     Args:
         batch_seconds: audio of a batch, counting padding.
+        device: ``cpu`` or ``cuda``, on which batches may have other sizes.
+        canonical: batches of few shapes, so that codes do not depend on neighbours; see ``plan_batches``.
         threads: how many may read and resample audio beside the codec.
     """
 
-    def __init__(self, codec: Codec, *, batch_seconds: float, threads: int) -> None:
+    def __init__(
+        self, codec: Codec, *, batch_seconds: float, device: str, canonical: bool = False, threads: int
+    ) -> None:
+        require_room(codec, device, batch_seconds, "encode.batch_seconds")
         self.codec = codec
-        self._padded_frames = batch_seconds * codec.sampling_rate / codec.samples_per_frame
+        self._plan = partial(plan_batches, batch_seconds=batch_seconds, codec=codec, device=device, canonical=canonical)
+        self._ahead = 2 * batch_seconds * codec.sampling_rate / codec.samples_per_frame
         self._threads = threads
+        self._guard = MemoryGuard("the codec", "encode.batch_seconds")
 
     def __call__(self, items: Sequence[Item], advance: Callable[[int], None]) -> list[np.ndarray]:
         """Return the codes (codebooks, frames) of each item, in the order of the items.
@@ -34,26 +45,31 @@ class CodecBatches:
         ``advance`` is called with the number of frames of each batch.
 
         Raises:
-            UnitFailed: an item cannot be decoded, or is not what its metadata say.
+            UnitFailed: an item cannot be decoded, is not what its metadata say, or does not fit in memory.
+            FatalError: nothing has fitted in memory yet.
         """
         codec = self.codec
         frames = [self.num_frames(item) for item in items]
-        batches = padded_batches(frames, self._padded_frames, equal_only=codec.equal_lengths_only)
-        in_order = [items[index] for batch in batches for index in batch]
+        batches = self._plan(frames)
+        in_order = [items[index] for batch in batches for index in batch.items]
         loaded = prefetch(
             lambda item: _load(item, codec.sampling_rate),
             in_order,
             threads=self._threads,
-            ahead=2 * self._padded_frames,
+            ahead=self._ahead,
             weigh=self.num_frames,
         )
         dtype = codes_dtype(codec.codebook_size)
         results: list[np.ndarray] = [np.empty(0)] * len(items)
         for batch in batches:
-            codes = codec.encode(*pad([next(loaded) for _ in batch])).numpy()
-            for index, row in zip(batch, codes, strict=True):
+            audio = fill_batch(batch, [next(loaded) for _ in batch.items], codec.samples_per_frame)
+            with self._guard.batch(audio[0].numel() / codec.sampling_rate, batch.num_rows):
+                codes = codec.encode(*audio).numpy()
+            # Rows beyond the items are silence.
+            for index, row in zip(batch.items, codes, strict=False):
                 results[index] = np.ascontiguousarray(row[:, : frames[index]].astype(dtype))
-            advance(sum(frames[index] for index in batch))
+            advance(sum(frames[index] for index in batch.items))
+        self._guard.unit_done()
         return results
 
     def num_frames(self, item: Item) -> int:

@@ -30,7 +30,6 @@ from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import FatalError, UnitFailed
 from sharmill.models import describe_codec, load_codec, make_deterministic, published_name, require_codec
 from sharmill.models.device import check_device
-from sharmill.models.protocols import Codec
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
 from sharmill.shar.tar import open_field
@@ -56,6 +55,8 @@ class EncodeStage(Stage):
         self.assemble = AssembleStage(config, codec)
         self.codec_config = codec
         self.batch_seconds = config.encode.batch_seconds
+        self.precision = config.encode.precision
+        self.canonical_shapes = config.encode.canonical_shapes
         self.unit_seconds = config.encode.unit_seconds
         self.root = self.dir.path
 
@@ -77,6 +78,8 @@ class EncodeStage(Stage):
         return {
             "codec": describe_codec(self.codec_config.model, self.codec_config.allow_targets),
             "batch_seconds": self.batch_seconds,
+            "precision": self.precision,
+            "canonical_shapes": self.canonical_shapes,
             "unit_seconds": self.unit_seconds,
             "input": self.survey.dataset.audio_checksum(),
             "versions": versions("torch", "torchaudio", "nemo_toolkit", "transformers"),
@@ -112,8 +115,11 @@ class EncodeStage(Stage):
     def open(self, device: str) -> Processor:
         threads = make_deterministic(device)
         kind = check_device(device)
-        codec = load_codec(self.codec_config.model, device, self.codec_config.allow_targets)
-        return EncodeProcessor(self, codec, threads, kind)
+        codec = load_codec(self.codec_config.model, device, self.codec_config.allow_targets, self.precision)
+        batches = CodecBatches(
+            codec, batch_seconds=self.batch_seconds, device=device, canonical=self.canonical_shapes, threads=threads
+        )
+        return EncodeProcessor(self, batches, kind)
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
@@ -138,15 +144,14 @@ class EncodeProcessor(Processor):
     """A codec that encodes blocks of segments.
 
     Args:
-        threads: how many may read and resample audio beside the codec.
         device_kind: that of the codec's device.
     """
 
-    def __init__(self, stage: EncodeStage, codec: Codec, threads: int, device_kind: str) -> None:
+    def __init__(self, stage: EncodeStage, encode: CodecBatches, device_kind: str) -> None:
         self.device_kind = device_kind
         self._stage = stage
-        self._codec = codec
-        self._encode = CodecBatches(codec, batch_seconds=stage.batch_seconds, threads=threads)
+        self._codec = encode.codec
+        self._encode = encode
         self._segments = stage.survey.segments()
         self._files = stage.survey.audio_files()
 
@@ -197,4 +202,5 @@ class EncodeProcessor(Processor):
             samples_per_frame=codec.samples_per_frame,
             num_codebooks=codec.num_codebooks,
             codebook_size=codec.codebook_size,
+            precision=self._stage.precision,
         )

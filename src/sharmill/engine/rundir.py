@@ -162,6 +162,11 @@ class RunDir:
         return self.path / "stats.json"
 
     @property
+    def certificate(self) -> Path:
+        """How far the models' results depend on batches, devices and precisions."""
+        return self.path / "certificate.json"
+
+    @property
     def chain(self) -> Path:
         """The state of the driver jobs on a cluster."""
         return self.path / "chain.json"

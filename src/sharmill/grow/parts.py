@@ -22,6 +22,7 @@ _REMEDIES = {
     "audio_format": "write one of them again with the other's write.audio_format",
     "sampling_rate": "write one of them again with the other's write.sampling_rate",
     "limits": "contexts were chosen by other limits: match one of them again with the other's",
+    "match_precision": "contexts were chosen by other arithmetic: match one of them again with the other's precision",
 }
 
 

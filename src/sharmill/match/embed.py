@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +13,7 @@ from sharmill.audio.segments import SegmentAudio, SegmentReader
 from sharmill.audio.spool import Kept, Spool
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Segment
+from sharmill.models.memory import MemoryGuard
 from sharmill.models.protocols import SpeakerEncoder, pad, padded_batches
 from sharmill.prefetch import prefetch
 
@@ -54,6 +55,7 @@ class Embedder:
     batch_seconds: float
     threads: int
     resampling: Resampling = "soxr"
+    guard: MemoryGuard = field(default_factory=lambda: MemoryGuard("the speaker encoder", "match.batch_seconds"))
 
     def __call__(
         self,
@@ -83,18 +85,33 @@ class Embedder:
                     outcomes[index] = item
                 else:
                     usable[index] = item
-            if usable:
-                audio, lengths = pad([samples for samples, _, _ in usable.values()])
-                if padding is not None:
-                    padding.seconds += int(lengths.sum()) / self.encoder.sampling_rate
-                    padding.padded += audio.numel() / self.encoder.sampling_rate
-                rows = self.encoder.embed(audio, lengths).float()
-                for row, (index, (_, content, notes)) in zip(
-                    rows.numpy() if rows.device.type == "cpu" else rows, usable.items(), strict=True
-                ):
-                    outcomes[index] = EmbeddedSegment(row, content, notes)
+            try:
+                outcomes.update(self._embed(usable, padding))
+            except RejectRecord as reject:
+                outcomes.update(dict.fromkeys(usable, reject))
             advance(sum(segments[index].duration for index in batch))
+        self.guard.unit_done()
         return [outcomes[index] for index in range(len(segments))]
+
+    def _embed(
+        self, usable: dict[int, tuple[np.ndarray, int, AudioNotes]], padding: Padding | None
+    ) -> dict[int, EmbeddedSegment]:
+        """Return the embeddings of a batch; raise RejectRecord for a segment that is too long to fit in memory."""
+        if not usable:
+            return {}
+        audio, num_samples = pad([samples for samples, _, _ in usable.values()])
+        seconds = audio.numel() / self.encoder.sampling_rate
+        if padding is not None:
+            padding.seconds += int(num_samples.sum()) / self.encoder.sampling_rate
+            padding.padded += seconds
+        with self.guard.batch(seconds, len(usable), is_long=len(usable) == 1 and seconds > self.batch_seconds):
+            rows = self.encoder.embed(audio, num_samples).float()
+        return {
+            index: EmbeddedSegment(row, content, notes)
+            for row, (index, (_, content, notes)) in zip(
+                rows.numpy() if rows.device.type == "cpu" else rows, usable.items(), strict=True
+            )
+        }
 
     def prepare(self, audio: SegmentAudio) -> np.ndarray:
         """Return the samples of a segment at the rate of the encoder."""

@@ -42,7 +42,9 @@ from sharmill.models import (
     make_deterministic,
     require_speaker_encoder,
 )
+from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.device import check_device
+from sharmill.models.measure import require_room
 from sharmill.prepare.stage import manifest_stem, prepared_manifest
 from sharmill.storage import Staging, open_atomic, open_stored, remove_tree
 
@@ -104,10 +106,12 @@ class MatchStage(Stage):
         threads = make_deterministic(device)
         kind = check_device(device)
         roots = AudioRoots.of(source.audio_root for source in self.config.sources)
+        encoder = load_speaker_encoder(self.match.encoder, device, self.match.allow_targets, self.match.precision)
+        require_room(encoder, device, self.match.batch_seconds, "match.batch_seconds")
         embed = Embedder(
-            encoder=load_speaker_encoder(self.match.encoder, device, self.match.allow_targets),
+            encoder=encoder,
             reader=SegmentReader(roots, self.config.prepare.duration_tolerance),
-            batch_seconds=self.match.batch_seconds,
+            batch_seconds=fit_batch_seconds(self.match.batch_seconds, device),
             threads=threads,
             resampling=self.match.resampling,
         )

@@ -23,7 +23,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sharmill.config import Precision
 from sharmill.errors import ConfigError
+from sharmill.models.arithmetic import make_deterministic, with_precision
 from sharmill.models.families import directory_checksum, file_checksum
 from sharmill.models.protocols import Codec, SpeakerEncoder
 from sharmill.registry import CODECS, ENCODERS, Registry
@@ -43,7 +45,9 @@ __all__ = [
 ]
 
 
-def load_speaker_encoder(name: str, device: str = "cpu", allow_targets: Sequence[str] = ()) -> SpeakerEncoder:
+def load_speaker_encoder(
+    name: str, device: str = "cpu", allow_targets: Sequence[str] = (), precision: Precision = "fp32"
+) -> SpeakerEncoder:
     """Load a speaker encoder.
 
     Args:
@@ -51,19 +55,25 @@ def load_speaker_encoder(name: str, device: str = "cpu", allow_targets: Sequence
             another package.
         device: torch device to run it on.
         allow_targets: what the configuration in a .nemo file may name beside the known classes.
+        precision: arithmetic of its function.
 
     Raises:
-        ConfigError: if the name, the file or the installation is wrong; one line that says what to do.
+        ConfigError: if the name, the file or the installation is wrong, or the device does not have the precision; one
+            line that says what to do.
 
     >>> load_speaker_encoder("resemblyzer").embedding_size
     256
     """
     encoder = _implementation(ENCODERS, name)(ENCODERS.split(name)[1], device, **_trust(ENCODERS, name, allow_targets))
     _check_model(ENCODERS, name, encoder, SpeakerEncoder, "embed")
+    if precision != "fp32":
+        encoder.embed = with_precision(encoder.embed, device, precision)
     return encoder
 
 
-def load_codec(name: str, device: str = "cpu", allow_targets: Sequence[str] = ()) -> Codec:
+def load_codec(
+    name: str, device: str = "cpu", allow_targets: Sequence[str] = (), precision: Precision = "fp32"
+) -> Codec:
     """Load a codec.
 
     Args:
@@ -71,15 +81,19 @@ def load_codec(name: str, device: str = "cpu", allow_targets: Sequence[str] = ()
             of another package.
         device: torch device to run it on.
         allow_targets: what the configuration in a .nemo file may name beside the known classes.
+        precision: arithmetic of its function.
 
     Raises:
-        ConfigError: if the name, the file or the installation is wrong; one line that says what to do.
+        ConfigError: if the name, the file or the installation is wrong, or the device does not have the precision; one
+            line that says what to do.
 
     >>> load_codec("builtin").samples_per_frame
     1024
     """
     codec = _implementation(CODECS, name)(CODECS.split(name)[1], device, **_trust(CODECS, name, allow_targets))
     _check_model(CODECS, name, codec, Codec, "encode")
+    if precision != "fp32":
+        codec.encode = with_precision(codec.encode, device, precision)
     from sharmill.models.codec_backend import check_codec
 
     check_codec(codec, name)
@@ -130,21 +144,6 @@ def describe_codec(name: str, allow_targets: Sequence[str] = ()) -> dict[str, st
         ConfigError: if the name cannot be loaded for a reason that can be seen now; its message says what to do.
     """
     return _describe(CODECS, name, allow_targets)
-
-
-def make_deterministic(device: str) -> int:
-    """Make torch's results independent of the machine's cores, and return how many threads may decode audio meanwhile.
-
-    One thread computes: sums then do not depend on the number of cores, and the other cores have ranks of their own.
-    """
-    import torch
-
-    torch.set_num_threads(1)
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    return 8 if device == "cuda" else 1
 
 
 def published_name(name: str) -> str:

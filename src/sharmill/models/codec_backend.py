@@ -5,6 +5,7 @@ A backend sets the attributes of ``Codec`` and implements ``encode_frames`` for 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,11 +15,9 @@ import torch
 from torch import Tensor
 
 from sharmill.errors import ConfigError, FatalError
+from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.protocols import Codec
 from sharmill.models.tensors import check_batch, fit_length
-
-# On a CPU the activations of a large batch leave the cache, and more items at once take longer than one by one.
-_CPU_BATCH_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ class CodecBackend(ABC):
 
     def _fits(self, items: int, num_frames: int) -> bool:
         seconds = items * num_frames * self.samples_per_frame / self.sampling_rate
-        return self.device.type != "cpu" or seconds <= _CPU_BATCH_SECONDS
+        return seconds <= fit_batch_seconds(math.inf, self.device.type)
 
     def _checked(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         """Return codes (batch, codebooks, frames) of whole frames, 0 beyond each item's end."""

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Final, Literal
 
 import msgspec
 
+from sharmill.config import Precision
 from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.cut_lines import NOT_JSON
@@ -55,10 +56,11 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     fields: dict[str, FieldFile]
 
 
-class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a codec that its codes are read by. ``codebook_size`` is the number of values of one code.
+class CodecRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Facts about a codec that its codes are read by, and what made them.
 
-    ``devices`` are the kinds of device that made the codes, in alphabetical order; none where that is not known.
+    ``codebook_size`` is the number of values of one code. ``devices`` are the kinds of device that made the codes, in
+    alphabetical order; none where that is not known.
     """
 
     name: str
@@ -70,13 +72,14 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_codebooks: int
     codebook_size: int
     devices: list[str] = []
+    precision: Precision = "fp32"
 
 
 class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The content of ``dataset.json``. ``limits`` are those that every context satisfies; none without contexts.
 
     ``contract: foreign`` says that another tool wrote the files and only the index is sharmill's: what sharmill
-    promises of its cuts and codes does not hold.
+    promises of its cuts and codes does not hold. ``match_precision`` is that of the speaker encoder.
     """
 
     format_version: int
@@ -91,6 +94,7 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     limits: dict[str, Any]
     codecs: list[CodecRecord]
     contract: Literal["sharmill", "foreign"] = "sharmill"
+    match_precision: Precision = "fp32"
 
     @property
     def has_contexts(self) -> bool:

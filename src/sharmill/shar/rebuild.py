@@ -138,6 +138,7 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
         sampling_rate=old.sampling_rate if old else (rates.pop() if len(rates) == 1 else None),
         limits=old.limits if old and CONTEXT_AUDIO in fields else {},
         codecs=codecs,
+        match_precision=old.match_precision if old else "fp32",
         contract="sharmill" if own else "foreign",
     )
     with changing_index(directory):

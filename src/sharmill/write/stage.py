@@ -146,6 +146,7 @@ class WriteStage(Stage):
             sampling_rate=self.config.write.sampling_rate,
             limits=self._limits(),
             codecs=[],
+            match_precision=self.config.match.precision if self.config.match else "fp32",
         )
 
 

@@ -16,6 +16,7 @@ from support.pipelines import run_sharmill
 from support.properties import examples
 
 from sharmill.errors import ConfigError, FatalError
+from sharmill.models.memory import is_out_of_memory
 from sharmill.training.buckets import step_process
 from sharmill.training.buckets.batch_size import (
     NothingFits,
@@ -30,7 +31,6 @@ from sharmill.training.buckets.step_process import (
     Budget,
     StepProcess,
     available_memory,
-    is_out_of_memory,
     parse_memory,
 )
 
@@ -233,6 +233,8 @@ def test_available_memory_is_what_control_groups_leave(tmp_path):
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
         "cuFFT error: CUFFT_ALLOC_FAILED",
+        "cuFFT error: CUFFT_INTERNAL_ERROR",
+        "GET was unable to find an engine to execute this computation",
     ],
 )
 def test_libraries_of_gpus_say_it_each_in_its_way(message):

@@ -2,19 +2,17 @@
 
 The step is ``module:callable``, called as ``step(batch_size, length, num_tokens, device)``; a class is instantiated
 once per process without arguments, and the object called. The contract is in ``sharmill.training.buckets.batch_size``.
-Below it: the memory that is available, a limit on it, and the errors of libraries that are about memory.
+Below it: the memory that is available, and a limit on it.
 """
 
 from __future__ import annotations
 
-import errno
 import gc
 import mmap
 import os
 import re
 import resource
 import signal
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.models.memory import is_out_of_memory, mentions_memory
 from sharmill.processes import ChildEnded, ChildProcess
 from sharmill.training.tokenizers import load_callable
 
@@ -120,7 +119,7 @@ class StepProcess:
         assert self._output is not None
         output, code = self._output.read_text(errors="replace"), child.exitcode or 0
         # SIGKILL is how the kernel gets memory back; other deaths must have said so.
-        if code == -signal.SIGKILL or (code < 0 and _mentions_memory(output)):
+        if code == -signal.SIGKILL or (code < 0 and mentions_memory(output)):
             return ""
         return "\n".join([f"its process {child.describe_exit()}", *output.splitlines()[-_LAST_LINES:]])
 
@@ -219,23 +218,6 @@ def _describe(error: Exception) -> tuple[str, str]:
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
           "TIB": 2**40}  # fmt: skip
-# What torch and the libraries below it say in a plain RuntimeError, and C++ on its way down.
-_MESSAGES = (
-    # CUDA, HIP, its driver, Triton, NCCL: all in their own sentence.
-    "out of memory",
-    # cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE.
-    "_ALLOC_FAILED",
-    "_ALLOCATION_FAILED",
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "std::bad_alloc",
-    "failed to map segment from shared object",
-    "Cannot allocate memory",
-    # oneDNN says no more when it gets no memory for its code or its workspace.
-    "could not create a primitive",
-    "could not create a memory",
-    "could not execute a primitive",
-)
 
 
 def parse_memory(text: str) -> int:
@@ -302,24 +284,3 @@ def _limit_memory(size: int) -> None:
         "this kernel does not enforce RLIMIT_DATA, so that memory on the CPU cannot be limited",
         code="unsupported_system",
     )
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an exception, or what caused it, is about memory."""
-    if error is None:
-        return False
-    # torch is not imported for this: without it there is no such error.
-    torch = sys.modules.get("torch")
-    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)):
-        return True
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
-    # A library that finds no room when it is imported is an ImportError.
-    if isinstance(error, (RuntimeError, ImportError)) and _mentions_memory(str(error)):
-        return True
-    return is_out_of_memory(error.__cause__)
-
-
-def _mentions_memory(text: str) -> bool:
-    """Return True if a message, or the last output of a process, says that memory was lacking."""
-    return any(message in text for message in _MESSAGES)

@@ -1,0 +1,50 @@
+"""SNAC, whose codebooks have different frame rates: pip install snac
+
+    encode:
+      codecs: [{name: snac, model: "python:snac_codec:SnacCodec:hubertsiuzdak/snac_24khz"}]
+
+with this folder on PYTHONPATH; behind the class stands a name on the hub, or a directory with config.json and
+pytorch_model.bin.
+"""
+
+from __future__ import annotations
+
+import torch
+from snac import SNAC
+
+from sharmill.models.codec_backend import CodecBackend, CodecSpec
+from sharmill.models.tensors import weights_checksum
+
+
+class SnacCodec(CodecBackend):
+    """SNAC with one frame for each code of its slowest level.
+
+    The levels have 1, 2, 4 (and 8) codes in that time. They become so many rows: row 0 is the slowest level, rows 1
+    and 2 the two codes of the next, in time, and so on. All have codebooks of the same size.
+    """
+
+    def __init__(self, target: str, device: str) -> None:
+        self._model = SNAC.from_pretrained(target).eval().to(device)
+        strides = self._model.vq_strides
+        spec = CodecSpec(
+            name=f"snac:{target}",
+            sampling_rate=int(self._model.sampling_rate),
+            samples_per_frame=int(self._model.hop_length) * strides[0],
+            num_codebooks=sum(strides[0] // stride for stride in strides),
+            codebook_size=int(self._model.codebook_size),
+            checksum=weights_checksum(self._model.state_dict()),
+            # Its convolutions look both ways.
+            equal_lengths_only=True,
+        )
+        super().__init__(spec, device)
+
+    def encode_frames(self, audio: torch.Tensor, num_frames: torch.Tensor) -> torch.Tensor:
+        """Return the codes (batch, rows, frames); SNAC fills the audio up to its window, which makes more frames."""
+        width = audio.shape[1] // self.samples_per_frame
+        levels = self._model.encode(audio[:, None, :])
+        per_frame = [self._model.vq_strides[0] // stride for stride in self._model.vq_strides]
+        rows = [
+            level[:, : width * count].unflatten(1, (width, count)).transpose(1, 2)
+            for level, count in zip(levels, per_frame, strict=True)
+        ]
+        return torch.cat(rows, dim=1)

@@ -1,0 +1,196 @@
+"""Certificates: how far the codes of a codec, and the choices of a speaker encoder, depend on how they are computed.
+
+Codes are compared on a probe, the same everywhere: a seeded set of made-up voices. Each way of computing (batches of
+other sizes, other devices, other precision) is compared with one: each item alone, in fp32, on the first device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+
+from sharmill.config import Precision
+from sharmill.models import load_codec, load_speaker_encoder
+from sharmill.models.protocols import Codec, SpeakerEncoder, pad, padded_batches
+from sharmill.models.shapes import Batch, canonical_batches, fill_batch
+
+PROBE_SEED: Final = 43377
+_VOICES: Final = 4
+_SECONDS: Final = (0.4, 0.9, 1.3, 2.0, 2.9, 4.1)
+# Padded seconds of a batch: the probe in many small batches, and in few large ones.
+_SIZES: Final = (4.0, 16.0)
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of computing beside the first.
+
+    Args:
+        way: what differs, such as ``batches of 4 s`` or ``alone, bf16``.
+        compared: the number of codes, or of choices.
+        different: how many of them differ.
+        items: the segments with at least one code that differs.
+        largest_change: of an encoder, the largest change of a cosine similarity.
+    """
+
+    way: str
+    compared: int
+    different: int
+    items: int
+    largest_change: float | None = None
+
+    @property
+    def share(self) -> float:
+        """The share of codes or choices that differ."""
+        return self.different / max(1, self.compared)
+
+
+class ModelCertificate(msgspec.Struct, frozen=True, kw_only=True):
+    """The comparisons of one model. ``name`` is that of the codes, or of the stage match."""
+
+    kind: Literal["codec", "encoder"]
+    name: str
+    model: str
+    identity: dict[str, str]
+    comparisons: list[Comparison]
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True):
+    """The certificate of a configuration's models, with the devices and versions that it holds for."""
+
+    format_version: int = 1
+    probe_seed: int = PROBE_SEED
+    devices: list[str]
+    versions: dict[str, str]
+    models: list[ModelCertificate]
+
+
+def make_probe(sampling_rate: int) -> list[np.ndarray]:
+    """Return made-up voices, 24 items of 0.4 to 4.1 s, float32: harmonics of a gliding pitch, with noise and pauses."""
+    rng = np.random.default_rng(PROBE_SEED)
+    items = []
+    for voice in range(_VOICES):
+        timbre = rng.uniform(0.2, 1.0, 12) / np.arange(1, 13)
+        for seconds in _SECONDS:
+            time = np.arange(round(seconds * sampling_rate)) / sampling_rate
+            pitch = (95 + 45 * voice) * (
+                1 + 0.15 * np.sin(2 * np.pi * rng.uniform(0.4, 1.2) * time + rng.uniform(0, 6))
+            )
+            phase = 2 * np.pi * np.cumsum(pitch) / sampling_rate
+            harmonics = [weight * np.sin((n + 1) * phase) for n, weight in enumerate(timbre)]
+            syllables = np.clip(np.sin(2 * np.pi * rng.uniform(2.5, 4.5) * time) + 0.4, 0, None)
+            noise = rng.standard_normal(len(time)) * 0.02
+            items.append((0.08 * syllables * np.sum(harmonics, axis=0) + noise).astype(np.float32))
+    return items
+
+
+def certify_codec(
+    model: str, devices: Sequence[str] = ("cpu",), allow_targets: Sequence[str] = ()
+) -> Iterator[Comparison]:
+    """Yield the comparisons of a codec, with the fp32 codes of each item alone, on the first device, unless they say.
+
+    Raises:
+        ConfigError: the codec cannot be loaded.
+    """
+    reference: list[np.ndarray] = []
+    for device in devices:
+        for precision in _precisions(device):
+            codec = load_codec(model, device, allow_targets, precision)
+            probe = make_probe(codec.sampling_rate)
+            frames = [-(-len(item) // codec.samples_per_frame) for item in probe]
+            where = f"{device}, {precision}"
+            alone = _encode(codec, probe, frames, [Batch([i], n, 1) for i, n in enumerate(frames)])
+            if not reference:
+                reference = alone
+            else:
+                yield _compare_codes(f"alone, {where}", reference, alone)
+            if precision == "fp32":
+                yield from _compare_batches(codec, probe, frames, alone, where)
+
+
+def _compare_batches(
+    codec: Codec, probe: list[np.ndarray], frames: list[int], alone: list[np.ndarray], where: str
+) -> Iterator[Comparison]:
+    for seconds in _SIZES:
+        most = seconds * codec.sampling_rate / codec.samples_per_frame
+        batches = [
+            Batch(items, frames[items[0]], len(items))
+            for items in padded_batches(frames, most, equal_only=codec.equal_lengths_only)
+        ]
+        together = _encode(codec, probe, frames, batches)
+        yield _compare_codes(f"batches of {seconds:g} s beside alone, {where}", alone, together)
+    most = _SIZES[-1] * codec.sampling_rate / codec.samples_per_frame
+    canonical = canonical_batches(frames, most, equal_only=codec.equal_lengths_only)
+    single = [Batch([i], batch.num_frames, batch.num_rows, True) for batch in canonical for i in batch.items]
+    yield _compare_codes(
+        f"canonical shapes, neighbours beside silence, {where}",
+        _encode(codec, probe, frames, canonical),
+        _encode(codec, probe, frames, single),
+    )
+
+
+def _encode(codec: Codec, probe: list[np.ndarray], frames: list[int], batches: list[Batch]) -> list[np.ndarray]:
+    codes: list[np.ndarray] = [np.empty(0)] * len(probe)
+    for batch in batches:
+        encoded = codec.encode(*fill_batch(batch, [probe[i] for i in batch.items], codec.samples_per_frame)).numpy()
+        for index, row in zip(batch.items, encoded, strict=False):
+            codes[index] = row[:, : frames[index]]
+    return codes
+
+
+def _compare_codes(way: str, reference: list[np.ndarray], codes: list[np.ndarray]) -> Comparison:
+    different = [int(np.count_nonzero(one != other)) for one, other in zip(reference, codes, strict=True)]
+    return Comparison(
+        way=way,
+        compared=sum(one.size for one in reference),
+        different=sum(different),
+        items=sum(count > 0 for count in different),
+    )
+
+
+def certify_encoder(
+    model: str, devices: Sequence[str] = ("cpu",), allow_targets: Sequence[str] = ()
+) -> Iterator[Comparison]:
+    """Yield the comparisons of a speaker encoder: choices of contexts among the probe's items, and similarities.
+
+    Raises:
+        ConfigError: the encoder cannot be loaded.
+    """
+    reference: np.ndarray | None = None
+    for device in devices:
+        for precision in _precisions(device):
+            encoder = load_speaker_encoder(model, device, allow_targets, precision)
+            probe = make_probe(encoder.sampling_rate)
+            alone = _embed(encoder, probe, [[index] for index in range(len(probe))])
+            if reference is None:
+                reference = alone
+            else:
+                yield _compare_choices(f"alone, {device}, {precision}", reference, alone)
+            if precision != "fp32":
+                continue
+            for seconds in _SIZES:
+                batches = padded_batches([len(item) / encoder.sampling_rate for item in probe], seconds)
+                together = _embed(encoder, probe, batches)
+                yield _compare_choices(f"batches of {seconds:g} s beside alone, {device}, fp32", alone, together)
+
+
+def _embed(encoder: SpeakerEncoder, probe: list[np.ndarray], batches: list[list[int]]) -> np.ndarray:
+    rows = np.empty((len(probe), encoder.embedding_size), np.float32)
+    for batch in batches:
+        rows[batch] = encoder.embed(*pad([probe[index] for index in batch])).float().cpu().numpy()
+    return rows
+
+
+def _compare_choices(way: str, reference: np.ndarray, embeddings: np.ndarray) -> Comparison:
+    one, other = reference @ reference.T, embeddings @ embeddings.T
+    change = float(np.abs(one - other).max())
+    for similarity in (one, other):
+        np.fill_diagonal(similarity, -np.inf)
+    different = int(np.count_nonzero(one.argmax(axis=1) != other.argmax(axis=1)))
+    return Comparison(way=way, compared=len(reference), different=different, items=different, largest_change=change)
+
+
+def _precisions(device: str) -> tuple[Precision, ...]:
+    return ("fp32", "bf16") if device == "cpu" else ("fp32", "tf32", "bf16")

@@ -1,0 +1,168 @@
+"""Memory of models: the errors that are about it, how much a model takes, and the end of work that does not fit.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from sharmill.errors import FatalError, RejectRecord, UnitFailed
+
+# Units that fail alike, before one is done, until a rank takes it for the configuration's fault.
+_UNITS_ALIKE: Final = 2
+
+# What torch and the libraries below it say in a plain RuntimeError, and C++ on its way down.
+_MESSAGES = (
+    # CUDA, HIP, its driver, Triton, NCCL: all in their own sentence.
+    "out of memory",
+    # cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE.
+    "_ALLOC_FAILED",
+    "_ALLOCATION_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "std::bad_alloc",
+    "failed to map segment from shared object",
+    "Cannot allocate memory",
+    # cuDNN finds no algorithm whose workspace fits, and cuFFT no place for its own.
+    "unable to find an engine",
+    "Unable to find a valid cuDNN algorithm",
+    "CUFFT_INTERNAL_ERROR",
+    # oneDNN says no more when it gets no memory for its code or its workspace.
+    "could not create a primitive",
+    "could not create a memory",
+    "could not execute a primitive",
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an exception, or what caused it, is about memory."""
+    if error is None:
+        return False
+    # torch is not imported for this: without it there is no such error.
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    # A library that finds no room when it is imported is an ImportError.
+    if isinstance(error, (RuntimeError, ImportError)) and mentions_memory(str(error)):
+        return True
+    return is_out_of_memory(error.__cause__)
+
+
+def mentions_memory(text: str) -> bool:
+    """Return True if a message, or the last output of a process, says that memory was lacking."""
+    return any(message in text for message in _MESSAGES)
+
+
+class MemoryGuard:
+    """Watch over the batches of a model on a rank: what does not fit ends its unit, and the stage if nothing does.
+
+    Batches have the shapes that plan and configuration give them, whatever memory is free: nothing is split here.
+
+    Args:
+        model: its name, for messages.
+        key: the key of the configuration to lower, such as ``encode.batch_seconds``.
+    """
+
+    def __init__(self, model: str, key: str) -> None:
+        self._model = model
+        self._key = key
+        self._failed_alike = 0
+        self._proven = False
+        self._left_over = False
+
+    @contextmanager
+    def batch(self, seconds: float, num_rows: int, *, is_long: bool = False) -> Iterator[None]:
+        """Run a batch of so many padded seconds.
+
+        Args:
+            is_long: it is one segment that is longer than any batch may be: to be rejected where it does not fit.
+
+        Raises:
+            RejectRecord: it has not enough memory, and is such a segment.
+            UnitFailed: it has not enough memory; ``code`` is ``out_of_memory``.
+            FatalError: it is not the first one, and no unit has been done yet.
+        """
+        if self._left_over:
+            # Not where it failed: there, its traceback still holds the tensors.
+            _release_cached()
+            self._left_over = False
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._left_over = True
+            if is_long:
+                detail = f"its {seconds:.0f} s do not fit in the memory of the device at once"
+                raise RejectRecord("too_long_for_device", detail) from error
+            self._failed_alike += 1
+            kind = UnitFailed if self._proven or self._failed_alike < _UNITS_ALIKE else FatalError
+            raise kind(self._describe(seconds, num_rows, _first_line(error)), code="out_of_memory") from error
+
+    def unit_done(self) -> None:
+        """Note that all batches of a unit had enough memory: what fails later is the fault of that unit alone."""
+        self._proven = True
+
+    def _describe(self, seconds: float, num_rows: int, lack: str) -> str:
+        if num_rows > 1:
+            what, remedy = f"a batch of {num_rows} rows and {seconds:.0f} s", f"lower {self._key} below {seconds:.0f}"
+        else:
+            what = f"a segment of {seconds:.0f} s"
+            remedy = f"lower prepare.max_duration below {seconds:.0f}, or use a device with more memory"
+        return f"{self._model}: {what} does not fit in the memory of the device: {remedy} ({lack})"
+
+
+def _release_cached() -> None:
+    """Give back what the failed batch has left, so that the next one finds the memory that this one found."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+
+
+def measure_peak(work: Callable[[], object], device: str) -> int:
+    """Return the most bytes that torch had allocated beyond what it had before, while ``work`` ran.
+
+    On a CPU that counts the tensors, not what the system keeps of them, which is more.
+    """
+    import torch
+
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True) as profile:
+        work()
+    used = peak = 0
+    # What is freed outside of operators has events of its own; all other changes are those of operators.
+    for event in sorted(profile.events() or (), key=lambda event: event.time_range.end):
+        used += event.self_cpu_memory_usage
+        peak = max(peak, used)
+    return peak
+
+
+def estimate_bytes_per_second(run: Callable[[float], object], device: str) -> float:
+    """Return the bytes of memory that a model takes per second of audio in a batch, padding included.
+
+    Args:
+        run: runs the model on so many seconds of audio.
+    """
+    short, long = 2.0, 6.0
+    run(short)  # what is made once is no part of it
+    return max(0.0, measure_peak(lambda: run(long), device) - measure_peak(lambda: run(short), device)) / (long - short)

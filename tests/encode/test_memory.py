@@ -1,0 +1,64 @@
+"""Codecs that find no memory: what torch raises is put in, and the run ends with one line that says what to set."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from support.errors import raises
+from support.shar import ToyCodec, codec_stages, loading, run, voice
+
+from sharmill.errors import FatalError
+
+
+class SmallDevice(ToyCodec):
+    """A codec on a device with memory for so many samples at once."""
+
+    def __init__(self, samples: int, error: Exception) -> None:
+        super().__init__()
+        self.samples, self.error = samples, error
+
+    def encode(self, audio: torch.Tensor, num_samples: torch.Tensor) -> Any:
+        if audio.numel() > self.samples:
+            raise self.error
+        return super().encode(audio, num_samples)
+
+
+@pytest.fixture
+def config(project):
+    """Six cuts of one second in three shards."""
+    for number in range(6):
+        project.add(f"{number}.flac", voice(1.0, pitch=150 + 30 * number, seed=number), number=number)
+    return project.write([1, 0, 0, 0, 0, 0], write={"shard_size": 2, "order": "manifest"})
+
+
+def encode(config, codec, **options):
+    """The result of the stage that takes segments through the codec."""
+    config = dataclasses.replace(config, encode=dataclasses.replace(config.encode, unit_seconds=2.0, **options))
+    with loading(codec):
+        survey, stage, _ = codec_stages(config, "toy")
+        assert run(survey).ok
+        return run(stage)
+
+
+@pytest.mark.parametrize("error", [
+    torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("GET was unable to find an engine to execute this computation"),
+    RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR"),
+])  # fmt: skip
+def test_where_nothing_fits_the_stage_stops_and_says_what_to_set(config, error):
+    with raises(FatalError, "out_of_memory", "lower encode.batch_seconds below", "a batch of"):
+        encode(config, SmallDevice(16000, error))
+
+
+def test_a_segment_that_does_not_fit_names_the_limit_on_durations(config):
+    lack = torch.cuda.OutOfMemoryError("CUDA out of memory.")
+    with raises(FatalError, "out_of_memory", "lower prepare.max_duration below 1"):
+        encode(config, SmallDevice(8000, lack), batch_seconds=0.5)
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(config):
+    result = encode(config, SmallDevice(0, RuntimeError("CUDA error: an illegal memory access was encountered")))
+    assert {"illegal memory access" in failure.message for failure in result.failures.values()} == {True}

@@ -21,12 +21,13 @@ from sharmill.config import EncodeConfig
 from sharmill.encode import segments
 from sharmill.encode.segments import PLACE, SegmentNumbers, find_owners
 from sharmill.engine.ledger import read_ledger, revoke
+from sharmill.engine.listener import Listener
 from sharmill.engine.plan import load_plan
 from sharmill.engine.run import run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.local.executor import LocalExecutor
-from sharmill.pipeline import make_stages
+from sharmill.pipeline import make_stages, run_dataset
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
 from sharmill.shar.items import read_field
@@ -77,6 +78,26 @@ def test_in_every_order_there_is_one_pass_for_a_segment(speech, order):
     assert check_once(config, speech.dataset) == 24
     assert sum(map(len, codec.batches)) == passes(config) == 12
     assert len(load_plan(codec_stages(config)[1])) > 3
+
+
+def test_contexts_from_the_parts_of_a_large_group(speech, monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "tests/support/plugin")
+    config = speech.configure(
+        match={
+            "encoder": "python:tiny_speech:TinyEncoder",
+            "min_similarity": -1.0,
+            "min_duration": 0.0,
+            "max_group": 4,
+        },
+        write={"shard_size": 5},
+        encode={"codecs": [{"name": "toy", "model": "python:tiny_speech:TinyCodec:50"}]},
+        executor={"workers": 1},
+    )
+    result = run_dataset(config, Listener())
+    assert result.ok
+    assert result.num_errors == 0
+    assert check_once(config, speech.dataset) == 24
+    assert passes(config) == 12
 
 
 def test_records_that_write_drops_and_contexts_that_are_no_target(speech):

@@ -51,6 +51,9 @@ def test_two_datasets_have_the_bytes_of_a_local_run(tmp_path, make_two_configs, 
         name = yaml.safe_load(config.read_text())["name"]
         assert list(ranks_of(f"{name}-match", began).values()) == [("gpu", 3)]
         assert list(ranks_of(f"{name}-prepare", began).values()) == [("cpu", 4)]
+        # Blocks of segments are encoded on GPUs, and put together into shards elsewhere.
+        assert [partition for partition, _ in ranks_of(f"{name}-encode-tiny", began).values()] == ["gpu"]
+        assert [partition for partition, _ in ranks_of(f"{name}-assemble-tiny", began).values()] == ["cpu"]
 
 
 def ranks_of(job_name: str, began: datetime) -> dict[str, tuple[str, int]]:

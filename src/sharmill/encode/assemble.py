@@ -62,8 +62,8 @@ class AssembleStage(Stage):
 
     def identity(self) -> dict[str, Any]:
         self._dataset.record()
-        if not self.encoded.done.exists():
-            raise ConfigError(f"encode/{self.codec} is not finished: run the stage encode", code="stage_not_run")
+        for stage in (self.survey.dir, self.encoded):
+            self.survey.require_done(stage)
         require_own_output(self)
         return {
             "codes": read_encoded(self.encoded).codes,

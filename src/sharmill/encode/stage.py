@@ -74,7 +74,7 @@ class EncodeStage(Stage):
     def identity(self) -> dict[str, Any]:
         self.survey.dataset.record()
         require_own_output(self)
-        self.survey.require_done()
+        self.survey.require_done(self.survey.dir)
         return {
             "codec": describe_codec(self.codec_config.model, self.codec_config.allow_targets),
             "batch_seconds": self.batch_seconds,

@@ -15,7 +15,7 @@ import numpy as np
 from sharmill.config import Config
 from sharmill.encode.segments import PLACE, SEGMENT, SegmentNumbers, find_owners, hash_segment
 from sharmill.engine.identity import versions
-from sharmill.engine.rundir import RunDir
+from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import decode_stored, load_stored_array, map_stored_array, read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
@@ -51,13 +51,14 @@ class SurveyStage(Stage):
         """The numbers of the segments at all places: an array (audio fields, cuts of the dataset) uint32."""
         return self.dir.merged / "numbers.npy"
 
-    def require_done(self) -> None:
-        """Raise ConfigError where the stage is not finished, or was finished with other audio."""
-        if not self.dir.done.exists():
-            raise ConfigError("survey is not finished: run the stage survey first", code="stage_not_run")
-        identity = decode_stored(self.dir.identity, read_stored(self.dir.identity), dict[str, Any])
-        if identity["input"] != self.dataset.audio_checksum():
-            raise ConfigError("the dataset has changed since its survey: run the stage survey", code="stage_not_run")
+    def require_done(self, stage: StageDir) -> None:
+        """Raise ConfigError where a stage of codes is not finished, or was finished with other audio."""
+        name = stage.path.relative_to(self.run_dir.path).as_posix()
+        if not stage.done.exists():
+            raise ConfigError(f"{name} is not finished: run it first", code="stage_not_run")
+        identity = decode_stored(stage.identity, read_stored(stage.identity), dict[str, Any])
+        if identity.get("input") != self.dataset.audio_checksum():
+            raise ConfigError(f"the dataset has changed since {name}: run that again", code="stage_not_run")
 
     def segments(self) -> np.ndarray:
         """Open the array of the finished stage that has the unique segments."""
@@ -78,8 +79,9 @@ class SurveyStage(Stage):
         return {"input": self.dataset.audio_checksum(), "versions": versions()}
 
     def plan(self, folder: Path) -> Iterator[Unit]:
+        fields = (CUTS, *self.dataset.record().audio_fields)
         for shard in self.dataset.shards():
-            files = [shard.fields[field] for field in (CUTS, *self.dataset.record().audio_fields)]
+            files = [shard.fields[field] for field in fields]
             cost = round(shard.target_seconds + shard.context_seconds, 3)
             params = {"files": {file.file: file.xxh3 for file in files}}
             yield make_unit(shard.index, cost=cost, size=shard.count, params=params)

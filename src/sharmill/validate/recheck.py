@@ -18,7 +18,7 @@ from sharmill.models.protocols import Codec, pad
 from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
-from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, TARGET_AUDIO, codec_fields
+from sharmill.shar.layout import DATASET_FILE, codec_fields
 from sharmill.validate.checked_dataset import CheckedDataset, Shard
 from sharmill.validate.findings import Finding
 
@@ -98,12 +98,13 @@ class Rechecker:
         finish: Callable[[Item], None] = lambda audio: None,
     ) -> Iterator[Finding]:
         """Yield the items of a shard whose codes are not those of their audio; ``finish`` is called with each audio."""
+        assert self.subject.dataset is not None  # that names the codecs
         for record in self.subject.codecs:
-            for name, source in zip(codec_fields(record.name), (TARGET_AUDIO, CONTEXT_AUDIO), strict=True):
+            # In a dataset without contexts there are no codes of them either.
+            for name, source in zip(codec_fields(record.name), self.subject.dataset.audio_fields, strict=False):
                 for item, audio in zip(contents.get(name, []), contents.get(source, []), strict=False):
-                    # By a hash of its name, so that nothing else decides what is in the sample.
-                    key = f"{self.seed}\n{name}\n{item.cut_id}".encode("utf-8", "surrogatepass")
-                    is_chosen = xxhash.xxh3_64_intdigest(key) < self.share * _HASHES
+                    # By its bytes, so that a segment is in the sample at all its places, whatever its cuts are called.
+                    is_chosen = xxhash.xxh3_64_intdigest(audio.data or b"", self.seed) < self.share * _HASHES
                     if is_chosen and (problem := self._compare(record, item, audio, stats)):
                         yield shard.finding("different_codes", name, problem, member=item.cut_id)
                     finish(audio)

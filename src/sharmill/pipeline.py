@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
 from sharmill.executors.slurm.chain import require_no_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
-from sharmill.grow.append import require_fitting
+from sharmill.grow.append import append_dataset, require_fitting
 from sharmill.match.choose import min_similarity
 from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.stage import MatchStage
@@ -57,6 +57,8 @@ class DatasetResult:
 
     config: Config
     stages: list[tuple[Stage, StageResult]]
+    appended: str = ""
+    """What was appended to another dataset, if it was."""
 
     @property
     def ok(self) -> bool:
@@ -97,10 +99,20 @@ class DatasetRun:
         return make_stages(self.config, self.stages)
 
     def run(self, executor: Executor, listener: Listener, *, restart: bool, wait_seconds: float) -> DatasetResult:
-        """Run the stages; see ``run_dataset``."""
-        return run_dataset(
-            self.config, listener, stages=self.stages, restart=restart, executor=executor, wait_seconds=wait_seconds
+        """Run the stages; see ``run_dataset``. Once all of them are done, the shards are appended to ``append_to``."""
+        config = self.config
+        result = run_dataset(
+            config, listener, stages=self.stages, restart=restart, executor=executor, wait_seconds=wait_seconds
         )
+        if config.append_to is None or not self.is_whole or result.report is None or result.num_errors:
+            return result
+        appended = append_dataset(config.append_to, config.dataset_dir)
+        return replace(result, appended=appended.describe(config.append_to, config.dataset_dir))
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True if all stages of the dataset are among these."""
+        return self.stages is None or set(self.config.stages) <= set(self.stages)
 
 
 def choose_stages(config: Config, names: Sequence[str] | None = None) -> Sequence[str]:

@@ -79,6 +79,7 @@ class ToyDataset:
     name: str = "toy"
     max_reject_fraction: float = 0.5
     num_errors: int = 0
+    appended: str = ""
     stages: tuple[tuple[Stage, StageResult], ...] = ()
 
     @property

@@ -41,15 +41,5 @@ def append(arguments: tuple[str, ...], copy: bool) -> int:
     else:
         raise ConfigError("'append' takes one configuration, or two datasets", code="bad_usage")
     appended = append_dataset(dataset, new, copy=copy)
-    record, last = appended.record, appended.first + appended.count - 1
-    if not appended.count:
-        line = f"{dataset}: there is nothing new to append"
-    elif appended.already:
-        line = f"{dataset}: the shards {appended.first} to {last} are those of {new} already"
-    else:
-        line = (
-            f"{dataset}: appended the shards {appended.first} to {last}; {appended.placed.linked} files linked, "
-            f"{appended.placed.copied} copied; now {record.num_cuts} cuts, {record.target_seconds / 3600:.3f} h"
-        )
-    make_console().print(plain(line), soft_wrap=True)
+    make_console().print(plain(appended.describe(dataset, new)), soft_wrap=True)
     return OK

@@ -143,6 +143,10 @@ def show_submission(
             for line in executor.script(stage, len(bins)).split("\n"):
                 console.print(plain(line), soft_wrap=True)
             break
+        if config.append_to is not None and DatasetRun(config, tuple(chosen)).is_whole:
+            console.print(
+                plain(f"{config.name}: once all stages are done, its shards are appended to {config.append_to}")
+            )
 
 
 def _describe_balance(stage: Stage, bins: Sequence[Sequence[Unit]], arrays: Sequence[tuple[range, int]]) -> list[str]:

@@ -106,6 +106,9 @@ class MatchConfig:
     """Number of candidates that ``choice: sample`` draws from."""
     seed: int = 42
     """Seed of ``choice: sample`` and ``max_speaker_items``."""
+    contexts_from_dataset: bool = False
+    """Of an append: contexts may also come from the dataset of ``append_to``. The voices of its cuts that are of the
+    same speaker groups as new records are embedded once more, from the audio that is stored there."""
     unit_seconds: float | None = None
     """Audio that one unit of work gathers, in seconds; ``null`` derives it from the total."""
 
@@ -326,6 +329,8 @@ class Config:
         _require(bool(self.run_dir.strip()), "run_dir must not be empty")
         _require(bool(self.dataset_dir.strip()), "dataset_dir must not be empty")
         _require(self.append_to is None or bool(self.append_to.strip()), "append_to must not be empty")
+        from_dataset = self.match is not None and self.match.contexts_from_dataset
+        _require(not from_dataset or self.append_to is not None, "match.contexts_from_dataset needs append_to")
         _require(bool(self.sources), "sources must name at least one manifest")
         # An id that is kept may look like one that is made of a path.
         kept = {source.keeps_ids() for source in self.sources}

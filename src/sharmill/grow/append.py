@@ -64,6 +64,18 @@ class Appended:
     already: bool = False
     placed: Placed = field(default_factory=Placed)
 
+    def describe(self, dataset: str | Path, new: str | Path) -> str:
+        """Return what became of the shards of ``new``, in one line."""
+        last = self.first + self.count - 1
+        if not self.count:
+            return f"{dataset}: there is nothing new to append"
+        if self.already:
+            return f"{dataset}: the shards {self.first} to {last} are those of {new} already"
+        return (
+            f"{dataset}: appended the shards {self.first} to {last}; {self.placed.linked} files linked, "
+            f"{self.placed.copied} copied; now {self.record.num_cuts} cuts, {self.record.target_seconds / 3600:.3f} h"
+        )
+
 
 def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) -> Appended:
     """Append the shards of a finished dataset to another, behind its last shard.

@@ -14,6 +14,7 @@ from sharmill.audio.roots import AudioRoots
 from sharmill.config import MatchConfig
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import CONTEXT_KEYS, Context, Segment, Utterance
+from sharmill.match.candidates import origin_of
 from sharmill.match.embed import EmbeddedSegment
 from sharmill.match.given import GivenContext, check_given
 from sharmill.match.select import select_context
@@ -67,7 +68,7 @@ class ContextChooser:
             "embeddings": _stack([segment.embedding for segment in segments]),
             "durations": np.array([utterance.duration for utterance in group]),
             # Equal for the same file, by whatever links and roots it is named.
-            "recordings": _number([self.roots.real_name(utterance.segment) for utterance in group]),
+            "recordings": _number([self._recording(utterance) for utterance in group]),
             "offsets": np.array([utterance.offset for utterance in group]),
         }
         if match.exclude_same_text:
@@ -91,6 +92,12 @@ class ContextChooser:
             else:
                 outcomes.append(self._no_context(float(similarity[row])))
         return outcomes
+
+    def _recording(self, utterance: Utterance) -> str:
+        """Return a name of the file that an utterance was taken from."""
+        if self.match.contexts_from_dataset:
+            return origin_of(utterance, self.roots)
+        return self.roots.real_name(utterance.segment)
 
     def _draw_pool(self, group: list[Utterance], seed: int) -> np.ndarray:
         """Return which utterances of a group may be contexts (N,): so many as ``max_speaker_items``, or all."""

@@ -37,20 +37,24 @@ class ManifestIndex:
     groups: np.ndarray
 
 
-def index_manifest(path: Path, group_key: Callable[[str, str], str]) -> ManifestIndex:
-    """Read a prepared manifest once. Groups are told apart by 128-bit hashes of their keys."""
+def index_manifest(path: Path, group_key: Callable[[str, str], str], *further: Path) -> ManifestIndex:
+    """Read a prepared manifest once, and the lines of ``further`` manifests behind its own; offsets are in their files.
+
+    Groups are told apart by 128-bit hashes of their keys.
+    """
     offsets, seconds = array("q"), array("f")
     high, low = array("Q"), array("Q")
-    position = 0
-    for line in read_stored_lines(path):
-        head = decode_stored(path, line, _Head)
-        key = group_key(head.audio_filepath, parse_speaker_tag(head.speaker).speaker)
-        digest = xxhash.xxh3_128_intdigest(key.encode())
-        offsets.append(position)
-        seconds.append(head.duration)
-        high.append(digest >> 64)
-        low.append(digest & 0xFFFFFFFFFFFFFFFF)
-        position += len(line)
+    for file in (path, *further):
+        position = 0
+        for line in read_stored_lines(file):
+            head = decode_stored(file, line, _Head)
+            key = group_key(head.audio_filepath, parse_speaker_tag(head.speaker).speaker)
+            digest = xxhash.xxh3_128_intdigest(key.encode())
+            offsets.append(position)
+            seconds.append(head.duration)
+            high.append(digest >> 64)
+            low.append(digest & 0xFFFFFFFFFFFFFFFF)
+            position += len(line)
     groups = _number(np.array(high, dtype=np.uint64), np.array(low, dtype=np.uint64))
     return ManifestIndex(np.array(offsets, dtype=np.int64), np.array(seconds, dtype=np.float32), groups)
 

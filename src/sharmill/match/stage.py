@@ -6,6 +6,7 @@ import dataclasses
 import glob
 import logging
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config, MatchConfig
 from sharmill.engine.identity import identify_folder, versions
@@ -30,6 +30,13 @@ from sharmill.manifest import (
     read_lines_at,
     records_checksum,
     write_lines,
+)
+from sharmill.match.candidates import (
+    CANDIDATES_NAME,
+    leave_out_strangers,
+    mix_groups,
+    segment_roots,
+    write_candidates,
 )
 from sharmill.match.choose import ContextChooser, min_similarity
 from sharmill.match.embed import EmbeddedSegment, Embedder, Padding
@@ -74,14 +81,13 @@ class MatchStage(Stage):
             raise ConfigError(f"{prepared} is not there: run the stage prepare first", code="stage_not_run")
         match = dataclasses.asdict(self.match) | {"min_similarity": min_similarity(self.match)}
         del match["allow_targets"]  # no output depends on it
+        if not match["contexts_from_dataset"]:  # plans from before there was this key stay good
+            del match["contexts_from_dataset"]
         return {
             "match": match,
             "speaker_key": self.config.speaker_key,
             "encoder": describe_speaker_encoder(self.match.encoder, self.match.allow_targets),
-            "audio_roots": [
-                identify_folder(root.path, self.run_dir.path)
-                for root in AudioRoots.of(source.audio_root for source in self.config.sources).roots
-            ],
+            "audio_roots": [identify_folder(root.path, self.run_dir.path) for root in segment_roots(self.config).roots],
             "input": records_checksum(prepared),
             "versions": versions("torch", "torchaudio", "soxr", "numpy"),
         }
@@ -91,21 +97,37 @@ class MatchStage(Stage):
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         match = self.match
-        index = index_manifest(prepared_manifest(self.config), make_speaker_key(self.config.speaker_key))
-        order = np.argsort(index.groups, kind="stable")
+        key, candidates = make_speaker_key(self.config.speaker_key), folder / CANDIDATES_NAME
+        if match.contexts_from_dataset:
+            roots = segment_roots(self.config).roots
+            found = write_candidates(candidates, roots[-1].path, len(roots) - 1)
+            index = index_manifest(prepared_manifest(self.config), key, candidates)
+            num_records = len(index.groups) - found
+            index = leave_out_strangers(index, num_records)
+        else:
+            index = index_manifest(prepared_manifest(self.config), key)
+            num_records = len(index.groups)
+        mixed = match.contexts_from_dataset and match.max_group is not None
+        order = mix_groups(index) if mixed else np.argsort(index.groups, kind="stable")
         np.save(folder / "offsets.npy", index.offsets, allow_pickle=False)
         np.save(folder / "order.npy", order, allow_pickle=False)
         total = float(index.seconds.sum(dtype=np.float64))
         unit_seconds = match.unit_seconds or float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS))
         spans = divide(index, order, unit_seconds=unit_seconds, max_group=match.max_group)
-        for number, span in enumerate(spans):
-            params = {"start": span.start, "stop": span.stop}
-            yield make_unit(number, cost=span.seconds, size=span.stop - span.start, params=params)
+        # Lines from this number on are candidates.
+        further = {"num_records": num_records} if match.contexts_from_dataset else {}
+        number = 0
+        for span in spans:
+            size = int(np.count_nonzero(order[span.start : span.stop] < num_records))
+            if size:  # a part of a large group may have candidates only
+                params = {"start": span.start, "stop": span.stop, **further}
+                yield make_unit(number, cost=span.seconds, size=size, params=params)
+                number += 1
 
     def open(self, device: str) -> Processor:
         threads = make_deterministic(device)
         kind = check_device(device)
-        roots = AudioRoots.of(source.audio_root for source in self.config.sources)
+        roots = segment_roots(self.config)
         encoder = load_speaker_encoder(self.match.encoder, device, self.match.allow_targets, self.match.precision)
         require_room(encoder, device, self.match.batch_seconds, "match.batch_seconds")
         embed = Embedder(
@@ -157,6 +179,8 @@ class MatchProcessor(Processor):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         groups = [list(group) for _, group in groupby(self._read(unit), key=self._key)]
+        # What lies behind comes from the dataset that is appended to, and can only be a context.
+        num_records = unit.params.get("num_records", sys.maxsize)
         given = self._read_given(groups)
         candidates = [utterance for group in groups for utterance in self._to_embed(group, given)]
         # The batches of all groups are made together, and a context that is a record is embedded as that.
@@ -164,11 +188,14 @@ class MatchProcessor(Processor):
         brought = [one.context.segment for one in given.values() if isinstance(one, GivenContext)]
         wanted = list(dict.fromkeys([*(one.segment for one in candidates), *(s for s in brought if s not in segments)]))
         padding = Padding()
-        found = dict(zip(wanted, self._embed(wanted, advance, padding), strict=True))
+        with self._embed.reader.gather(wanted):
+            found = dict(zip(wanted, self._embed(wanted, advance, padding), strict=True))
         matched: list[Utterance] = []
         rejects: list[Reject] = []
         for group in groups:
             for utterance, outcome in self._match_found(group, given, found):
+                if utterance.index >= num_records:
+                    continue
                 if isinstance(outcome, RejectRecord):
                     rejects.append(self._reject(utterance, outcome))
                 else:
@@ -225,10 +252,16 @@ class MatchProcessor(Processor):
         start, stop = unit.params["start"], unit.params["stop"]
         lines = map_stored_array(self._plan / "order.npy")[start:stop]
         offsets = map_stored_array(self._plan / "offsets.npy")[lines]
-        utterances = [Utterance.from_json(line) for line in read_lines_at(prepared_manifest(self.config), offsets)]
-        for utterance, number in zip(utterances, lines, strict=True):
-            utterance.index = int(number)
-        return utterances
+        found: dict[int, Utterance] = {}
+        is_record = lines < unit.params.get("num_records", sys.maxsize)
+        manifests = {prepared_manifest(self.config): is_record, self._plan / CANDIDATES_NAME: ~is_record}
+        for manifest, chosen in manifests.items():
+            if chosen.any():
+                read = map(Utterance.from_json, read_lines_at(manifest, offsets[chosen]))
+                found |= zip(lines[chosen].tolist(), read, strict=True)
+        for number, utterance in found.items():
+            utterance.index = number
+        return [found[number] for number in lines.tolist()]
 
     def _key(self, utterance: Utterance) -> str:
         return self._group_key(utterance.audio_filepath, parse_speaker_tag(utterance.speaker).speaker)

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
 from sharmill.engine.fence import require_own_output
@@ -24,6 +23,7 @@ from sharmill.engine.stored import map_stored_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
+from sharmill.match.candidates import segment_roots
 from sharmill.match.choose import min_similarity
 from sharmill.match.stage import matched_manifest
 from sharmill.prepare.stage import prepared_manifest
@@ -72,10 +72,7 @@ class WriteStage(Stage):
         return {
             "write": {name: value for name, value in write.items() if name not in absent},
             "name": self.config.name,
-            "audio_roots": [
-                identify_folder(root.path, self.run_dir.path)
-                for root in AudioRoots.of(source.audio_root for source in self.config.sources).roots
-            ],
+            "audio_roots": [identify_folder(root.path, self.run_dir.path) for root in segment_roots(self.config).roots],
             "limits": self._limits(),
             "input": records_checksum(manifest),
             "versions": versions("soundfile", "av", "torchaudio"),
@@ -163,8 +160,7 @@ class WriteProcessor(Processor):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         utterances = self._read(unit)
-        roots = AudioRoots.of(source.audio_root for source in self.config.sources)
-        reader = SegmentReader(roots, self.config.prepare.duration_tolerance)
+        reader = SegmentReader(segment_roots(self.config), self.config.prepare.duration_tolerance)
         uses = [use for u in utterances for use in _segments(u).values()]
         encode = SegmentEncoder(self.config.write, reader, uses)
         fields = base_fields(contexts=self.config.has_contexts)

@@ -71,6 +71,10 @@ class Outcome(Protocol):
     def num_errors(self) -> int:
         """The errors that the checker found in the dataset."""
 
+    @property
+    def appended(self) -> str:
+        """What was appended to another dataset, "" where nothing was."""
+
 
 class ChainedDataset(Protocol):
     """The interface of a dataset with the stages that a chain runs over it; picklable."""
@@ -238,6 +242,7 @@ class Chain:
         if result.ok:
             errors = [Attempts(stage.dir.attempts).setup_error for stage, _ in outcome.stages]
             message = "; on the way: ".join(["all stages are done", *filter(None, errors)])
+            message += f"; {outcome.appended}" if outcome.appended else ""
             state = ChainState(state="done", message=message, findings=outcome.num_errors)
         else:
             named = "; ".join(f"unit {error.index}: {error.message}" for error in list(result.failures.values())[:3])

@@ -130,7 +130,11 @@ def show_submission(
     for config in configs:
         chosen = choose_stages(config, stages)
         check_config(config, chosen)
-        executor = Chain(DatasetRun(config, tuple(chosen)), profile).executor()
+        run = DatasetRun(config, tuple(chosen))
+        if config.append_to is not None and run.is_whole:
+            line = f"{config.name}: once all stages are done, its shards are appended to {config.append_to}"
+            console.print(plain(line), soft_wrap=True)
+        executor = Chain(run, profile).executor()
         for stage in make_stages(config, chosen):
             units, done = read_or_preview_units(stage)
             left = [unit for unit in units if unit.index not in done]
@@ -143,10 +147,6 @@ def show_submission(
             for line in executor.script(stage, len(bins)).split("\n"):
                 console.print(plain(line), soft_wrap=True)
             break
-        if config.append_to is not None and DatasetRun(config, tuple(chosen)).is_whole:
-            console.print(
-                plain(f"{config.name}: once all stages are done, its shards are appended to {config.append_to}")
-            )
 
 
 def _describe_balance(stage: Stage, bins: Sequence[Sequence[Unit]], arrays: Sequence[tuple[range, int]]) -> list[str]:

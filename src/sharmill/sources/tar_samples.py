@@ -1,12 +1,13 @@
 """Samples in tar archives: members that lie side by side and have the same name but for its end, audio and texts.
 
-Archives are walked once when pieces are planned, by their headers, since the number of samples has to be known; a piece
-is then read from its first header on.
+Archives are walked once when pieces are planned, several at a time, by their headers, since the number of samples has
+to be known; a piece is then read from its first header on.
 """
 
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,12 @@ import msgspec
 from sharmill.audio.files import open_audio
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Member
+from sharmill.prefetch import prefetch
 from sharmill.sources import Located, Piece, RawRecord, Unreadable
 from sharmill.sources.tar_members import TarDamage, TarMember, clean_name, walk_members
 
+# Storage far away answers many at a time; each that waits for its turn takes 8 bytes a sample.
+_ARCHIVES_AT_ONCE: Final = 16
 # A text is read as a whole; a larger one is none of an utterance.
 _MAX_TEXT_BYTES: Final = 16 << 20
 _object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -80,16 +84,15 @@ class SampleReader:
         """Yield runs of samples, each found again by its archives and the first and the last header in them."""
         spans: list[list[Any]] = []
         count = 0
-        for number in range(len(self.archives)):
-            keys: set[str] = set()
+        numbers = range(len(self.archives))
+        walked = prefetch(self._headers, numbers, threads=_ARCHIVES_AT_ONCE, ahead=2 * _ARCHIVES_AT_ONCE)
+        for number, (headers, repeated) in enumerate(walked):
             span: list[Any] = []
-            for item in self._items(number, 0):
-                span = span or [number, item.header, item.header, []]
-                span[2] = item.header
-                if isinstance(item, TarSample):
-                    if item.key in keys:
-                        span[3].append(item.header)
-                    keys.add(item.key)
+            for header in headers:
+                span = span or [number, header, header, []]
+                span[2] = header
+                if header in repeated:
+                    span[3].append(header)
                 count += 1
                 if count == records_per_piece:
                     yield Piece(count, {"spans": [*spans, span]})
@@ -97,6 +100,18 @@ class SampleReader:
             spans += [span] if span else []
         if spans:
             yield Piece(count, {"spans": spans})
+
+    def _headers(self, number: int) -> tuple[array[int], set[int]]:
+        """Return the first header of each sample of an archive, and those of samples whose keys it had before."""
+        headers, repeated = array("Q"), set[int]()
+        keys: set[str] = set()
+        for item in self._items(number, 0):
+            headers.append(item.header)
+            if isinstance(item, TarSample):
+                if item.key in keys:
+                    repeated.add(item.header)
+                keys.add(item.key)
+        return headers, repeated
 
     def read(self, piece: dict[str, Any]) -> Iterator[RawRecord]:
         """Yield the records of the samples of a piece; where an archive is damaged, that is one that is unreadable."""

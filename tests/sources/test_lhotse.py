@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import pickle
 
 import pytest
+from lhotse import Recording, RecordingSet
 from support.errors import raises
 from support.manifests import config_for, run_prepare, write_tone
 from support.source_rows import read
@@ -133,6 +135,18 @@ def test_pieces_are_read_in_any_order_and_by_copies_of_the_source(cuts):
     first = [list(source.read(piece)) for piece in pieces]
     copy = pickle.loads(pickle.dumps(source))
     assert [list(copy.read(piece)) for piece in reversed(pieces)] == first[::-1]
+
+
+def test_lhotse_itself_stores_no_recordings_in_memory_as_lines(tmp_path):
+    """So there is nothing to read but lines that somebody else made, which are rejected."""
+    write_tone(tmp_path / "a.wav")
+    held = Recording.from_file(tmp_path / "a.wav").move_to_memory()
+    with pytest.raises(TypeError, match="bytes"):
+        RecordingSet.from_recordings([held]).to_file(tmp_path / "r.jsonl")
+    text = base64.b64encode((tmp_path / "a.wav").read_bytes()).decode()
+    made = Recording.from_dict(held.to_dict() | {"sources": [{"type": "memory", "channels": [0], "source": text}]})
+    with pytest.raises(Exception, match="memory"):
+        made.load_audio()
 
 
 @pytest.mark.parametrize("end", [0.05, 0.3])

@@ -139,9 +139,11 @@ def test_a_dataset_of_one_shard_uses_two_ranks(speech):
     survey, encode, assemble = codec_stages(config)
     assert all(run_stage(stage, LocalExecutor(2), KeepErrors(), max_reject_fraction=1.0).ok
                for stage in (survey, encode, assemble))  # fmt: skip
-    commits = read_ledger(encode.dir, load_plan(encode)).values()
-    assert {commit.rank for commit in commits} == {0, 1}
-    assert len({commit.rank for commit in read_ledger(assemble.dir, load_plan(assemble)).values()}) == 1
+    # Enough units of about equal cost for both; which rank takes how many is up to the machine.
+    costs = [unit.cost for unit in load_plan(encode)]
+    assert len(costs) > 4
+    assert max(costs) < 1.5 * sum(costs) / len(costs)
+    assert len(load_plan(assemble)) == 1
     check_once(config, speech.dataset)
     before = snapshot(speech.dataset)
     run_codec(config, restart=True)
@@ -291,7 +293,7 @@ def test_interrupted_between_new_codes_and_their_assembly_it_goes_on(speech, enc
 
 
 def test_a_survey_of_other_audio_is_not_used(speech, encoded):
-    changed = speech.configure(write={"shard_size": 4, "order": "manifest"})
+    changed = speech.configure(write={"shard_size": 4, "order": "manifest"}, match={"min_duration": 0.0})
     survey, encode, _ = codec_stages(changed)
     assert run(make_stages(changed, ["write"])[0], restart=True).ok
     with raises(ConfigError, "stage_not_run", "survey"):

@@ -123,9 +123,9 @@ def test_a_codec_that_a_dataset_does_not_have_is_an_error(many):
 
 
 def test_other_data_need_a_dataset_of_their_own(corpora):
-    text = {"type": "txt", "paths": str(corpora.text), "language": "en"}
-    with raises(ConfigError, "needs_dataset", "txt", "dataset="):
-        get_dataloader({"input_cfg": [corpora.entry("large"), text], "batch_size": 1}, 0, 1)
+    other = {"type": "lhotse_shar", "shar_path": str(corpora.small)}
+    with raises(ConfigError, "needs_dataset", "lhotse_shar", "dataset="):
+        get_dataloader({"input_cfg": [corpora.entry("large"), other], "batch_size": 1}, 0, 1)
 
 
 def test_datasets_of_two_codecs_need_a_dataset_of_their_own(corpora, tmp_path):

@@ -47,7 +47,8 @@ class Padding:
 class Embedder:
     """A speaker encoder, fed by ``threads`` threads that decode and resample ahead of its batches.
 
-    ``batch_seconds`` is the audio in one batch, padding included.
+    ``batch_seconds`` is the audio in one batch, padding included; ``pinned`` is for an encoder on a GPU, which gets its
+    batches from pinned memory: the next is put together while it computes.
     """
 
     encoder: SpeakerEncoder
@@ -56,6 +57,7 @@ class Embedder:
     threads: int
     resampling: Resampling = "soxr"
     guard: MemoryGuard = field(default_factory=lambda: MemoryGuard("the speaker encoder", "match.batch_seconds"))
+    pinned: bool = False
 
     def __call__(
         self,
@@ -99,7 +101,7 @@ class Embedder:
         """Return the embeddings of a batch; raise RejectRecord for a segment that is too long to fit in memory."""
         if not usable:
             return {}
-        audio, num_samples = pad([samples for samples, _, _ in usable.values()])
+        audio, num_samples = pad([samples for samples, _, _ in usable.values()], pinned=self.pinned)
         seconds = audio.numel() / self.encoder.sampling_rate
         if padding is not None:
             padding.seconds += int(num_samples.sum()) / self.encoder.sampling_rate

@@ -136,6 +136,7 @@ class MatchStage(Stage):
             batch_seconds=fit_batch_seconds(self.match.batch_seconds, device),
             threads=threads,
             resampling=self.match.resampling,
+            pinned=device == "cuda",
         )
         return MatchProcessor(self.config, self.dir.plan, embed, kind)
 

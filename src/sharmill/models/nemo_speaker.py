@@ -44,27 +44,31 @@ class _NemoSpeakerEncoder:
     def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Embed a batch of utterances; see ``SpeakerEncoder.embed``."""
         check_batch(audio, num_samples)
-        embeddings = torch.zeros(len(audio), self.embedding_size)
-        num_samples = num_samples.to(audio.device, torch.int64)
-        audio = fit_length(audio, num_samples, max(audio.shape[1], self._min_samples))
+        # What decides about shapes stays on the CPU, so that nothing waits for the device. The mask is made there.
+        num_samples = num_samples.to("cpu", torch.int64)
+        there = num_samples.to(self.device, non_blocking=True)
+        length = max(audio.shape[1], self._min_samples)
+        audio = fit_length(audio.to(self.device, non_blocking=True), there, length)
         lengths = num_samples.clamp(min=self._min_samples)
-        for rows in self._batches(lengths):
-            part = audio[rows, : int(lengths[rows].max())]
-            embeddings[rows] = unit_embeddings(self._forward(part, lengths[rows]), part)
+        if not self._equal_lengths_only:
+            return self._embed(audio, lengths)
+        embeddings = torch.zeros(len(audio), self.embedding_size, device=self.device)
+        for same in lengths.unique().tolist():
+            rows = (lengths == same).nonzero()[:, 0]
+            embeddings[rows] = self._embed(audio[rows], lengths[rows])
         return embeddings
 
-    def _batches(self, lengths: Tensor) -> list[Tensor]:
-        """Return the row numbers of the items that may go through the network together."""
+    def _embed(self, audio: Tensor, lengths: Tensor) -> Tensor:
         if not len(lengths):
-            return []
-        if not self._equal_lengths_only:
-            return [torch.arange(len(lengths))]
-        return [(lengths == length).nonzero()[:, 0].cpu() for length in lengths.unique()]
+            return torch.zeros(0, self.embedding_size, device=self.device)
+        audio = audio[:, : int(lengths.max())]
+        return unit_embeddings(self._forward(audio, lengths), audio)
 
     @torch.no_grad()
     def _forward(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        _, embeddings = self._model(input_signal=audio.to(self.device), input_signal_length=num_samples.to(self.device))
-        return embeddings.float().cpu()
+        audio, num_samples = (one.to(self.device, non_blocking=True) for one in (audio, num_samples))
+        _, embeddings = self._model(input_signal=audio, input_signal_length=num_samples)
+        return embeddings.float()
 
 
 def load_nemo_speaker_encoder(name: ModelName, device: str) -> _NemoSpeakerEncoder:

@@ -37,8 +37,9 @@ class SpeakerEncoder(Protocol):
             num_samples: (batch,) int64, the length of each item in samples.
 
         Returns:
-            (batch, embedding_size) float32 on the CPU. Every row has length 1, except that digital silence (all
-            samples zero) has no voice and gives the zero vector: its similarity to everything, itself included, is 0.
+            (batch, embedding_size) float32, on the CPU or on the model's device. Every row has length 1, except that
+            digital silence (all samples zero) has no voice and gives the zero vector: its similarity to everything,
+            itself included, is 0.
 
         Raises:
             ValueError: for shapes that do not fit together.
@@ -107,12 +108,15 @@ def padded_batches(lengths: Sequence[float], max_padded: float, *, equal_only: b
     return batches
 
 
-def pad(items: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-    """Return arrays (samples,) as one zero-padded float32 tensor (batch, samples), and their lengths (batch,)."""
+def pad(items: Sequence[np.ndarray], *, pinned: bool = False) -> tuple[Tensor, Tensor]:
+    """Return arrays (samples,) as one zero-padded float32 tensor (batch, samples), and their lengths (batch,).
+
+    ``pinned`` is for a model on a GPU: its copies need not wait then, and torch uses such memory again.
+    """
     import torch
 
     lengths = torch.tensor([len(item) for item in items], dtype=torch.int64)
-    padded = torch.zeros(len(items), int(lengths.max()), dtype=torch.float32)
+    padded = torch.zeros(len(items), int(lengths.max()), dtype=torch.float32, pin_memory=pinned)
     for row, item in zip(padded, items, strict=True):
         row[: len(item)] = torch.from_numpy(item)
     return padded, lengths

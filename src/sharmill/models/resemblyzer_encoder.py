@@ -74,12 +74,13 @@ class ResemblyzerEncoder:
         """Embed a batch of utterances; see ``SpeakerEncoder.embed``."""
         check_batch(audio, num_samples)
         if not len(audio):
-            return torch.zeros(0, self.embedding_size)
+            return torch.zeros(0, self.embedding_size, device=self.device)
         starts = [partial_starts(n) for n in num_samples.tolist()]
         length = (max(s[-1] for s in starts) + _PARTIAL_FRAMES) * _HOP
-        audio = fit_length(audio, num_samples.to(audio.device), max(length, audio.shape[1]))
+        there = num_samples.to(self.device, non_blocking=True)
+        audio = fit_length(audio.to(self.device, non_blocking=True), there, max(length, audio.shape[1]))
         with torch.inference_mode():
-            partials = self._partials(self._mels(audio.to(self.device)), starts)
+            partials = self._partials(self._mels(audio), starts)
             size = _CPU_PARTIALS if self.device.type == "cpu" else _GPU_PARTIALS
             embedded = torch.cat([self._network(part) for part in partials.split(size)])
             means = [part.mean(dim=0) for part in embedded.split([len(s) for s in starts])]

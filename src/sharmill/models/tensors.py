@@ -39,7 +39,7 @@ def fit_length(audio: Tensor, num_samples: Tensor, length: int) -> Tensor:
     Returns:
         (batch, length) float32, a copy.
     """
-    audio = functional.pad(audio, (0, length - audio.shape[1]))
+    audio = functional.pad(audio, (0, length - audio.shape[1])) if length > audio.shape[1] else audio[:, :length]
     beyond = torch.arange(length, device=audio.device)[None, :] >= num_samples[:, None]
     return audio.masked_fill(beyond, 0.0)
 
@@ -73,11 +73,11 @@ def unit_embeddings(embeddings: Tensor, audio: Tensor) -> Tensor:
         audio: (batch, samples), zero beyond each item's end.
 
     Returns:
-        (batch, embedding_size) float32 on the CPU.
+        (batch, embedding_size) float32, where ``embeddings`` are.
     """
     embeddings = functional.normalize(embeddings.float(), dim=1)
     voiced = (audio != 0).any(dim=1).to(embeddings.device) & embeddings.isfinite().all(dim=1)
-    return torch.where(voiced[:, None], embeddings, 0.0).cpu()
+    return torch.where(voiced[:, None], embeddings, 0.0)
 
 
 def weights_checksum(state: Mapping[str, Tensor]) -> str:

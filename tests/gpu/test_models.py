@@ -37,7 +37,7 @@ def test_embeddings_and_the_contexts_that_they_choose_are_those_of_the_cpu(devic
     found = {}
     for where in ("cpu", device):
         encoder = load_speaker_encoder(models[kind], where)
-        found[where] = encoder.embed(*make_batch(encoder.sampling_rate))
+        found[where] = encoder.embed(*make_batch(encoder.sampling_rate)).cpu()
     lowest = float((found["cpu"] * found[device]).sum(dim=1).min())
     record(lowest_cosine=round(lowest, 7))
     contexts = [select_context(found[where].numpy(), np.array(SECONDS), min_similarity=-1.0, min_duration=0.0)[0]

@@ -75,7 +75,7 @@ class MatchConfig:
     max_duration: float | None = None
     """Longest context, in seconds; ``null`` is no limit."""
     batch_seconds: float = 60.0
-    """Audio in one batch of the encoder, in seconds, padding included. On a CPU no batch has more than 10 s."""
+    """Audio in one batch of the encoder, in seconds, padding included. On a CPU no batch has more than 16 s."""
     precision: Precision = "fp32"
     """Arithmetic of the encoder: ``fp32``; ``tf32``, which GPUs from compute capability 8.0 on have and CPUs have not;
     or ``bf16``, torch's autocast, on these GPUs and on CPUs. Similarities differ a little, and with them some choices.

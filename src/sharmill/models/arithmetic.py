@@ -115,12 +115,12 @@ def name_device(device: str) -> str:
     return f"{device}: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
 
 
-def fit_batch_seconds(batch_seconds: float, device: str) -> float:
-    """Return the padded seconds that a batch on this kind of device may have: on a CPU ``CPU_BATCH_SECONDS`` at most.
+def fit_batch_seconds(batch_seconds: float, device: str, on_cpu: float = CPU_BATCH_SECONDS) -> float:
+    """Return the padded seconds that a batch on this kind of device may have: on a CPU ``on_cpu`` at most.
 
     It depends on the configuration and the kind of device alone, as the output does that comes from these batches.
 
     >>> fit_batch_seconds(600.0, "cuda"), fit_batch_seconds(600.0, "cpu"), fit_batch_seconds(5.0, "cpu")
     (600.0, 10.0, 5.0)
     """
-    return min(batch_seconds, CPU_BATCH_SECONDS) if device == "cpu" else batch_seconds
+    return min(batch_seconds, on_cpu) if device == "cpu" else batch_seconds

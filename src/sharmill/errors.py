@@ -96,7 +96,9 @@ CODES: Final[dict[str, str]] = {
     "step_failed": "a training step failed for another reason than memory, or took too long",
     "too_few_cuts": "no cut is left for a reader, or fewer than what is asked for needs",
     "unknown_codec": "a dataset has no such codec, or several to choose from",
+    "unknown_cut": "a dataset has no such cut",
     "unknown_field": "a dataset has no such field",
+    "unknown_shard": "a dataset has no such shard",
     "unsupported_system": "this machine lacks a command, or its kernel a function, that is needed",
     "wrong_state": "a saved state is incomplete, damaged, or of another dataset, order or loader",
     # Command line
@@ -111,6 +113,7 @@ CODES: Final[dict[str, str]] = {
     "bad_codes": "a codec gave codes of a wrong shape or outside its codebook",
     "bad_model": "a model's file or weights cannot be used, or it is not what its name promises",
     "bad_plugin": "what another package or python:module:Class offers does not keep to the contract",
+    "no_decoder": "a codec cannot turn codes into audio",
     "missing_package": "a package that is needed is not installed",
     "unknown_name": "no implementation has this name",
     "untrusted_model": "a model names code that is not known, or only a dataset names the model; it is not loaded",

@@ -164,7 +164,7 @@ def _validate_stage(config: Config) -> ValidateStage:
             rejects=(str(run_dir.rejects),),
         )
     # The checker loads no model because a dataset names it, but those that the configuration names itself.
-    own = {codec.name: codec.model for codec in config.encode.codecs if codec.model != "builtin"}
+    own = {codec.name: codec.model for codec in config.encode.codecs if codec.model not in ("builtin", "untrained")}
     return ValidateStage(
         Path(config.dataset_dir), run_dir, deep=level.deep, recheck_codes=level.recheck_share,
         codec_models=own | level.codec_models if level.recheck_share else level.codec_models, against=against,

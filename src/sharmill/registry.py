@@ -156,7 +156,8 @@ CODECS: Final = Registry(
     "codec",
     "sharmill.codecs",
     {
-        "builtin": "sharmill.models.families:BUILTIN",
+        "builtin": "sharmill.models.families:UNTRAINED",
+        "untrained": "sharmill.models.families:UNTRAINED",
         "nemo": "sharmill.models.families:NEMO_CODECS",
         "transformers": "sharmill.models.families:TRANSFORMERS_CODECS",
     },

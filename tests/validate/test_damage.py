@@ -47,7 +47,7 @@ CHANGED_BYTES = {"wrong_size", "wrong_checksum"}
 @pytest.fixture(autouse=True)
 def toy_codec(monkeypatch):
     """What made the codes is what is loaded to make them again."""
-    monkeypatch.setattr("sharmill.validate.recheck.load_codec", lambda model, **trust: ToyCodec())
+    monkeypatch.setattr("sharmill.models.recorded.load_codec", lambda model, **trust: ToyCodec())
 
 
 @pytest.fixture

@@ -78,8 +78,8 @@ def encoded(built, tmp_path):
 def toy():
     """The codec that made the codes is what is loaded."""
     with (
-        mock.patch("sharmill.validate.recheck.load_codec", return_value=ToyCodec()) as load,
-        mock.patch("sharmill.validate.recheck.describe_codec"),
+        mock.patch("sharmill.models.recorded.load_codec", return_value=ToyCodec()) as load,
+        mock.patch("sharmill.models.recorded.describe_codec"),
     ):
         yield load
 

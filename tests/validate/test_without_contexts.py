@@ -17,7 +17,7 @@ from sharmill.validate.stage import ValidateStage
 
 @pytest.fixture(autouse=True)
 def toy_codec(monkeypatch):
-    monkeypatch.setattr("sharmill.validate.recheck.load_codec", lambda model, **trust: ToyCodec())
+    monkeypatch.setattr("sharmill.models.recorded.load_codec", lambda model, **trust: ToyCodec())
 
 
 @pytest.fixture

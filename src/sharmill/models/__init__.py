@@ -27,11 +27,12 @@ from sharmill.config import Precision
 from sharmill.errors import ConfigError
 from sharmill.models.arithmetic import make_deterministic, with_precision
 from sharmill.models.families import directory_checksum, file_checksum
-from sharmill.models.protocols import Codec, SpeakerEncoder
+from sharmill.models.protocols import Codec, DecodingCodec, SpeakerEncoder
 from sharmill.registry import CODECS, ENCODERS, Registry
 
 __all__ = [
     "Codec",
+    "DecodingCodec",
     "SpeakerEncoder",
     "describe_codec",
     "describe_speaker_encoder",
@@ -77,8 +78,8 @@ def load_codec(
     """Load a codec.
 
     Args:
-        name: ``builtin``, ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>``, or one
-            of another package.
+        name: ``builtin``, ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>``,
+            ``untrained``, or one of another package.
         device: torch device to run it on.
         allow_targets: what the configuration in a .nemo file may name beside the known classes.
         precision: arithmetic of its function.
@@ -137,7 +138,7 @@ def describe_codec(name: str, allow_targets: Sequence[str] = ()) -> dict[str, st
     """Return what identifies a codec, without loading it.
 
     Returns:
-        ``backend`` and ``name``; for a local file or directory, and for the configuration of the built-in codec, also
+        ``backend`` and ``name``; for a local file or directory, and for the codecs that sharmill brings, also
         ``checksum`` (xxh3 of the bytes; of a directory's files in sorted order).
 
     Raises:

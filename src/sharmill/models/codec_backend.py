@@ -1,6 +1,7 @@
 """The part of a codec that all backends share: padding to whole frames, safe batches, checks of the codes.
 
-A backend sets the attributes of ``Codec`` and implements ``encode_frames`` for a batch of whole frames.
+A backend sets the attributes of ``Codec`` and implements ``encode_frames`` for a batch of whole frames. One that can
+turn codes into audio gives ``decoded_sampling_rate`` too, and implements ``decode_frames``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.protocols import Codec
 from sharmill.models.tensors import check_batch, fit_length
 
+# Decoders that mirror the beginning and the end refuse less; a shorter item goes on with its last frame.
+_MIN_DECODED_FRAMES = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class CodecSpec:
@@ -30,6 +34,7 @@ class CodecSpec:
             frames, because padding changes its codes; 0 if it never does.
         min_frames: the fewest frames that the model can take; a shorter item is filled up with silence to that, and
             the codes of its own frames are kept.
+        decoded_sampling_rate: rate of the audio that the codes are decoded to, in Hz; None if they cannot be.
     """
 
     name: str
@@ -42,10 +47,11 @@ class CodecSpec:
     equal_lengths_only: bool = False
     min_frames_in_batch: int = 0
     min_frames: int = 1
+    decoded_sampling_rate: int | None = None
 
 
 class CodecBackend(ABC):
-    """Base of the codec backends, and of codecs of other packages; implements ``Codec``."""
+    """Base of the codec backends, and of codecs of other packages; implements ``DecodingCodec``."""
 
     def __init__(self, spec: CodecSpec, device: str) -> None:
         self.spec = spec
@@ -56,6 +62,7 @@ class CodecBackend(ABC):
         self.checksum = spec.checksum
         self.trained = spec.trained
         self.equal_lengths_only = spec.equal_lengths_only
+        self.decoded_sampling_rate = spec.decoded_sampling_rate
         self.device = torch.device(device)
 
     @abstractmethod
@@ -83,6 +90,48 @@ class CodecBackend(ABC):
             whole = fit_length(audio[rows], num_samples[rows].to(audio.device), length)
             codes[rows, :, :width] = self._checked(whole, num_frames[rows])[:, :, :width]
         return codes
+
+    def decode_frames(self, codes: Tensor) -> Tensor:
+        """Decode one item; a backend that gives ``decoded_sampling_rate`` implements it.
+
+        Args:
+            codes: (1, num_codebooks, frames) int64 on the model's device.
+
+        Returns:
+            (1, samples) float32, as many samples as the frames last, up to a few at the end.
+        """
+        raise NotImplementedError
+
+    def decode(self, codes: Tensor, num_frames: Tensor) -> Tensor:
+        """Turn codes into audio; see ``DecodingCodec.decode``."""
+        if (rate := self.decoded_sampling_rate) is None:
+            raise ConfigError(f"codec {self.spec.name} cannot turn codes into audio", code="no_decoder")
+        if codes.ndim != 3 or codes.shape[1] != self.num_codebooks or num_frames.shape != codes.shape[:1]:
+            raise ValueError(
+                f"expected codes (batch, {self.num_codebooks}, frames) and num_frames (batch,), got "
+                f"{tuple(codes.shape)} and {tuple(num_frames.shape)}"
+            )
+        lengths = num_frames.tolist()
+        if lengths and not 0 <= min(lengths) <= max(lengths) <= codes.shape[2]:
+            raise ValueError(f"num_frames must be within 0 and {codes.shape[2]}, the length of the padded codes")
+        audio = torch.zeros(len(codes), max(lengths, default=0) * self.samples_per_frame * rate // self.sampling_rate)
+        for row, item, length in zip(audio, codes.long(), lengths, strict=True):
+            if length:
+                num_samples = length * self.samples_per_frame * rate // self.sampling_rate
+                decoded = self._decoded(item[:, :length])[:num_samples]
+                row[: len(decoded)] = decoded
+        return audio
+
+    def _decoded(self, codes: Tensor) -> Tensor:
+        """Return the audio (samples,) of codes (codebooks, frames)."""
+        low, high = int(codes.min()), int(codes.max())
+        if low < 0 or high >= self.codebook_size:
+            raise ValueError(f"there are codes from {low} to {high}, outside the {self.codebook_size} of the codec")
+        missing = _MIN_DECODED_FRAMES - codes.shape[1]
+        if missing > 0:
+            codes = torch.cat([codes, codes[:, -1:].expand(-1, missing)], dim=1)
+        with torch.inference_mode():
+            return self.decode_frames(codes[None].to(self.device))[0].float().cpu()
 
     def _batches(self, num_frames: Tensor) -> Iterator[Tensor]:
         """Yield the row numbers of items that are encoded together, shortest first; leave out those without a frame."""

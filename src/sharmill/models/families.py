@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from sharmill.models.protocols import Codec, SpeakerEncoder
 
-BUILTIN_CONFIG: Final = Path(__file__).parent / "untrained_codec.yaml"
+UNTRAINED_CONFIG: Final = Path(__file__).parent / "untrained_codec.yaml"
 TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
 
 _PATH_STARTS: Final[tuple[str, ...]] = ("/", "./", "../", "~")
@@ -102,14 +102,14 @@ def _load_resemblyzer(target: str, device: str) -> SpeakerEncoder:
     return ResemblyzerEncoder(device)
 
 
-def _describe_builtin(target: str) -> dict[str, str]:
-    _no_target("builtin", target)
+def _describe_untrained(target: str) -> dict[str, str]:
+    _no_target("untrained", target)
     require_package("nemo")
-    return {"checksum": file_checksum(BUILTIN_CONFIG)}
+    return {"checksum": file_checksum(UNTRAINED_CONFIG)}
 
 
-def _load_builtin(target: str, device: str) -> Codec:
-    _no_target("builtin", target)
+def _load_untrained(target: str, device: str) -> Codec:
+    _no_target("untrained", target)
     from sharmill.models.nemo_codec import load_untrained_codec
 
     return load_untrained_codec(device)
@@ -237,7 +237,7 @@ NEMO_ENCODERS: Final = Family(
     require=_require_nemo(_nemo_encoder_class),
     min_similarity=_nemo_min_similarity,
 )
-BUILTIN: Final = Family(load=_load_builtin, describe=_describe_builtin)
+UNTRAINED: Final = Family(load=_load_untrained, describe=_describe_untrained)
 NEMO_CODECS: Final = Family(load=_load_nemo_codec, describe=_describe_nemo, require=_require_nemo(_nemo_codec_class))
 TRANSFORMERS_CODECS: Final = Family(
     load=_load_transformers, describe=_describe_transformers, require=_require_transformers

@@ -69,7 +69,9 @@ def quiet_nemo() -> Iterator[None]:
         telemetry.setLevel(level)
 
 
-def restore_model(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...]) -> ModelT:
+def restore_model(
+    model_class: type[ModelT], name: ModelName, parts: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> ModelT:
     """Load a NeMo model on the CPU, frozen and in evaluation mode.
 
     Args:
@@ -77,6 +79,7 @@ def restore_model(model_class: type[ModelT], name: ModelName, parts: tuple[str, 
         name: a .nemo file or the name of a pretrained model.
         parts: the submodules that are used; all their weights must be in the checkpoint. (NeMo's codec lets weights
             be absent, and would go on with random ones.)
+        optional: names of submodules that are None in the model if weights of theirs are absent.
 
     Raises:
         ConfigError: if the file is no checkpoint of this class or the pretrained model cannot be fetched.
@@ -84,7 +87,7 @@ def restore_model(model_class: type[ModelT], name: ModelName, parts: tuple[str, 
     try:
         # A model draws its first weights before it gets those of the checkpoint.
         with quiet_nemo(), torch.random.fork_rng(devices=[]):
-            model = _restore(model_class, name, parts)
+            model = _restore(model_class, name, parts, optional)
     except torch.OutOfMemoryError:
         raise
     except pickle.UnpicklingError as error:
@@ -108,7 +111,7 @@ def restore_model(model_class: type[ModelT], name: ModelName, parts: tuple[str, 
     return model.eval()
 
 
-def _restore(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...]) -> ModelT:
+def _restore(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...], optional: tuple[str, ...]) -> ModelT:
     from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
     from omegaconf import OmegaConf
 
@@ -130,6 +133,9 @@ def _restore(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...])
                     code="bad_model",
                 )
             super().load_instance_with_state_dict(instance, state_dict, strict)
+            for part in optional:
+                if any(key.startswith(f"{part}.") for key in instance.state_dict().keys() - state_dict.keys()):
+                    setattr(instance, part, None)
 
     options = {"map_location": torch.device("cpu"), "save_restore_connector": StrictConnector()}
     if name.path is not None:

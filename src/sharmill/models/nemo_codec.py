@@ -1,7 +1,7 @@
-"""Codes of NeMo's AudioCodecModel, and the codec that ships with the project: one with seeded, untrained weights.
+"""Codes of NeMo's AudioCodecModel, and the two codecs that ship with the project: a trained one, and one that is not.
 
-The codes of the untrained one have the right shapes, rates and types, depend on the audio and are the same everywhere,
-so that a pipeline can be tried out without any download. They mean nothing: never train on them.
+The codes of the untrained one have the right shapes, rates and types, depend on the audio and are the same everywhere.
+They mean nothing: never train on them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from sharmill.errors import ConfigError, is_device_error
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.families import BUILTIN_CONFIG, first_line
+from sharmill.models.families import UNTRAINED_CONFIG, first_line
 from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
 from sharmill.models.tensors import right_padding_matters, weights_checksum
 
@@ -30,10 +30,10 @@ _TRIED_FRAMES: Final = (1, 2, 4, 8, 16, 32)
 
 
 class _NemoCodec(CodecBackend):
-    """Codec made of an AudioCodecModel, of which only the encoder and the quantizer are used.
+    """Codec made of an AudioCodecModel: its encoder, its quantizer and, where its weights are there, its decoder.
 
-    The model's own ``encode`` pads again what is whole already and may resample; so its two parts are called as they
-    are. Causal encoders do not see the padding of a batch, the others do: this is found out when the model is loaded.
+    The model's own ``encode`` pads again what is whole already and may resample; so its parts are called as they are.
+    Causal encoders do not see the padding of a batch, the others do: this is found out when the model is loaded.
     """
 
     def __init__(self, model: AudioCodecModel, name: str, device: str = "cpu", *, trained: bool = True) -> None:
@@ -45,6 +45,8 @@ class _NemoCodec(CodecBackend):
             )
         self._encoder = model.audio_encoder.eval().to(device)
         self._quantize = model.quantize
+        self._dequantize = model.dequantize
+        self._decoder = None if model.audio_decoder is None else model.audio_decoder.eval().to(device)
         model.vector_quantizer.eval().to(device)
         self.device = torch.device(device)
         frame = int(model.samples_per_frame)
@@ -61,6 +63,7 @@ class _NemoCodec(CodecBackend):
             trained=trained,
             equal_lengths_only=right_padding_matters(self._encoded, short, 3 * short),
             min_frames=min_frames,
+            decoded_sampling_rate=None if self._decoder is None else int(model.output_sample_rate),
         )
         super().__init__(spec, device)
 
@@ -84,6 +87,12 @@ class _NemoCodec(CodecBackend):
         encoded, encoded_len = self._encoder(audio=audio, audio_len=num_frames * self.samples_per_frame)
         return self._quantize(encoded=encoded, encoded_len=encoded_len)
 
+    def decode_frames(self, codes: Tensor) -> Tensor:
+        assert self._decoder is not None
+        num_frames = torch.tensor([codes.shape[2]], device=codes.device)
+        audio, _ = self._decoder(inputs=self._dequantize(tokens=codes, tokens_len=num_frames), input_len=num_frames)
+        return audio
+
     @torch.no_grad()
     def _encoded(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         encoded, _ = self._encoder(audio=audio.to(self.device), audio_len=num_samples.to(self.device))
@@ -99,7 +108,8 @@ def load_nemo_codec(name: ModelName, device: str) -> _NemoCodec:
     """
     with quiet_nemo():
         from nemo.collections.tts.models import AudioCodecModel
-    return _NemoCodec(restore_model(AudioCodecModel, name, _ENCODING_PARTS), name.name, device)
+    model = restore_model(AudioCodecModel, name, _ENCODING_PARTS, optional=("audio_decoder",))
+    return _NemoCodec(model, name.name, device)
 
 
 _logger = logging.getLogger(__name__)
@@ -110,23 +120,24 @@ _GRID: Final = 1 << 11
 
 
 def load_untrained_codec(device: str) -> _NemoCodec:
-    """Build the built-in codec and warns that it is untrained.
+    """Build the untrained codec, and warn that it is one.
 
     Raises:
         ConfigError: if NeMo is not installed.
     """
-    _logger.warning("codec 'builtin' is UNTRAINED: its codes are for trying out the pipeline only, never train on them")
-    return _NemoCodec(build_untrained_model(), "builtin", device, trained=False)
+    _logger.warning("codec 'untrained': its codes are for trying out the pipeline only, never train on them")
+    return _NemoCodec(build_untrained_model(), "untrained", device, trained=False)
 
 
 def build_untrained_model() -> AudioCodecModel:
-    """Return the NeMo model behind the built-in codec, the same in every process; leave the random state alone."""
-    config = OmegaConf.load(BUILTIN_CONFIG)
+    """Return the NeMo model behind the untrained codec, the same in every process; leave the random state alone."""
+    config = OmegaConf.load(UNTRAINED_CONFIG)
     with quiet_nemo(), torch.random.fork_rng(devices=[]):
         from nemo.collections.tts.models import AudioCodecModel
 
         model = AudioCodecModel(cfg=config.model)
     _seed_weights(model.audio_encoder, int(config.seed), float(config.input_gain))
+    model.audio_decoder = None  # its weights are not seeded, and nothing could be heard
     model.freeze()
     return model.eval()
 

@@ -57,7 +57,7 @@ class Codec(Protocol):
         num_codebooks: number of codes per frame.
         codebook_size: every code is in ``range(codebook_size)``.
         checksum: xxh3 (hex) over the parameters and saved buffers, in the order of their names.
-        trained: False for a model whose codes mean nothing (the built-in one).
+        trained: False for a model whose codes mean nothing, as those of ``untrained``.
         equal_lengths_only: True if padding on the right changes an item's codes. The backend then encodes only items
             with the same number of frames together, so that a caller who batches them by it loses no speed.
     """
@@ -86,6 +86,33 @@ class Codec(Protocol):
         Raises:
             ValueError: for shapes that do not fit together.
             FatalError: if the model gives another number of frames or an index outside its codebook.
+        """
+        ...
+
+
+@runtime_checkable
+class DecodingCodec(Codec, Protocol):
+    """A codec that also turns codes into audio.
+
+    Attributes:
+        decoded_sampling_rate: rate of the audio that ``decode`` gives, in Hz; None if this model cannot decode.
+    """
+
+    decoded_sampling_rate: int | None
+
+    def decode(self, codes: Tensor, num_frames: Tensor) -> Tensor:
+        """Turn codes into audio. Each item is decoded alone, so that it does not depend on its batch.
+
+        Args:
+            codes: (batch, num_codebooks, frames) integers; what lies beyond an item's ``num_frames`` is ignored.
+            num_frames: (batch,) int64, the length of each item in frames.
+
+        Returns:
+            (batch, samples) float32 on the CPU, at ``decoded_sampling_rate``; 0 beyond an item's last frame.
+
+        Raises:
+            ValueError: for shapes that do not fit together, or codes outside the codebook.
+            ConfigError: if this model cannot decode.
         """
         ...
 

@@ -43,6 +43,13 @@ class _TransformersCodec(CodecBackend):
         # EnCodec's come in chunks, of which there is one.
         return codes[0] if codes.ndim == 4 else codes
 
+    def decode_frames(self, codes: Tensor) -> Tensor:
+        if self._model.config.model_type == "encodec":
+            audio = self._model.decode(codes[None], [None]).audio_values
+        else:
+            audio = self._model.decode(audio_codes=codes).audio_values
+        return audio.reshape(1, -1)
+
 
 # Each returns the facts for a CodecSpec, and options of the model's ``encode``.
 
@@ -128,6 +135,7 @@ def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
         sampling_rate=int(model.config.sampling_rate),
         codebook_size=int(model.config.codebook_size),
         checksum=weights_checksum(model.state_dict()),
+        decoded_sampling_rate=int(model.config.sampling_rate),
         **facts,
     )
     return _TransformersCodec(model, spec, device, options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,12 +12,12 @@ import xxhash
 from sharmill.audio.files import decode
 from sharmill.audio.resample import resample
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
-from sharmill.models import describe_codec, load_codec
 from sharmill.models.protocols import Codec, pad
+from sharmill.models.recorded import check_recorded_model, load_recorded_codec
 from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
-from sharmill.shar.layout import DATASET_FILE, codec_fields
+from sharmill.shar.layout import codec_fields
 from sharmill.validate.checked_dataset import CheckedDataset, Shard
 from sharmill.validate.findings import Finding
 
@@ -28,8 +27,6 @@ from sharmill.validate.findings import Finding
 MAX_DIFFERENT_CODES: Final = 0.05
 _MAX_DIFFERENT_REDUCED: Final = 0.5
 _HASHES: Final = 1 << 64
-# What dataset.json says of a codec, and a codec of itself.
-_FACTS: Final = ("sampling_rate", "samples_per_frame", "num_codebooks", "codebook_size")
 
 
 @dataclass
@@ -38,7 +35,7 @@ class Rechecker:
 
     Args:
         share: of all segments, targets and contexts alike.
-        models: by codec, what to load: the built-in codec alone is loaded because the dataset names it.
+        models: by codec, what to load; see ``models.recorded``.
         allow_targets: by codec, what the configuration in its .nemo file may name beside the known classes.
     """
 
@@ -58,8 +55,7 @@ class Rechecker:
                 f"--codec-model: {self.subject.directory} has no codec {unknown[0]!r}", code="unknown_codec"
             )
         for codec in self.subject.codecs:
-            with _hint(codec):
-                describe_codec(self._model(codec), self.allow_targets.get(codec.name, ()))
+            check_recorded_model(codec, self.models.get(codec.name), self.allow_targets.get(codec.name, ()))
 
     def load(self) -> None:
         """Load the codecs.
@@ -68,27 +64,13 @@ class Rechecker:
             ConfigError: a model is not the one that the dataset was made with.
         """
         for record in self.subject.codecs:
-            with _hint(record):
-                codec = load_codec(
-                    self._model(record),
-                    allow_targets=self.allow_targets.get(record.name, ()),
-                    # The check computes on a CPU, which has no tf32.
-                    precision="bf16" if record.precision == "bf16" else "fp32",
-                )
-            if codec.checksum != record.checksum:
-                raise ConfigError(
-                    f"{self._model(record)} has the checksum {codec.checksum}, but the codes called {record.name!r} "
-                    f"are of a model with {record.checksum}: name that one with --codec-model {record.name}=MODEL",
-                    code="bad_codec",
-                )
-            for fact in _FACTS:
-                if (made := getattr(codec, fact)) != getattr(record, fact):
-                    raise ConfigError(
-                        f"{self.subject.directory / DATASET_FILE} says {fact} {getattr(record, fact)} of the codec "
-                        f"{record.name!r}, but the model has {made}: {DATASET_FILE} is damaged",
-                        code="bad_codec",
-                    )
-            self._codecs[record.name] = codec
+            allow_targets = self.allow_targets.get(record.name, ())
+            given = self.models.get(record.name)
+            # The check computes on a CPU, which has no tf32.
+            precision = "bf16" if record.precision == "bf16" else "fp32"
+            self._codecs[record.name] = load_recorded_codec(
+                record, given, allow_targets=allow_targets, precision=precision
+            )
 
     def __call__(
         self,
@@ -130,22 +112,3 @@ class Rechecker:
         if made.size and different / made.size > most:
             return f"{different / made.size:.1%} of the codes are others"
         return None
-
-    def _model(self, record: CodecRecord) -> str:
-        model = self.models.get(record.name, record.model)
-        if record.name not in self.models and model != "builtin":
-            raise ConfigError(
-                f"the dataset names the model {model}, which is not loaded because a dataset says so",
-                code="untrusted_model",
-            )
-        return model
-
-
-@contextmanager
-def _hint(codec: CodecRecord) -> Iterator[None]:
-    """Add to an error about a model what to do: a dataset names local models without their folders."""
-    try:
-        yield
-    except ConfigError as error:
-        hint = f"(say where it is with --codec-model {codec.name}=MODEL)"
-        raise ConfigError(f"{error} {hint}", code=error.code) from error

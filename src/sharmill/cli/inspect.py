@@ -1,0 +1,104 @@
+"""``sharmill inspect``: a dataset, a shard or a cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from sharmill.cli.exit_status import OK
+from sharmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console
+
+    from sharmill.inspect.stored import StoredCut
+
+_MAX_TEXT = 60
+
+
+@click.command()
+@click.argument("dataset", type=click.Path(path_type=Path))
+@click.argument("cut_id", required=False)
+@click.option("--shard", "shard_index", type=click.IntRange(min=0), metavar="N", help="Show the table of a shard.")
+@click.option("--export", "folder", type=click.Path(path_type=Path), metavar="FOLDER",
+              help="Write the cut, its audio and its codes to this folder.")  # fmt: skip
+def inspect(dataset: Path, cut_id: str | None, shard_index: int | None, folder: Path | None) -> int:
+    """Look at a dataset, a shard or a cut.
+
+    A cut is shown in full, with the shapes of its fields and a line of waveform; a shard is shown as a table.
+    """
+    from sharmill.cli.console import make_console
+    from sharmill.inspect.export import export_cut
+    from sharmill.inspect.stored import find_cut
+
+    if cut_id is not None and shard_index is not None:
+        raise ConfigError("give the id of a cut or --shard, not both", code="bad_usage")
+    if folder is not None and cut_id is None:
+        raise ConfigError("--export writes a cut: give its id", code="bad_usage")
+    console = make_console()
+    if shard_index is not None:
+        _show_shard(console, dataset, shard_index)
+    elif cut_id is None:
+        _show_dataset(console, dataset)
+    else:
+        stored = find_cut(dataset, cut_id)
+        files = [] if folder is None else export_cut(stored, folder)
+        _show_cut(console, stored, files)
+    return OK
+
+
+def _show_dataset(console: Console, directory: Path) -> None:
+    from sharmill.cli.console import plain
+    from sharmill.inspect.describe import dataset_rows
+    from sharmill.shar.index import read_dataset
+
+    _print_pairs(console, dataset_rows(directory, read_dataset(directory)))
+    console.print(plain(f"sharmill inspect {directory} --shard 0 lists the cuts of a shard", style="dim"))
+
+
+def _show_shard(console: Console, directory: Path, index: int) -> None:
+    from sharmill.cli.console import make_table, plain
+    from sharmill.executors.logs import one_line
+    from sharmill.inspect.describe import shard_files, shard_rows
+    from sharmill.inspect.stored import find_shard, read_shard
+
+    shard = find_shard(directory, index)
+    table = make_table(f"shard {index}: {shard.count} cuts, {shard.target_seconds:.1f} s of target audio")
+    for column in ("cut", "s", "context s", "similarity", "speaker", "text"):
+        table.add_column(column, overflow="fold" if column == "cut" else "ellipsis", no_wrap=column != "cut")
+    for *cells, text in shard_rows(read_shard(directory, shard)):
+        table.add_row(*[plain(one_line(cell)) for cell in (*cells, text[:_MAX_TEXT])])
+    console.print(table)
+    for field, file, size in shard_files(shard):
+        console.print(plain(one_line(f"{field}: {file}, {size}")), soft_wrap=True)
+
+
+def _show_cut(console: Console, stored: StoredCut, files: list[Path]) -> None:
+    from sharmill.cli.console import plain
+    from sharmill.executors.logs import one_line
+    from sharmill.inspect.describe import cut_rows, field_rows
+
+    console.print(plain(f"cut {stored.number} of shard {stored.shard}", style="bold"))
+    _print_pairs(console, cut_rows(stored))
+    for field, shape, picture in field_rows(stored):
+        console.print(plain(one_line(f"{field}: {shape}"), style="bold"), soft_wrap=True)
+        console.print(plain("  " + one_line(picture)), soft_wrap=True)
+    for file in files:
+        console.print(plain(f"wrote {file}"), soft_wrap=True)
+
+
+def _print_pairs(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
+    from sharmill.cli.console import make_table, plain
+    from sharmill.executors.logs import one_line
+
+    table = make_table()
+    table.show_header = False
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in pairs:
+        table.add_row(plain(one_line(name)), plain(one_line(value)))
+    console.print(table)

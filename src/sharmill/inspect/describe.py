@@ -1,0 +1,127 @@
+"""Descriptions of a dataset, of a shard and of a cut as rows of text, for tables; whoever shows them escapes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from sharmill.errors import DamagedShard, RejectRecord
+from sharmill.inspect.stored import StoredCut, is_codes, read_audio, read_codes
+from sharmill.shar.index import DatasetRecord, ShardRecord
+from sharmill.shar.items import Item
+
+_WAVEFORM_CHARACTERS: Final = " ▁▂▃▄▅▆▇█"
+_WAVEFORM_WIDTH: Final = 60
+# What is quieter than this, relative to full scale, is drawn as silence.
+_QUIETEST_DB: Final = -54.0
+_SHOWN_CODES: Final = 8
+
+
+def waveform(samples: np.ndarray, width: int = _WAVEFORM_WIDTH) -> str:
+    """Return a line of blocks as high as the peaks of audio (samples,), in decibels.
+
+    >>> waveform(np.array([0.0, 0.01, 1.0]), width=3)
+    ' ▂█'
+    """
+    if len(samples) == 0:
+        return ""
+    peaks = [np.abs(part).max() for part in np.array_split(samples, min(width, len(samples)))]
+    levels = 1 - 20 * np.log10(np.maximum(peaks, 1e-9)) / _QUIETEST_DB
+    steps = np.ceil(np.clip(levels, 0.0, 1.0) * (len(_WAVEFORM_CHARACTERS) - 1)).astype(int)
+    return "".join(_WAVEFORM_CHARACTERS[step] for step in steps)
+
+
+def dataset_rows(directory: Path, record: DatasetRecord) -> Iterator[tuple[str, str]]:
+    """Yield names and values of what the index says of a dataset."""
+    yield "dataset", f"{record.name}, in {directory}"
+    yield "size", f"{record.num_cuts:,} cuts in {record.num_shards:,} shards"
+    yield "target audio", f"{record.target_seconds / 3600:,.3f} h"
+    if record.has_contexts:
+        yield "context audio", f"{record.context_seconds / 3600:,.3f} h"
+    rate = "the rates of its sources" if record.sampling_rate is None else f"{record.sampling_rate} Hz"
+    yield "audio", f"{record.audio_format}, {rate}"
+    yield "fields", ", ".join(record.fields)
+    for codec in record.codecs:
+        trained = "" if codec.trained else "; untrained: its codes mean nothing"
+        yield (
+            f"codec {codec.name}",
+            f"{codec.model}: {codec.num_codebooks} codebooks of {codec.codebook_size}, "
+            f"{codec.sampling_rate / codec.samples_per_frame:g} frames per second of {codec.sampling_rate} Hz, "
+            f"checksum {codec.checksum}{trained}",
+        )
+    for name, limit in record.limits.items():
+        yield f"limit {name}", str(limit)
+
+
+def shard_rows(cuts: Iterator[dict[str, Any]]) -> Iterator[tuple[str, str, str, str, str, str]]:
+    """Yield id, duration, duration of the context, similarity, speaker and text of the cuts of a shard."""
+    for cut in cuts:
+        supervision = _supervision(cut)
+        custom = _mapping(supervision.get("custom"))
+        yield (
+            str(cut.get("id")), _number(cut.get("duration")), _number(custom.get("context_audio_duration")),
+            _number(custom.get("context_speaker_similarity")), str(supervision.get("speaker") or ""),
+            str(supervision.get("text") or ""),
+        )  # fmt: skip
+
+
+def shard_files(shard: ShardRecord) -> Iterator[tuple[str, str, str]]:
+    """Yield field, file and size of the files of a shard."""
+    for field, file in shard.fields.items():
+        yield field, file.file, f"{file.size:,} bytes"
+
+
+def cut_rows(stored: StoredCut) -> Iterator[tuple[str, str]]:
+    """Yield dotted keys and values of a cut, all of it, in the order in which it is stored."""
+    yield from _walk(stored.cut, "")
+
+
+def field_rows(stored: StoredCut) -> Iterator[tuple[str, str, str]]:
+    """Yield field, shape and a picture of each item of a cut: the waveform of audio, the first codes of codes.
+
+    An item that cannot be decoded is described by what is wrong with it: the others can still be looked at.
+    """
+    for field, item in stored.items.items():
+        if item.data is None:
+            yield field, "nothing" if item.metadata is None else "a value", json.dumps(item.metadata or "")
+            continue
+        try:
+            yield (field, *_describe_item(item))
+        except (DamagedShard, RejectRecord) as error:
+            yield field, f"{item.extension}, {len(item.data):,} bytes", f"cannot be decoded: {error}"
+
+
+def _describe_item(item: Item) -> tuple[str, str]:
+    assert item.data is not None
+    if is_codes(item):
+        codes = read_codes(item)
+        first = ", ".join(map(str, codes[0, :_SHOWN_CODES])) if codes.size else ""
+        return f"{codes.shape} {codes.dtype}, codebooks and frames", f"the first codebook begins {first}"
+    samples, rate = read_audio(item)
+    shape = f"({len(samples)},) at {rate} Hz, {len(samples) / rate:.3f} s of {item.extension}"
+    return shape, waveform(samples)
+
+
+def _walk(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, (dict, list)) and value:
+        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _walk(child, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _supervision(cut: dict[str, Any]) -> dict[str, Any]:
+    supervisions = cut.get("supervisions")
+    return _mapping(supervisions[0]) if isinstance(supervisions, list) and supervisions else {}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, (int, float)) else ""

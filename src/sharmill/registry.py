@@ -156,10 +156,10 @@ CODECS: Final = Registry(
     "codec",
     "sharmill.codecs",
     {
-        "builtin": "sharmill.models.families:UNTRAINED",
-        "untrained": "sharmill.models.families:UNTRAINED",
+        "builtin": "sharmill.models.families:BUILTIN",
         "nemo": "sharmill.models.families:NEMO_CODECS",
         "transformers": "sharmill.models.families:TRANSFORMERS_CODECS",
+        "untrained": "sharmill.models.families:UNTRAINED",
     },
 )
 

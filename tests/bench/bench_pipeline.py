@@ -97,7 +97,7 @@ def main() -> None:
 
         codec = load_codec("builtin")
         seconds = timed(lambda: [codec.encode(*pad([wave])) for wave in waves])
-        print(f"encode  {hours / seconds * 3600:8.0f} h/h   (built-in codec, untrained, one utterance at a time)")
+        print(f"encode  {hours / seconds * 3600:8.0f} h/h   (built-in codec, one utterance at a time)")
 
 
 if __name__ == "__main__":

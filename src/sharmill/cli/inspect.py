@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from sharmill.inspect.stored import StoredCut
 
-_MAX_TEXT = 60
+# Of a table of cuts; see ``shard_rows``.
+_COLUMNS = ("cut", "s", "context s", "similarity", "speaker", "text")
+_MAX_CELL = 80
 
 
 @click.command()
@@ -68,10 +70,14 @@ def _show_shard(console: Console, directory: Path, index: int) -> None:
 
     shard = find_shard(directory, index)
     table = make_table(f"shard {index}: {shard.count} cuts, {shard.target_seconds:.1f} s of target audio")
-    for column in ("cut", "s", "context s", "similarity", "speaker", "text"):
-        table.add_column(column, overflow="fold" if column == "cut" else "ellipsis", no_wrap=column != "cut")
-    for *cells, text in shard_rows(read_shard(directory, shard)):
-        table.add_row(*[plain(one_line(cell)) for cell in (*cells, text[:_MAX_TEXT])])
+    rows = [[one_line(cell) for cell in row] for row in shard_rows(read_shard(directory, shard))]
+    for name, *cells in zip(_COLUMNS, *rows, strict=True):
+        if any(cells):  # datasets without contexts have nothing in some columns
+            # Ids and numbers stay whole, since they are what one looks up; speakers and texts get what is left.
+            table.add_column(name, no_wrap=name not in ("speaker", "text"), overflow="fold")
+    shown = [column for column in range(len(_COLUMNS)) if any(row[column] for row in rows)]
+    for row in rows:
+        table.add_row(*[plain(row[column][:_MAX_CELL]) for column in shown])
     console.print(table)
     for field, file, size in shard_files(shard):
         console.print(plain(one_line(f"{field}: {file}, {size}")), soft_wrap=True)

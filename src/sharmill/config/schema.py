@@ -179,7 +179,8 @@ class CodecConfig:
     """Name of the codes in the dataset: they lie in the folder ``codes_<name>``."""
     model: str
     """Model to load: ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>`` (EnCodec
-    without chunks, DAC, Mimi), or ``builtin``, which is untrained and only for trying the program."""
+    without chunks, DAC, Mimi), ``builtin``, a small one that ships with sharmill, for trying out, or ``untrained``,
+    whose codes mean nothing."""
     allow_targets: list[str] = field(default_factory=list)
     """Classes and functions that the configuration in a .nemo file may name beside those that speech codecs and speaker
     models are made of, for a model whose makers you trust."""

@@ -32,9 +32,7 @@ def make_demo(directory: Path, overrides: Sequence[str], tell: Callable[[str], N
         config = load_config(template, [*paths, *overrides])
     write_atomic(directory / "demo.yaml", to_yaml(config))
     if any(codec.model == "builtin" for codec in config.encode.codecs):
-        tell(
-            "note: the codec 'builtin' is UNTRAINED: its codes show the form of a dataset and are of no use in training"
-        )
+        tell("note: the codec 'builtin' is a small one for trying out: its codes can be heard, but roughly")
     return config
 
 

@@ -25,7 +25,7 @@ def waveform(samples: np.ndarray, width: int = _WAVEFORM_WIDTH) -> str:
     """Return a line of blocks as high as the peaks of audio (samples,), in decibels.
 
     >>> waveform(np.array([0.0, 0.01, 1.0]), width=3)
-    ' ▂█'
+    ' ▃█'
     """
     if len(samples) == 0:
         return ""

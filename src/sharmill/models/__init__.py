@@ -89,7 +89,7 @@ def load_codec(
             line that says what to do.
 
     >>> load_codec("builtin").samples_per_frame
-    1024
+    640
     """
     codec = _implementation(CODECS, name)(CODECS.split(name)[1], device, **_trust(CODECS, name, allow_targets))
     _check_model(CODECS, name, codec, Codec, "encode")

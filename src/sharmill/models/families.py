@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from sharmill.models.protocols import Codec, SpeakerEncoder
 
+BUILTIN_FILE: Final = Path(__file__).parent / "builtin_codec.nemo"
 UNTRAINED_CONFIG: Final = Path(__file__).parent / "untrained_codec.yaml"
 TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
 
@@ -100,6 +101,19 @@ def _load_resemblyzer(target: str, device: str) -> SpeakerEncoder:
     from sharmill.models.resemblyzer_encoder import ResemblyzerEncoder
 
     return ResemblyzerEncoder(device)
+
+
+def _describe_builtin(target: str) -> dict[str, str]:
+    _no_target("builtin", target)
+    require_package("nemo")
+    return {"checksum": file_checksum(BUILTIN_FILE)}
+
+
+def _load_builtin(target: str, device: str) -> Codec:
+    _no_target("builtin", target)
+    from sharmill.models.nemo_codec import load_nemo_codec
+
+    return load_nemo_codec(ModelName(name="builtin", target=str(BUILTIN_FILE), path=BUILTIN_FILE), device)
 
 
 def _describe_untrained(target: str) -> dict[str, str]:
@@ -237,6 +251,7 @@ NEMO_ENCODERS: Final = Family(
     require=_require_nemo(_nemo_encoder_class),
     min_similarity=_nemo_min_similarity,
 )
+BUILTIN: Final = Family(load=_load_builtin, describe=_describe_builtin)
 UNTRAINED: Final = Family(load=_load_untrained, describe=_describe_untrained)
 NEMO_CODECS: Final = Family(load=_load_nemo_codec, describe=_describe_nemo, require=_require_nemo(_nemo_codec_class))
 TRANSFORMERS_CODECS: Final = Family(

@@ -11,6 +11,7 @@ import xxhash
 
 from sharmill.audio.files import decode
 from sharmill.audio.resample import resample
+from sharmill.config import Precision
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.models.protocols import Codec, pad
 from sharmill.models.recorded import check_recorded_model, load_recorded_codec
@@ -67,7 +68,7 @@ class Rechecker:
             allow_targets = self.allow_targets.get(record.name, ())
             given = self.models.get(record.name)
             # The check computes on a CPU, which has no tf32.
-            precision = "bf16" if record.precision == "bf16" else "fp32"
+            precision: Precision = "bf16" if record.precision == "bf16" else "fp32"
             self._codecs[record.name] = load_recorded_codec(
                 record, given, allow_targets=allow_targets, precision=precision
             )

@@ -1,36 +1,124 @@
-"""Rows of the stage match, beside a loop over the encoder and a full sort of all similarities."""
+"""Rows of the stage match: beside its model alone and the published way, and its selection beside a matmul."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import librosa
 import numpy as np
-import soundfile as sf
+import torch
+from support.models import save_titanet
 from support.shar import Project, run
 
+from bench.bench_select import memory_mib, problem
 from bench.rows import Case, row
 from bench.speech import write_corpus
+from sharmill.match.select import select_context
 from sharmill.match.stage import MatchStage
+from sharmill.models import SpeakerEncoder, load_speaker_encoder, make_deterministic
+from sharmill.models.protocols import pad, padded_batches
+from sharmill.prepare.stage import prepared_manifest
+
+# Of 8, 16, 32, 60 and 600 padded seconds the fastest for small encoders on one thread of a CPU.
+BEST_BATCH_SECONDS = 32
+PUBLISHED_BATCH = 16
+RATE = 22050
 
 
-@row("match resemblyzer", baseline="a loop over `embed_utterance`", target="≥ 3")
-def resemblyzer(folder: Path, tiny: bool) -> Case:
-    """Embed and choose contexts; both ways load the model."""
+def corpus(folder: Path, tiny: bool) -> tuple[Project, SpeakerEncoder]:
+    """A prepared corpus at 22.05 kHz, and a small TitaNet; for the tests the encoder that needs no NeMo."""
+    make_deterministic("cpu")
     project = Project(folder)
-    project.records = write_corpus(folder, 8 if tiny else 48)
-    config = project.configure(match={"min_duration": 0.0, "min_similarity": -1.0})
-    project.prepare(config)
+    project.records = write_corpus(folder, 16 if tiny else 240, rate=RATE)
+    project.prepare(project.configure())
+    if tiny:
+        return project, load_speaker_encoder("resemblyzer")
+    return project, load_speaker_encoder(f"nemo:{save_titanet(folder / 'titanet.nemo')}")
 
-    def ours() -> None:
+
+def ours(project: Project, encoder: SpeakerEncoder) -> dict[str, float]:
+    """Run the stage with a recipe's batches of 600 s; the model is loaded already."""
+    config = project.configure(match={"min_similarity": -1.0, "batch_seconds": 600})
+    with mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=encoder):
         assert run(MatchStage(config), restart=True).ok
+    commits = [json.loads(line) for path in project.run_dir.glob("match/**/ledger/*.jsonl") for line in path.open()]
+    embedded, padded = (
+        sum(commit["stats"][key] for commit in commits) for key in ("embedded_seconds", "padded_seconds")
+    )
+    return {"padding": 1 - embedded / padded}
 
-    def theirs() -> None:
-        from resemblyzer import VoiceEncoder
 
-        encoder = VoiceEncoder("cpu", verbose=False)
-        waves = [sf.read(project.root / record["audio_filepath"], dtype="float32")[0] for record in project.records]
-        voices = np.stack([encoder.embed_utterance(wave) for wave in waves])
-        np.argsort(voices @ voices.T, axis=1)
+@row("match/model", baseline="its model alone on the best batches of the same audio", target="<= 1.15", inverse=True)
+def match_beside_model(folder: Path, tiny: bool) -> Case:
+    project, encoder = corpus(folder, tiny)
+    audio = [load(project.root / record["audio_filepath"]) for record in project.records]
+    batches = padded_batches([len(samples) for samples in audio], BEST_BATCH_SECONDS * 16000)
+    padded = [pad([audio[index] for index in batch]) for batch in batches]
 
-    seconds = sum(record["duration"] for record in project.records)
-    return Case(amount=seconds / 3600, unit="hours of audio", ours=ours, baseline=theirs)
+    def alone() -> None:
+        for batch in padded:
+            encoder.embed(*batch)
+
+    hours = sum(record["duration"] for record in project.records) / 3600
+    return Case(amount=hours, unit="hours of audio", ours=lambda: ours(project, encoder), baseline=alone)
+
+
+@row("match/published", baseline="batches of 16 in file order, N x N, each row sorted", target=">= 3")
+def match_beside_published(folder: Path, tiny: bool) -> Case:
+    project, encoder = corpus(folder, tiny)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for line in prepared_manifest(project.configure()).read_text().splitlines():
+        record = json.loads(line)
+        groups.setdefault(record["speaker"], []).append(record)
+
+    def published() -> None:
+        for records in groups.values():
+            choose_by_sorting(embed_in_order(project.root, records, encoder), records)
+
+    hours = sum(record["duration"] for record in project.records) / 3600
+    return Case(amount=hours, unit="hours of audio", ours=lambda: ours(project, encoder), baseline=published)
+
+
+def load(path: Path) -> np.ndarray:
+    return librosa.load(path, sr=16000)[0]
+
+
+def embed_in_order(root: Path, records: list[dict[str, Any]], encoder: SpeakerEncoder) -> torch.Tensor:
+    rows = []
+    for start in range(0, len(records), PUBLISHED_BATCH):
+        batch = records[start : start + PUBLISHED_BATCH]
+        rows.append(encoder.embed(*pad([load(root / record["audio_filepath"]) for record in batch])))
+    return torch.cat(rows)
+
+
+def choose_by_sorting(embeddings: torch.Tensor, records: list[dict[str, Any]]) -> list[int]:
+    similarity = embeddings @ embeddings.T
+    order = similarity.argsort(dim=1, descending=True).tolist()
+    return [
+        next((other for other in row if other != own and records[other]["duration"] >= 3.0), -1)
+        for own, row in enumerate(order)
+    ]
+
+
+@row("select", baseline="`matmul` of the same candidates in float64", target="<= 1.67", inverse=True)
+def select_beside_matmul(folder: Path, tiny: bool) -> Case:
+    data = problem(400 if tiny else 100_000)
+    units = data["embeddings"].astype(np.float64)
+    candidates = np.ascontiguousarray(units[data["durations"] >= 3.0].T)
+    product = np.empty((256, candidates.shape[1]))
+
+    def select() -> dict[str, float]:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = memory_mib("VmRSS")
+        select_context(**data, min_similarity=0.6, min_duration=3.0)
+        return {"additional MiB": memory_mib("VmHWM") - before}
+
+    def matmul() -> None:
+        for start in range(0, len(units), len(product)):
+            rows = units[start : start + len(product)]
+            np.matmul(rows, candidates, out=product[: len(rows)])
+
+    return Case(amount=len(units), unit="utterances", ours=select, baseline=matmul)

@@ -77,6 +77,49 @@ def save_nemo_speaker(path: Path, *, masked: bool = True) -> Path:
     return path
 
 
+def save_titanet(path: Path) -> Path:
+    """A TitaNet of 1.9 M parameters at 16 kHz, with the blocks and the embeddings of the large one."""
+    from nemo.collections.asr.models import EncDecSpeakerLabelModel
+    from omegaconf import OmegaConf
+
+    layer = {"repeat": 3, "stride": [1], "dilation": [1], "dropout": 0.1, "residual": True, "separable": True}
+    layer |= {"se": True, "se_context_size": -1, "filters": 256}
+    once = layer | {"repeat": 1, "residual": False}
+    blocks = [once | {"kernel": [3]}, *(layer | {"kernel": [size]} for size in (7, 11, 15))]
+    config = {
+        "sample_rate": 16000,
+        "preprocessor": {
+            "_target_": f"{ASR}.AudioToMelSpectrogramPreprocessor",
+            "sample_rate": 16000,
+            "normalize": "per_feature",
+            "window_size": 0.025,
+            "window_stride": 0.01,
+            "window": "hann",
+            "features": 80,
+            "n_fft": 512,
+            "dither": 1e-5,
+        },
+        "encoder": {
+            "_target_": f"{ASR}.ConvASREncoder",
+            "feat_in": 80,
+            "activation": "relu",
+            "conv_mask": True,
+            "jasper": [*blocks, once | {"kernel": [1], "filters": 768}],
+        },
+        "decoder": {
+            "_target_": f"{ASR}.SpeakerDecoder",
+            "feat_in": 768,
+            "num_classes": 5,
+            "pool_mode": "attention",
+            "emb_sizes": 192,
+        },
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        EncDecSpeakerLabelModel(cfg=OmegaConf.create(config)).save_to(str(path))
+    return path
+
+
 def nemo_codec_config(*, causal: bool = True, samples_per_frame: int = 32) -> dict[str, Any]:
     """Configuration of an AudioCodecModel at 16 kHz: 3 codebooks of 60, 32 samples per frame.
 

@@ -6,7 +6,6 @@ import io
 import json
 import tarfile
 from itertools import pairwise
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from support.properties import examples
 from support.shar import members_of
 
 from sharmill.errors import DamagedShard
-from sharmill.shar import tar as tar_module
 from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.shar.lhotse_json import recording_json
 from sharmill.shar.tar import TarTable, TarWriter, tar_header
@@ -61,27 +59,6 @@ def test_headers_are_those_of_the_standard_library(name, size):
     expected = tarfile.TarInfo(name)
     expected.size = size
     assert tar_header(name, size) == expected.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
-
-
-@pytest.mark.parametrize("sizes", [[0], [1, 511, 512, 513], [0, 0, 1024], [1 << 20, 7], []])
-def test_plain_archives_have_the_members_that_the_strict_walk_finds(tar, sizes):
-    tar.write_bytes(archive([(f"größe-{number}.json", b"x" * size) for number, size in enumerate(sizes)]))
-    expected, damage = tar_module._Parser(tar, tar.read_bytes()).members()
-    assert damage is None
-    with mock.patch.object(tar_module, "_Parser", side_effect=AssertionError), TarTable(tar) as table:
-        assert (table.names, table.offsets) == (expected.names, expected.offsets)
-        assert [table.place(index) for index in range(len(sizes))] == [
-            (start, end - start) for start, end in zip(expected.starts, expected.ends, strict=True)
-        ]
-
-
-@pytest.mark.parametrize("size", [b"-0000001000", b"+0000001000", b"00_00001000", b"00000000009"])
-def test_sizes_that_are_no_octal_numbers_are_damage(tar, size):
-    data = bytearray(archive([("a.json", bytes(600)), ("b.json", bytes(600))]))
-    data[1536 + 124 : 1536 + 135] = size
-    tar.write_bytes(data)
-    with pytest.raises(DamagedShard):
-        TarTable(tar)
 
 
 def test_python_reads_the_same_members(tar):

@@ -131,8 +131,9 @@ def test_what_cannot_be_exact_is_refused(corpora, settings, message):
         get_dataloader(cfg, 0, 1, dataset=AsIs(), resumable=True)
 
 
+@pytest.mark.slow
 def test_a_state_of_other_data_is_refused(corpora):
-    cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 3} | ORDER
+    cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 3, "shuffle_buffer_size": 20} | ORDER
     _, state = session(cfg, 2, [2, 2], None)
     both = cfg | {"input_cfg": [corpora.entry("large"), corpora.entry("small")]}
     with raises(ConfigError, "wrong_state", "1", "2"):

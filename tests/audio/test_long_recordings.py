@@ -9,7 +9,7 @@ from support.audio import container, speech_like, write
 from sharmill.audio import files, spool
 from sharmill.audio.encoding import encode
 from sharmill.audio.files import Recording
-from sharmill.audio.resample import resample
+from sharmill.audio.resample import resample_for_encoder
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import WriteConfig
@@ -83,7 +83,7 @@ def test_match_opens_a_recording_once_and_reads_in_order(segments, tmp_path, see
         if isinstance(alone, RejectRecord):
             assert (one.reason, one.detail) == (alone.reason, alone.detail)
             continue
-        samples = resample(alone.samples, RATE, 8000)
+        samples = resample_for_encoder(alone.samples, RATE, 8000, "soxr")
         np.testing.assert_array_equal(one.embedding, samples[100:164])
         assert (one.content, one.notes) == (alone.content, alone.notes)
 

@@ -81,18 +81,21 @@ def test_jobs_on_slurm_end_watchers_first_and_the_chain_notes_it(run_dir, tmp_pa
     """With a stand-in for SLURM's commands: the driver job submits ranks while it is being ended."""
     folder = tmp_path_factory.mktemp("bin")
     queue = folder / "queue"
-    rows = ["12_0|RUNNING|None|ada|sharmill:feed:rank", "13|PENDING|Dependency|ada|sharmill:feed:driver"]
-    queue.write_text("\n".join([*rows, "14|PENDING|Dependency|ada|sharmill:feed:watcher"]) + "\n")
+    rows = [
+        "12_0|RUNNING|None|ada|sharmill:feedfeedfeedfeed:rank",
+        "13|PENDING|Dependency|ada|sharmill:feedfeedfeedfeed:driver",
+    ]
+    queue.write_text("\n".join([*rows, "14|PENDING|Dependency|ada|sharmill:feedfeedfeedfeed:watcher"]) + "\n")
     (folder / "squeue").write_text(f"#!/bin/sh\ncat {queue}\n")
     (folder / "scancel").write_text(
         f'#!/bin/sh\necho "$@" >> {folder}/asked\n'
-        f"if grep -q '^13' {queue}; then echo '15_0|PENDING|None|ada|sharmill:feed:rank' > {queue}; "
+        f"if grep -q '^13' {queue}; then echo '15_0|PENDING|None|ada|sharmill:feedfeedfeedfeed:rank' > {queue}; "
         f"else : > {queue}; fi\n"
     )
     for name in ("squeue", "scancel"):
         (folder / name).chmod(0o755)
     paths = RunDir(run_dir)
-    paths.id.write_text("feed")
+    paths.id.write_text("feedfeedfeedfeed")
     paths.chain.write_bytes(json.dumps({"state": "waiting", "message": "m", "command": "sharmill submit c"}).encode())
     done = cancel(run_dir, environment=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"})
     assert (done.returncode, done.stderr) == (0, "")

@@ -252,7 +252,7 @@ def test_a_damaged_block_is_named_and_made_again_once_it_is_removed(speech, enco
 
 def report_of(config, tmp_path, **options):
     stage = ValidateStage(codec_stages(config)[0].dataset.directory, RunDir(tmp_path), **options)
-    with mock.patch("sharmill.validate.recheck.load_codec", return_value=ToyCodec()):
+    with mock.patch("sharmill.validate.recheck.load_recorded_codec", return_value=ToyCodec()):
         assert run(stage).ok
     return stage.report()
 

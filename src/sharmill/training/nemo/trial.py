@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sharmill.errors import ConfigError
+from sharmill.processes import safe_path
 from sharmill.training.nemo.loader import get_dataloader
 from sharmill.training.nemo.loader_settings import Settings, resolve_settings, sections_of
 from sharmill.training.nemo.partition import READER
@@ -97,7 +98,7 @@ def try_ranks(
     context = multiprocessing.get_context("spawn")
     parts = []
     for rank in range(world_size):
-        with ProcessPoolExecutor(1, mp_context=context) as fresh:
+        with safe_path(), ProcessPoolExecutor(1, mp_context=context) as fresh:
             parts.append(
                 fresh.submit(
                     try_rank, settings, rank, world_size, num_batches, tokenizer, resumable=True, state=state

@@ -9,6 +9,7 @@ from unittest import mock
 
 import librosa
 import numpy as np
+import soundfile as sf
 import torch
 from support.models import save_titanet
 from support.shar import Project, run
@@ -122,3 +123,26 @@ def select_beside_matmul(folder: Path, tiny: bool) -> Case:
             np.matmul(rows, candidates, out=product[: len(rows)])
 
     return Case(amount=len(units), unit="utterances", ours=select, baseline=matmul)
+
+
+@row("match resemblyzer", baseline="a loop over `embed_utterance`", target="≥ 3")
+def resemblyzer(folder: Path, tiny: bool) -> Case:
+    """Embed and choose contexts; both ways load the model."""
+    project = Project(folder)
+    project.records = write_corpus(folder, 8 if tiny else 48)
+    config = project.configure(match={"min_duration": 0.0, "min_similarity": -1.0})
+    project.prepare(config)
+
+    def stage() -> None:
+        assert run(MatchStage(config), restart=True).ok
+
+    def theirs() -> None:
+        from resemblyzer import VoiceEncoder
+
+        encoder = VoiceEncoder("cpu", verbose=False)
+        waves = [sf.read(project.root / record["audio_filepath"], dtype="float32")[0] for record in project.records]
+        voices = np.stack([encoder.embed_utterance(wave) for wave in waves])
+        np.argsort(voices @ voices.T, axis=1)
+
+    seconds = sum(record["duration"] for record in project.records)
+    return Case(amount=seconds / 3600, unit="hours of audio", ours=stage, baseline=theirs)

@@ -21,10 +21,10 @@ from sharmill.shar import open_shar
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-# What has a dozen tests of its own, and needs voices that differ, a filter, no companion at all or another source.
+# What has tests of its own, and needs voices that differ, a filter, no companion at all, another source or a device.
 ELSEWHERE = {
     "filtered", "no_similar_context", "no_long_context", "only_copies", "unsupported_cut", "overlapped_speech",
-    "ambiguous_audio", "already_there",
+    "ambiguous_audio", "already_there", "bad_context", "too_long_for_device",
 }  # fmt: skip
 
 
@@ -57,6 +57,9 @@ def test_the_sums_agree(odd: OddRun):
         totals[stage] = json.loads((odd.folder / "run" / stage / "done.json").read_bytes())
     rejects = [json.loads(line) for line in (odd.folder / "run/rejects.jsonl").read_bytes().splitlines()]
     came = sum(bool(line.strip()) if isinstance(line, bytes) else 1 for line in odd.records)
+    # Of segments, not of records.
+    segments = totals.pop("encode/builtin")
+    assert segments["num_in"] == segments["num_out"] <= 2 * totals["write"]["num_out"]
     for stage, numbers in totals.items():
         assert numbers["num_in"] == came
         own = Counter(reject["reason"] for reject in rejects if reject["stage"] == stage)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 from support.manifests import config_for, run_prepare, speaker_tag, write_manifest
 from support.shar import members_of, put, voice
 from support.tars import write_tar
@@ -133,3 +136,44 @@ def test_nemos_own_loader_sees_the_same_utterances(forms, tmp_path):
     assert sorted(item[:2] for item in theirs) == sorted(item[:2] for item in ours)
     for _, text, samples in theirs:
         np.testing.assert_array_equal(samples, order[text])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["nemo_tarred", "lhotse_shar"])
+def test_nemos_data_loader_sees_the_same_utterances(form, forms, tmp_path):
+    """Through ``get_lhotse_dataloader_from_config``, with what NeMo's configurations have."""
+    loading = pytest.importorskip("nemo.collections.common.data.lhotse.dataloader")
+    omegaconf = pytest.importorskip("omegaconf")
+    source = forms["nemo_tarred"]
+    if form == "nemo_tarred":
+        data = {"manifest_filepath": source["manifest"], "tarred_audio_filepaths": source["tars"]}
+    else:
+        recordings = [Recording.from_file(path) for path in sorted(Path(forms["plain"]["audio_root"]).iterdir())]
+        cuts = CutSet.from_cuts(
+            MonoCut(one.id, 0.0, one.duration, 0, recording=one, supervisions=[
+                SupervisionSegment(one.id, one.id, 0.0, one.duration, text=f"text of {one.id}", speaker="spk")])
+            for one in recordings
+        )  # fmt: skip
+        (tmp_path / "shar").mkdir()
+        cuts.to_shar(tmp_path / "shar", {"recording": "wav"}, shard_size=2)
+        source = {"type": "lhotse_shar", "shar": str(tmp_path / "shar")}
+        data = {"shar_path": str(tmp_path / "shar")}
+    settings = {"batch_size": 2, "num_workers": 0, "shuffle": False, "force_finite": True, "seed": 0, "shard_seed": 0}
+    loader = loading.get_lhotse_dataloader_from_config(
+        omegaconf.OmegaConf.create(data | settings | {"sample_rate": 16000}),
+        global_rank=0,
+        world_size=1,
+        dataset=_Said(),
+    )
+    theirs = {said: samples for batch in loader for said, samples in batch}
+    ours = {text: np.frombuffer(samples, np.float32) for _, text, _, samples in utterances(source, tmp_path)}
+    assert theirs.keys() == ours.keys()
+    for text, samples in theirs.items():
+        np.testing.assert_array_equal(samples, ours[text])
+
+
+class _Said(torch.utils.data.Dataset):
+    """The texts and samples of batches of cuts."""
+
+    def __getitem__(self, cuts):
+        return [(cut.supervisions[0].text, cut.load_audio()[0]) for cut in cuts]

@@ -122,7 +122,7 @@ def test_the_stage_match_is_refused(project):
         lambda: make_stages(config, ["prepare", "match"]),
         lambda: run_dataset(config, Listener(), stages=["match"]),
     ):
-        with raises(ConfigError, "unknown_stage", "match is null", "prepare, write, survey, encode, assemble, validate"):
+        with raises(ConfigError, "unknown_stage", "match is null", "prepare, write, survey, encode, assemble"):
             refused()
     assert not project.run_dir.exists()
 

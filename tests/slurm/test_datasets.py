@@ -162,7 +162,8 @@ def test_an_error_of_one_dataset_does_not_keep_the_others_back(tmp_path, make_co
 
 def test_sbatch_files_process_several_datasets_as_one_array(tmp_path, make_two_configs, local_outcomes):
     """All at once: each task waits for the same dataset's task of the stage before it."""
-    configs = make_two_configs(tmp_path)
+    # Both with contexts, since every stage is one array of both.
+    configs = [make_two_configs(tmp_path / name)[0] for name in ("one", "two")]
     options = ["--parsable", "--array=0-1", "--partition=cpu", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=2G"]
     after: list[str] = []
     for stage, kind in (("prepare", "cpu"), ("match", "gpu"), ("write", "cpu"), ("encode", "gpu"), ("validate", "cpu")):
@@ -176,7 +177,7 @@ def test_sbatch_files_process_several_datasets_as_one_array(tmp_path, make_two_c
     wait_until(lambda: not slurm("squeue", "--noheader", "--format=%i", f"--jobs={submitted.stdout.strip()}"), 200)
     for number in range(2):
         assert "validation: no findings" in (tmp_path / f"validate-{number}.log").read_text()
-    assert [outcome(config.parent) for config in configs] == local_outcomes
+    assert [outcome(config.parent) for config in configs] == [local_outcomes[0]] * 2
 
 
 def test_an_sbatch_task_goes_on_after_its_time_limit_signal(tmp_path, make_config):

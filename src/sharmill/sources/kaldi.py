@@ -189,7 +189,8 @@ def _times(words: list[bytes]) -> dict[str, Any]:
 
 
 def _first_word(line: bytes) -> bytes:
-    return _without_bom(line).split(None, 1)[0]
+    # A line of nothing but the mark has no word.
+    return next(iter(_without_bom(line).split(None, 1)), b"")
 
 
 def _without_bom(line: bytes) -> bytes:

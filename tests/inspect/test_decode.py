@@ -9,7 +9,7 @@ from support.errors import raises
 from support.shar import ToyCodec, copy, voice
 
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.inspect.export import choose_codec, decode_cut
+from sharmill.inspect.export import choose_codec, decode_stored_codes
 from sharmill.inspect.stored import find_cut
 from sharmill.models.recorded import recorded_model
 from sharmill.shar.arrays import array_to_bytes
@@ -82,7 +82,7 @@ def test_codes_outside_the_codebook_are_damage(looked_at, toy, tmp_path):
             writer.add(item)
     record = choose_codec(read_dataset(dataset), None)
     with raises(DamagedShard, "damaged_shard", CUT):
-        decode_cut(find_cut(dataset, CUT), record)
+        decode_stored_codes(find_cut(dataset, CUT), record)
 
 
 def test_a_dataset_without_codes_has_nothing_to_decode(looked_at):

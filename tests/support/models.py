@@ -37,17 +37,7 @@ def save_nemo_speaker(path: Path, *, masked: bool = True) -> Path:
     layer = {"repeat": 1, "stride": [1], "dilation": [1], "dropout": 0.1, "residual": False, "separable": True}
     config = {
         "sample_rate": 16000,
-        "preprocessor": {
-            "_target_": f"{ASR}.AudioToMelSpectrogramPreprocessor",
-            "sample_rate": 16000,
-            "normalize": "per_feature",
-            "window_size": 0.025,
-            "window_stride": 0.01,
-            "window": "hann",
-            "features": 20,
-            "n_fft": 512,
-            "dither": 1e-5,
-        },
+        "preprocessor": _mel_preprocessor(20),
         "encoder": {
             "_target_": f"{ASR}.ConvASREncoder",
             "feat_in": 20,
@@ -88,17 +78,7 @@ def save_titanet(path: Path) -> Path:
     blocks = [once | {"kernel": [3]}, *(layer | {"kernel": [size]} for size in (7, 11, 15))]
     config = {
         "sample_rate": 16000,
-        "preprocessor": {
-            "_target_": f"{ASR}.AudioToMelSpectrogramPreprocessor",
-            "sample_rate": 16000,
-            "normalize": "per_feature",
-            "window_size": 0.025,
-            "window_stride": 0.01,
-            "window": "hann",
-            "features": 80,
-            "n_fft": 512,
-            "dither": 1e-5,
-        },
+        "preprocessor": _mel_preprocessor(80),
         "encoder": {
             "_target_": f"{ASR}.ConvASREncoder",
             "feat_in": 80,
@@ -243,3 +223,17 @@ def _save(model_class: type[Any], config: Any, path: Path) -> Path:
                 tensor.mul_(2.0)
     model.save_pretrained(path)
     return path
+
+
+def _mel_preprocessor(features: int) -> dict[str, Any]:
+    return {
+        "_target_": f"{ASR}.AudioToMelSpectrogramPreprocessor",
+        "sample_rate": 16000,
+        "normalize": "per_feature",
+        "window_size": 0.025,
+        "window_stride": 0.01,
+        "window": "hann",
+        "features": features,
+        "n_fft": 512,
+        "dither": 1e-5,
+    }

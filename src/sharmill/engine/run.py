@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -80,10 +80,11 @@ def run_stage(
     require_writable(stage.run_dir.path)
     units = read_or_make_plan(stage, restart=restart)
     _remove_leftovers(stage)
-    commits, missing = _outstanding(stage, units, check=units)
+    done = read_ledger(stage.dir, units)
+    commits, missing = _outstanding(stage, units, done, check=units)
     if not commits:
-        _refuse_vanished(stage, units)
-    if lost := read_ledger(stage.dir, units).keys() - commits.keys():
+        _refuse_vanished(stage, done.values())
+    if lost := done.keys() - commits.keys():
         # A second commit that may differ, as on another GPU, must not stand beside the first.
         revoke(stage, lost)
     if missing or not stage.is_finalized():
@@ -106,7 +107,7 @@ def run_stage(
         outcome = executor.run(stage, missing, rejects, listener)
         if isinstance(outcome, Submitted):
             return _end(stage, StageResult(submitted=outcome), listener)
-        commits, missing = _outstanding(stage, units, check=missing)
+        commits, missing = _outstanding(stage, units, read_ledger(stage.dir, units), check=missing)
         if missing:
             return _end(stage, _note_failures(stage, missing, outcome), listener)
         given_up = outcome.given_up
@@ -137,18 +138,19 @@ def _remove_leftovers(stage: Stage) -> None:
         remove_asides(folder)
 
 
-def _outstanding(stage: Stage, units: Sequence[Unit], *, check: Sequence[Unit]) -> tuple[dict[int, Commit], list[Unit]]:
+def _outstanding(
+    stage: Stage, units: Sequence[Unit], done: Mapping[int, Commit], *, check: Sequence[Unit]
+) -> tuple[dict[int, Commit], list[Unit]]:
     """Return the commits whose files are in place, and the units without one; only files of ``check`` are looked at."""
-    commits = read_ledger(stage.dir, units)
+    commits = dict(done)
     for unit in check:
         if unit.index in commits and not outputs_in_place(commits[unit.index], stage):
             del commits[unit.index]
     return commits, [unit for unit in units if unit.index not in commits]
 
 
-def _refuse_vanished(stage: Stage, units: Sequence[Unit]) -> None:
+def _refuse_vanished(stage: Stage, done: Collection[Commit]) -> None:
     """Raise ConfigError where nothing is left of all that was done: it was moved rather than lost."""
-    done = read_ledger(stage.dir, units).values()
     files = [stage.root / file.name for commit in done for file in commit.files]
     if stage.shares_root and files and not any(path.exists() for path in files):
         raise ConfigError(

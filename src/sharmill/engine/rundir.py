@@ -163,7 +163,7 @@ class RunDir:
 
     @property
     def certificate(self) -> Path:
-        """How far the models' results depend on batches, devices and precisions."""
+        """Written by ``sharmill certify``: the share of results that depend on batches, devices and precisions."""
         return self.path / "certificate.json"
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from sharmill.errors import DamagedShard, RejectRecord
-from sharmill.inspect.stored import StoredCut, is_codes, read_audio, read_codes
+from sharmill.inspect.stored import StoredCut, is_codes, read_codes, read_stored_audio
 from sharmill.shar.index import DatasetRecord, ShardRecord
 from sharmill.shar.items import Item
 
@@ -101,7 +101,7 @@ def _describe_item(item: Item) -> tuple[str, str]:
         codes = read_codes(item)
         first = ", ".join(map(str, codes[0, :_SHOWN_CODES])) if codes.size else ""
         return f"{codes.shape} {codes.dtype}, codebooks and frames", f"the first codebook begins {first}"
-    samples, rate = read_audio(item)
+    samples, rate = read_stored_audio(item)
     shape = f"({len(samples)},) at {rate} Hz, {len(samples) / rate:.3f} s of {item.extension}"
     return shape, waveform(samples)
 

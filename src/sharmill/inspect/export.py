@@ -60,7 +60,7 @@ def choose_codec(record: DatasetRecord, name: str | None) -> CodecRecord:
     return next(codec for codec in record.codecs if codec.name == name)
 
 
-def decode_cut(
+def decode_stored_codes(
     stored: StoredCut, codec: CodecRecord, *, context: bool = False, model: str | None = None,
     allow_targets: Sequence[str] = (),
 ) -> tuple[np.ndarray, int]:  # fmt: skip
@@ -99,7 +99,7 @@ def decode_cut(
     return audio.numpy(), rate
 
 
-def write_audio(path: Path, samples: np.ndarray, sampling_rate: int) -> None:
+def export_audio(path: Path, samples: np.ndarray, sampling_rate: int) -> None:
     """Write audio in the format that the suffix of ``path`` names.
 
     Raises:

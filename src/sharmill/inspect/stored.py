@@ -130,7 +130,7 @@ def read_codes(item: Item) -> np.ndarray:
     return codes
 
 
-def read_audio(item: Item) -> tuple[np.ndarray, int]:
+def read_stored_audio(item: Item) -> tuple[np.ndarray, int]:
     """Return the samples (samples,) of an item of audio, and their rate.
 
     Raises:

@@ -26,7 +26,7 @@ _REPEATS: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a model takes on a device.
+    """The speed and the memory of a model on a device.
 
     Args:
         bytes_per_second: memory per second of audio in a batch, padding included.
@@ -60,8 +60,7 @@ def measure_model(model: Codec | SpeakerEncoder, device: str, memory: int) -> Me
         device: ``cpu`` or ``cuda``, which the model is on.
         memory: bytes of the device that may be used.
     """
-    work = model.encode if hasattr(model, "encode") else model.embed
-    run = _runner(work, model.sampling_rate, device)
+    run = _runner(model, device)
     bytes_per_second = estimate_bytes_per_second(run, device)
     sizes = _CPU_SIZES if device == "cpu" else _GPU_SIZES
     fitting = [size for size in sizes if size * bytes_per_second <= _USABLE_SHARE * memory]
@@ -78,8 +77,7 @@ def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: floa
         return
     import torch
 
-    work = model.encode if hasattr(model, "encode") else model.embed
-    bytes_per_second = estimate_bytes_per_second(_runner(work, model.sampling_rate, device), device)
+    bytes_per_second = estimate_bytes_per_second(_runner(model, device), device)
     memory = torch.cuda.get_device_properties(device).total_memory
     needed = bytes_per_second * batch_seconds
     if needed > memory:
@@ -90,12 +88,15 @@ def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: floa
         )
 
 
-def _runner(work: Callable[..., object], sampling_rate: int, device: str) -> Callable[[float], None]:
+def _runner(model: Codec | SpeakerEncoder, device: str) -> Callable[[float], None]:
+    """Return the work of one batch of noise of so many seconds."""
     import torch
+
+    work: Callable[..., object] = model.encode if hasattr(model, "encode") else model.embed
 
     def run(seconds: float) -> None:
         rows = max(1, round(seconds / _ROW_SECONDS))
-        samples = round(seconds / rows * sampling_rate)
+        samples = round(seconds / rows * model.sampling_rate)
         audio = 0.1 * torch.randn(rows, samples, generator=torch.Generator().manual_seed(0))
         work(audio, torch.full((rows,), samples, dtype=torch.int64))
         if device != "cpu":

@@ -73,7 +73,7 @@ class Outcome(Protocol):
 
     @property
     def appended(self) -> str:
-        """What was appended to another dataset, "" where nothing was."""
+        """A sentence about the append to another dataset, "" where nothing was appended."""
 
 
 class ChainedDataset(Protocol):

@@ -39,7 +39,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class TrialPart:
-    """What one rank got: batches of examples, and the state of its loader after them."""
+    """The batches of examples that one rank got, and the state of its loader after them."""
 
     batches: list[list[Seen]] = field(default_factory=list)
     state: Mapping[str, Any] | None = None
@@ -82,7 +82,7 @@ def try_rank(
     state: Mapping[str, Any] | None = None,
 ) -> TrialPart:
     """Return the batches that a rank gets first, or after a state."""
-    lengths = Lengths(any(section.get("use_multimodal_sampling") for section in sections_of(settings)))
+    lengths = SeenExamples(any(section.get("use_multimodal_sampling") for section in sections_of(settings)))
     loader = get_dataloader(
         settings, rank, world_size, None if tokenizer is None else PlainTokenizer(tokenizer),
         dataset=lengths, resumable=resumable, state=state,
@@ -112,7 +112,7 @@ def places(parts: Sequence[TrialPart]) -> list[Place]:
     return [seen.place for part in parts for batch in part.batches for seen in batch if seen.place is not None]
 
 
-class Lengths(torch.utils.data.Dataset):
+class SeenExamples(torch.utils.data.Dataset):
     """Batches of ``Seen``: no audio is loaded."""
 
     def __init__(self, in_tokens: bool) -> None:

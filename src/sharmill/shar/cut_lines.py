@@ -20,8 +20,8 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 # What the cuts of one shard may unfold to. Without a limit a megabyte of gzip could be a gigabyte of lines.
 _MAX_CUTS_BYTES = 1 << 28
-# Of gzip: a thousandfold of it may come out at once.
-_PART_BYTES = 1 << 16
+# Read from gzip, and unfolded, at once.
+_PART_BYTES = 1 << 18
 
 
 class _Identified(msgspec.Struct):
@@ -125,17 +125,16 @@ def _unfold(path: Path, data: bytes) -> tuple[bytes, DamagedShard | None]:
     if not data:
         # gzip takes no bytes at all for an empty file.
         return b"", DamagedShard(f"{path}: the file has no bytes")
-    parts: list[bytes] = []
-    left = _MAX_CUTS_BYTES
+    unfolded = bytearray()
     try:
         for part in _decompress(path, data):
-            parts.append(part[:left])
-            left -= len(part)
-            if left < 0:
-                raise DamagedShard(f"{path}: the cuts of a shard are not more than {_MAX_CUTS_BYTES >> 20} MiB")
+            unfolded += part
+            if len(unfolded) > _MAX_CUTS_BYTES:
+                # No line of such a file is wanted, and splitting them would take as much memory again.
+                return b"", DamagedShard(f"{path}: the cuts of a shard are not more than {_MAX_CUTS_BYTES >> 20} MiB")
     except DamagedShard as error:
-        return b"".join(parts), error
-    return b"".join(parts), None
+        return bytes(unfolded), error
+    return bytes(unfolded), None
 
 
 def _decompress(path: Path, data: bytes) -> Iterator[bytes]:
@@ -150,10 +149,11 @@ def _decompress(path: Path, data: bytes) -> Iterator[bytes]:
         while position < len(data) and not member.eof:
             part = data[position : position + _PART_BYTES]
             try:
-                yield member.decompress(part)
+                unfolded = member.decompress(part, _PART_BYTES)
             except zlib.error as error:
                 raise DamagedShard(f"{path}: {error}") from error
-            position += len(part) - len(member.unused_data)
+            position += len(part) - len(member.unused_data) - len(member.unconsumed_tail)
+            yield unfolded
         if not member.eof:
             raise DamagedShard(f"{path}: the file ends within its compressed data; it is cut off")
         # gzip files may be filled up with zeros.

@@ -1,14 +1,14 @@
-"""Registries of implementations: the sources, speaker encoders and codecs that a configuration can name.
+"""Registries of implementations: the sources, speaker encoders and codecs that a configuration can name, and exports.
 
 A name in a configuration is one of three kinds:
 
 - one of sharmill's own, listed in ``SOURCES``, ``ENCODERS`` and ``CODECS`` below;
 - an entry point that an installed package declares in the group of the registry, ``sharmill.sources``,
-  ``sharmill.encoders`` or ``sharmill.codecs``; it does not replace a name of sharmill's own;
+  ``sharmill.encoders``, ``sharmill.codecs`` or ``sharmill.exports``; it does not replace a name of sharmill's own;
 - ``python:package.module:Class``, anything that can be imported.
 
 An implementation is imported when it is asked for, and no sooner. The contracts that implementations meet are in
-``sharmill.sources`` and ``sharmill.models``.
+``sharmill.sources``, ``sharmill.models`` and ``sharmill.export.run``.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ CODECS: Final = Registry(
         "untrained": "sharmill.models.families:UNTRAINED",
     },
 )
+EXPORTS: Final = Registry("form of export", "sharmill.exports", {"nemo_codes": "sharmill.export.nemo_codes:NemoCodes"})
 
 
 def require_package(package: str, *, extra: str | None = None) -> None:

@@ -26,7 +26,7 @@ COMMANDS: Final = {
     "Make": ("demo", "run", "manifest", "submit"),
     "Watch": ("plan", "status", "cancel"),
     "Look": ("inspect", "decode", "validate", "certify"),
-    "Change": ("append", "merge", "split", "index", "sidecars"),
+    "Change": ("append", "merge", "split", "index", "sidecars", "export"),
     "Train": ("bins", "tune-batch", "doctor", "verify-resume"),
 }
 

@@ -1,0 +1,1 @@
+"""Exports: a finished dataset as other files, for trainers that do not read Shar. The forms are in the registry."""

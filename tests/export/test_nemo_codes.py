@@ -1,0 +1,137 @@
+"""``sharmill export --to nemo_codes``: what lies in the folder, that it goes on where it stopped, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support.errors import raises
+from support.shar import Project, copy, snapshot, voice
+
+from sharmill.cli.main import cli
+from sharmill.errors import ConfigError, DamagedShard, FatalError
+from sharmill.export import run
+from sharmill.export.run import export_dataset
+from sharmill.shar import open_shar
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """Seven utterances in three shards, with the codes of the codec toy."""
+    project = Project(tmp_path_factory.mktemp("export"))
+    for number in range(7):
+        keys = {"language": "xx", "ipa": "a" * number, "text": f"number {number}\u2028\r"}
+        project.add(f"{number}.flac", voice(0.5 + 0.1 * number, seed=number), **keys)
+    config = project.write(write={"shard_size": 3, "order": "manifest"}, match={"min_duration": 0.0})
+    project.encode(config)
+    return project
+
+
+@pytest.fixture(scope="module")
+def exported(project):
+    return export_dataset(project.dataset, "nemo_codes", project.folder / "out")
+
+
+def read_manifest(path):
+    """As NeMo does: lines of the file in text mode."""
+    with path.open(encoding="utf-8") as stream:
+        return [json.loads(line) for line in stream.readlines()]
+
+
+def test_codes_and_texts_of_every_cut(project, exported):
+    cuts = list(open_shar(project.dataset, ["target_codes", "context_codes"]))
+    lines = read_manifest(exported.manifest)
+    assert [line["id"] for line in lines] == [cut.id for cut in cuts]
+    assert (exported.num_cuts, exported.seconds) == (7, pytest.approx(sum(cut.duration for cut in cuts)))
+    for line, cut in zip(lines, cuts, strict=True):
+        target = torch.load(line["target_audio_codes_path"])
+        context = torch.load(line["context_audio_codes_path"])
+        assert target.dtype == context.dtype == torch.int32
+        assert torch.equal(target, torch.from_numpy(cut.load_target_codes()).int())
+        assert torch.equal(context, torch.from_numpy(cut.load_context_codes()).int())
+        (supervision,) = cut.supervisions
+        assert (line["text"], line["speaker"]) == (supervision.text, supervision.speaker)
+        assert (line["language"], line["ipa"]) == (supervision.language, supervision.custom["ipa"])
+        assert line["duration"] == cut.duration
+        assert "context_audio_filepath" not in line
+        assert line["context_audio_text"] == supervision.custom["context_audio_text"]
+
+
+def test_the_command_says_how_much_it_wrote(project, tmp_path):
+    result = CliRunner().invoke(cli, ["export", str(project.dataset), str(tmp_path / "o"), "--to", "nemo_codes"])
+    assert result.exit_code == 0, result.output
+    assert "7 cuts" in result.output
+
+
+def test_it_goes_on_where_it_was_interrupted(project, exported, monkeypatch):
+    out = exported.manifest.parent
+    before = snapshot(out)
+    shutil.rmtree(out)
+    publish, published = run.publish_directory, []
+
+    def end_at_the_second(aside, final):
+        if published:
+            raise KeyboardInterrupt
+        published.append(final)
+        publish(aside, final)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(run, "publish_directory", end_at_the_second)
+        export_dataset(project.dataset, "nemo_codes", out)
+    assert not exported.manifest.exists()
+    first = next((out / "shards" / "000000").glob("*.pt")).stat().st_mtime_ns
+    assert export_dataset(project.dataset, "nemo_codes", out) == exported
+    assert next((out / "shards" / "000000").glob("*.pt")).stat().st_mtime_ns == first
+    assert snapshot(out) == before
+
+
+def test_a_shard_that_lost_lines_is_an_error(project, exported, tmp_path):
+    out = tmp_path / "out"
+    export_dataset(project.dataset, "nemo_codes", out)
+    lines = out / "shards" / "000001" / "lines.jsonl"
+    lines.write_bytes(b"".join(lines.read_bytes().splitlines(keepends=True)[:-1]))
+    with raises(FatalError, "accounts", "000001", "2 cuts of 3"):
+        export_dataset(project.dataset, "nemo_codes", out)
+
+
+def test_foreign_folders_are_refused(project, exported, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with raises(ConfigError, "foreign_output", "something else"):
+        export_dataset(project.dataset, "nemo_codes", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    with raises(ConfigError, "bad_usage", "notes.txt"):
+        export_dataset(project.dataset, "nemo_codes", tmp_path / "notes.txt")
+    with raises(ConfigError, "bad_usage", "in the dataset itself"):
+        export_dataset(project.dataset, "nemo_codes", project.dataset / "export")
+    # The paths in its manifest are absolute.
+    moved = copy(exported.manifest.parent, tmp_path / "moved")
+    with raises(ConfigError, "foreign_output", "another dataset"):
+        export_dataset(project.dataset, "nemo_codes", moved)
+
+
+def test_unknown_names_and_damage(project, tmp_path):
+    with raises(ConfigError, "unknown_name", "nemo_codec", "nemo_codes"):
+        export_dataset(project.dataset, "nemo_codec", tmp_path / "o")
+    with raises(ConfigError, "unknown_codec", "mimi"):
+        export_dataset(project.dataset, "nemo_codes", tmp_path / "o", codec="mimi")
+    with raises(ConfigError, "no_dataset"):
+        export_dataset(tmp_path, "nemo_codes", tmp_path / "o")
+    damaged = copy(project.dataset, tmp_path / "damaged")
+    tar = damaged / "codes_toy" / "target_codes" / "codes.000001.tar"
+    tar.write_bytes(tar.read_bytes()[:700])
+    with raises(DamagedShard, "damaged_shard", "codes.000001.tar"):
+        export_dataset(damaged, "nemo_codes", tmp_path / "o")
+    assert [path.name for path in (tmp_path / "o" / "shards").iterdir()] == ["000000"]
+
+
+def test_datasets_without_contexts(tmp_path):
+    project = Project(tmp_path)
+    project.add("a.flac", voice(0.5))
+    project.add("b.flac", voice(0.6, seed=1), text="")
+    config = project.write(match=None, prepare={"min_duration": 0.0, "require_text": False})
+    project.encode(config)
+    exported = export_dataset(project.dataset, "nemo_codes", tmp_path / "out")
+    assert all("context_audio_codes_path" not in line for line in read_manifest(exported.manifest))

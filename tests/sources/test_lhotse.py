@@ -171,8 +171,6 @@ def test_a_supervision_beyond_its_cut(end, cuts):
         (cut(recording=None), "missing_field", "no recording"),
         (cut(recording=recording(sources=[{"type": "command", "channels": [0], "source": "touch x"}])), "outside_root",
          "command"),
-        (cut(recording=recording(sources=[{"type": "url", "channels": [0], "source": "https://host/a"}])),
-         "outside_root", "URL"),
         (cut(recording=recording(sources=[{"type": "shar", "channels": [0], "source": ""}])), "unsupported_cut",
          "of a Shar"),
         (cut(recording=recording(sources=[{"type": "memory", "channels": [0], "source": "AAAA"}])),

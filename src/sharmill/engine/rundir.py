@@ -185,5 +185,10 @@ class RunDir:
     def manifests(self) -> Path:
         return self.path / "manifests"
 
+    @property
+    def copies(self) -> Path:
+        """The folder of audio that was fetched from URLs."""
+        return self.path / "copies"
+
     def stage(self, name: str) -> StageDir:
         return StageDir(self.path / name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +10,8 @@ import numpy as np
 
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config
+from sharmill.engine.identity import identify_folder
+from sharmill.engine.rundir import RunDir
 from sharmill.errors import DamagedShard
 from sharmill.manifest import AudioNotes, Member, Utterance, write_lines
 from sharmill.match.groups import ManifestIndex
@@ -28,7 +29,12 @@ def segment_roots(config: Config) -> AudioRoots:
     roots: list[str | list[str] | None] = [source.audio_root for source in config.sources]
     if config.match is not None and config.match.contexts_from_dataset:
         roots.append(config.append_to)
-    return AudioRoots.of(roots)
+    return AudioRoots.of(roots, RunDir(Path(config.run_dir)).copies)
+
+
+def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, str]]:
+    """Return what identifies audio roots in the identity of a plan: folders, however they are spelt, and URLs."""
+    return [{"url": root.url} if root.url else identify_folder(root.path, run_dir) for root in roots.roots]
 
 
 def write_candidates(path: Path, dataset: Path, root: int) -> int:
@@ -90,8 +96,8 @@ def origin_of(utterance: Utterance, roots: AudioRoots) -> str:
     if utterance.member is None and roots.roots[utterance.root] is not dataset:
         return roots.real_name(utterance.segment)
     # What lies in a container, or was stored in the dataset, is known by its name.
-    places = (os.path.realpath(root.path / utterance.audio_filepath) for root in sources)
-    return next((place for place in places if os.path.exists(place)), utterance.audio_filepath)  # noqa: PTH110
+    name = utterance.audio_filepath
+    return next((root.name_of(name) for root in sources if root.has(name)), name)
 
 
 def leave_out_strangers(index: ManifestIndex, num_records: int) -> ManifestIndex:

@@ -16,7 +16,7 @@ import numpy as np
 
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config, MatchConfig
-from sharmill.engine.identity import identify_folder, versions
+from sharmill.engine.identity import versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import map_stored_array
@@ -33,6 +33,7 @@ from sharmill.manifest import (
 )
 from sharmill.match.candidates import (
     CANDIDATES_NAME,
+    identify_roots,
     leave_out_strangers,
     mix_groups,
     segment_roots,
@@ -91,7 +92,7 @@ class MatchStage(Stage):
             "match": match,
             "speaker_key": self.config.speaker_key,
             "encoder": describe_speaker_encoder(self.match.encoder, self.match.allow_targets),
-            "audio_roots": [identify_folder(root.path, self.run_dir.path) for root in segment_roots(self.config).roots],
+            "audio_roots": identify_roots(segment_roots(self.config), self.run_dir.path),
             "input": records_checksum(prepared),
             "versions": versions("torch", "torchaudio", "soxr", "numpy"),
         }

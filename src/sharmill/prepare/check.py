@@ -91,7 +91,7 @@ class RecordCheck:
         no_duration = record.get("duration") is None
         if not no_duration:
             self._check_duration(duration)
-        file = self.roots.roots[root].path / (path if member is None else member.container)
+        file = self.roots.obtain(root, path if member is None else member.container)
         info = probe(file) if member is None else probe_bytes(read_member(file, member), path)
         channel = self._channel(record, source, info)
         if no_duration:

@@ -6,12 +6,14 @@ import dataclasses
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
+from sharmill.audio.fetch import FETCHES_AT_ONCE
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config
 from sharmill.engine.identity import identify_folder, versions
@@ -21,7 +23,9 @@ from sharmill.engine.stored import load_stored_array, read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Reject, Utterance, write_lines
+from sharmill.match.candidates import identify_roots
 from sharmill.match.speaker_key import make_speaker_key, whole_corpus
+from sharmill.prefetch import prefetch
 from sharmill.prepare.check import RecordCheck, parse_record
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.ids import (
@@ -35,7 +39,7 @@ from sharmill.prepare.ids import (
 )
 from sharmill.prepare.known import KnownRecords
 from sharmill.prepare.stats import HoursTable
-from sharmill.sources import Located, Source, Unreadable, record_text
+from sharmill.sources import Located, RawRecord, Source, Unreadable, record_text
 from sharmill.storage import Staging, open_atomic, open_stored, remove_tree, write_atomic
 
 
@@ -65,8 +69,7 @@ class PrepareStage(Stage):
         }
 
     def _identify(self, source: Source) -> dict[str, Any]:
-        roots = AudioRoots.of([source.audio_root]).roots
-        folders = [identify_folder(root.path, self.run_dir.path) for root in roots]
+        folders = identify_roots(AudioRoots.of([source.audio_root]), self.run_dir.path)
         return source.settings() | {"audio_root": folders[0] if len(folders) == 1 else folders}
 
     def plan(self, folder: Path) -> Iterator[Unit]:
@@ -109,7 +112,7 @@ class PrepareStage(Stage):
             remove_tree(path)
 
     def _make_check(self) -> RecordCheck:
-        roots = AudioRoots.of(source.audio_root for source in self._sources)
+        roots = AudioRoots.of((source.audio_root for source in self._sources), self.run_dir.copies)
         roots.check()
         return RecordCheck(
             config=self.config.prepare,
@@ -182,20 +185,13 @@ class PrepareProcessor(Processor):
         kept: list[Utterance] = []
         rejects: list[Reject] = []
         hours = HoursTable()
-        for line in self._sources[number].read(unit.params["piece"]):
-            text = record_text(line)
-            record: Any = text.decode("utf-8", "replace")
-            try:
-                if isinstance(line, Unreadable):
-                    raise RejectRecord(line.reason, line.detail)
-                record = parse_record(text)
-                utterance = self._check(record, number, line.member if isinstance(line, Located) else None)
-            except RejectRecord as reject:
-                rejects.append(Reject(PrepareStage.kind, reject.reason, reject.detail, record, number))
+        for record, found in self._outcomes(number, self._sources[number].read(unit.params["piece"])):
+            if isinstance(found, RejectRecord):
+                rejects.append(Reject(PrepareStage.kind, found.reason, found.detail, record, number))
                 hours.count_rejected(record)
             else:
-                kept.append(utterance)
-                hours.count_kept(utterance, self._check.speakers[number].origin(record))
+                kept.append(found)
+                hours.count_kept(found, self._check.speakers[number].origin(record))
             advance(1.0)
         part = f"parts/{unit.index:06d}"
         write_lines(staging.path(f"{part}.jsonl"), (utterance.to_json() for utterance in kept))
@@ -208,6 +204,23 @@ class PrepareProcessor(Processor):
             rejects=rejects,
             stats={"seconds": sum(utterance.duration for utterance in kept)},
         )
+
+    def _outcomes(self, source: int, lines: Iterator[RawRecord]) -> Iterator[tuple[Any, Utterance | RejectRecord]]:
+        """Yield each record with what the checks make of it; where audio is fetched, of several at once."""
+        if self._check.roots.fetches(source):
+            return prefetch(partial(self._outcome, source), lines, threads=FETCHES_AT_ONCE, ahead=4 * FETCHES_AT_ONCE)
+        return map(partial(self._outcome, source), lines)
+
+    def _outcome(self, source: int, line: RawRecord) -> tuple[Any, Utterance | RejectRecord]:
+        text = record_text(line)
+        record: Any = text.decode("utf-8", "replace")
+        try:
+            if isinstance(line, Unreadable):
+                raise RejectRecord(line.reason, line.detail)
+            record = parse_record(text)
+            return record, self._check(record, source, line.member if isinstance(line, Located) else None)
+        except RejectRecord as reject:
+            return record, reject
 
 
 def _duplicate(utterance: Utterance) -> Reject:

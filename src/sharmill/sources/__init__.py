@@ -40,6 +40,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from sharmill.audio.fetch import check_url_root, is_url
 from sharmill.errors import ConfigError
 from sharmill.manifest import Channel, Member
 from sharmill.registry import nearest
@@ -139,7 +140,7 @@ class Source(ABC):
 
     def paths(self) -> dict[str, str]:
         """Return the keys that are paths, and the paths."""
-        return name_paths("audio_root", self.audio_root)
+        return {name: path for name, path in name_paths("audio_root", self.audio_root).items() if not is_url(path)}
 
     def settings(self) -> dict[str, Any]:
         """Return the keys other than ``audio_root``, for the plan's identity; of files their names only."""
@@ -169,7 +170,8 @@ class SpeechSource(Source):
     """Kind of the source: ``nemo``, one that another package declares, or ``python:package.module:Class``."""
     audio_root: str | list[str] | None
     """Folder that ``audio_filepath`` is relative to, or a list of them. Audio outside is rejected. ``null`` takes
-    absolute paths anywhere on this machine, so a manifest can then name any audio file."""
+    absolute paths anywhere on this machine, so a manifest can then name any audio file. A URL, ``https://host/speech``,
+    has the audio below it fetched into the run directory."""
     speaker: str | None = None
     """Template that makes the name of the speaker of keys and of parts of the path, such as ``{spk}``, ``{path[0]}``,
     ``{utt:prefix}`` (up to the first ``-`` or ``_``). ``null`` takes the record's ``speaker``: a tag, or a name."""
@@ -185,6 +187,10 @@ class SpeechSource(Source):
         roots = self.audio_root if isinstance(self.audio_root, list) else [self.audio_root]
         if not roots or any(root is not None and not root.strip() for root in roots):
             raise ValueError("audio_root must not be empty; audio_root: null takes absolute paths anywhere")
+        for url in (root for root in roots if root is not None and is_url(root)):
+            check_url_root(url)
+            if self.lists_root:
+                raise ValueError(f"audio_root of {self.type} is a folder to look into, and cannot be a URL")
         for key in ("language", "dataset"):
             value = getattr(self, key)
             if value is not None and (not value or value.split() != [value]):
@@ -192,6 +198,11 @@ class SpeechSource(Source):
         if isinstance(self.channel, int) and self.channel < 0:
             raise ValueError("channel must be a number from 0, or downmix")
         self.template()
+
+    @property
+    def lists_root(self) -> bool:
+        """True where the source itself looks into ``audio_root``, which has to be a folder then."""
+        return False
 
     def template(self) -> Template | None:
         """Return the template of ``speaker``; raise ValueError where it is none."""

@@ -88,6 +88,11 @@ class AnnotatedSource(SpeechSource):
         check_encoding(self.encoding)
         self._audio  # noqa: B018 (raises where it is no template)
 
+    @property
+    def lists_root(self) -> bool:
+        """True where annotations, or the names of the audio, are looked for there."""
+        return self.annotation_root is None or self.audio is None
+
     @cached_property
     def _audio(self) -> Template | None:
         template = None if self.audio is None else Template.parse(self.audio)

@@ -45,6 +45,11 @@ class FolderSource(SpeechSource):
             raise ValueError("audio_suffixes must not be empty")
         check_encoding(self.encoding)
 
+    @property
+    def lists_root(self) -> bool:
+        """True: all that it reads lies there."""
+        return True
+
     def check(self) -> None:
         """Raise ConfigError where the folder of texts is not there, or there is no audio."""
         if self.text_root is not None and not self._texts.is_dir():

@@ -20,10 +20,6 @@ _DIGITS: Final = 8
 _NOT_APPLIED: Final = (
     "which sharmill does not apply: store the changed audio (lhotse: CutSet.save_audios), and name the new cuts"
 )
-_REFUSED: Final = {
-    "command": "is the output of a command, which is never run",
-    "url": "is at a URL, which is not read: copy the audio below audio_root, and name its file",
-}
 _NOT_HERE: Final = {"shar": "is in the tars of a Shar, and these are its cuts only", "memory": "is in memory only"}
 _RECORDING_KEYS: Final = frozenset({"id", "sources", "sampling_rate"})
 _OF_THE_AUDIO: Final = frozenset({"audio_filepath", "offset", "duration", "channel"})
@@ -266,11 +262,11 @@ def _part(recording: LhotseRecording, channels: list[int], channel: Channel) -> 
 
 
 def _path(part: AudioPart) -> str:
-    if part.type in _REFUSED:
-        raise RejectRecord("outside_root", f"the audio {_REFUSED[part.type]}")
+    if part.type == "command":
+        raise RejectRecord("outside_root", "the audio is the output of a command, which is never run")
     if part.type in _NOT_HERE:
         raise RejectRecord("unsupported_cut", f"the audio {_NOT_HERE[part.type]}")
-    if part.type != "file":
+    if part.type not in ("file", "url"):
         raise RejectRecord("malformed", f"the audio is of the type {part.type[:40]!r}, which is unknown")
     if not isinstance(part.source, str):
         raise RejectRecord("malformed", "the source of the audio is no path")

@@ -57,6 +57,11 @@ class LhotseSharSource(ContainerSource):
         super().__post_init__()
 
     @property
+    def lists_root(self) -> bool:
+        """True: all that it reads lies there."""
+        return True
+
+    @property
     def folder(self) -> Path:
         """The folder of the Shar."""
         return Path(os.path.expanduser(self.shar))  # noqa: PTH111

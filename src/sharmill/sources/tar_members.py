@@ -261,6 +261,11 @@ class TarSource(ContainerSource):
                     f"{self.files_key} {pattern!r} is a command or an address; copy the files, and name them"
                 )
 
+    @property
+    def lists_root(self) -> bool:
+        """True: the archives lie there."""
+        return True
+
     def check(self) -> None:
         """Raise ConfigError where a file cannot be an archive, or lies outside the audio root."""
         for file in self.files:

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, ClassVar, Final, Literal
 
 import msgspec
 
+from sharmill.audio.fetch import is_url
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import iterate_lines
@@ -22,7 +23,6 @@ from sharmill.sources.tar_samples import Archive, SampleReader, TarSample, read_
 _AUDIO_SUFFIXES: Final = ("flac", "mp3", "m4a", "ogg", "opus", "wav", "wma")
 # As WeNet has it: the key goes up to the last dot.
 _NAME: Final = re.compile(r"((?:.*/)?[^./][^/]*)\.([^./]+)")
-_ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 # By these names records of ``raw`` have what manifests have by others.
 _RENAMED: Final = ("wav", "txt", "start", "end")
@@ -56,6 +56,11 @@ class WenetSource(FileSource):
             raise ValueError(f"key_pattern {self.key_pattern!r} is no regular expression: {error}") from error
         if not named:
             raise ValueError(f"key_pattern {self.key_pattern!r} has no named group, such as (?P<speaker>S[0-9]+)")
+
+    @property
+    def lists_root(self) -> bool:
+        """True of archives, whose headers are walked."""
+        return self.data_type == "shard"
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be such a list, or an archive is compressed."""
@@ -126,13 +131,11 @@ class WenetSource(FileSource):
         text = line.decode("utf-8", "replace")
         try:
             record = _decoder.decode(line)
-            key, wav, start, end = (_value(record, name) for name in ("key", "wav", "start", "end"))
+            key, start, end = (_value(record, name) for name in ("key", "start", "end"))
         except msgspec.ValidationError:
             return Unreadable("malformed", "the line is not a JSON object", text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return Unreadable("malformed", f"the line is not JSON: {error}", text)
-        if isinstance(wav, str) and _ADDRESS.match(wav):
-            return Unreadable("outside_root", "wav is an address; copy the audio below the audio root", text)
         made: dict[str, Any] = {name: value for name, value in record.items() if name not in _RENAMED}
         made |= self._of_key(key)
         made |= {new: record[old] for old, new in (("wav", "audio_filepath"), ("txt", "text")) if old in record}
@@ -162,7 +165,7 @@ def _archive(line: bytes, roots: AudioRoots) -> Archive:
     """Return the archive that a line of a list names."""
     text = line.decode("utf-8", "replace")
     try:
-        if _ADDRESS.match(text):
+        if is_url(text):
             raise RejectRecord("outside_root", f"{text[:200]!r} is an address; copy the archive below the audio root")
         number, container = roots.place(0, text)
         return Archive(roots.roots[number].path / container, container, text)

@@ -14,7 +14,7 @@ import numpy as np
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
 from sharmill.engine.fence import require_own_output
-from sharmill.engine.identity import identify_folder, versions
+from sharmill.engine.identity import versions
 from sharmill.engine.ledger import committed_files
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir, StageDir
@@ -23,7 +23,7 @@ from sharmill.engine.stored import map_stored_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
-from sharmill.match.candidates import segment_roots
+from sharmill.match.candidates import identify_roots, segment_roots
 from sharmill.match.choose import min_similarity
 from sharmill.match.stage import matched_manifest
 from sharmill.prepare.stage import prepared_manifest
@@ -72,7 +72,7 @@ class WriteStage(Stage):
         return {
             "write": {name: value for name, value in write.items() if name not in absent},
             "name": self.config.name,
-            "audio_roots": [identify_folder(root.path, self.run_dir.path) for root in segment_roots(self.config).roots],
+            "audio_roots": identify_roots(segment_roots(self.config), self.run_dir.path),
             "limits": self._limits(),
             "input": records_checksum(manifest),
             "versions": versions("soundfile", "av", "torchaudio"),

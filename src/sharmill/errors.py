@@ -235,8 +235,34 @@ def _rebuild_device_error(message: str, place: str, code: str) -> DeviceError:
 
 # Sentences of CUDA, its driver and its libraries; since torch 2.8 in an AcceleratorError, before in a RuntimeError.
 _OF_DEVICE: Final = re.compile(r"(CUDA|HIP)( driver)? error|cuDNN error|cuFFT error|CU(DNN|BLAS|SOLVER|SPARSE)_STATUS_")
-# What they say where memory is short, after which the device works on.
-_OF_MEMORY: Final = re.compile(r"out of memory|_ALLOC(ATION)?_FAILED|[Uu]nable to find an engine|CUFFT_INTERNAL_ERROR")
+# What says that memory is short. After it a device works on, so that none of these is an error of a device; those of
+# the second part never come from one.
+_OF_MEMORY: Final = (
+    # CUDA, HIP, its driver, Triton, NCCL: all in their own sentence.
+    "out of memory",
+    # cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE.
+    "_ALLOC_FAILED",
+    "_ALLOCATION_FAILED",
+    # cuDNN finds no algorithm whose workspace fits, and cuFFT no place for its own.
+    "nable to find an engine",
+    "nable to find a valid cuDNN algorithm",
+    "CUFFT_INTERNAL_ERROR",
+    # The CPU: torch, C++ on its way down, the system's loader and kernel.
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "std::bad_alloc",
+    "failed to map segment from shared object",
+    "Cannot allocate memory",
+    # oneDNN says no more when it gets no memory for its code or its workspace.
+    "could not create a primitive",
+    "could not create a memory",
+    "could not execute a primitive",
+)
+
+
+def mentions_memory(text: str) -> bool:
+    """Return True if a message, or the last output of a process, says that memory was lacking."""
+    return any(message in text for message in _OF_MEMORY)
 
 
 def is_device_error(error: BaseException) -> bool:
@@ -254,7 +280,7 @@ def is_device_error(error: BaseException) -> bool:
         # torch is not imported for this: without it there is no such error.
         of_torch = any(kind.__name__ == "AcceleratorError" for kind in type(own).__mro__)
         said = isinstance(own, RuntimeError) and _OF_DEVICE.search(str(own)) is not None
-        if (of_torch or said) and _OF_MEMORY.search(str(own)) is None:
+        if (of_torch or said) and not mentions_memory(str(own)):
             return True
         own = own.__cause__ or (None if own.__suppress_context__ else own.__context__)
     return False

@@ -33,6 +33,7 @@ def test_of_a_device(message):
         RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
         RuntimeError("GET was unable to find an engine to execute this computation"),
         RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR"),
+        RuntimeError("cuDNN error: Unable to find a valid cuDNN algorithm to run convolution"),
         RuntimeError("Padding size should be less than the corresponding input dimension"),
         ValueError("CUDA error of the text of a record"),
     ],

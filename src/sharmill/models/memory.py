@@ -5,39 +5,19 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
-from sharmill.errors import FatalError, RejectRecord, UnitFailed
+from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed, mentions_memory
 
 # Units that fail alike, before one is done, until a rank takes it for the configuration's fault.
 _UNITS_ALIKE: Final = 2
-
-# What torch and the libraries below it say in a plain RuntimeError, and C++ on its way down.
-_MESSAGES = (
-    # CUDA, HIP, its driver, Triton, NCCL: all in their own sentence.
-    "out of memory",
-    # cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE.
-    "_ALLOC_FAILED",
-    "_ALLOCATION_FAILED",
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "std::bad_alloc",
-    "failed to map segment from shared object",
-    "Cannot allocate memory",
-    # cuDNN finds no algorithm whose workspace fits, and cuFFT no place for its own.
-    "unable to find an engine",
-    "Unable to find a valid cuDNN algorithm",
-    "CUFFT_INTERNAL_ERROR",
-    # oneDNN says no more when it gets no memory for its code or its workspace.
-    "could not create a primitive",
-    "could not create a memory",
-    "could not execute a primitive",
-)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -54,11 +34,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, (RuntimeError, ImportError)) and mentions_memory(str(error)):
         return True
     return is_out_of_memory(error.__cause__)
-
-
-def mentions_memory(text: str) -> bool:
-    """Return True if a message, or the last output of a process, says that memory was lacking."""
-    return any(message in text for message in _MESSAGES)
 
 
 class MemoryGuard:
@@ -133,28 +108,44 @@ def _first_line(error: BaseException) -> str:
 
 
 def measure_peak(work: Callable[[], object], device: str) -> int:
-    """Return the most bytes that torch had allocated beyond what it had before, while ``work`` ran.
+    """Return the most bytes that this process held beyond what it held before, while ``work`` ran.
 
-    On a CPU that counts the tensors, not what the system keeps of them, which is more.
+    On a GPU it is what torch had allocated. On a CPU it is resident memory: tensors, what the libraries below torch take
+    beside them, and what the system's allocator keeps of both.
+
+    Raises:
+        ConfigError: the system does not tell the peak of a process.
     """
+    if device == "cpu":
+        return _measure_resident_peak(work)
     import torch
 
-    if device != "cpu":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        work()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True) as profile:
-        work()
-    used = peak = 0
-    # What is freed outside of operators has events of its own; all other changes are those of operators.
-    for event in sorted(profile.events() or (), key=lambda event: event.time_range.end):
-        used += event.self_cpu_memory_usage
-        peak = max(peak, used)
-    return peak
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _measure_resident_peak(work: Callable[[], object]) -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # pages that are free already would be used first, and not be counted
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    except OSError as error:
+        raise ConfigError(
+            f"the memory of models cannot be measured on this machine: /proc/self/clear_refs: {error.strerror}",
+            code="unsupported_system",
+        ) from error
+    before = _resident("VmRSS")
+    work()
+    return max(0, _resident("VmHWM") - before)
+
+
+def _resident(key: str) -> int:
+    """Return the bytes that the status of this process has behind a key."""
+    return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) << 10
 
 
 def estimate_bytes_per_second(run: Callable[[float], object], device: str) -> float:
@@ -163,6 +154,10 @@ def estimate_bytes_per_second(run: Callable[[float], object], device: str) -> fl
     Args:
         run: runs the model on so many seconds of audio.
     """
-    short, long = 2.0, 6.0
+    short, long = 2.0, 10.0
     run(short)  # what is made once is no part of it
-    return max(0.0, measure_peak(lambda: run(long), device) - measure_peak(lambda: run(short), device)) / (long - short)
+    most = measure_peak(lambda: run(long), device)
+    if device == "cpu":
+        # Pages come and stay in large pieces, so that a difference of two peaks may be anything. It is a batch's size.
+        return most / long
+    return max(0.0, most - measure_peak(lambda: run(short), device)) / (long - short)

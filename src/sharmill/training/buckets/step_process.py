@@ -22,8 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sharmill.errors import ConfigError, FatalError, SharmillError
-from sharmill.models.memory import is_out_of_memory, mentions_memory
+from sharmill.errors import ConfigError, FatalError, SharmillError, mentions_memory
+from sharmill.models.memory import is_out_of_memory
 from sharmill.processes import ChildEnded, ChildProcess
 from sharmill.training.tokenizers import load_callable
 

@@ -113,6 +113,20 @@ def parse_speaker_tag(tag: str) -> SpeakerTag:
     return SpeakerTag(parts["Language"], parts["Dataset"], parts["Speaker"], further)
 
 
+def tagged_speaker(tag: str) -> str:
+    """Return the speaker of a tag that sharmill has written, without parsing the rest; others are parsed.
+
+    Raises:
+        RejectRecord: as ``parse_speaker_tag``.
+
+    >>> tagged_speaker("| Language:en Dataset:d Speaker:anna |")
+    'anna'
+    """
+    _, _, rest = tag.partition(" Speaker:")
+    speaker, end, _ = rest.partition(" ")
+    return speaker if speaker and end else parse_speaker_tag(tag).speaker
+
+
 @dataclass(frozen=True, slots=True)
 class AudioNotes:
     """Notes about the audio of a segment, by which a later stage sees that the file has been replaced since.

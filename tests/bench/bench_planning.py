@@ -18,9 +18,10 @@ import numpy as np
 from sharmill.encode.segments import PLACE, seconds_of
 from sharmill.encode.survey import merge_tables
 from sharmill.engine.balance import divide_evenly
+from sharmill.engine.spill import SpilledRows
 from sharmill.match.groups import divide, index_manifest
 from sharmill.match.speaker_key import make_speaker_key
-from sharmill.prepare.ids import HASH_FIELDS, ambiguous_cuts, ambiguous_recordings, find_suspects, repeated_segments
+from sharmill.prepare.ids import HASH_FIELDS, find_suspects
 from sharmill.sources.nemo import NemoSource
 from sharmill.write.order import index_matched, order_lines
 
@@ -48,19 +49,21 @@ def settle_ids(path: Path) -> int:
     """What ``prepare`` holds while it looks for duplicates; one record in a hundred is one."""
     with path.open("rb") as stream:
         num_records = sum(1 for _ in stream)
-    hashes = np.empty(num_records, dtype=HASH_FIELDS)
     rng = np.random.default_rng(1)
-    for name in HASH_FIELDS.names or ():
-        hashes[name] = rng.integers(0, 2**63, num_records, dtype=np.uint64)
-    hashes[::100] = hashes[0]
-    ambiguous_recordings(hashes)
-    ambiguous_cuts(hashes)
-    return int(find_suspects(hashes).sum() + repeated_segments(hashes).sum())
+    with SpilledRows(path.parent, HASH_FIELDS) as hashes:
+        for begin in range(0, num_records, 2000):
+            part = np.empty(min(2000, num_records - begin), dtype=HASH_FIELDS)
+            for name in HASH_FIELDS.names or ():
+                part[name] = rng.integers(0, 2**63, len(part), dtype=np.uint64) * 2
+            part[::100] = np.zeros(1, HASH_FIELDS)
+            hashes.append(part)
+        suspects = find_suspects(hashes)
+    return int(suspects.records.sum() + suspects.repeated.sum())
 
 
 def plan_match(path: Path) -> int:
     index = index_manifest(path, make_speaker_key("speaker"))
-    order = np.argsort(index.groups, kind="stable")
+    order = np.argsort(index.groups, kind="stable").astype(np.uint32)
     return sum(1 for _ in divide(index, order, unit_seconds=3600.0, max_group=None))
 
 

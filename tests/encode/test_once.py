@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from itertools import pairwise
+from pathlib import Path
+from tempfile import gettempdir
 from unittest import mock
 
 import numpy as np
@@ -19,12 +20,14 @@ from support.shar import ToyCodec, codec_stages, copy, loading, put, run, run_co
 
 from sharmill.config import EncodeConfig
 from sharmill.encode import segments
-from sharmill.encode.segments import PLACE, SegmentNumbers, find_owners
+from sharmill.encode.segments import PLACE, SegmentNumbers
+from sharmill.engine import spill
 from sharmill.engine.ledger import read_ledger, revoke
 from sharmill.engine.listener import Listener
 from sharmill.engine.plan import load_plan
 from sharmill.engine.run import run_stage
 from sharmill.engine.rundir import RunDir
+from sharmill.engine.spill import HASH, SpilledRows
 from sharmill.errors import ConfigError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.pipeline import make_stages, run_dataset
@@ -316,11 +319,14 @@ def test_owners_are_first_places_and_numbers_those_of_their_segments(keys, at_on
     table["hash"], table["num_samples"], table["sampling_rate"] = hashes, [key % 4 for key in keys], 1
     bounds = np.clip(np.cumsum([0, *counts, len(keys)]), 0, len(keys))
     with (
-        mock.patch.object(segments, "_SORTED_AT_ONCE", at_once),
-        mock.patch.object(segments, "_READ_AT_ONCE", at_once),
+        mock.patch.object(spill, "_SORTED_AT_ONCE", at_once),
+        mock.patch.object(spill, "_READ_AT_ONCE", at_once),
+        mock.patch.object(segments, "_AT_ONCE", at_once),
         mock.patch.object(segments, "_WINDOW", window),
+        SpilledRows(Path(gettempdir()), HASH) as spilled,
     ):
-        owners = find_owners(io.BytesIO(hashes.tobytes()), len(keys))
+        spilled.append(hashes)
+        owners = spilled.first_equal()
         assert owners.tolist() == [keys.index(key) for key in keys]
         numbers = SegmentNumbers(owners)
         tables = [(shard, 0, table[start:stop]) for shard, (start, stop) in enumerate(pairwise(bounds))]

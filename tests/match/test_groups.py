@@ -23,11 +23,8 @@ def key_of_speaker(audio_filepath, speaker):
 
 def make_index(groups, seconds):
     """The index of lines with these group names and durations, as ``index_manifest`` would number them."""
-    numbers = {}
-    numbered = [numbers.setdefault(group, len(numbers)) for group in groups]
-    return ManifestIndex(
-        np.arange(len(groups), dtype=np.int64), np.array(seconds, np.float32), np.array(numbered, dtype=np.int64)
-    )
+    first = [groups.index(group) for group in groups]
+    return ManifestIndex(np.arange(len(groups)), np.array(seconds, np.float32), np.array(first, np.uint32))
 
 
 def spans_of(index, unit_seconds, max_group):
@@ -54,8 +51,8 @@ def prepared(tmp_path):
 UTTERANCES = [("x/1", "b", 1.5), ("y/2", "b", 2.0), ("x/3", "a", 2.5), ("z/4", "b", 3.0), ("y/5", "a", 3.5)]
 
 
-@pytest.mark.parametrize(("group_key", "groups"), [(key_of_folder, [0, 1, 0, 2, 1]), (key_of_speaker, [0, 0, 1, 0, 1])])
-def test_groups_are_numbered_as_they_first_appear(group_key, groups, prepared):
+@pytest.mark.parametrize(("group_key", "groups"), [(key_of_folder, [0, 1, 0, 3, 1]), (key_of_speaker, [0, 0, 2, 0, 2])])
+def test_groups_are_numbered_by_their_first_line(group_key, groups, prepared):
     assert index_manifest(prepared(UTTERANCES), group_key).groups.tolist() == groups
 
 
@@ -78,7 +75,7 @@ def test_index_of_an_empty_manifest(prepared):
 
 
 @given(groups=st.lists(st.text("abc", max_size=2), max_size=40))
-def test_numbers_equal_those_of_a_dictionary(groups, tmp_path_factory):
+def test_groups_are_those_of_their_keys(groups, tmp_path_factory):
     path = tmp_path_factory.mktemp("groups") / "m.json"
     tag = "| Language:en Dataset:Tests Speaker:x |"
     write_lines(path, (Utterance(f"{group}/1", 0.0, 1.0, "", tag).to_json() for group in groups))

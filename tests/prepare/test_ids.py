@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
+from tempfile import gettempdir
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,17 +14,11 @@ from hypothesis import strategies as st
 from support.errors import raises
 from support.manifests import config_for, make_record, run_prepare, write_manifest, write_tone
 
+from sharmill.engine import spill
+from sharmill.engine.spill import SpilledRows
 from sharmill.errors import ConfigError
 from sharmill.manifest import Utterance, canonical_id, recording_id, segment_id
-from sharmill.prepare.ids import (
-    HASH_FIELDS,
-    IdKeeper,
-    ambiguous_cuts,
-    ambiguous_recordings,
-    find_suspects,
-    hash_utterance,
-    repeated_segments,
-)
+from sharmill.prepare.ids import HASH_FIELDS, IdKeeper, find_suspects, hash_utterance
 
 
 @pytest.fixture
@@ -168,19 +165,24 @@ SEGMENTS = st.tuples(
 )
 
 
-def settle(segments):
-    """What the stage does with the segments of a whole input: the (segment, recording id, cut id) that remain."""
+def settle(segments, at_once=4):
+    """What the stage does with the segments of a whole input: the (segment, recording id, cut id) that remain.
+
+    ``at_once`` hashes are sorted together.
+    """
     utterances = []
     for source, path, offset, seconds in segments:
         cut = segment_id(recording_id(path), offset, seconds)
         utterances.append(
             Utterance(path, offset, seconds, "", "", root=source, recording_id=recording_id(path), cut_id=cut)
         )
-    hashes = np.array([hash_utterance(utterance) for utterance in utterances], dtype=HASH_FIELDS)
-    keeper = IdKeeper(ambiguous_recordings(hashes), ambiguous_cuts(hashes))
+    with SpilledRows(Path(gettempdir()), HASH_FIELDS) as hashes, mock.patch.object(spill, "_SORTED_AT_ONCE", at_once):
+        hashes.append(np.array([hash_utterance(utterance) for utterance in utterances], dtype=HASH_FIELDS))
+        suspects = find_suspects(hashes)
+    keeper = IdKeeper(suspects.recordings, suspects.cuts)
     kept = []
     for utterance, segment, suspect, repeated in zip(
-        utterances, segments, find_suspects(hashes), repeated_segments(hashes), strict=True
+        utterances, segments, suspects.records, suspects.repeated, strict=True
     ):
         if suspect:
             if repeated and keeper.is_duplicate(utterance):
@@ -206,7 +208,7 @@ def test_cut_ids_are_unique_and_recording_ids_are_those_of_files(segments):
 @given(segments=st.lists(SEGMENTS, max_size=15), data=st.data())
 def test_ids_do_not_depend_on_the_order(segments, data):
     shuffled = data.draw(st.permutations(segments))
-    assert sorted(settle(segments)) == sorted(settle(shuffled))
+    assert sorted(settle(segments)) == sorted(settle(shuffled)) == sorted(settle(segments, at_once=1000))
 
 
 def test_duplicate_of_a_segment_with_an_ambiguous_id(prepare_records, tmp_path):

@@ -8,12 +8,13 @@ are numbered in the order in which they are encoded: by place, except that neigh
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO, Final
+from typing import Final
 
 import numpy as np
 import xxhash
 
-HASH: Final = np.dtype(("<u8", 2))
+from sharmill.engine.spill import HASH
+
 # Where the data of an item lies in its file, and what its metadata say of it.
 PLACE: Final = np.dtype(
     [("hash", HASH), ("offset", "<i8"), ("size", "<i8"), ("num_samples", "<u4"), ("sampling_rate", "<u4")]
@@ -21,9 +22,8 @@ PLACE: Final = np.dtype(
 # The owner of a segment: ``field`` counts the audio fields of the dataset.
 SEGMENT: Final = np.dtype([("place", PLACE), ("shard", "<u4"), ("field", "<u4")])
 
-# Hashes that are sorted at once, which takes 60 bytes of memory each, and read at once.
-_SORTED_AT_ONCE: Final = 1 << 23
-_READ_AT_ONCE: Final = 1 << 20
+# Places whose numbers are given out at once.
+_AT_ONCE: Final = 1 << 20
 # Segments that are sorted by length together: enough for batches of equal lengths, few enough for a shard's segments
 # to stay near each other.
 _WINDOW: Final = 1 << 15
@@ -33,45 +33,6 @@ def hash_segment(data: bytes | memoryview, num_samples: int, sampling_rate: int)
     """Return the two halves of the xxh3-128 of stored audio; other metadata make another segment of the same bytes."""
     digest = xxhash.xxh3_128_intdigest(data, seed=sampling_rate << 32 | num_samples)
     return digest >> 64, digest & 0xFFFFFFFFFFFFFFFF
-
-
-def find_owners(hashes: BinaryIO, num_places: int) -> np.ndarray:
-    """Return for each place (P,) uint32 the first place that has the same hash.
-
-    The hashes, a file of ``HASH`` for each place, are gone through once for each range of their first half that fits
-    in memory.
-    """
-    assert num_places < 1 << 32
-    owners = np.empty(num_places, np.uint32)
-    passes = max(1, -(-num_places // _SORTED_AT_ONCE))
-    width = -(-(1 << 64) // passes)
-    for low in range(0, 1 << 64, width):
-        high = min(low + width, 1 << 64) - 1
-        chosen = [
-            (begin + inside, part[inside])
-            for begin, part in _read_hashes(hashes, num_places)
-            if len(inside := np.flatnonzero((part[:, 0] >= np.uint64(low)) & (part[:, 0] <= np.uint64(high))))
-        ]
-        if not chosen:
-            continue
-        places = np.concatenate([found for found, _ in chosen])
-        keys = np.concatenate([part for _, part in chosen])
-        del chosen
-        # Stable: of places with the same hash, the first one stays the first.
-        order = np.lexsort((keys[:, 1], keys[:, 0]))
-        places, keys = places[order], keys[order]
-        begins = np.ones(len(places), bool)
-        begins[1:] = (keys[1:] != keys[:-1]).any(axis=1)
-        owners[places] = places[begins][np.cumsum(begins) - 1]
-    return owners
-
-
-def _read_hashes(hashes: BinaryIO, num_places: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the number of the first place of each part of the file, and its hashes (n, 2)."""
-    hashes.seek(0)
-    for begin in range(0, num_places, _READ_AT_ONCE):
-        data = hashes.read(HASH.itemsize * min(_READ_AT_ONCE, num_places - begin))
-        yield begin, np.frombuffer(data, "<u8").reshape(-1, 2)
 
 
 class SegmentNumbers:
@@ -116,8 +77,8 @@ class SegmentNumbers:
 
     def of_places(self) -> Iterator[np.ndarray]:
         """Yield the number of the segment of each place, in parts; once all segments have come by."""
-        for begin in range(0, len(self._owners), _READ_AT_ONCE):
-            yield self._numbers[self._owners[begin : begin + _READ_AT_ONCE]]
+        for begin in range(0, len(self._owners), _AT_ONCE):
+            yield self._numbers[self._owners[begin : begin + _AT_ONCE]]
 
 
 def seconds_of(segments: np.ndarray) -> np.ndarray:

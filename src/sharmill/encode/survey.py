@@ -5,7 +5,6 @@ It reads every audio file once, so that a dataset needs nothing but its files: w
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -13,9 +12,10 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 
 from sharmill.config import Config
-from sharmill.encode.segments import PLACE, SEGMENT, SegmentNumbers, find_owners, hash_segment
+from sharmill.encode.segments import PLACE, SEGMENT, SegmentNumbers, hash_segment
 from sharmill.engine.identity import versions
 from sharmill.engine.rundir import RunDir, StageDir
+from sharmill.engine.spill import HASH, SpilledRows
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import decode_stored, load_stored_array, map_stored_array, read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
@@ -110,10 +110,10 @@ def merge_tables(tables: list[Path], shape: tuple[int, int], segments_file: Path
     """
     num_fields, num_places = shape[0], shape[0] * shape[1]
     make_folder(segments_file.parent)
-    with tempfile.TemporaryFile(dir=segments_file.parent) as hashes:
+    with SpilledRows(segments_file.parent, HASH) as hashes:
         for _, _, table in _read_tables(tables, num_fields):
-            hashes.write(np.ascontiguousarray(table["hash"]).data)
-        owners = find_owners(hashes, num_places)
+            hashes.append(table["hash"])
+        owners = hashes.first_equal()
     numbers = SegmentNumbers(owners)
     num_segments = int(np.count_nonzero(owners == np.arange(num_places, dtype=np.uint32)))
     with open_atomic(segments_file) as stream:

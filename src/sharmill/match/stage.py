@@ -26,9 +26,9 @@ from sharmill.manifest import (
     Reject,
     Segment,
     Utterance,
-    parse_speaker_tag,
     read_lines_at,
     records_checksum,
+    tagged_speaker,
     write_lines,
 )
 from sharmill.match.candidates import (
@@ -113,7 +113,7 @@ class MatchStage(Stage):
             index = index_manifest(prepared_manifest(self.config), key)
             num_records = len(index.groups)
         mixed = match.contexts_from_dataset and match.max_group is not None
-        order = mix_groups(index) if mixed else np.argsort(index.groups, kind="stable")
+        order = (mix_groups(index) if mixed else np.argsort(index.groups, kind="stable")).astype(np.uint32)
         np.save(folder / "offsets.npy", index.offsets, allow_pickle=False)
         np.save(folder / "order.npy", order, allow_pickle=False)
         total = float(index.seconds.sum(dtype=np.float64))
@@ -270,7 +270,7 @@ class MatchProcessor(Processor):
         return [found[number] for number in lines.tolist()]
 
     def _key(self, utterance: Utterance) -> str:
-        return self._group_key(utterance.audio_filepath, parse_speaker_tag(utterance.speaker).speaker)
+        return self._group_key(utterance.audio_filepath, tagged_speaker(utterance.speaker))
 
     def _reject(self, utterance: Utterance, why: RejectRecord) -> Reject:
         return Reject(MatchStage.kind, why.reason, why.detail, utterance.public_record())

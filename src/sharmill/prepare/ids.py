@@ -1,4 +1,4 @@
-"""Duplicates and ambiguous ids over a whole input, found from 64-bit hashes: 32 bytes a record, whatever its length."""
+"""Duplicates and ambiguous ids over a whole input, found from 64-bit hashes: 32 bytes a record on disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
+from sharmill.engine.spill import SpilledRows
 from sharmill.manifest import SOURCE_CUT_ID, Utterance, segment_id
 
 HASH_FIELDS = np.dtype([("segment", "u8"), ("file", "u8"), ("recording", "u8"), ("cut", "u8")])
@@ -24,28 +25,42 @@ def hash_utterance(utterance: Utterance) -> tuple[int, int, int, int]:
     )
 
 
-def find_suspects(hashes: np.ndarray) -> np.ndarray:
-    """Mark those of N records that may be a duplicate or share an id; ``hashes`` is (N,) of ``HASH_FIELDS``.
+@dataclass(frozen=True)
+class Suspects:
+    """The records of an input that have to be looked at again, as they may be a duplicate or share an id.
 
-    All others are known to be unique and need not be looked at again.
+    All others are known to be unique.
+
+    Attributes:
+        records: (N,) bool, by the number of the record.
+        repeated: (N,) bool, those that may be a duplicate, or have one.
+        recordings: the hashes of recording ids that stand for more than one file.
+        cuts: the hashes of cut ids that stand for more than one segment, of those made of paths within a file.
     """
-    ambiguous = _has_several(hashes["recording"], hashes["file"])
-    return repeated_segments(hashes) | ambiguous | _repeats(hashes["cut"])
+
+    records: np.ndarray
+    repeated: np.ndarray
+    recordings: frozenset[int]
+    cuts: frozenset[int]
 
 
-def repeated_segments(hashes: np.ndarray) -> np.ndarray:
-    """Mark those of N records that may be a duplicate, or have one."""
-    return _repeats(hashes["segment"])
-
-
-def ambiguous_recordings(hashes: np.ndarray) -> frozenset[int]:
-    """Return the hashes of recording ids that stand for more than one file."""
-    return _distinct(hashes["recording"][_has_several(hashes["recording"], hashes["file"])])
-
-
-def ambiguous_cuts(hashes: np.ndarray) -> frozenset[int]:
-    """Return the hashes of cut ids that stand for more than one segment, of those made of paths within a file."""
-    return _distinct(hashes["cut"][_has_several(hashes["cut"], hashes["segment"])])
+def find_suspects(hashes: SpilledRows) -> Suspects:
+    """Find the records that may be a duplicate or share an id, from rows of ``HASH_FIELDS``."""
+    records, repeated = np.zeros((2, len(hashes)), bool)
+    recordings: set[int] = set()
+    cuts: set[int] = set()
+    for numbers, rows in hashes.in_ranges("segment"):
+        repeated[numbers] = _repeats(rows["segment"])
+    records |= repeated
+    for numbers, rows in hashes.in_ranges("recording"):
+        several = _has_several(rows["recording"], rows["file"])
+        records[numbers] |= several
+        recordings.update(np.unique(rows["recording"][several]).tolist())
+    for numbers, rows in hashes.in_ranges("cut"):
+        records[numbers] |= _repeats(rows["cut"])
+        several = _has_several(rows["cut"], rows["segment"])
+        cuts.update(np.unique(rows["cut"][several]).tolist())
+    return Suspects(records, repeated, frozenset(recordings), frozenset(cuts))
 
 
 @dataclass
@@ -87,15 +102,12 @@ def _segment_text(utterance: Utterance) -> str:
     return f"{_file_text(utterance)}\n{utterance.offset!r}\n{utterance.duration!r}"
 
 
-def _distinct(values: np.ndarray) -> frozenset[int]:
-    return frozenset(np.unique(values).tolist())
-
-
 def _repeats(values: np.ndarray) -> np.ndarray:
     """Mark the values that occur more than once."""
-    order = np.argsort(values, kind="stable")
-    same = values[order[1:]] == values[order[:-1]]
-    repeated = np.zeros(len(values), dtype=bool)
+    order = np.argsort(values)
+    values = values[order]
+    same = values[1:] == values[:-1]
+    repeated = np.zeros(len(values), bool)
     repeated[order[1:][same]] = True
     repeated[order[:-1][same]] = True
     return repeated
@@ -105,10 +117,14 @@ def _has_several(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Mark the entries whose key occurs with more than one value."""
     order = np.lexsort((values, keys))
     keys, values = keys[order], values[order]
-    differs = (keys[1:] == keys[:-1]) & (values[1:] != values[:-1])
-    several = np.isin(keys, np.unique(keys[1:][differs]))
-    result = np.zeros(len(keys), dtype=bool)
-    result[order] = several
+    begins = np.ones(len(keys), bool)
+    begins[1:] = keys[1:] != keys[:-1]
+    run = np.cumsum(begins) - 1
+    # Of the keys, in their order.
+    several = np.zeros(int(begins.sum()), bool)
+    several[run[1:][~begins[1:] & (values[1:] != values[:-1])]] = True
+    result = np.empty(len(keys), bool)
+    result[order] = several[run]
     return result
 
 

@@ -18,6 +18,7 @@ from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config
 from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.rundir import RunDir
+from sharmill.engine.spill import SpilledRows
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import load_stored_array, read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
@@ -31,11 +32,8 @@ from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.ids import (
     HASH_FIELDS,
     IdKeeper,
-    ambiguous_cuts,
-    ambiguous_recordings,
     find_suspects,
     hash_utterance,
-    repeated_segments,
 )
 from sharmill.prepare.known import KnownRecords
 from sharmill.prepare.stats import HoursTable
@@ -130,18 +128,19 @@ class PrepareStage(Stage):
         Returns:
             how many they are by reason, and their seconds.
         """
-        loaded = [load_stored_array(self.root / commit.files[1].name) for commit in commits]
-        hashes = np.concatenate(loaded) if loaded else np.empty(0, dtype=HASH_FIELDS)
-        keeper = IdKeeper(ambiguous_recordings(hashes), ambiguous_cuts(hashes))
-        suspects, repeated = find_suspects(hashes), repeated_segments(hashes)
+        with SpilledRows(self.dir.path, HASH_FIELDS) as hashes:
+            for commit in commits:
+                hashes.append(load_stored_array(self.root / commit.files[1].name))
+            suspects = find_suspects(hashes)
+        keeper = IdKeeper(suspects.recordings, suspects.cuts)
         known = KnownRecords(Path(self.config.append_to)) if self.config.append_to is not None else None
         found, seconds = Counter[str](), 0.0
         with open_atomic(prepared_manifest(self.config)) as merged, open_atomic(self._duplicates) as rejected:
             for position, line in enumerate(self._lines(commits)):
-                if suspects[position] or known is not None:
+                if suspects.records[position] or known is not None:
                     utterance = Utterance.from_json(line)
                     reject = None
-                    if repeated[position] and keeper.is_duplicate(utterance):
+                    if suspects.repeated[position] and keeper.is_duplicate(utterance):
                         reject = _duplicate(utterance)
                     else:
                         keeper.make_unique(utterance)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from sharmill.match.speaker_key import speaker_of_tag
 
 
 class _Head(msgspec.Struct):
-    index: int = msgspec.field(name="_index")
+    index: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = msgspec.field(name="_index")
     duration: float
     context_audio_duration: float
 
@@ -29,9 +29,9 @@ class LineIndex:
 
     Attributes:
         offsets: (N,) int64, where each line begins.
-        positions: (N,) int64, the line's number in the prepared manifest.
-        target_seconds: (N,) durations of the targets.
-        seconds: (N,) durations of target and context together.
+        positions: (N,) uint32, the line's number in the prepared manifest.
+        target_seconds: (N,) float32, durations of the targets.
+        seconds: (N,) float32, durations of target and context together.
     """
 
     offsets: np.ndarray
@@ -42,40 +42,39 @@ class LineIndex:
 
 def index_matched(path: Path) -> LineIndex:
     """Read the matched manifest once; it has its lines by speaker group."""
-    offsets, positions, targets, contexts = array("q"), array("q"), array("d"), array("d")
+    offsets, positions, targets, seconds = array("q"), array("I"), array("f"), array("f")
     begin = 0
     for line in read_stored_lines(path):
         head = decode_stored(path, line, _Head)
         offsets.append(begin)
         positions.append(head.index)
         targets.append(head.duration)
-        contexts.append(head.context_audio_duration)
+        seconds.append(head.duration + head.context_audio_duration)
         begin += len(line)
-    target_seconds = np.array(targets, dtype=np.float64)
     return LineIndex(
-        np.array(offsets, dtype=np.int64),
-        np.array(positions, dtype=np.int64),
-        target_seconds,
-        target_seconds + np.array(contexts, dtype=np.float64),
+        np.frombuffer(offsets, np.int64),
+        np.frombuffer(positions, np.uint32),
+        np.frombuffer(targets, np.float32),
+        np.frombuffer(seconds, np.float32),
     )
 
 
 def index_prepared(path: Path) -> LineIndex:
     """Read the prepared manifest once, for a dataset without contexts; its groups are the speakers."""
     index = index_manifest(path, speaker_of_tag)
-    by_group = np.argsort(index.groups, kind="stable")
-    seconds = index.seconds[by_group].astype(np.float64)
+    by_group = np.argsort(index.groups, kind="stable").astype(np.uint32)
+    seconds = index.seconds[by_group]
     return LineIndex(index.offsets[by_group], by_group, seconds, seconds)
 
 
 def order_lines(index: LineIndex, order: Literal["manifest", "speaker", "shuffle"], seed: int) -> np.ndarray:
-    """Return the line numbers (N,) in the order asked for: as in the input, by speaker group, or a seeded permutation.
+    """Return the line numbers (N,) uint32: as in the input, by speaker group, or in a seeded permutation.
 
     The permutation is of the input's order, so it does not depend on how groups were found.
     """
     if order == "speaker":
-        return np.arange(len(index.offsets))
-    as_in_manifest = np.argsort(index.positions, kind="stable")
+        return np.arange(len(index.offsets), dtype=np.uint32)
+    as_in_manifest = np.argsort(index.positions, kind="stable").astype(np.uint32)
     if order == "manifest":
         return as_in_manifest
     return as_in_manifest[np.random.Generator(np.random.PCG64(seed)).permutation(len(as_in_manifest))]
@@ -102,7 +101,7 @@ def divide_into_shards(seconds: np.ndarray, write: WriteConfig) -> list[int]:
     if not count:
         return [0]
     if write.shard_seconds is not None:
-        total = float(seconds.sum())
+        total = float(seconds.sum(dtype=np.float64))
         return divide_evenly(seconds, min(count, max(1, round(total / write.shard_seconds))))
     if write.num_shards is not None:
         number = min(count, write.num_shards)

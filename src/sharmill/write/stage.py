@@ -84,7 +84,7 @@ class WriteStage(Stage):
         order = order_lines(index, write.order, write.seed)
         np.save(folder / "offsets.npy", index.offsets[order], allow_pickle=False)
         for number, (start, stop) in enumerate(pairwise(divide_into_shards(index.target_seconds[order], write))):
-            cost = round(float(index.seconds[order[start:stop]].sum()), 3)
+            cost = round(float(index.seconds[order[start:stop]].sum(dtype=np.float64)), 3)
             yield make_unit(number, cost=cost, size=stop - start, params={"start": start, "stop": stop})
 
     def open(self, device: str) -> Processor:

@@ -1,10 +1,11 @@
-"""Registries of implementations: the sources, speaker encoders and codecs that a configuration can name, and exports.
+"""Registries of implementations: sources, speaker encoders, codecs, forms of export, and sections of the report.
 
 A name in a configuration is one of three kinds:
 
 - one of sharmill's own, listed in ``SOURCES``, ``ENCODERS`` and ``CODECS`` below;
-- an entry point that an installed package declares in the group of the registry, ``sharmill.sources``,
-  ``sharmill.encoders``, ``sharmill.codecs`` or ``sharmill.exports``; it does not replace a name of sharmill's own;
+- an entry point that an installed package declares in the group of the registry: ``sharmill.sources``,
+  ``sharmill.encoders``, ``sharmill.codecs``, ``sharmill.exports`` or ``sharmill.sections``; it does not replace a name
+  of sharmill's own;
 - ``python:package.module:Class``, anything that can be imported.
 
 An implementation is imported when it is asked for, and no sooner. The contracts that implementations meet are in
@@ -163,6 +164,15 @@ CODECS: Final = Registry(
     },
 )
 EXPORTS: Final = Registry("form of export", "sharmill.exports", {"nemo_codes": "sharmill.export.nemo_codes:NemoCodes"})
+SECTIONS: Final = Registry(
+    "section of the report",
+    "sharmill.sections",
+    {
+        "funnel": "sharmill.report.accounts:FUNNEL",
+        "listening": "sharmill.report.listening:SECTION",
+        "card": "sharmill.report.accounts:CARD",
+    },
+)
 
 
 def require_package(package: str, *, extra: str | None = None) -> None:

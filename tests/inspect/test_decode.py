@@ -82,7 +82,7 @@ def test_codes_outside_the_codebook_are_damage(looked_at, toy, tmp_path):
             writer.add(item)
     record = choose_codec(read_dataset(dataset), None)
     with raises(DamagedShard, "damaged_shard", CUT):
-        decode_stored_codes(find_cut(dataset, CUT), record)
+        decode_stored_codes(find_cut(dataset, CUT), record, ToyCodec())
 
 
 def test_a_dataset_without_codes_has_nothing_to_decode(looked_at):

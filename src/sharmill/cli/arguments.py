@@ -62,6 +62,18 @@ def parse_workers(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+def parse_codec_models(texts: Sequence[str]) -> dict[str, str]:
+    """Return the models that are named by ``CODEC=MODEL``.
+
+    Raises:
+        ConfigError: a text is not of this form.
+    """
+    pairs = [text.partition("=") for text in texts]
+    if wrong := [text for text, (codec, _, model) in zip(texts, pairs, strict=True) if not (codec and model)]:
+        raise ConfigError(f"--codec-model {wrong[0]}: write CODEC=MODEL", code="bad_usage")
+    return {codec: model for codec, _, model in pairs}
+
+
 def read_redo_report(path: str | None, configs: Sequence[Config], *, restart: bool) -> Report | None:
     """Return the report that ``--redo`` names, or None without that option.
 

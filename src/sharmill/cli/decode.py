@@ -24,7 +24,7 @@ def decode(
 ) -> int:  # fmt: skip
     """Turn the codes of a cut into audio that can be listened to."""
     from sharmill.cli.console import make_console, plain
-    from sharmill.inspect.export import choose_codec, decode_stored_codes, export_audio
+    from sharmill.inspect.export import choose_codec, decode_stored_codes, export_audio, load_decoder
     from sharmill.inspect.stored import find_cut
     from sharmill.shar.index import read_dataset
 
@@ -32,7 +32,8 @@ def decode(
     name, separator, model = (codec_model or "").partition("=")
     if codec_model is not None and (name != record.name or not separator or not model):
         raise ConfigError(f"--codec-model {codec_model}: write {record.name}=MODEL", code="bad_usage")
-    samples, rate = decode_stored_codes(find_cut(dataset, cut_id), record, context=context, model=model or None)
+    stored, decoder = find_cut(dataset, cut_id), load_decoder(record, model or None)
+    samples, rate = decode_stored_codes(stored, record, decoder, context=context)
     export_audio(output, samples, rate)
     console = make_console()
     if not record.trained:

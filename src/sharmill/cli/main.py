@@ -25,7 +25,7 @@ from sharmill.executors.logs import PrintableFormatter, printable
 COMMANDS: Final = {
     "Make": ("demo", "run", "manifest", "submit"),
     "Watch": ("plan", "status", "cancel"),
-    "Look": ("inspect", "decode", "validate", "certify"),
+    "Look": ("report", "inspect", "decode", "validate", "certify"),
     "Change": ("append", "merge", "split", "index", "sidecars", "export"),
     "Train": ("bins", "tune-batch", "doctor", "verify-resume"),
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sharmill.cli.arguments import parse_workers, split_arguments, workers_option
+from sharmill.cli.arguments import parse_codec_models, parse_workers, split_arguments, workers_option
 from sharmill.cli.console import make_console
 from sharmill.cli.exit_status import FINDINGS, OK
 from sharmill.cli.run import run_configs
@@ -74,7 +74,9 @@ class ValidateOptions:
         from sharmill.config import ValidateConfig
 
         try:
-            return ValidateConfig(deep=self.deep, recheck_codes=self.recheck_codes, codec_models=self._models())
+            return ValidateConfig(
+                deep=self.deep, recheck_codes=self.recheck_codes, codec_models=parse_codec_models(self.codec_models)
+            )
         except ValueError as error:
             raise ConfigError(f"--recheck-codes {self.recheck_codes}: {error}", code="bad_usage") from error
 
@@ -125,12 +127,6 @@ class ValidateOptions:
         """Raise ConfigError where models are named and nothing is encoded again."""
         if self.codec_models and not level.recheck_share:
             raise ConfigError("--codec-model goes with --recheck-codes", code="bad_usage")
-
-    def _models(self) -> dict[str, str]:
-        pairs = [text.partition("=") for text in self.codec_models]
-        if wrong := [codec for codec, separator, model in pairs if not (codec and separator and model)]:
-            raise ConfigError(f"--codec-model {wrong[0]}: write CODEC=MODEL", code="bad_usage")
-        return {codec: model for codec, _, model in pairs}
 
     def check_json_file(self) -> None:
         """Raise ConfigError where the report could not be written, before any work."""

@@ -167,6 +167,11 @@ class RunDir:
         return self.path / "certificate.json"
 
     @property
+    def report(self) -> Path:
+        """The page that ``sharmill report`` makes."""
+        return self.path / "report.html"
+
+    @property
     def chain(self) -> Path:
         """The state of the driver jobs on a cluster."""
         return self.path / "chain.json"

@@ -60,23 +60,38 @@ def choose_codec(record: DatasetRecord, name: str | None) -> CodecRecord:
     return next(codec for codec in record.codecs if codec.name == name)
 
 
+def load_decoder(codec: CodecRecord, model: str | None = None, allow_targets: Sequence[str] = ()) -> DecodingCodec:
+    """Return the codec that made codes, loaded, to turn them into audio.
+
+    Args:
+        codec: one of the dataset's.
+        model: the model to load, where the codec is none of sharmill's own.
+        allow_targets: what the configuration in a .nemo file may name beside the known classes.
+
+    Raises:
+        ConfigError: the codec cannot be loaded or cannot decode.
+    """
+    loaded = load_recorded_codec(codec, model, allow_targets=allow_targets)
+    if not isinstance(loaded, DecodingCodec) or loaded.decoded_sampling_rate is None:
+        raise ConfigError(f"the codec {codec.name!r} ({codec.model}) cannot turn codes into audio", code="no_decoder")
+    return loaded
+
+
 def decode_stored_codes(
-    stored: StoredCut, codec: CodecRecord, *, context: bool = False, model: str | None = None,
-    allow_targets: Sequence[str] = (),
-) -> tuple[np.ndarray, int]:  # fmt: skip
+    stored: StoredCut, codec: CodecRecord, decoder: DecodingCodec, *, context: bool = False
+) -> tuple[np.ndarray, int]:
     """Decode the codes of a cut.
 
     Args:
         codec: whose codes; one of the dataset's.
+        decoder: the same codec, loaded.
         context: those of the context, instead of the target.
-        model: the model to load, where the codec is none of sharmill's own.
-        allow_targets: what the configuration in a .nemo file may name beside the known classes.
 
     Returns:
         Samples (samples,), as long as the audio that was encoded, and their rate.
 
     Raises:
-        ConfigError: there are no such codes, or the codec cannot be loaded or cannot decode.
+        ConfigError: there are no such codes.
         DamagedShard: the codes are damaged.
     """
     import torch
@@ -86,11 +101,10 @@ def decode_stored_codes(
     if item is None or item.data is None:
         raise ConfigError(f"the cut has no {field}", code="unknown_field")
     codes = read_codes(item)
-    loaded = load_recorded_codec(codec, model, allow_targets=allow_targets)
-    if not isinstance(loaded, DecodingCodec) or (rate := loaded.decoded_sampling_rate) is None:
-        raise ConfigError(f"the codec {codec.name!r} ({codec.model}) cannot turn codes into audio", code="no_decoder")
+    rate = decoder.decoded_sampling_rate
+    assert rate is not None  # as load_decoder has seen
     try:
-        audio = loaded.decode(torch.from_numpy(codes.astype(np.int64))[None], torch.tensor([codes.shape[1]]))[0]
+        audio = decoder.decode(torch.from_numpy(codes.astype(np.int64))[None], torch.tensor([codes.shape[1]]))[0]
     except ValueError as error:
         raise DamagedShard(f"{field} of {item.cut_id}: {error}") from error
     source = stored.items.get(CONTEXT_AUDIO if context else TARGET_AUDIO)

@@ -72,6 +72,20 @@ def find_cut(directory: Path, cut_id: str) -> StoredCut:
     )
 
 
+def read_stored_cut(directory: Path, shard: ShardRecord, number: int) -> StoredCut:
+    """Return the cut at a place of a shard.
+
+    Raises:
+        DamagedShard: there is none, or a file that is read is damaged.
+    """
+    path = _file(directory, shard, CUTS)
+    lines = read_lines(path)
+    if number >= len(lines):
+        raise DamagedShard(f"{path} has {len(lines)} cuts, and no number {number}")
+    cut = decode_cut(path, lines[number])
+    return StoredCut(shard.index, number, cut, _read_items(directory, shard, number, str(cut.get("id"))))
+
+
 def read_shard(directory: Path, shard: ShardRecord) -> Iterator[dict[str, Any]]:
     """Yield the cuts of a shard.
 

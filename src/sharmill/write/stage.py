@@ -29,6 +29,7 @@ from sharmill.match.stage import matched_manifest
 from sharmill.prepare.stage import prepared_manifest
 from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.histograms import CutMeasures
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
 from sharmill.shar.items import FieldWriter, Item
 from sharmill.shar.layout import (
@@ -191,7 +192,11 @@ class WriteProcessor(Processor):
             files=[*(files[field] for field in writers), files[CUTS]],
             num_out=len(cuts),
             rejects=rejects,
-            stats={"seconds": seconds[TARGET_AUDIO], "context_seconds": seconds[CONTEXT_AUDIO]},
+            stats={
+                "seconds": seconds[TARGET_AUDIO],
+                "context_seconds": seconds[CONTEXT_AUDIO],
+                "cuts": CutMeasures.of(cuts, unit.index).pack(),
+            },
         )
 
     def _read(self, unit: Unit) -> list[Utterance]:

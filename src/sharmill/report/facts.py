@@ -1,0 +1,259 @@
+"""Facts about a run and its dataset that the sections of the page are made of.
+
+Of a run directory they are complete: the stages have noted them in their commit records. Of a dataset alone they come
+from its index and a sample of its shards.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from sharmill.config import Config
+from sharmill.encode.survey import SurveyStage
+from sharmill.engine.ledger import read_ledger
+from sharmill.engine.plan import load_plan
+from sharmill.engine.run import read_totals
+from sharmill.engine.rundir import RunDir
+from sharmill.engine.stage import Stage
+from sharmill.engine.stored import decode_stored, read_stored, read_stored_lines
+from sharmill.engine.unit import Totals
+from sharmill.errors import ConfigError
+from sharmill.report.sample import DatasetSample, sample_dataset
+from sharmill.report.section import shorten
+from sharmill.shar.histograms import CutMeasures
+from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, read_shards
+from sharmill.shar.layout import SHARDS_FILE
+from sharmill.storage import checksum
+
+_EXAMPLES: Final = 3
+# Lines of rejects in which examples are looked for.
+_LINES_SEARCHED: Final = 200_000
+
+
+@dataclass(frozen=True)
+class RejectExample:
+    """A record that was rejected: the sentence about it, and what it is called."""
+
+    sentence: str
+    record: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFacts:
+    """The accounts and the times of a stage.
+
+    ``totals`` is None as long as it is not finished. ``cost_by_rank`` is in ``cost_unit``, ``seconds_by_rank`` the time
+    that the units took there. ``examples`` are rejects by reason.
+    """
+
+    name: str
+    cost_unit: str
+    totals: Totals | None
+    num_units: int = 0
+    num_done: int = 0
+    cost_by_rank: dict[int, float] = field(default_factory=dict)
+    seconds_by_rank: dict[int, float] = field(default_factory=dict)
+    devices: list[str] = field(default_factory=list)
+    identity: dict[str, Any] = field(default_factory=dict)
+    examples: dict[str, list[RejectExample]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Facts that only a run directory has.
+
+    Attributes:
+        run_dir: where it is.
+        config: the resolved configuration, as YAML.
+        stats: hours by dataset, language and speaker, as ``stats.json`` has them; empty before prepare has ended.
+        voices: names of groups, and the embedding of an utterance of each, sampled.
+    """
+
+    run_dir: RunDir
+    config: str
+    stages: list[StageFacts]
+    stats: dict[str, Any]
+    voices: list[tuple[str, np.ndarray]]
+    measures: CutMeasures | None
+    context_uses: np.ndarray | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """All that the page is made of.
+
+    Attributes:
+        name: of the dataset.
+        dataset_dir: where it is.
+        record: what its index says of it; None where there is no finished dataset.
+        shards: its shards.
+        run: of a run directory.
+        models: the codecs that may be loaded to decode codes: name in the dataset -> model, as the user named it.
+    """
+
+    name: str
+    dataset_dir: Path
+    record: DatasetRecord | None
+    shards: list[ShardRecord]
+    run: RunFacts | None = None
+    models: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def index_checksum(self) -> str:
+        """The checksum of the index, in which are those of all files."""
+        return checksum(self.dataset_dir / SHARDS_FILE)
+
+    @cached_property
+    def sample(self) -> DatasetSample | None:
+        """A sample of the cuts, drawn by the checksum of the index: the same for the same dataset."""
+        if self.record is None or not self.record.num_cuts:
+            return None
+        measures = self.run.measures if self.run else None
+        return sample_dataset(self.dataset_dir, self.record, self.shards, measures, self.index_checksum)
+
+    @property
+    def measures(self) -> CutMeasures | None:
+        """The measures of all cuts, or else of the sample."""
+        if self.run is not None and self.run.measures is not None:
+            return self.run.measures
+        return self.sample.measures if self.sample else None
+
+    @property
+    def origin(self) -> str:
+        """A phrase about what ``measures`` are of."""
+        if self.run is not None and self.run.measures is not None:
+            return "all cuts"
+        return self.sample.describe() if self.sample else "nothing"
+
+
+def read_dataset_facts(directory: Path, models: Mapping[str, str]) -> Facts:
+    """Return the facts about a dataset without its run directory.
+
+    Raises:
+        ConfigError: there is no finished dataset.
+        DamagedShard: its index is damaged.
+    """
+    record = read_dataset(directory)
+    shards = list(read_shards(directory, record.num_shards))
+    return Facts(name=record.name, dataset_dir=directory, record=record, shards=shards, models=models)
+
+
+def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str, str]) -> Facts:
+    """Return the facts about a run, which need not be finished, and its dataset, which need not be there.
+
+    Args:
+        stages: all stages of the run.
+        models: codecs that may be loaded, by their names in the dataset.
+    """
+    run_dir, dataset_dir = RunDir(Path(config.run_dir)), Path(config.dataset_dir)
+    found = [_read_stage(stage) for stage in stages]
+    by_kind = {stage.kind: (stage, facts) for stage, facts in zip(stages, found, strict=True)}
+    measures = _measures(by_kind["write"][0]) if by_kind["write"][1].totals else None
+    run = RunFacts(
+        run_dir=run_dir,
+        config=read_stored(run_dir.config).decode(errors="replace"),
+        stages=found,
+        stats=_read_json(run_dir.stats) if run_dir.stats.exists() else {},
+        voices=_voices(by_kind["match"][0]) if "match" in by_kind and by_kind["match"][1].num_done else [],
+        measures=measures,
+        context_uses=_context_uses(*by_kind["survey"]) if "survey" in by_kind else None,
+    )
+    try:
+        record = read_dataset(dataset_dir)
+        shards = list(read_shards(dataset_dir, record.num_shards))
+    except ConfigError:
+        # Not written yet, or moved: the page is of the run then.
+        record, shards = None, []
+    return Facts(name=config.name, dataset_dir=dataset_dir, record=record, shards=shards, run=run, models=models)
+
+
+def _read_stage(stage: Stage) -> StageFacts:
+    if not stage.dir.units.exists():
+        return StageFacts(name=stage.name, cost_unit=stage.cost_unit, totals=None)
+    units = load_plan(stage)
+    costs = {unit.index: unit.cost for unit in units}
+    commits = read_ledger(stage.dir, units)
+    cost: defaultdict[int, float] = defaultdict(float)
+    seconds: defaultdict[int, float] = defaultdict(float)
+    for commit in commits.values():
+        cost[commit.rank] += costs[commit.index]
+        seconds[commit.rank] += commit.seconds
+    totals = read_totals(stage)
+    return StageFacts(
+        name=stage.name,
+        cost_unit=stage.cost_unit,
+        totals=totals,
+        num_units=len(units),
+        num_done=len(commits),
+        cost_by_rank=dict(sorted(cost.items())),
+        seconds_by_rank=dict(sorted(seconds.items())),
+        devices=sorted({commit.device_kind for commit in commits.values()} - {""}),
+        identity=_read_json(stage.dir.identity),
+        examples=_examples(stage.dir.rejects, totals.rejects) if totals and totals.rejects else {},
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return decode_stored(path, read_stored(path), dict[str, Any])
+
+
+class _Reject(msgspec.Struct):
+    reason: str
+    detail: str
+    record: Any = None
+
+
+def _examples(path: Path, reasons: dict[str, int]) -> dict[str, list[RejectExample]]:
+    """Return the first rejects of each reason."""
+    wanted = Counter({reason: min(count, _EXAMPLES) for reason, count in reasons.items()})
+    found: dict[str, list[RejectExample]] = {reason: [] for reason in reasons}
+    for number, line in enumerate(read_stored_lines(path)):
+        reject = decode_stored(path, line, _Reject)
+        if wanted[reject.reason] > 0:
+            wanted[reject.reason] -= 1
+            record = reject.record
+            name = record.get("audio_filepath", record) if isinstance(record, dict) else record
+            found[reject.reason].append(RejectExample(shorten(reject.detail), shorten(str(name))))
+        if number == _LINES_SEARCHED or not any(count > 0 for count in wanted.values()):
+            break
+    return found
+
+
+def _stats(stage: Stage, name: str) -> Iterator[Any]:
+    """Yield what the units of a stage have noted under a name, in the order of the plan."""
+    commits = read_ledger(stage.dir, load_plan(stage))
+    return (commits[index].stats[name] for index in sorted(commits) if name in commits[index].stats)
+
+
+def _measures(stage: Stage) -> CutMeasures | None:
+    """Return the measures of all shards; None of a run of an older version, which has noted none."""
+    measures: CutMeasures | None = None
+    for text in _stats(stage, "cuts"):
+        measures = measures or CutMeasures()
+        measures.add(CutMeasures.unpack(text))
+    return measures
+
+
+def _voices(stage: Stage) -> list[tuple[str, np.ndarray]]:
+    return [
+        (str(group), np.frombuffer(base64.b64decode(values), np.int8) / np.float32(127))
+        for voices in _stats(stage, "voices")
+        for group, values in voices
+    ]
+
+
+def _context_uses(stage: Stage, facts: StageFacts) -> np.ndarray | None:
+    """Return how often each segment serves as context; None where that is not known, or there are no contexts."""
+    if facts.totals is None or not isinstance(stage, SurveyStage) or len(numbers := stage.numbers()) < 2:
+        return None
+    uses = np.bincount(numbers[1])
+    return uses[uses > 0]

@@ -1,0 +1,165 @@
+"""Histograms that merge, and what they say of the cuts of shards: the stage write adds it to its commit records.
+
+The report reads it there for a whole dataset, and makes the same of a sample of shards where there is no run directory.
+"""
+
+from __future__ import annotations
+
+import base64
+import heapq
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from sharmill.errors import DamagedShard
+from sharmill.shar.cut_lines import NOT_JSON
+
+_KEPT_EXTREMES: Final = 4
+
+
+class Scale(msgspec.Struct, frozen=True):
+    """Bins of equal width; the first and the last one have what lies beyond them, too."""
+
+    low: float
+    high: float
+    num_bins: int
+    unit: str
+
+    @property
+    def width(self) -> float:
+        return (self.high - self.low) / self.num_bins
+
+
+SCALES: Final = {
+    "duration": Scale(0.0, 60.0, 120, "s"),
+    "context_duration": Scale(0.0, 60.0, 120, "s"),
+    "similarity": Scale(-1.0, 1.0, 200, ""),
+    "text_length": Scale(0.0, 600.0, 120, "characters"),
+    "character_rate": Scale(0.0, 40.0, 80, "characters per second"),
+    "loudness": Scale(-80.0, 0.0, 80, "dB"),
+    "loudness_difference": Scale(-30.0, 30.0, 60, "dB"),
+    "bandwidth": Scale(0.0, 24.0, 96, "kHz"),
+    "silence": Scale(0.0, 1.0, 50, ""),
+}
+# What is worth hearing: the cuts for which these are highest.
+EXTREMES: Final[dict[str, Callable[[dict[str, float]], float | None]]] = {
+    "lowest similarity": lambda values: None if "similarity" not in values else -values["similarity"],
+    "longest": lambda values: values.get("duration"),
+    "highest character rate": lambda values: values.get("character_rate"),
+}
+
+
+class Histogram(msgspec.Struct):
+    """Counts of values by the bins of a scale, from bin ``first`` on; no others have any."""
+
+    first: int = 0
+    counts: list[int] = []
+
+    @classmethod
+    def of(cls, values: Iterable[float], scale: Scale) -> Histogram:
+        """Return the histogram of values; those that are no numbers do not count."""
+        array = np.fromiter(values, np.float64)
+        array = array[~np.isnan(array)]
+        if not len(array):
+            return cls()
+        bins = np.clip((array - scale.low) / scale.width, 0, scale.num_bins - 1).astype(np.int64)
+        first = int(bins.min())
+        return cls(first, np.bincount(bins - first).tolist())
+
+    def add(self, other: Histogram) -> None:
+        """Add the counts of another histogram of the same scale."""
+        if not other.counts:
+            return
+        if not self.counts:
+            self.first, self.counts = other.first, list(other.counts)
+            return
+        first = min(self.first, other.first)
+        size = max(self.first + len(self.counts), other.first + len(other.counts)) - first
+        counts = np.zeros(size, np.int64)
+        for one in (self, other):
+            counts[one.first - first : one.first - first + len(one.counts)] += one.counts
+        self.first, self.counts = first, counts.tolist()
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    def quantile(self, share: float, scale: Scale) -> float:
+        """Return the value below which a share of all lies, as exact as the bins are.
+
+        >>> Histogram.of([1.0, 2.0, 3.0], SCALES["duration"]).quantile(0.5, SCALES["duration"])
+        2.25
+        """
+        below = np.cumsum(self.counts)
+        index = int(np.searchsorted(below, share * below[-1]))
+        inside = (share * below[-1] - (below[index] - self.counts[index])) / self.counts[index]
+        return float(scale.low + (self.first + index + inside) * scale.width)
+
+
+class CutMeasures(msgspec.Struct):
+    """Histograms of what the cuts of shards say of themselves, and the most extreme of them.
+
+    ``extremes`` have, for each of ``EXTREMES``, the highest values with the shard and the number of the cut in it.
+    """
+
+    histograms: dict[str, Histogram] = msgspec.field(default_factory=dict)
+    extremes: dict[str, list[tuple[float, int, int]]] = msgspec.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, cuts: Iterable[Mapping[str, Any]], shard: int) -> CutMeasures:
+        """Return the measures of the cuts of a shard, as they are stored."""
+        rows = [cut_values(cut) for cut in cuts]
+        measures = cls({
+            name: Histogram.of((row[name] for row in rows if name in row), SCALES[name])
+            for name in sorted({name for row in rows for name in row})
+        })  # fmt: skip
+        for name, of_values in EXTREMES.items():
+            found = [(value, shard, n) for n, row in enumerate(rows) if (value := of_values(row)) is not None]
+            measures.extremes[name] = heapq.nlargest(_KEPT_EXTREMES, found)
+        return measures
+
+    def add(self, other: CutMeasures) -> None:
+        """Add the measures of other shards."""
+        for name, histogram in other.histograms.items():
+            self.histograms.setdefault(name, Histogram()).add(histogram)
+        for name, found in other.extremes.items():
+            self.extremes[name] = heapq.nlargest(_KEPT_EXTREMES, [*self.extremes.get(name, []), *found])
+
+    def pack(self) -> str:
+        """Return the measures as one short text: a commit record of each of 100,000 shards has one."""
+        return base64.b64encode(zlib.compress(msgspec.msgpack.encode(self), 6)).decode()
+
+    @classmethod
+    def unpack(cls, text: str) -> CutMeasures:
+        """Return the measures that ``pack`` has made a text of.
+
+        Raises:
+            DamagedShard: it has not.
+        """
+        try:
+            return msgspec.msgpack.decode(zlib.decompress(base64.b64decode(text)), type=cls)
+        except (ValueError, zlib.error, *NOT_JSON) as error:
+            raise DamagedShard(f"the measures of a shard are damaged: {error}") from error
+
+
+def cut_values(cut: Mapping[str, Any]) -> dict[str, float]:
+    """Return numbers that a cut says of itself, by the names of ``SCALES``; what it does not say is left out."""
+    supervisions = cut.get("supervisions")
+    supervision = supervisions[0] if isinstance(supervisions, list) and supervisions else {}
+    supervision = supervision if isinstance(supervision, dict) else {}
+    custom = supervision.get("custom")
+    custom = custom if isinstance(custom, dict) else {}
+    found = {
+        "duration": cut.get("duration"),
+        "context_duration": custom.get("context_audio_duration"),
+        "similarity": custom.get("context_speaker_similarity"),
+    }
+    values = {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
+    if isinstance(text := supervision.get("text"), str) and text:
+        values["text_length"] = float(len(text))
+        if values.get("duration", 0.0) > 0:
+            values["character_rate"] = len(text) / values["duration"]
+    return values

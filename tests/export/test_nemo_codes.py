@@ -1,4 +1,4 @@
-"""``sharmill export --to nemo_codes``: what lies in the folder, that it goes on where it stopped, and what is refused."""
+"""``sharmill export --to nemo_codes``: what lies in the folder, that it goes on where it stopped, what is refused."""
 
 from __future__ import annotations
 
@@ -78,9 +78,10 @@ def test_it_goes_on_where_it_was_interrupted(project, exported, monkeypatch):
         published.append(final)
         publish(aside, final)
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(run, "publish_directory", end_at_the_second)
-        export_dataset(project.dataset, "nemo_codes", out)
+        with pytest.raises(KeyboardInterrupt):
+            export_dataset(project.dataset, "nemo_codes", out)
     assert not exported.manifest.exists()
     first = next((out / "shards" / "000000").glob("*.pt")).stat().st_mtime_ns
     assert export_dataset(project.dataset, "nemo_codes", out) == exported

@@ -14,7 +14,6 @@ from sharmill.models import load_codec
 from sharmill.models.measure import Measurement, measure_model, require_room
 from sharmill.models.memory import estimate_bytes_per_second, measure_peak
 
-
 MIB = 1 << 20
 
 

@@ -110,8 +110,8 @@ def _first_line(error: BaseException) -> str:
 def measure_peak(work: Callable[[], object], device: str) -> int:
     """Return the most bytes that this process held beyond what it held before, while ``work`` ran.
 
-    On a GPU it is what torch had allocated. On a CPU it is resident memory: tensors, what the libraries below torch take
-    beside them, and what the system's allocator keeps of both.
+    On a GPU it is what torch had allocated. On a CPU it is resident memory: tensors, what the libraries below torch
+    take beside them, and what the system's allocator keeps of both.
 
     Raises:
         ConfigError: the system does not tell the peak of a process.

@@ -24,7 +24,7 @@ from sharmill.executors.logs import PrintableFormatter, printable
 # A command NAME is the function NAME of the module NAME of this package, with "_" for "-".
 COMMANDS: Final = {
     "Make": ("demo", "run", "manifest", "submit"),
-    "Watch": ("plan", "status", "cancel"),
+    "Watch": ("calibrate", "plan", "status", "cancel"),
     "Look": ("report", "inspect", "decode", "validate", "certify"),
     "Change": ("append", "merge", "split", "index", "sidecars", "export"),
     "Train": ("bins", "tune-batch", "doctor", "verify-resume"),

@@ -172,6 +172,11 @@ class RunDir:
         return self.path / "report.html"
 
     @property
+    def calibration(self) -> Path:
+        """Written by ``sharmill calibrate``: similarities, yields, rejects and rates of a pilot."""
+        return self.path / "calibration.json"
+
+    @property
     def chain(self) -> Path:
         """The state of the driver jobs on a cluster."""
         return self.path / "chain.json"

@@ -41,9 +41,10 @@ class ContextChooser:
 
     def may_match(self, group: list[Utterance]) -> bool:
         """Return False where the durations rule out every context; there is no need to embed the group then."""
-        return len(group) > 1 and any(self._long_enough(utterance.duration) for utterance in group)
+        return len(group) > 1 and any(self.long_enough(utterance.duration) for utterance in group)
 
-    def _long_enough(self, duration: float) -> bool:
+    def long_enough(self, duration: float) -> bool:
+        """Return True if an utterance of so many seconds may be a context."""
         longest = self.match.max_duration
         return duration >= self.match.min_duration and (longest is None or duration <= longest)
 
@@ -101,7 +102,7 @@ class ContextChooser:
 
     def _draw_pool(self, group: list[Utterance], seed: int) -> np.ndarray:
         """Return which utterances of a group may be contexts (N,): so many as ``max_speaker_items``, or all."""
-        long_enough = np.flatnonzero([self._long_enough(utterance.duration) for utterance in group])
+        long_enough = np.flatnonzero([self.long_enough(utterance.duration) for utterance in group])
         size = min(len(long_enough), self.match.max_speaker_items or len(group))
         pool = np.zeros(len(group), dtype=bool)
         pool[np.random.default_rng(seed).permutation(long_enough)[:size]] = True
@@ -157,7 +158,7 @@ class ContextChooser:
             context = check_given(utterance, own, given, found[given.context.segment], self.roots)
         except RejectRecord as reject:
             return reject
-        if not self._long_enough(context.segment.duration):
+        if not self.long_enough(context.segment.duration):
             return RejectRecord("bad_context", f"the context that the record brings does not have {self._limits()}")
         if context.similarity < (least := min_similarity(self.match)):
             detail = f"has a similarity of {context.similarity:.4f}, below {least:g} (match.min_similarity)"

@@ -130,12 +130,20 @@ class MatchStage(Stage):
                 number += 1
 
     def open(self, device: str) -> Processor:
-        threads = make_deterministic(device)
         kind = check_device(device)
+        return MatchProcessor(self.config, self.dir.plan, self.make_embedder(device), kind)
+
+    def make_embedder(self, device: str) -> Embedder:
+        """Load the speaker encoder on a device, and return it with what feeds it.
+
+        Raises:
+            ConfigError: it cannot be loaded, or a batch does not fit.
+        """
+        threads = make_deterministic(device)
         roots = segment_roots(self.config)
         encoder = load_speaker_encoder(self.match.encoder, device, self.match.allow_targets, self.match.precision)
         require_room(encoder, device, self.match.batch_seconds, "match.batch_seconds")
-        embed = Embedder(
+        return Embedder(
             encoder=encoder,
             reader=SegmentReader(roots, self.config.prepare.duration_tolerance),
             batch_seconds=fit_batch_seconds(self.match.batch_seconds, device, _CPU_BATCH_SECONDS),
@@ -143,7 +151,6 @@ class MatchStage(Stage):
             resampling=self.match.resampling,
             pinned=device == "cuda",
         )
-        return MatchProcessor(self.config, self.dir.plan, embed, kind)
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)

@@ -43,6 +43,7 @@ __all__ = [
     "published_name",
     "require_codec",
     "require_speaker_encoder",
+    "similarities_of_strangers",
 ]
 
 
@@ -132,6 +133,11 @@ def own_min_similarity(name: str) -> float | None:
             code="bad_plugin",
         )
     return value
+
+
+def similarities_of_strangers(name: str) -> tuple[tuple[float, float], ...]:
+    """Return the attribute ``strangers`` of a speaker encoder, as of ``families.Family``; empty where it has none."""
+    return getattr(_implementation(ENCODERS, name), "strangers", ())
 
 
 def describe_codec(name: str, allow_targets: Sequence[str] = ()) -> dict[str, str]:

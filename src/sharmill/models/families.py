@@ -36,6 +36,12 @@ _MAX_CONFIG_BYTES: Final = 16 << 20
 # of different speakers 0.2 % (10 speakers, 4,500 pairs) and 3.2 % (248 speakers, 30,628 pairs). At 0.6 it is 23 % and
 # 47 %.
 _RESEMBLYZER_MIN_SIMILARITY: Final = 0.75
+# The same 30,628 pairs: a similarity, and the share of pairs that are less similar.
+_RESEMBLYZER_STRANGERS: Final = (
+    (0.296, 0.0), (0.434, 0.01), (0.477, 0.05), (0.502, 0.1), (0.532, 0.2), (0.555, 0.3), (0.576, 0.4), (0.595, 0.5),
+    (0.615, 0.6), (0.637, 0.7), (0.664, 0.8), (0.701, 0.9), (0.732, 0.95), (0.759, 0.975), (0.785, 0.99),
+    (0.8, 0.995), (0.821, 0.998), (0.833, 0.999), (0.852, 0.9995), (0.88, 0.9999), (0.9, 1.0),
+)  # fmt: skip
 # Of the published scripts that choose contexts with TitaNet.
 _TITANET_MIN_SIMILARITY: Final = 0.6
 
@@ -69,12 +75,15 @@ class Family:
             be had from elsewhere. It may import NeMo, and is asked only before a stage that loads the model.
         min_similarity: target -> the least similarity of two utterances that an encoder takes for one voice, or None
             where none is known.
+        strangers: similarities of two utterances of different speakers, in increasing order, each with the share of
+            pairs that are less similar; empty where none were measured.
     """
 
     load: Callable[..., Any]
     describe: Callable[..., dict[str, str]]
     require: Callable[[str], None] = lambda target: None
     min_similarity: Callable[[str], float | None] = lambda target: None
+    strangers: tuple[tuple[float, float], ...] = ()
 
     def __call__(self, target: str, device: str, **trust: tuple[str, ...]) -> Any:
         """Load a model on a torch device."""
@@ -243,7 +252,10 @@ def _load_transformers(target: str, device: str) -> Codec:
 
 
 RESEMBLYZER: Final = Family(
-    load=_load_resemblyzer, describe=_describe_resemblyzer, min_similarity=lambda target: _RESEMBLYZER_MIN_SIMILARITY
+    load=_load_resemblyzer,
+    describe=_describe_resemblyzer,
+    min_similarity=lambda target: _RESEMBLYZER_MIN_SIMILARITY,
+    strangers=_RESEMBLYZER_STRANGERS,
 )
 NEMO_ENCODERS: Final = Family(
     load=_load_nemo_encoder,

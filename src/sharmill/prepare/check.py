@@ -119,6 +119,16 @@ class RecordCheck:
             member=member,
         )
 
+    def group(self, record: dict[str, Any], source: int, member: Member | None = None) -> str:
+        """Return the key of the speaker group of a record, without a look at its audio.
+
+        Raises:
+            RejectRecord: it has none.
+        """
+        check_fields(record)
+        _, path, _ = self._place(record["audio_filepath"], source, member)
+        return self.group_key(path, self._tag(record, path, source).speaker)
+
     def _place(self, audio_filepath: str, source: int, member: Member | None) -> tuple[int, str, Member | None]:
         """Return the root and the normalised path of a record's audio, and its member with that of its container."""
         if member is None:

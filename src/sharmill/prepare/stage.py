@@ -54,7 +54,7 @@ class PrepareStage(Stage):
         self._sources = config.sources
 
     def identity(self) -> dict[str, Any]:
-        self._make_check()
+        self.make_check()
         append_to = self.config.append_to
         # Where it lies, and not what it has: it has more once the new shards are appended.
         grows = {} if append_to is None else {"append_to": identify_folder(Path(append_to), self.run_dir.path)}
@@ -79,7 +79,7 @@ class PrepareStage(Stage):
                 index += 1
 
     def open(self, device: str) -> Processor:
-        return PrepareProcessor(self._sources, self._make_check())
+        return PrepareProcessor(self._sources, self.make_check())
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
@@ -109,7 +109,8 @@ class PrepareStage(Stage):
         for path in (*self.products(), self._duplicates):
             remove_tree(path)
 
-    def _make_check(self) -> RecordCheck:
+    def make_check(self) -> RecordCheck:
+        """Return the checks of a record, by the configuration."""
         roots = AudioRoots.of((source.audio_root for source in self._sources), self.run_dir.copies)
         roots.check()
         return RecordCheck(

@@ -38,7 +38,7 @@ from sharmill.match.choose import min_similarity
 from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.stage import MatchStage
 from sharmill.models import describe_codec, describe_speaker_encoder, make_deterministic, published_name
-from sharmill.models.arithmetic import name_device
+from sharmill.models.device import check_device
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.stage import PrepareStage
 from sharmill.storage import disk_errors, open_atomic, open_stored, require_writable, write_atomic
@@ -368,7 +368,8 @@ def certify_models(config: Config) -> tuple[Path, Certificate]:
             )
         )  # fmt: skip
     found = versions("torch", "torchaudio", "nemo_toolkit", "transformers")
-    certificate = Certificate(devices=[name_device(device) for device in devices], versions=found, models=models)
+    named = ["cpu" if device == "cpu" else f"{device}: {check_device(device)}" for device in devices]
+    certificate = Certificate(devices=named, versions=found, models=models)
     path = RunDir(Path(config.run_dir)).certificate
     with disk_errors(path.parent):
         require_writable(path.parent)

@@ -53,10 +53,37 @@ def test_where_nothing_fits_the_stage_stops_and_says_what_to_set(config, error):
         encode(config, SmallDevice(16000, error))
 
 
-def test_a_segment_that_does_not_fit_names_the_limit_on_durations(config):
-    lack = torch.cuda.OutOfMemoryError("CUDA out of memory.")
-    with raises(FatalError, "out_of_memory", "lower prepare.max_duration below 1"):
-        encode(config, SmallDevice(8000, lack), batch_seconds=0.5)
+@pytest.fixture
+def config_with_a_long_one(project):
+    """As ``config``, but the last cut has four seconds."""
+    for number, seconds in enumerate([1.0] * 5 + [4.0]):
+        project.add(f"{number}.flac", voice(seconds, pitch=150 + 30 * number, seed=number), number=number)
+    return project.write([1, 0, 0, 0, 0, 0], write={"shard_size": 2, "order": "manifest"})
+
+
+LACK = torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_a_segment_too_long_for_the_device_costs_its_unit_alone_and_a_larger_device_does_the_rest(
+    config_with_a_long_one,
+):
+    result = encode(config_with_a_long_one, SmallDevice(40000, LACK), batch_seconds=2.0)
+    (failure,) = result.failures.values()
+    for part in ("its 4 s do not fit", "at byte", "all other units go on", "executor.mixed_devices=true"):
+        assert part in failure.message
+    larger = SmallDevice(80000, LACK)
+    assert encode(config_with_a_long_one, larger, batch_seconds=2.0).ok
+    assert [max(batch) for batch in larger.batches] == [64000]
+
+
+def test_segments_that_cannot_fit_are_named_before_their_unit_is_decoded(config_with_a_long_one, monkeypatch):
+    monkeypatch.setattr("sharmill.encode.codec_batches.require_room", lambda *arguments: 3.5)
+    codec = ToyCodec()
+    result = encode(config_with_a_long_one, codec, batch_seconds=2.0)
+    (failure,) = result.failures.values()
+    assert "1 of 1 segments are longer than the 4 s that fit" in failure.message
+    assert "the longest, of 4 s, is in" in failure.message
+    assert sum(len(batch) for batch in codec.batches) == 5
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(config):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 import numpy as np
 
@@ -18,9 +19,17 @@ from sharmill.prefetch import prefetch
 from sharmill.shar.arrays import codes_dtype, num_frames
 from sharmill.shar.items import Item
 
+# What a user can do with segments that no batch size helps.
+ELSEWHERE: Final = (
+    "all other units go on, and the same command does the rest on a device with more memory, or on CPUs with "
+    "executor.device=cpu executor.mixed_devices=true"
+)
+
 
 class CodecBatches:
     """A codec that encodes stored audio in batches.
+
+    ``most_seconds`` is the longest segment that the memory of a GPU can hold.
 
     Args:
         batch_seconds: audio of a batch, counting padding.
@@ -32,8 +41,9 @@ class CodecBatches:
     def __init__(
         self, codec: Codec, *, batch_seconds: float, device: str, canonical: bool = False, threads: int
     ) -> None:
-        require_room(codec, device, batch_seconds, "encode.batch_seconds")
+        self.most_seconds = require_room(codec, device, batch_seconds, "encode.batch_seconds")
         self.codec = codec
+        self._batch_seconds = batch_seconds
         self._plan = partial(plan_batches, batch_seconds=batch_seconds, codec=codec, device=device, canonical=canonical)
         self._ahead = 2 * batch_seconds * codec.sampling_rate / codec.samples_per_frame
         self._threads = threads
@@ -63,8 +73,15 @@ class CodecBatches:
         results: list[np.ndarray] = [np.empty(0)] * len(items)
         for batch in batches:
             audio = fill_batch(batch, [next(loaded) for _ in batch.items], codec.samples_per_frame)
-            with self._guard.batch(audio[0].numel() / codec.sampling_rate, batch.num_rows):
-                codes = codec.encode(*audio).numpy()
+            seconds = audio[0].numel() / codec.sampling_rate
+            is_long = len(batch.items) == 1 and seconds > self._batch_seconds
+            try:
+                with self._guard.batch(seconds, batch.num_rows, is_long=is_long):
+                    codes = codec.encode(*audio).numpy()
+            except RejectRecord as reject:
+                # The dataset has its cut already, and every cut has codes: it cannot be left out any more.
+                where = items[batch.items[0]].cut_id
+                raise UnitFailed(f"the segment {where}: {reject.detail}; {ELSEWHERE}", code="out_of_memory") from reject
             # Rows beyond the items are silence.
             for index, row in zip(batch.items, codes, strict=False):
                 results[index] = np.ascontiguousarray(row[:, : frames[index]].astype(dtype))

@@ -5,7 +5,7 @@ The stage ``survey`` has found the segments; the stage ``assemble`` puts their c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,13 +16,16 @@ import numpy as np
 from sharmill.config import CodecConfig, Config
 from sharmill.config.references import hide
 from sharmill.encode.assemble import AssembleStage
-from sharmill.encode.codec_batches import CodecBatches
+from sharmill.encode.batch_change import is_change_of_batches, require_same_codes
+from sharmill.encode.codec_batches import ELSEWHERE, CodecBatches
 from sharmill.encode.segment_codes import EncodedRecord, bounds_file, codes_file, encoded_file, write_codes
 from sharmill.encode.segments import hash_segment, seconds_of
 from sharmill.encode.survey import SurveyStage
 from sharmill.engine.balance import divide_evenly
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
+from sharmill.engine.ledger import read_ledger
+from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import load_stored_array
@@ -84,6 +87,14 @@ class EncodeStage(Stage):
             "input": self.survey.dataset.audio_checksum(),
             "versions": versions("torch", "torchaudio", "nemo_toolkit", "transformers"),
         }
+
+    def keeps_output(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+        if not is_change_of_batches(before, now):
+            return False
+        done = read_ledger(self.dir.of_present_plan(), load_plan(self)).values()
+        devices = {commit.device_kind for commit in done}
+        require_same_codes(before, now, devices, self.run_dir.certificate)
+        return True
 
     def require_models(self) -> None:
         require_codec(self.codec_config.model)
@@ -157,6 +168,7 @@ class EncodeProcessor(Processor):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         segments = self._segments[unit.params["start"] : unit.params["stop"]]
+        self._refuse_too_long(segments)
         items = self._read(segments)
         share = unit.cost / max(1, sum(map(self._encode.num_frames, items)))
         codes = self._encode(items, lambda frames: advance(frames * share))
@@ -164,6 +176,20 @@ class EncodeProcessor(Processor):
         write_codes(staging.path(name), codes)
         stats = {"seconds": float(seconds_of(segments).sum()), "codec": msgspec.to_builtins(self._record())}
         return Output(files=[name], num_out=unit.size, stats=stats)
+
+    def _refuse_too_long(self, segments: np.ndarray) -> None:
+        """Raise UnitFailed where a segment takes more memory than the device has, before anything is decoded."""
+        seconds = seconds_of(segments)
+        number = int(np.count_nonzero(seconds > self._encode.most_seconds))
+        if number:
+            longest = segments[int(seconds.argmax())]
+            path = self._files[int(longest["shard"])][int(longest["field"])]
+            raise UnitFailed(
+                f"{number} of {len(segments)} segments are longer than the {self._encode.most_seconds:.0f} s that fit "
+                f"in the memory of the device: the longest, of {seconds.max():.0f} s, is in {path} at byte "
+                f"{longest['place']['offset']}; {ELSEWHERE}",
+                code="out_of_memory",
+            )
 
     def _read(self, segments: np.ndarray) -> list[Item]:
         """Return the stored audio of segments, if it is as the survey found it: damaged audio would give codes as well.

@@ -34,6 +34,7 @@ from sharmill.storage import (
     remove_if_empty,
     remove_tree,
     stopping_errors,
+    write_atomic,
 )
 
 # The files of a unit in a stage's own folder: parts/000007.npy.
@@ -51,7 +52,11 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     refuse_linked_folders(stage)
     identity = _as_stored(hide(stage.identity(), stage.variables, digests=True))
     if stage.dir.identity.exists() and not restart:
-        changes = find_changes(_read_identity(stage), identity)
+        before = _read_identity(stage)
+        changes = find_changes(before, identity)
+        if changes and stage.keeps_output(before, identity):
+            write_atomic(stage.dir.identity, msgspec.json.encode(identity))
+            changes = []
         if not changes:
             stage.token = stage.dir.read_token()
             return load_plan(stage)

@@ -110,6 +110,16 @@ class Stage(ABC):
             ConfigError: the configuration or an input cannot be used; nothing has been done yet.
         """
 
+    def keeps_output(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+        """Return True if what was begun with one identity has the same bytes as what another gives.
+
+        ``before`` and ``now`` differ, and are as they are stored.
+
+        Raises:
+            ConfigError: it may not; the message says more than that they differ.
+        """
+        return False
+
     def require_models(self) -> None:  # noqa: B027 - most stages load none
         """Raise ConfigError where a model that ``open`` loads can neither be found on this machine nor be had."""
 

@@ -105,16 +105,6 @@ def _allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
-def name_device(device: str) -> str:
-    """Return a device with its kind, by which results on it may differ from those on others."""
-    if device == "cpu":
-        return "cpu"
-    import torch
-
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{device}: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-
-
 def fit_batch_seconds(batch_seconds: float, device: str, on_cpu: float = CPU_BATCH_SECONDS) -> float:
     """Return the padded seconds that a batch on this kind of device may have: on a CPU ``on_cpu`` at most.
 

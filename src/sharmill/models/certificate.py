@@ -33,6 +33,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         different: how many of them differ.
         items: the segments with at least one code that differs.
         largest_change: of an encoder, the largest change of a cosine similarity.
+        device: ``cpu`` or ``cuda``.
+        batch_seconds: of batches beside each item alone, in fp32: their size.
     """
 
     way: str
@@ -40,6 +42,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     different: int
     items: int
     largest_change: float | None = None
+    device: str
+    batch_seconds: float | None = None
 
     @property
     def share(self) -> float:
@@ -60,7 +64,7 @@ class ModelCertificate(msgspec.Struct, frozen=True, kw_only=True):
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     """The certificate of a configuration's models, with the devices and versions that it holds for."""
 
-    format_version: int = 1
+    format_version: int = 2
     probe_seed: int = PROBE_SEED
     devices: list[str]
     versions: dict[str, str]
@@ -105,14 +109,15 @@ def certify_codec(
             if not reference:
                 reference = alone
             else:
-                yield _compare_codes(f"alone, {where}", reference, alone)
+                yield _compare_codes(f"alone, {where}", reference, alone, device)
             if precision == "fp32":
-                yield from _compare_batches(codec, probe, frames, alone, where)
+                yield from _compare_batches(codec, probe, frames, alone, device)
 
 
 def _compare_batches(
-    codec: Codec, probe: list[np.ndarray], frames: list[int], alone: list[np.ndarray], where: str
+    codec: Codec, probe: list[np.ndarray], frames: list[int], alone: list[np.ndarray], device: str
 ) -> Iterator[Comparison]:
+    where = f"{device}, fp32"
     for seconds in _SIZES:
         most = seconds * codec.sampling_rate / codec.samples_per_frame
         batches = [
@@ -120,7 +125,7 @@ def _compare_batches(
             for items in padded_batches(frames, most, equal_only=codec.equal_lengths_only)
         ]
         together = _encode(codec, probe, frames, batches)
-        yield _compare_codes(f"batches of {seconds:g} s beside alone, {where}", alone, together)
+        yield _compare_codes(f"batches of {seconds:g} s beside alone, {where}", alone, together, device, seconds)
     most = _SIZES[-1] * codec.sampling_rate / codec.samples_per_frame
     canonical = canonical_batches(frames, most, equal_only=codec.equal_lengths_only)
     single = [Batch([i], batch.num_frames, batch.num_rows, True) for batch in canonical for i in batch.items]
@@ -128,6 +133,7 @@ def _compare_batches(
         f"canonical shapes, neighbours beside silence, {where}",
         _encode(codec, probe, frames, canonical),
         _encode(codec, probe, frames, single),
+        device,
     )
 
 
@@ -140,13 +146,17 @@ def _encode(codec: Codec, probe: list[np.ndarray], frames: list[int], batches: l
     return codes
 
 
-def _compare_codes(way: str, reference: list[np.ndarray], codes: list[np.ndarray]) -> Comparison:
+def _compare_codes(
+    way: str, reference: list[np.ndarray], codes: list[np.ndarray], device: str, batch_seconds: float | None = None
+) -> Comparison:
     different = [int(np.count_nonzero(one != other)) for one, other in zip(reference, codes, strict=True)]
     return Comparison(
         way=way,
         compared=sum(one.size for one in reference),
         different=sum(different),
         items=sum(count > 0 for count in different),
+        device=device,
+        batch_seconds=batch_seconds,
     )
 
 
@@ -167,13 +177,14 @@ def certify_encoder(
             if reference is None:
                 reference = alone
             else:
-                yield _compare_choices(f"alone, {device}, {precision}", reference, alone)
+                yield _compare_choices(f"alone, {device}, {precision}", reference, alone, device)
             if precision != "fp32":
                 continue
             for seconds in _SIZES:
                 batches = padded_batches([len(item) / encoder.sampling_rate for item in probe], seconds)
                 together = _embed(encoder, probe, batches)
-                yield _compare_choices(f"batches of {seconds:g} s beside alone, {device}, fp32", alone, together)
+                way = f"batches of {seconds:g} s beside alone, {device}, fp32"
+                yield _compare_choices(way, alone, together, device, seconds)
 
 
 def _embed(encoder: SpeakerEncoder, probe: list[np.ndarray], batches: list[list[int]]) -> np.ndarray:
@@ -183,13 +194,18 @@ def _embed(encoder: SpeakerEncoder, probe: list[np.ndarray], batches: list[list[
     return rows
 
 
-def _compare_choices(way: str, reference: np.ndarray, embeddings: np.ndarray) -> Comparison:
+def _compare_choices(
+    way: str, reference: np.ndarray, embeddings: np.ndarray, device: str, batch_seconds: float | None = None
+) -> Comparison:
     one, other = reference @ reference.T, embeddings @ embeddings.T
     change = float(np.abs(one - other).max())
     for similarity in (one, other):
         np.fill_diagonal(similarity, -np.inf)
     different = int(np.count_nonzero(one.argmax(axis=1) != other.argmax(axis=1)))
-    return Comparison(way=way, compared=len(reference), different=different, items=different, largest_change=change)
+    return Comparison(
+        way=way, compared=len(reference), different=different, items=different, largest_change=change,
+        device=device, batch_seconds=batch_seconds,
+    )  # fmt: skip
 
 
 def _precisions(device: str) -> tuple[Precision, ...]:

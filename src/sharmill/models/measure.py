@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,14 +68,19 @@ def measure_model(model: Codec | SpeakerEncoder, device: str, memory: int) -> Me
     return Measurement(bytes_per_second=bytes_per_second, speeds=dict(_measure_speeds(run, fitting)), memory=memory)
 
 
-def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: float, key: str) -> None:
-    """Raise ConfigError where a batch takes more than all memory of a GPU, which is measured; a CPU has small batches.
+def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: float, key: str) -> float:
+    """Return the seconds of audio that all memory of a GPU holds at once, which is measured.
+
+    On a CPU, where batches are small and memory is not one number, there is no such limit.
 
     Args:
         key: the key of the configuration that ``batch_seconds`` is the value of, for the message.
+
+    Raises:
+        ConfigError: not even a batch fits.
     """
     if device == "cpu":
-        return
+        return math.inf
     import torch
 
     bytes_per_second = estimate_bytes_per_second(_runner(model, device), device)
@@ -86,6 +92,7 @@ def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: floa
             f"{memory / 2**30:.1f}; set it to {_USABLE_SHARE * memory / bytes_per_second:.0f} or less",
             code="out_of_memory",
         )
+    return memory / max(1.0, bytes_per_second)
 
 
 def _runner(model: Codec | SpeakerEncoder, device: str) -> Callable[[float], None]:

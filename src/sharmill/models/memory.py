@@ -87,12 +87,10 @@ class MemoryGuard:
         self._proven = True
 
     def _describe(self, seconds: float, num_rows: int, lack: str) -> str:
-        if num_rows > 1:
-            what, remedy = f"a batch of {num_rows} rows and {seconds:.0f} s", f"lower {self._key} below {seconds:.0f}"
-        else:
-            what = f"a segment of {seconds:.0f} s"
-            remedy = f"lower prepare.max_duration below {seconds:.0f}, or use a device with more memory"
-        return f"{self._model}: {what} does not fit in the memory of the device: {remedy} ({lack})"
+        return (
+            f"{self._model}: a batch of {num_rows} rows and {seconds:.0f} s does not fit in the memory of the device: "
+            f"lower {self._key} below {seconds:.0f} ({lack})"
+        )
 
 
 def _release_cached() -> None:

@@ -1,0 +1,82 @@
+"""A change of ``encode.batch_seconds`` under way: what is done stays where codes do not depend on it.
+
+They do not by construction, or as far as the certificate of ``sharmill certify`` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from sharmill.engine.stored import decode_stored, read_stored
+from sharmill.errors import ConfigError
+from sharmill.models.arithmetic import fit_batch_seconds
+from sharmill.models.certificate import Certificate, ModelCertificate
+
+_KEY: Final = "batch_seconds"
+
+
+def is_change_of_batches(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return True if two identities of the stage differ in the size of batches and in nothing else."""
+    return {**before, _KEY: 0} == {**now, _KEY: 0}
+
+
+def require_same_codes(
+    before: Mapping[str, Any], now: Mapping[str, Any], devices: Collection[str], certificate: Path
+) -> None:
+    """Raise ConfigError where codes may be others in batches of the size that the stage has now.
+
+    Args:
+        before: the identity that the stage was begun with.
+        now: the same but for the size of batches.
+        devices: the kinds of device that the codes which are there were made on.
+        certificate: the file of the run directory.
+    """
+    if not devices or (set(devices) == {"cpu"} and _same_on_a_cpu(before, now)):
+        return
+    if now["canonical_shapes"]:
+        reason = "canonical shapes have as many rows as batch_seconds allows, and codes may depend on that"
+    elif now["precision"] != "fp32":
+        reason = f"sharmill certify compares batches in fp32, and these codes are made in {now['precision']}"
+    elif not certificate.exists():
+        reason = "codes may depend on it: where 'sharmill certify CONFIG' finds none that does, what is done is kept"
+    else:
+        reason = _find_dependence(_read(certificate), now, devices)
+    if reason:
+        raise ConfigError(
+            f"encode.batch_seconds is {now[_KEY]:g}, and was {before[_KEY]:g} when the stage was begun: {reason}. "
+            f"Set it to {before[_KEY]:g} again, or begin the stage anew",
+            code="changed_plan",
+        )
+
+
+def _same_on_a_cpu(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return True if both sizes give the same batches there: the limit of a CPU, or one row in any case."""
+    return bool(now["canonical_shapes"]) or fit_batch_seconds(before[_KEY], "cpu") == fit_batch_seconds(
+        now[_KEY], "cpu"
+    )
+
+
+def _find_dependence(certificate: Certificate, now: Mapping[str, Any], devices: Collection[str]) -> str:
+    """Return why a certificate does not say that the codes are the same in batches of all sizes, or nothing."""
+    if certificate.versions != now["versions"]:
+        return "certificate.json was made with other versions; run 'sharmill certify CONFIG' again"
+    found = next((one for one in certificate.models if one.kind == "codec" and one.identity == now["codec"]), None)
+    if found is None:
+        return "certificate.json has no such codec; run 'sharmill certify CONFIG'"
+    for kind in devices:
+        name = "cpu" if kind == "cpu" else f"cuda: {kind}"
+        if name not in certificate.devices:
+            return f"certificate.json was not made on {kind}; run 'sharmill certify CONFIG' there"
+        if differing := _count_differing(found, name.partition(":")[0]):
+            return f"by certificate.json codes depend on it: {differing} of the probe differ on {kind}"
+    return ""
+
+
+def _count_differing(found: ModelCertificate, device: str) -> int:
+    return sum(one.different for one in found.comparisons if one.batch_seconds is not None and one.device == device)
+
+
+def _read(path: Path) -> Certificate:
+    return decode_stored(path, read_stored(path), Certificate)

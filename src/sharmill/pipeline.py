@@ -149,7 +149,7 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
     chosen = [stage for name in config.stages if name in names for stage in stages[name]]
     for stage in chosen:
         stage.metrics = config.metrics
-        stage.variables = config.references.variables
+        stage.references = config.references
         stage.mixed_devices = config.executor.mixed_devices
         stage.unit_time_limit = config.executor.unit_time_limit
     return chosen

@@ -10,7 +10,7 @@ from support.paths import REPOSITORY
 
 from sharmill.config import load_config, to_yaml
 from sharmill.config.loading import load_for_display
-from sharmill.config.references import hide
+from sharmill.config.references import References
 from sharmill.demo.corpus import make_corpus
 from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
@@ -98,9 +98,34 @@ def test_references_to_keys_and_defaults_stay(tmp_path, monkeypatch, config_file
     assert "speaker_key: ${encode.codecs[0].name}-${oc.env:SECRET}\n" in to_yaml(config).decode()
 
 
-def test_short_values_stand_for_themselves():
-    assert hide({"a": ["secret-7", 7]}, {"secret-7": "A"}) == {"a": ["${oc.env:A}", 7]}
-    assert hide(("secret", "secrets"), {"secret": "A", "secrets": "B"}) == ["${oc.env:A}", "${oc.env:B}"]
+def test_the_longest_value_is_found_first():
+    references = References(variables={"secret": "A", "secrets": "B"})
+    assert references.hide(("secret", "secrets", 7)) == ["${oc.env:A}", "${oc.env:B}", 7]
+
+
+def test_values_of_any_length_and_type_are_written_back_by_their_place(config_file, tmp_path, monkeypatch):
+    for name, value in (("SEED", "739"), ("LEAST", "0.125"), ("SECRET", "z8")):
+        monkeypatch.setenv(name, value)
+    text = config_file.read_text().replace("min_similarity: 0.1", "min_similarity: '${oc.env:LEAST}'")
+    config_file.write_text(text + 'write: {seed: "${oc.env:SEED}"}\n')
+    config = load_config(config_file)
+    assert (config.write.seed, config.match.min_similarity) == (739, 0.125)
+    assert run_dataset(config, Listener(), executor=LocalExecutor(1)).ok
+    write, match = ((tmp_path / f"run/{stage}/plan/identity.json").read_bytes() for stage in ("write", "match"))
+    assert b"739" not in write
+    assert b"${oc.env:SEED}#" in write
+    assert b"0.125" not in match
+    assert '"model": "python:own_codec:LevelCodec:${oc.env:SECRET}"' in (tmp_path / "data/dataset.json").read_text()
+
+
+def test_a_changed_short_value_is_noticed(config_file, monkeypatch):
+    stages = ("prepare", "match")
+    config_file.write_text(config_file.read_text().replace("min_similarity: 0.1", "min_similarity: '${oc.env:LEAST}'"))
+    monkeypatch.setenv("LEAST", "0.1")
+    run_dataset(load_config(config_file), Listener(), stages=stages, executor=LocalExecutor(1))
+    monkeypatch.setenv("LEAST", "0.2")
+    with raises(ConfigError, "changed_plan", "match.min_similarity is ${oc.env:LEAST}"):
+        run_dataset(load_config(config_file), Listener(), stages=stages, executor=LocalExecutor(1))
 
 
 def test_folders_of_jobs_are_private(tmp_path):

@@ -50,12 +50,10 @@ class SndfileDecoder:
             self._sound = _ForwardSound(source.stream() if descriptor is None else descriptor, closefd=False)
             try:
                 self.info = self._read_header()
-                # MP3 decodes to other last bits without it, and soundfile.read does it.
-                if sf.SoundFile.seekable(self._sound):  # GSM in WAV is not
-                    self._sound.seek(0)
             except BaseException:
                 self._sound.close()
                 raise
+        self._sought = False
 
     def _read_header(self) -> AudioInfo:
         sound, source = self._sound, self._source
@@ -80,8 +78,12 @@ class SndfileDecoder:
     def seek(self, position: int) -> None:
         with _rejecting(self._source.name):
             self._sound.seek(position)
+        self._sought = True
 
     def read(self, num_samples: int) -> np.ndarray:
+        if not self._sought and sf.SoundFile.seekable(self._sound):  # GSM in WAV is not
+            # MP3 decodes to other last bits without it, and soundfile.read does it. It decodes: not for a header alone.
+            self.seek(0)
         with _rejecting(self._source.name):
             return self._sound.read(num_samples, dtype="float32")
 

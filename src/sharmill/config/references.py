@@ -9,15 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 _VARIABLE: Final = re.compile(r"\$\{\s*oc\.env\s*:\s*([^\s,:{}]+)")
 _WITHOUT_DEFAULT: Final = re.compile(r"\$\{\s*oc\.env\s*:\s*([^\s,:{}]+)\s*\}")
 # Keys of texts that have no default.
 _REQUIRED: Final = ("name", "run_dir", "dataset_dir", "model")
-# Shorter values are no secrets, and stand for themselves in too many places.
+# Shorter values are not looked for in texts that were made of the configuration, which have the same letters by chance.
 _MIN_CHARACTERS: Final = 4
 _DIGEST_CHARACTERS: Final = 12
 
@@ -38,11 +38,8 @@ class References:
     def of(cls, values: Any) -> References:
         """Return the references in the values of a YAML file that are not resolved yet."""
         written = {place: text for place, text in _texts(values, ()) if "${" in text}
-        names = {name for text in written.values() for name in _VARIABLE.findall(text)}
-        found = {os.environ[name]: name for name in sorted(names, reverse=True) if name in os.environ}
-        return cls(
-            written=written if names else {},
-            variables={value: name for value, name in found.items() if len(value) >= _MIN_CHARACTERS},
+        return (
+            cls(written=written, variables=_named(written.values())) if _named(written.values(), unset=True) else cls()
         )
 
     def without_unset(self, values: Any) -> Any:
@@ -67,43 +64,83 @@ class References:
 
     def put_back(self, values: Any) -> Any:
         """Return the resolved values of a configuration with the references in their places again."""
-        return self._put_back(values, ())
+        return self._put_back(values, (), lambda written, value: written)
 
-    def _put_back(self, value: Any, place: tuple[str | int, ...]) -> Any:
+    def identify(self, identity: dict[str, Any], section: str) -> dict[str, Any]:
+        """Return the identity of a stage's plan without values of the environment.
+
+        Its keys are those of the whole configuration, or of the section. Values at the place of a reference are as they
+        were written, of whatever length and type they are; in others, which may be made of several keys, the values of
+        variables are looked for. A part of the SHA-256 of each stands behind it, by which a change is noticed.
+        """
+        if not self.written:
+            return identity
+        variables = _searchable(self.variables)
+        for place in ((), (section,)):
+            identity = self._put_back(identity, place, _with_digests)
+        return cast("dict[str, Any]", _hide(identity, variables, digests=True))
+
+    def hide(self, value: Any) -> Any:
+        """Return JSON values in which variables stand for what they are set to, where that has four characters or more.
+
+        >>> References(variables={"/secret": "MODELS"}).hide({"model": "/secret/mimi"})
+        {'model': '${oc.env:MODELS}/mimi'}
+        """
+        return _hide(value, _searchable(self.variables), digests=False)
+
+    def hide_at(self, place: tuple[str | int, ...], text: str) -> str:
+        """Return a text that was made of the value at a place with its variables in it, however short their values."""
+        written = self.written.get(place)
+        return text if written is None else _hide(text, _named([written]), digests=False)
+
+    def _put_back(self, value: Any, place: tuple[str | int, ...], put: Callable[[str, Any], Any]) -> Any:
         if place in self.written:
-            return self.written[place]
+            return put(self.written[place], value)
         if isinstance(value, dict):
-            return {key: self._put_back(child, (*place, key)) for key, child in value.items()}
+            return {key: self._put_back(child, (*place, key), put) for key, child in value.items()}
         if isinstance(value, list | tuple):
-            return [self._put_back(child, (*place, number)) for number, child in enumerate(value)]
+            return [self._put_back(child, (*place, number), put) for number, child in enumerate(value)]
         return value
 
 
-def hide(value: Any, variables: Mapping[str, str], *, digests: bool = False) -> Any:
-    """Return JSON values in which variables of the environment stand for what they are set to, keys included.
+def _named(texts: Iterable[str], *, unset: bool = False) -> dict[str, str]:
+    """Return the names of the variables in texts by their values; ``unset`` adds those that have none."""
+    names = sorted({name for text in texts for name in _VARIABLE.findall(text)}, reverse=True)
+    return {os.environ.get(name, ""): name for name in names if os.environ.get(name) or unset}
 
-    Args:
-        variables: the names of variables, by their values.
-        digests: add a part of a value's SHA-256, by which a change of it is noticed.
 
-    >>> hide({"model": "/secret/mimi"}, {"/secret": "MODELS"})
-    {'model': '${oc.env:MODELS}/mimi'}
-    """
+def _searchable(variables: Mapping[str, str]) -> dict[str, str]:
+    return {value: name for value, name in variables.items() if len(value) >= _MIN_CHARACTERS}
+
+
+def _with_digests(written: str, value: Any) -> Any:
+    """Return what is stored of a value at the place of a reference; an identity has several texts for a folder."""
+    if isinstance(value, dict):
+        return {key: _with_digests(written, child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_digests(written, child) for child in value]
+    return None if value is None else f"{written}#{_digest(str(value))}"
+
+
+def _hide(value: Any, variables: Mapping[str, str], *, digests: bool) -> Any:
     if not variables:
         return value
     if isinstance(value, dict):
-        return {hide(k, variables, digests=digests): hide(v, variables, digests=digests) for k, v in value.items()}
+        return {_hide(k, variables, digests=digests): _hide(v, variables, digests=digests) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [hide(child, variables, digests=digests) for child in value]
+        return [_hide(child, variables, digests=digests) for child in value]
     if not isinstance(value, str):
         return value
 
     def name(match: re.Match[str]) -> str:
-        digest = hashlib.sha256(match[0].encode(errors="surrogateescape")).hexdigest()[:_DIGEST_CHARACTERS]
-        return f"${{oc.env:{variables[match[0]]}}}" + (f"#{digest}" if digests else "")
+        return f"${{oc.env:{variables[match[0]]}}}" + (f"#{_digest(match[0])}" if digests else "")
 
     longest_first = sorted(variables, key=len, reverse=True)
     return re.sub("|".join(map(re.escape, longest_first)), name, value)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:_DIGEST_CHARACTERS]
 
 
 def _texts(value: Any, place: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], str]]:

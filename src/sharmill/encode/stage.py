@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from sharmill.config import CodecConfig, Config
-from sharmill.config.references import hide
 from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.batch_change import is_change_of_batches, require_same_codes
 from sharmill.encode.codec_batches import ELSEWHERE, CodecBatches
@@ -57,6 +56,7 @@ class EncodeStage(Stage):
         self.survey = SurveyStage(config)
         self.assemble = AssembleStage(config, codec)
         self.codec_config = codec
+        self._place = ("encode", "codecs", config.encode.codecs.index(codec), "model")
         self.batch_seconds = config.encode.batch_seconds
         self.precision = config.encode.precision
         self.canonical_shapes = config.encode.canonical_shapes
@@ -66,6 +66,11 @@ class EncodeStage(Stage):
     @property
     def name(self) -> str:
         return f"{self.kind}/{self.codec_config.name}"
+
+    @property
+    def published_model(self) -> str:
+        """The codec as the dataset names it, without folders of this machine and values of the environment."""
+        return self.references.hide_at(self._place, published_name(self.codec_config.model))
 
     @property
     def claims(self) -> tuple[Path, Sequence[str]]:
@@ -221,7 +226,7 @@ class EncodeProcessor(Processor):
         codec, config = self._codec, self._stage.codec_config
         return CodecRecord(
             name=config.name,
-            model=hide(published_name(config.model), self._stage.variables),
+            model=self._stage.published_model,
             checksum=codec.checksum,
             trained=codec.trained,
             sampling_rate=codec.sampling_rate,

@@ -10,7 +10,6 @@ from uuid import uuid4
 
 import msgspec
 
-from sharmill.config.references import hide
 from sharmill.engine.fence import (
     claim_output,
     new_token,
@@ -50,7 +49,7 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     """
     stage.token = ""
     refuse_linked_folders(stage)
-    identity = _as_stored(hide(stage.identity(), stage.variables, digests=True))
+    identity = _as_stored(stage.references.identify(stage.identity(), stage.kind))
     if stage.dir.identity.exists() and not restart:
         before = _read_identity(stage)
         changes = find_changes(before, identity)

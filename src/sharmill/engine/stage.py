@@ -7,12 +7,12 @@ stage's model, loaded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from sharmill.config import MetricsConfig
+from sharmill.config.references import References
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.unit import Commit, Output, Totals, Unit
 from sharmill.storage import Staging
@@ -58,7 +58,7 @@ class Stage(ABC):
         folders: the folders below ``root`` that its ranks publish files in.
         token: the token of its plan, once that is read or made; ranks have it from the process that started them.
         metrics: which curves its ranks write.
-        variables: names of variables of the environment, by their values, which are not to be stored.
+        references: those of the configuration to the environment, whose values are not to be stored.
         mixed_devices: ranks on different kinds of device may work on it.
         unit_time_limit: seconds after which an attempt at a unit ends its rank, or None.
         replaces_root: begun anew, it removes all of ``root`` that stages of this and of other runs have published.
@@ -73,7 +73,7 @@ class Stage(ABC):
     folders: Sequence[str] = ("parts",)
     token: str = ""
     metrics: MetricsConfig = MetricsConfig()
-    variables: Mapping[str, str] = MappingProxyType({})
+    references: References = References()
     mixed_devices: bool = False
     unit_time_limit: float | None = None
     uses_gpu: ClassVar[bool] = False

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import xxhash
 
-from sharmill.config.references import hide
 from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
@@ -135,7 +134,7 @@ class ValidateStage(Stage):
         report = make_report(
             self.dataset_dir,
             self.findings(),
-            level=hide(self.level(), self.variables),
+            level=self.references.hide(self.level()),
             checked={"shards": len(commits), **checked, **counts},
             unchecked=[*subject.unchecked, *self._unchecked(checked, hashes)],
             foreign=subject.dataset is not None and not subject.is_own,

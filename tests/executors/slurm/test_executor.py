@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -17,11 +19,12 @@ from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import queue as slurm_queue
-from sharmill.executors.slurm.chain import ChainState, require_no_chain
+from sharmill.executors.slurm.chain import Chain, ChainState, read_state, require_no_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, job_comment, make_run_id, queued_jobs
-from sharmill.storage import write_atomic
+from sharmill.executors.slurm.setup_lines import checked_lines, find_reason
+from sharmill.storage import make_private_folder, write_atomic
 
 
 def do_nothing() -> None:
@@ -205,3 +208,75 @@ class TestGuard:
             "printf '7|RUNNING|None|bob|(null)\\n8|PENDING|a|b|\\xff\\n|\\n9|RUNNING|None|x|sharmill:0:rank\\n'",
         )
         assert queued_jobs(run_dir) == []
+
+
+class TestSetupLines:
+    """Setup lines of a profile, in scripts that a shell really runs; ``srun`` stands in for the rank."""
+
+    @pytest.fixture
+    def run_script(self, cluster, tmp_path):
+        """Returns a function: setup lines -> the end of the rank's script, whose errors are in the folder of jobs."""
+        cluster.script("srun", "echo the rank runs")
+
+        def run(*setup: str) -> subprocess.CompletedProcess[str]:
+            profile = ClusterProfile(cpu=RankProfile(max_ranks=2), setup=list(setup))
+            executor = SlurmExecutor(profile, RunDir(tmp_path / "run"), do_nothing, do_nothing, "toy", patience=0.2)
+            jobs = executor.run_dir.jobs
+            make_private_folder(jobs)
+            with (jobs / "7_0_0_log.err").open("w") as errors:
+                return subprocess.run(
+                    ["bash", "-c", executor.script(ToyStage(tmp_path), 2)], stdout=subprocess.PIPE, stderr=errors,
+                    text=True, check=False,
+                )  # fmt: skip
+
+        return run
+
+    def test_lines_that_succeed_change_the_shell_of_the_rank(self, run_script, cluster):
+        cluster.script("srun", 'echo "$GREETING $(type -t module)"')
+        ended = run_script(
+            "export GREETING='good day'", "module() {\n  false\n  true\n}\nexport -f module", "# nothing"
+        )
+        assert (ended.returncode, ended.stdout) == (0, "good day function\n")
+
+    def test_commands_that_fail_within_a_line_end_nothing(self, run_script):
+        """As those of conda's and Lmod's own scripts."""
+        assert run_script("activate() { [ -n '' ]; false; return 0; }; activate", "false || true").returncode == 0
+
+    def test_a_line_that_fails_ends_the_script_before_the_rank(self, run_script, tmp_path):
+        ended = run_script("true", "echo 'EnvironmentNameNotFound: no environment' >&2; false", "true")
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert find_reason(tmp_path / "run/jobs") == (
+            "the setup line failed with status 1: echo 'EnvironmentNameNotFound: no environment' >&2; false "
+            f"(EnvironmentNameNotFound: no environment); {tmp_path / 'run/jobs/7_0_0_log.err'}"
+        )
+
+    def test_after_three_rounds_the_message_says_why(self, run_script, cluster, submit, tmp_path):
+        cluster.script("sbatch", "echo Submitted batch job 7")
+        run_script("no_such_module load cuda")
+        for _ in range(3):
+            submit()
+        with raises(FatalError, "no_ranks", "failed with status 127: no_such_module load cuda", "command not found"):
+            submit()
+
+    def test_a_watcher_job_that_a_line_ends_notes_which(self, tmp_path):
+        dataset = SimpleNamespace(name="toy", run_dir=tmp_path / "run")
+        chain = Chain(dataset, ClusterProfile(), command="sharmill submit all c.yaml")
+        chain.run_dir.path.mkdir()
+        write_atomic(chain.run_dir.chain, msgspec.json.encode(ChainState(state="waiting", message="jobs")))
+        lines = [*chain.executor().watcher_setup, *checked_lines(['no_such_module "a" && \\'])]
+        subprocess.run(["bash", "-c", "\n".join(lines)], stderr=subprocess.DEVNULL, check=False)
+        state = read_state(chain.run_dir)
+        assert (state.state, state.command) == ("failed", "sharmill submit all c.yaml")
+        assert 'behind it: the setup line failed: no_such_module "a" && \\: see the last logs' in state.message
+
+    @pytest.mark.parametrize(
+        ("log", "reason"),
+        [
+            ("\x1b[31msrun: warning\nTraceback:\n  File errors.py\nModuleNotFoundError: No module named 'x'\n",
+             "ModuleNotFoundError: No module named 'x'"),
+            ("all is well\n", ""),
+        ],
+    )  # fmt: skip
+    def test_a_log_says_why_in_its_first_line_about_it(self, tmp_path, log, reason):
+        (tmp_path / "8_0_0_log.err").write_text(log)
+        assert find_reason(tmp_path).partition(";")[0] == reason

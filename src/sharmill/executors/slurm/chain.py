@@ -49,6 +49,8 @@ from sharmill.storage import make_private_folder, path_aside, remove_tree, write
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 2.0
+# Where the shell puts the setup line that failed, if one did.
+_WHY = "@WHY@"
 _SECONDS_BETWEEN_QUESTIONS = 10.0
 # A driver job may begin before the one that submitted it has left the run directory.
 _SECONDS_TO_WAIT_FOR_LOCK = 600.0
@@ -140,16 +142,18 @@ class Chain:
         A Python that is told to leave, and requeued, ends with status 255.
         """
         message = (
-            "a driver job ended before its work did, and so did the watcher job behind it: see the last logs in "
+            f"a driver job ended before its work did, and so did the watcher job behind it{_WHY}: see the last logs in "
             f"{self.run_dir.jobs}, and submit again"
         )
         state = msgspec.json.encode(ChainState(state="failed", message=message, command=self.command)).decode()
+        before, _, after = state.partition(_WHY)
         path, aside = shlex.quote(str(self.run_dir.chain)), shlex.quote(str(path_aside(self.run_dir.chain)))
         return (
             "note_failure() {",
             "    case $? in 0|255) return ;; esac",
             f"""    grep -qs '"state":"waiting"' {path} || return""",
-            f"    printf '%s\\n' {shlex.quote(state)} > {aside} && mv -f {aside} {path}",
+            f"    printf '%s%s%s\\n' {shlex.quote(before)} \"$setup_failure\" {shlex.quote(after)} > {aside}",
+            f"    mv -f {aside} {path}",
             "}",
             "trap note_failure EXIT",
         )

@@ -45,6 +45,7 @@ from sharmill.executors.slurm.queue import (
     retrying,
     scancel,
 )
+from sharmill.executors.slurm.setup_lines import checked_lines, find_reason
 from sharmill.executors.slurm.task import RankTask
 from sharmill.storage import make_private_folder, write_atomic
 
@@ -210,7 +211,7 @@ class SlurmExecutor:
             "time": profile.timeout_min,
             "signal_delay_s": cluster.signal_s,
             # The folder that jobs begin in is not the first place to look for Python's own modules.
-            "setup": ["export PYTHONSAFEPATH=1", *cluster.setup],
+            "setup": ["export PYTHONSAFEPATH=1", *checked_lines(cluster.setup)],
             "additional_parameters": {"requeue": True, **profile.extra, "comment": comment},
             # From SLURM 22.05 on srun does not take over the cores of sbatch.
             "srun_args": [f"--cpus-per-task={profile.cores}", *_container_arguments(cluster)],
@@ -223,7 +224,8 @@ class SlurmExecutor:
         now = sum(attempts.counts.values())
         before = read_stored(mark).decode(errors="replace").split() if mark.exists() else []
         if len(before) >= MAX_ATTEMPTS and set(before[-MAX_ATTEMPTS:]) == {str(now)}:
-            reason = attempts.setup_error or f"see the logs in {self.run_dir.jobs} and {stage.dir.logs}"
+            reason = attempts.setup_error or find_reason(self.run_dir.jobs)
+            reason = reason or f"see the logs in {self.run_dir.jobs} and {stage.dir.logs}"
             message = f"{stage.name}: the ranks ended {MAX_ATTEMPTS} times without beginning a unit: {reason}"
             raise FatalError(message, code="no_ranks")
         write_atomic(mark, " ".join([*before, str(now)]).encode())

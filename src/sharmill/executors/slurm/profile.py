@@ -67,7 +67,8 @@ class ClusterProfile:
     python: str | None = None
     """Python interpreter of the ranks; ``null`` is the one that submits. In a container, the interpreter inside it."""
     setup: list[str] = field(default_factory=list)
-    """Shell lines that run before a rank starts, such as ``export HF_HUB_OFFLINE=1``."""
+    """Shell lines that run before a rank or a driver job starts, such as ``module load cuda``. Each is a whole
+    command, of several lines with ``|``. Where one fails, the job ends: add ``|| true`` to one that may."""
     container_image: str | None = None
     """Container image that ranks run in (needs pyxis). Driver jobs run outside it."""
     container_mounts: list[str] = field(default_factory=list)

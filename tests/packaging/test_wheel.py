@@ -17,6 +17,7 @@ from support.shar import Project, voice
 
 EXTRAS = {
     "nemo": ("nemo", "nemo_toolkit", "transformers", "pyarrow"),  # NeMo needs the last two itself
+    "speechlm2": ("peft",),
     "transformers": ("transformers",),
     "parquet": ("pyarrow",),
     "slurm": ("submitit",),

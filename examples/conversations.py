@@ -1,0 +1,99 @@
+"""Write conversations of which both sides are recorded as a Shar for NeMo's speech-to-speech models.
+
+python examples/conversations.py MANIFEST OUTPUT
+
+A line of MANIFEST is JSON: ``{"id": "c1", "user_audio_filepath": "u.wav", "agent_audio_filepath": "a.wav", "turns":
+[{"role": "user", "start": 0.0, "duration": 1.5, "text": "..."}, {"role": "assistant", ...}]}``, with paths relative to
+the manifest. Both files are mono and equally long: each is silent while the other side speaks.
+
+In OUTPUT the user's side is the field ``recording``, the agent's ``target_audio``, and each turn is a supervision whose
+speaker is its role. The folder is there when it is whole.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
+from lhotse.audio.utils import AudioLoadingError
+
+from sharmill.errors import ConfigError
+from sharmill.shar.index import read_dataset
+from sharmill.shar.rebuild import rebuild_index
+from sharmill.storage import path_aside, publish_directory
+
+ROLES = ("user", "assistant")
+# Of lengths, since files are cut to whole samples or blocks.
+TOLERANCE = 0.01
+
+
+def read_conversations(manifest: Path) -> Iterator[MonoCut]:
+    """Yield a cut of each line.
+
+    Raises:
+        ConfigError: a line is not as it should be; the message has its number.
+    """
+    for number, line in enumerate(manifest.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            yield make_cut(json.loads(line), manifest.parent)
+        except KeyError as error:
+            raise ConfigError(f"{manifest}, line {number}: there is no {error}", code="bad_manifest") from error
+        except (TypeError, ValueError, AudioLoadingError) as error:
+            what = str(error).partition("\n")[0]
+            raise ConfigError(f"{manifest}, line {number}: {what}", code="bad_manifest") from error
+
+
+def make_cut(record: dict[str, Any], folder: Path) -> MonoCut:
+    """Return the cut of a conversation."""
+    user, agent = (
+        Recording.from_file(folder / record[f"{side}_audio_filepath"], recording_id=record["id"])
+        for side in ("user", "agent")
+    )
+    if user.num_channels != 1 or agent.num_channels != 1 or abs(user.duration - agent.duration) > TOLERANCE:
+        raise ValueError(f"its sides are not two mono files of one length: {user.duration} s and {agent.duration} s")
+    cut = user.to_cut().with_id(record["id"])
+    cut.target_audio = agent
+    for number, turn in enumerate(record["turns"]):
+        if turn["role"] not in ROLES:
+            raise ValueError(f"the role of turn {number} is {turn['role']!r}, not one of {', '.join(ROLES)}")
+        if not 0 <= turn["start"] < turn["start"] + turn["duration"] <= cut.duration + TOLERANCE:
+            raise ValueError(f"turn {number} does not lie within the {cut.duration} s of the audio")
+        cut.supervisions.append(
+            SupervisionSegment(
+                id=f"{cut.id}-{number}",
+                recording_id=cut.recording_id,
+                start=turn["start"],
+                duration=turn["duration"],
+                text=turn["text"],
+                speaker=turn["role"],
+            )
+        )
+    if not cut.supervisions:
+        raise ValueError("it has no turns")
+    return cut
+
+
+def main(manifest: Path, output: Path) -> int:
+    if output.exists():
+        raise ConfigError(f"{output} is there already: name a new folder", code="foreign_output")
+    aside = path_aside(output.absolute())
+    aside.mkdir(parents=True)
+    try:
+        fields = {"recording": "flac", "target_audio": "flac"}
+        CutSet(read_conversations(manifest)).to_shar(aside, fields=fields, shard_size=1000)
+        list(rebuild_index(aside, name=output.name))
+        publish_directory(aside, output.absolute())
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    print(f"wrote {output}: {read_dataset(output).num_cuts} conversations")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    except ConfigError as error:
+        sys.exit(f"Error: {error}")

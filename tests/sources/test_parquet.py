@@ -239,6 +239,57 @@ class TestDamage:
             with raises(ConfigError, "bad_manifest", "t.any"):
                 source_of(path).check()
 
+    @pytest.mark.parametrize("plaintext_footer", [False, True])
+    def test_encrypted_files_are_refused(self, plaintext_footer, table, tmp_path):
+        encryption = pytest.importorskip("pyarrow.parquet.encryption")
+
+        class Keys(encryption.KmsClient):
+            def wrap_key(self, key, name):
+                return key.hex()
+
+            def unwrap_key(self, wrapped, name):
+                return bytes.fromhex(wrapped)
+
+        factory = encryption.CryptoFactory(lambda _: Keys())
+        wanted = encryption.EncryptionConfiguration(
+            footer_key="footer", column_keys={"column": ["speaker"]}, plaintext_footer=plaintext_footer
+        )
+        properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), wanted)
+        with pq.ParquetWriter(tmp_path / "t.parquet", table.schema, encryption_properties=properties) as writer:
+            writer.write_table(table)
+        with raises(ConfigError, "bad_manifest", "t.parquet", "encrypted", "without encryption"):
+            source_of(tmp_path / "t.parquet").check()
+
+    @pytest.mark.parametrize("form", ["file", "stream"])
+    def test_newer_arrow_files_are_refused(self, form, tmp_path):
+        path = write(pa.table({"audio": ["a.wav"]}), tmp_path / "t.arrow", form)
+        data = path.read_bytes()
+        newer = []
+        # The version of the format is a byte somewhere in each message.
+        for place in (place for place, byte in enumerate(data) if byte == 4):
+            path.write_bytes(data[:place] + b"\x05" + data[place + 1 :])
+            try:
+                source_of(path).check()
+            except ConfigError as error:
+                newer += [error] if "Unsupported future" in str(error) else []
+        assert newer
+        assert all(error.code == "bad_manifest" and "update" in str(error) for error in newer)
+
+    def test_rows_in_a_newer_compression_are_rejected(self, table, tmp_path):
+        path = tmp_path / "t.parquet"
+        pq.write_table(table, path, row_group_size=7, compression="snappy", use_dictionary=False)
+        data = path.read_bytes()
+        footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+        # The codec of a column follows its path: field 4 of ColumnMetaData, an i32, which is 1 (zigzag 2) for snappy.
+        place = data.index(b"\x07speaker\x15\x02", footer) + 9
+        path.write_bytes(data[:place] + bytes([62]) + data[place + 1 :])
+        source = source_of(path)
+        source.check()
+        found = read(source)
+        assert len(found) == 7
+        assert {raw.reason for raw in found} == {"malformed"}
+        assert all("Unsupported compression codec" in raw.detail for raw in found)
+
     def test_of_a_row_group_is_a_reject_of_its_rows(self, table, tmp_path):
         path = write(table, tmp_path / "t.parquet")
         data = bytearray(path.read_bytes())

@@ -5,6 +5,7 @@ A file is known by its content, whatever its name. pyarrow is imported where a f
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ _KEPT_BYTES: Final = 256 << 20
 _OPEN_FILES: Final = 8
 _PARQUET: Final = b"PAR1"
 _PARQUET_ENCRYPTED: Final = b"PARE"
+_DECRYPT: Final = "store it without encryption, and name that file"
+_UPDATE: Final = "it is newer than the installed pyarrow: update that, or write the file anew"
 _ARROW_FILE: Final = b"ARROW1"
 # What pyarrow raises of a file that is not as it should be; ArrowInvalid is a ValueError.
 _DAMAGE: Final = (OSError, ValueError, NotImplementedError, KeyError, IndexError)
@@ -58,6 +61,9 @@ class _ParquetFile:
         import pyarrow.parquet
 
         self._file = pyarrow.parquet.ParquetFile(path)
+        # Of a file with encrypted columns the footer is signed; pyarrow ends the process where their metadata is asked.
+        if self._file.metadata.serialized_size != _footer_size(path):
+            raise UnreadableRows(f"{path} has encrypted columns; {_DECRYPT}")
         self.schema = self._file.schema_arrow
         metadata = self._file.metadata
         self.group_sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
@@ -79,6 +85,13 @@ class _ParquetFile:
         found = (chunks.column(number) for number in range(chunks.num_columns))
         own = (chunk for chunk in found if chunk.path_in_schema.partition(".")[0] == column)
         return sum(chunk.total_uncompressed_size for chunk in own)
+
+
+def _footer_size(path: Path) -> int:
+    """Return how many bytes lie between the rows of a parquet file and its end mark."""
+    with path.open("rb") as stream:
+        stream.seek(-8, os.SEEK_END)
+        return int.from_bytes(stream.read(4), "little")
 
 
 class _ArrowFile:
@@ -158,13 +171,14 @@ def open_rows(path: Path) -> RowFile:
     except OSError as error:
         raise UnreadableRows(f"{path}: {error.strerror}") from error
     if magic.startswith(_PARQUET_ENCRYPTED):
-        raise UnreadableRows(f"{path} is encrypted; decrypt it first")
+        raise UnreadableRows(f"{path} is encrypted; {_DECRYPT}")
     kind = _ParquetFile if magic.startswith(_PARQUET) else _ArrowFile if magic.startswith(_ARROW_FILE) else _ArrowStream
     try:
         return kind(path)
     except _DAMAGE as error:
         name = {_ParquetFile: "parquet", _ArrowFile: "an Arrow file", _ArrowStream: "parquet or Arrow"}[kind]
-        raise UnreadableRows(f"{path} cannot be read as {name}: {_line(error)}") from error
+        remedy = _UPDATE if "nsupported future" in str(error) else "copy it again, or take it out of sources"
+        raise UnreadableRows(f"{path} cannot be read as {name}: {_line(error)}; {remedy}") from error
 
 
 def read_rows(file: RowFile, group: int, columns: list[str]) -> pa.Table:

@@ -224,7 +224,7 @@ def _open(file: Path) -> RowFile:
     try:
         return open_rows(file)
     except UnreadableRows as error:
-        raise ConfigError(f"{error}; copy it again, or take it out of sources", code="bad_manifest") from error
+        raise ConfigError(str(error), code="bad_manifest") from error
 
 
 def _begins_with_bytes(file: Path, rows: RowFile, audio: str) -> bool:

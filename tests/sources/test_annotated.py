@@ -367,3 +367,9 @@ def test_overlaps_are_those_of_comparing_all_pairs(items):
     assert find_overlaps(stretches) == [
         any(overlap(one, other) for other in stretches if other is not one) for one in stretches
     ]
+
+
+def test_a_template_with_a_key_that_no_segment_has(annotated):
+    files = {"m1.rttm": RTTM, "m1.wav": b"", "m2.wav": b""}
+    with raises(ConfigError, "unknown_key", "'speakr'", "did you mean 'speaker'?"):
+        annotated("rttm", files, speaker="{speakr}").check_speaker()

@@ -119,3 +119,9 @@ def test_a_missing_folder_of_texts_is_refused(tree):
 def test_keys_that_make_no_sense(keys):
     with pytest.raises(ValueError, match=r"."):
         FolderSource(**{"audio_root": "a"} | keys)
+
+
+def test_a_template_with_a_key_that_no_file_has(tree):
+    root = tree(a_DOT_wav=b"", a_DOT_txt=b"one")
+    with raises(ConfigError, "unknown_key", "'txt'"):
+        FolderSource(audio_root=str(root), speaker="{txt}").check_speaker()

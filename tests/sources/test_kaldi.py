@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.errors import raises
 from support.manifests import config_for, run_prepare, write_tone
@@ -192,3 +194,10 @@ def test_a_missing_directory(tmp_path):
 def test_keys_that_make_no_sense(keys):
     with pytest.raises(ValueError, match=r"."):
         KaldiSource(**{"data_dir": "d", "audio_root": "audio"} | keys)
+
+
+def test_a_template_with_a_key_that_no_record_has(directory):
+    source = directory(**GOOD)
+    replace(source, speaker="{utterance_id}").check_speaker()
+    with raises(ConfigError, "unknown_key", "'utteranceid'", "did you mean 'utterance_id'?"):
+        replace(source, speaker="{utteranceid}").check_speaker()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.errors import raises
+from support.manifests import config_for, make_record, run_prepare, write_tone
 
 from sharmill.errors import ConfigError
 from sharmill.sources.nemo import NemoSource
@@ -226,6 +227,18 @@ def test_a_template_of_an_unknown_key_is_refused_with_the_nearest_one(tmp_path):
     with raises(ConfigError, "unknown_key", "'speakerid'", "did you mean 'speaker_id'?"):
         NemoSource(manifest=str(path), audio_root="audio", speaker="{speakerid}").check_speaker()
     NemoSource(manifest=str(path), audio_root="audio", speaker="{speaker_id}_{path[0]}").check_speaker()
+
+
+def test_windows_line_ends_do_no_harm_and_a_latin_1_line_is_one_reject(tmp_path):
+    write_tone(tmp_path / "a.wav")
+    good = [
+        json.dumps(make_record(text=text, offset=offset, duration=1.0)).encode() for offset, text in enumerate("ab")
+    ]
+    latin_1 = json.dumps(make_record(text="gr\u00fcn"), ensure_ascii=False).encode("latin-1")
+    (tmp_path / "m.json").write_bytes(b"\r\n".join([good[0], latin_1, b"", good[1], b""]))
+    prepared = run_prepare(config_for(tmp_path, [(tmp_path / "m.json", tmp_path)]))
+    assert [utterance.text for utterance in prepared.kept] == ["a", "b"]
+    assert [reject["reason"] for reject in prepared.rejects] == ["malformed"]
 
 
 def test_a_first_line_that_is_no_record_is_left_to_prepare(tmp_path):

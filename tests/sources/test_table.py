@@ -147,3 +147,10 @@ def test_every_table_that_csv_writes_is_read_back(rows, size, tmp_path_factory):
     source = TableSource(table=str(path), audio_root="audio")
     found = [(row["audio_filepath"], row["text"]) for row in read(source, size)]
     assert found == [row for row in rows if "".join(row).strip(", \t")]
+
+
+def test_a_template_with_a_key_that_no_row_has(table):
+    content = "audio_filepath,text,client\na.wav,good,anna\n"
+    table(content, speaker="{client}").check_speaker()
+    with raises(ConfigError, "unknown_key", "'clint'", "did you mean 'client'?"):
+        table(content, speaker="{clint}").check_speaker()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from support.audio import reason_of, speech_like, write
 from support.compressed import FORMS, Form, encode, film, some_samples
-from support.sphere import sphere
 
 from sharmill.audio import ffmpeg
 from sharmill.audio.files import decode, probe, probe_bytes, read
@@ -68,25 +67,6 @@ def test_of_several_audio_streams_the_first_is_taken():
     np.testing.assert_array_equal(decode(encode(form, streams=2))[0], decode(encode(form))[0])
 
 
-@pytest.mark.parametrize("shape", [(20077,), (20077, 2)])
-def test_shortened_sphere(shape):
-    pcm = (speech_like(20077, 8000) * 32767).astype(np.int16)
-    pcm = pcm if len(shape) == 1 else np.stack([pcm, pcm[::-1]], axis=1)
-    info = probe_bytes(sphere(pcm, 8000, shortened=True))
-    assert (info.sampling_rate, info.num_samples, info.channels, info.format) == (8000, 20077, len(pcm.T.shape), "shn")
-    for shortened in (False, True):
-        data = sphere(pcm, 8000, shortened=shortened)
-        channel = None if len(shape) == 1 else 1
-        expected = (pcm if channel is None else pcm[:, 1]).astype(np.float32) / 32768
-        np.testing.assert_array_equal(decode(data, channel=channel)[0], expected)
-        np.testing.assert_array_equal(decode(data, 5000, 4001, channel)[0], expected[5000:9001])
-
-
-def test_shortened_mu_law_says_what_decompresses_it():
-    data = sphere(np.zeros(8000, dtype=np.int16), 8000, shortened=True, coding="ulaw")
-    assert "sph2pipe" in detail_of(probe_bytes, data)
-
-
 def test_without_pyav_the_reject_says_what_to_install(monkeypatch):
     data = encode(FORM["m4a"], speech_like(22222, 16000))
     monkeypatch.setitem(sys.modules, "av", None)
@@ -101,17 +81,6 @@ def test_what_is_cut_off_is_rejected(name, share):
     data = encode(FORM[name])
     reason = reason_of(decode, data[: int(len(data) * share)])
     assert reason in ("unreadable_audio", "duration_mismatch")
-
-
-def test_shortened_sphere_that_is_cut_off_or_claims_too_much():
-    pcm = (speech_like(20077, 8000) * 32767).astype(np.int16)
-    data = sphere(pcm, 8000, shortened=True)
-    for bad in (
-        data[: len(data) // 2],
-        data[:-40],
-        *(sphere(pcm, 8000, shortened=True, count=n) for n in (20078, 1 << 40)),
-    ):
-        assert reason_of(probe_bytes, bad) == "duration_mismatch"
 
 
 @pytest.mark.parametrize("name", ["m4a", "adts", "webm", "3gp"])

@@ -23,7 +23,7 @@ class AudioInfo:
         channels: number of channels.
         format: "flac", "wav", "mp3", "opus", "ogg" (Vorbis), "aiff", "aac", ...: by content.
         exact_seeks: a part decodes to the same samples wherever the decoder starts, on every kind of CPU.
-        common: libsndfile reads it, and so does every tool that is made of it; of others FFmpeg decodes the samples.
+        common: libsndfile reads it, and so does every tool that is made of it; of others only the samples are stored.
     """
 
     sampling_rate: int

@@ -1,4 +1,4 @@
-"""Decoding through FFmpeg (PyAV) of what libsndfile does not know: AAC and ALAC, WMA, WebM, AMR, shortened SPHERE.
+"""Decoding through FFmpeg (PyAV) of what libsndfile does not know: AAC and ALAC, WMA, WebM, AMR.
 
 FFmpeg gets the bytes of one file and the name of one demuxer, which was recognised by the first bytes: so it never
 guesses, and playlists and the like never reach it. It opens nothing else.
@@ -45,12 +45,11 @@ _OTHER_NAMES: Final = {
     **dict.fromkeys(("wmav1", "wmav2", "wmapro", "wmalossless", "wmavoice"), "wma"),
     **dict.fromkeys(("amr_nb", "amr_wb"), "amr"),
     "aac_latm": "aac",
-    "shorten": "shn",
 }
 # The decoders that may be used at all.
 _DECODERS: Final = (
     *("aac", "aac_latm", "alac", "amrnb", "amrwb", "wmav1", "wmav2", "wmapro", "wmalossless", "wmavoice"),
-    *("opus", "vorbis", "flac", "mp2float", "mp3float", "ac3", "eac3", "shorten"),
+    *("opus", "vorbis", "flac", "mp2float", "mp3float", "ac3", "eac3"),
     *("pcm_u8", "pcm_s8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s24be", "pcm_s32le", "pcm_s32be"),
     *("pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw"),
 )
@@ -166,8 +165,7 @@ class _Frames:
             context: Any = stream.codec_context
             if context is None or context.name not in _DECODERS:
                 codec = "one that FFmpeg does not know, or encrypted" if context is None else context.name
-                remedy = "; decompress it with sph2pipe" if self._demuxer == "nistsphere" else ""
-                raise RejectRecord("unreadable_audio", f"the audio codec of {name} is not read: {codec}{remedy}")
+                raise RejectRecord("unreadable_audio", f"the audio codec of {name} is not read: {codec}")
             context.thread_count = 1
         except BaseException:
             container.close()

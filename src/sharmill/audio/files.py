@@ -1,8 +1,8 @@
 """Reading of audio files: their headers, and their samples as a whole or in part.
 
-By a file's content and never by its name: libsndfile opens what it can, FFmpeg what it is there for. What is wrong with
-a recording becomes a ``RejectRecord``; what is wrong with the machine (say, too many open files) stays an ``OSError``,
-so that the unit is tried again.
+By a file's content and never by its name: libsndfile opens what it can, FFmpeg and ``shorten`` what they are there
+for. What is wrong with a recording becomes a ``RejectRecord``; what is wrong with the machine (say, too many open
+files) stays an ``OSError``, so that the unit is tried again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from sharmill.audio.decoder import AudioBytes, AudioInfo, Decoder
 from sharmill.audio.ffmpeg import FfmpegDecoder, recognise
 from sharmill.audio.libsndfile import SndfileDecoder
+from sharmill.audio.shorten import ShortenedSphereDecoder, is_shortened_sphere
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Channel
 
@@ -158,7 +159,11 @@ def _open_decoder(source: AudioBytes) -> Decoder:
     try:
         return SndfileDecoder(source)
     except RejectRecord as reject:
-        demuxer = recognise(source) if reject.reason == "unreadable_audio" else None
+        if reject.reason != "unreadable_audio":
+            raise
+        if is_shortened_sphere(source):
+            return ShortenedSphereDecoder(source)
+        demuxer = recognise(source)
         if demuxer is None:
             raise
     return FfmpegDecoder(source, demuxer)

@@ -29,7 +29,9 @@ _MAX_EXAMPLE = 100
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the draw.")
 @click.option("--max-wrong", type=click.FloatRange(0, 1), default=0.01, show_default=True,
               help="Share of contexts that may be another speaker.")  # fmt: skip
-def calibrate(arguments: tuple[str, ...], size: int, seed: int, max_wrong: float) -> int:
+@click.option("--rates/--no-rates", default=True, show_default=True,
+              help="Measure rates of the stages, for sharmill plan: write and encode the sample too.")  # fmt: skip
+def calibrate(arguments: tuple[str, ...], size: int, seed: int, max_wrong: float, rates: bool) -> int:
     """Try a sample of the input, and say which min_similarity to set.
 
     Speaker groups are drawn, checked, decoded and embedded. What is printed, and more, is written to calibration.json
@@ -47,7 +49,7 @@ def calibrate(arguments: tuple[str, ...], size: int, seed: int, max_wrong: float
     check_config(config, stages=())
     console = make_console()
     path, found = run_pilot(
-        config, size=size, seed=seed, max_wrong=max_wrong,
+        config, size=size, seed=seed, max_wrong=max_wrong, measure=rates,
         device="cuda" if usable_gpus(config.executor.device) else "cpu",
         tell=lambda line: console.print(plain(line, style="dim")),
     )  # fmt: skip

@@ -31,11 +31,16 @@ _MEANING_OF_COLUMNS = (
 @click.option(
     "--ranks", type=click.IntRange(1), help="Show the balance over this many ranks (default: executor.workers)."
 )
+@click.option("--rates", "earlier", metavar="RUN_DIR", help="Predict from the rates of this earlier run.")
+@click.option("--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU.")
 @click.option("--measure", is_flag=True, help="Run the models on made-up audio, and print the batch sizes to set.")
-def plan(arguments: tuple[str, ...], ranks: int | None, measure: bool) -> int:
-    """Show what would run, and run nothing of it.
+def plan(
+    arguments: tuple[str, ...], ranks: int | None, earlier: str | None, gpu_hour: float | None, measure: bool
+) -> int:
+    """Show what would run and what it would cost, and run nothing of it.
 
-    That is units, hours, cost per rank, balance and the disk needed, of each stage whose input is there already.
+    That is units, hours, balance and the disk needed, of each stage whose input is there already; and for all stages
+    the time, GPU hours, core hours, disk and files, once rates are known: from sharmill calibrate, or an earlier run.
     """
     from sharmill.config import load_config
 
@@ -45,7 +50,7 @@ def plan(arguments: tuple[str, ...], ranks: int | None, measure: bool) -> int:
     console = make_console()
     for path in paths:
         config = load_config(path, overrides)
-        print_plan(console, config, ranks)
+        print_plan(console, config, ranks, earlier=earlier, gpu_hour=gpu_hour)
         if measure:
             _print_measurements(console, config)
     return OK
@@ -89,39 +94,59 @@ def _print_measurements(console: Console, config: Config) -> None:
         console.print(plain(advice, style="yellow"))
 
 
-def print_plan(console: Console, config: Config, ranks: int | None) -> None:
-    """Print a row per stage that can be planned now, and a line for each that depends on what comes before it."""
+def print_plan(
+    console: Console, config: Config, ranks: int | None, *, earlier: str | None = None, gpu_hour: float | None = None
+) -> None:
+    """Print a row per stage that can be planned now, a line for each that depends on what comes before it, and what
+    time and cost are predicted from the rates of the run directory ``earlier``, or of the configuration's own."""
+    from sharmill.cli.prediction import print_prediction
+    from sharmill.cli.stage_status import read_or_preview_units
+    from sharmill.pilot.known_rates import find_rates
+    from sharmill.pilot.predict import StagePrediction, predict_stage
     from sharmill.pipeline import check_config, make_stages
 
     check_config(config, stages=())
+    rates, source = find_rates(config, earlier)
+    predictions: list[StagePrediction] = []
+    num_records = 0
     table = make_table(config.name)
     for column in ("stage", "units", "to process", "ranks", "largest", "balance", "disk"):
         table.add_column(column, justify="left" if column == "stage" else "right", no_wrap=True)
     not_yet = []
     for stage in make_stages(config):
+        of_stage, left = ranks or _count_ranks(config, stage), None
         try:
-            table.add_row(*_row(stage, ranks or _count_ranks(config, stage)))
+            units, done = read_or_preview_units(stage)
+            left = [unit.cost for unit in units if unit.index not in done]
+            table.add_row(*_row(stage, of_stage, len(units), left))
+            num_records = num_records or sum(unit.size for unit in units)
         except ConfigError as error:
             not_yet.append(plain(f"{stage.name}: not yet: {error}"))
+        if (rate := rates.get(stage.name)) is not None:
+            predictions.append(
+                predict_stage(config, stage, rate, ranks=of_stage, num_records=num_records, costs=left)
+            )  # fmt: skip
     console.print(table)
     for line in not_yet:
         console.print(line)
     console.print(plain(_MEANING_OF_COLUMNS, style="dim"))
+    if predictions:
+        print_prediction(console, predictions, source, gpu_hour)
+    else:
+        advice = "no rates are known yet: sharmill calibrate measures them, --rates takes those of an earlier run"
+        console.print(plain(advice, style="dim"))
 
 
-def _row(stage: Stage, ranks: int) -> list[Text]:
-    from sharmill.cli.stage_status import read_or_preview_units
+def _row(stage: Stage, ranks: int, num_units: int, left: list[float]) -> list[Text]:
     from sharmill.engine.balance import pack
     from sharmill.write.stage import WriteStage
 
-    units, done = read_or_preview_units(stage)
-    left = [unit.cost for unit in units if unit.index not in done]
     loads = [sum(left[item] for item in items) for items in pack(left, ranks)]
     largest, mean = max(loads), sum(loads) / ranks
     records = stage.cost_unit == "records"
     cells = (
         stage.name,
-        f"{len(done)}/{len(units)}",
+        f"{num_units - len(left)}/{num_units}",
         describe_cost(sum(left), records=records),
         str(ranks),
         describe_cost(largest, records=records),

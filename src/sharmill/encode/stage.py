@@ -38,8 +38,8 @@ from sharmill.shar.tar import open_field
 from sharmill.storage import Staging, checksum_bytes, write_atomic
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies.
-_UNITS_WANTED = 64
-_UNIT_SECONDS = (60.0, 7200.0)
+UNITS_WANTED = 64
+UNIT_SECONDS = (60.0, 7200.0)
 
 
 class EncodeStage(Stage):
@@ -110,7 +110,7 @@ class EncodeStage(Stage):
     def plan(self, folder: Path) -> Iterator[Unit]:
         seconds = seconds_of(self.survey.segments())
         total = float(seconds.sum())
-        unit_seconds = self.unit_seconds or float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS))
+        unit_seconds = self.unit_seconds or float(np.clip(total / UNITS_WANTED, *UNIT_SECONDS))
         number = min(len(seconds), max(1, round(total / unit_seconds)))
         bounds = np.array(divide_evenly(seconds, number) if number else [0], np.int64)
         np.save(bounds_file(folder), bounds, allow_pickle=False)

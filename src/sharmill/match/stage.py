@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies. With
 # fifty for each rank, the last ones to end are within 2 % of the others: 20,000 h on 1,024 ranks.
-_UNITS_WANTED = 64
+UNITS_WANTED = 64
 UNIT_SECONDS: Final = (60.0, 1200.0)
 _MATCHED = "_withContextAudio"
 # Of 8, 16, 32, 60 and 600 s: a small TitaNet and resemblyzer take a fifth longer with 8, and hardly less with more,
@@ -117,7 +117,7 @@ class MatchStage(Stage):
         np.save(folder / "offsets.npy", index.offsets, allow_pickle=False)
         np.save(folder / "order.npy", order, allow_pickle=False)
         total = float(index.seconds.sum(dtype=np.float64))
-        unit_seconds = match.unit_seconds or float(np.clip(total / _UNITS_WANTED, *UNIT_SECONDS))
+        unit_seconds = match.unit_seconds or float(np.clip(total / UNITS_WANTED, *UNIT_SECONDS))
         spans = divide(index, order, unit_seconds=unit_seconds, max_group=match.max_group)
         # Lines from this number on are candidates.
         further = {"num_records": num_records} if match.contexts_from_dataset else {}

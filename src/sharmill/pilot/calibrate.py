@@ -23,13 +23,18 @@ from sharmill.match.embed import EmbeddedSegment, Embedder
 from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.stage import MatchStage
 from sharmill.models import similarities_of_strangers
+from sharmill.models.device import check_device
 from sharmill.pilot.advice import Advice, advise
+from sharmill.pilot.rates import StageRate
 from sharmill.pilot.records import PilotRecords, read_pilot
+from sharmill.pilot.small_run import run_small
 from sharmill.pilot.voices import Voices
 from sharmill.storage import disk_errors, require_writable, write_atomic
 
 _QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 _BINS = 50
+# A manifest is there twice: in the parts of units, and merged.
+_COPIES = 2
 
 
 class RejectShare(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +73,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         durations: seconds of the utterances that passed the checks, at the shares that are the keys.
         too_short_for_context: share of them that is outside ``match.min_duration`` and ``max_duration``.
         advice, similarities: None for a dataset without contexts.
-        embed_seconds, audio_seconds: time that decoding and embedding took, and of how much audio.
+        audio_seconds: that was decoded and embedded.
+        rates: of the stages on one rank of this machine; empty where nothing was left to measure them on.
     """
 
     name: str
@@ -86,13 +92,12 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     advice: Advice | None
     similarities: Histogram | None
     audio_seconds: float
-    check_seconds: float
-    embed_seconds: float
+    rates: list[StageRate]
 
 
 def calibrate(
     config: Config, *, size: int = 1000, seed: int = 0, max_wrong: float = 0.01, device: str = "cpu",
-    tell: Callable[[str], None] = lambda line: None,
+    measure: bool = True, tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[Path, Calibration]:  # fmt: skip
     """Run a pilot over a sample of a configuration's input.
 
@@ -100,6 +105,7 @@ def calibrate(
         size: records to draw.
         max_wrong: the share of contexts that may be of another speaker.
         device: ``cpu`` or ``cuda``.
+        measure: also measure rates, which needs the codecs.
         tell: called with a line before each step.
 
     Returns:
@@ -112,31 +118,58 @@ def calibrate(
     with disk_errors(path.parent):
         require_writable(path.parent)
     tell("reading the speaker groups of all records")
-    started = time.monotonic()
     records = read_pilot(config, size, seed)
-    checked = time.monotonic()
     if not records.num_records:
         raise ConfigError("the sources have no records", code="bad_manifest")
     advice, similarities = None, None
     embedded: dict[int, EmbeddedSegment] = {}
+    rates = [_rate_of_prepare(records)]
     lost: dict[int, tuple[str, RejectRecord]] = {place: ("prepare", why) for place, why in records.rejects.items()}
     if config.match is not None:
         tell(f"embedding {len(records.utterances)} utterances of {records.sample.num_groups} groups")
-        embedded = _embed(MatchStage(config).make_embedder(device), records.utterances, lost)
+        kind, started = check_device(device), time.monotonic()
+        embed = MatchStage(config).make_embedder(device)
+        loaded = time.monotonic()
+        embedded = _embed(embed, records.utterances, lost)
+        rates.append(_rate_of_match(records, kind, loaded - started, time.monotonic() - loaded))
         tell("comparing voices")
         voices = _choose(config, config.match, records, embedded, lost)
         advice, similarities = advise(voices, max_wrong), _count_similarities(voices)
+    if measure:
+        tell("writing, encoding and checking a dataset of them, for the rates")
+        rates += run_small(config, records.utterances, len(records.sample.rows))
     outcome = Calibration(
         name=config.name, seed=seed, encoder=config.match.encoder if config.match else None, device=device,
         num_records=records.num_records, num_drawn=len(records.sample.rows),
         num_groups=records.sample.num_groups, num_partial_groups=records.sample.num_partial,
         rejects=_share_rejects(records, lost), formats=_formats(records), advice=advice, similarities=similarities,
         audio_seconds=sum(one.duration for one in records.utterances if one.index in embedded),
-        check_seconds=checked - started, embed_seconds=time.monotonic() - checked, **_durations(config, records),
+        rates=rates if measure else [], **_durations(config, records),
     )  # fmt: skip
     with disk_errors(path.parent):
         write_atomic(path, msgspec.json.format(msgspec.json.encode(outcome), indent=2) + b"\n")
     return path, outcome
+
+
+def _rate_of_prepare(records: PilotRecords) -> StageRate:
+    drawn = max(1, len(records.sample.rows))
+    size = sum(len(utterance.to_json()) + 1 for utterance in records.utterances)
+    return StageRate(
+        name="prepare", device="", seconds_to_start=0.0, files_per_unit=3, cost_per_record=1, records_per_record=1,
+        seconds_per_cost=records.seconds_to_read / records.num_records + records.seconds_to_check / drawn,
+        bytes_per_cost=_COPIES * size / drawn, records_per_unit=drawn,
+    )  # fmt: skip
+
+
+def _rate_of_match(records: PilotRecords, kind: str, seconds_to_start: float, seconds: float) -> StageRate:
+    drawn, kept = len(records.sample.rows), len(records.utterances)
+    audio = max(1e-9, sum(utterance.duration for utterance in records.utterances))
+    size = sum(len(utterance.to_json()) + 1 for utterance in records.utterances)
+    return StageRate(
+        name="match", device=kind, seconds_to_start=seconds_to_start, seconds_per_cost=seconds / audio,
+        bytes_per_cost=_COPIES * size / audio, files_per_unit=1, cost_per_record=audio / drawn,
+        records_per_record=kept / drawn, records_per_unit=kept,
+    )  # fmt: skip
 
 
 def _embed(
@@ -185,6 +218,7 @@ def _choose(
                 best.append(-np.inf)
             else:
                 assert outcome.context is not None
+                utterance.context = outcome.context
                 best.append(outcome.context.similarity)
     rows = [np.asarray(embedded[one.index].embedding, dtype=np.float64) for one in utterances]
     stacked = np.stack(rows) if rows else np.empty((0, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ class PilotRecords:
         utterances: those that passed the checks; ``index`` is the place in the sample.
         rejects: of the others, by the place in the sample.
         formats: numbers of files by format, sampling rate and channels.
+        seconds_to_read, seconds_to_check: of all records, and of those in the sample.
     """
 
     num_records: int
@@ -40,6 +42,8 @@ class PilotRecords:
     utterances: list[Utterance] = field(default_factory=list)
     rejects: dict[int, RejectRecord] = field(default_factory=dict)
     formats: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    seconds_to_read: float = 0.0
+    seconds_to_check: float = 0.0
 
 
 def read_pilot(config: Config, size: int, seed: int) -> PilotRecords:
@@ -54,8 +58,10 @@ def read_pilot(config: Config, size: int, seed: int) -> PilotRecords:
         for number, source in enumerate(config.sources)
         for piece in source.pieces(config.prepare.unit_records)
     ]
+    started = time.monotonic()
     groups = _read_groups(config, check, pieces)
-    found = PilotRecords(len(groups), draw_groups(groups, size, seed))
+    found = PilotRecords(len(groups), draw_groups(groups, size, seed), seconds_to_read=time.monotonic() - started)
+    started = time.monotonic()
     for place, (number, raw) in enumerate(_read_rows(config, pieces, found.sample.rows.tolist())):
         try:
             utterance = _check(check, raw, number)
@@ -65,6 +71,7 @@ def read_pilot(config: Config, size: int, seed: int) -> PilotRecords:
             found.rejects[place] = reject
         else:
             found.utterances.append(utterance)
+    found.seconds_to_check = time.monotonic() - started
     return found
 
 

@@ -1,0 +1,87 @@
+"""Predictions of a run: time, GPU hours, disk and files of each stage, from rates that were measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from sharmill.config import Config
+from sharmill.encode.stage import UNIT_SECONDS as ENCODE_UNIT_SECONDS
+from sharmill.encode.stage import UNITS_WANTED as ENCODE_UNITS
+from sharmill.engine.balance import pack
+from sharmill.engine.stage import Stage
+from sharmill.match.stage import UNIT_SECONDS as MATCH_UNIT_SECONDS
+from sharmill.match.stage import UNITS_WANTED as MATCH_UNITS
+from sharmill.pilot.rates import StageRate
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePrediction:
+    """What is left of a stage.
+
+    Attributes:
+        wall_seconds: from its start to its end.
+        rank_seconds: of all ranks together: of GPUs where ``on_gpu``, of cores otherwise.
+        num_bytes, num_files: that it will publish.
+        is_planned: the units are known; where they are not, cost and balance follow from the size of the input.
+    """
+
+    name: str
+    ranks: int
+    wall_seconds: float
+    rank_seconds: float
+    on_gpu: bool
+    num_bytes: float
+    num_files: float
+    is_planned: bool
+
+
+def predict_stage(
+    config: Config, stage: Stage, rate: StageRate, *, ranks: int, num_records: int, costs: list[float] | None
+) -> StagePrediction:
+    """Return the prediction for a stage.
+
+    Args:
+        ranks: on how many it runs.
+        num_records: of the input.
+        costs: of the units that are left; None where it cannot be planned yet.
+    """
+    is_planned = costs is not None
+    if costs is None:
+        total = rate.cost_per_record * num_records
+        count = _count_units(config, stage, rate, num_records)
+        costs = [total / count] * count
+    # A rank that has nothing to do is not started.
+    used = min(ranks, len(costs))
+    busiest = max((sum(costs[unit] for unit in units) for units in pack(costs, used)), default=0.0) if used else 0.0
+    work = sum(costs) * rate.seconds_per_cost
+    return StagePrediction(
+        name=stage.name,
+        ranks=used,
+        wall_seconds=busiest * rate.seconds_per_cost + (rate.seconds_to_start if used else 0.0),
+        rank_seconds=work + used * rate.seconds_to_start,
+        on_gpu=stage.uses_gpu and rate.device not in ("", "cpu"),
+        num_bytes=sum(costs) * rate.bytes_per_cost,
+        num_files=len(costs) * rate.files_per_unit,
+        is_planned=is_planned,
+    )
+
+
+def _count_units(config: Config, stage: Stage, rate: StageRate, num_records: int) -> int:
+    """Return into how many units a stage would be divided."""
+    match, cost = config.match, rate.cost_per_record * num_records
+    limits: Mapping[str, tuple[float | None, int, tuple[float, float]]] = {
+        "match": (match.unit_seconds if match else None, MATCH_UNITS, MATCH_UNIT_SECONDS),
+        "encode": (config.encode.unit_seconds, ENCODE_UNITS, ENCODE_UNIT_SECONDS),
+    }
+    if stage.kind in limits:
+        given, wanted, (least, most) = limits[stage.kind]
+        return max(1, round(cost / (given or float(np.clip(cost / wanted, least, most)))))
+    if stage.kind == "prepare":
+        return max(1, math.ceil(num_records / config.prepare.unit_records))
+    # The others have a unit for each shard.
+    records = rate.records_per_record * num_records
+    return config.write.num_shards or max(1, math.ceil(records / (config.write.shard_size or rate.records_per_unit)))

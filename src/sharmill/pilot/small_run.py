@@ -1,0 +1,51 @@
+"""The stages behind match on the records of a pilot, for their rates."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+
+from sharmill.config import Config
+from sharmill.engine.listener import Listener
+from sharmill.executors.local.executor import LocalExecutor
+from sharmill.manifest import Utterance, write_lines
+from sharmill.match.choose import min_similarity
+from sharmill.match.stage import matched_manifest
+from sharmill.pilot.rates import StageRate, measure_rates
+from sharmill.pipeline import make_stages, run_dataset
+from sharmill.prepare.stage import prepared_manifest
+
+
+def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -> list[StageRate]:
+    """Write, encode and check a dataset of a pilot's utterances, with their contexts; return the rates of the stages.
+
+    Run directory and dataset lie below the run directory of the configuration, so that the disk is the one that a run
+    would use, and are removed at the end.
+
+    Args:
+        num_drawn: records of the pilot, rejects included.
+
+    Raises:
+        FatalError: a stage stopped.
+    """
+    if config.match is not None:
+        least = min_similarity(config.match)
+        utterances = [one for one in utterances if one.context is not None and one.context.similarity >= least]
+    if not utterances:
+        return []
+    with tempfile.TemporaryDirectory(prefix="pilot-", dir=config.run_dir) as folder:
+        small = dataclasses.replace(
+            config, run_dir=f"{folder}/run", dataset_dir=f"{folder}/dataset", append_to=None, max_reject_fraction=1.0
+        )
+        manifest = matched_manifest(small) if config.has_contexts else prepared_manifest(small)
+        manifest.parent.mkdir(parents=True)
+        # Its lines are numbered as those of a manifest are.
+        lines = (dataclasses.replace(one, index=number).to_json() for number, one in enumerate(utterances))
+        write_lines(manifest, lines)
+        stages = [name for name in config.stages if name not in ("prepare", "match")]
+        result = run_dataset(
+            small, Listener(), stages=stages, executor=LocalExecutor(workers=1, device=config.executor.device)
+        )
+        done = {stage.name for stage, outcome in result.stages if outcome.ok}
+        return measure_rates([stage for stage in make_stages(small) if stage.name in done], num_drawn)

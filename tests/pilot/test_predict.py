@@ -1,0 +1,119 @@
+"""Predictions of stages: arithmetic on rates, and the table of ``sharmill plan``."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from support.errors import raises
+from support.shar import Project, run, voice
+
+from sharmill.cli.plan import print_plan
+from sharmill.cli.prediction import describe_bytes, describe_hours
+from sharmill.errors import ConfigError
+from sharmill.pilot.known_rates import find_rates
+from sharmill.pilot.predict import predict_stage
+from sharmill.pilot.rates import StageRate
+from sharmill.pipeline import make_stages
+from sharmill.prepare.stage import PrepareStage
+
+
+@pytest.fixture
+def project(tmp_path):
+    project = Project(tmp_path)
+    for number in range(6):
+        project.add(f"utt{number}.wav", voice(0.5, seed=number))
+    return project
+
+
+def stage_of(config, kind):
+    (stage,) = (stage for stage in make_stages(config) if stage.kind == kind)
+    return stage
+
+
+def rate(**changes) -> StageRate:
+    values = {
+        "name": "match", "device": "cpu", "seconds_per_cost": 0.1, "seconds_to_start": 5.0, "bytes_per_cost": 100.0,
+        "files_per_unit": 2.0, "cost_per_record": 10.0, "records_per_record": 0.9, "records_per_unit": 50.0,
+    }  # fmt: skip
+    return StageRate(**(values | changes))
+
+
+def test_planned_units_are_packed_over_the_ranks(project):
+    config = project.configure()
+    found = predict_stage(config, stage_of(config, "match"), rate(), ranks=2, num_records=6, costs=[30.0, 20.0, 20.0])
+    assert found.wall_seconds == pytest.approx(5 + 0.1 * 40)
+    assert found.rank_seconds == pytest.approx(0.1 * 70 + 2 * 5)
+    assert (found.num_bytes, found.num_files, found.ranks) == (7000.0, 6.0, 2)
+    assert found.is_planned
+    assert not found.on_gpu
+
+
+def test_a_stage_that_cannot_be_planned_follows_from_the_records(project):
+    config = project.configure()
+    found = predict_stage(config, stage_of(config, "match"), rate(), ranks=4, num_records=10_000, costs=None)
+    # 100,000 s in 83 units of at most 20 minutes, 21 of them for the busiest rank.
+    assert found.wall_seconds == pytest.approx(5 + 0.1 * 100_000 * 21 / 83)
+    assert found.num_files == 2 * 83
+    assert not found.is_planned
+
+
+def test_shards_follow_from_the_configuration(project):
+    config = project.configure(write={"shard_size": 100})
+    found = predict_stage(
+        config, stage_of(config, "write"), rate(files_per_unit=3), ranks=2, num_records=1000, costs=None
+    )
+    assert found.num_files == 3 * 9
+
+
+def test_rates_of_a_gpu_are_hours_of_gpus(project):
+    config = project.configure()
+    device = "NVIDIA H200, capability 9.0"
+    assert predict_stage(
+        config, stage_of(config, "match"), rate(device=device), ranks=1, num_records=1, costs=[1]
+    ).on_gpu
+
+
+def test_what_is_done_costs_nothing(project):
+    config = project.configure()
+    found = predict_stage(config, stage_of(config, "match"), rate(), ranks=4, num_records=10, costs=[])
+    assert (found.wall_seconds, found.rank_seconds, found.num_files) == (0.0, 0.0, 0.0)
+
+
+def test_a_run_gives_its_own_rates(project):
+    config = project.configure()
+    assert run(PrepareStage(config)).ok
+    own, source = find_rates(config, None)
+    assert own["prepare"].cost_per_record == 1
+    assert own["prepare"].seconds_per_cost > 0
+    assert own["prepare"].bytes_per_cost > 0
+    assert str(project.run_dir) in source
+
+
+def test_what_is_no_run_has_no_rates(project, tmp_path):
+    with raises(ConfigError, "no_run_dir", "nothing"):
+        find_rates(project.configure(), str(tmp_path / "nothing"))
+
+
+def printed(config, **options) -> str:
+    console = Console(width=90, file=io.StringIO(), highlight=False)
+    print_plan(console, config, None, **options)
+    return console.file.getvalue()
+
+
+def test_without_rates_the_plan_says_how_to_get_them(project):
+    assert "sharmill calibrate" in printed(project.configure())
+
+
+def test_rates_of_the_run_itself_are_used(project):
+    config = project.configure()
+    assert run(PrepareStage(config)).ok
+    output = printed(config, gpu_hour=2.5)
+    assert "predicted, for what is left" in output
+    assert "price" in output
+
+
+def test_numbers_are_short():
+    assert [describe_bytes(size) for size in (12, 1200, 3.4e9)] == ["12 B", "1.2 kB", "3.4 GB"]
+    assert [describe_hours(hours) for hours in (0, 0.01, 12.34, 10_000)] == ["", "0.010", "12.3", "10,000"]

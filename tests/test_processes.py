@@ -10,7 +10,9 @@ from multiprocessing.connection import wait
 
 import pytest
 
-from sharmill.processes import ChildEnded, ChildProcess, describe_exit, end_by_force
+from sharmill import processes
+from sharmill.models import make_deterministic
+from sharmill.processes import ChildEnded, ChildProcess, describe_exit, end_by_force, limit_cores, usable_cores
 
 PATIENCE = 60.0
 
@@ -137,3 +139,37 @@ def test_children_that_ignore_sigterm_are_killed(start):
 def test_an_interrupt_is_for_the_parent_alone(start):
     assert signal.SIGINT in start(tell_blocked_signals).receive(PATIENCE)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+class TestCores:
+    @pytest.fixture(autouse=True)
+    def _machine(self, tmp_path, monkeypatch):
+        """A machine of eight cores whose control groups are those of ``tmp_path``."""
+        monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+        monkeypatch.setattr(processes, "_own_cores", None)
+        monkeypatch.setattr(processes, "_CONTROL_GROUPS", tmp_path)
+        monkeypatch.setattr(processes, "_OWN_CONTROL_GROUP", tmp_path / "own")
+
+    @pytest.mark.parametrize(
+        ("outer", "inner", "cores"),
+        [("max 100000", "max 100000", 8), ("300000 100000", "max 100000", 3), ("600000 100000", "250000 100000", 2),
+         ("50000 100000", None, 1), (None, None, 8)],
+    )  # fmt: skip
+    def test_are_those_of_the_affinity_and_of_the_quotas(self, tmp_path, outer, inner, cores):
+        (tmp_path / "own").write_text("0::/a/b\n")
+        (tmp_path / "a/b").mkdir(parents=True)
+        for folder, quota in ((tmp_path / "a", outer), (tmp_path / "a/b", inner)):
+            if quota is not None:
+                (folder / "cpu.max").write_text(quota + "\n")
+        assert usable_cores() == cores
+
+    def test_of_a_rank_are_its_share_of_them(self):
+        limit_cores(3)
+        assert usable_cores() == 3
+        limit_cores(30)
+        assert usable_cores() == 8
+
+    @pytest.mark.parametrize(("device", "threads"), [("cpu", 1), ("cuda", 8)])
+    def test_threads_that_decode_for_a_gpu_follow_them(self, device, threads, monkeypatch):
+        monkeypatch.setattr("torch.set_num_threads", lambda number: None)
+        assert make_deterministic(device) == threads

@@ -6,13 +6,14 @@ Also who runs a process, and since when, as Linux tells it.
 from __future__ import annotations
 
 import getpass
+import math
 import multiprocessing
 import os
 import pickle
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -20,6 +21,9 @@ from pathlib import Path
 from typing import Any, Final
 
 _SAFE_PATH: Final = "PYTHONSAFEPATH"
+_OWN_CONTROL_GROUP: Final = Path("/proc/self/cgroup")
+_CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
+_own_cores: int | None = None
 
 
 @contextmanager
@@ -37,6 +41,34 @@ def safe_path() -> Iterator[None]:
             del os.environ[_SAFE_PATH]
         else:
             os.environ[_SAFE_PATH] = before
+
+
+def limit_cores(number: int) -> None:
+    """Have ``usable_cores`` return no more than this in this process, which shares its machine with other ranks."""
+    global _own_cores
+    _own_cores = number
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use: by its affinity, the quota of its control group, and its share."""
+    most = min(len(os.sched_getaffinity(0)), _cores_of_control_group())
+    return max(1, int(most if _own_cores is None else min(most, _own_cores)))
+
+
+def _cores_of_control_group() -> float:
+    """Return the cores that the quotas of this process's control group, and of those around it, come to."""
+    try:
+        name = _OWN_CONTROL_GROUP.read_text().rpartition("::")[2].strip()
+    except OSError:
+        return math.inf
+    most, folder = math.inf, _CONTROL_GROUPS / name.lstrip("/")
+    while folder.is_relative_to(_CONTROL_GROUPS):
+        # Not there: this machine has no such groups, or shows a container none of those around it.
+        with suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text().split()
+            most = min(most, math.inf if quota == "max" else int(quota) / int(period))
+        folder = folder.parent
+    return most
 
 
 def user_name() -> str:

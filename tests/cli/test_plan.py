@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 
 import pytest
 from rich.console import Console
@@ -11,6 +10,7 @@ from support.manifests import make_record, write_manifest, write_tone
 
 from sharmill.cli.plan import print_plan
 from sharmill.config import to_config
+from sharmill.processes import usable_cores
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_ranks_are_those_of_the_configuration(config):
 
 
 def test_auto_is_the_number_of_cores_for_a_stage_without_a_model(config):
-    assert row(config("auto"))[4] == str(len(os.sched_getaffinity(0)))
+    assert row(config("auto"))[4] == str(usable_cores())
 
 
 def test_another_number_of_ranks_can_be_asked_for(config):

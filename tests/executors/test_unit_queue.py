@@ -131,3 +131,23 @@ def test_failed_starts_count_by_place_until_one_succeeds():
     starts.reset(1)
     assert not starts.too_many(1)
     starts.reset(5)
+
+
+def test_a_unit_is_set_aside_only_where_more_than_so_many_wait(queue):
+    rank = DrivenRank(number=0)
+    assert rank.take_unit(queue, 1).index == 1
+    assert rank.following is None
+    queue.give_back(rank.unit)
+    assert rank.take_unit(queue, 0).index == 1
+    assert (rank.following.index, len(queue)) == (0, 0)
+    assert rank.take_unit(queue, 0).index == 0
+    assert (rank.following, rank.take_unit(queue, 0)) == (None, None)
+
+
+def test_a_unit_that_is_set_aside_and_not_done_is_the_next_again(queue, heard):
+    rank = DrivenRank(number=0)
+    rank.take_unit(queue, 0)
+    rank.give_back(queue)
+    rank.give_back(queue)
+    assert (len(queue), queue.following().index) == (1, 0)
+    assert heard.failed == {}

@@ -8,6 +8,7 @@ from typing import Any
 
 from sharmill.engine.stage import Advance, Processor
 from sharmill.engine.unit import Output, Unit
+from sharmill.processes import usable_cores
 from sharmill.storage import Staging
 from support.toy_stage import GpuStage, wait_until
 
@@ -55,6 +56,18 @@ class AssertingStage(GpuStage):
         index = torch.tensor([9 if unit.index in self.always else 3], device="cuda")
         table[index].sum().item()
         return super().work(unit, staging, advance)
+
+
+class LookingAhead(GpuStage):
+    """Notes for each unit the one that its rank is told to expect behind it, and how many cores the rank has."""
+
+    looks_ahead = True
+
+    def open(self, device: str) -> Processor:
+        processor = super().open(device)
+        self.mark("cores", str(usable_cores()))
+        processor.expect = lambda unit: self.mark("expected", "none" if unit is None else str(unit.index))
+        return processor
 
 
 class KindStage(GpuStage):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +10,7 @@ from sharmill.cli.arguments import split_arguments
 from sharmill.cli.console import describe_cost, make_console, make_table, plain
 from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError
+from sharmill.processes import usable_cores
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -162,4 +162,4 @@ def _count_ranks(config: Config, stage: Stage) -> int:
 
     workers = config.executor.workers
     gpus = usable_gpus(config.executor.device) if stage.uses_gpu and workers == "auto" else ()
-    return len(plan_devices(workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=len(os.sched_getaffinity(0))))
+    return len(plan_devices(workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=usable_cores()))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import Final
 
 import numpy as np
@@ -14,7 +15,7 @@ from sharmill.errors import RejectRecord, UnitFailed
 from sharmill.models.measure import require_room
 from sharmill.models.memory import MemoryGuard
 from sharmill.models.protocols import Codec
-from sharmill.models.shapes import fill_batch, plan_batches
+from sharmill.models.shapes import Batch, fill_batch, plan_batches
 from sharmill.prefetch import prefetch
 from sharmill.shar.arrays import codes_dtype, num_frames
 from sharmill.shar.items import Item
@@ -24,6 +25,31 @@ ELSEWHERE: Final = (
     "all other units go on, and the same command does the rest on a device with more memory, or on CPUs with "
     "executor.device=cpu executor.mixed_devices=true"
 )
+
+
+class BegunItems:
+    """Items whose decoding has begun, in batches; ``loaded`` yields their samples in the order of the batches."""
+
+    def __init__(self, items: Sequence[Item], batches: list[Batch]) -> None:
+        self.items = items
+        self.batches = batches
+        self.loaded: Iterator[np.ndarray] = iter(())
+        self._all_begun = False
+        self._call: Callable[[], None] | None = None
+
+    def in_order(self) -> Iterator[Item]:
+        """Yield the items in the order of the batches, and note when they have all been taken."""
+        for batch in self.batches:
+            yield from (self.items[index] for index in batch.items)
+        self._all_begun = True
+        if self._call is not None:
+            self._call()
+
+    def call_when_all_begun(self, call: Callable[[], None]) -> None:
+        """Have a function called as soon as the decoding of all items has begun."""
+        self._call = call
+        if self._all_begun:
+            call()
 
 
 class CodecBatches:
@@ -49,30 +75,43 @@ class CodecBatches:
         self._threads = threads
         self._guard = MemoryGuard("the codec", "encode.batch_seconds")
 
-    def __call__(self, items: Sequence[Item], advance: Callable[[int], None]) -> list[np.ndarray]:
+    def begin(self, items: Sequence[Item]) -> BegunItems:
+        """Begin to decode items, and return when the first is decoded; some batches of audio are held.
+
+        Raises:
+            UnitFailed: the first item cannot be decoded, or is not what its metadata say.
+        """
+        batches = self._plan([self.num_frames(item) for item in items])
+        begun = BegunItems(items, batches)
+        loaded = prefetch(
+            lambda item: _load(item, self.codec.sampling_rate),
+            begun.in_order(),
+            threads=self._threads,
+            ahead=self._ahead,
+            weigh=self.num_frames,
+        )
+        begun.loaded = chain(list(islice(loaded, 1)), loaded)
+        return begun
+
+    def finish(
+        self, begun: BegunItems, advance: Callable[[int], None], when_all_begun: Callable[[], None]
+    ) -> list[np.ndarray]:
         """Return the codes (codebooks, frames) of each item, in the order of the items.
 
-        ``advance`` is called with the number of frames of each batch.
+        ``advance`` is called with the number of frames of each batch, and ``when_all_begun`` once, when no item is left
+        whose decoding has not begun.
 
         Raises:
             UnitFailed: an item cannot be decoded, is not what its metadata say, or does not fit in memory.
             FatalError: nothing has fitted in memory yet.
         """
-        codec = self.codec
+        codec, items = self.codec, begun.items
         frames = [self.num_frames(item) for item in items]
-        batches = self._plan(frames)
-        in_order = [items[index] for batch in batches for index in batch.items]
-        loaded = prefetch(
-            lambda item: _load(item, codec.sampling_rate),
-            in_order,
-            threads=self._threads,
-            ahead=self._ahead,
-            weigh=self.num_frames,
-        )
+        begun.call_when_all_begun(when_all_begun)
         dtype = codes_dtype(codec.codebook_size)
         results: list[np.ndarray] = [np.empty(0)] * len(items)
-        for batch in batches:
-            audio = fill_batch(batch, [next(loaded) for _ in batch.items], codec.samples_per_frame)
+        for batch in begun.batches:
+            audio = fill_batch(batch, [next(begun.loaded) for _ in batch.items], codec.samples_per_frame)
             seconds = audio[0].numel() / codec.sampling_rate
             is_long = len(batch.items) == 1 and seconds > self._batch_seconds
             try:

@@ -16,10 +16,11 @@ import numpy as np
 from sharmill.config import CodecConfig, Config
 from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.batch_change import is_change_of_batches, require_same_codes
-from sharmill.encode.codec_batches import ELSEWHERE, CodecBatches
+from sharmill.encode.codec_batches import ELSEWHERE, BegunItems, CodecBatches
 from sharmill.encode.segment_codes import EncodedRecord, bounds_file, codes_file, encoded_file, write_codes
 from sharmill.encode.segments import hash_segment, seconds_of
 from sharmill.encode.survey import SurveyStage
+from sharmill.engine.ahead import UnitsAhead
 from sharmill.engine.balance import divide_evenly
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
@@ -50,6 +51,7 @@ class EncodeStage(Stage):
 
     kind: ClassVar[str] = "encode"
     uses_gpu: ClassVar[bool] = True
+    looks_ahead: ClassVar[bool] = True
 
     def __init__(self, config: Config, codec: CodecConfig) -> None:
         self.run_dir = RunDir(Path(config.run_dir))
@@ -170,17 +172,33 @@ class EncodeProcessor(Processor):
         self._encode = encode
         self._segments = stage.survey.segments()
         self._files = stage.survey.audio_files()
+        self._ahead = UnitsAhead(self._begin)
+
+    def expect(self, unit: Unit | None) -> None:
+        self._ahead.expect(unit)
+
+    def close(self) -> None:
+        self._ahead.close()
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        segments = self._segments[unit.params["start"] : unit.params["stop"]]
-        self._refuse_too_long(segments)
-        items = self._read(segments)
-        share = unit.cost / max(1, sum(map(self._encode.num_frames, items)))
-        codes = self._encode(items, lambda frames: advance(frames * share))
+        begun = self._ahead.take(unit)
+        share = unit.cost / max(1, sum(map(self._encode.num_frames, begun.items)))
+        codes = self._encode.finish(begun, lambda frames: advance(frames * share), self._ahead.begin)
         name = codes_file(unit.index)
         write_codes(staging.path(name), codes)
-        stats = {"seconds": float(seconds_of(segments).sum()), "codec": msgspec.to_builtins(self._record())}
+        stats = {
+            "seconds": float(seconds_of(self._segments_of(unit)).sum()),
+            "codec": msgspec.to_builtins(self._record()),
+        }
         return Output(files=[name], num_out=unit.size, stats=stats)
+
+    def _segments_of(self, unit: Unit) -> np.ndarray:
+        return self._segments[unit.params["start"] : unit.params["stop"]]
+
+    def _begin(self, unit: Unit) -> BegunItems:
+        segments = self._segments_of(unit)
+        self._refuse_too_long(segments)
+        return self._encode.begin(self._read(segments))
 
     def _refuse_too_long(self, segments: np.ndarray) -> None:
         """Raise UnitFailed where a segment takes more memory than the device has, before anything is decoded."""

@@ -39,6 +39,12 @@ class Processor(ABC):
         reported is added when the unit ends.
         """
 
+    def expect(self, unit: Unit | None) -> None:  # noqa: B027 - only what feeds a model has to be ahead
+        """Note the unit that will probably come after the next one, so that its input can be made ready in time.
+
+        Another may come instead, or none.
+        """
+
     def close(self) -> None:  # noqa: B027 - most processors hold nothing that has to be closed
         """Release what the processor holds; called once, when the rank ends."""
 
@@ -63,6 +69,7 @@ class Stage(ABC):
         unit_time_limit: seconds after which an attempt at a unit ends its rank, or None.
         replaces_root: begun anew, it removes all of ``root`` that stages of this and of other runs have published.
         uses_gpu: one rank per visible GPU where there are any.
+        looks_ahead: its processors make use of ``expect``, so that a rank holds its next unit already.
         replan_when_changed: a check, which loses nothing by starting anew when its input has changed.
     """
 
@@ -77,6 +84,7 @@ class Stage(ABC):
     mixed_devices: bool = False
     unit_time_limit: float | None = None
     uses_gpu: ClassVar[bool] = False
+    looks_ahead: ClassVar[bool] = False
     replaces_root: ClassVar[bool] = False
     replan_when_changed: ClassVar[bool] = False
 

@@ -114,10 +114,11 @@ class Worker:
         message = f"{self.stage.name}: a rank cannot be set up on {place}: {reason}; see {log}"
         return DeviceError(message, place=place, code=code)
 
-    def run(self, unit: Unit) -> Commit | FailedAttempt:
+    def run(self, unit: Unit, following: Unit | None = None) -> Commit | FailedAttempt:
         """Try a unit once and return its commit record, or the failed attempt.
 
-        After a ``BrokenDevice`` this process can do nothing more on its device.
+        ``following`` is the unit that will probably be next. After a ``BrokenDevice`` this process can do nothing more
+        on its device.
 
         Raises:
             ConfigError, FatalError: going on with other units makes no sense.
@@ -125,6 +126,7 @@ class Worker:
         log.info("unit %d begins: %d records, %.1f s of audio", unit.index, unit.size, unit.cost)
         require_current(self.stage)
         self._progress.begin(unit.index)
+        self._processor.expect(following)
         try:
             with _time_limit(self.stage.unit_time_limit):
                 commit = self._attempt(unit)

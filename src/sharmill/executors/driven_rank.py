@@ -51,19 +51,35 @@ def as_answer(error: ConfigError | FatalError) -> SharmillError:
 
 @dataclass(kw_only=True)
 class DrivenRank:
-    """A rank on the driver's side, be it a process or an actor."""
+    """A rank on the driver's side, be it a process or an actor.
+
+    ``following`` is set aside for it, so that it can make its input ready while it does ``unit``.
+    """
 
     number: int
     ready: bool = False
     unit: Unit | None = None
+    following: Unit | None = None
     unit_began: float = 0.0
     failures_in_a_row: int = 0
     is_broken: bool = False
 
-    def take_unit(self, queue: UnitQueue) -> Unit | None:
-        """Take the next unit, if there is one, and return it."""
-        self.unit, self.unit_began = queue.take(), time.monotonic()
+    def take_unit(self, queue: UnitQueue, set_aside_beyond: int | None = None) -> Unit | None:
+        """Take the next unit, if there is one, and return it.
+
+        The one behind it is set aside where so many more wait: the last ones go to whichever rank is free first.
+        """
+        self.unit, self.unit_began = self.following or queue.take(), time.monotonic()
+        self.following = None
+        if set_aside_beyond is not None and len(queue) > set_aside_beyond:
+            self.following = queue.take()
         return self.unit
+
+    def give_back(self, queue: UnitQueue) -> None:
+        """Give the unit that is set aside back: this rank will not do it."""
+        if self.following is not None:
+            queue.give_back(self.following)
+            self.following = None
 
     def handle_answer(self, answer: Answer, queue: UnitQueue) -> None:
         """Handle the answer to the request to get ready or to do ``unit``.

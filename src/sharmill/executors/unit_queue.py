@@ -44,6 +44,14 @@ class UnitQueue:
         """Return the next unit to do, or None."""
         return self._waiting.popleft() if self._waiting else None
 
+    def following(self) -> Unit | None:
+        """Return what ``take`` would return next."""
+        return self._waiting[0] if self._waiting else None
+
+    def give_back(self, unit: Unit) -> None:
+        """Take a unit back that was not begun: it is the next again."""
+        self._waiting.appendleft(unit)
+
     def advanced(self, unit: Unit, done: float) -> None:
         """Report that an attempt has done so much of the unit's cost.
 

@@ -13,9 +13,13 @@ from typing import Any, Final, TypeVar, cast
 
 from sharmill.config import Precision
 from sharmill.errors import ConfigError
+from sharmill.processes import usable_cores
 
 # On a CPU the activations of a large batch leave the cache, and are new pages each time: more audio at once is slower.
 CPU_BATCH_SECONDS: Final = 10.0
+
+# More wait for Python's lock most of the time.
+_MOST_THREADS: Final = 16
 
 # The first generation of GPUs with TensorFloat-32 and bfloat16.
 _REDUCED_CAPABILITY: Final = (8, 0)
@@ -39,7 +43,7 @@ def make_deterministic(device: str) -> int:
     torch.backends.cudnn.deterministic = True
     _allow_tf32(False)
     torch._C._jit_set_texpr_fuser_enabled(False)
-    return 8 if device == "cuda" else 1
+    return min(usable_cores(), _MOST_THREADS) if device == "cuda" else 1
 
 
 def require_precision(device: str, precision: Precision) -> None:

@@ -6,10 +6,11 @@ import os
 
 import pytest
 from support.errors import raises
-from support.gpu_faults import ECC, BadDevices, BreakingStage
+from support.gpu_faults import ECC, BadDevices, BreakingStage, LookingAhead
 from support.toy_stage import GpuStage, ToyStage, output_bytes, run
 
 from sharmill.errors import DeviceError
+from sharmill.processes import usable_cores
 
 
 @pytest.fixture
@@ -111,3 +112,28 @@ def test_what_torch_itself_raises_is_known_over_the_pipe(tmp_path, gpus):
     # A lack of memory leaves the process as it is.
     assert len(stage.pids()) == 2
     assert stage.attempts() == {0: 2, 1: 2}
+
+
+def test_a_rank_has_its_next_unit_while_it_does_one_until_few_are_left(tmp_path, gpus, whole):
+    gpus(1)
+    stage = LookingAhead(tmp_path)
+    assert run(stage, "auto")[0].ok
+    order = [int(line.split()[0]) for line in stage.marked("attempts")]
+    assert stage.marked("expected") == [*map(str, order[1:5]), "none", "none"]
+    assert output_bytes(stage) == whole
+
+
+def test_the_unit_that_is_set_aside_for_a_rank_that_dies_is_done_by_another(tmp_path, gpus, whole):
+    gpus(1)
+    stage = LookingAhead(tmp_path, behaviour={3: "kill_once"})
+    assert run(stage, "auto")[0].ok
+    assert stage.attempts() == {0: 1, 1: 1, 2: 1, 3: 2, 4: 1, 5: 1}
+    assert output_bytes(stage) == whole
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_ranks_share_the_cores_of_the_machine(tmp_path, gpus, number):
+    gpus(number)
+    stage = LookingAhead(tmp_path, units=4)
+    assert run(stage, "auto")[0].ok
+    assert set(stage.marked("cores")) == {str(max(1, usable_cores() // number))}

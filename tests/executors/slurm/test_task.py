@@ -15,6 +15,7 @@ from support.gpu_faults import BreakingStage
 from support.paths import REPOSITORY
 from support.toy_cluster import SleepyStage
 
+from sharmill import processes
 from sharmill.engine.attempts import AttemptLog, Attempts
 from sharmill.engine.fence import make_fence
 from sharmill.engine.plan import load_plan, read_or_make_plan
@@ -221,3 +222,14 @@ def test_several_gpus_of_a_rank_are_refused(tmp_path):
     path.write_text("gpu: {gpus: 8}\n")
     with raises(ConfigError, "bad_config_value", "gpus is 8", "max_ranks"):
         load_profile(path)
+
+
+def test_a_task_knows_its_next_unit_and_has_the_cores_that_it_asked_for(tmp_path, monkeypatch):
+    stage = gpu_faults.LookingAhead(tmp_path, units=3)
+    read_or_make_plan(stage, restart=False)
+    make_fence(stage)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    monkeypatch.setattr(processes, "_own_cores", None)
+    assert make_task(stage, 0, [0, 1, 2])() == 3
+    assert stage.marked("cores") == ["1"]
+    assert stage.marked("expected") == ["1", "2", "none"]

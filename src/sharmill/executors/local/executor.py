@@ -7,7 +7,6 @@ rank takes its place. A rank whose device cannot be used is given up, and the ot
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -28,7 +27,7 @@ from sharmill.executors.local.rank_process import RankStart, rank_main
 from sharmill.executors.logs import logging_to
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.unit_queue import UnitQueue
-from sharmill.processes import ChildEnded, ChildProcess, end_by_force, join_all
+from sharmill.processes import ChildEnded, ChildProcess, end_by_force, join_all, usable_cores
 from sharmill.storage import remove_dead_attempts
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class LocalExecutor:
     def run(self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener) -> Finished:
         """Do the units; see ``engine.run.Executor``."""
         gpus = usable_gpus(self.device) if stage.uses_gpu else ()
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         devices = plan_devices(self.workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=cores)[: len(units)]
         queue = UnitQueue(units, rejects, listener)
         try:
@@ -81,7 +80,7 @@ def _run_inline(stage: Stage, device: Device, queue: UnitQueue, listener: Listen
     ):
         listener.loading(0)
         while unit := queue.take():
-            outcome = worker.run(unit)
+            outcome = worker.run(unit, queue.following())
             if isinstance(outcome, Commit):
                 queue.done(unit, outcome)
             else:
@@ -113,7 +112,7 @@ class _Pool:
 
     def run(self) -> None:
         try:
-            while self.queue or any(rank.unit for rank in self.ranks.values()):
+            while self.queue or any(rank.unit or rank.following for rank in self.ranks.values()):
                 self._start_missing()
                 self._report_loading()
                 self._hand_out()
@@ -141,7 +140,9 @@ class _Pool:
             )
 
     def _start(self, number: int) -> None:
-        start = RankStart(pickle.dumps(self.stage), number, self.devices[number], self.stage.dir.rank_log(number))
+        cores = max(1, usable_cores() // len(self.devices))
+        log = self.stage.dir.rank_log(number)
+        start = RankStart(pickle.dumps(self.stage), number, self.devices[number], cores, log)
         # An interrupt in here would leave a process that nobody knows of.
         with deferred_interrupts():
             child = ChildProcess(rank_main, start, name=f"sharmill-rank-{number}", daemon=False)
@@ -157,12 +158,12 @@ class _Pool:
         for rank in self.ranks.values():
             if not rank.ready or rank.unit or not rank.child.is_alive():
                 continue
-            if rank.take_unit(self.queue) is None:
-                return
+            if rank.take_unit(self.queue, len(self.devices) if self.stage.looks_ahead else None) is None:
+                continue
             # A rank that has died since is removed as one that had a unit. The attempt counts, so that a rank that
             # always dies there does not go on for ever.
             with suppress(ChildEnded):
-                rank.child.send(rank.unit)
+                rank.child.send((rank.unit, rank.following))
 
     def _poll_all(self) -> None:
         wait([handle for rank in self.ranks.values() for handle in rank.child.handles], timeout=_SECONDS_BETWEEN_LOOKS)
@@ -208,6 +209,7 @@ class _Pool:
 
     def _remove(self, rank: _Rank) -> None:
         self._end([rank])
+        rank.give_back(self.queue)
         del self.ranks[rank.number]
 
     def _count_failed_start(self, number: int, how: str, *, final: bool = False) -> None:

@@ -1,6 +1,7 @@
 """The worker's side of the local executor: what runs in the process of a rank.
 
-It talks to the driver over one pipe. Up go answers, the first of which is ``Ready``; down come units, then None.
+It talks to the driver over one pipe. Up go answers, the first of which is ``Ready``; down come pairs of a unit and the
+unit that will follow, if that is known; then None.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.devices import Device
 from sharmill.executors.driven_rank import Advanced, Ready, as_answer
 from sharmill.executors.logs import logging_to, redirect_output
+from sharmill.processes import limit_cores
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class RankStart:
     stage: bytes
     number: int
     device: Device
+    cores: int
     log: Path
 
 
@@ -48,6 +51,7 @@ def rank_main(connection: Connection, start: RankStart) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     start.device.restrict_environment()
+    limit_cores(start.cores)
     _die_with_driver()
     try:
         redirect_output(start.log)
@@ -66,8 +70,8 @@ def _work(start: RankStart, connection: Connection) -> None:
     try:
         with Worker(stage, start.number, start.device.kind, report) as worker:
             connection.send(Ready())
-            while (unit := connection.recv()) is not None:
-                connection.send(worker.run(unit))  # after a broken device the driver ends this process
+            while (units := connection.recv()) is not None:
+                connection.send(worker.run(*units))  # after a broken device the driver ends this process
     except (ConfigError, FatalError):
         log.warning("rank %d stops", start.number, exc_info=True)
         raise

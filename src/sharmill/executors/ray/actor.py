@@ -19,6 +19,7 @@ from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.devices import Device
 from sharmill.executors.driven_rank import Answer, Ready, as_answer
 from sharmill.executors.logs import logging_to, redirect_output
+from sharmill.processes import limit_cores
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class ActorStart:
     stage: bytes
     number: int
     device: str
+    cores: int
     folder: Path | None
     must_exist: Path
     log: Path
@@ -61,6 +63,7 @@ class RankActor:
             self._check_node()
             if start.device == "cpu":
                 Device().restrict_environment()
+            limit_cores(start.cores)
             redirect_output(start.log)
             self._stack.enter_context(logging_to(start.log))
             stage: Stage = pickle.loads(start.stage)
@@ -69,11 +72,11 @@ class RankActor:
             return self._stop(error)
         return Ready()
 
-    def run(self, unit: Unit) -> Answer:
+    def run(self, unit: Unit, following: Unit | None) -> Answer:
         """Try a unit once."""
         assert self._worker is not None
         try:
-            return self._worker.run(unit)
+            return self._worker.run(unit, following)
         except (ConfigError, FatalError) as error:
             return self._stop(error)
 

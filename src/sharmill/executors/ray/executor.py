@@ -136,7 +136,7 @@ class _Pool:
 
     def run(self) -> None:
         try:
-            while self.queue or any(rank.unit for rank in self.ranks.values()):
+            while self.queue or any(rank.unit or rank.following for rank in self.ranks.values()):
                 self._ask_for_ranks()
                 self._report_progress()
                 self._hand_out()
@@ -174,6 +174,7 @@ class _Pool:
             stage=self._pickled,
             number=number,
             device=self.needs.device,
+            cores=self.needs.cores,
             folder=None if in_working_dir_copy() else Path.cwd(),
             must_exist=self.stage.dir.ranks,
             log=self.stage.dir.rank_log(number),
@@ -198,11 +199,10 @@ class _Pool:
                 self.queue.advanced(rank.unit, record.unit_cost_done)
 
     def _hand_out(self) -> None:
+        set_aside_beyond = len(self.ranks) if self.stage.looks_ahead else None
         for rank in self.ranks.values():
-            if rank.ready and rank.unit is None:
-                if rank.take_unit(self.queue) is None:
-                    return
-                rank.call = rank.actor.run.remote(rank.unit)
+            if rank.ready and rank.unit is None and rank.take_unit(self.queue, set_aside_beyond) is not None:
+                rank.call = rank.actor.run.remote(rank.unit, rank.following)
 
     def _dismiss_idle(self) -> None:
         """End the actors without a unit when none waits, but the first, which stays in case a unit fails."""
@@ -244,6 +244,7 @@ class _Pool:
         if isinstance(answer, Ready):
             self.failed_starts.reset()
         if rank.needs_replacing():
+            rank.give_back(self.queue)
             if rank.is_broken:
                 # It would perhaps never end by itself, and keep its GPU.
                 self._ray.kill(rank.actor)
@@ -276,6 +277,7 @@ class _Pool:
     def _remove_dead(self, rank: _Rank, error: Exception) -> None:
         # An actor that cannot be reached may still run. It must not go on beside the one that takes its place.
         self._ray.kill(rank.actor)
+        rank.give_back(self.queue)
         del self.ranks[rank.number]
         how = self._describe(error)
         log.warning("rank %d: %s", rank.number, how, exc_info=error)

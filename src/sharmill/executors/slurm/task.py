@@ -34,7 +34,7 @@ from sharmill.errors import ConfigError, SharmillError
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to
 from sharmill.models.device import check_device
-from sharmill.processes import state_and_start
+from sharmill.processes import limit_cores, state_and_start
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
@@ -114,6 +114,9 @@ class RankTask:
 
     def _run(self, waiting: list[Unit]) -> None:
         ready = False
+        if (cores := os.environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
+            # A cluster need not bind tasks to their cores.
+            limit_cores(int(cores))
         try:
             check_device(self.device)
             with Worker(self.stage, self.rank, self.device) as worker:
@@ -149,7 +152,7 @@ class RankTask:
             self._attempts.begin(unit.index)
             self._begun = time.monotonic()
             self._current = unit.index
-            outcome = worker.run(unit)
+            outcome = worker.run(unit, waiting[0] if waiting else None)
             if self._told_to_leave:
                 # The request to leave arrives as SystemExit within the unit, which ended that unit only.
                 sys.exit(1)

@@ -16,6 +16,7 @@ from support.reader import make_dataset, numbers
 
 from sharmill.errors import ConfigError
 from sharmill.shar import merge_states, open_shar
+from sharmill.shar.sidecars import write_sidecars
 
 COUNTS = [7, 30, 1, 0, 12, 30, 5, 23]
 TOTAL = sum(COUNTS)
@@ -23,7 +24,9 @@ TOTAL = sum(COUNTS)
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("resuming") / "dataset", COUNTS)
+    dataset = make_dataset(tmp_path_factory.mktemp("resuming") / "dataset", COUNTS)
+    write_sidecars(dataset)
+    return dataset
 
 
 def parts(dataset, count, state=None, **options):
@@ -41,7 +44,7 @@ def state_of(readers):
 
 OPTIONS = st.fixed_dictionaries(
     {
-        "shuffle": st.booleans(),
+        "shuffle": st.sampled_from([False, True, "global"]),
         "seed": st.integers(0, 100),
         "mix_shards": st.integers(1, 9),
         "block_size": st.sampled_from([None, 1, 4, 100]),
@@ -241,6 +244,7 @@ def test_states_that_do_not_belong_together_are_refused(dataset, tmp_path):
         {"rank": 2, "world_size": 2},
         {"rank": -1},
         {"mix_shards": 0},
+        {"shuffle": "all"},
         {"block_size": 0},
         {"tail": "cut"},
         {"tail": "drop", "infinite": True},

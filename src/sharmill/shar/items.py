@@ -98,13 +98,7 @@ class ItemTable:
         Raises:
             DamagedShard: its two members do not belong together.
         """
-        names = self._table.names
-        first, *second = names[2 * number : 2 * number + 2]
-        cut_id, _, extension = first.rpartition(".")
-        expected = f"{cut_id}.{_second_extension(extension)}"
-        if second != [expected]:
-            raise self.damage(f"member {first!r} has no {expected!r} beside it")
-        return cut_id, extension
+        return pair_names(self._path, self._table.names[2 * number : 2 * number + 2])
 
     def place(self, number: int) -> tuple[int, int]:
         """Return the position of the data of an item in the file, and its number of bytes."""
@@ -138,6 +132,20 @@ class ItemTable:
     def damage(self, what: str) -> DamagedShard:
         """Return the error that says what is wrong with this archive."""
         return DamagedShard(f"{self._path}: {what}")
+
+
+def pair_names(path: Path, names: list[str]) -> tuple[str, str]:
+    """Return the cut id and the extension of an item from the names of its members in an archive.
+
+    Raises:
+        DamagedShard: they do not belong together.
+    """
+    first, *second = names or [""]
+    cut_id, _, extension = first.rpartition(".")
+    expected = f"{cut_id}.{_second_extension(extension)}"
+    if second != [expected]:
+        raise DamagedShard(f"{path}: member {first!r} has no {expected!r} beside it")
+    return cut_id, extension
 
 
 def _second_extension(extension: str) -> str:

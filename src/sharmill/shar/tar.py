@@ -136,10 +136,10 @@ class TarTable:
 class _Parser:
     """A walk over the blocks of one archive."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | bytes, position: int = 0) -> None:
         self._path = path
         self._data = data
-        self._position = 0
+        self._position = position
         self._headers: list[int] = []
 
     def spans(self) -> tuple[list[tuple[str, int, int, int]], DamagedShard | None]:
@@ -160,8 +160,24 @@ class _Parser:
             return [span for span in spans if span[2] <= self._position], error
         return spans, damage
 
+    def members_until(self, end: int | None) -> list[tuple[str, int, int]]:
+        """Return (name, position of the first byte, number of bytes) of the members that lie before ``end``.
+
+        Raises:
+            DamagedShard: the last of them does not end there.
+        """
+        members = []
+        for name, _, start, size in self._walk():
+            members.append((name, start, size))
+            if end is not None and self._position >= end:
+                break
+        self._check_headers()
+        if end is not None and self._position != end:
+            raise self._damage("no member ends where the index says; write it anew with sharmill sidecars")
+        return members
+
     def _walk(self) -> Iterator[tuple[str, int, int, int]]:
-        offset = 0
+        offset = self._position
         name: bytes | None = None
         size: int | None = None
         extended = False
@@ -246,6 +262,24 @@ class _Parser:
 
     def _damage(self, what: str) -> DamagedShard:
         return DamagedShard(f"{self._path} at byte {self._position}: {what}")
+
+
+def parse_members(path: Path, data: mmap.mmap | bytes, begin: int, end: int | None) -> list[tuple[str, int, int]]:
+    """Parse a part of an archive that is open already, without going through what is before or behind it.
+
+    Args:
+        path: of the archive, for messages.
+        data: the bytes of the whole archive.
+        begin: position of a header.
+        end: position of the header of the first member that is left out; None for all up to the end marker.
+
+    Returns:
+        Name, position of the first byte and number of bytes of each member.
+
+    Raises:
+        DamagedShard: the part is not whole members.
+    """
+    return _Parser(path, data, begin).members_until(end)
 
 
 def open_field(path: Path) -> BinaryIO:

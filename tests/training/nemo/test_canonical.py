@@ -10,6 +10,7 @@ from support.errors import raises
 from support.training import AsIs
 
 from sharmill.errors import ConfigError
+from sharmill.shar.sidecars import write_sidecars
 from sharmill.training import get_dataloader, merge_data_states
 
 ORDER = {"shuffle": True, "shard_seed": "randomized", "seed": 3, "shuffle_buffer_size": 4}
@@ -60,3 +61,13 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused(corpora):
         get_dataloader(cfg | {"num_workers": 4}, 0, 3, dataset=AsIs())
     with raises(ConfigError, "bad_config_value", "canonical"):
         get_dataloader(cfg | {"canonical": "all"}, 0, 1, dataset=AsIs())
+
+
+def test_an_entry_may_be_shuffled_as_a_whole(corpora, tmp_path):
+    entry = corpora.entry("large") | {"shuffle": "global", "sidecars": str(tmp_path / "index")}
+    cfg = {"input_cfg": [entry], "batch_size": 2, "canonical": 2} | ORDER
+    with raises(ConfigError, "missing_input", "sharmill sidecars"):
+        get_dataloader(cfg, 0, 1, dataset=AsIs())
+    write_sidecars(entry["dataset"], tmp_path / "index")
+    expected, state = global_steps(cfg, 1, 0, 5)
+    assert global_steps(cfg, 2, 0, 5) == (expected, state)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
 from lhotse.cut import Cut
@@ -21,13 +21,15 @@ _PADDING = "shar_padding"
 
 # Where cuts are hardly more than parts, a part may draw none in an epoch and some in the next.
 _MAX_EMPTY_EPOCHS = 20
+# With shuffle="global": each has a file for every field.
+_OPEN_SHARDS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
     """The options of ``open_shar``, which explains them."""
 
-    shuffle: bool = False
+    shuffle: bool | Literal["global"] = False
     seed: int = 0
     mix_shards: int = 8
     block_size: int | None = None
@@ -44,6 +46,8 @@ class ReadOptions:
         problem = None
         if not 0 <= self.rank < self.world_size:
             problem = f"rank is {self.rank}: it must be from 0 to world_size - 1, and world_size is {self.world_size}"
+        elif self.shuffle not in (True, False, "global"):
+            problem = f"shuffle is {self.shuffle!r}: it must be true, false or global"
         elif self.mix_shards < 1:
             problem = f"mix_shards is {self.mix_shards}: at least 1 shard must be open"
         elif self.block_size is not None and self.block_size < 1:
@@ -120,8 +124,9 @@ class SharReader:
         """The order of all epochs."""
         options, source = self._options, self._source
         blocks_per_shard = count_blocks(source.num_shards, source.shard_size, options.block_size)
+        mix_shards = max(1, source.num_shards) if options.shuffle == "global" else options.mix_shards
         return Order(
-            source.num_shards, blocks_per_shard, options.shuffle, options.seed, options.mix_shards, source.sequential
+            source.num_shards, blocks_per_shard, bool(options.shuffle), options.seed, mix_shards, source.sequential
         )
 
     def set_epoch(self, epoch: int) -> None:
@@ -289,19 +294,14 @@ class SharReader:
 
     def _read(self, epoch: int, known: EpochProgress, part: Part) -> Iterator[_Found]:
         permutation = self.order.permutation(epoch)
+        limit = _OPEN_SHARDS if self._options.shuffle == "global" else self.order.group_size
         for group in known.groups_left(self.order, part):
             draws, blocks, items, slots = self._choose(epoch, group, known, part, permutation)
-            shards: dict[int, ReadableShard] = {}
-            try:
-                for slot in sorted(set(slots)):
-                    shards[slot] = self._source.open(int(permutation[slot]), epoch)
+            with _OpenShards(lambda slot: self._source.open(int(permutation[slot]), epoch), limit) as shards:
                 for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
-                    shard = shards[slot]
+                    shard = shards.get(slot)
                     cut = shard.read(item, (epoch, group, draw, block, item))
                     yield Position(group, draw, block, item), cut, shard
-            finally:
-                for shard in shards.values():
-                    shard.close()
 
     def _choose(
         self, epoch: int, group: int, known: EpochProgress, part: Part, permutation: np.ndarray
@@ -329,6 +329,37 @@ class SharReader:
                 positions = self.order.positions(epoch, slot, self._source.count(int(permutation[slot])))
                 left += np.bincount(positions.blocks[known.left(group, positions)] % num_parts, minlength=num_parts)
         return left
+
+
+class _OpenShards:
+    """The shards of a group that are open: opened when they are needed, the one that was used last closed last.
+
+    Args:
+        open_shard: opens the shard of a slot.
+        limit: shards that are open at once.
+    """
+
+    def __init__(self, open_shard: Callable[[int], ReadableShard], limit: int) -> None:
+        self._open_shard = open_shard
+        self._limit = limit
+        self._shards: dict[int, ReadableShard] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for shard in self._shards.values():
+            shard.close()
+
+    def get(self, slot: int) -> ReadableShard:
+        """Return the open shard of a slot."""
+        shard = self._shards.pop(slot, None)
+        if shard is None:
+            if len(self._shards) >= self._limit:
+                self._shards.pop(next(iter(self._shards))).close()
+            shard = self._open_shard(slot)
+        self._shards[slot] = shard
+        return shard
 
 
 # A cut with its position, which padding has none of, and the shard that it comes from.

@@ -15,7 +15,7 @@ def open_shar(
     fields: Sequence[str] | None = None,
     *,
     codec: str | None = None,
-    shuffle: bool = False,
+    shuffle: bool | Literal["global"] = False,
     seed: int = 0,
     mix_shards: int = 8,
     block_size: int | None = None,
@@ -26,6 +26,7 @@ def open_shar(
     tail: Literal["keep", "drop", "pad"] = "keep",
     decode_threads: int = 0,
     decode_prefetch: int | None = None,
+    sidecars: str | Path | None = None,
 ) -> CutSet:
     """Open the cuts of a dataset, which are read lazily and a few shards at a time.
 
@@ -37,7 +38,9 @@ def open_shar(
             opened.
         codec: whose codes, where there are several.
         shuffle: False: the order of the dataset. True: an order that follows from ``seed`` and the number of the epoch
-            alone. Shards are permuted, and the cuts of every ``mix_shards`` consecutive ones are mixed.
+            alone. Shards are permuted, and the cuts of every ``mix_shards`` consecutive ones are mixed. "global": all
+            cuts are mixed, each order as likely as another; each is read by itself, by the index files that
+            ``write_sidecars`` makes.
         seed: of the shuffling.
         mix_shards: shards that are open at once and mixed, with ``shuffle``.
         block_size: consecutive cuts of a shard, at most, that stay together when the order is divided among ranks and
@@ -54,6 +57,7 @@ def open_shar(
         decode_threads: threads that decode the chosen audio ahead, in order. The cuts then hold decoded samples, and
             ``load_audio()`` and the like decode nothing. 0: audio is decoded where it is loaded.
         decode_prefetch: cuts that may be decoded ahead of the one in use; by default 4 for each thread, at least 1.
+        sidecars: the folder of the index files, with ``shuffle="global"``; by default the dataset directory.
 
     Returns:
         A lazy CutSet. With ``target_audio``, that audio is attached as ``recording`` too (unless others' shards have a
@@ -89,4 +93,5 @@ def open_shar(
         decode_threads=decode_threads,
         decode_prefetch=4 * decode_threads if decode_prefetch is None else decode_prefetch,
     )
-    return CutSet(SharReader(open_shard_source(Path(dataset), fields, codec), options))
+    folder = Path(dataset if sidecars is None else sidecars) if shuffle == "global" else None
+    return CutSet(SharReader(open_shard_source(Path(dataset), fields, codec, folder), options))

@@ -25,6 +25,7 @@ from sharmill.shar.layout import (
     TARGET_CODES,
 )
 from sharmill.shar.reading.cuts import MALFORMED, as_array, read_cut, read_item, set_field, with_id
+from sharmill.shar.reading.random_access import IndexedItems, IndexedLines
 from sharmill.shar.reading.safety import find_forbidden
 from sharmill.shar.reading.shard_source import ShardFiles
 
@@ -50,13 +51,18 @@ class OpenShard:
     def __init__(self, files: ShardFiles, *, foreign: bool) -> None:
         self.index = files.index
         self._foreign = foreign
-        self._lines = read_lines(files.cuts)
+        sidecars = files.sidecars
+        self._lines = IndexedLines(*sidecars[CUTS]) if sidecars else read_lines(files.cuts)
         if files.count not in (None, len(self._lines)):
             raise self.damage(f"there are {len(self._lines)} {CUTS} instead of {files.count}")
         self._columns: dict[str, _TarColumn | _LinesColumn] = {}
+        column: _TarColumn | _LinesColumn
         try:
             for name, path in files.fields.items():
-                column = _TarColumn(path) if path.suffix == ".tar" else _LinesColumn(path, name)
+                if path.suffix == ".tar":
+                    column = _TarColumn(IndexedItems(path, *sidecars[name]) if sidecars else ItemTable(path))
+                else:
+                    column = _LinesColumn(path, name)
                 self._columns[name] = column
                 if len(column) != len(self._lines):
                     raise self.damage(f"{name} ({path}) has {len(column)} items for {len(self._lines)} {CUTS}")
@@ -68,6 +74,8 @@ class OpenShard:
         return len(self._lines)
 
     def close(self) -> None:
+        if isinstance(self._lines, IndexedLines):
+            self._lines.close()
         for column in self._columns.values():
             column.close()
 
@@ -122,9 +130,9 @@ class OpenShard:
 class _TarColumn:
     """A field in a tar archive."""
 
-    def __init__(self, path: Path) -> None:
-        self._table = ItemTable(path)
-        self.close = self._table.close
+    def __init__(self, table: ItemTable) -> None:
+        self._table = table
+        self.close = table.close
 
     def __len__(self) -> int:
         return len(self._table)

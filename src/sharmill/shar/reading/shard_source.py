@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from sharmill.shar.layout import (
     SHARDS_FILE,
     codec_of_field,
     shard_file,
+    sidecar_files,
 )
 from sharmill.shar.reading.foreign import find_shards
 from sharmill.storage import STAGING_NAME, checksum_bytes
@@ -40,12 +42,14 @@ class ShardFiles:
         cuts: the file of its cuts.
         fields: the files of the chosen fields, by the attribute of the cut that each fills.
         count: cuts that there should be, if that is known.
+        sidecars: the files for random access by the name of the field, of ``cuts`` too; empty where there are none.
     """
 
     index: int
     cuts: Path
     fields: Mapping[str, Path]
     count: int | None
+    sidecars: Mapping[str, list[Path]] = dataclasses.field(default_factory=dict)
 
 
 class ReadableShard(Protocol):
@@ -86,17 +90,23 @@ class ShardSource(Protocol):
 
 
 def open_shard_source(
-    directory: Path, fields: Sequence[str] | None, codec: str | None
+    directory: Path, fields: Sequence[str] | None, codec: str | None, sidecars: Path | None = None
 ) -> IndexedShardSource | _ForeignShardSource:
-    """Open the shards of a folder.
+    """Open the shards of a folder; with ``sidecars``, the folder of its index files, for random access.
 
     Raises:
-        ConfigError: there are none, or not this field or codec.
+        ConfigError: there are none, or not this field or codec; or there are no index files.
     """
     unfinished = (directory / SHARDS_FILE).exists() or (directory / STAGING_NAME).exists()
     has_cuts = (directory / CUTS).is_dir() or any(directory.glob(f"{CUTS}.*"))
     if (directory / DATASET_FILE).exists() or unfinished or not has_cuts:
-        return IndexedShardSource(directory, fields, codec)
+        return IndexedShardSource(directory, fields, codec, sidecars)
+    if sidecars is not None:
+        raise ConfigError(
+            f"{directory} has no index, so that no cut of it can be read by itself: make one with sharmill index, and "
+            "then sharmill sidecars",
+            code="no_dataset",
+        )
     return _ForeignShardSource(directory, fields, codec)
 
 
@@ -179,11 +189,16 @@ class IndexedShardSource:
 
     sequential = False
 
-    def __init__(self, directory: Path, fields: Sequence[str] | None, codec: str | None) -> None:
+    def __init__(
+        self, directory: Path, fields: Sequence[str] | None, codec: str | None, sidecars: Path | None = None
+    ) -> None:
         self._directory = directory
         self._dataset = read_dataset(directory)
         self._foreign = self._dataset.contract == "foreign"
         self._fields = _choose(directory, self._dataset.fields, fields, codec)
+        self._sidecars = sidecars
+        if sidecars is not None and self.num_shards:
+            self._require_sidecars(sidecars)
 
     @cached_property
     def _index(self) -> _ShardLines:
@@ -219,8 +234,27 @@ class IndexedShardSource:
                 raise DamagedShard(
                     f"shard {record.index}: the index has {file} where {shard_file(field, record.index)} belongs"
                 )
-        paths = {name: self._directory / record.fields[field].file for name, field in self._fields.items()}
-        return ShardFiles(record.index, self._directory / record.fields[CUTS].file, paths, record.count)
+        names = {name: record.fields[field].file for name, field in self._fields.items()}
+        paths = {name: self._directory / file for name, file in names.items()}
+        cuts = record.fields[CUTS].file
+        sidecars: dict[str, list[Path]] = {}
+        if self._sidecars is not None:
+            for name, file in (*names.items(), (CUTS, cuts)):
+                sidecars[name] = [self._sidecars / sidecar for sidecar in sidecar_files(file)]
+        return ShardFiles(record.index, self._directory / cuts, paths, record.count, sidecars)
+
+    def _require_sidecars(self, folder: Path) -> None:
+        """Raise ConfigError where the first shard has not all of its index files."""
+        files = self.files(0)
+        if lines := [path for path in files.fields.values() if path.suffix != ".tar"]:
+            raise ConfigError(f"{lines[0]} is no tar archive, which alone has random access", code="bad_layout")
+        missing = [path for paths in files.sidecars.values() for path in paths if not path.exists()]
+        if missing:
+            into = "" if folder == self._directory else f" --into {folder}"
+            raise ConfigError(
+                f"{missing[0]} is not there: write the index files with sharmill sidecars {self._directory}{into}",
+                code="missing_input",
+            )
 
     def open(self, shard: int, epoch: int) -> ReadableShard:
         return _open_files(self.files(shard), foreign=self._foreign)

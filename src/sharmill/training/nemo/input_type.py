@@ -30,6 +30,7 @@ _OPTIONS: Final = (
     "fields",
     "codec",
     "decode_threads",
+    "sidecars",
     "speaker_tags",
     "seed",
     "rank",
@@ -58,6 +59,7 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
         fields=[] if options.get("metadata_only", False) else options.get("fields"),
         codec=options.get("codec"),
         decode_threads=options.get("decode_threads", 0),
+        sidecars=options.get("sidecars"),
     )
     source = _collect(PartitionedCuts(open_reader, Partition.of_entry(options)))
     return CutSet(source).map(partial(_as_nemo_expects, speaker_tags=options.get("speaker_tags", "kept"))), True

@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from sharmill.errors import ConfigError
 from sharmill.training.cut_data import epoch_of
@@ -35,7 +35,7 @@ class Partition:
     worker process. ``whole_part``: the part is that of ``rank``, whichever worker reads it.
     """
 
-    shuffle: bool
+    shuffle: bool | Literal["global"]
     shard_seed: int | str
     finite: bool
     map_style: bool
@@ -67,7 +67,7 @@ class Partition:
     @property
     def drawn(self) -> bool:
         """True if the rank draws an order of its own."""
-        return self.shuffle and self.shard_seed == "trng" and not self.finite
+        return bool(self.shuffle) and self.shard_seed == "trng" and not self.finite
 
     def part_options(self, drawn_seed: int) -> dict[str, Any]:
         """Return the ``seed``, ``rank`` and ``world_size`` for ``open_shar`` in the process that calls this."""
@@ -97,7 +97,7 @@ class PartitionedCuts:
     """
 
     def __init__(self, open_reader: Callable[..., SharReader], partition: Partition) -> None:
-        open_reader()  # a wrong name is an error here rather than in a worker
+        open_reader(shuffle=partition.shuffle)  # a wrong name is an error here rather than in a worker
         self._open_reader, self._partition = open_reader, partition
         self._drawn_seed = secrets.randbelow(2**31)
         self._epoch = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,6 +42,7 @@ from sharmill.models import describe_codec, describe_speaker_encoder, make_deter
 from sharmill.models.device import check_device
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.stage import PrepareStage
+from sharmill.report.last_step import report_on_run
 from sharmill.storage import disk_errors, open_atomic, open_stored, require_writable, write_atomic
 from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.findings import Report
@@ -49,6 +51,9 @@ from sharmill.write.stage import WriteStage
 
 if TYPE_CHECKING:
     from sharmill.models.certificate import Certificate
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,9 @@ class DatasetRun:
         result = run_dataset(
             config, listener, stages=self.stages, restart=restart, executor=executor, wait_seconds=wait_seconds
         )
+        if result.ok and self.is_whole:
+            # A driver job has little memory: no model is loaded in it.
+            log.info("%s", report_on_run(config, make_stages(config), decode=False))
         if config.append_to is None or not self.is_whole or result.report is None or result.num_errors:
             return result
         appended = append_dataset(config.append_to, config.dataset_dir)

@@ -170,6 +170,10 @@ SECTIONS: Final = Registry(
     {
         "funnel": "sharmill.report.accounts:FUNNEL",
         "listening": "sharmill.report.listening:SECTION",
+        "contents": "sharmill.report.contents:CONTENTS",
+        "voices": "sharmill.report.voices:SECTION",
+        "codes": "sharmill.report.contents:CODES",
+        "work": "sharmill.report.contents:WORK",
         "card": "sharmill.report.accounts:CARD",
     },
 )

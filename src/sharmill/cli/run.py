@@ -70,12 +70,13 @@ def _run_one(
     config: Config, stages: Sequence[str] | None, *, restart: bool, redo: Report | None, json_file: str | None,
     take_over: bool,
 ) -> int:  # fmt: skip
-    from sharmill.cli.console import make_console
+    from sharmill.cli.console import make_console, plain
     from sharmill.cli.progress import ProgressListener
     from sharmill.cli.results import print_report, print_result
     from sharmill.engine.rundir import RunDir
     from sharmill.executors.slurm.chain import require_no_chain
-    from sharmill.pipeline import check_config, choose_stages, make_executor, run_dataset
+    from sharmill.pipeline import check_config, choose_stages, make_executor, make_stages, run_dataset
+    from sharmill.report.last_step import report_on_run
     from sharmill.storage import write_atomic
     from sharmill.validate.findings import encode_report
     from sharmill.validate.redo import take_back_commits
@@ -93,6 +94,8 @@ def _run_one(
     print_result(console, result)
     if not result.ok:
         return FAILED
+    if set(config.stages) <= set(stages):
+        console.print(plain(report_on_run(config, make_stages(config), decode=True)), soft_wrap=True)
     if (report := result.report) is None:
         return OK
     print_report(console, report)

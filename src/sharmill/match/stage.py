@@ -44,6 +44,7 @@ from sharmill.match.embed import EmbeddedSegment, Embedder, Padding
 from sharmill.match.given import GivenContext, GivenContexts
 from sharmill.match.groups import divide, index_manifest
 from sharmill.match.speaker_key import make_speaker_key
+from sharmill.match.voices import sample_voices
 from sharmill.models import (
     describe_speaker_encoder,
     load_speaker_encoder,
@@ -188,6 +189,7 @@ class MatchProcessor(Processor):
         self._plan = plan
         self._embed = embed
         self._group_key = make_speaker_key(config.speaker_key)
+        self._num_lines = len(map_stored_array(plan / "order.npy"))
         self._chooser = ContextChooser(self.match, embed.reader.roots, self._key)
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
@@ -216,7 +218,15 @@ class MatchProcessor(Processor):
         name = f"parts/{unit.index:06d}.jsonl"
         write_lines(staging.path(name), (utterance.to_json() for utterance in matched))
         seconds = sum(utterance.duration for utterance in matched)
-        stats = {"seconds": seconds, "embedded_seconds": padding.seconds, "padded_seconds": padding.padded}
+        stats: dict[str, Any] = {
+            "seconds": seconds,
+            "embedded_seconds": padding.seconds,
+            "padded_seconds": padding.padded,
+        }
+        stats["voices"] = sample_voices(
+            ((self._key(group[0]), _embeddings(group, found)) for group in groups),
+            unit.id, unit.params["stop"] - unit.params["start"], self._num_lines,
+        )  # fmt: skip
         return Output(files=[name], num_out=len(matched), rejects=rejects, stats=stats)
 
     def _read_given(self, groups: list[list[Utterance]]) -> dict[int, GivenContext | RejectRecord]:
@@ -281,6 +291,15 @@ class MatchProcessor(Processor):
 
     def _reject(self, utterance: Utterance, why: RejectRecord) -> Reject:
         return Reject(MatchStage.kind, why.reason, why.detail, utterance.public_record())
+
+
+def _embeddings(group: list[Utterance], found: dict[Segment, EmbeddedSegment | RejectRecord]) -> list[tuple[str, Any]]:
+    """Return the ids and the embeddings of the utterances of a group that have one."""
+    return [
+        (utterance.cut_id, own.embedding)
+        for utterance in group
+        if isinstance(own := found.get(utterance.segment), EmbeddedSegment)
+    ]
 
 
 def matched_manifest(config: Config) -> Path:

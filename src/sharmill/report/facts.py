@@ -6,7 +6,6 @@ from its index and a sample of its shards.
 
 from __future__ import annotations
 
-import base64
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.stored import decode_stored, read_stored, read_stored_lines
 from sharmill.engine.unit import Totals
 from sharmill.errors import ConfigError
+from sharmill.match.voices import unpack_voice
 from sharmill.report.sample import DatasetSample, sample_dataset
 from sharmill.report.section import shorten
 from sharmill.shar.histograms import CutMeasures
@@ -98,6 +98,7 @@ class Facts:
         shards: its shards.
         run: of a run directory.
         models: the codecs that may be loaded to decode codes: name in the dataset -> model, as the user named it.
+        decode: whether any codec may be loaded.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Facts:
     shards: list[ShardRecord]
     run: RunFacts | None = None
     models: Mapping[str, str] = field(default_factory=dict)
+    decode: bool = True
 
     @cached_property
     def index_checksum(self) -> str:
@@ -147,12 +149,18 @@ def read_dataset_facts(directory: Path, models: Mapping[str, str]) -> Facts:
     return Facts(name=record.name, dataset_dir=directory, record=record, shards=shards, models=models)
 
 
-def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str, str]) -> Facts:
+def own_models(config: Config) -> dict[str, str]:
+    """Return the codecs that a configuration names itself, by their names in the dataset."""
+    return {codec.name: codec.model for codec in config.encode.codecs if codec.model not in ("builtin", "untrained")}
+
+
+def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str, str], *, decode: bool = True) -> Facts:
     """Return the facts about a run, which need not be finished, and its dataset, which need not be there.
 
     Args:
         stages: all stages of the run.
         models: codecs that may be loaded, by their names in the dataset.
+        decode: load codecs.
     """
     run_dir, dataset_dir = RunDir(Path(config.run_dir)), Path(config.dataset_dir)
     found = [_read_stage(stage) for stage in stages]
@@ -173,7 +181,9 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
     except ConfigError:
         # Not written yet, or moved: the page is of the run then.
         record, shards = None, []
-    return Facts(name=config.name, dataset_dir=dataset_dir, record=record, shards=shards, run=run, models=models)
+    return Facts(
+        name=config.name, dataset_dir=dataset_dir, record=record, shards=shards, run=run, models=models, decode=decode
+    )
 
 
 def _read_stage(stage: Stage) -> StageFacts:
@@ -245,9 +255,7 @@ def _measures(stage: Stage) -> CutMeasures | None:
 
 def _voices(stage: Stage) -> list[tuple[str, np.ndarray]]:
     return [
-        (str(group), np.frombuffer(base64.b64decode(values), np.int8) / np.float32(127))
-        for voices in _stats(stage, "voices")
-        for group, values in voices
+        (shorten(str(group)), unpack_voice(values)) for voices in _stats(stage, "voices") for group, values in voices
     ]
 
 

@@ -83,7 +83,9 @@ def _load_decoders(facts: Facts) -> tuple[list[tuple[CodecRecord, DecodingCodec]
     """Return the codecs that can decode, and a sentence about each that cannot."""
     decoders, problems = [], []
     assert facts.record is not None
-    for codec in facts.record.codecs:
+    if facts.record.codecs and not facts.decode:
+        problems.append("Codes are not decoded in a job of a cluster; sharmill report makes the page with them.")
+    for codec in facts.record.codecs if facts.decode else ():
         if not codec.trained:
             problems.append(f"The codec {codec.name} is untrained: its codes are noise, and are not decoded.")
             continue

@@ -1,0 +1,133 @@
+"""Sections of charts: what the cuts are like, codebooks in use, sizes of shards and times of stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from markupsafe import Markup
+
+from sharmill.report.charts import columns, figure, histogram, show_number
+from sharmill.report.facts import Facts, StageFacts
+from sharmill.report.section import Section, render
+from sharmill.shar.histograms import SCALES, Histogram
+
+_MOST_BARS: Final = 48
+_FEWEST_BARS: Final = 12
+_TITLES: Final = {
+    "duration": ("Length of targets", "seconds"),
+    "context_duration": ("Length of contexts", "seconds"),
+    "similarity": ("Similarity of the chosen contexts", "cosine"),
+    "text_length": ("Length of texts", "characters"),
+    "character_rate": ("Rate of speech", "characters per second"),
+    "loudness": ("Level", "dB of full scale, RMS"),
+    "loudness_difference": ("Level of contexts above their targets", "dB"),
+    "bandwidth": ("Bandwidth", "kHz, 60 dB below the peak of the spectrum"),
+    "silence": ("Silence", "share of the time, 40 dB below the loud parts"),
+}
+_OF_AUDIO: Final = ("loudness", "loudness_difference", "bandwidth", "silence")
+# Of more ranks the distribution is shown.
+_MOST_RANKS: Final = 40
+
+GRID: Final = Markup('<div class="grid2">{}</div>')
+
+
+def make_contents(facts: Facts) -> Markup | None:
+    """Return histograms of the cuts, or None where there is no dataset."""
+    if facts.measures is None:
+        return None
+    charts = []
+    for name, (title, label) in _TITLES.items():
+        of_audio = name in _OF_AUDIO
+        source = facts.sample.measures if of_audio and facts.sample else facts.measures
+        if (found := source.histograms.get(name)) is not None and found.counts:
+            charts.append(figure(title, *_draw(name, found, label, color=2 if of_audio else 0)))
+    measured = facts.sample.num_measured if facts.sample else 0
+    note = Markup("<p>Charts in blue are of {}; those in green, of audio, of {} cuts drawn at random.</p>")
+    return note.format(facts.origin, f"{measured:,}") + GRID.format(Markup("").join(charts))
+
+
+def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, str]:
+    """Return the chart of a histogram, and its median and range in words."""
+    scale = SCALES[name]
+    together = math.ceil(len(found.counts) / _MOST_BARS)
+    padded = np.pad(found.counts, (0, -len(found.counts) % together))
+    counts = padded.reshape(-1, together).sum(axis=1).tolist()
+    # A few bins alone would look as if they were wide.
+    before = max(0, (_FEWEST_BARS - len(counts)) // 2)
+    counts = [0] * min(before, found.first) + counts + [0] * before
+    before = min(before, found.first)
+    edges = [
+        scale.low + (found.first + (number - before) * together) * scale.width for number in range(len(counts) + 1)
+    ]
+    low, median, high = (show_number(found.quantile(share, scale)) for share in (0.05, 0.5, 0.95))
+    note = f"Median {median}; nine in ten between {low} and {high} {scale.unit}".rstrip()
+    return histogram(edges, counts, label=label, unit=scale.unit, description=f"{note}.", color=color), note
+
+
+def make_codes(facts: Facts) -> Markup | None:
+    """Return the use of the codebooks of each codec, or None where there are no codes."""
+    charts = []
+    for name, counts in (facts.sample.code_counts if facts.sample else {}).items():
+        total = counts.sum(axis=1)
+        if not total.any():
+            continue
+        books = [str(number + 1) for number in range(len(counts))]
+        used = (np.count_nonzero(counts, axis=1) / counts.shape[1]).tolist()
+        shares = counts / np.maximum(total, 1)[:, None]
+        entropy = -(shares * np.log2(np.where(shares > 0, shares, 1.0))).sum(axis=1)
+        frames = f"{int(total[0]):,} frames"
+        charts.append(figure(
+            f"{name}: codes in use",
+            columns(books, used, label="codebook", description="Share of the codes that occur", show="{:.1%}".format),
+            f"Share of {counts.shape[1]:,} codes that occur in {frames}",
+        ))  # fmt: skip
+        charts.append(figure(
+            f"{name}: entropy",
+            columns(books, entropy.tolist(), label="codebook", description="Bits per code", show="{:.2f} bit".format),
+            f"{entropy.mean():.2f} bit per code on average, of {math.log2(counts.shape[1]):.2f} possible",
+        ))  # fmt: skip
+    return GRID.format(Markup("").join(charts)) if charts else None
+
+
+def make_work(facts: Facts) -> Markup | None:
+    """Return sizes of shards, and times and rates of stages, by rank."""
+    charts = []
+    if facts.shards:
+        sizes = [sum(file.size for file in shard.fields.values()) / 1e6 for shard in facts.shards]
+        charts.append(figure("Size of shards", *_spread(sizes, "MB", "shards")))
+        charts.append(figure("Cuts in a shard", *_spread([shard.count for shard in facts.shards], "cuts", "shards")))
+    stages = [stage for stage in facts.run.stages if any(stage.seconds_by_rank.values())] if facts.run else []
+    ranks = [figure(f"Rate of {stage.name}, by rank", *_rates(stage)) for stage in stages]
+    rows = [
+        (stage, sum(stage.cost_by_rank.values()), sum(stage.seconds_by_rank.values())) for stage in stages
+    ]  # fmt: skip
+    return render("work.html", rows=rows, charts=charts, ranks=ranks) if charts or rows else None
+
+
+def _rates(stage: StageFacts) -> tuple[Markup, str]:
+    unit = "records per second" if stage.cost_unit == "records" else "× real time"
+    rates = {rank: stage.cost_by_rank[rank] / max(spent, 1e-3) for rank, spent in stage.seconds_by_rank.items()}
+    if len(rates) > _MOST_RANKS:
+        return _spread(list(rates.values()), unit, "ranks")
+    names = [f"rank {rank}" if len(rates) < 6 else str(rank) for rank in rates]
+    chart = columns(
+        names, list(rates.values()), label="", show=lambda rate: f"{show_number(rate)} {unit}",
+        description=f"{stage.name}: {unit} of each rank",
+    )  # fmt: skip
+    return chart, f"{show_number(min(rates.values()))} to {show_number(max(rates.values()))} {unit}"
+
+
+def _spread(values: Sequence[float], unit: str, things: str) -> tuple[Markup, str]:
+    """Return a histogram of values of which there may be any number, and their range in words."""
+    counts, edges = np.histogram(values, bins=min(_MOST_BARS, max(4, math.isqrt(len(values)))))
+    low, median, high = np.quantile(values, (0, 0.5, 1)).tolist()
+    note = f"{len(values):,} {things}: median {show_number(median)}, {show_number(low)} to {show_number(high)} {unit}"
+    return histogram(edges.tolist(), counts.tolist(), label=unit, unit=unit, description=f"{note}."), note
+
+
+CONTENTS = Section("contents", "What the cuts are like", 30, make_contents)
+CODES = Section("codes", "Codebooks", 50, make_codes)
+WORK = Section("work", "Shards and stages", 60, make_work)

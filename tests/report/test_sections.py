@@ -1,0 +1,125 @@
+"""The charts of a page, the sample of voices, and the page as the last step of a run."""
+
+from __future__ import annotations
+
+import re
+from unittest import mock
+
+import numpy as np
+import pytest
+from support.paths import REPOSITORY
+from support.shar import Project, run, voice
+
+from sharmill.config import to_yaml
+from sharmill.config.loading import load_for_display
+from sharmill.engine.rundir import RunDir
+from sharmill.match.stage import MatchStage
+from sharmill.match.voices import pack_voice, sample_voices, unpack_voice
+from sharmill.pipeline import make_stages
+from sharmill.report.facts import read_dataset_facts, read_run_facts
+from sharmill.report.last_step import report_on_run
+from sharmill.report.page import make_page
+from sharmill.shar.histograms import SCALES, CutMeasures, Histogram
+
+
+def test_histograms_of_parts_add_up_to_that_of_all():
+    values = np.random.default_rng(0).normal(10, 30, 5000)
+    merged = Histogram()
+    for part in np.array_split(values, 7):
+        merged.add(Histogram.of(part, SCALES["duration"]))
+    assert merged == Histogram.of(values, SCALES["duration"])
+    assert merged.total == 5000
+    assert merged.quantile(0.5, SCALES["duration"]) == pytest.approx(10, abs=1.5)
+
+
+def test_measures_of_shards_merge_in_any_order_and_are_short(reported):
+    cuts = [{"duration": float(n % 17), "supervisions": [{"text": "a" * n}]} for n in range(1000)]
+    parts = [CutMeasures.unpack(CutMeasures.of(cuts[n::4], n).pack()) for n in range(4)]
+    one, other = CutMeasures(), CutMeasures()
+    for part in parts:
+        one.add(part)
+    for part in reversed(parts):
+        other.add(part)
+    assert one == other
+    assert one.histograms["duration"].total == 1000
+    assert one.extremes["longest"][0][0] == 16.0
+    assert len(parts[0].pack()) < 600
+
+
+def groups(count: int, size: int):
+    rng = np.random.default_rng(1)
+    return [(f"g{g}", [(f"{g}-{n}", rng.standard_normal(16)) for n in range(size)]) for g in range(count)]
+
+
+def test_all_voices_of_a_small_dataset_and_few_of_a_large_one():
+    assert len(sample_voices(groups(5, 4), "u", 20, 20)) == 20
+    found = [len(sample_voices(groups(10, 20), f"unit {n}", 200, 2_000_000)) for n in range(1000)]
+    assert set(found) <= {0, 12}
+    assert 60 < sum(found) < 400
+
+
+def test_the_sample_of_voices_does_not_depend_on_the_order_of_groups():
+    assert sample_voices(groups(9, 20), "u", 180, 3000) == sample_voices(groups(9, 20)[::-1], "u", 180, 3000)
+
+
+def test_a_packed_voice_points_the_same_way():
+    vector = np.random.default_rng(2).standard_normal(256).astype(np.float32)
+    found = unpack_voice(pack_voice(vector))
+    assert float(found @ vector) / float(np.linalg.norm(vector)) > 0.999
+
+
+def test_a_run_has_all_charts(reported):
+    config = reported_config(reported)
+    page = make_page(read_run_facts(config, make_stages(config), {}, decode=False))
+    for title in (
+        "Length of targets", "Similarity of the chosen contexts", "Bandwidth", "How even the speakers are",
+        "How often one clip is a context", "toy: entropy", "Size of shards", "Rate of write, by rank",
+    ):  # fmt: skip
+        assert f"<figcaption>{title}</figcaption>" in page
+    assert "Charts in blue are of all cuts" in page
+    assert "2 clips are contexts, 4.0 times on average, one 7 times" in page
+    assert all(re.findall(r'<svg viewBox="0 0 400 \d+" role="img" aria-label="[^"]+">', page))
+
+
+def reported_config(project):
+    return load_for_display(RunDir(project.run_dir).config)
+
+
+@pytest.mark.slow
+def test_match_notes_voices_and_the_page_has_their_map(tmp_path):
+    project = Project(tmp_path)
+    for number in range(4):
+        project.add(f"utt{number}.flac", voice(2.0, pitch=120 + 60 * (number % 2), seed=number),
+                    speaker=("anna", "bert")[number % 2])  # fmt: skip
+    config = project.configure(match={"min_duration": 0.0, "min_similarity": 0.0})
+    project.prepare(config)
+    assert run(MatchStage(config)).ok
+    RunDir(project.run_dir).config.write_bytes(to_yaml(config))
+    page = make_page(read_run_facts(config, make_stages(config), {}))
+    assert "4 utterances of 2 groups" in page
+    assert page.count("<circle") == 4
+    assert "Similarity within and across groups" in page
+
+
+def test_the_page_of_a_run_is_its_last_step(reported):
+    said = report_on_run(reported_config(reported), make_stages(reported_config(reported)), decode=False)
+    path = reported.run_dir / "report.html"
+    assert said.startswith(f"report: {path}, ")
+    assert "Codes are not decoded in a job of a cluster" in path.read_text()
+    path.unlink()
+
+
+def test_a_page_that_fails_is_a_sentence(reported):
+    config = reported_config(reported)
+    with mock.patch("sharmill.report.last_step.write_page", side_effect=ZeroDivisionError("by nothing")):
+        said = report_on_run(config, make_stages(config), decode=False)
+    assert "ZeroDivisionError: by nothing" in said
+    assert f"sharmill report {reported.run_dir}" in said
+
+
+def test_the_section_in_the_documentation_can_be_used(reported):
+    text = (REPOSITORY / "docs/extending.md").read_text().split("## A section of the report")[1].split("```python")[1]
+    names: dict = {}
+    exec(text.split("```")[0], names)
+    content = names["SIZES"].make(read_dataset_facts(reported.dataset, {}))
+    assert "<title>0: 5</title>" in content

@@ -1,0 +1,63 @@
+"""A run with its dataset whose texts and names are hostile, and the page about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sharmill.config import to_yaml
+from sharmill.config.loading import load_for_display
+from sharmill.engine.rundir import RunDir
+from sharmill.pipeline import make_stages
+from sharmill.report.facts import read_run_facts
+from sharmill.report.page import write_page
+from support.shar import Project, ToyCodec, voice
+
+# Each is text on the page, and nothing else.
+HOSTILE = (
+    "<script>document.title='owned'</script>",
+    '" onmouseover="document.title=\'owned\'" x="',
+    "'><img src=x onerror=document.title='owned'>",
+    "</style><style>*{display:none}</style>",
+    "{{ 7 * 7 }} {% raw %} &amp; &lt;b&gt;",
+    "\u202egnirts desrever\u202c שלום עולם مرحبا",
+    "\x1b[31mred\x1b[0m\x07\x9b2J\b\r\x7f",
+    "wort " * 20_000,
+)
+
+
+class DecodingToy(ToyCodec):
+    """A toy codec whose audio is a level for each frame: the first codebook in steps of 1/50."""
+
+    decoded_sampling_rate = 16000
+    trained = True
+
+    def decode(self, codes, num_frames):
+        return codes[:, 0].repeat_interleave(self.samples_per_frame, dim=1).to(torch.float32) / 50
+
+
+def make_reported(folder: Path) -> Project:
+    """A project with run directory and dataset: eight cuts in two shards, two rejects."""
+    project = Project(folder)
+    for number, text in enumerate(HOSTILE):
+        samples = voice(1.0 + 0.25 * number, pitch=150 + 20 * number, seed=number) / (number + 1)
+        project.add(f"utt{number}.flac", samples, text=text, speaker=("anna", "ber<b>ta")[number % 2])
+    project.add("<img src=x onerror=alert(1)>.flac", text="absent", duration=1.0)
+    project.add("utt0.flac", text="", duration=1.0)
+    similarities = [0.95 - 0.04 * number for number in range(len(HOSTILE))]
+    # Of one context for all but itself.
+    config = project.write(
+        [1, *[0] * (len(HOSTILE) - 1)], similarities, write={"shard_size": 5, "order": "manifest"},
+        match={"min_duration": 0.0}, encode={"codecs": [{"name": "toy", "model": "untrained"}]},
+    )  # fmt: skip
+    project.encode(config, codec=DecodingToy())
+    RunDir(project.run_dir).config.write_bytes(to_yaml(config))
+    return project
+
+
+def write_report(project: Project, path: Path, models: dict[str, str]) -> Path:
+    """The page about the run of a project."""
+    config = load_for_display(RunDir(project.run_dir).config)
+    write_page(read_run_facts(config, make_stages(config), models), path)
+    return path

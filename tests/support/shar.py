@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import math
@@ -39,7 +40,10 @@ def run(stage: Stage, *, restart: bool = False) -> StageResult:
 
 def codec_stages(config: Config, name: str = "toy", model: str = "builtin") -> list[Stage]:
     """The stages that bring the codes of one codec into a dataset."""
-    encode = EncodeStage(config, CodecConfig(name=name, model=model))
+    codec = CodecConfig(name=name, model=model)
+    if codec not in config.encode.codecs:
+        config = dataclasses.replace(config, encode=dataclasses.replace(config.encode, codecs=[codec]))
+    encode = EncodeStage(config, codec)
     return [encode.survey, encode, encode.assemble]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.web import serving
@@ -34,6 +35,13 @@ def fetched(web, path, copies):
 def test_a_file_is_fetched_once(web, tmp_path):
     paths = {fetched(web, "/84/a.flac", tmp_path / "copies") for _ in range(3)}
     assert [path.read_bytes() for path in paths] == [DATA]
+    assert web.requests == {"/84/a.flac": 1}
+
+
+def test_threads_that_want_one_file_fetch_it_once(web, tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda _: fetched(web, "/84/a.flac", tmp_path / "copies"), range(32)))
+    assert len(set(paths)) == 1
     assert web.requests == {"/84/a.flac": 1}
 
 

@@ -132,6 +132,15 @@ def test_bad_archives_are_rejected_and_named_and_the_rest_goes_on(tmp_path):
     assert found[-1]["key"] == "a"
 
 
+def test_two_members_of_one_name_are_rejected(tmp_path):
+    write_tar(tmp_path / "s.tar", [("a.wav", b"1"), ("a.wav", b"2"), ("a.txt", b"t"), ("b.wav", b"3")])
+    write_tar(tmp_path / "t.tar", [*SAMPLE, ("c.wav", b"3"), *SAMPLE])
+    found = read(shards(tmp_path, ["s.tar", "t.tar"]))
+    assert [record[0] if isinstance(record, tuple) else record["key"] for record in found] == [
+        "ambiguous_audio", "b", "a", "c", "ambiguous_audio",
+    ]  # fmt: skip
+
+
 def test_prepare_rejects_a_damaged_member_and_goes_on(tmp_path):
     members = [
         ("84-1.wav", voice_bytes(2.0, format="WAV")),

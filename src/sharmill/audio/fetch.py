@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote, urljoin, urlsplit
 
@@ -40,6 +41,9 @@ _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _BUSY: Final = (429, 503)
 # What a path of a URL has as it stands; what is quoted already stays so.
 _SAFE: Final = "/%?=&+,:;@~!$'()*[]"
+
+
+_locks: Final = [Lock() for _ in range(64)]
 
 
 class _PassingError(Exception):
@@ -107,8 +111,14 @@ def fetch(url: str, copies: Path, origins: Collection[str]) -> Path:
         OSError: the server cannot be reached, or is busy.
     """
     path = copy_of(url, copies)
-    if path.exists():
-        return path
+    # Segments of one recording are wanted by several threads at once.
+    with _locks[int(path.name, 16) % len(_locks)]:
+        if not path.exists():
+            _fetch(url, path, origins)
+    return path
+
+
+def _fetch(url: str, path: Path, origins: Collection[str]) -> None:
     tries = Retrying(
         retry=retry_if_exception_type(_PassingError), stop=stop_after_attempt(_TRIES), wait=_wait, reraise=True
     )
@@ -116,7 +126,6 @@ def fetch(url: str, copies: Path, origins: Collection[str]) -> Path:
         tries(_fetch_once, url, path, origins)
     except _PassingError as error:
         raise error.final from None
-    return path
 
 
 def _fetch_once(url: str, path: Path, origins: Collection[str]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sharmill.cli.arguments import split_arguments
-from sharmill.cli.console import make_console, make_table, plain
+from sharmill.cli.console import json_option, make_console, make_table, plain, print_json
 from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError
 
@@ -31,7 +31,8 @@ _MAX_EXAMPLE = 100
               help="Share of contexts that may be another speaker.")  # fmt: skip
 @click.option("--rates/--no-rates", default=True, show_default=True,
               help="Measure rates of the stages, for sharmill plan: write and encode the sample too.")  # fmt: skip
-def calibrate(arguments: tuple[str, ...], size: int, seed: int, max_wrong: float, rates: bool) -> int:
+@json_option
+def calibrate(arguments: tuple[str, ...], size: int, seed: int, max_wrong: float, rates: bool, as_json: bool) -> int:
     """Try a sample of the input, and say which min_similarity to set.
 
     Speaker groups are drawn, checked, decoded and embedded. What is printed, and more, is written to calibration.json
@@ -53,6 +54,8 @@ def calibrate(arguments: tuple[str, ...], size: int, seed: int, max_wrong: float
         device="cuda" if usable_gpus(config.executor.device) else "cpu",
         tell=lambda line: console.print(plain(line, style="dim")),
     )  # fmt: skip
+    if as_json:
+        print_json(found)
     print_calibration(console, found)
     console.print(plain(str(path)), soft_wrap=True)
     return OK

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sharmill.cli.arguments import split_arguments
-from sharmill.cli.console import make_console, make_table, plain
+from sharmill.cli.console import json_option, make_console, make_table, plain, print_json
 from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("arguments", nargs=-1, required=True, metavar="CONFIG... [KEY=VALUE...]")
-def certify(arguments: tuple[str, ...]) -> int:
+@json_option
+def certify(arguments: tuple[str, ...], as_json: bool) -> int:
     """Show how far codes depend on batches, devices and precision.
 
     Each codec of the configuration, and its speaker encoder, computes a fixed probe in several ways. What differs is
@@ -32,6 +33,8 @@ def certify(arguments: tuple[str, ...]) -> int:
     console = make_console()
     for path in paths:
         written, certificate = certify_models(load_config(path, overrides))
+        if as_json:
+            print_json(certificate)
         _print(certificate)
         console.print(plain(str(written)))
     return OK

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import msgspec
 
 from sharmill.executors.logs import printable
 
@@ -14,13 +17,41 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
+# Of the context of a command, where it prints no more than errors, or JSON.
+_QUIET: Final = "sharmill.quiet"
+
+
+def _be_quiet(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    context.meta[_QUIET] = context.meta.get(_QUIET, False) or value
+    return value
+
+
+quiet_option = click.Option(
+    ["--quiet", "-q"], is_flag=True, expose_value=False, callback=_be_quiet, help="Print errors only."
+)
+json_option = click.option(
+    "--json", "as_json", is_flag=True, callback=_be_quiet, help="Print the result as JSON, and nothing else."
+)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON; what consoles would print is left out where ``json_option`` is given."""
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
 def make_console() -> Console:
-    """Return the console of a command: as wide as the terminal, or 120 columns where there is none."""
+    """Return the console of a command: as wide as the terminal, or 120 columns where there is none.
+
+    With ``--quiet`` or ``--json`` it prints nothing.
+    """
     from rich.console import Console
+
+    context = click.get_current_context(silent=True)
+    quiet = context is not None and context.meta.get(_QUIET, False)
 
     # A log file has no width of its own, and rich would assume 80 columns.
     fixed = None if (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ else 120
-    return Console(highlight=False, width=fixed)
+    return Console(highlight=False, width=fixed, quiet=quiet)
 
 
 def plain(text: str, style: str = "") -> Text:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sharmill.cli.console import json_option, make_console, print_json
 from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError
 
@@ -28,14 +29,16 @@ _MAX_CELL = 80
 @click.option("--shard", "shard_index", type=click.IntRange(min=0), metavar="N", help="Show the table of a shard.")
 @click.option("--export", "folder", type=click.Path(path_type=Path), metavar="FOLDER",
               help="Write the cut, its audio and its codes to this folder.")  # fmt: skip
-def inspect(dataset: Path, cut_id: str | None, shard_index: int | None, folder: Path | None) -> int:
+@json_option
+def inspect(dataset: Path, cut_id: str | None, shard_index: int | None, folder: Path | None, as_json: bool) -> int:
     """Look at a dataset, a shard or a cut.
 
     A cut is shown in full, with the shapes of its fields and a line of waveform; a shard is shown as a table.
     """
-    from sharmill.cli.console import make_console
+    from sharmill.inspect.describe import cut_values
     from sharmill.inspect.export import export_cut
-    from sharmill.inspect.stored import find_cut
+    from sharmill.inspect.stored import find_cut, find_shard, read_shard
+    from sharmill.shar.index import read_dataset
 
     if cut_id is not None and shard_index is not None:
         raise ConfigError("give the id of a cut or --shard, not both", code="bad_usage")
@@ -43,12 +46,19 @@ def inspect(dataset: Path, cut_id: str | None, shard_index: int | None, folder: 
         raise ConfigError("--export writes a cut: give its id", code="bad_usage")
     console = make_console()
     if shard_index is not None:
+        if as_json:
+            shard = find_shard(dataset, shard_index)
+            print_json({"shard": shard, "cuts": list(read_shard(dataset, shard))})
         _show_shard(console, dataset, shard_index)
     elif cut_id is None:
+        if as_json:
+            print_json(read_dataset(dataset))
         _show_dataset(console, dataset)
     else:
         stored = find_cut(dataset, cut_id)
         files = [] if folder is None else export_cut(stored, folder)
+        if as_json:
+            print_json(cut_values(stored, files))
         _show_cut(console, stored, files)
     return OK
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 import click
 
 import sharmill
+from sharmill.cli.console import quiet_option
 from sharmill.cli.exit_status import FAILED, OK, WRONG_USE, status_of_error
 from sharmill.errors import SharmillError
 from sharmill.executors.logs import PrintableFormatter, printable
@@ -27,8 +28,11 @@ COMMANDS: Final = {
     "Watch": ("calibrate", "plan", "status", "cancel"),
     "Look": ("report", "inspect", "decode", "validate", "certify"),
     "Change": ("append", "merge", "split", "index", "sidecars", "export"),
-    "Train": ("bins", "tune-batch", "doctor", "verify-resume"),
+    "Train": ("bins", "tune-batch", "verify-resume"),
+    "Set up": ("doctor", "completion"),
 }
+# Their output is the text that they were called for.
+_ONLY_LINES: Final = ("bins", "tune-batch", "verify-resume", "completion")
 
 
 class GroupedCommands(click.Group):
@@ -41,7 +45,10 @@ class GroupedCommands(click.Group):
         if not any(cmd_name in names for names in COMMANDS.values()):
             return super().get_command(ctx, cmd_name)
         name = cmd_name.replace("-", "_")
-        return getattr(importlib.import_module(f"sharmill.cli.{name}"), name)
+        command: click.Command = getattr(importlib.import_module(f"sharmill.cli.{name}"), name)
+        if cmd_name not in _ONLY_LINES and quiet_option not in command.params:
+            command.params.append(quiet_option)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sharmill.cli.arguments import split_arguments
-from sharmill.cli.console import describe_cost, make_console, make_table, plain
+from sharmill.cli.console import describe_cost, json_option, make_console, make_table, plain, print_json
 from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError
 from sharmill.processes import usable_cores
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from sharmill.config import Config
     from sharmill.engine.stage import Stage
+    from sharmill.pilot.predict import StagePrediction
 
 # Speech as FLAC at 16 to 24 kHz takes 15 to 35 kB a second; codes add little. A round figure on the safe side.
 _BYTES_PER_SECOND = 40_000
@@ -33,10 +34,12 @@ _MEANING_OF_COLUMNS = (
 )
 @click.option("--rates", "earlier", metavar="RUN_DIR", help="Predict from the rates of this earlier run.")
 @click.option("--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU.")
+@json_option
 @click.option("--measure", is_flag=True, help="Run the models on made-up audio, and print the batch sizes to set.")
 def plan(
-    arguments: tuple[str, ...], ranks: int | None, earlier: str | None, gpu_hour: float | None, measure: bool
-) -> int:
+    arguments: tuple[str, ...], ranks: int | None, earlier: str | None, gpu_hour: float | None, measure: bool,
+    as_json: bool,
+) -> int:  # fmt: skip
     """Show what would run and what it would cost, and run nothing of it.
 
     That is units, hours, balance and the disk needed, of each stage whose input is there already; and for all stages
@@ -50,7 +53,9 @@ def plan(
     console = make_console()
     for path in paths:
         config = load_config(path, overrides)
-        print_plan(console, config, ranks, earlier=earlier, gpu_hour=gpu_hour)
+        found = print_plan(console, config, ranks, earlier=earlier, gpu_hour=gpu_hour)
+        if as_json:
+            print_json(found)
         if measure:
             _print_measurements(console, config)
     return OK
@@ -96,13 +101,16 @@ def _print_measurements(console: Console, config: Config) -> None:
 
 def print_plan(
     console: Console, config: Config, ranks: int | None, *, earlier: str | None = None, gpu_hour: float | None = None
-) -> None:
-    """Print a row per stage that can be planned now, a line for each that depends on what comes before it, and what
-    time and cost are predicted from the rates of the run directory ``earlier``, or of the configuration's own."""
+) -> list[StagePrediction]:
+    """Print a row per stage that can be planned now, and a line for each that depends on what comes before it.
+
+    Below it come time and cost, predicted from the rates of the run directory ``earlier`` or of the configuration's
+    own; they are returned.
+    """
     from sharmill.cli.prediction import print_prediction
     from sharmill.cli.stage_status import read_or_preview_units
     from sharmill.pilot.known_rates import find_rates
-    from sharmill.pilot.predict import StagePrediction, predict_stage
+    from sharmill.pilot.predict import predict_stage
     from sharmill.pipeline import check_config, make_stages
 
     check_config(config, stages=())
@@ -135,6 +143,7 @@ def print_plan(
     else:
         advice = "no rates are known yet: sharmill calibrate measures them, --rates takes those of an earlier run"
         console.print(plain(advice, style="dim"))
+    return predictions
 
 
 def _row(stage: Stage, ranks: int, num_units: int, left: list[float]) -> list[Text]:

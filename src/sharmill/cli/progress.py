@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -103,22 +104,26 @@ class ProgressListener(Listener):
 
     Args:
         console: where to print.
+        num_stages: of the whole run, to say which one is at work; None for work that is no run of stages.
         seconds_between_lines: how often a line is printed where ``console`` is no terminal.
         clock: seconds on a clock that never goes back.
     """
 
     def __init__(
-        self, console: Console, *, seconds_between_lines: float = SECONDS_BETWEEN_LINES,
+        self, console: Console, *, num_stages: int | None = None, seconds_between_lines: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._console = console
         self._clock = clock
+        self._num_stages = num_stages
         self._stages: list[StageProgress] = []
         self._lock = threading.RLock()
         self._live = Live(
             console=console, get_renderable=self.render, refresh_per_second=_REFRESHES_PER_SECOND
         ) if console.is_terminal and not console.is_dumb_terminal else None  # fmt: skip
-        self._seconds_between_lines = seconds_between_lines
+        # Logs of continuous integration are read afterwards: one line for the beginning of a stage, one for its end.
+        between = threading.TIMEOUT_MAX if os.environ.get("CI") else SECONDS_BETWEEN_LINES
+        self._seconds_between_lines = between if seconds_between_lines is None else seconds_between_lines
         self._closed = threading.Event()
         self._printer = threading.Thread(target=self._keep_printing, name="progress-lines", daemon=True)
 
@@ -159,7 +164,7 @@ class ProgressListener(Listener):
         if self._live is None and not progress.all_done_before:
             amount = describe_cost(progress.total, records=progress.counts_records)
             resumed = f", {len(done)} done before" if done else ""
-            self._print(f"{progress.name}: {_count(len(units), 'unit')}, {amount}{resumed}")
+            self._print(f"{progress.name}{self._place()}: {_count(len(units), 'unit')}, {amount}{resumed}")
 
     def loading(self, num_ranks: int) -> None:
         with self._lock:
@@ -197,10 +202,14 @@ class ProgressListener(Listener):
         if self._live is None:
             self._print(self._line())
 
+    def _place(self) -> str:
+        """Return which stage of how many is at work, or an empty string."""
+        return "" if self._num_stages is None else f" (stage {len(self._stages)} of {self._num_stages})"
+
     def render(self) -> Table:
         """Return the table of all stages so far, for the width of the console."""
         wide = self._console.width >= _WIDE
-        table = make_table(expand=True)
+        table = make_table(self._place().strip(" ()") or None, expand=True)
         table.add_column("stage", no_wrap=True, max_width=24 if wide else 16)
         table.add_column("", ratio=1, min_width=8)
         table.add_column("units", justify="right", no_wrap=True)
@@ -231,7 +240,8 @@ class ProgressListener(Listener):
                 f"{stage.units_done}/{_count(stage.num_units, 'unit')}", stage.describe_amount(),
                 stage.describe_rate(now), _count(stage.rejects, "reject"), stage.describe_left(now),
             ]  # fmt: skip
-        return f"{stage.name}: {', '.join(part for part in parts if part)}"
+            place = self._place() if stage.ended is None else ""
+        return f"{stage.name}{place}: {', '.join(part for part in parts if part)}"
 
     def _keep_printing(self) -> None:
         while not self._closed.wait(self._seconds_between_lines):

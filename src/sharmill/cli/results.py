@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,9 +14,11 @@ from rich.text import Text
 from sharmill.cli.console import describe_cost, make_table, plain
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan
+from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.executors.logs import one_line
 from sharmill.pipeline import DatasetResult
+from sharmill.shar.layout import DATASET_FILE
 from sharmill.validate.findings import INDEX, Report
 
 _MEANING_OF_HOURS = (
@@ -51,6 +55,56 @@ def print_result(console: Console, result: DatasetResult) -> None:
         if outcome.failures:
             sentence = f"tracebacks: {stage.dir.failures}; run the same command again to retry what failed"
             console.print(plain(sentence), soft_wrap=True)
+
+
+def print_paths(console: Console, result: DatasetResult) -> None:
+    """Print where everything lies, and the command that comes next."""
+    paths = result_paths(result)
+    table = make_table()
+    table.show_header = False
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, path in paths.items():
+        table.add_row(plain(name), plain(path, style="bold" if name == "next" else ""))
+    console.print(table)
+
+
+def result_paths(result: DatasetResult) -> dict[str, str]:
+    """Return the folders and files that a run has left, by what they are, and under ``next`` a command."""
+    config, run_dir = result.config, RunDir(Path(result.config.run_dir))
+    paths = {"run directory": config.run_dir}
+    if run_dir.rejects.exists() and run_dir.rejects.stat().st_size:
+        paths["rejects"] = str(run_dir.rejects)
+    if run_dir.report.exists():
+        paths["page"] = str(run_dir.report)
+    if (Path(config.dataset_dir) / DATASET_FILE).exists():
+        paths["dataset"] = config.dataset_dir
+    if not result.ok:
+        paths["next"] = f"sharmill status {config.run_dir}"
+    elif result.num_errors:
+        paths["next"] = f"sharmill validate {config.dataset_dir} --json findings.json"
+    elif "page" in paths and "dataset" in paths:
+        paths["next"] = f"sharmill inspect {config.dataset_dir}"
+    else:
+        paths["next"] = f"sharmill report {config.run_dir}"
+    return paths
+
+
+def describe_result(result: DatasetResult) -> dict[str, Any]:
+    """Return the outcome of a run over one dataset as values that JSON has."""
+    stages = [
+        {
+            "name": stage.name,
+            "ok": outcome.ok,
+            "failed_units": sorted(outcome.failures),
+            "totals": None if outcome.totals is None else asdict(outcome.totals),
+        }
+        for stage, outcome in result.stages
+    ]
+    findings = {"errors": result.num_errors, "checked": result.report is not None}
+    return {"name": result.config.name, "ok": result.ok, "stages": stages, "findings": findings} | {
+        "paths": result_paths(result)
+    }
 
 
 def _accounts(stage: Stage, outcome: StageResult) -> list[Text]:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from sharmill.cli.arguments import parse_workers, read_redo_report, redo_option, restart_option, split_arguments
+from sharmill.cli.console import json_option, make_console, print_json
 from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
 from sharmill.errors import SharmillError
 from sharmill.executors.logs import printable
 
 if TYPE_CHECKING:
     from sharmill.config import Config
+    from sharmill.pipeline import DatasetResult
     from sharmill.validate.findings import Report
 
 
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 @redo_option
 @click.option("--workers", help="Worker processes, as executor.workers: a number, or auto.")
 @click.option("--take-over", is_flag=True, help="Run where SLURM cannot be asked whether submitted jobs are left.")
-def run(arguments: tuple[str, ...], restart: bool, redo: str | None, workers: str | None, take_over: bool) -> int:
+@json_option
+def run(
+    arguments: tuple[str, ...], restart: bool, redo: str | None, workers: str | None, take_over: bool, as_json: bool
+) -> int:
     """Run all stages, or those named, for datasets.
 
     CONFIG is a YAML file. STAGE is prepare, match (stage1), write (stage2), encode (stage3) or validate; a dataset
@@ -40,39 +45,43 @@ def run(arguments: tuple[str, ...], restart: bool, redo: str | None, workers: st
         overrides.append(f"executor.workers={parse_workers(workers)}")
     configs = [load_config(path, overrides) for path in paths]
     named = read_redo_report(redo, configs, restart=restart)
-    return run_configs(configs, stages, restart=restart, redo=named, take_over=take_over)
+    return run_configs(configs, stages, restart=restart, redo=named, take_over=take_over, as_json=as_json)
 
 
 def run_configs(
     configs: Sequence[Config], stages: Sequence[str] | None, *, restart: bool = False, redo: Report | None = None,
-    json_file: str | None = None, take_over: bool = False,
+    json_file: str | None = None, take_over: bool = False, as_json: bool = False,
 ) -> int:  # fmt: skip
     """Run stages, None for all, of the datasets one after the other, and return the worst exit status."""
+    from sharmill.cli.results import describe_result
     from sharmill.pipeline import check_config
 
     # One dataset is checked by its own run; of several, a bad one must not show only after the others have run.
     for config in configs if len(configs) > 1 else ():
         check_config(config, stages)
-    statuses = []
+    statuses, results = [], []
     for config in configs:
         try:
-            one = _run_one(config, stages, restart=restart, redo=redo, json_file=json_file, take_over=take_over)
+            one, result = _run_one(config, stages, restart=restart, redo=redo, json_file=json_file, take_over=take_over)
             statuses.append(one)
+            results.append(describe_result(result))
         except SharmillError as error:
             if len(configs) == 1:
                 raise
             click.echo(printable(f"Error: {config.name}: {error}"), err=True)
             statuses.append(status_of_error(error))
+    if as_json:
+        print_json(results)
     return worst(statuses)
 
 
 def _run_one(
     config: Config, stages: Sequence[str] | None, *, restart: bool, redo: Report | None, json_file: str | None,
     take_over: bool,
-) -> int:  # fmt: skip
-    from sharmill.cli.console import make_console, plain
+) -> tuple[int, DatasetResult]:  # fmt: skip
+    from sharmill.cli.console import plain
     from sharmill.cli.progress import ProgressListener
-    from sharmill.cli.results import print_report, print_result
+    from sharmill.cli.results import print_paths, print_report, print_result
     from sharmill.engine.rundir import RunDir
     from sharmill.executors.slurm.chain import require_no_chain
     from sharmill.pipeline import check_config, choose_stages, make_executor, make_stages, run_dataset
@@ -89,16 +98,16 @@ def _run_one(
         check_config(config, stages)
         require_no_chain(RunDir(Path(config.run_dir)), take_over=take_over)
         take_back_commits(config, redo, stages)
-    with ProgressListener(console) as listener:
+    with ProgressListener(console, num_stages=len(make_stages(config, stages))) as listener:
         result = run_dataset(config, listener, stages=stages, restart=restart, executor=executor, take_over=take_over)
     print_result(console, result)
-    if not result.ok:
-        return FAILED
-    if set(config.stages) <= set(stages):
+    report = result.report
+    if result.ok and set(config.stages) <= set(stages):
         console.print(plain(report_on_run(config, make_stages(config), decode=True)), soft_wrap=True)
-    if (report := result.report) is None:
-        return OK
-    print_report(console, report)
-    if json_file is not None:
-        write_atomic(Path(json_file), encode_report(report))
-    return FINDINGS if report.errors else OK
+    if report is not None:
+        print_report(console, report)
+        if json_file is not None:
+            write_atomic(Path(json_file), encode_report(report))
+    print_paths(console, result)
+    status = FAILED if not result.ok else FINDINGS if report is not None and report.errors else OK
+    return status, result

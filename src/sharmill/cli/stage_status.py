@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 
 from sharmill.config import CodecConfig, Config
+from sharmill.config.loading import load_for_display
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import load_plan
@@ -18,11 +20,33 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Unit
+from sharmill.errors import ConfigError
 from sharmill.pipeline import make_stages
 from sharmill.storage import clock_of
 
+# Of ranks and of units.
+_SLOWEST = 3
 # Beyond a hundred years.
 _MAX_SECONDS = 3e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """The cost of what is done of a stage, and where its time went.
+
+    Attributes:
+        seconds: of all ranks, in units that are done; of GPUs where ``on_gpu``, of cores otherwise.
+        rate: cost per second of a rank.
+        slowest_ranks, slowest_units: with their own rates, the slowest first.
+        delays: shares of the time: decoding, model, disk.
+    """
+
+    seconds: float
+    on_gpu: bool
+    rate: float
+    slowest_ranks: list[tuple[int, float]]
+    slowest_units: list[tuple[int, float]]
+    delays: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +71,7 @@ class StageStatus:
     rejects: dict[str, int] = field(default_factory=dict)
     ranks: list[RankProgress] = field(default_factory=list)
     now: float = 0.0
+    pace: Pace | None = None
 
     @property
     def units_left(self) -> int:
@@ -100,7 +125,46 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
         rejects=totals.rejects if totals else dict(rejects),
         ranks=ranks,
         now=now,
+        pace=_pace(units, commits),
     )
+
+
+def _pace(units: Sequence[Unit], commits: Mapping[int, Commit]) -> Pace | None:
+    """Return the pace of the units that are done, or None where there is none of any length."""
+    seconds: Counter[int] = Counter()
+    costs: Counter[int] = Counter()
+    delays: Counter[str] = Counter()
+    by_unit = {}
+    for unit in units:
+        if (commit := commits.get(unit.index)) is not None and commit.seconds > 0:
+            seconds[commit.rank] += commit.seconds  # type: ignore[assignment]
+            costs[commit.rank] += unit.cost  # type: ignore[assignment]
+            delays.update(commit.delays)  # type: ignore[arg-type]
+            by_unit[unit.index] = unit.cost / commit.seconds
+    if not (spent := sum(seconds.values())):
+        return None
+    by_rank = {rank: costs[rank] / seconds[rank] for rank in seconds}
+    return Pace(
+        seconds=spent,
+        on_gpu=any(commit.device_kind not in ("", "cpu") for commit in commits.values()),
+        rate=sum(costs.values()) / spent,
+        slowest_ranks=sorted(by_rank.items(), key=itemgetter(1))[:_SLOWEST],
+        slowest_units=sorted(by_unit.items(), key=itemgetter(1))[:_SLOWEST],
+        delays={name: time / spent for name, time in delays.most_common()},
+    )
+
+
+def stages_in(run_dir: Path) -> list[Stage]:
+    """Return the stages of a run directory.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    paths = RunDir(run_dir)
+    if not paths.config.exists():
+        raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
+    # By its own path: the stored one is relative to where the run was started, if it is relative.
+    return stages_of_run(replace(load_for_display(paths.config), run_dir=str(run_dir)))
 
 
 def _state(finished: bool, ranks: Sequence[RankProgress], alive: bool, failed: bool, queued: bool) -> str:

@@ -12,10 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
-from sharmill.cli.console import describe_cost, describe_time, make_console, make_table, plain
+from sharmill.cli.console import (
+    describe_cost,
+    describe_time,
+    json_option,
+    make_console,
+    make_table,
+    plain,
+    print_json,
+)
 from sharmill.cli.exit_status import OK
-from sharmill.errors import ConfigError, SharmillError
+from sharmill.errors import SharmillError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,8 +48,15 @@ _WIDE = 110
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=str))
 @click.option("--watch", is_flag=True, help="Go on showing it, every two seconds, until Ctrl-C.")
-def status(run_dir: str, watch: bool) -> int:
+@json_option
+def status(run_dir: str, watch: bool, as_json: bool) -> int:
     """Show the progress of every stage and rank of a run directory."""
+    if as_json:
+        from sharmill.cli.stage_status import read_stage, stages_in
+
+        found = [read_stage(stage) for stage in stages_in(Path(run_dir))]
+        print_json([msgspec.to_builtins(one) | {"seconds_left": one.seconds_left} for one in found])
+        return OK
     console = make_console()
     queue = QueueView(Path(run_dir))
     print_status(console, Path(run_dir), queue)
@@ -81,16 +97,12 @@ def print_status(console: Console, run_dir: Path, queue: QueueView | None = None
     Raises:
         ConfigError: there is no run directory.
     """
-    from sharmill.cli.stage_status import read_stage, stages_of_run
-    from sharmill.config.loading import load_for_display
+    from sharmill.cli.stage_status import read_stage, stages_in
     from sharmill.engine.rundir import RunDir
     from sharmill.executors.slurm.chain import read_state
 
     paths = RunDir(run_dir)
-    if not paths.config.exists():
-        raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
-    # By its own path: the stored one is relative to where the run was started, if it is relative.
-    stages = stages_of_run(dataclasses.replace(load_for_display(paths.config), run_dir=str(run_dir)))
+    stages = stages_in(run_dir)
     chain = read_state(paths)
     waiting = chain is not None and chain.state == "waiting"
     queue = queue or QueueView(run_dir)
@@ -103,6 +115,9 @@ def print_status(console: Console, run_dir: Path, queue: QueueView | None = None
             console.print(_end_line(status))
         for rank in status.ranks:
             console.print(_rank_line(status.name, rank, status.now))
+    for status in statuses:
+        for line in _pace_lines(status):
+            console.print(line)
     for status in statuses:
         if status.rejects:
             listed = ", ".join(f"{reason} {count}" for reason, count in Counter(status.rejects).most_common())
@@ -154,6 +169,23 @@ def _end_line(status: StageStatus) -> Text:
     end = datetime.now() + timedelta(seconds=status.seconds_left)
     style = "%H:%M:%S" if status.seconds_left < 12 * 3600 else "%Y-%m-%d %H:%M"
     return plain(f"{status.name}: done at about {end:{style}}")
+
+
+def _pace_lines(status: StageStatus) -> Iterator[Text]:
+    """Yield what a stage has cost so far and where its time went, and which ranks and units are the slowest."""
+    if (pace := status.pace) is None:
+        return
+    kind = "GPUs" if pace.on_gpu else "cores"
+    unit = "records a second" if status.cost_unit == "records" else "x real time"
+    noted = [f"{share:.0%} {name}" for name, share in pace.delays.items()]
+    if noted:
+        noted.append(f"{max(0.0, 1 - sum(pace.delays.values())):.0%} the rest")
+    of_time = f", of which {', '.join(noted)}" if noted else ""
+    yield plain(f"{status.name}: {describe_time(pace.seconds)} of {kind} so far at {pace.rate:,.1f} {unit}{of_time}")
+    for name, slowest in (("ranks", pace.slowest_ranks), ("units", pace.slowest_units)):
+        if len(slowest) > 1:
+            listed = ", ".join(f"{index} at {rate:,.1f}" for index, rate in slowest)
+            yield plain(f"  slowest {name}: {listed} {unit}")
 
 
 def _failure_lines(stage: Stage) -> Iterator[Text]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from sharmill.audio.files import decode
 from sharmill.audio.resample import resample
+from sharmill.engine.delays import spent_on
 from sharmill.errors import RejectRecord, UnitFailed
 from sharmill.models.measure import require_room
 from sharmill.models.memory import MemoryGuard
@@ -111,11 +112,13 @@ class CodecBatches:
         dtype = codes_dtype(codec.codebook_size)
         results: list[np.ndarray] = [np.empty(0)] * len(items)
         for batch in begun.batches:
-            audio = fill_batch(batch, [next(begun.loaded) for _ in batch.items], codec.samples_per_frame)
+            with spent_on("decoding"):
+                samples = [next(begun.loaded) for _ in batch.items]
+            audio = fill_batch(batch, samples, codec.samples_per_frame)
             seconds = audio[0].numel() / codec.sampling_rate
             is_long = len(batch.items) == 1 and seconds > self._batch_seconds
             try:
-                with self._guard.batch(seconds, batch.num_rows, is_long=is_long):
+                with spent_on("model"), self._guard.batch(seconds, batch.num_rows, is_long=is_long):
                     codes = codec.encode(*audio).numpy()
             except RejectRecord as reject:
                 # The dataset has its cut already, and every cut has codes: it cannot be left out any more.

@@ -69,7 +69,8 @@ class Output:
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a finished unit: written last, and its existence means that all else is in place.
 
-    It counts for the plan with its ``token`` only. ``device_kind`` is that of its rank's processor.
+    It counts for the plan with its ``token`` only. ``device_kind`` is that of its rank's processor, ``delays`` the part
+    of its ``seconds`` that went into decoding, the model and the disk, as far as that was noted.
     """
 
     token: str
@@ -83,6 +84,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     rank: int
     device_kind: str = ""
+    delays: dict[str, float] = {}
 
     @property
     def num_rejected(self) -> int:

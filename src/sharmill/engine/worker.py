@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from types import TracebackType
 
+from sharmill.engine.delays import spent_on, take_delays
 from sharmill.engine.device_kind import claim_device_kind
 from sharmill.engine.fence import require_current
 from sharmill.engine.ledger import LedgerWriter
@@ -167,11 +168,13 @@ class Worker:
 
     def _attempt(self, unit: Unit) -> Commit:
         started = time.monotonic()
+        take_delays()  # those of an attempt that failed
         with Staging(self.stage.root, self.stage.token, unit.index) as staging:
             with stopping_errors(staging.folder, WRITE_ERRNOS):
                 output = self._processor.process(unit, staging, self._follow(unit))
             output.check_accounts(unit)
-            files = staging.publish(output.files)
+            with spent_on("disk"):
+                files = staging.publish(output.files)
         if output.rejects:
             lines = b"".join(reject.to_json() + b"\n" for reject in output.rejects)
             write_atomic(self.stage.dir.unit_rejects(unit.index), lines, parents=False)
@@ -187,6 +190,7 @@ class Worker:
             seconds=round(time.monotonic() - started, 3),
             rank=self.rank,
             device_kind=self._processor.device_kind,
+            delays=take_delays(),
         )
         self._ledger.append(commit)
         return commit

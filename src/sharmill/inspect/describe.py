@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,6 +93,18 @@ def field_rows(stored: StoredCut) -> Iterator[tuple[str, str, str]]:
             yield (field, *_describe_item(item))
         except (DamagedShard, RejectRecord) as error:
             yield field, f"{item.extension}, {len(item.data):,} bytes", f"cannot be decoded: {error}"
+
+
+def cut_values(stored: StoredCut, files: Sequence[Path]) -> dict[str, Any]:
+    """Return what is known of a cut as values that JSON has; ``files`` are those that it was exported to."""
+    fields = {field: {"shape": shape, "looks_like": picture} for field, shape, picture in field_rows(stored)}
+    return {
+        "shard": stored.shard,
+        "number": stored.number,
+        "cut": stored.cut,
+        "fields": fields,
+        "files": [str(file) for file in files],
+    }
 
 
 def _describe_item(item: Item) -> tuple[str, str]:

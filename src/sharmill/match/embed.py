@@ -11,6 +11,7 @@ import numpy as np
 from sharmill.audio.resample import Resampling, resample_for_encoder
 from sharmill.audio.segments import SegmentAudio, SegmentReader
 from sharmill.audio.spool import Kept, Spool
+from sharmill.engine.delays import spent_on
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Segment
 from sharmill.models.memory import MemoryGuard
@@ -82,13 +83,15 @@ class Embedder:
         for batch in batches:
             usable: dict[int, tuple[np.ndarray, int, AudioNotes]] = {}
             for index in batch:
-                item = next(loaded)
+                with spent_on("decoding"):
+                    item = next(loaded)
                 if isinstance(item, RejectRecord):
                     outcomes[index] = item
                 else:
                     usable[index] = item
             try:
-                outcomes.update(self._embed(usable, padding))
+                with spent_on("model"):
+                    outcomes.update(self._embed(usable, padding))
             except RejectRecord as reject:
                 outcomes.update(dict.fromkeys(usable, reject))
             advance(sum(segments[index].duration for index in batch))

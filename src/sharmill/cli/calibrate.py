@@ -33,7 +33,7 @@ _MAX_EXAMPLE = 100
               help="Measure rates of the stages, for sharmill plan: write and encode the sample too.")  # fmt: skip
 @json_option
 def calibrate(arguments: tuple[str, ...], size: int, seed: int, max_wrong: float, rates: bool, as_json: bool) -> int:
-    """Try a sample of the input, and say which min_similarity to set.
+    """Try a sample, and advise on thresholds.
 
     Speaker groups are drawn, checked, decoded and embedded. What is printed, and more, is written to calibration.json
     in the run directory: contexts and wrong speakers at each threshold, rejects, formats and durations.

@@ -22,7 +22,7 @@ from sharmill.cli.exit_status import FINDINGS, OK
 def doctor(
     settings: str | None, folder: Path, ranks: int, num_batches: int, tokenizer: str | None, as_json: bool
 ) -> int:
-    """Say what is off with this machine, or what a training's loader would do.
+    """Examine this machine, or a training's settings.
 
     Without settings: versions, GPUs, the file system (locks, rename, free space and inodes), SLURM and Ray as found,
     and what to do about each thing that is off; exit status 3 if there is one. With the settings of a training: who

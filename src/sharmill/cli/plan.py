@@ -40,9 +40,9 @@ def plan(
     arguments: tuple[str, ...], ranks: int | None, earlier: str | None, gpu_hour: float | None, measure: bool,
     as_json: bool,
 ) -> int:  # fmt: skip
-    """Show what would run and what it would cost, and run nothing of it.
+    """Show what would run, and what it would cost.
 
-    That is units, hours, balance and the disk needed, of each stage whose input is there already; and for all stages
+    Nothing of it is run. That is units, hours, balance and the disk needed, of each stage whose input is there already; and for all stages
     the time, GPU hours, core hours, disk and files, once rates are known: from sharmill calibrate, or an earlier run.
     """
     from sharmill.config import load_config

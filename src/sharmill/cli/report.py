@@ -18,7 +18,9 @@ from sharmill.cli.exit_status import OK
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE.html",
               help="File to write; by default report.html in the run directory, or here for a dataset.")  # fmt: skip
 def report(directory: Path, output: Path | None, codec_models: tuple[str, ...]) -> int:
-    """Make a page to look at and to listen to: one HTML file, which works offline.
+    """Make a page to look at and to listen to.
+
+    It is one HTML file, which works offline.
 
     Of a run directory it has the accounts, the configuration and measures of all cuts; of a dataset alone what its
     index and a sample of its shards say.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,7 +16,6 @@ from sharmill.executors.logs import printable
 
 if TYPE_CHECKING:
     from sharmill.config import Config
-    from sharmill.pipeline import DatasetResult
     from sharmill.validate.findings import Report
 
 
@@ -53,35 +52,38 @@ def run_configs(
     json_file: str | None = None, take_over: bool = False, as_json: bool = False,
 ) -> int:  # fmt: skip
     """Run stages, None for all, of the datasets one after the other, and return the worst exit status."""
-    from sharmill.cli.results import describe_result
     from sharmill.pipeline import check_config
 
     # One dataset is checked by its own run; of several, a bad one must not show only after the others have run.
     for config in configs if len(configs) > 1 else ():
         check_config(config, stages)
-    statuses, results = [], []
+    statuses = []
+    outcomes: list[dict[str, Any]] = []
     for config in configs:
         try:
-            one, result = _run_one(config, stages, restart=restart, redo=redo, json_file=json_file, take_over=take_over)
+            one = _run_one(
+                config, stages, restart=restart, redo=redo, json_file=json_file, take_over=take_over, outcomes=outcomes
+            )
             statuses.append(one)
-            results.append(describe_result(result))
         except SharmillError as error:
             if len(configs) == 1:
                 raise
             click.echo(printable(f"Error: {config.name}: {error}"), err=True)
             statuses.append(status_of_error(error))
+            outcomes.append({"name": config.name, "ok": False, "error": str(error), "code": error.code})
     if as_json:
-        print_json(results)
+        print_json(outcomes)
     return worst(statuses)
 
 
 def _run_one(
     config: Config, stages: Sequence[str] | None, *, restart: bool, redo: Report | None, json_file: str | None,
-    take_over: bool,
-) -> tuple[int, DatasetResult]:  # fmt: skip
+    take_over: bool, outcomes: list[dict[str, Any]],
+) -> int:  # fmt: skip
+    """Run stages of one dataset, print and append its outcome, and return the exit status."""
     from sharmill.cli.console import plain
     from sharmill.cli.progress import ProgressListener
-    from sharmill.cli.results import print_paths, print_report, print_result
+    from sharmill.cli.results import describe_result, print_paths, print_report, print_result
     from sharmill.engine.rundir import RunDir
     from sharmill.executors.slurm.chain import require_no_chain
     from sharmill.pipeline import check_config, choose_stages, make_executor, make_stages, run_dataset
@@ -109,5 +111,5 @@ def _run_one(
         if json_file is not None:
             write_atomic(Path(json_file), encode_report(report))
     print_paths(console, result)
-    status = FAILED if not result.ok else FINDINGS if report is not None and report.errors else OK
-    return status, result
+    outcomes.append(describe_result(result))
+    return FAILED if not result.ok else FINDINGS if report is not None and report.errors else OK

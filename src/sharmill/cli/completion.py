@@ -10,7 +10,7 @@ from sharmill.cli.exit_status import OK
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> int:
-    """Print a script that completes commands and options in a shell.
+    """Print a script that completes commands in a shell.
 
     For bash: eval "$(sharmill completion bash)" in ~/.bashrc.
     """

@@ -42,8 +42,9 @@ def plan(
 ) -> int:  # fmt: skip
     """Show what would run, and what it would cost.
 
-    Nothing of it is run. That is units, hours, balance and the disk needed, of each stage whose input is there already; and for all stages
-    the time, GPU hours, core hours, disk and files, once rates are known: from sharmill calibrate, or an earlier run.
+    Nothing of it is run. Units, hours, balance and disk are those of each stage whose input is there already; time, GPU
+    hours, core hours, disk and files those of all stages, once rates are known: from sharmill calibrate, or from an
+    earlier run.
     """
     from sharmill.config import load_config
 

@@ -213,10 +213,10 @@ class FatalError(SharmillError):
 
 
 class DeviceError(FatalError):
-    """The device of one rank cannot be used: it is given up, and the ranks on other devices go on.
+    """The device of one rank, or its node, cannot be used: it is given up, and the ranks on others go on.
 
     Args:
-        place: the host and the device, in words.
+        place: the host, and the device where it is about that, in words.
     """
 
     default_code = "device_failed"

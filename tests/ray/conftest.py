@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -72,6 +73,19 @@ def add_node(cluster):
     for node in added:
         if node in cluster.worker_nodes:
             cluster.remove_node(node)
+
+
+@pytest.fixture
+def add_blind_node(add_node, tmp_path):
+    """Returns a function that adds a node whose processes do not see the driver's folder."""
+    folder = tmp_path / "blind"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import os\n\n\ndef chdir(path):\n    raise FileNotFoundError(2, 'No such file or directory')\n\n\n"
+        "os.chdir = chdir\n"
+    )
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return partial(add_node, env_vars={"PYTHONPATH": path})
 
 
 @pytest.fixture

@@ -11,8 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from support.errors import raises
 from support.paths import TESTS
 from support.toy_stage import ToyStage, is_running, output_bytes, run, wait_until
+
+from sharmill.errors import DeviceError
 
 DRIVER = TESTS / "support" / "ray_driver.py"
 
@@ -81,6 +84,27 @@ class TestNodes:
         assert future.result()[0].ok
         assert len(stage.pids()) == 4
         assert set(stage.attempts().values()) == {1}
+
+    @pytest.mark.slow
+    def test_a_node_without_the_shared_disk_is_given_up_alone(self, tmp_path, on_ray, add_blind_node):
+        add_blind_node(num_cpus=2)
+        stage = ToyStage(tmp_path, units=6, everywhere="wait:go")
+        log = stage.dir.driver_log
+        with running(on_ray, stage) as future:
+            wait_until(lambda: log.exists() and "is given up" in log.read_text(), 60)
+        result, heard = future.result()
+        assert result.ok
+        assert heard.failed == {}
+        [sentence] = result.given_up
+        assert "does not have the driver's folder" in sentence
+        assert output_bytes(stage) == whole_bytes(tmp_path, 6)
+
+    @pytest.mark.slow
+    def test_where_no_node_has_the_shared_disk_the_stage_ends_with_that(self, tmp_path, on_ray, add_blind_node):
+        """The cores of the other node are taken."""
+        add_blind_node(num_cpus=4)
+        with raises(DeviceError, "unlike_nodes", "does not have the driver's folder"):
+            on_ray(ToyStage(tmp_path, units=3), 2, cores=3)
 
     def test_a_killed_actor_is_replaced(self, tmp_path, on_ray):
         stage = ToyStage(tmp_path, units=12, setup_does="meet:2", everywhere="wait:go")

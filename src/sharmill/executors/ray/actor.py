@@ -15,7 +15,7 @@ import sharmill
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
 from sharmill.engine.worker import Worker
-from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
 from sharmill.executors.devices import Device
 from sharmill.executors.driven_rank import Answer, Ready, as_answer
 from sharmill.executors.logs import logging_to, redirect_output
@@ -36,6 +36,7 @@ class ActorStart:
         folder: what relative paths are meant from; None where the driver itself has only a copy that Ray made.
         must_exist: a folder that the driver has made in the run directory: that of the plan's token.
         version: the driver's version of sharmill.
+        given_up: places that are not waited for any more.
     """
 
     stage: bytes
@@ -46,6 +47,7 @@ class ActorStart:
     must_exist: Path
     log: Path
     version: str
+    given_up: frozenset[str] = frozenset()
 
 
 class RankActor:
@@ -94,29 +96,36 @@ class RankActor:
         """Refuse a node that differs from the driver, which would otherwise show as output that has vanished."""
         start, host = self._start, socket.gethostname()
         if sharmill.__version__ != start.version:
-            raise ConfigError(
-                f"node {host} has sharmill {sharmill.__version__}, but the driver has {start.version}",
-                code="unlike_nodes",
-            )
+            raise _unlike(f"node {host} has sharmill {sharmill.__version__}, but the driver has {start.version}")
         try:
             if start.folder is not None:
                 os.chdir(start.folder)
         except OSError as error:
-            raise ConfigError(
+            raise _unlike(
                 f"node {host} does not have the driver's folder {start.folder} ({error.strerror}): "
-                "work in one that all nodes share",
-                code="unlike_nodes",
+                "work in one that all nodes share"
             ) from error
-        deadline = time.monotonic() + _SECONDS_UNTIL_VISIBLE
+        # A node that is given up had its time.
+        deadline = time.monotonic() + (0.0 if _place() in start.given_up else _SECONDS_UNTIL_VISIBLE)
         while not start.must_exist.exists():
             if time.monotonic() > deadline:
-                raise ConfigError(
+                raise _unlike(
                     f"node {host} does not see {start.must_exist}: run_dir and dataset_dir must lie on a file system "
-                    "that all nodes share",
-                    code="unlike_nodes",
+                    "that all nodes share"
                 )
             time.sleep(0.5)
 
     def _stop(self, error: ConfigError | FatalError) -> SharmillError:
         log.warning("rank %d stops", self._start.number, exc_info=error)
         return as_answer(error)
+
+
+def _unlike(message: str) -> DeviceError:
+    return DeviceError(message, place=_place(), code="unlike_nodes")
+
+
+def _place() -> str:
+    """Return the node in words; several may be on one host."""
+    import ray
+
+    return f"node {socket.gethostname()} ({ray.get_runtime_context().get_node_id()[:8]})"

@@ -2,8 +2,9 @@
 
 Units are handed out one by one to whichever actor is free. An actor or a node that dies costs only the attempt at the
 unit that it had: Ray restarts nothing, the driver asks for a fresh actor. An actor whose GPU cannot be used is kept
-idle, so that Ray gives that GPU to no other. As long as units wait it asks for more actors
-than there is room for, so that nodes that join later are used and an autoscaler sees the demand.
+idle, so that Ray gives that GPU to no other, and so is one on a node that does not see the shared disk. As long as
+units wait it asks for more actors than there is room for, so that nodes that join later are used and an autoscaler sees
+the demand.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class RayExecutor:
             # No actor is left that could do it for itself.
             remove_dead_attempts(stage.root, stage.token)
             mark_ended(stage.dir.progress)
-        return Finished(queue.failures, [str(error) for error in pool.bad_devices.values()])
+        return Finished(queue.failures, [str(error) for error in pool.given_up.values()])
 
     def _needs(self, stage: Stage) -> RankNeeds:
         if stage.uses_gpu and self.device != "cpu":
@@ -109,8 +110,8 @@ class _Pool:
     """The driver's side: asks for actors, hands out units, handles the answers.
 
     Attributes:
-        bad_devices: by place, why a GPU is given up.
-        holding: the actors that keep these GPUs from others.
+        given_up: by place, why a GPU or a node is given up.
+        holding: the actors that keep these GPUs, and the cores of these nodes, from others.
     """
 
     stage: Stage
@@ -121,7 +122,7 @@ class _Pool:
     num_loading: int = 0
     ranks: dict[int, _Rank] = field(default_factory=dict)
     leaving: list[_Rank] = field(default_factory=list)
-    bad_devices: dict[str, DeviceError] = field(default_factory=dict)
+    given_up: dict[str, DeviceError] = field(default_factory=dict)
     holding: list[_Rank] = field(default_factory=list)
     failed_starts: FailedStarts = field(default_factory=FailedStarts)
     next_start: float = 0.0
@@ -179,6 +180,7 @@ class _Pool:
             must_exist=self.stage.dir.ranks,
             log=self.stage.dir.rank_log(number),
             version=sharmill.__version__,
+            given_up=frozenset(self.given_up),
         )
         actor = self._actor_class.remote(start)
         self.ranks[number] = _Rank(number=number, actor=actor, call=actor.set_up.remote())
@@ -253,16 +255,17 @@ class _Pool:
                 self._dismiss([rank])
 
     def _remove_unusable(self, rank: _Rank, error: DeviceError) -> None:
-        """Take away an actor that cannot use its GPU; after some of them, the last keeps the GPU."""
+        """Take away an actor that cannot use its GPU or node; after some of them, the last keeps its place."""
         del self.ranks[rank.number]
         log.warning("rank %d: %s", rank.number, error)
-        self.failed_starts.add(str(error), error.place, final=error.code == "other_device")
+        self.failed_starts.add(str(error), error.place, final=error.code in ("other_device", "unlike_nodes"))
         if not self.failed_starts.too_many(error.place):
             self._ray.kill(rank.actor)
             return
         self.holding.append(rank)
-        self.bad_devices[error.place] = error
-        log.error("%s is given up", error.place)
+        if error.place not in self.given_up:
+            self.given_up[error.place] = error
+            log.error("%s is given up", error.place)
         if not any(other.ready for other in self.ranks.values()) and len(self.holding) >= self.needs.capacity():
             raise error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.errors import raises
-from support.gpu_faults import ECC, BadDevices, BreakingStage
+from support.gpu_faults import ECC, BadDevices, BreakingStage, LookingAhead
 
 from sharmill.errors import DeviceError
 
@@ -38,3 +38,12 @@ def test_a_cluster_whose_gpus_are_all_bad_ends_the_stage_with_their_reason(tmp_p
     with raises(DeviceError, "device_failed", "GPU 0 of ", ECC):
         on_ray(stage, 1)
     assert stage.marked("bad") == ["0"] * 3
+
+
+def test_an_actor_has_its_next_unit_while_it_does_one_and_the_cores_that_are_set_aside(tmp_path, on_ray, add_node):
+    add_node(num_cpus=1, num_gpus=1)
+    stage = LookingAhead(tmp_path, units=4)
+    assert on_ray(stage, 1)[0].ok
+    order = [line.split()[0] for line in stage.marked("attempts")]
+    assert stage.marked("expected") == [*order[1:3], "none", "none"]
+    assert stage.marked("cores") == ["1"]

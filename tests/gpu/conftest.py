@@ -1,8 +1,9 @@
 """What models and stages do on a GPU, beside the same on the CPU: ``make test-gpu``.
 
-Every test has the parameter ``device``. On ``cuda`` it skips where there is no GPU; on ``cpu`` it is an ordinary test,
-so that none of this code is first run where it counts. With GPU_REPORT=FILE the figures that tests record are
-written there as JSON, and printed at the end.
+Most tests have the parameter ``device``. On ``cuda`` they skip where there is no GPU; on ``cpu`` they are ordinary
+tests, so that none of this code is first run where it counts. Those with ``gpu`` are for GPUs alone, since other tests
+do the same with the same functions on the CPU. With GPU_REPORT=FILE the figures that tests record are written there as
+JSON, and printed at the end.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
         devices = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
         metafunc.parametrize("device", devices, indirect=True, scope="session")
+    elif "gpu" in metafunc.fixturenames:
+        metafunc.parametrize("gpu", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True, scope="session")
 
 
 @cache
@@ -41,9 +44,19 @@ def _why_no_gpu() -> str:
 @pytest.fixture(scope="session")
 def device(request):
     """``cpu`` or ``cuda``."""
-    if request.param == "cuda" and (reason := _why_no_gpu()):
+    return _skip_without_gpu(request.param)
+
+
+@pytest.fixture(scope="session")
+def gpu(request):
+    """``cuda``."""
+    return _skip_without_gpu(request.param)
+
+
+def _skip_without_gpu(device):
+    if device == "cuda" and (reason := _why_no_gpu()):
         pytest.skip(reason)
-    return request.param
+    return device
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ from support.shar import voice
 
 from sharmill.match.select import select_context
 from sharmill.models import load_codec, load_speaker_encoder, make_deterministic
+from sharmill.models.measure import make_runner
+from sharmill.models.memory import estimate_bytes_per_second, measure_peak
 from sharmill.models.protocols import pad
 from sharmill.validate.recheck import MAX_DIFFERENT_CODES
 
@@ -57,6 +59,19 @@ def test_codes_are_those_of_the_cpu_but_for_a_few(device, kind, models, record):
     record(equal_codes=round(equal, 6))
     assert codes["cpu"].unique().numel() > 2
     assert equal >= 1 - MAX_DIFFERENT_CODES
+
+
+@pytest.mark.parametrize("kind", ["resemblyzer", "builtin"])
+def test_the_estimate_of_memory_beside_the_peak_of_a_larger_batch(device, kind, models, record):
+    load = load_speaker_encoder if kind in ENCODERS else load_codec
+    model = load(models[kind], device)
+    run = make_runner(model, device)
+    estimated = estimate_bytes_per_second(run, device)
+    measured = measure_peak(lambda: run(30.0), device) / 30.0
+    record(estimated_mib_per_second=round(estimated / 2**20, 2), measured=round(measured / 2**20, 2))
+    # The audio itself, at least, and no more than half as much again as was estimated.
+    assert model.sampling_rate * 4 < estimated
+    assert measured < 1.5 * estimated
 
 
 @pytest.mark.parametrize("kind", ENCODERS + CODECS)

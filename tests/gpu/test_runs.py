@@ -96,8 +96,8 @@ def test_tune_batch_finds_the_largest_batch_of_a_real_model(device, record):
 
 
 @pytest.mark.slow
-def test_two_training_steps(device, tmp_path, record):
-    example = make_example(tmp_path, "gpu", make_speech(tmp_path / "speech"), max_steps=2, device=device)
+def test_two_training_steps(gpu, tmp_path, record):
+    example = make_example(tmp_path, "gpu", make_speech(tmp_path / "speech"), max_steps=2, device=gpu)
     printed = example.run(ranks=1)
     steps = example.steps(0)
     record(tokens_per_second=[step["tokens_per_second"] for step in steps], loss=[step["loss"] for step in steps])

@@ -61,7 +61,7 @@ def measure_model(model: Codec | SpeakerEncoder, device: str, memory: int) -> Me
         device: ``cpu`` or ``cuda``, which the model is on.
         memory: bytes of the device that may be used.
     """
-    run = _runner(model, device)
+    run = make_runner(model, device)
     bytes_per_second = estimate_bytes_per_second(run, device)
     sizes = _CPU_SIZES if device == "cpu" else _GPU_SIZES
     fitting = [size for size in sizes if size * bytes_per_second <= _USABLE_SHARE * memory]
@@ -83,7 +83,7 @@ def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: floa
         return math.inf
     import torch
 
-    bytes_per_second = estimate_bytes_per_second(_runner(model, device), device)
+    bytes_per_second = estimate_bytes_per_second(make_runner(model, device), device)
     memory = torch.cuda.get_device_properties(device).total_memory
     needed = bytes_per_second * batch_seconds
     if needed > memory:
@@ -95,7 +95,7 @@ def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: floa
     return memory / max(1.0, bytes_per_second)
 
 
-def _runner(model: Codec | SpeakerEncoder, device: str) -> Callable[[float], None]:
+def make_runner(model: Codec | SpeakerEncoder, device: str) -> Callable[[float], None]:
     """Return the work of one batch of noise of so many seconds."""
     import torch
 

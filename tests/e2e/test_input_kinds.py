@@ -15,8 +15,13 @@ from support.odd_kinds import OUTPUT, Kind
 from support.odd_manifests import WHOLE_INPUTS
 from support.odd_run import OddRun, describe, read_cuts, run_kinds, run_sharmill, run_whole_input, without_privileges
 from support.pipelines import read_with_lhotse
+from support.reported import Elements
 
+from sharmill.config.loading import load_for_display
 from sharmill.errors import REASONS
+from sharmill.pipeline import make_stages
+from sharmill.report.facts import read_run_facts
+from sharmill.report.page import make_page
 from sharmill.shar import open_shar
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -94,6 +99,16 @@ def test_rejects_have_their_records_as_they_came(odd: OddRun):
 
 def test_no_command_ran(odd: OddRun):
     assert not list(odd.folder.rglob("ran"))
+
+
+def test_a_report_shows_all_of_it_as_text(odd: OddRun):
+    config = load_for_display(odd.folder / "run/resolved_config.yaml")
+    page = make_page(read_run_facts(config, make_stages(config), {}, decode=False))
+    elements = Elements(page)
+    assert [len(elements.of(tag)) for tag in ("script", "style", "iframe", "object", "base")] == [1, 1, 0, 0, 0]
+    assert not [name for _, attributes in elements.found for name in attributes if name.startswith("on")]
+    assert "<script>alert(1)<&script>.wav" in elements.text
+    assert len(page) < 15_000_000
 
 
 def test_every_reason_is_in_the_table():

@@ -51,12 +51,17 @@ def make_card(facts: Facts) -> Markup:
         devices |= set(stage.devices)
         for key in ("encoder", "codec"):
             if key in stage.identity:
-                models.append((stage.name, str(stage.identity[key])))
+                models.append((stage.name, _describe(stage.identity[key])))
     return render(
         "card.html", facts=facts, record=facts.record, versions=sorted(versions.items()), devices=sorted(devices),
         models=models, num_bytes=sum(file.size for shard in facts.shards for file in shard.fields.values()),
         num_files=sum(len(shard.fields) for shard in facts.shards),
     )  # fmt: skip
+
+
+def _describe(model: Any) -> str:
+    """Return what identifies a model, in words."""
+    return ", ".join(f"{name} {value}" for name, value in model.items()) if isinstance(model, dict) else str(model)
 
 
 FUNNEL = Section("funnel", "From input to output", 10, make_funnel)

@@ -7,7 +7,7 @@ from its index and a sample of its shards.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from sharmill.engine.run import read_totals
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import decode_stored, read_stored, read_stored_lines
-from sharmill.engine.unit import Totals
+from sharmill.engine.unit import Commit, Totals
 from sharmill.errors import ConfigError
 from sharmill.match.voices import unpack_voice
 from sharmill.report.sample import DatasetSample, sample_dataset
@@ -164,16 +164,16 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
     """
     run_dir, dataset_dir = RunDir(Path(config.run_dir)), Path(config.dataset_dir)
     found = [_read_stage(stage) for stage in stages]
-    by_kind = {stage.kind: (stage, facts) for stage, facts in zip(stages, found, strict=True)}
-    measures = _measures(by_kind["write"][0]) if by_kind["write"][1].totals else None
+    by_kind = {stage.kind: (stage, *read) for stage, read in zip(stages, found, strict=True)}
+    _, written, shards_done = by_kind["write"]
     run = RunFacts(
         run_dir=run_dir,
         config=read_stored(run_dir.config).decode(errors="replace"),
-        stages=found,
+        stages=[facts for facts, _ in found],
         stats=_read_json(run_dir.stats) if run_dir.stats.exists() else {},
-        voices=_voices(by_kind["match"][0]) if "match" in by_kind and by_kind["match"][1].num_done else [],
-        measures=measures,
-        context_uses=_context_uses(*by_kind["survey"]) if "survey" in by_kind else None,
+        voices=_voices(by_kind["match"][2]) if "match" in by_kind else [],
+        measures=_measures(shards_done) if written.totals else None,
+        context_uses=_context_uses(*by_kind["survey"][:2]) if "survey" in by_kind else None,
     )
     try:
         record = read_dataset(dataset_dir)
@@ -186,9 +186,10 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
     )
 
 
-def _read_stage(stage: Stage) -> StageFacts:
+def _read_stage(stage: Stage) -> tuple[StageFacts, list[Commit]]:
+    """Return the facts of a stage, and its commits in the order of the plan."""
     if not stage.dir.units.exists():
-        return StageFacts(name=stage.name, cost_unit=stage.cost_unit, totals=None)
+        return StageFacts(name=stage.name, cost_unit=stage.cost_unit, totals=None), []
     units = load_plan(stage)
     costs = {unit.index: unit.cost for unit in units}
     commits = read_ledger(stage.dir, units)
@@ -198,7 +199,7 @@ def _read_stage(stage: Stage) -> StageFacts:
         cost[commit.rank] += costs[commit.index]
         seconds[commit.rank] += commit.seconds
     totals = read_totals(stage)
-    return StageFacts(
+    facts = StageFacts(
         name=stage.name,
         cost_unit=stage.cost_unit,
         totals=totals,
@@ -210,6 +211,7 @@ def _read_stage(stage: Stage) -> StageFacts:
         identity=_read_json(stage.dir.identity),
         examples=_examples(stage.dir.rejects, totals.rejects) if totals and totals.rejects else {},
     )
+    return facts, [commits[index] for index in sorted(commits)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -238,24 +240,21 @@ def _examples(path: Path, reasons: dict[str, int]) -> dict[str, list[RejectExamp
     return found
 
 
-def _stats(stage: Stage, name: str) -> Iterator[Any]:
-    """Yield what the units of a stage have noted under a name, in the order of the plan."""
-    commits = read_ledger(stage.dir, load_plan(stage))
-    return (commits[index].stats[name] for index in sorted(commits) if name in commits[index].stats)
-
-
-def _measures(stage: Stage) -> CutMeasures | None:
+def _measures(commits: Sequence[Commit]) -> CutMeasures | None:
     """Return the measures of all shards; None of a run of an older version, which has noted none."""
-    measures: CutMeasures | None = None
-    for text in _stats(stage, "cuts"):
-        measures = measures or CutMeasures()
-        measures.add(CutMeasures.unpack(text))
+    measures = CutMeasures()
+    for commit in commits:
+        if "cuts" not in commit.stats:
+            return None
+        measures.add(CutMeasures.unpack(commit.stats["cuts"]))
     return measures
 
 
-def _voices(stage: Stage) -> list[tuple[str, np.ndarray]]:
+def _voices(commits: Sequence[Commit]) -> list[tuple[str, np.ndarray]]:
     return [
-        (shorten(str(group)), unpack_voice(values)) for voices in _stats(stage, "voices") for group, values in voices
+        (shorten(str(group)), unpack_voice(values))
+        for commit in commits
+        for group, values in commit.stats.get("voices", ())
     ]
 
 

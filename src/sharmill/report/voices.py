@@ -10,7 +10,6 @@ import numpy as np
 from markupsafe import Markup
 
 from sharmill.report.charts import columns, curves, figure, scatter
-from sharmill.report.contents import GRID
 from sharmill.report.facts import Facts
 from sharmill.report.section import Section
 from sharmill.shar.histograms import SCALES, Histogram
@@ -26,7 +25,7 @@ def make_voices(facts: Facts) -> Markup | None:
     charts = [*_speakers(facts), *_context_uses(facts)]
     if facts.run is not None and len(facts.run.voices) > 2:
         charts += [_similarities(facts, facts.run.voices), _map(facts.run.voices)]
-    return GRID.format(Markup("").join(charts)) if charts else None
+    return Markup('<div class="grid2 two">{}</div>').format(Markup("").join(charts)) if charts else None
 
 
 def _speakers(facts: Facts) -> Iterator[Markup]:

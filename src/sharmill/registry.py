@@ -173,6 +173,7 @@ SECTIONS: Final = Registry(
         "contents": "sharmill.report.contents:CONTENTS",
         "voices": "sharmill.report.voices:SECTION",
         "codes": "sharmill.report.contents:CODES",
+        "pilot": "sharmill.report.pilot:SECTION",
         "work": "sharmill.report.contents:WORK",
         "card": "sharmill.report.accounts:CARD",
     },

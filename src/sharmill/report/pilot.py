@@ -1,0 +1,45 @@
+"""The section of the pilot: contexts and wrong speakers by threshold, and similarities within and across groups."""
+
+from __future__ import annotations
+
+import numpy as np
+from markupsafe import Markup
+
+from sharmill.engine.stored import decode_stored, read_stored
+from sharmill.pilot.calibrate import Calibration
+from sharmill.report.charts import curves, figure, histogram
+from sharmill.report.facts import Facts
+from sharmill.report.section import Section
+
+
+def make_pilot(facts: Facts) -> Markup | None:
+    """Return what ``sharmill calibrate`` found, or None where it was not run, or there are no contexts."""
+    if facts.run is None or not (path := facts.run.run_dir.calibration).exists():
+        return None
+    found = decode_stored(path, read_stored(path), Calibration)
+    if (advice := found.advice) is None or found.similarities is None:
+        return None
+    contexts = [(one.min_similarity, one.context_share) for one in advice.thresholds]
+    wrong = [(one.min_similarity, one.wrong_share) for one in advice.thresholds if one.wrong_share is not None]
+    chart = curves(
+        [("records with a context", contexts), ("of these another speaker", wrong)], x=(0, 1), y=(0, 1),
+        label="match.min_similarity", description="Shares of records by threshold", show_y=lambda share: f"{share:.0%}",
+    )  # fmt: skip
+    sentence = advice.reason
+    if advice.recommended is not None:
+        sentence = f"Advice: match.min_similarity={advice.recommended.min_similarity:g}: {sentence}"
+    figures = [figure("Contexts by threshold", chart, f"{sentence}.")]
+    edges = np.linspace(-1, 1, len(found.similarities.within_groups) + 1).tolist()
+    for color, (title, counts) in enumerate((
+        ("Similarity within groups", found.similarities.within_groups),
+        ("Similarity across groups", found.similarities.across_groups),
+    )):  # fmt: skip
+        chart = histogram(edges, counts, label="cosine", unit="", description=title, color=color)
+        figures.append(figure(title, chart, f"{sum(counts):,} pairs of the pilot's utterances"))
+    drawn = f"{found.num_drawn:,} of {found.num_records:,} records in {found.num_groups:,} speaker groups"
+    return Markup('<p>{}</p><div class="grid2">{}</div>').format(
+        f"A pilot before the run: {drawn}.", Markup("").join(figures)
+    )
+
+
+SECTION = Section(name="pilot", title="Pilot", order=35, make=make_pilot)

@@ -144,11 +144,12 @@ def test_an_interrupt_is_for_the_parent_alone(start):
 class TestCores:
     @pytest.fixture(autouse=True)
     def _machine(self, tmp_path, monkeypatch):
-        """A machine of eight cores whose control groups are those of ``tmp_path``."""
+        """A machine of eight cores; this process is in the control group a/b."""
         monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
         monkeypatch.setattr(processes, "_own_cores", None)
-        monkeypatch.setattr(processes, "_CONTROL_GROUPS", tmp_path)
-        monkeypatch.setattr(processes, "_OWN_CONTROL_GROUP", tmp_path / "own")
+        (tmp_path / "self").mkdir()
+        (tmp_path / "self/cgroup").write_text("0::/a/b\n")
+        (tmp_path / "a/b").mkdir(parents=True)
 
     @pytest.mark.parametrize(
         ("outer", "inner", "cores"),
@@ -156,20 +157,27 @@ class TestCores:
          ("50000 100000", None, 1), (None, None, 8)],
     )  # fmt: skip
     def test_are_those_of_the_affinity_and_of_the_quotas(self, tmp_path, outer, inner, cores):
-        (tmp_path / "own").write_text("0::/a/b\n")
-        (tmp_path / "a/b").mkdir(parents=True)
         for folder, quota in ((tmp_path / "a", outer), (tmp_path / "a/b", inner)):
             if quota is not None:
                 (folder / "cpu.max").write_text(quota + "\n")
-        assert usable_cores() == cores
+        assert usable_cores(tmp_path, tmp_path) == cores
 
-    def test_of_a_rank_are_its_share_of_them(self):
+    @pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("350000", 3)])
+    def test_of_control_groups_of_version_1(self, tmp_path, quota, cores):
+        (tmp_path / "self/cgroup").write_text("4:cpu,cpuacct:/job\n3:memory:/job\n")
+        (tmp_path / "cpu/job").mkdir(parents=True)
+        (tmp_path / "cpu/job/cpu.cfs_quota_us").write_text(quota + "\n")
+        (tmp_path / "cpu/job/cpu.cfs_period_us").write_text("100000\n")
+        assert usable_cores(tmp_path, tmp_path) == cores
+
+    def test_of_a_rank_are_its_share_of_them(self, tmp_path):
         limit_cores(3)
-        assert usable_cores() == 3
+        assert usable_cores(tmp_path, tmp_path) == 3
         limit_cores(30)
-        assert usable_cores() == 8
+        assert usable_cores(tmp_path, tmp_path) == 8
 
-    @pytest.mark.parametrize(("device", "threads"), [("cpu", 1), ("cuda", 8)])
-    def test_threads_that_decode_for_a_gpu_follow_them(self, device, threads, monkeypatch):
+    @pytest.mark.parametrize(("device", "cores", "threads"), [("cpu", 8, 1), ("cuda", 8, 8), ("cuda", 64, 16)])
+    def test_threads_that_decode_for_a_gpu_follow_them(self, device, cores, threads, monkeypatch):
         monkeypatch.setattr("torch.set_num_threads", lambda number: None)
+        monkeypatch.setattr("sharmill.models.arithmetic.usable_cores", lambda: cores)
         assert make_deterministic(device) == threads

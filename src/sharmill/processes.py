@@ -6,7 +6,6 @@ Also who runs a process, and since when, as Linux tells it.
 from __future__ import annotations
 
 import getpass
-import math
 import multiprocessing
 import os
 import pickle
@@ -21,8 +20,6 @@ from pathlib import Path
 from typing import Any, Final
 
 _SAFE_PATH: Final = "PYTHONSAFEPATH"
-_OWN_CONTROL_GROUP: Final = Path("/proc/self/cgroup")
-_CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
 _own_cores: int | None = None
 
 
@@ -49,26 +46,38 @@ def limit_cores(number: int) -> None:
     _own_cores = number
 
 
-def usable_cores() -> int:
-    """Return how many cores this process may use: by its affinity, the quota of its control group, and its share."""
-    most = min(len(os.sched_getaffinity(0)), _cores_of_control_group())
+def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many cores this process may use: by its affinity, the quotas of its control groups, and its share."""
+    most = min([float(len(os.sched_getaffinity(0))), *_cores_of_groups(proc, cgroups)])
     return max(1, int(most if _own_cores is None else min(most, _own_cores)))
 
 
-def _cores_of_control_group() -> float:
-    """Return the cores that the quotas of this process's control group, and of those around it, come to."""
-    try:
-        name = _OWN_CONTROL_GROUP.read_text().rpartition("::")[2].strip()
-    except OSError:
-        return math.inf
-    most, folder = math.inf, _CONTROL_GROUPS / name.lstrip("/")
-    while folder.is_relative_to(_CONTROL_GROUPS):
-        # Not there: this machine has no such groups, or shows a container none of those around it.
+def _cores_of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
+    for folder, version in control_groups("cpu", proc, cgroups):
+        # Without a quota the texts are other, and a group without the controller has no such file.
         with suppress(OSError, ValueError):
-            quota, period = (folder / "cpu.max").read_text().split()
-            most = min(most, math.inf if quota == "max" else int(quota) / int(period))
-        folder = folder.parent
-    return most
+            if version == 2:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if int(quota) > 0:
+                yield int(quota) / int(period)
+
+
+def control_groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the folder of each control group that this process is in, from the inside, and its version, 1 or 2.
+
+    Args:
+        controller: that of the groups of version 1, such as ``memory``.
+    """
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        folder = (cgroups / controller if controllers else cgroups) / path.lstrip("/")
+        # In a container the path may be that outside of it; the root, which is last, is always its own.
+        for group in [folder, *folder.parents][: len(Path(path).parts)]:
+            yield group, 1 if controllers else 2
 
 
 def user_name() -> str:

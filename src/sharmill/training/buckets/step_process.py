@@ -24,7 +24,7 @@ from typing import Any
 
 from sharmill.errors import ConfigError, FatalError, SharmillError, mentions_memory
 from sharmill.models.memory import is_out_of_memory
-from sharmill.processes import ChildEnded, ChildProcess
+from sharmill.processes import ChildEnded, ChildProcess, control_groups
 from sharmill.training.tokenizers import load_callable
 
 # Optimizers make their state in the first step; only the second one has activations and state at once.
@@ -249,19 +249,11 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 
 def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
     """Yield the bytes that each control group of this process with a limit leaves; version 2 and version 1."""
-    for line in (proc / "self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit, used = cgroups, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit, used = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        folder = root / path.lstrip("/")
-        for group in [folder, *folder.parents][: len(Path(path).parts)]:
-            # In a container the path may be that outside of it; the root, which is last, is always its own.
-            if (group / limit).is_file() and (text := (group / limit).read_text().strip()) != "max":
-                yield max(0, int(text) - int((group / used).read_text()))
+    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+    for group, version in control_groups("memory", proc, cgroups):
+        limit, used = names[version]
+        if (group / limit).is_file() and (text := (group / limit).read_text().strip()) != "max":
+            yield max(0, int(text) - int((group / used).read_text()))
 
 
 def _limit_memory(size: int) -> None:

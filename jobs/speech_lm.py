@@ -8,7 +8,9 @@ target; nothing is predicted within the context, which at inference is given.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +98,12 @@ class SpeechLM(nn.Module):
         rates = torch.exp(torch.arange(0, dim, 2, device=part.device) * (-math.log(10_000.0) / dim))
         angles = torch.arange(frames, device=part.device)[:, None] * rates
         return part + self.part_embedding.weight[index] + 0.1 * torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def count_targets(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many text tokens and codes of a batch are predicted: all but the first of each sequence."""
+    text, frames = ((batch[name] - 1).clamp(min=0).sum() for name in ("text_lens", "target_code_lens"))
+    return int(text), int(frames) * batch["target_codes"].shape[1]
 
 
 def _present(size: int, lengths: Tensor) -> Tensor:

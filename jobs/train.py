@@ -6,111 +6,43 @@ It goes on from the newest checkpoint of ``out_dir``, on as many ranks and worke
 and the place in the data, so that every utterance comes once per epoch whatever the interruptions. On SIGTERM it saves
 a checkpoint and leaves; the exit status is 0 when it left in good order, finished or not.
 
+A step is made of ``batches_per_step`` batches of all ranks, and each of their tokens has the same weight: with
+``canonical`` in the settings of the loader, a training on two ranks is that on one.
+
 It prints step, loss, speed and the time left every ``progress_seconds``. ``out_dir`` gets ``checkpoints/``, and for
 each rank ``steps.rank<n>.jsonl``: loss, samples, tokens per second and the share of the time that was spent waiting
-for data, and with ``log_ids`` the ids of the cuts.
+for data, and with ``log_ids`` the ids of the cuts. ``validation.jsonl`` has the losses on the validation data.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from speech_lm import Losses, SpeechLM
+from speech_lm import Losses, SpeechLM, count_targets
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from train_config import TrainConfig
-from train_data import TEXT_SIZE, codes_sizes, end_readers, make_data
+from train_data import TEXT_SIZE, codes_sizes, end_readers, make_data, validation_batches
+from train_world import World, alone_in, world_of
 
 from sharmill.config import load_typed
-from sharmill.engine.locks import FolderLock
 from sharmill.errors import ConfigError
 from sharmill.storage import write_atomic
 
 _CHECKPOINT = re.compile(r"step-(\d{9})\.pt")
-# The job before may be on its way out.
-_SECONDS_TO_WAIT_FOR_LOCK = 5.0
-
-
-@dataclass(frozen=True)
-class World:
-    """The ranks of this training, as torchrun numbers them."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in order, on every rank."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all that it was told to."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def any(self, value: bool) -> bool:
-        """Return True on every rank if it is true on any: so all ranks decide alike."""
-        if self.size == 1:
-            return value
-        flag = torch.tensor(int(value), device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
-
-
-@contextmanager
-def world_of(config: TrainConfig) -> Iterator[World]:
-    """Join the other ranks that torchrun started; without it there is one rank."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
-    if size > 1:
-        dist.init_process_group("nccl" if use_cuda else "gloo")
-    try:
-        yield World(rank, size, device)
-    finally:
-        if size > 1:
-            dist.destroy_process_group()
-
-
-@contextmanager
-def alone_in(out_dir: Path, world: World) -> Iterator[None]:
-    """Keep other trainings out of a folder: two would write over each other's checkpoints.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    refused = ""
-    with ExitStack() as stack:
-        if world.rank == 0:
-            out_dir.mkdir(parents=True, exist_ok=True)
-            try:
-                stack.enter_context(FolderLock(out_dir, wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK))
-            except ConfigError as error:
-                refused = str(error)
-        if messages := [message for message in world.gather(refused) if message]:
-            raise ConfigError(f"{messages[0]}, or use another out_dir", code="locked")
-        yield
 
 
 class Checkpoints:
@@ -185,6 +117,13 @@ class Training:
         torch.manual_seed(self.seed)
         self.step = 0
         self.leave = False
+        asked = config.batches_per_step or world.size
+        if asked % world.size:
+            raise ConfigError(
+                f"batches_per_step: {asked} cannot be divided among {world.size} ranks", code="split_wrong"
+            )
+        self.batches_of_rank = asked // world.size
+        self.saved_at = time.monotonic()
         self.data = make_data(config, rank=world.rank, world_size=world.size, seed=self.seed)
         model = SpeechLM(config.model, TEXT_SIZE, *codes_sizes(config)).to(world.device)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))
@@ -214,66 +153,111 @@ class Training:
             progress = ProgressLines(self.config.max_steps, self.config.progress_seconds)
             while self.step < self.config.max_steps:
                 started = time.perf_counter()
-                batch = next(batches)
+                drawn = [next(batches) for _ in range(self.batches_of_rank)]
                 waited = time.perf_counter() - started
-                losses = self._train(batch)
+                losses = self._train(drawn)
                 # Kernels run later than they are called.
                 self.world.synchronize()
                 self.step += 1
                 seconds = time.perf_counter() - started
-                described = self._describe(batch, losses, seconds, waited)
+                described = self._describe(drawn, losses, seconds, waited)
                 log.write(json.dumps(described) + "\n")
                 if self.world.rank == 0:
                     progress.add(self.step, described["loss"], losses.num_positions)
+                if self.config.validation is not None and self.step % self.config.validate_every == 0:
+                    self._validate()
                 leave = self.world.any(self.leave)
-                if leave or self.step % self.config.checkpoint_every == 0 or self.step == self.config.max_steps:
+                if leave or self._is_time_to_save():
                     self._save()
                     saved = self.step
                 if leave:
                     break
         return saved
 
-    def _train(self, batch: dict[str, Any]) -> Losses:
-        moved = {name: value.to(self.world.device) for name, value in batch.items() if torch.is_tensor(value)}
-        losses: Losses = self.model(
-            moved["text_tokens"],
-            moved["text_lens"],
-            moved["context_codes"],
-            moved["context_code_lens"],
-            moved["target_codes"],
-            moved["target_code_lens"],
-        )
+    def _train(self, batches: list[dict[str, Any]]) -> Losses:
+        """Make a step of the batches of all ranks, in which each token, and each code, has the same weight."""
+        counts = torch.tensor([count_targets(batch) for batch in batches], dtype=torch.float64)
+        shares = counts / self.world.add_up(counts.sum(dim=0).to(self.world.device)).cpu()
         self.optimizer.zero_grad(set_to_none=True)
-        losses.total.backward()
+        means, num_positions = torch.zeros(2, dtype=torch.float64, device=self.world.device), 0
+        for number, (batch, (text, codes)) in enumerate(zip(batches, shares.tolist(), strict=True), start=1):
+            # Ranks exchange gradients once a step.
+            waits = isinstance(self.model, DistributedDataParallel) and number < len(batches)
+            with self.model.no_sync() if waits else nullcontext():
+                losses = self._losses(self.model, batch)
+                # Gradients of ranks are averaged, and these are parts of a sum.
+                (self.world.size * (text * losses.text + codes * losses.codes)).backward()
+            means += torch.stack([text * losses.text.detach(), codes * losses.codes.detach()])
+            num_positions += losses.num_positions
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
+        return Losses(*self.world.add_up(means), num_positions)
+
+    def _losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
+        moved = {name: value.to(self.world.device) for name, value in batch.items() if torch.is_tensor(value)}
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            losses: Losses = model(
+                moved["text_tokens"],
+                moved["text_lens"],
+                moved["context_codes"],
+                moved["context_code_lens"],
+                moved["target_codes"],
+                moved["target_code_lens"],
+            )
         return losses
+
+    def _validate(self) -> None:
+        """Write the mean losses over the validation data; ranks may have unequal parts, since they meet at the end."""
+        model = self._plain_model()
+        sums = torch.zeros(4, dtype=torch.float64, device=self.world.device)
+        with torch.no_grad():
+            for batch in validation_batches(self.config, rank=self.world.rank, world_size=self.world.size):
+                losses, (text, codes) = self._losses(model, batch), count_targets(batch)
+                sums += torch.stack([losses.text * text, losses.codes * codes, *sums.new_tensor([text, codes])])
+        text_loss, codes_loss = (self.world.add_up(sums)[:2] / sums[2:]).tolist()
+        if self.world.rank == 0:
+            values = {"step": self.step, "loss": text_loss + codes_loss}
+            values |= {"text_loss": text_loss, "codes_loss": codes_loss}
+            with (self.out_dir / "validation.jsonl").open("a") as log:
+                log.write(json.dumps(values) + "\n")
+            print(f"train: step {self.step:,}, validation loss {values['loss']:.4f}", flush=True)
+
+    def _is_time_to_save(self) -> bool:
+        seconds = self.config.checkpoint_seconds
+        # One clock decides for all ranks.
+        is_late = seconds is not None and self.world.rank == 0 and time.monotonic() - self.saved_at >= seconds
+        is_late = seconds is not None and self.world.any(is_late)
+        return is_late or self.step % self.config.checkpoint_every == 0 or self.step == self.config.max_steps
+
+    def _plain_model(self) -> nn.Module:
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
     def _begin(self) -> dict[str, Any]:
         return {"begin": self.step, "seed": self.seed, "rank": self.world.rank, "world_size": self.world.size}
 
-    def _describe(self, batch: dict[str, Any], losses: Losses, seconds: float, waited: float) -> dict[str, Any]:
+    def _describe(self, batches: list[dict[str, Any]], losses: Losses, seconds: float, waited: float) -> dict[str, Any]:
+        ids = [cut_id for batch in batches for cut_id in batch["ids"]]
         values = {
             "step": self.step,
             "loss": round(losses.total.item(), 4),
             "text_loss": round(losses.text.item(), 4),
             "codes_loss": round(losses.codes.item(), 4),
-            "samples": len(batch["ids"]),
+            "samples": len(ids),
             "tokens_per_second": round(losses.num_positions / seconds, 1),
             "wait_share": round(waited / seconds, 4),
         }
-        return values | ({"ids": batch["ids"]} if self.config.log_ids else {})
+        return values | ({"ids": ids} if self.config.log_ids else {})
 
     def _save(self) -> None:
         data = self.data.merge(self.world.gather(self.data.state_dict()))
+        self.saved_at = time.monotonic()
         if self.world.rank == 0:
-            model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
             self.checkpoints.save(
                 {
                     "step": self.step,
                     "model_config": asdict(self.config.model),
-                    "model": model.state_dict(),
+                    "model": self._plain_model().state_dict(),
                     "optimizer": self.optimizer.state_dict(),
                     "schedule": self.schedule.state_dict(),
                     "data": data,

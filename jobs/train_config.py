@@ -45,10 +45,19 @@ class TrainConfig:
     """Number of training steps."""
     checkpoint_every: int = 100
     """Steps between checkpoints."""
+    checkpoint_seconds: float | None = None
+    """Seconds after which a checkpoint is saved besides; ``null`` goes by steps alone."""
     keep: int = 2
     """Number of checkpoints that are kept."""
     batch_seconds: float = 60.0
     """Target audio of a batch on each rank, in seconds, padding included."""
+    batches_per_step: int | None = None
+    """Batches of all ranks together that one step is made of, a multiple of the number of ranks; ``null`` is one of
+    each rank. With ``canonical: N`` in the settings of ``loader`` and N here, steps do not depend on the ranks."""
+    validation: str | None = None
+    """Dataset directory, with codes of the same codec, whose mean loss goes to ``validation.jsonl``."""
+    validate_every: int = 100
+    """Steps between validations."""
     num_workers: int = 1
     """Processes that read data, per rank."""
     order_seed: int = 0
@@ -59,6 +68,8 @@ class TrainConfig:
     """Learning rate of AdamW after the warm-up."""
     warmup_steps: int = 50
     """Steps over which the learning rate rises."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the model's forward pass: ``bf16`` is autocast; weights and optimizer stay float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; ``auto`` is a GPU where there is one."""
     log_ids: bool = False
@@ -69,8 +80,12 @@ class TrainConfig:
     """Sizes of the model: see below."""
 
     def __post_init__(self) -> None:
-        if min(self.max_steps, self.checkpoint_every, self.keep, self.warmup_steps) < 1:
-            raise ValueError("max_steps, checkpoint_every, keep and warmup_steps must be at least 1")
+        if min(self.max_steps, self.checkpoint_every, self.keep, self.warmup_steps, self.validate_every) < 1:
+            raise ValueError("max_steps, checkpoint_every, keep, warmup_steps and validate_every must be at least 1")
+        if self.batches_per_step is not None and self.batches_per_step < 1:
+            raise ValueError("batches_per_step must be at least 1")
+        if self.checkpoint_seconds is not None and self.checkpoint_seconds <= 0:
+            raise ValueError("checkpoint_seconds must be positive")
         if self.batch_seconds <= 0 or self.learning_rate <= 0:
             raise ValueError("batch_seconds and learning_rate must be positive")
         if self.num_workers < 0 or self.progress_seconds < 0:

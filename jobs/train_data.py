@@ -45,16 +45,31 @@ class TrainingData(Protocol):
 
 def make_data(config: TrainConfig, *, rank: int, world_size: int, seed: int) -> TrainingData:
     """Return the batches that the configuration asks for."""
-    tensors = ContextSpeechDataset(
+    tensors = _tensors(config, seed)
+    if config.loader is not None:
+        return MixedData(config, tensors, rank=rank, world_size=world_size, seed=seed)
+    return ExactData(config, tensors, rank=rank, world_size=world_size)
+
+
+def validation_batches(config: TrainConfig, *, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
+    """Yield this rank's part of ``validation`` once, the same batches each time; ranks may have unequal numbers."""
+    assert config.validation is not None
+    cuts = open_shar(
+        config.validation, [TARGET_CODES, CONTEXT_CODES], codec=config.codec, rank=rank, world_size=world_size
+    )
+    tensors = _tensors(config, seed=0)
+    for batch in _by_duration(cuts, config.batch_seconds):
+        yield tensors[batch]
+
+
+def _tensors(config: TrainConfig, seed: int) -> ContextSpeechDataset:
+    return ContextSpeechDataset(
         CodecForm.of_dataset(config.dataset, config.codec),
         load_tokenizer("bytes"),
         text_bos_id=_TEXT_BOS,
         text_eos_id=_TEXT_EOS,
         seed=seed,
     )
-    if config.loader is not None:
-        return MixedData(config, tensors, rank=rank, world_size=world_size, seed=seed)
-    return ExactData(config, tensors, rank=rank, world_size=world_size)
 
 
 def codes_sizes(config: TrainConfig) -> tuple[int, int]:

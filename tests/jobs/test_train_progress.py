@@ -11,8 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from speech_lm import Losses  # noqa: E402  it needs torch
-from train import ProgressLines, Training, World  # noqa: E402
+from train import ProgressLines, Training  # noqa: E402
 from train_config import TrainConfig  # noqa: E402
+from train_world import World  # noqa: E402
 
 
 def test_lines_come_at_intervals_with_means_and_the_time_left(capsys):
@@ -53,6 +54,7 @@ def test_the_clock_is_read_when_the_gpu_has_done_its_step(tmp_path, monkeypatch)
             self.config = TrainConfig(dataset="none", out_dir=str(tmp_path), max_steps=1)
             self.world = World(0, 1, torch.device("cuda", 0))
             self.out_dir, self.step, self.seed, self.leave = tmp_path, 0, 1, False
+            self.batches_of_rank, self.saved_at = 1, 0.0
 
         def _train(self, batch):
             now[0] += 0.5

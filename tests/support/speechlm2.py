@@ -1,12 +1,8 @@
-"""Two ranks that train NeMo's speech language models with its own classes, and tiny models for them.
-
-The ranks are forked from a server that has imported NeMo once.
-"""
+"""Trainings of NeMo's speech language models with its own classes, tiny models for them, and conversations."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -125,14 +121,12 @@ def train(kind: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"steps": steps, "sharded": sharded}
 
 
-def _run_rank(rank: int, folder: Path) -> None:
-    # As Lightning's own environment finds them.
-    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-    torch.set_num_threads(1)
-    # As under torchrun: NeMo's parsers make functions that cannot be pickled.
-    multiprocessing.set_start_method("fork", force=True)
-    store = torch.distributed.FileStore(str(folder / "store"), 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def train_all(folder: Path) -> None:
+    """Run the trainings of ``settings.json``, one after the other, and write down what this rank found.
+
+    Their names are ``salm`` or ``duplex``, with anything behind a hyphen.
+    """
+    torch.distributed.init_process_group("gloo")
     import sharmill.training.nemo.input_type  # noqa: F401
 
     found = {}
@@ -142,29 +136,7 @@ def _run_rank(rank: int, folder: Path) -> None:
         except Exception as error:  # noqa: BLE001 - a test looks at it
             found[name] = {"error": f"{type(error).__name__}: {error}"}
         torch.distributed.barrier()
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-
-
-def run_ranks(trainings: dict[str, dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Run trainings, one after the other, on two processes; return what each rank found.
-
-    Args:
-        trainings: settings by name: ``salm`` or ``duplex``, with anything behind a hyphen.
-    """
-    (folder / "settings.json").write_text(json.dumps(trainings))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nemo.collections.speechlm2", "nemo.collections.asr", "nemo.collections.tts"])
-    ranks = [context.Process(target=_run_rank, args=(rank, folder)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    try:
-        for rank in ranks:
-            rank.join(timeout=400)
-        assert [rank.exitcode for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 def write_conversations(folder: Path, number: int) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -26,16 +27,24 @@ def main(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    from sharmill.training import get_dataloader
+    from sharmill.training import get_dataloader, merge_data_states
 
     found = {}
+    dp_rank = mesh["dp"].get_local_rank()
     for name, settings in json.loads((folder / "settings.json").read_text()).items():
-        loader = get_dataloader(settings, mesh["dp"].get_local_rank(), 2, dataset=Codes(), device_mesh=mesh)
+        resumable = "canonical" in settings
+        make = partial(get_dataloader, settings, dp_rank, 2, dataset=Codes(), device_mesh=mesh, resumable=resumable)
+        loader = make()
         limit = None if settings.get("force_finite") else 6
         found[name] = [
             {"ids": batch["ids"], "shape": list(batch["codes"].shape), "sum": int(batch["codes"].sum())}
             for batch in islice(iter(loader), limit)
         ]
+        if resumable:
+            states: list = [None] * 4
+            dist.all_gather_object(states, loader.state_dict())
+            resumed = make(state=merge_data_states(states))
+            found[f"{name}, resumed"] = [batch["ids"] for batch in islice(iter(resumed), 4)]
         # A source that is left in the middle of its data sends nothing more, so nobody waits for it.
         dist.barrier()
     found["coordinates"] = mesh.get_coordinate()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
+from support.training import Ids
+
+from sharmill.training import get_dataloader
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +28,13 @@ def found(corpora, tmp_path_factory):
         "randomized": {"shard_seed": "randomized", "seed": 1},
         "in_epochs": {"shard_seed": "randomized", "seed": 1, "shuffle_buffer_size": 1},
         "trng": {"shard_seed": "trng"},
+        "canonical": {
+            "shard_seed": "randomized",
+            "seed": 1,
+            "canonical": 4,
+            "num_workers": 0,
+            "shuffle_buffer_size": 1,
+        },
     }
     shared = {"input_cfg": [corpora.entry("large")], "batch_size": 3}
     (folder / "settings.json").write_text(json.dumps({name: shared | random | own for name, own in settings.items()}))
@@ -37,7 +48,7 @@ def found(corpora, tmp_path_factory):
     return {tuple(result.pop("coordinates")): result for result in results}
 
 
-@pytest.mark.parametrize("name", ["once", "randomized", "trng"])
+@pytest.mark.parametrize("name", ["once", "randomized", "trng", "canonical"])
 def test_tensor_parallel_ranks_see_equal_batches(found, name):
     for dp in (0, 1):
         assert found[dp, 0][name] == found[dp, 1][name]
@@ -62,3 +73,17 @@ def test_randomized_ranks_are_disjoint_in_an_epoch(found):
     first = [{one for batch in found[dp, 0]["in_epochs"][:3] for one in batch["ids"]} for dp in (0, 1)]
     assert [len(one) for one in first] == [9, 9]
     assert not first[0] & first[1]
+
+
+def test_canonical_batches_are_those_of_one_rank_and_go_on(found, corpora):
+    """Of four parts each data-parallel rank has two, and gives out a batch of each in turn."""
+    order = {"shuffle": True, "shuffle_buffer_size": 1, "shard_seed": "randomized", "seed": 1, "canonical": 4}
+    cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 3} | order
+    alone = [list(batch) for batch in islice(get_dataloader(cfg, 0, 1, dataset=Ids()), 12)]
+    steps = [[batch["ids"] for batch in found[dp, 0]["canonical"]] for dp in (0, 1)]
+    assert [*steps[0][:2], *steps[1][:2], *steps[0][2:4], *steps[1][2:4]] == alone[:8]
+    resumed = [found[dp, 0]["canonical, resumed"] for dp in (0, 1)]
+    assert resumed == [found[dp, 1]["canonical, resumed"] for dp in (0, 1)]
+    # Of 24 cuts one is filtered out. A part has used three batches of three, and goes on with the second epoch.
+    second = [one for dp in (0, 1) for batch in [*steps[dp][4:], *resumed[dp][:2]] for one in batch]
+    assert (len(second), len(set(second))) == (24, 23)

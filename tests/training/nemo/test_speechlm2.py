@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import runpy
 
 import pytest
 from support.paths import REPOSITORY
+from support.ranks import run_ranks
 from support.shar import Project, voice
-from support.speechlm2 import FRAME, PLACEHOLDER, model_settings, run_ranks, save_models, write_conversations
+from support.speechlm2 import FRAME, PLACEHOLDER, model_settings, save_models, train_all, write_conversations
 
 from sharmill.models.nemo_checkpoint import quiet_nemo
 
@@ -80,15 +82,15 @@ def found(speech, conversations, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     with quiet_nemo():
         models = save_models(folder)
-    return run_ranks(
-        {
-            "salm": settings_of(models, salm_data(speech)),
-            "duplex": settings_of(models, duplex_data(speech)),
-            "duplex-sides": settings_of(models, sides_data(conversations)),
-            "salm-tensor": settings_of(models, salm_data(speech), data_parallel=1),
-        },
-        folder,
-    )
+    trainings = {
+        "salm": settings_of(models, salm_data(speech)),
+        "duplex": settings_of(models, duplex_data(speech)),
+        "duplex-sides": settings_of(models, sides_data(conversations)),
+        "salm-tensor": settings_of(models, salm_data(speech), data_parallel=1),
+    }
+    (folder / "settings.json").write_text(json.dumps(trainings))
+    run_ranks(train_all, 2, folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("kind", ["salm", "duplex", "duplex-sides"])

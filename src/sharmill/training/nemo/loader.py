@@ -71,9 +71,11 @@ def get_dataloader(
     if cfg.get("canonical") is not None:
         from sharmill.training.nemo.canonical import get_canonical_dataloader
 
-        if device_mesh is not None:
-            raise ConfigError("canonical does not go with device_mesh", code="bad_config_value")
-        return get_canonical_dataloader(cfg, rank, world_size, tokenizer, dataset, state)
+        # Made on every rank, so that all of them see what is wrong with the settings.
+        canonical = get_canonical_dataloader(cfg, rank, world_size, tokenizer, dataset, state)
+        if device_mesh is None:
+            return canonical
+        return BroadcastingDataLoader(canonical if is_dp_source_rank(device_mesh) else None, device_mesh)
     settings = prepare_settings(cfg, rank, world_size)
     dataset = dataset_for(settings, tokenizer, dataset)
     resumes = 0 if state is None else vary_seeds(settings, state)

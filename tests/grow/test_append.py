@@ -14,6 +14,7 @@ from support.sudden_end import killed_at
 
 from sharmill.cli.append import append
 from sharmill.cli.run import run
+from sharmill.cli.validate import validate
 from sharmill.config import to_config, to_yaml
 from sharmill.demo.corpus import make_corpus
 from sharmill.engine.locks import FolderLock
@@ -236,7 +237,7 @@ def test_append_runs_a_configuration_without_contexts(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_append_runs_a_configuration_on_the_records_that_are_new(tmp_path):
+def test_append_runs_a_configuration_on_the_records_that_are_new(tmp_path, capsys):
     corpus = make_corpus(tmp_path / "corpus", num_voices=2, utterances_per_voice=6)
     codec = save_encodec(tmp_path / "encodec")
     records = corpus.manifest.read_text().splitlines(keepends=True)
@@ -244,7 +245,7 @@ def test_append_runs_a_configuration_on_the_records_that_are_new(tmp_path):
     half.write_text("".join(records[::2]))
     changes = {"match": {"min_similarity": -1.0, "min_duration": 0.5}, "write": {"shard_size": 3}}
     old = write_config(tmp_path / "old", half, corpus.audio_root, codec, **changes)
-    assert run_sharmill("run", old).returncode == 0
+    assert run.main([str(old)], standalone_mode=False) == 0
     dataset = tmp_path / "old/dataset"
     before, number = digest(dataset), ShardedDataset(dataset).record().num_cuts
     more = write_config(
@@ -260,10 +261,11 @@ def test_append_runs_a_configuration_on_the_records_that_are_new(tmp_path):
     assert len(rejects) / len(records) > 0.7
     after = digest(dataset)
     assert {name for name in before if after[name] != before[name]} == {"dataset.json", "shards.jsonl"}
-    assert run_sharmill("validate", dataset, "--deep").returncode == 0
-    again = run_sharmill("append", more)
-    assert (again.returncode, digest(dataset)) == (0, after)
-    assert "already" in again.stdout
+    assert validate.main([str(dataset), "--deep"], standalone_mode=False) == 0
+    capsys.readouterr()
+    assert append.main([str(more)], standalone_mode=False) == 0
+    assert digest(dataset) == after
+    assert "already" in capsys.readouterr().out
     refused = run_sharmill("run", old)
     assert refused.returncode == 2
     assert "foreign" in refused.stderr or "not written from" in refused.stderr

@@ -129,7 +129,12 @@ def test_a_file_that_is_cut_off_or_claims_too_much():
         assert reason_of(decode, bad) == "duration_mismatch"
     assert reason_of(probe_bytes, sphere(pcm, 8000, shortened=True, count=1 << 40)) == "unreadable_audio"
     assert reason_of(probe_bytes, sphere(pcm, 8000, shortened=True, count=0)) == "empty_audio"
-    for bad in (data.replace(b"ajkg\x02", b"ajkg\x03"), data.replace(b"sample_rate", b"sample_r8te")):
+    for bad in (
+        data.replace(b"ajkg\x02", b"ajkg\x03"),
+        data.replace(b"sample_rate", b"sample_r8te"),
+        data[:1029],
+        data.replace(b"sample_rate -i 8000", b"sample_rate -i 8"),
+    ):
         assert reason_of(decode, bad) == "unreadable_audio"
 
 

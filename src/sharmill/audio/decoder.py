@@ -6,11 +6,18 @@ import io
 import os
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Final, Protocol
 
 import numpy as np
 
 from sharmill.storage import checksum_bytes
+
+MIN_SAMPLING_RATE: Final = 1000  # below, no speech is left
+MAX_SAMPLING_RATE: Final = 655350  # of FLAC
+# No frame of MPEG audio, ADPCM or GSM holds more; beyond it a header is corrupt and must not size an array.
+MAX_SAMPLES_PER_BYTE: Final = 100
+# FLAC holds silence in next to nothing. More samples than these, 128 MiB of them, need bytes as well.
+SAMPLES_IN_ANY_SIZE: Final = 1 << 25
 
 
 @dataclass(frozen=True)

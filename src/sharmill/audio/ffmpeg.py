@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from sharmill.audio.decoder import AudioBytes, AudioInfo
+from sharmill.audio.decoder import MAX_SAMPLING_RATE, MIN_SAMPLING_RATE, AudioBytes, AudioInfo
 from sharmill.errors import RejectRecord
 
 if TYPE_CHECKING:
     import av
 
-_MIN_SAMPLING_RATE: Final = 1000
-_MAX_SAMPLING_RATE: Final = 655350
 # Opus that sends nothing in pauses comes near. A container may say that many packets lie at the same bytes.
 _MAX_SAMPLES_PER_BYTE: Final = 1000
 _ALWAYS_ALLOWED_SAMPLES: Final = 10_000_000
@@ -200,7 +198,7 @@ class _Frames:
                 raise RejectRecord("duration_mismatch", f"{name} is cut off or damaged")
             for frame in packet.decode():
                 rate, block = frame.sample_rate, _samples(frame)
-                if not _MIN_SAMPLING_RATE <= rate <= _MAX_SAMPLING_RATE:
+                if not MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE:
                     raise RejectRecord("unreadable_audio", f"{name} claims a sampling rate of {rate} Hz")
                 if num_samples == 0:
                     self.sampling_rate, channels = rate, block.shape[1]

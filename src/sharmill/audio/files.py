@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-from sharmill.audio.decoder import AudioBytes, AudioInfo, Decoder
+from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE, AudioBytes, AudioInfo, Decoder
 from sharmill.audio.ffmpeg import FfmpegDecoder, recognise
 from sharmill.audio.libsndfile import SndfileDecoder
 from sharmill.audio.shorten import ShortenedSphereDecoder, is_shortened_sphere
@@ -27,10 +27,6 @@ from sharmill.manifest import Channel
 
 _NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _BLOCK_SAMPLES: Final = 1 << 20
-# No frame of MPEG audio, ADPCM or GSM holds more; beyond it a header is corrupt and must not size an array.
-_MAX_SAMPLES_PER_BYTE: Final = 100
-# FLAC holds silence in next to nothing. More samples than these, 128 MiB of them, need bytes as well.
-_SAMPLES_IN_ANY_SIZE: Final = 1 << 25
 # Formats whose headers state the bytes of their samples, so that these need not be read to miss some.
 _SIZED: Final = ("wav", "aiff", "au")
 
@@ -224,7 +220,7 @@ class Recording:
         if num_samples is None:
             self.check_end()
         size = self.source.size
-        if wanted > max(_SAMPLES_IN_ANY_SIZE, size * _MAX_SAMPLES_PER_BYTE):
+        if wanted > max(SAMPLES_IN_ANY_SIZE, size * MAX_SAMPLES_PER_BYTE):
             raise RejectRecord("unreadable_audio", f"{name}: {size} bytes are too few for {wanted} samples of speech")
         return wanted
 

@@ -12,7 +12,7 @@ import numpy as np
 import soundfile as sf
 
 from sharmill.audio import mp3, ogg
-from sharmill.audio.decoder import AudioBytes, AudioInfo
+from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, MAX_SAMPLING_RATE, MIN_SAMPLING_RATE, AudioBytes, AudioInfo
 from sharmill.errors import RejectRecord
 
 # Our names where they are not libsndfile's format in lower case.
@@ -20,11 +20,7 @@ _OTHER_NAMES: Final = {"OPUS": "opus", "MPEG_LAYER_I": "mp1", "MPEG_LAYER_II": "
 
 # Subtypes without memory between samples: a seek lands on the same values as a decode from the start.
 _MEMORYLESS: Final = ("PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW")
-_MIN_SAMPLING_RATE: Final = 1000  # below, no speech is left
-_MAX_SAMPLING_RATE: Final = 655350  # of FLAC
 _UNKNOWN_LENGTH: Final = (1 << 63) - 1  # libsndfile's SF_COUNT_MAX
-# No frame of MPEG audio, ADPCM or GSM holds more; beyond it a header is corrupt.
-_MAX_SAMPLES_PER_BYTE: Final = 100
 # Writers to a pipe leave 0xFFFFFFFF (ffmpeg) or 0x7FFFF000 (sox) for a size that they cannot know.
 _STREAMED_BYTES: Final = 0x7FFF0000
 # libsndfile shortens a chunk that goes beyond the end of the file, and says so only in its log.
@@ -58,7 +54,7 @@ class SndfileDecoder:
     def _read_header(self) -> AudioInfo:
         sound, source = self._sound, self._source
         num_samples = sound.frames
-        if not _MIN_SAMPLING_RATE <= sound.samplerate <= _MAX_SAMPLING_RATE:
+        if not MIN_SAMPLING_RATE <= sound.samplerate <= MAX_SAMPLING_RATE:
             raise RejectRecord("unreadable_audio", f"{source.name} claims a sampling rate of {sound.samplerate} Hz")
         if num_samples == _UNKNOWN_LENGTH:
             raise RejectRecord("unreadable_audio", f"{source.name} was written to a pipe and does not state its length")
@@ -68,7 +64,7 @@ class SndfileDecoder:
             raise RejectRecord("empty_audio", f"{source.name} has no samples")
         exact = sound.format == "FLAC" or sound.subtype in _MEMORYLESS
         # Ogg states its length in its last page, so that it cannot be wrong by much.
-        if not exact and sound.format != "OGG" and num_samples > source.size * _MAX_SAMPLES_PER_BYTE:
+        if not exact and sound.format != "OGG" and num_samples > source.size * MAX_SAMPLES_PER_BYTE:
             raise RejectRecord(
                 "unreadable_audio", f"{source.name}: {source.size} bytes cannot hold {num_samples} samples"
             )

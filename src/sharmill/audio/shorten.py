@@ -11,7 +11,14 @@ from typing import Final
 
 import numpy as np
 
-from sharmill.audio.decoder import AudioBytes, AudioInfo
+from sharmill.audio.decoder import (
+    MAX_SAMPLES_PER_BYTE,
+    MAX_SAMPLING_RATE,
+    MIN_SAMPLING_RATE,
+    SAMPLES_IN_ANY_SIZE,
+    AudioBytes,
+    AudioInfo,
+)
 from sharmill.errors import RejectRecord
 
 _SPHERE: Final = b"NIST_1A\n"
@@ -25,8 +32,6 @@ _MAX_MEANS: Final = 256
 _AU1, _S16_HIGH, _S16_LOW, _AU2 = 0, 3, 5, 8
 _MU_LAW: Final = (_AU1, _AU2)
 _SHIFTS: Final = 13
-_MAX_SAMPLES_PER_BYTE: Final = 100
-_SAMPLES_IN_ANY_SIZE: Final = 1 << 25
 
 
 def is_shortened_sphere(source: AudioBytes) -> bool:
@@ -47,9 +52,11 @@ class ShortenedSphereDecoder:
         rate, self._count, channels = (fields[key] for key in ("sample_rate", "sample_count", "channel_count"))
         if self._count == 0:
             raise RejectRecord("empty_audio", f"{source.name} has no samples")
-        most = max(_SAMPLES_IN_ANY_SIZE, source.size * _MAX_SAMPLES_PER_BYTE)
-        if not 1 <= channels <= _MAX_CHANNELS or self._count * channels > most or rate < 1:
+        most = max(SAMPLES_IN_ANY_SIZE, source.size * MAX_SAMPLES_PER_BYTE)
+        if not 1 <= channels <= _MAX_CHANNELS or self._count * channels > most:
             raise self._damaged("its header claims more than it can have")
+        if not MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE:
+            raise self._damaged(f"it claims a sampling rate of {rate} Hz")
         self.info = AudioInfo(rate, self._count, channels, "shn", common=False)
         self._samples = np.empty((0, 0), np.int16)
         self._position = 0
@@ -96,6 +103,8 @@ class ShortenedSphereDecoder:
         header, position = [], 8 * (len(_MAGIC) + 1)
         for _ in range(6):
             value, position = read_number(bits, position)
+            if position < 0:
+                raise self._damaged("its samples are cut off")
             header.append(value)
         kind, channels, block_size, max_lpc, num_means, skipped = header
         if kind not in (*_MU_LAW, _S16_HIGH, _S16_LOW):

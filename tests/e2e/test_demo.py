@@ -30,6 +30,15 @@ def test_says_that_its_codec_is_a_small_one(demo):
     assert [(codec["name"], codec["trained"]) for codec in described["codecs"]] == [("builtin", True)]
 
 
+def test_its_last_step_is_a_page_with_audio_from_the_codes(demo):
+    folder, output = demo
+    page = (folder / "run/report.html").read_text()
+    assert f"report: {folder}/run/report.html, " in output.replace("\n", "")
+    assert page.count("Play target of ") == page.count("Play decoded from builtin of ") >= 10
+    assert "Map of the voices" in page
+    assert len(page) < 15_000_000
+
+
 def test_makes_a_dataset_of_all_good_records(demo):
     folder, output = demo
     described = json.loads((folder / "dataset/dataset.json").read_text())

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from support.pipelines import damage, outcome, run_sharmill
 from support.ray_node import LOOPBACK
 from support.toy_stage import wait_until
 
+from sharmill.engine.locks import lock_owner
 from sharmill.executors.ray.node import free_port
 
 
@@ -52,10 +54,13 @@ class TestJobs:
             with socket.socket() as probe:
                 return probe.connect_ex(("127.0.0.1", dashboard)) == 0
 
-        def submit(working_dir, *arguments):
-            address = f"http://127.0.0.1:{dashboard}"
+        address = f"http://127.0.0.1:{dashboard}"
+
+        def submit(working_dir, *arguments, start=run_to_end):
             command = [ray, "job", "submit", "--address", address, "--working-dir", working_dir, "--"]
-            return run_to_end([*command, *arguments], env=environment)
+            return start([*command, *arguments], env=environment)
+
+        submit.address = address
 
         try:
             wait_until(is_up, seconds=90)
@@ -108,6 +113,25 @@ class TestJobs:
         assert "'a/run'" in output
         assert "exit code 2" in output
         assert "failed" in output
+
+    @pytest.mark.slow
+    def test_a_job_that_is_cancelled_ends_and_goes_on_when_it_is_submitted_again(
+        self, submit, working_dir, make_config, tmp_path
+    ):
+        config, job = make_config(tmp_path), ("python", "jobs/ray_job.py")
+        log = (tmp_path / "job.log").open("w")
+        with submit(
+            working_dir, *job, "all", config, start=partial(subprocess.Popen, stdout=log, stderr=log)
+        ) as waiting:
+            wait_until(lambda: (owner := lock_owner(tmp_path / "run")) is not None and "Ray job" in owner.job, 120)
+            done = run_sharmill("cancel", tmp_path / "run", "--ray-address", submit.address)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "ended: " in done.stdout
+            waiting.wait(60)  # of a job that is stopped, Ray returns 0
+        assert lock_owner(tmp_path / "run") is None
+        assert "stopped" in (tmp_path / "job.log").read_text()
+        assert not (tmp_path / "dataset/dataset.json").exists()
+        assert submit(working_dir, *job, "prepare", config).returncode == 0
 
     def test_a_unit_that_fails_fails_the_job_and_is_named(self, submit, working_dir, make_config, tmp_path):
         config = make_config(tmp_path)

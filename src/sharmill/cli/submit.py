@@ -14,6 +14,7 @@ from sharmill.cli.console import make_console, plain
 from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
 from sharmill.cli.run import run_configs
 from sharmill.errors import ConfigError, SharmillError
+from sharmill.executors.logs import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,8 +67,7 @@ def submit(
                 "--dry-run shows what is left to do; with --redo that would have to be taken back first",
                 code="bad_usage",
             )
-        show_submission(console, configs, stages, loaded)
-        return OK
+        return worst([_show_guarded(console, config, stages, loaded) for config in configs])
     options = ["--profile", str(Path(profile).absolute())] if profile else []
     # As it can be typed anywhere: paths in configurations are relative to this folder.
     again = [
@@ -118,35 +118,43 @@ def submit_all(
     ]
 
 
-def show_submission(
-    console: Console, configs: Sequence[Config], stages: Sequence[str] | None, profile: ClusterProfile
-) -> None:
-    """Print, for each dataset, the sbatch script and the balance of the first stage that has something to do; what
-    comes after it depends on its outcome."""
+def _show_guarded(console: Console, config: Config, stages: Sequence[str] | None, profile: ClusterProfile) -> int:
+    try:
+        show_submission(console, config, stages, profile)
+    except SharmillError as error:
+        click.echo(printable(f"Error: {error}"), err=True)
+        return status_of_error(error)
+    return OK
+
+
+def show_submission(console: Console, config: Config, stages: Sequence[str] | None, profile: ClusterProfile) -> None:
+    """Print the sbatch scripts and the balance of the first stage of a dataset that has something to do, or that none
+    has; what comes after it depends on its outcome."""
     from sharmill.cli.stage_status import read_or_preview_units
     from sharmill.executors.slurm.chain import Chain
     from sharmill.pipeline import DatasetRun, check_config, choose_stages, make_stages
 
-    for config in configs:
-        chosen = choose_stages(config, stages)
-        check_config(config, chosen)
-        run = DatasetRun(config, tuple(chosen))
-        if config.append_to is not None and run.is_whole:
-            line = f"{config.name}: once all stages are done, its shards are appended to {config.append_to}"
-            console.print(plain(line), soft_wrap=True)
-        executor = Chain(run, profile).executor()
-        for stage in make_stages(config, chosen):
-            units, done = read_or_preview_units(stage)
-            left = [unit for unit in units if unit.index not in done]
-            if not left:
-                continue
-            bins = executor.bins(stage, left)
-            for line in _describe_balance(stage, bins, executor.arrays(len(bins))):
-                console.print(plain(f"{config.name}, {stage.name}: {line}"))
+    chosen = choose_stages(config, stages)
+    check_config(config, chosen)
+    run = DatasetRun(config, tuple(chosen))
+    if config.append_to is not None and run.is_whole:
+        line = f"{config.name}: once all stages are done, its shards are appended to {config.append_to}"
+        console.print(plain(line), soft_wrap=True)
+    executor = Chain(run, profile).executor()
+    for stage in make_stages(config, chosen):
+        units, done = read_or_preview_units(stage)
+        left = [unit for unit in units if unit.index not in done]
+        if not left:
+            continue
+        bins = executor.bins(stage, left)
+        for line in _describe_balance(stage, bins, executor.arrays(len(bins))):
+            console.print(plain(f"{config.name}, {stage.name}: {line}"))
+        for script in (executor.script(stage, len(bins)), executor.driver_script(stage)):
             # As it is: a script with wrapped lines would be another one.
-            for line in executor.script(stage, len(bins)).split("\n"):
+            for line in script.split("\n"):
                 console.print(plain(line), soft_wrap=True)
-            break
+        return
+    console.print(plain(f"{config.name}: no unit is left to be submitted"))
 
 
 def _describe_balance(stage: Stage, bins: Sequence[Sequence[Unit]], arrays: Sequence[tuple[range, int]]) -> list[str]:

@@ -106,6 +106,11 @@ class SlurmExecutor:
         executor.parameters["map_count"] = len(array)
         return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
 
+    def driver_script(self, stage: Stage) -> str:
+        """Return the sbatch script of the driver job behind a stage's ranks, to be shown."""
+        executor = self._submitit(self._driver_parameters(stage.name, "driver", "afterany:RANKS"), None)
+        return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
+
     def bins(self, stage: Stage, units: Sequence[Unit]) -> list[list[Unit]]:
         """Return the units of each rank: as many ranks as the profile allows, each with units, balanced by cost."""
         # So many arrays that not each could have a rank running would break max_parallel.
@@ -154,19 +159,19 @@ class SlurmExecutor:
 
     def _submit_driver_job(self, name: str, behind: list[str], submitted: list[str]) -> None:
         """Submit a driver job and its watcher job, and add their numbers to ``submitted``."""
-        driver = self._parameters(f"{name}-driver", "driver", self.profile.cpu)
-        watcher = self._parameters(f"{name}-watcher", "watcher", self.profile.cpu)
-        for parameters in (driver, watcher):
-            # They submit jobs, so they run outside of a container, with the interpreter that runs here.
-            parameters.pop("srun_args", None)
-            parameters["use_srun"] = False
-        # afterany: whatever has become of the ranks, the ledger says what is left to do.
-        driver["dependency"] = "afterany:" + ":".join(parent_ids(behind))
+        driver = self._driver_parameters(name, "driver", "afterany:" + ":".join(parent_ids(behind)))
         submitted += self._submit(driver, None, [self.driver_job])
-        watcher["dependency"] = "afternotok:" + submitted[-1]
+        watcher = self._driver_parameters(name, "watcher", "afternotok:" + submitted[-1])
         watcher["additional_parameters"]["kill-on-invalid-dep"] = "yes"
         watcher["setup"] = [*self.watcher_setup, *watcher.get("setup", [])]
         submitted += self._submit(watcher, None, [self.watcher_job])
+
+    def _driver_parameters(self, name: str, role: Role, dependency: str) -> dict[str, Any]:
+        """Return the parameters of a driver job; behind ranks ``afterany``, for the ledger says what is left to do."""
+        parameters = self._parameters(f"{name}-{role}", role, self.profile.cpu)
+        # It submits jobs, so it runs outside of a container, with the interpreter that runs here.
+        parameters.pop("srun_args", None)
+        return parameters | {"use_srun": False, "dependency": dependency}
 
     def _submit(self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]) -> list[str]:
         """Submit one job, or one array, and return the numbers of its tasks."""

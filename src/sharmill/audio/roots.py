@@ -209,19 +209,23 @@ class AudioRoots:
         return next(n for n, root in enumerate(self.roots) if root.real == self.roots[number].real)
 
     def locate(self, segment: Segment) -> Path:
-        """Return where the file of a segment, or its container, lies, as ``obtain``."""
+        """Return where the file of a segment, or its container, lies, as ``obtain``.
+
+        Raises:
+            RejectRecord: ``outside_root`` where a link leads out by now, and what ``fetch`` raises.
+        """
+        self.roots[segment.root].check_links(segment.file)
         return self.obtain(segment.root, segment.file)
 
     def obtain(self, number: int, relative: str) -> Path:
-        """Return where the file of a normalised path below a root lies, links left as they are; of a URL the copy.
+        """Return where the file of a path that ``place`` has just returned lies, links as they are; of a URL the copy.
 
         Raises:
-            RejectRecord: ``outside_root`` where a link leads out, and what ``fetch`` raises.
+            RejectRecord: what ``fetch`` raises.
         """
         root = self.roots[number]
         if root.url:
             return fetch(url_below(root.url, relative), root.path, self._origins)
-        root.check_links(relative)
         return root.path / relative
 
     def real_name(self, segment: Segment) -> str:

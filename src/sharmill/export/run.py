@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from sharmill.engine.locks import LOCK_NAME, FolderLock
+from sharmill.engine.stored import NOT_JSON
 from sharmill.errors import ConfigError, FatalError
 from sharmill.inspect.export import choose_codec
 from sharmill.registry import EXPORTS
@@ -25,6 +26,7 @@ from sharmill.storage import (
     disk_errors,
     make_folder,
     open_atomic,
+    open_regular,
     path_aside,
     publish_directory,
     refuse_strangers,
@@ -35,6 +37,7 @@ from sharmill.storage import (
 
 # The record of what a folder is an export of, and within the folder of each shard the lines of its manifest.
 EXPORT_FILE: Final = "export.json"
+_MAX_IDENTITY_BYTES: Final = 1 << 20
 _LINES_FILE: Final = "lines.jsonl"
 _SHARDS_FOLDER: Final = "shards"
 
@@ -139,8 +142,9 @@ def _require_own(out: Path, identity: dict[str, Any]) -> None:
     if not out.exists() or all(path.name.startswith(own) for path in out.iterdir()):
         return
     try:
-        found = msgspec.json.decode((out / EXPORT_FILE).read_bytes(), type=dict[str, Any])
-    except (FileNotFoundError, msgspec.DecodeError):
+        with open_regular(out / EXPORT_FILE, follow_links=False) as stream:
+            found = msgspec.json.decode(stream.read(_MAX_IDENTITY_BYTES), type=dict[str, Any])
+    except (FileNotFoundError, ValueError, *NOT_JSON):
         found = None
     if found != identity:
         what = (

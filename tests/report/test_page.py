@@ -12,7 +12,7 @@ import soundfile as sf
 from support.reported import Elements
 from support.shar import copy, members_of
 
-from sharmill.report.sound import measure, mel_picture, spectrogram
+from sharmill.report.sound import measure_sound, mel_picture, spectrogram
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +150,11 @@ def test_measures_of_audio():
     rate = 16000
     time = np.arange(rate) / rate
     samples = (0.1 * np.sin(2 * np.pi * 1000 * time) * (time < 0.75)).astype(np.float32)
-    found = measure(samples, rate, spectrogram(samples, rate))
+    found = measure_sound(samples, rate, spectrogram(samples, rate))
     assert found["loudness"] == pytest.approx(-20 - 3.01 - 1.25, abs=0.05)
     assert found["silence"] == pytest.approx(0.24, abs=0.03)
     tone = np.sin(2 * np.pi * 1000 * time)
-    assert 1.0 <= measure(tone, rate, spectrogram(tone, rate))["bandwidth"] < 1.2
+    assert 1.0 <= measure_sound(tone, rate, spectrogram(tone, rate))["bandwidth"] < 1.2
     silence = np.zeros(10, np.float32)
-    assert measure(silence, rate, spectrogram(silence, rate))["bandwidth"] == 0.0
+    assert measure_sound(silence, rate, spectrogram(silence, rate))["bandwidth"] == 0.0
     assert mel_picture(spectrogram(silence, rate), rate).startswith("data:image/png;base64,iVBOR")

@@ -9,7 +9,7 @@ import msgspec
 
 from sharmill.engine.rundir import RunDir
 from sharmill.pilot.advice import Advice, Threshold
-from sharmill.pilot.calibrate import Calibration, Histogram
+from sharmill.pilot.calibrate import Calibration, SimilarityCounts
 from sharmill.registry import SECTIONS
 from sharmill.report.pilot import SECTION, make_pilot
 
@@ -21,7 +21,7 @@ def write_calibration(folder: Path, *, advised: bool = True) -> SimpleNamespace:
     advice = Advice(
         thresholds=thresholds, misplaced=0.1, foreign=0.0, recommended=thresholds[7], reason="<b>because</b>"
     )  # fmt: skip
-    similarities = Histogram(within_groups=[0, 5, 3], across_groups=[7, 2, 0])
+    similarities = SimilarityCounts(within_groups=[0, 5, 3], across_groups=[7, 2, 0])
     found = Calibration(
         name="small", seed=0, encoder="resemblyzer", device="cpu", num_records=1000, num_drawn=100, num_groups=10,
         num_partial_groups=0, rejects=[], formats=[], durations={}, too_short_for_context=0.0,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import re
+import zlib
 from unittest import mock
 
 import numpy as np
 import pytest
+from support.errors import raises
 from support.paths import REPOSITORY
 from support.shar import Project, run, voice
 
 from sharmill.config import to_yaml
 from sharmill.config.loading import load_for_display
 from sharmill.engine.rundir import RunDir
+from sharmill.errors import DamagedShard
 from sharmill.match.stage import MatchStage
 from sharmill.match.voices import pack_voice, sample_voices, unpack_voice
 from sharmill.pipeline import make_stages
@@ -44,6 +48,21 @@ def test_measures_of_shards_merge_in_any_order_and_are_short(reported):
     assert one.histograms["duration"].total == 1000
     assert one.extremes["longest"][0][0] == 16.0
     assert len(parts[0].pack()) < 600
+
+
+def packed(content: bytes) -> str:
+    return base64.b64encode(zlib.compress(content)).decode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "no base 64", packed(b"not msgpack"), packed(bytes(1 << 30)),
+     CutMeasures({"duration": Histogram(1 << 40, [1])}).pack(), CutMeasures({"color": Histogram(0, [1])}).pack()],
+    ids=["empty", "text", "other content", "a gigabyte", "a bin far away", "unknown"],
+)  # fmt: skip
+def test_damaged_measures_are_an_error_and_cost_no_memory(text):
+    with raises(DamagedShard, "damaged_shard", "the measures of a shard are damaged"):
+        CutMeasures.unpack(text)
 
 
 def groups(count: int, size: int):

@@ -12,7 +12,7 @@ Loaded = TypeVar("Loaded")
 
 
 class UnitsAhead(Generic[Loaded]):
-    """What ``load`` makes of each unit, begun ahead for the unit that is expected.
+    """The results of ``load`` for units, begun ahead for the unit that is expected.
 
     Another unit may come instead: what was made ready is then dropped. An error is raised where the unit is taken, so
     that it ends that unit and no other.

@@ -56,7 +56,7 @@ class AudioFormat(msgspec.Struct, frozen=True, kw_only=True):
     count: int
 
 
-class Histogram(msgspec.Struct, frozen=True, kw_only=True):
+class SimilarityCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Counts in bins of equal width from -1 to 1: pairs of utterances by their similarity."""
 
     within_groups: list[int]
@@ -90,7 +90,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     durations: dict[str, float]
     too_short_for_context: float
     advice: Advice | None
-    similarities: Histogram | None
+    similarities: SimilarityCounts | None
     audio_seconds: float
     rates: list[StageRate]
 
@@ -238,12 +238,12 @@ def _number(names: Iterable[str]) -> np.ndarray:
     return np.unique(np.array([*names], dtype=object).astype(str), return_inverse=True)[1].reshape(-1)
 
 
-def _count_similarities(voices: Voices) -> Histogram:
+def _count_similarities(voices: Voices) -> SimilarityCounts:
     def count(pairs: np.ndarray) -> list[int]:
         counts, _ = np.histogram(voices.similarities[np.triu(pairs | pairs.T, 1)], bins=_BINS, range=(-1, 1))
         return [int(number) for number in counts]
 
-    return Histogram(within_groups=count(voices.is_within), across_groups=count(voices.is_across))
+    return SimilarityCounts(within_groups=count(voices.is_within), across_groups=count(voices.is_across))
 
 
 def _share_rejects(records: PilotRecords, lost: dict[int, tuple[str, RejectRecord]]) -> list[RejectShare]:

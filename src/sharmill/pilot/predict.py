@@ -20,7 +20,7 @@ from sharmill.pilot.rates import StageRate
 
 @dataclass(frozen=True, kw_only=True)
 class StagePrediction:
-    """What is left of a stage.
+    """The rest of a stage, and its cost.
 
     Attributes:
         wall_seconds: from its start to its end.

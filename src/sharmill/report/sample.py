@@ -15,7 +15,7 @@ import numpy as np
 
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.inspect.stored import StoredCut, read_codes, read_shard, read_stored_audio, read_stored_cut
-from sharmill.report.sound import measure, spectrogram
+from sharmill.report.sound import measure_sound, spectrogram
 from sharmill.shar.histograms import SCALES, CutMeasures, Histogram, cut_values
 from sharmill.shar.index import DatasetRecord, ShardRecord
 from sharmill.shar.items import ItemTable
@@ -42,7 +42,7 @@ class Pair:
 
 @dataclass
 class DatasetSample:
-    """What was found in a sample of shards.
+    """The finds in a sample of shards.
 
     Attributes:
         measures: of the cuts in the sampled shards; those of audio are of fewer.
@@ -195,7 +195,7 @@ def _measure_audio(
             except _UNREADABLE as error:
                 sample.unreadable[f"{item.cut_id}: {error}"] += 1
                 continue
-            found[name][place] = measure(samples, rate, spectrogram(samples, rate))
+            found[name][place] = measure_sound(samples, rate, spectrogram(samples, rate))
     targets = found[record.audio_fields[0]]
     for place, values in found.get(CONTEXT_AUDIO, {}).items():
         if place in targets:

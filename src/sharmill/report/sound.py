@@ -33,7 +33,7 @@ def spectrogram(samples: np.ndarray, sampling_rate: int) -> np.ndarray:
     return np.abs(np.fft.rfft(frames * window, axis=1)).astype(np.float32) ** 2 / float(window.sum()) ** 2
 
 
-def measure(samples: np.ndarray, sampling_rate: int, power: np.ndarray) -> dict[str, float]:
+def measure_sound(samples: np.ndarray, sampling_rate: int, power: np.ndarray) -> dict[str, float]:
     """Return loudness (RMS, dB of full scale), bandwidth (kHz) and the share of silence of audio.
 
     Args:

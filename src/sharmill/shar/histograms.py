@@ -18,6 +18,8 @@ from sharmill.errors import DamagedShard
 from sharmill.shar.cut_lines import NOT_JSON
 
 _KEPT_EXTREMES: Final = 4
+# Of unpacked measures, which have some kilobytes: a damaged text of a run directory could unfold to gigabytes.
+_MAX_BYTES: Final = 1 << 20
 
 
 class Scale(msgspec.Struct, frozen=True):
@@ -140,9 +142,15 @@ class CutMeasures(msgspec.Struct):
             DamagedShard: it has not.
         """
         try:
-            return msgspec.msgpack.decode(zlib.decompress(base64.b64decode(text)), type=cls)
+            measures = msgspec.msgpack.decode(
+                zlib.decompressobj().decompress(base64.b64decode(text), _MAX_BYTES), type=cls
+            )
         except (ValueError, zlib.error, *NOT_JSON) as error:
             raise DamagedShard(f"the measures of a shard are damaged: {error}") from error
+        for name, found in measures.histograms.items():
+            if name not in SCALES or not 0 <= found.first <= SCALES[name].num_bins - len(found.counts):
+                raise DamagedShard("the measures of a shard are damaged: they are outside the scales")
+        return measures
 
 
 def cut_values(cut: Mapping[str, Any]) -> dict[str, float]:

@@ -8,7 +8,8 @@ from unittest import mock
 
 import pytest
 from support.errors import raises
-from support.shar import Project, run, voice
+from support.reader import make_dataset
+from support.shar import Project, copy, lines, put, reindex, rewrite, run, voice
 
 from sharmill.cli.main import COMMANDS, cli, main
 from sharmill.cli.progress import ProgressListener
@@ -65,6 +66,43 @@ def test_every_command_that_prints_results_can_be_quiet(command):
     assert [parameter.name for parameter in found.params].count("quiet") == 1
 
 
+# Print YAML that is to be pasted, or nothing.
+NO_JSON = (*ONLY_LINES, "sidecars", "submit")
+
+
+@pytest.mark.parametrize("command", [name for names in COMMANDS.values() for name in names if name not in NO_JSON])
+def test_every_command_that_prints_results_has_json(command):
+    options = [option for parameter in cli.get_command(None, command).params for option in parameter.opts]
+    assert "--json" in options
+
+
+def test_json_of_commands_that_make_datasets(tmp_path, capsys):
+    one, other, out = tmp_path / "one", tmp_path / "other", tmp_path / "out"
+    reindex(make_dataset(one, [3, 2]))
+    merged = json.loads(call(capsys, "merge", one, copy_with_other_ids(one, other), out, "--json"))
+    assert (merged["dataset"]["num_shards"], merged["dataset"]["num_cuts"]) == (4, 10)
+    assert merged["files"]["linked"] + merged["files"]["copied"] == 4
+    indexed = json.loads(call(capsys, "index", out, "--json"))
+    assert indexed["dataset"]["num_cuts"] == 10
+    assert indexed["notes"]
+
+
+def copy_with_other_ids(dataset, to):
+    copy(dataset, to)
+    for path in sorted(to.glob("cuts/*.gz")):
+        rewrite(path, [cut | {"id": f"other-{cut['id']}"} for cut in lines(path)])
+    reindex(to)
+    return to
+
+
+def test_json_of_a_manifest_and_of_cancel(done, tmp_path, capsys):
+    folder = put(tmp_path / "audio/a.wav", voice(0.5)).parent
+    found = json.loads(call(capsys, "manifest", folder, "-o", tmp_path / "m.json", "--json"))
+    assert (found["ok"], found["totals"]["num_out"]) == (True, 1)
+    assert found["manifest"] == str(tmp_path / "m.json")
+    assert json.loads(call(capsys, "cancel", done.run_dir, "--json")) == {"slurm_jobs": [], "ended": []}
+
+
 def test_json_of_plan_and_status_is_all_that_is_printed(done, capsys):
     (predicted,) = json.loads(call(capsys, "plan", done.path, "--json"))
     assert (predicted["name"], predicted["is_planned"], predicted["rank_seconds"]) == ("prepare", True, 0.0)
@@ -100,12 +138,12 @@ def test_words_are_completed(monkeypatch, capsys):
 
 
 def test_lines_say_which_stage_of_how_many():
-    lines = []
-    listener = ProgressListener(SimpleNamespace(is_terminal=False, print=lambda text, **_: lines.append(str(text))),
+    printed = []
+    listener = ProgressListener(SimpleNamespace(is_terminal=False, print=lambda text, **_: printed.append(str(text))),
                                 num_stages=5)  # fmt: skip
     stage = SimpleNamespace(name="prepare", cost_unit="records", uses_gpu=False)
     listener.stage_started(stage, [SimpleNamespace(index=0, cost=3.0)], [])
-    assert lines == ["prepare (stage 1 of 5): 1 unit, 3 records"]
+    assert printed == ["prepare (stage 1 of 5): 1 unit, 3 records"]
 
 
 @pytest.mark.parametrize("value", ["", "true"])

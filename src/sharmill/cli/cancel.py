@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from sharmill.cli.console import make_console, plain
+from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError, FatalError
 
@@ -26,7 +26,8 @@ _SECONDS_TO_END: Final = 60.0
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--ray-address", help="Dashboard of the Ray cluster; by default that of RAY_API_SERVER_ADDRESS.")
-def cancel(run_dir: Path, ray_address: str | None) -> int:
+@json_option
+def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     """End what is at work in a run directory: jobs, or a process.
 
     What is done is kept: the command that began the run goes on from there.
@@ -45,6 +46,8 @@ def cancel(run_dir: Path, ray_address: str | None) -> int:
         console.print(plain(f"ended: {ended}"))
     if not jobs and not ended:
         console.print(plain(f"nothing is at work in {run_dir}"))
+    if as_json:
+        print_json({"slurm_jobs": jobs, "ended": [ended] if ended else []})
     return OK
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError
 
@@ -19,11 +20,11 @@ from sharmill.errors import ConfigError
 @click.option("--context", is_flag=True, help="Decode the codes of the context instead of those of the target.")
 @click.option("--codec-model", metavar="CODEC=MODEL",
               help="Model of the codec, where it is not one that sharmill brings.")  # fmt: skip
+@json_option
 def decode(
-    dataset: Path, cut_id: str, output: Path, codec: str | None, context: bool, codec_model: str | None
+    dataset: Path, cut_id: str, output: Path, codec: str | None, context: bool, codec_model: str | None, as_json: bool
 ) -> int:  # fmt: skip
     """Turn the codes of a cut into audio that can be listened to."""
-    from sharmill.cli.console import make_console, plain
     from sharmill.inspect.export import choose_codec, decode_stored_codes, export_audio, load_decoder
     from sharmill.inspect.stored import find_cut
     from sharmill.shar.index import read_dataset
@@ -39,4 +40,7 @@ def decode(
     if not record.trained:
         console.print(plain(f"the codec {record.name} is untrained: its codes mean nothing", style="yellow"))
     console.print(plain(f"wrote {output}: {len(samples) / rate:.3f} s at {rate} Hz"), soft_wrap=True)
+    if as_json:
+        values = {"file": str(output), "codec": record.name, "trained": record.trained}
+        print_json({**values, "num_samples": len(samples), "sampling_rate": rate})
     return OK

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import OK
 
 
@@ -15,9 +17,9 @@ from sharmill.cli.exit_status import OK
 @click.option("--to", "form", required=True, metavar="FORM",
               help="nemo_codes: a NeMo manifest with a file of codes per utterance.")  # fmt: skip
 @click.option("--codec", help="Whose codes, where there are several.")
-def export(dataset: Path, out: Path, form: str, codec: str | None) -> int:
+@json_option
+def export(dataset: Path, out: Path, form: str, codec: str | None, as_json: bool) -> int:
     """Write a dataset as files for trainers that do not read Shar."""
-    from sharmill.cli.console import make_console, plain
     from sharmill.export.run import export_dataset
 
     console = make_console()
@@ -28,4 +30,6 @@ def export(dataset: Path, out: Path, form: str, codec: str | None) -> int:
         )  # fmt: skip
     hours = exported.seconds / 3600
     console.print(plain(f"wrote {exported.manifest}: {exported.num_cuts:,} cuts, {hours:,.2f} hours"), soft_wrap=True)
+    if as_json:
+        print_json({**asdict(exported), "manifest": str(exported.manifest)})
     return OK

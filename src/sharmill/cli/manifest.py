@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sharmill.cli.arguments import parse_workers, workers_option
+from sharmill.cli.console import describe_cost, json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import FAILED, OK
 from sharmill.errors import ConfigError
 
@@ -43,13 +44,13 @@ if TYPE_CHECKING:
 @click.option("--number", "numbers", multiple=True, metavar="KEY", help="Of a table: a key whose cells are numbers.")
 @workers_option
 @click.option("--restart", is_flag=True, help="Begin anew: replace FILE, forget what an interrupted run has done.")
-def manifest(sources: tuple[str, ...], output: str, workers: str, restart: bool, **given: Any) -> int:
+@json_option
+def manifest(sources: tuple[str, ...], output: str, workers: str, restart: bool, as_json: bool, **given: Any) -> int:
     """Make a manifest of a folder, a table or a corpus.
 
     SOURCE is a folder of audio, with .txt or .lab beside it; a table (.csv, .tsv); or a manifest to be completed. Only
     headers are read. Rejects are in FILE's .rejects.jsonl, the root of all paths is in its .info.yaml.
     """
-    from sharmill.cli.console import make_console
     from sharmill.cli.progress import ProgressListener
     from sharmill.collect.run import ManifestOptions, make_manifest
 
@@ -64,6 +65,9 @@ def manifest(sources: tuple[str, ...], output: str, workers: str, restart: bool,
             sources, output, options, listener, workers=parse_workers(workers), restart=restart
         )
     _print_result(console, destination, result)
+    if as_json:
+        paths = {"manifest": destination.path, "rejects": destination.rejects, "audio_root": destination.root}
+        print_json({"ok": result.ok, "totals": result.totals, **{key: str(path) for key, path in paths.items()}})
     return OK if result.ok else FAILED
 
 
@@ -102,8 +106,6 @@ def _parse_values(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _print_result(console: Console, destination: Destination, result: StageResult) -> None:
-    from sharmill.cli.console import describe_cost, plain
-
     for failure in result.failures.values():
         console.print(plain(f"unit {failure.index} failed: {failure.message}", style="red"), soft_wrap=True)
     if result.totals is None:

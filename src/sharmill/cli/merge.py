@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import OK
 
 
@@ -11,12 +12,12 @@ from sharmill.cli.exit_status import OK
 @click.argument("datasets", nargs=-1, required=True, metavar="DATASET... OUT", type=click.Path(path_type=str))
 @click.option("--copy", is_flag=True, help="Copy the files; by default they are hard links where possible.")
 @click.option("--name", help="The name of the new dataset (default: that of its folder).")
-def merge(datasets: tuple[str, ...], copy: bool, name: str | None) -> int:
+@json_option
+def merge(datasets: tuple[str, ...], copy: bool, name: str | None, as_json: bool) -> int:
     """Make one dataset of several.
 
     OUT is a new dataset directory with the shards of all DATASETs, in order. These stay as they are.
     """
-    from sharmill.cli.console import make_console, plain
     from sharmill.errors import ConfigError
     from sharmill.grow.merge import merge_datasets
 
@@ -30,4 +31,6 @@ def merge(datasets: tuple[str, ...], copy: bool, name: str | None) -> int:
         f"{placed.linked} files linked, {placed.copied} copied"
     )
     make_console().print(plain(line), soft_wrap=True)
+    if as_json:
+        print_json({"dataset": record, "files": placed})
     return OK

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from sharmill.cli.arguments import parse_codec_models
+from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import OK
 
 
@@ -17,7 +18,8 @@ from sharmill.cli.exit_status import OK
               help="Model of a codec that is to be decoded, where it is not one that sharmill brings.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE.html",
               help="File to write; by default report.html in the run directory, or here for a dataset.")  # fmt: skip
-def report(directory: Path, output: Path | None, codec_models: tuple[str, ...]) -> int:
+@json_option
+def report(directory: Path, output: Path | None, codec_models: tuple[str, ...], as_json: bool) -> int:
     """Make a page to look at and to listen to.
 
     It is one HTML file, which works offline.
@@ -25,7 +27,6 @@ def report(directory: Path, output: Path | None, codec_models: tuple[str, ...]) 
     Of a run directory it has the accounts, the configuration and measures of all cuts; of a dataset alone what its
     index and a sample of its shards say.
     """
-    from sharmill.cli.console import make_console, plain
     from sharmill.cli.stage_status import stages_of_run
     from sharmill.config.loading import load_for_display
     from sharmill.engine.rundir import RunDir
@@ -42,4 +43,6 @@ def report(directory: Path, output: Path | None, codec_models: tuple[str, ...]) 
         facts, path = read_dataset_facts(directory, models), output or Path("report.html")
     size = write_page(facts, path)
     make_console().print(plain(f"wrote {path}: {size / 1e6:.1f} MB"), soft_wrap=True)
+    if as_json:
+        print_json({"page": str(path), "bytes": size})
     return OK

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from sharmill.cli.arguments import parse_workers, workers_option
+from sharmill.cli.console import json_option, make_console, make_table, plain, print_json
 from sharmill.cli.exit_status import OK
 
 
@@ -18,15 +19,15 @@ from sharmill.cli.exit_status import OK
 @click.option("--shard-size", type=click.IntRange(1), help="Cuts of a shard (default: as in DATASET).")
 @click.option("--restart", is_flag=True, help="Discard what an interrupted split has left, instead of going on.")
 @workers_option
+@json_option
 def split(
     dataset: str, out: str, by_speaker: bool, valid: str | None, test: str | None, seed: int, shard_size: int | None,
-    restart: bool, workers: str,
+    restart: bool, workers: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Divide a dataset by speakers.
 
     Writes OUT/train, OUT/valid and OUT/test, datasets whose audio and codes are copied. DATASET stays as it is.
     """
-    from sharmill.cli.console import make_console, make_table, plain
     from sharmill.cli.progress import ProgressListener
     from sharmill.errors import ConfigError
     from sharmill.grow.split import split_dataset
@@ -50,6 +51,8 @@ def split(
         table.add_row(plain(part.name), *row, f"{record.target_seconds / total:.2%}", str(record.num_shards))
     console.print(table)
     console.print(f"{sum(part.record.num_cuts for part in splits)} cuts, each in exactly one split")
+    if as_json:
+        print_json(splits)
     return OK
 
 

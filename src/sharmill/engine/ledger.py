@@ -91,9 +91,12 @@ def revoke(stage: Stage, indices: Collection[int]) -> None:
     write_atomic(stage.dir.revoked, b"".join(msgspec.json.encode(commit) + b"\n" for commit in first.values()))
     ids = {unit.id for unit in units}
     for path in sorted(stage.dir.ledger.glob("*.jsonl")):
-        lines = list(read_stored_lines(path))
-        kept = [line for line in lines if (found := _decode(path, line)) is not None and found.id not in ids]
-        if len(kept) < len(lines):
+        kept, num_lines = list[bytes](), 0
+        for line in read_stored_lines(path):
+            num_lines += 1
+            if (found := _decode(path, line)) is not None and found.id not in ids:
+                kept.append(line)
+        if len(kept) < num_lines:
             write_atomic(path, b"".join(kept))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.manifest import tagged_speaker
 
 # Lines whose hashes go to the temporary file together.
-_LINES_AT_ONCE = 1 << 16
+_DIGESTS_AT_ONCE = 1 << 16
 
 
 class _Head(msgspec.Struct):
@@ -50,20 +50,26 @@ def index_manifest(path: Path, group_key: Callable[[str, str], str], *further: P
     with SpilledRows(path.parent, HASH) as hashes:
         for file in (path, *further):
             position = 0
-            lines = read_stored_lines(file)
-            while part := list(islice(lines, _LINES_AT_ONCE)):
-                digests = bytearray()
-                for line in part:
-                    head = decode_stored(file, line, _Head)
-                    key = group_key(head.audio_filepath, tagged_speaker(head.speaker))
-                    digests += xxhash.xxh3_128_digest(key.encode())
-                    offsets.append(position)
-                    seconds.append(head.duration)
-                    position += len(line)
-                # A digest has its high half first, and its bytes are those of big-endian numbers.
-                hashes.append(np.frombuffer(digests, ">u8").reshape(-1, 2))
+            digests = bytearray()
+            # Line by line: of what is no manifest a line may have 64 MiB.
+            for line in read_stored_lines(file):
+                head = decode_stored(file, line, _Head)
+                key = group_key(head.audio_filepath, tagged_speaker(head.speaker))
+                digests += xxhash.xxh3_128_digest(key.encode())
+                offsets.append(position)
+                seconds.append(head.duration)
+                position += len(line)
+                if len(offsets) % _DIGESTS_AT_ONCE == 0:
+                    hashes.append(_rows(digests))
+                    digests = bytearray()
+            hashes.append(_rows(digests))
         groups = hashes.first_equal()
     return ManifestIndex(np.frombuffer(offsets, np.int64), np.frombuffer(seconds, np.float32), groups)
+
+
+def _rows(digests: bytearray) -> np.ndarray:
+    """Return digests as rows of numbers: they have their high half first, and their bytes are big-endian."""
+    return np.frombuffer(digests, ">u8").reshape(-1, 2)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -94,8 +95,9 @@ def nemo_language(language: str) -> str:
     return re.sub(r"\W", "_", language)
 
 
+@lru_cache(maxsize=1 << 12)
 def parse_speaker_tag(tag: str) -> SpeakerTag:
-    """Parse a speaker tag.
+    """Parse a speaker tag. Those of the last records are kept: mostly the next one has the same.
 
     Raises:
         RejectRecord: ``bad_speaker`` where it is not of the form ``| Language:.. Dataset:.. Speaker:.. |``.

@@ -38,14 +38,17 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
         raise RejectRecord("outside_root", "the audio path has a null character, which no path can have")
     if is_url(audio_filepath):
         return _below_url(audio_filepath, roots)
-    path = PurePosixPath(audio_filepath)
-    if path.is_absolute():
+    relative = audio_filepath
+    if audio_filepath.startswith("/"):
+        path = PurePosixPath(audio_filepath)
         root = next((root for root in roots if path.is_relative_to(root)), None)
         if root is None:
             raise RejectRecord("outside_root", "the audio path is absolute and not below the audio root")
-        path = path.relative_to(root)
+        relative = str(path.relative_to(root))
     parts: list[str] = []
-    for part in path.parts:
+    for part in relative.split("/"):
+        if part in ("", "."):
+            continue
         if part != "..":
             parts.append(part)
         elif parts:

@@ -52,7 +52,7 @@ class HoursTable:
         seconds = utterance.duration
         duration_from = "header" if utterance.custom.get(DURATION_FROM_HEADER) else "record"
         for dimension, value in zip(_ORIGINS, (tag_from, duration_from), strict=True):
-            self._cells[dimension].setdefault(value, _Cell()).add(_Cell(records_in=1))
+            self._cell(dimension, value).records_in += 1
         self._count(utterance.speaker, _Cell(records_in=1, records_out=1, seconds_in=seconds, seconds_out=seconds))
 
     def count_rejected(self, record: Any) -> None:
@@ -72,7 +72,7 @@ class HoursTable:
     def add(self, other: HoursTable) -> None:
         for dimension, row in other._cells.items():
             for value, cell in row.items():
-                self._cells[dimension].setdefault(value, _Cell()).add(cell)
+                self._cell(dimension, value).add(cell)
 
     def report(self, totals: Totals) -> dict[str, Any]:
         """Return the content of ``stats.json``."""
@@ -101,4 +101,11 @@ class HoursTable:
         except RejectRecord:
             values = dict.fromkeys(_DIMENSIONS, _UNKNOWN)
         for dimension, value in {"total": "total", **values}.items():
-            self._cells[dimension].setdefault(value, _Cell()).add(cell)
+            self._cell(dimension, value).add(cell)
+
+    def _cell(self, dimension: str, value: str) -> _Cell:
+        row = self._cells[dimension]
+        cell = row.get(value)
+        if cell is None:
+            cell = row[value] = _Cell()
+        return cell

@@ -258,11 +258,23 @@ class TestSetupLines:
         with raises(FatalError, "no_ranks", "failed with status 127: no_such_module load cuda", "command not found"):
             submit()
 
-    def test_a_watcher_job_that_a_line_ends_notes_which(self, tmp_path):
+    @pytest.fixture
+    def waiting(self, tmp_path):
+        """A chain that waits for jobs."""
         dataset = SimpleNamespace(name="toy", run_dir=tmp_path / "run")
         chain = Chain(dataset, ClusterProfile(), command="sharmill submit all c.yaml")
         chain.run_dir.path.mkdir()
         write_atomic(chain.run_dir.chain, msgspec.json.encode(ChainState(state="waiting", message="jobs")))
+        return chain
+
+    def test_a_watcher_job_on_a_full_disk_leaves_the_state_as_it_was(self, waiting):
+        # As a full disk does, the limit makes every write fail.
+        lines = ["trap '' XFSZ", "ulimit -f 0", *waiting.executor().watcher_setup, "exit 1"]
+        subprocess.run(["bash", "-c", "\n".join(lines)], stderr=subprocess.DEVNULL, check=False)
+        assert read_state(waiting.run_dir) == ChainState(state="waiting", message="jobs")
+
+    def test_a_watcher_job_that_a_line_ends_notes_which(self, waiting):
+        chain = waiting
         lines = [*chain.executor().watcher_setup, *checked_lines(['no_such_module "a" && \\'])]
         subprocess.run(["bash", "-c", "\n".join(lines)], stderr=subprocess.DEVNULL, check=False)
         state = read_state(chain.run_dir)

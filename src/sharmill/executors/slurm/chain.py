@@ -152,8 +152,9 @@ class Chain:
             "note_failure() {",
             "    case $? in 0|255) return ;; esac",
             f"""    grep -qs '"state":"waiting"' {path} || return""",
-            f"    printf '%s%s%s\\n' {shlex.quote(before)} \"$setup_failure\" {shlex.quote(after)} > {aside}",
-            f"    mv -f {aside} {path}",
+            # On a full disk what was noted before stays.
+            f"    printf '%s%s%s\\n' {shlex.quote(before)} \"$setup_failure\" {shlex.quote(after)} > {aside} &&",
+            f"        mv -f {aside} {path}",
             "}",
             "trap note_failure EXIT",
         )

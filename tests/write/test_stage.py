@@ -20,7 +20,7 @@ from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.errors import ConfigError
 from sharmill.manifest import AudioNotes, Utterance
-from sharmill.match.stage import matched_manifest
+from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
 from sharmill.write.stage import WriteStage
@@ -428,3 +428,17 @@ def test_times_of_files_are_not_in_the_dataset(tmp_path):
         found.append(snapshot(project.dataset))
     assert found[0] == found[1]
     assert not any(b"modified" in data or b"_checksum" in data for data in found[0].values())
+
+
+def test_a_rank_that_does_not_see_the_audio_root_rejects_nothing(project):
+    """As on a node where a disk is not mounted: all of its records would be rejected, one by one."""
+    fill(project, 3)
+    config = project.configure()
+    project.match_by_hand(config)
+    project.root.rename(project.root.with_name("elsewhere"))
+    for stage in (WriteStage(config), MatchStage(config)):
+        with raises(ConfigError, "missing_input", f"the audio root {project.root} does not exist"):
+            run(stage)
+        assert not stage.dir.rejects.exists()
+    project.root.with_name("elsewhere").rename(project.root)
+    assert run(WriteStage(config)).totals.num_out == 3

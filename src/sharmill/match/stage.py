@@ -131,6 +131,8 @@ class MatchStage(Stage):
                 number += 1
 
     def open(self, device: str) -> Processor:
+        # On a node without this disk every record would be rejected for missing audio.
+        segment_roots(self.config).check()
         kind = check_device(device)
         return MatchProcessor(self.config, self.dir.plan, self.make_embedder(device), kind)
 

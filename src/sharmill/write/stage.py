@@ -89,6 +89,8 @@ class WriteStage(Stage):
             yield make_unit(number, cost=cost, size=stop - start, params={"start": start, "stop": stop})
 
     def open(self, device: str) -> Processor:
+        # On a node without this disk every record would be rejected for missing audio.
+        segment_roots(self.config).check()
         return WriteProcessor(self.config, self.dir.plan)
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:

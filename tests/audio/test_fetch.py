@@ -155,12 +155,30 @@ class TestRoots:
         "path",
         ["https://host/speeches/a.flac", "http://host/speech/a.flac", "https://host/speech/../a.flac", "s3://b/a.flac",
          "https://host/speech/%2e%2e/a.flac", "https://host/speech/x\\..\\a.flac", "file:///data/a.flac",
-         "https://host@evil/speech/a.flac", "https://host/speech%2f..%2fa.flac"],
+         "https://host@evil/speech/a.flac", "https://host/speech%2f..%2fa.flac", "https://host/speech/..?x", "https://host/speech/..;x/a.flac"],
     )  # fmt: skip
     def test_what_is_outside(self, path):
         with pytest.raises(RejectRecord) as caught:
             normalise_path(path, self.ROOTS)
         assert caught.value.reason == "outside_root"
+
+    @pytest.mark.parametrize(
+        "path",
+        ["%2e%2e/a.flac", "84/..%2F..%2fa.flac", ".%2E", "..\\a.flac", "..%5Ca.flac", "..?x", "84/%2e%2e;x/a.flac"],
+    )
+    def test_a_relative_path_cannot_leave_a_url(self, path, web, tmp_path):
+        roots = AudioRoots.of([f"{web.url}/84", str(tmp_path)], tmp_path / "copies")
+        for way_out in (lambda: roots.place(0, path), lambda: roots.locate(Segment(0, path, 0.0, 1.0, True))):
+            with pytest.raises(RejectRecord, match="leaves the audio root") as caught:
+                way_out()
+            assert caught.value.reason == "outside_root"
+        assert not web.requests
+        assert roots.place(1, path) == (1, path)
+
+    def test_dots_that_go_nowhere_are_a_name(self, web):
+        roots = AudioRoots.of([f"{web.url}/84"])
+        for path in ("a%2e.flac", "%252e%252e/a.flac", "...", "get?id=3&to=.."):
+            assert roots.place(0, path) == (0, path)
 
     def test_no_url_without_a_root_that_is_one(self, tmp_path):
         for root in (None, str(tmp_path)):

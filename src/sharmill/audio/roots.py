@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import Final
 from urllib.parse import unquote
 
 from sharmill.audio.fetch import copy_of, fetch, is_url, origin, url_below
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Segment
+
+# A part of a URL's path goes up whatever query or parameter is behind it.
+_GOES_UP: Final = re.compile(r"(?:^|[/\\])\.\.(?:[/\\?;#]|$)")
 
 
 def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
@@ -68,10 +73,14 @@ def _below_url(url: str, roots: Iterable[str]) -> str:
             "https://host/folder",
         )
     relative = url[len(root) + 1 :]
-    # A server undoes the quoting before it goes up.
-    if ".." in unquote(relative).replace("\\", "/").split("/"):
-        raise RejectRecord("outside_root", "the audio path leaves the audio root by '..'")
+    _check_dots(relative)
     return relative
+
+
+def _check_dots(relative: str) -> None:
+    """Raise RejectRecord ``outside_root`` where a path below a URL goes up: a server undoes the quoting before."""
+    if _GOES_UP.search(unquote(relative)):
+        raise RejectRecord("outside_root", "the audio path leaves the audio root by '..'")
 
 
 @dataclass(frozen=True)
@@ -137,9 +146,10 @@ class AudioRoot:
         """Return the name of a file that is the same by whatever links it is reached: a real path, or a URL."""
         return url_below(self.url, relative) if self.url else os.path.realpath(self.path / relative)
 
-    def check_links(self, relative: str) -> None:
-        """Raise RejectRecord ``outside_root`` where a symbolic link leads a normalised path out of the root."""
+    def check_inside(self, relative: str) -> None:
+        """Raise RejectRecord ``outside_root`` where a normalised path leads out: by a symbolic link, or quoted dots."""
         if self.url:
+            _check_dots(relative)
             return
         real = os.path.realpath(self.path / relative)
         if real != self.real and not real.startswith(os.path.join(self.real, "")):  # noqa: PTH118 - a Path has no separator at its end
@@ -193,7 +203,8 @@ class AudioRoots:
         equal roots the first one is returned, so that one file is one file in whichever source it is.
 
         Raises:
-            RejectRecord: ``outside_root``, as ``normalise_path``, and where a symbolic link leads out.
+            RejectRecord: ``outside_root``, as ``normalise_path``, and where a symbolic link, or a quoted ``..`` below a
+                URL, leads out.
         """
         numbers = self.numbers[source]
         relative = normalise_path(audio_filepath, [name for number in numbers for name in self.roots[number].names])
@@ -205,7 +216,7 @@ class AudioRoots:
         elif len(numbers) > 1:
             # A URL is not asked: records must not depend on what it has at that moment.
             number = next((n for n in numbers if not self.roots[n].url and self.roots[n].has(relative)), number)
-        self.roots[number].check_links(relative)
+        self.roots[number].check_inside(relative)
         return self._first_equal(number), relative
 
     def _first_equal(self, number: int) -> int:
@@ -215,9 +226,9 @@ class AudioRoots:
         """Return where the file of a segment, or its container, lies, as ``obtain``.
 
         Raises:
-            RejectRecord: ``outside_root`` where a link leads out by now, and what ``fetch`` raises.
+            RejectRecord: ``outside_root`` where the path leads out by now, and what ``fetch`` raises.
         """
-        self.roots[segment.root].check_links(segment.file)
+        self.roots[segment.root].check_inside(segment.file)
         return self.obtain(segment.root, segment.file)
 
     def obtain(self, number: int, relative: str) -> Path:

@@ -65,6 +65,9 @@ def test_passing_errors_are_tried_again(path, web, tmp_path):
         ("/to/x?ftp://127.0.0.1/a.flac", "outside_root", "redirects to ftp://", 1),
         ("/to/x?http://127.0.0.2/a.flac", "outside_root", "redirects to http://127.0.0.2", 1),
         ("/to/x?//other/a.flac", "outside_root", "redirects to http://other", 1),
+        ("/to/x?http://[bad", "missing_audio", "redirects to what is no URL", 1),
+        ("/length/84/a.flac?16384,5", "missing_audio", "cannot be fetched: .* unmatching", 1),
+        ("/length/84/a.flac?99999999999999999999", "unreadable_audio", "more than", 1),
         ("/to/x?/to/y", "missing_audio", "redirects more than 5 times", 1),
     ],
 )
@@ -74,6 +77,11 @@ def test_what_a_server_says_of_a_file_is_a_reject(path, reason, said, requests, 
     assert caught.value.reason == reason
     assert web.requests[path] == requests
     assert not [file for file in (tmp_path / "copies").rglob("*") if file.is_file()]
+
+
+@pytest.mark.parametrize("length", ["16384,%2016384", "many", "-1", "9" * 5000])
+def test_a_length_that_is_no_number_says_nothing(length, web, tmp_path):
+    assert fetched(web, f"/length/84/a.flac?{length}", tmp_path / "copies").read_bytes() == DATA
 
 
 def test_a_redirect_within_a_root_is_followed(web, tmp_path):

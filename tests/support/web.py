@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Final
 from urllib.parse import unquote, urlsplit
+
+_KINDS: Final = ("cut", "large", "endless", "length", "to")
 
 
 class WebServer:
@@ -16,7 +19,8 @@ class WebServer:
 
     The first part of a path may be a status (``/404/a.wav``), ``once-500`` and the like for one that only the first
     request gets, ``cut`` and ``once-cut`` for a body that ends early, ``large`` for one that says it has 5 GiB,
-    ``endless`` for one without a length, and ``to`` for a redirect to what follows the ``?``. Behind it is the file.
+    ``endless`` for one without a length, ``length`` for one whose Content-Length is what follows the ``?``, and ``to``
+    for a redirect to that, unquoted. Behind it is the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,10 +66,10 @@ def _handler(server: WebServer) -> type[BaseHTTPRequestHandler]:
             if kind.startswith("once-"):
                 kind = kind.removeprefix("once-") if server.requests[self.path] == 1 else ""
             else:
-                name = name if _is_status(kind) or kind in ("cut", "large", "endless", "to") else f"{kind}/{name}"
+                name = name if _is_status(kind) or kind in _KINDS else f"{kind}/{name}"
             file = server.folder / name
             if kind == "to":
-                self._head(302, {"Location": parts.query})
+                self._head(302, {"Location": unquote(parts.query)})
             elif _is_status(kind):
                 self._head(int(kind), {})
             elif kind == "large":
@@ -74,7 +78,8 @@ def _handler(server: WebServer) -> type[BaseHTTPRequestHandler]:
                 self._head(404, {})
             else:
                 data = file.read_bytes()
-                self._head(200, {} if kind == "endless" else {"Content-Length": str(len(data))})
+                length = unquote(parts.query) if kind == "length" else str(len(data))
+                self._head(200, {} if kind == "endless" else {"Content-Length": length})
                 self.wfile.write(data[: len(data) // 2] if kind == "cut" else data)
 
         def _head(self, status: int, headers: dict[str, str]) -> None:

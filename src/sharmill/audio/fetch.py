@@ -154,11 +154,15 @@ def _follow(url: str, origins: Collection[str]) -> requests.Response:
         if response.status_code not in _REDIRECTS:
             return response
         response.close()
-        place = urljoin(place, response.headers.get("Location", ""))
-        if origin(place) not in origins:
+        try:
+            place = urljoin(place, response.headers.get("Location", ""))
+            host = origin(place)
+        except ValueError as error:
+            raise RejectRecord("missing_audio", f"{url} redirects to what is no URL: {error}") from error
+        if host not in origins:
             raise RejectRecord(
                 "outside_root",
-                f"{url} redirects to {origin(place)[:200]}, which is no audio root; make it one if it is to be trusted",
+                f"{url} redirects to {host[:200]}, which is no audio root; make it one if it is to be trusted",
             )
     raise RejectRecord("missing_audio", f"{url} redirects more than {_MAX_REDIRECTS} times")
 
@@ -188,7 +192,8 @@ def _refuse(url: str, response: requests.Response) -> None:
 
 def _store(url: str, response: requests.Response, path: Path) -> None:
     too_large = RejectRecord("unreadable_audio", f"{url} has more than {_MAX_BYTES:,} bytes")
-    if int(response.headers.get("Content-Length", "0")) > _MAX_BYTES:
+    # None where the header is absent or no number.
+    if (response.raw.length_remaining or 0) > _MAX_BYTES:
         raise too_large
     begun, size = time.monotonic(), 0
     with open_atomic(path) as stream:

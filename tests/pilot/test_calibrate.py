@@ -106,6 +106,14 @@ def test_it_takes_one_configuration(configured, arguments, capsys):
     assert "takes one configuration" in capsys.readouterr().err
 
 
+def test_more_records_than_fit_into_memory_are_refused(configured, capsys):
+    with pytest.raises(SystemExit) as ended, mock.patch("sharmill.pilot.calibrate.read_pilot") as read:
+        main(["calibrate", str(configured[1]), "--records", "10001"])
+    assert ended.value.code == 2
+    assert "2<=x<=10000" in capsys.readouterr().err
+    read.assert_not_called()
+
+
 def test_an_input_without_records_is_refused(configured, tmp_path, capsys):
     (tmp_path / "empty.json").write_text("")
     with pytest.raises(SystemExit) as ended, mock.patch("sharmill.pilot.calibrate.MatchStage") as stage:

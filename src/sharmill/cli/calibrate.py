@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 # Of the hundred thresholds of a calibration, those that are printed beside the recommended one.
 _PRINTED_STEP = 5
 _MAX_EXAMPLE = 100
+# Each is compared with each, which takes 2 GB.
+_MOST_RECORDS = 10_000
 
 
 @click.command()
 @click.argument("arguments", nargs=-1, required=True, metavar="CONFIG [KEY=VALUE...]")
-@click.option("--records", "size", type=click.IntRange(2, 100_000), default=1000, show_default=True,
+@click.option("--records", "size", type=click.IntRange(2, _MOST_RECORDS), default=1000, show_default=True,
               help="Records to draw, in whole speaker groups.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the draw.")
 @click.option("--max-wrong", type=click.FloatRange(0, 1), default=0.01, show_default=True,

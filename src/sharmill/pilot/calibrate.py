@@ -135,20 +135,27 @@ def calibrate(
         tell("comparing voices")
         voices = _choose(config, config.match, records, embedded, lost)
         advice, similarities = advise(voices, max_wrong), _count_similarities(voices)
-    if measure:
-        tell("writing, encoding and checking a dataset of them, for the rates")
-        rates += run_small(config, records.utterances, len(records.sample.rows))
     outcome = Calibration(
         name=config.name, seed=seed, encoder=config.match.encoder if config.match else None, device=device,
         num_records=records.num_records, num_drawn=len(records.sample.rows),
         num_groups=records.sample.num_groups, num_partial_groups=records.sample.num_partial,
         rejects=_share_rejects(records, lost), formats=_formats(records), advice=advice, similarities=similarities,
         audio_seconds=sum(one.duration for one in records.utterances if one.index in embedded),
-        rates=rates if measure else [], **_durations(config, records),
+        rates=[], **_durations(config, records),
     )  # fmt: skip
+    # Written before the rates are measured: an error of a later stage does not lose the advice.
+    _store(path, outcome)
+    if measure:
+        tell("writing, encoding and checking a dataset of them, for the rates")
+        rates += run_small(config, records.utterances, len(records.sample.rows))
+        outcome = msgspec.structs.replace(outcome, rates=rates)
+        _store(path, outcome)
+    return path, outcome
+
+
+def _store(path: Path, outcome: Calibration) -> None:
     with disk_errors(path.parent):
         write_atomic(path, msgspec.json.format(msgspec.json.encode(outcome), indent=2) + b"\n")
-    return path, outcome
 
 
 def _rate_of_prepare(records: PilotRecords) -> StageRate:

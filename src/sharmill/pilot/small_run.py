@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
-from sharmill.config import Config
+from sharmill.config import Config, MetricsConfig
 from sharmill.engine.listener import Listener
+from sharmill.engine.rundir import RunDir
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.manifest import Utterance, write_lines
 from sharmill.match.choose import min_similarity
@@ -35,11 +37,12 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
     if not utterances:
         return []
     with tempfile.TemporaryDirectory(prefix="pilot-", dir=config.run_dir) as folder:
-        small = dataclasses.replace(
-            config, run_dir=f"{folder}/run", dataset_dir=f"{folder}/dataset", append_to=None, max_reject_fraction=1.0
-        )
+        small = _configure(config, folder)
         manifest = matched_manifest(small) if config.has_contexts else prepared_manifest(small)
         manifest.parent.mkdir(parents=True)
+        if (copies := RunDir(Path(config.run_dir)).copies).is_dir():
+            # What the pilot has fetched is not fetched again.
+            RunDir(Path(small.run_dir)).copies.symlink_to(copies.resolve())
         # Its lines are numbered as those of a manifest are.
         lines = (dataclasses.replace(one, index=number).to_json() for number, one in enumerate(utterances))
         write_lines(manifest, lines)
@@ -49,3 +52,16 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
         )
         done = {stage.name for stage, outcome in result.stages if outcome.ok}
         return measure_rates([stage for stage in make_stages(small) if stage.name in done], num_drawn)
+
+
+def _configure(config: Config, folder: str) -> Config:
+    """Return the configuration of a dataset of its own in a folder: no addition to another, and without curves."""
+    small = dataclasses.replace(
+        config, run_dir=f"{folder}/run", dataset_dir=f"{folder}/dataset", append_to=None, max_reject_fraction=1.0,
+        match=config.match and dataclasses.replace(config.match, contexts_from_dataset=False),
+        # The sources have more records than the pilot.
+        validate=dataclasses.replace(config.validate, against_sources=False), metrics=MetricsConfig(),
+    )  # fmt: skip
+    # Not a key, so that it is not copied: without it, values of the environment would be stored.
+    object.__setattr__(small, "references", config.references)
+    return small

@@ -65,7 +65,7 @@ def test_passing_errors_are_tried_again(path, web, tmp_path):
         ("/to/x?ftp://127.0.0.1/a.flac", "outside_root", "redirects to ftp://", 1),
         ("/to/x?http://127.0.0.2/a.flac", "outside_root", "redirects to http://127.0.0.2", 1),
         ("/to/x?//other/a.flac", "outside_root", "redirects to http://other", 1),
-        ("/to/x?http://[bad", "missing_audio", "redirects to what is no URL", 1),
+        ("/to/x?http://%5Bbad", "missing_audio", "redirects to what is no URL", 1),
         ("/length/84/a.flac?16384,5", "missing_audio", "cannot be fetched: .* unmatching", 1),
         ("/length/84/a.flac?99999999999999999999", "unreadable_audio", "more than", 1),
         ("/to/x?/to/y", "missing_audio", "redirects more than 5 times", 1),

@@ -173,7 +173,11 @@ def _session() -> requests.Session:
     import requests
     from requests.adapters import HTTPAdapter
 
-    session = requests.Session()
+    class Session(requests.Session):
+        def get_redirect_target(self, resp: requests.Response) -> None:
+            """Return None: requests would read a redirect's body, however long, and parse its target unchecked."""
+
+    session = Session()
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=FETCHES_AT_ONCE))
     # The bytes as they are stored, not packed for the way.

@@ -109,13 +109,16 @@ class DatasetRun:
         result = run_dataset(
             config, listener, stages=self.stages, restart=restart, executor=executor, wait_seconds=wait_seconds
         )
-        if result.ok and self.is_whole:
-            # A driver job has little memory: no model is loaded in it.
-            log.info("%s", report_on_run(config, make_stages(config), decode=False))
         if config.append_to is None or not self.is_whole or result.report is None or result.num_errors:
             return result
         appended = append_dataset(config.append_to, config.dataset_dir)
         return replace(result, appended=appended.describe(config.append_to, config.dataset_dir))
+
+    def show(self) -> None:
+        """Make the page about a finished run of all stages."""
+        if self.is_whole:
+            # A driver job has little memory: no model is loaded in it.
+            log.info("%s", report_on_run(self.config, make_stages(self.config), decode=False))
 
     @property
     def is_whole(self) -> bool:

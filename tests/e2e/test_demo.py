@@ -75,5 +75,5 @@ def test_status_shows_every_stage_as_done(demo):
 def test_plan_of_a_finished_run_has_nothing_left(demo):
     outcome = run_sharmill("plan", demo[0] / "demo.yaml")
     assert outcome.returncode == 0, outcome.stderr
-    (row,) = [line for line in outcome.stdout.splitlines() if line.startswith("write ")]
+    row, *_ = [line for line in outcome.stdout.splitlines() if line.startswith("write ")]
     assert row.split()[1:4] == ["5/5", "0.000", "h"]

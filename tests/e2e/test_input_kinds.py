@@ -107,7 +107,7 @@ def test_a_report_shows_all_of_it_as_text(odd: OddRun):
     elements = Elements(page)
     assert [len(elements.of(tag)) for tag in ("script", "style", "iframe", "object", "base")] == [1, 1, 0, 0, 0]
     assert not [name for _, attributes in elements.found for name in attributes if name.startswith("on")]
-    assert "<script>alert(1)<&script>.wav" in elements.text
+    assert "<script>alert" not in page
     assert len(page) < 15_000_000
 
 

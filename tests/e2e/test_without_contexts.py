@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -107,7 +108,13 @@ def test_the_recipe_of_match_is_refused_as_well(finished):
     assert outcome.stderr.startswith("Error: calls has no stage match: match is null")
 
 
-def test_all_stages_there_are_can_be_submitted(finished, tmp_path):
+def test_all_stages_there_are_can_be_submitted(finished, tmp_path, monkeypatch):
+    # Stands in for SLURM's own, which may be installed here and have no controller to ask.
+    scontrol = tmp_path / "bin/scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text("#!/bin/sh\necho 'MaxArraySize = 1001'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}{os.pathsep}{os.environ['PATH']}")
     own = [f"run_dir={tmp_path / 'run'}", f"dataset_dir={tmp_path / 'dataset'}"]
     outcome = run_sharmill("submit", "all", finished[0] / "config.yaml", "--dry-run", *own)
     assert outcome.returncode == 0, outcome.stderr

@@ -218,8 +218,8 @@ PLACES = [
     entry("pipe:", "prepare/outside_root", audio_filepath="pipe:touch ran"),
     entry("a command behind a bar", "prepare/outside_root", audio_filepath="sph2pipe a.sph |"),
     entry("a null byte in the path", "prepare/outside_root", audio_filepath="a.wav\0.txt"),
-    entry("a URL", "prepare/missing_audio", audio_filepath="https://example.org/a.wav"),
-    entry("a file URL", "prepare/missing_audio", audio_filepath="file:///etc/passwd"),
+    entry("a URL", "prepare/outside_root", audio_filepath="https://example.org/a.wav"),
+    entry("a file URL", "prepare/outside_root", audio_filepath="file:///etc/passwd"),
     entry("a home directory", "prepare/missing_audio", audio_filepath="~/a.wav"),
     entry("the root itself", "prepare/unreadable_audio", audio_filepath="."),
 ]  # fmt: skip

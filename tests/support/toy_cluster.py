@@ -96,6 +96,9 @@ class ToyDataset:
             )
         return replace(self, stages=((self.stage, result),))
 
+    def show(self) -> None:
+        """Shows nothing."""
+
 
 @dataclass(frozen=True)
 class ToyChain(Chain):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,7 +79,12 @@ def load_decoder(codec: CodecRecord, model: str | None = None, allow_targets: Se
 
 
 def decode_stored_codes(
-    stored: StoredCut, codec: CodecRecord, decoder: DecodingCodec, *, context: bool = False
+    stored: StoredCut,
+    codec: CodecRecord,
+    decoder: DecodingCodec,
+    *,
+    context: bool = False,
+    most_seconds: float = math.inf,
 ) -> tuple[np.ndarray, int]:
     """Decode the codes of a cut.
 
@@ -86,9 +92,10 @@ def decode_stored_codes(
         codec: whose codes; one of the dataset's.
         decoder: the same codec, loaded.
         context: those of the context, instead of the target.
+        most_seconds: about how much of it, from the beginning.
 
     Returns:
-        Samples (samples,), as long as the audio that was encoded, and their rate.
+        Samples (samples,), as long as the audio that was encoded, or as ``most_seconds``, and their rate.
 
     Raises:
         ConfigError: there are no such codes.
@@ -101,6 +108,8 @@ def decode_stored_codes(
     if item is None or item.data is None:
         raise ConfigError(f"the cut has no {field}", code="unknown_field")
     codes = read_codes(item)
+    if most_seconds < math.inf:
+        codes = codes[:, : math.ceil(most_seconds * codec.sampling_rate / codec.samples_per_frame)]
     rate = decoder.decoded_sampling_rate
     assert rate is not None  # as load_decoder has seen
     try:

@@ -117,21 +117,25 @@ def _first(supervisions: Any) -> dict[str, Any]:
 
 
 def _clips(pair: Pair, record: DatasetRecord, decoders: list[tuple[CodecRecord, DecodingCodec]]) -> Iterator[Clip]:
+    target_seconds = 0.0
     for field in record.audio_fields:
         item = pair.stored.items.get(field)
         if item is not None and item.data is not None:
-            yield _make_clip("context" if field == CONTEXT_AUDIO else "target", *read_stored_audio(item))
+            samples, rate = read_stored_audio(item)
+            seconds = len(samples) / rate
+            if field != CONTEXT_AUDIO:
+                target_seconds = seconds
+            yield _make_clip("context" if field == CONTEXT_AUDIO else "target", samples, rate, seconds)
     for codec, decoder in decoders:
         try:
-            samples, rate = decode_stored_codes(pair.stored, codec, decoder)
+            samples, rate = decode_stored_codes(pair.stored, codec, decoder, most_seconds=_MAX_SECONDS)
         except ConfigError:
             # A field of a foreign dataset may have nothing for this cut.
             continue
-        yield _make_clip(f"decoded from {codec.name}", samples, rate)
+        yield _make_clip(f"decoded from {codec.name}", samples, rate, target_seconds or len(samples) / rate)
 
 
-def _make_clip(role: str, samples: np.ndarray, rate: int) -> Clip:
-    seconds = len(samples) / rate
+def _make_clip(role: str, samples: np.ndarray, rate: int, seconds: float) -> Clip:
     wanted = next((known for known in _RATES if rate <= known), _RATES[-1])
     heard = resample(samples[: round(_MAX_SECONDS * rate)].astype(np.float32), rate, wanted)
     power = spectrogram(heard, wanted)

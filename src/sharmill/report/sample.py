@@ -23,6 +23,8 @@ from sharmill.shar.layout import CONTEXT_AUDIO, TARGET_CODES, codes_field
 
 _MAX_SHARDS: Final = 12
 _MAX_CUTS_PER_SHARD: Final = 2000
+# Of the audio of a cut: its spectrogram takes 3 MB for each second at 48 kHz.
+_MEASURED_SECONDS: Final = 30.0
 # Of which the audio is decoded, and the codes counted.
 _MEASURED: Final = 240
 _COUNTED: Final = 3000
@@ -195,6 +197,7 @@ def _measure_audio(
             except _UNREADABLE as error:
                 sample.unreadable[f"{item.cut_id}: {error}"] += 1
                 continue
+            samples = samples[: round(_MEASURED_SECONDS * rate)]
             found[name][place] = measure_sound(samples, rate, spectrogram(samples, rate))
     targets = found[record.audio_fields[0]]
     for place, values in found.get(CONTEXT_AUDIO, {}).items():

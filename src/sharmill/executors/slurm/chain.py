@@ -93,6 +93,9 @@ class ChainedDataset(Protocol):
     def run(self, executor: Executor, listener: Listener, *, restart: bool, wait_seconds: float) -> Outcome:
         """Run the stages until one fails or is submitted; wait so long for the run directory to be free."""
 
+    def show(self) -> None:
+        """Show to people what has been made, once all is done."""
+
 
 class ChainState(msgspec.Struct, kw_only=True):
     """State of a chain. ``jobs`` are those that were submitted last, ``command`` is what submits it again."""
@@ -153,7 +156,7 @@ class Chain:
             "    case $? in 0|255) return ;; esac",
             f"""    grep -qs '"state":"waiting"' {path} || return""",
             # On a full disk what was noted before stays.
-            f"    printf '%s%s%s\\n' {shlex.quote(before)} \"$setup_failure\" {shlex.quote(after)} > {aside} &&",
+            f"    printf '%s%s%s\\n' {shlex.quote(before)} \"${{setup_failure-}}\" {shlex.quote(after)} > {aside} &&",
             f"        mv -f {aside} {path}",
             "}",
             "trap note_failure EXIT",
@@ -254,6 +257,9 @@ class Chain:
             message = f"{stage.name}: {len(result.failures)} units failed ({named}); tracebacks: {stage.dir.failures}"
             state = ChainState(state="failed", message=message)
         self._write(state)
+        if state.state == "done":
+            # Last of all: the chain is done, whatever becomes of this.
+            self.dataset.show()
         return state
 
     def _note_end(self, error: BaseException, state: Literal["waiting", "failed"]) -> None:

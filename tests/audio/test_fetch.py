@@ -95,13 +95,14 @@ def test_a_body_without_a_length_is_bounded(web, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("??/*"))
 
 
-def test_a_slow_body_is_given_up(web, tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", ["/84/a.flac", "/drip/84/a.flac"])
+def test_a_slow_body_is_given_up(path, web, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LEAST_BYTES_PER_SECOND", 1 << 40)
     monkeypatch.setattr(module, "_SILENT_SECONDS", 0.0)
     monkeypatch.setattr(module, "_follow", lambda url, origins: module._session().get(url, stream=True))
     with pytest.raises(ConnectionError, match="comes too slowly"):
-        fetched(web, "/84/a.flac", tmp_path)
-    assert web.requests == {"/84/a.flac": 4}
+        fetched(web, path, tmp_path)
+    assert web.requests == {path: 4}
 
 
 def test_a_busy_server_is_no_reject(web, tmp_path):

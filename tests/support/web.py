@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-_KINDS: Final = ("cut", "large", "endless", "length", "to")
+_KINDS: Final = ("cut", "large", "drip", "endless", "length", "to")
 
 
 class WebServer:
@@ -19,8 +19,8 @@ class WebServer:
 
     The first part of a path may be a status (``/404/a.wav``), ``once-500`` and the like for one that only the first
     request gets, ``cut`` and ``once-cut`` for a body that ends early, ``large`` for one that says it has 5 GiB,
-    ``endless`` for one without a length, ``length`` for one whose Content-Length is what follows the ``?``, and ``to``
-    for a redirect to that, unquoted. Behind it is the file.
+    ``endless`` for one without a length, ``drip`` for one of which no more than a byte comes, ``length`` for one whose
+    Content-Length is what follows the ``?``, and ``to`` for a redirect to that, unquoted. Behind it is the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +80,12 @@ def _handler(server: WebServer) -> type[BaseHTTPRequestHandler]:
                 data = file.read_bytes()
                 length = unquote(parts.query) if kind == "length" else str(len(data))
                 self._head(200, {} if kind == "endless" else {"Content-Length": length})
-                self.wfile.write(data[: len(data) // 2] if kind == "cut" else data)
+                self.wfile.write(data[: {"cut": len(data) // 2, "drip": 1}.get(kind, len(data))])
+                if kind == "drip":
+                    # Until the client hangs up; one that waits for the rest is cut off.
+                    self.connection.settimeout(3.0)
+                    with suppress(TimeoutError):
+                        self.connection.recv(1)
 
         def _head(self, status: int, headers: dict[str, str]) -> None:
             self.send_response(status)

@@ -130,15 +130,16 @@ def _fetch(url: str, path: Path, origins: Collection[str]) -> None:
 
 def _fetch_once(url: str, path: Path, origins: Collection[str]) -> None:
     import requests
+    from urllib3.exceptions import DecodeError, HTTPError, ProtocolError
 
     try:
         with _follow(url, origins) as response:
             if response.status_code != 200:
                 _refuse(url, response)
             _store(url, response, path)
-    except (requests.exceptions.ChunkedEncodingError, requests.exceptions.ContentDecodingError) as error:
+    except (ProtocolError, DecodeError) as error:
         raise _PassingError(RejectRecord("unreadable_audio", f"{url} was cut off, {_TRIES} times: {error}")) from error
-    except (requests.exceptions.ConnectionError, requests.exceptions.Timeout) as error:
+    except (requests.exceptions.ConnectionError, requests.exceptions.Timeout, HTTPError) as error:
         raise _PassingError(ConnectionError(f"cannot fetch {url}: {error}")) from error
     except requests.exceptions.RequestException as error:
         raise RejectRecord("missing_audio", f"{url} cannot be fetched: {error}") from error
@@ -201,7 +202,8 @@ def _store(url: str, response: requests.Response, path: Path) -> None:
         raise too_large
     begun, size = time.monotonic(), 0
     with open_atomic(path) as stream:
-        for block in response.iter_content(_BLOCK_BYTES):
+        # What has come, and not a whole block, for which a slow server would be waited for without an end.
+        while block := response.raw.read1(_BLOCK_BYTES, decode_content=True):
             size += len(block)
             if size > _MAX_BYTES:
                 raise too_large

@@ -80,3 +80,23 @@ def test_what_was_fetched_is_not_fetched_again(project, monkeypatch):
         calibrate(load(project, sources=[{"manifest": manifest, "audio_root": server.url}]))
         assert sorted(server.requests.values()) == [1, 1, 1, 1]
     assert len([path for path in (project.run_dir / "copies").rglob("*") if path.is_file()]) == 4
+
+
+def test_the_outcome_of_a_pilot_has_no_value_of_the_environment(project, monkeypatch):
+    project.add("absent.wav", duration=1.0)
+    for name, value in (("NAME", "z8"), ("ENCODER", "resemblyzer"), ("ROOT", str(project.root))):
+        monkeypatch.setenv(name, value)
+    load(project)
+    text = (project.folder / "config.yaml").read_text()
+    for value, reference in (
+        ("name: small", "name: ${oc.env:NAME}"), ("encoder: resemblyzer", "encoder: ${oc.env:ENCODER}"),
+        (f"audio_root: {project.root}", "audio_root: ${oc.env:ROOT}"),
+    ):  # fmt: skip
+        text = text.replace(value, reference)
+    (project.folder / "config.yaml").write_text(text)
+    config = load_config(project.folder / "config.yaml")
+    path, found = calibrate(config, measure=False)
+    assert (found.name, found.encoder) == ("${oc.env:NAME}", "${oc.env:ENCODER}")
+    (reject,) = found.rejects
+    assert "${oc.env:ROOT}/absent.wav" in reject.example
+    assert str(project.root) not in path.read_text()

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from sharmill.config import Config, MatchConfig
+from sharmill.config.references import References
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Utterance, parse_speaker_tag
@@ -136,10 +137,11 @@ def calibrate(
         voices = _choose(config, config.match, records, embedded, lost)
         advice, similarities = advise(voices, max_wrong), _count_similarities(voices)
     outcome = Calibration(
-        name=config.name, seed=seed, encoder=config.match.encoder if config.match else None, device=device,
+        name=config.references.hide_at(("name",), config.name), seed=seed, encoder=_name_encoder(config), device=device,
         num_records=records.num_records, num_drawn=len(records.sample.rows),
         num_groups=records.sample.num_groups, num_partial_groups=records.sample.num_partial,
-        rejects=_share_rejects(records, lost), formats=_formats(records), advice=advice, similarities=similarities,
+        rejects=_share_rejects(records, lost, config.references), formats=_formats(records),
+        advice=advice, similarities=similarities,
         audio_seconds=sum(one.duration for one in records.utterances if one.index in embedded),
         rates=[], **_durations(config, records),
     )  # fmt: skip
@@ -253,13 +255,20 @@ def _count_similarities(voices: Voices) -> SimilarityCounts:
     return SimilarityCounts(within_groups=count(voices.is_within), across_groups=count(voices.is_across))
 
 
-def _share_rejects(records: PilotRecords, lost: dict[int, tuple[str, RejectRecord]]) -> list[RejectShare]:
+def _name_encoder(config: Config) -> str | None:
+    """Return the encoder as it was written, without values of the environment."""
+    return config.match and config.references.hide_at(("match", "encoder"), config.match.encoder)
+
+
+def _share_rejects(
+    records: PilotRecords, lost: dict[int, tuple[str, RejectRecord]], references: References
+) -> list[RejectShare]:
     counts = Counter((stage, why.reason) for stage, why in lost.values())
     found = []
     for (stage, reason), count in counts.most_common():
         places = [place for place, (at, why) in lost.items() if (at, why.reason) == (stage, reason)]
         share = float(records.sample.weights[places].sum())
-        example = lost[min(places)][1].detail
+        example = references.hide(lost[min(places)][1].detail)
         found.append(RejectShare(stage=stage, reason=reason, count=count, share=share, example=example))
     return found
 

@@ -362,19 +362,26 @@ def certify_models(config: Config) -> tuple[Path, Certificate]:
     devices = ["cuda", "cpu"] if visible_gpus() else ["cpu"]
     for device in devices:
         make_deterministic(device)
+    references = config.references
+
+    def as_stored(identity: dict[str, str], section: str) -> dict[str, str]:
+        # A codec's as that of its stage's plan has it, to which it is compared; neither section has such a key.
+        return references.identify({"codec": identity}, section)["codec"]
+
     models = [
         ModelCertificate(
-            kind="codec", name=codec.name, model=published_name(codec.model),
-            identity=describe_codec(codec.model, codec.allow_targets),
+            kind="codec", name=codec.name,
+            model=references.hide_at(("encode", "codecs", number, "model"), published_name(codec.model)),
+            identity=as_stored(describe_codec(codec.model, codec.allow_targets), "encode"),
             comparisons=list(certify_codec(codec.model, devices, codec.allow_targets)),
         )
-        for codec in config.encode.codecs
+        for number, codec in enumerate(config.encode.codecs)
     ]  # fmt: skip
     if (match := config.match) is not None:
         models.append(
             ModelCertificate(
-                kind="encoder", name="match", model=match.encoder,
-                identity=describe_speaker_encoder(match.encoder, match.allow_targets),
+                kind="encoder", name="match", model=references.hide_at(("match", "encoder"), match.encoder),
+                identity=as_stored(describe_speaker_encoder(match.encoder, match.allow_targets), "match"),
                 comparisons=list(certify_encoder(match.encoder, devices, match.allow_targets)),
             )
         )  # fmt: skip

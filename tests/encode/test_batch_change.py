@@ -9,6 +9,7 @@ import pytest
 from support.errors import raises
 from support.shar import ToyCodec, codec_stages, loading, run, voice
 
+from sharmill.config.references import References
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir
@@ -34,11 +35,12 @@ def config(project):
     return project.write([1, 0, 0, 0], write={"shard_size": 2, "order": "manifest"})
 
 
-def encode(config, codec, **options):
+def encode(config, codec, references=None, **options):
     """The stage that takes segments through the codec, and its result."""
     config = dataclasses.replace(config, encode=dataclasses.replace(config.encode, unit_seconds=1.0, **options))
     with loading(codec):
         survey, stage, _ = codec_stages(config, "toy")
+        stage.references = references or References()
         assert run(survey).ok
         return stage, run(stage)
 
@@ -137,6 +139,22 @@ def test_what_no_certificate_compares_is_said(config, options, part):
     certify(config, stage, devices=("cuda: NVIDIA X, capability 9.0",))
     with raises(ConfigError, "changed_plan", part):
         encode(config, ToyCodec(), batch_seconds=2.0, **options)
+
+
+def test_a_size_from_the_environment_is_not_known_any_more(config):
+    """It is not stored: neither what a CPU makes of it nor what a certificate says can be told."""
+    written = {("encode", "batch_seconds"): "${oc.env:BATCH}"}
+    stage = begin(config, batch_seconds=30.0, references=References(written=written))
+    certify(config, stage)
+    with raises(ConfigError, "changed_plan", "batch_seconds is ${oc.env:BATCH}#"):
+        encode(config, ToyCodec(), batch_seconds=12.0, references=References(written=written))
+
+
+def test_a_reference_is_not_taken_for_canonical_shapes(config):
+    references = References(written={("encode", "canonical_shapes"): "${oc.env:SHAPES}"})
+    begin(config, batch_seconds=4.0, references=references)
+    with raises(ConfigError, "changed_plan", "encode.batch_seconds is 2, and was 4"):
+        encode(config, ToyCodec(), batch_seconds=2.0, references=references)
 
 
 def test_a_change_of_anything_else_with_it_begins_anew(config):

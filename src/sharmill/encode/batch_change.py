@@ -18,8 +18,12 @@ _KEY: Final = "batch_seconds"
 
 
 def is_change_of_batches(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return True if two identities of the stage differ in the size of batches and in nothing else."""
-    return {**before, _KEY: 0} == {**now, _KEY: 0}
+    """Return True if two identities of the stage differ in the size of batches and in nothing else.
+
+    Of a reference to the environment it is stored only that its value is another: such sizes cannot be compared.
+    """
+    numbers = all(isinstance(one[_KEY], int | float) for one in (before, now))
+    return numbers and {**before, _KEY: 0} == {**now, _KEY: 0}
 
 
 def require_same_codes(
@@ -53,7 +57,8 @@ def require_same_codes(
 
 def _same_on_a_cpu(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return True if both sizes give the same batches there: the limit of a CPU, or one row in any case."""
-    return bool(now["canonical_shapes"]) or fit_batch_seconds(before[_KEY], "cpu") == fit_batch_seconds(
+    # A reference to the environment is a text, whatever its value is.
+    return now["canonical_shapes"] is True or fit_batch_seconds(before[_KEY], "cpu") == fit_batch_seconds(
         now[_KEY], "cpu"
     )
 

@@ -257,7 +257,7 @@ def _count_similarities(voices: Voices) -> SimilarityCounts:
 
 def _name_encoder(config: Config) -> str | None:
     """Return the encoder as it was written, without values of the environment."""
-    return config.match and config.references.hide_at(("match", "encoder"), config.match.encoder)
+    return None if config.match is None else config.references.hide_at(("match", "encoder"), config.match.encoder)
 
 
 def _share_rejects(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from support.errors import raises
-from support.manifests import config_for, make_record, run_prepare, write_manifest
+from support.manifests import config_for, make_record, run_prepare, write_manifest, write_tone
 
 from sharmill.errors import ConfigError
 from sharmill.prepare.filters import parse_filters
@@ -329,3 +329,17 @@ def test_a_list_of_audio_roots(audio_root, tmp_path):
     assert [(u.root, u.audio_filepath) for u in prepared.kept] == [(0, "a.wav"), (1, "c.flac")]
     assert sorted(reject["reason"] for reject in prepared.rejects) == ["duplicate_id", "outside_root"]
     assert {reject.get("source") for reject in prepared.rejects} == {0, None}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"id": "x", "sources": [{"type": "command", "channels": [0], "source": "true"}], "sampling_rate": 16000},
+        {"storage_type": "pickle", "width": 1},
+    ],
+)
+def test_keys_side_by_side_that_no_dataset_may_have(prepare_records, tmp_path, keys):
+    write_tone(tmp_path / "audio/a.wav")
+    prepared = prepare_records(tmp_path / "run", [make_record(**keys)], root=tmp_path / "audio")
+    (reject,) = prepared.rejects
+    assert (reject["reason"], "which no dataset may have" in reject["detail"]) == ("malformed", True)

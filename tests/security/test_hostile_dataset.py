@@ -498,6 +498,19 @@ def test_links_that_lead_in_circles_are_followed_once(dataset):
     assert len(list(open_shar(dataset, ["target_audio"]))) == 7
 
 
+@pytest.mark.parametrize("count", [10**12, 10**30, -1, 0.5])
+def test_counts_that_no_shard_can_have_are_damage(dataset, count):
+    index = dataset / "shards.jsonl"
+    rows = [json.loads(line) for line in index.read_bytes().splitlines()]
+    record = json.loads((dataset / "dataset.json").read_bytes())
+    record["num_cuts"] += count - rows[0]["count"]
+    (dataset / "dataset.json").write_text(json.dumps(record))
+    rows[0]["count"] = count
+    index.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with raises(DamagedShard, "damaged_shard"):
+        load_all(dataset)
+
+
 @pytest.mark.parametrize("name", ["n" * 5000, "n/" * 3000 + "n", "a\0b"])
 def test_names_that_no_file_can_have_are_missing_files(dataset, name):
     index = dataset / "shards.jsonl"

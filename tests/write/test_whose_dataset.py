@@ -79,6 +79,16 @@ class TestMoved:
         assert run(WriteStage(at(project.configure(**SHARDS), project.folder / spelling))).ok
         assert snapshot(project.dataset) == before
 
+    def test_codes_behind_a_link_are_not_removed(self, project, tmp_path):
+        project.encode(project.configure(**SHARDS))
+        (codes,) = project.dataset.glob("codes_*")
+        codes.rename(tmp_path / "elsewhere")
+        codes.symlink_to(tmp_path / "elsewhere")
+        before = snapshot(tmp_path / "elsewhere")
+        with raises(ConfigError, "foreign_output", f"{codes} is a link"):
+            run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True)
+        assert snapshot(tmp_path / "elsewhere") == before
+
     def test_away_a_relaunch_says_so_and_a_restart_writes_it_anew(self, project, tmp_path):
         before = snapshot(project.dataset)
         project.dataset.rename(tmp_path / "elsewhere")

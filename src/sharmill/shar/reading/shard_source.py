@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol
+from typing import Annotated, Any, BinaryIO, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -119,7 +119,8 @@ def _open_files(files: ShardFiles, *, foreign: bool) -> ReadableShard:
 
 class _Line(msgspec.Struct):
     index: int
-    count: int
+    # More cuts than fit in the file of a shard would only be memory for their positions.
+    count: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 
 
 class _ShardLines:

@@ -373,7 +373,9 @@ def certify_models(config: Config) -> tuple[Path, Certificate]:
             kind="codec", name=codec.name,
             model=references.hide_at(("encode", "codecs", number, "model"), published_name(codec.model)),
             identity=as_stored(describe_codec(codec.model, codec.allow_targets), "encode"),
-            comparisons=list(certify_codec(codec.model, devices, codec.allow_targets)),
+            comparisons=list(
+                certify_codec(codec.model, devices, codec.allow_targets, config.encode.batch_seconds)
+            ),
         )
         for number, codec in enumerate(config.encode.codecs)
     ]  # fmt: skip

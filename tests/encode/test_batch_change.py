@@ -60,12 +60,13 @@ def done_units(stage):
     return set(read_ledger(stage.dir.of_present_plan(), load_plan(stage)))
 
 
-def certify(config, stage, *, different=0, devices=("cpu",), **changes):
+def certify(config, stage, *, different=0, devices=("cpu",), largest=40.0, **changes):
     rows = [
         Comparison(
-            way="", compared=100, different=different, items=1, device=device.partition(":")[0], batch_seconds=4.0
+            way="", compared=100, different=different, items=1, device=device.partition(":")[0], batch_seconds=size
         )
         for device in devices
+        for size in (4.0, largest)
     ]
     other = Comparison(way="alone, bf16", compared=100, different=60, items=1, device="cpu")
     model = ModelCertificate(
@@ -108,7 +109,7 @@ def test_without_a_certificate_the_message_names_the_command(config):
 
 @pytest.mark.parametrize(
     ("changes", "part"),
-    [({"different": 3}, "3 of the probe differ on cpu"), ({"versions": {}}, "other versions"),
+    [({"different": 3}, "6 of the probe differ on cpu"), ({"versions": {}}, "other versions"),
      ({"models": []}, "no such codec"), ({"devices": ["cuda: X, capability 9.0"]}, "not made on cpu")],
 )  # fmt: skip
 def test_a_certificate_that_says_otherwise_keeps_nothing(config, changes, part):
@@ -139,6 +140,14 @@ def test_what_no_certificate_compares_is_said(config, options, part):
     certify(config, stage, devices=("cuda: NVIDIA X, capability 9.0",))
     with raises(ConfigError, "changed_plan", part):
         encode(config, ToyCodec(), batch_seconds=2.0, **options)
+
+
+@pytest.mark.parametrize(("before", "now"), [(20.0, 600.0), (600.0, 20.0)])
+def test_a_certificate_says_nothing_of_larger_batches_than_it_compares(config, before, now):
+    kind = "NVIDIA X, capability 9.0"
+    certify(config, begin(config, kind, batch_seconds=before), devices=(f"cuda: {kind}",))
+    with raises(ConfigError, "changed_plan", "batches of 40 s at most", "certify CONFIG encode.batch_seconds=600"):
+        encode(config, ToyCodec(), batch_seconds=now)
 
 
 def test_a_size_from_the_environment_is_not_known_any_more(config):

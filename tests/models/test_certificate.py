@@ -9,7 +9,9 @@ import pytest
 from support.errors import raises
 
 from sharmill.cli.main import main
+from sharmill.models import certificate
 from sharmill.models.certificate import Comparison, certify_codec, certify_encoder, make_probe
+from sharmill.models.shapes import fill_batch
 
 
 def by_way(comparisons) -> dict[str, Comparison]:
@@ -55,6 +57,21 @@ def test_a_codec_that_depends_on_its_neighbours_is_found_out(checkpoints, monkey
     beside = found["batches of 16 s beside alone, cpu, fp32"]
     assert beside.different > 0
     assert 0 < beside.items <= 24
+
+
+@pytest.mark.parametrize("model", ["nemo_codec_noncausal", "nemo_codec"])
+def test_a_batch_of_the_size_of_a_run_is_filled(checkpoints, monkeypatch, model):
+    """As on a GPU: a CPU has no larger batches than are compared in any case."""
+    monkeypatch.setattr(certificate, "fit_batch_seconds", lambda seconds, device: seconds)
+    shapes = []
+    monkeypatch.setattr(
+        certificate, "fill_batch", lambda batch, *rest: shapes.append(batch) or fill_batch(batch, *rest)
+    )
+    found = by_way(certify_codec(f"nemo:{checkpoints[model]}", batch_seconds=80.0))
+    assert found["batches of 80 s beside alone, cpu, fp32"].batch_seconds == 80.0
+    longest = max(batch.num_frames for batch in shapes[:24])
+    # 19 of 4.1 s.
+    assert max(batch.num_rows for batch in shapes if batch.num_frames == longest) == 19
 
 
 def test_an_encoder_has_its_choices_compared(checkpoints):

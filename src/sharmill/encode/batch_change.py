@@ -12,7 +12,7 @@ from typing import Any, Final
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.errors import ConfigError
 from sharmill.models.arithmetic import fit_batch_seconds
-from sharmill.models.certificate import Certificate, ModelCertificate
+from sharmill.models.certificate import Certificate
 
 _KEY: Final = "batch_seconds"
 
@@ -46,7 +46,7 @@ def require_same_codes(
     elif not certificate.exists():
         reason = "codes may depend on it: where 'sharmill certify CONFIG' finds none that does, what is done is kept"
     else:
-        reason = _find_dependence(_read(certificate), now, devices)
+        reason = _find_dependence(_read(certificate), before, now, devices)
     if reason:
         raise ConfigError(
             f"encode.batch_seconds is {now[_KEY]:g}, and was {before[_KEY]:g} when the stage was begun: {reason}. "
@@ -63,8 +63,10 @@ def _same_on_a_cpu(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     )
 
 
-def _find_dependence(certificate: Certificate, now: Mapping[str, Any], devices: Collection[str]) -> str:
-    """Return why a certificate does not say that the codes are the same in batches of all sizes, or nothing."""
+def _find_dependence(
+    certificate: Certificate, before: Mapping[str, Any], now: Mapping[str, Any], devices: Collection[str]
+) -> str:
+    """Return why a certificate does not say that the codes are the same in batches of both sizes, or nothing."""
     if certificate.versions != now["versions"]:
         return "certificate.json was made with other versions; run 'sharmill certify CONFIG' again"
     found = next((one for one in certificate.models if one.kind == "codec" and one.identity == now["codec"]), None)
@@ -74,13 +76,18 @@ def _find_dependence(certificate: Certificate, now: Mapping[str, Any], devices: 
         name = "cpu" if kind == "cpu" else f"cuda: {kind}"
         if name not in certificate.devices:
             return f"certificate.json was not made on {kind}; run 'sharmill certify CONFIG' there"
-        if differing := _count_differing(found, name.partition(":")[0]):
+        device = name.partition(":")[0]
+        compared = [one for one in found.comparisons if one.batch_seconds is not None and one.device == device]
+        if differing := sum(one.different for one in compared):
             return f"by certificate.json codes depend on it: {differing} of the probe differ on {kind}"
+        largest = max(before[_KEY], now[_KEY])
+        tried = max((one.batch_seconds or 0.0 for one in compared), default=0.0)
+        if fit_batch_seconds(largest, device) > tried:
+            return (
+                f"certificate.json compares batches of {tried:g} s at most on {kind}; run "
+                f"'sharmill certify CONFIG encode.batch_seconds={largest:g}'"
+            )
     return ""
-
-
-def _count_differing(found: ModelCertificate, device: str) -> int:
-    return sum(one.different for one in found.comparisons if one.batch_seconds is not None and one.device == device)
 
 
 def _read(path: Path) -> Certificate:

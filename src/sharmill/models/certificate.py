@@ -6,6 +6,7 @@ other sizes, other devices, other precision) is compared with one: each item alo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
@@ -14,13 +15,15 @@ import numpy as np
 
 from sharmill.config import Precision
 from sharmill.models import load_codec, load_speaker_encoder
+from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.protocols import Codec, SpeakerEncoder, pad, padded_batches
 from sharmill.models.shapes import Batch, canonical_batches, fill_batch
 
 PROBE_SEED: Final = 43377
 _VOICES: Final = 4
 _SECONDS: Final = (0.4, 0.9, 1.3, 2.0, 2.9, 4.1)
-# Padded seconds of a batch: the probe in many small batches, and in few large ones.
+# Padded seconds of a batch: the probe in many small batches, and in few large ones. A codec also has those of its run,
+# where they are more: kernels are chosen by the shape, so that nothing follows from small batches for larger ones.
 _SIZES: Final = (4.0, 16.0)
 
 
@@ -91,9 +94,12 @@ def make_probe(sampling_rate: int) -> list[np.ndarray]:
 
 
 def certify_codec(
-    model: str, devices: Sequence[str] = ("cpu",), allow_targets: Sequence[str] = ()
+    model: str, devices: Sequence[str] = ("cpu",), allow_targets: Sequence[str] = (), batch_seconds: float = 0.0
 ) -> Iterator[Comparison]:
     """Yield the comparisons of a codec, with the fp32 codes of each item alone, on the first device, unless they say.
+
+    Args:
+        batch_seconds: of the batches of a run.
 
     Raises:
         ConfigError: the codec cannot be loaded.
@@ -111,21 +117,32 @@ def certify_codec(
             else:
                 yield _compare_codes(f"alone, {where}", reference, alone, device)
             if precision == "fp32":
-                yield from _compare_batches(codec, probe, frames, alone, device)
+                used = fit_batch_seconds(batch_seconds, device)
+                sizes = (*_SIZES, used) if used > _SIZES[-1] else _SIZES
+                yield from _compare_batches(codec, probe, frames, alone, device, sizes)
 
 
 def _compare_batches(
-    codec: Codec, probe: list[np.ndarray], frames: list[int], alone: list[np.ndarray], device: str
+    codec: Codec,
+    probe: list[np.ndarray],
+    frames: list[int],
+    alone: list[np.ndarray],
+    device: str,
+    sizes: Sequence[float],
 ) -> Iterator[Comparison]:
     where = f"{device}, fp32"
-    for seconds in _SIZES:
+    in_one_batch = [n for n in frames if n == max(frames)] if codec.equal_lengths_only else frames
+    for seconds in sizes:
         most = seconds * codec.sampling_rate / codec.samples_per_frame
+        # As often as it takes to fill a batch.
+        times = math.ceil(most / sum(in_one_batch)) if seconds > _SIZES[-1] else 1
         batches = [
-            Batch(items, frames[items[0]], len(items))
-            for items in padded_batches(frames, most, equal_only=codec.equal_lengths_only)
+            Batch(items, (frames * times)[items[0]], len(items))
+            for items in padded_batches(frames * times, most, equal_only=codec.equal_lengths_only)
         ]
-        together = _encode(codec, probe, frames, batches)
-        yield _compare_codes(f"batches of {seconds:g} s beside alone, {where}", alone, together, device, seconds)
+        together = _encode(codec, probe * times, frames * times, batches)
+        way = f"batches of {seconds:g} s beside alone, {where}"
+        yield _compare_codes(way, alone * times, together, device, seconds)
     most = _SIZES[-1] * codec.sampling_rate / codec.samples_per_frame
     canonical = canonical_batches(frames, most, equal_only=codec.equal_lengths_only)
     single = [Batch([i], batch.num_frames, batch.num_rows, True) for batch in canonical for i in batch.items]

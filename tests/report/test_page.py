@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 
 import numpy as np
@@ -126,6 +127,20 @@ def test_damaged_items_are_left_out_and_named(reported, call, tmp_path):
     path.write_bytes(data.replace(flac, b"x" * len(flac)))
     assert call("report", dataset, "-o", tmp_path / "x.html")[0] == 0
     assert "could not be read" in (tmp_path / "x.html").read_text()
+
+
+@pytest.mark.parametrize("fact", ["sampling_rate", "samples_per_frame", "num_codebooks", "codebook_size"])
+def test_a_codec_without_a_size_is_one_line(fact, reported, call, tmp_path):
+    dataset = copy(reported.dataset, tmp_path / "foreign")
+    path = dataset / "dataset.json"
+    record = json.loads(path.read_text())
+    record["codecs"][0][fact] = 0
+    path.unlink()
+    path.write_text(json.dumps(record))
+    status, _, err = call("report", dataset, "-o", tmp_path / "x.html")
+    assert status != 0
+    assert err.count("\n") == 1
+    assert fact in err
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from sharmill.pipeline import make_stages
 from sharmill.report.facts import read_dataset_facts, read_run_facts
 from sharmill.report.last_step import report_on_run
 from sharmill.report.page import make_page
-from sharmill.shar.histograms import SCALES, CutMeasures, Histogram
+from sharmill.shar.histograms import SCALES, CutMeasures, Histogram, cut_values
 
 
 def test_histograms_of_parts_add_up_to_that_of_all():
@@ -34,6 +34,13 @@ def test_histograms_of_parts_add_up_to_that_of_all():
     assert merged == Histogram.of(values, SCALES["duration"])
     assert merged.total == 5000
     assert merged.quantile(0.5, SCALES["duration"]) == pytest.approx(10, abs=1.5)
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400), 1e300], ids=["digits", "negative", "float"])
+def test_numbers_beyond_all_measure_do_not_count(number):
+    cut = {"duration": number, "supervisions": [{"text": "abc"}]}
+    assert cut_values(cut) == {"text_length": 3.0}
+    assert "duration" not in CutMeasures.of([cut], 0).histograms
 
 
 def test_measures_of_shards_merge_in_any_order_and_are_short(reported):

@@ -128,8 +128,7 @@ def _count_names(sample: DatasetSample, cuts: Sequence[tuple[ShardRecord, int, d
             sample.context_uses[name] += 1
         supervisions = cut.get("supervisions")
         if isinstance(supervisions, list) and supervisions and isinstance(supervisions[0], dict):
-            duration = cut.get("duration")
-            seconds = float(duration) if isinstance(duration, (int, float)) else 0.0
+            seconds = cut_values(cut).get("duration", 0.0)
             speaker = str(supervisions[0].get("speaker"))
             sample.speakers[speaker] = sample.speakers.get(speaker, 0.0) + seconds
 

@@ -20,6 +20,8 @@ from sharmill.shar.cut_lines import NOT_JSON
 _KEPT_EXTREMES: Final = 4
 # Of unpacked measures, which have some kilobytes: a damaged text of a run directory could unfold to gigabytes.
 _MAX_BYTES: Final = 1 << 20
+# Beyond it a number, of which JSON may have 400 digits, is no measure.
+_MAX_VALUE: Final = 1e12
 
 
 class Scale(msgspec.Struct, frozen=True):
@@ -165,7 +167,11 @@ def cut_values(cut: Mapping[str, Any]) -> dict[str, float]:
         "context_duration": custom.get("context_audio_duration"),
         "similarity": custom.get("context_speaker_similarity"),
     }
-    values = {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
+    values = {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, (int, float)) and abs(value) < _MAX_VALUE
+    }
     if isinstance(text := supervision.get("text"), str) and text:
         values["text_length"] = float(len(text))
         if values.get("duration", 0.0) > 0:

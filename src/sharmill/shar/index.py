@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Final, Literal
+from typing import Annotated, Any, BinaryIO, Final, Literal
 
 import msgspec
 
@@ -29,6 +29,8 @@ from sharmill.shar.layout import (
 )
 from sharmill.shar.tar import open_field
 from sharmill.storage import checksum_bytes, open_atomic, write_atomic
+
+Positive = Annotated[int, msgspec.Meta(gt=0)]
 
 
 class FieldFile(msgspec.Struct, frozen=True):
@@ -68,10 +70,10 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     model: str
     checksum: str
     trained: bool
-    sampling_rate: int
-    samples_per_frame: int
-    num_codebooks: int
-    codebook_size: int
+    sampling_rate: Positive
+    samples_per_frame: Positive
+    num_codebooks: Positive
+    codebook_size: Positive
     devices: list[str] = []
     precision: Precision = "fp32"
 

@@ -20,6 +20,7 @@ from sharmill.shar.index import (
     CodecRecord,
     DatasetRecord,
     FieldFile,
+    Positive,
     ShardRecord,
     changing_index,
     read_dataset,
@@ -48,9 +49,9 @@ class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a codec that a person gives. ``num_codebooks`` is read from the files."""
 
     name: str
-    codebook_size: int | None = None
-    sampling_rate: int | None = None
-    samples_per_frame: int | None = None
+    codebook_size: Positive | None = None
+    sampling_rate: Positive | None = None
+    samples_per_frame: Positive | None = None
     model: str = _UNKNOWN
     checksum: str = _UNKNOWN
     trained: bool = True
@@ -217,7 +218,7 @@ def _codec(
     if given is None and before is not None:
         return before
     how = f"give it with --codec {name},KEY=VALUE,..."
-    if len(seen.num_codebooks) != 1 or len(seen.frame_shifts) > 1:
+    if len(seen.num_codebooks) != 1 or 0 in seen.num_codebooks or len(seen.frame_shifts) > 1:
         found = f"{sorted(seen.num_codebooks)} codebooks and frames of {sorted(seen.frame_shifts)} s"
         raise ConfigError(f"the codes of {name!r} have {found}: they are not of one codec", code="bad_codec")
     given = given or CodecFacts(name=name)
@@ -225,7 +226,7 @@ def _codec(
     if rate is None and samples is None and len(seen.frame_shifts) == len(seen.rates) == 1:
         (rate,), (shift,) = seen.rates, seen.frame_shifts
         samples = round(rate * shift)
-        if samples / rate == shift:
+        if samples and samples / rate == shift:
             inferred.append(
                 f"inferred: {name!r} works at {rate} Hz, the rate of the audio, with {samples} samples a frame: "
                 f"its frame_shift is exactly their quotient. If it resamples, {how}"

@@ -83,6 +83,10 @@ def commands(folder):
         script = bin_folder / name
         script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments} "$@"\n')
         script.chmod(0o755)
+    # Stands in for SLURM's own, where that is installed and has no controller: `sharmill doctor` would find it so.
+    controller = bin_folder / "scontrol"
+    controller.write_text("#!/bin/sh\necho 'the controller of the tests is UP'\n")
+    controller.chmod(0o755)
     return os.environ | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
 
 

@@ -198,7 +198,7 @@ def _further_keys(record: dict[str, Any], channel: Channel, no_duration: bool) -
         if isinstance(value, (dict, list)) and (forbidden := find_forbidden(plain_value(value))):
             raise RejectRecord("malformed", f"{key[:40]!r} has {forbidden[:100]}, which no dataset may have")
     # Keys side by side may make up such a thing as well.
-    if forbidden := find_forbidden(custom):
+    if forbidden := find_forbidden({key: plain_value(value) for key, value in custom.items()}):
         raise RejectRecord("malformed", f"the record has {forbidden[:100]}, which no dataset may have")
     if channel is not None:
         custom["channel"] = channel

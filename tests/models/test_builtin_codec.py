@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tarfile
+
 import numpy as np
 import pytest
 import torch
@@ -81,3 +83,16 @@ def test_plain_nemo_loads_it(builtin, sentence):
     with torch.inference_mode():
         codes, _ = model.encode(audio=audio, audio_len=num_samples)
     assert torch.equal(codes, builtin.encode(audio, num_samples))
+
+
+def test_it_loads_with_a_python_that_knows_no_filters_of_archives(monkeypatch):
+    """As Debian 12 has it, 3.11.2, where NeMo's way to unpack a checkpoint is a TypeError."""
+    extract = tarfile.TarFile.extract
+
+    def of_old(archive, member, path="", set_attrs=True, *, numeric_owner=False):
+        extract(archive, member, path, set_attrs, numeric_owner=numeric_owner)
+
+    monkeypatch.delattr(tarfile, "data_filter")
+    monkeypatch.setattr(tarfile.TarFile, "extract", of_old)
+    assert load_codec("builtin").num_codebooks == 8
+    assert tarfile.TarFile.extract is of_old

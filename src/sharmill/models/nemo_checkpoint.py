@@ -69,6 +69,29 @@ def quiet_nemo() -> Iterator[None]:
         telemetry.setLevel(level)
 
 
+@contextmanager
+def _filters_of_archives() -> Iterator[None]:
+    """Let NeMo unpack with ``filter="data"`` where Python is older than 3.11.4, as Debian 12's, and knows no filters.
+
+    NeMo itself refuses links and names that lead out; of the rest only files and folders are unpacked here.
+    """
+    if hasattr(tarfile, "data_filter"):
+        yield
+        return
+    original = tarfile.TarFile.extract
+
+    def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, filter: str) -> None:
+        if not (member.isreg() or member.isdir()):
+            raise tarfile.ExtractError(f"{member.name} is neither a file nor a folder")
+        original(archive, member, path, set_attrs=False)
+
+    tarfile.TarFile.extract = extract  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        tarfile.TarFile.extract = original  # type: ignore[method-assign]
+
+
 def restore_model(
     model_class: type[ModelT], name: ModelName, parts: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> ModelT:
@@ -86,7 +109,7 @@ def restore_model(
     """
     try:
         # A model draws its first weights before it gets those of the checkpoint.
-        with quiet_nemo(), torch.random.fork_rng(devices=[]):
+        with quiet_nemo(), _filters_of_archives(), torch.random.fork_rng(devices=[]):
             model = _restore(model_class, name, parts, optional)
     except torch.OutOfMemoryError:
         raise

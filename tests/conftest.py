@@ -12,6 +12,8 @@ import pytest
 from support.manifests import Prepared, config_for, run_prepare, write_manifest, write_tone
 from support.paths import TESTS
 
+from sharmill.cli.main import main
+
 # A shell starts what goes on in the background with this signal ignored, and every process of the tests would inherit
 # that: those of interrupts then fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -181,3 +183,18 @@ def without_contexts(tmp_path_factory):
     config = project.write(match=None, write={"num_shards": 3, "order": "manifest"})
     project.encode(config)
     return project
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    """Calls a command in this process; returns its exit status, and what it printed on both streams."""
+    monkeypatch.setattr("signal.signal", lambda *arguments: None)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return ended.value.code, printed.out, printed.err
+
+    return run

@@ -8,8 +8,6 @@ import pytest
 import torch
 from support.shar import Project, ToyCodec, voice
 
-from sharmill.cli.main import main
-
 HOSTILE = "\x1b[31mred\x07 <script>alert(1)</script> [bold]x[/bold] \u202eabc\nnew line"
 
 
@@ -39,18 +37,3 @@ def toy():
     """The codec that made the codes is what is loaded, whatever its name."""
     with mock.patch("sharmill.models.recorded.load_codec", return_value=DecodingToy()) as load:
         yield load
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    """Calls a command in this process; returns its exit status, and what it printed on both streams."""
-    monkeypatch.setattr("signal.signal", lambda *arguments: None)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        return ended.value.code, printed.out, printed.err
-
-    return run

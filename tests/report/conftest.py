@@ -7,8 +7,6 @@ from unittest import mock
 import pytest
 from support.reported import DecodingToy, make_reported
 
-from sharmill.cli.main import main
-
 
 @pytest.fixture(scope="session")
 def reported(tmp_path_factory):
@@ -21,18 +19,3 @@ def toy():
     """The codec that made the codes is what is loaded, whatever its name: no model in any of these tests."""
     with mock.patch("sharmill.models.recorded.load_codec", return_value=DecodingToy()) as load:
         yield load
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    """Calls a command in this process; returns its exit status, and what it printed on both streams."""
-    monkeypatch.setattr("signal.signal", lambda *arguments: None)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        return ended.value.code, printed.out, printed.err
-
-    return run

@@ -35,7 +35,7 @@ def inspect(dataset: Path, cut_id: str | None, shard_index: int | None, folder: 
 
     A cut is shown in full, with the shapes of its fields and a line of waveform; a shard is shown as a table.
     """
-    from sharmill.inspect.describe import cut_values
+    from sharmill.inspect.describe import describe_as_values
     from sharmill.inspect.export import export_cut
     from sharmill.inspect.stored import find_cut, find_shard, read_shard
     from sharmill.shar.index import read_dataset
@@ -58,7 +58,7 @@ def inspect(dataset: Path, cut_id: str | None, shard_index: int | None, folder: 
         stored = find_cut(dataset, cut_id)
         files = [] if folder is None else export_cut(stored, folder)
         if as_json:
-            print_json(cut_values(stored, files))
+            print_json(describe_as_values(stored, files))
         _show_cut(console, stored, files)
     return OK
 

@@ -95,7 +95,7 @@ def field_rows(stored: StoredCut) -> Iterator[tuple[str, str, str]]:
             yield field, f"{item.extension}, {len(item.data):,} bytes", f"cannot be decoded: {error}"
 
 
-def cut_values(stored: StoredCut, files: Sequence[Path]) -> dict[str, Any]:
+def describe_as_values(stored: StoredCut, files: Sequence[Path]) -> dict[str, Any]:
     """Return what is known of a cut as values that JSON has; ``files`` are those that it was exported to."""
     fields = {field: {"shape": shape, "looks_like": picture} for field, shape, picture in field_rows(stored)}
     return {

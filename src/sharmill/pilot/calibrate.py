@@ -17,7 +17,7 @@ from sharmill.config import Config, MatchConfig
 from sharmill.config.references import References
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.manifest import Utterance, parse_speaker_tag
+from sharmill.manifest import Utterance, tagged_speaker
 from sharmill.match.candidates import segment_roots
 from sharmill.match.choose import ContextChooser
 from sharmill.match.embed import EmbeddedSegment, Embedder
@@ -208,7 +208,7 @@ def _choose(
     group_key = make_speaker_key(config.speaker_key)
 
     def key(utterance: Utterance) -> str:
-        return group_key(utterance.audio_filepath, parse_speaker_tag(utterance.speaker).speaker)
+        return group_key(utterance.audio_filepath, tagged_speaker(utterance.speaker))
 
     # Whatever the threshold is, the context is the best that the other limits allow.
     free = dataclasses.replace(
@@ -235,7 +235,7 @@ def _choose(
     return Voices(
         embeddings=np.divide(stacked, lengths, out=np.zeros_like(stacked), where=lengths > 0),
         groups=_number(map(key, utterances)),
-        speakers=_number(parse_speaker_tag(one.speaker).speaker for one in utterances),
+        speakers=_number(tagged_speaker(one.speaker) for one in utterances),
         candidates=np.array([chooser.long_enough(one.duration) for one in utterances], dtype=bool),
         best=np.array(best, dtype=np.float64),
         weights=records.sample.weights[[one.index for one in utterances]],

@@ -194,12 +194,12 @@ def _further_keys(record: dict[str, Any], channel: Channel, no_duration: bool) -
     if not (custom.get("normalized_text") or "").strip():
         # Training code takes it for the text wherever it is there at all.
         custom.pop("normalized_text", None)
-    for key, value in custom.items():
-        if isinstance(value, (dict, list)) and (forbidden := find_forbidden(plain_value(value))):
-            raise RejectRecord("malformed", f"{key[:40]!r} has {forbidden[:100]}, which no dataset may have")
-    # Keys side by side may make up such a thing as well.
-    if forbidden := find_forbidden({key: plain_value(value) for key, value in custom.items()}):
-        raise RejectRecord("malformed", f"the record has {forbidden[:100]}, which no dataset may have")
+    stored = {key: plain_value(value) for key, value in custom.items()}
+    # Keys side by side may make up a forbidden thing, too.
+    if forbidden := find_forbidden(stored):
+        by_key = ((repr(key[:40]), found) for key, value in stored.items() if (found := find_forbidden(value)))
+        subject, forbidden = next(by_key, ("the record", forbidden))
+        raise RejectRecord("malformed", f"{subject} has {forbidden[:100]}, which no dataset may have")
     if channel is not None:
         custom["channel"] = channel
     if no_duration:

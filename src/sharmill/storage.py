@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from socket import gethostname
-from typing import BinaryIO
+from typing import BinaryIO, cast
 from uuid import uuid4
 
 import xxhash
@@ -70,7 +70,14 @@ def disk_errors(folder: Path) -> Iterator[None]:
         raise
 
 
-def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
+class NotRegularError(ValueError):
+    """A folder, a FIFO, a socket or a device in the place of a file."""
+
+    def __init__(self) -> None:
+        super().__init__("it is not a regular file")
+
+
+def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True, buffering: int = -1) -> BinaryIO:
     """Open a regular file for reading, without waiting for a writer where it is a FIFO instead.
 
     Raises:
@@ -82,14 +89,16 @@ def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
         descriptor = os.open(path, flags)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ValueError("it is a link" if path.is_symlink() else "links lead in a circle") from error
-        if error.errno in (errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV):
+            raise ValueError("it is a link" if Path(path).is_symlink() else "links lead in a circle") from error
+        if error.errno == errno.ENAMETOOLONG:
             raise ValueError(f"it cannot be opened: {error.strerror}") from error
+        if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a device that is not there
+            raise NotRegularError from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError("it is not a regular file")
-    return os.fdopen(descriptor, "rb")
+        raise NotRegularError
+    return cast("BinaryIO", os.fdopen(descriptor, "rb", buffering))
 
 
 def open_stored(path: Path) -> BinaryIO:

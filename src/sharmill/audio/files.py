@@ -10,10 +10,8 @@ from __future__ import annotations
 import errno
 import math
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import numpy as np
@@ -24,6 +22,7 @@ from sharmill.audio.libsndfile import SndfileDecoder
 from sharmill.audio.shorten import ShortenedSphereDecoder, is_shortened_sphere
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Channel
+from sharmill.storage import NotRegularError, open_regular
 
 _NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _BLOCK_SAMPLES: Final = 1 << 20
@@ -115,15 +114,16 @@ def open_audio(path: str | os.PathLike[str]) -> BinaryIO:
     Raises:
         RejectRecord: missing_audio, unreadable_audio (not a regular file, no permission).
     """
-    path = Path(path)
     try:
-        # Before opening: opening a FIFO would wait for its writer, opening a device may do anything.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise RejectRecord("unreadable_audio", f"{path} is not a regular file")
-        return path.open("rb", buffering=0)
+        return open_regular(path, buffering=0)
     except PermissionError:
         raise RejectRecord("unreadable_audio", f"no permission to read {path}") from None
-    except ValueError:  # a NUL or a lone surrogate
+    except NotRegularError:
+        raise RejectRecord("unreadable_audio", f"{path} is not a regular file") from None
+    except ValueError as error:
+        if isinstance(error.__cause__, OSError):
+            raise RejectRecord("missing_audio", f"{path}: {error.__cause__.strerror}") from None
+        # a NUL or a lone surrogate
         raise RejectRecord("missing_audio", f"{str(path)!r} cannot be the name of a file") from None
     except OSError as error:
         if error.errno not in _NO_SUCH_FILE:

@@ -53,22 +53,23 @@ class SndfileDecoder:
 
     def _read_header(self) -> AudioInfo:
         sound, source = self._sound, self._source
-        num_samples = sound.frames
+        # Once: soundfile looks each up in its tables.
+        num_samples, kind, subtype = sound.frames, sound.format, sound.subtype
         if not MIN_SAMPLING_RATE <= sound.samplerate <= MAX_SAMPLING_RATE:
             raise RejectRecord("unreadable_audio", f"{source.name} claims a sampling rate of {sound.samplerate} Hz")
         if num_samples == _UNKNOWN_LENGTH:
             raise RejectRecord("unreadable_audio", f"{source.name} was written to a pipe and does not state its length")
-        if sound.subtype == "MPEG_LAYER_III":
+        if subtype == "MPEG_LAYER_III":
             num_samples = mp3.count_samples(source.read, source.name, num_samples)
         if num_samples <= 0:
             raise RejectRecord("empty_audio", f"{source.name} has no samples")
-        exact = sound.format == "FLAC" or sound.subtype in _MEMORYLESS
+        exact = kind == "FLAC" or subtype in _MEMORYLESS
         # Ogg states its length in its last page, so that it cannot be wrong by much.
-        if not exact and sound.format != "OGG" and num_samples > source.size * MAX_SAMPLES_PER_BYTE:
+        if not exact and kind != "OGG" and num_samples > source.size * MAX_SAMPLES_PER_BYTE:
             raise RejectRecord(
                 "unreadable_audio", f"{source.name}: {source.size} bytes cannot hold {num_samples} samples"
             )
-        format = _OTHER_NAMES.get(sound.subtype) or _OTHER_NAMES.get(sound.format) or sound.format.lower()
+        format = _OTHER_NAMES.get(subtype) or _OTHER_NAMES.get(kind) or kind.lower()
         return AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact)
 
     def seek(self, position: int) -> None:

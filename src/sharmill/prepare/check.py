@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -83,7 +84,6 @@ class RecordCheck:
         root, path, member = self._place(record["audio_filepath"], source, member)
         tag = self._tag(record, path, source)
         self.group_key(path, tag.speaker)
-        written = replace(tag, language=nemo_language(tag.language))
         text = self._text(record)
         for condition in self.filters:
             condition.check(record)
@@ -99,7 +99,7 @@ class RecordCheck:
             if duration > 0:
                 self._check_duration(duration)
         self._check_header(record, offset, duration, info)
-        status = file.stat()
+        status, (speaker, original) = file.stat(), _written(tag)
         recording, custom = recording_id(path, channel), _further_keys(record, channel, no_duration)
         if self.keep_ids[source]:
             custom[SOURCE_CUT_ID] = record[SOURCE_CUT_ID]
@@ -108,8 +108,8 @@ class RecordCheck:
             offset=offset,
             duration=duration,
             text=text,
-            speaker=str(written),
-            custom=custom if written == tag else custom | {ORIGINAL_TAG: str(tag)},
+            speaker=speaker,
+            custom=custom if original is None else custom | {ORIGINAL_TAG: original},
             root=root,
             whole_file=record.get("offset") is None,
             recording_id=recording,
@@ -188,13 +188,20 @@ class RecordCheck:
             raise RejectRecord("duration_mismatch", f"the segment begins after the end of the audio, {seconds:g} s")
 
 
+@lru_cache(maxsize=1 << 12)
+def _written(tag: SpeakerTag) -> tuple[str, str | None]:
+    """Return a tag as the dataset has it, and as the record had it where that is another."""
+    written = replace(tag, language=nemo_language(tag.language))
+    return str(written), None if written == tag else str(tag)
+
+
 def _further_keys(record: dict[str, Any], channel: Channel, no_duration: bool) -> dict[str, Any]:
     """Return the keys of a record that have no attribute, with the channel that was chosen and the note on duration."""
     custom = {key: value for key, value in record.items() if key not in _NOT_CUSTOM}
     if not (custom.get("normalized_text") or "").strip():
         # Training code takes it for the text wherever it is there at all.
         custom.pop("normalized_text", None)
-    stored = {key: plain_value(value) for key, value in custom.items()}
+    stored = {key: plain_value(value) if isinstance(value, dict) else value for key, value in custom.items()}
     # Keys side by side may make up a forbidden thing, too.
     if forbidden := find_forbidden(stored):
         by_key = ((repr(key[:40]), found) for key, value in stored.items() if (found := find_forbidden(value)))

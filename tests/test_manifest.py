@@ -19,16 +19,15 @@ from sharmill.manifest import (
     Context,
     Reject,
     Segment,
-    SpeakerTag,
     Utterance,
     iterate_lines,
-    parse_speaker_tag,
     read_lines_at,
     recording_id,
     records_checksum,
     segment_id,
     write_lines,
 )
+from sharmill.speaker_tag import SpeakerTag, parse_speaker_tag
 
 WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 

@@ -16,10 +16,10 @@ import xxhash
 
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.grow.parts import SourceDataset
-from sharmill.manifest import parse_speaker_tag
 from sharmill.shar.cut_lines import NOT_JSON, read_lines
 from sharmill.shar.layout import CUTS, shard_file
 from sharmill.sources.speakers import NO_SPEAKER
+from sharmill.speaker_tag import parse_speaker_tag
 
 
 class _Custom(msgspec.Struct):

@@ -14,7 +14,7 @@ import xxhash
 
 from sharmill.engine.spill import HASH, SpilledRows
 from sharmill.engine.stored import decode_stored, read_stored_lines
-from sharmill.manifest import tagged_speaker
+from sharmill.speaker_tag import tagged_speaker
 
 # Lines whose hashes go to the temporary file together.
 _DIGESTS_AT_ONCE = 1 << 16

@@ -22,15 +22,7 @@ from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import map_stored_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.manifest import (
-    Reject,
-    Segment,
-    Utterance,
-    read_lines_at,
-    records_checksum,
-    tagged_speaker,
-    write_lines,
-)
+from sharmill.manifest import Reject, Segment, Utterance, read_lines_at, records_checksum, write_lines
 from sharmill.match.candidates import (
     CANDIDATES_NAME,
     identify_roots,
@@ -55,6 +47,7 @@ from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.device import check_device
 from sharmill.models.measure import require_room
 from sharmill.prepare.stage import manifest_stem, prepared_manifest
+from sharmill.speaker_tag import tagged_speaker
 from sharmill.storage import Staging, open_atomic, open_stored, remove_tree
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from sharmill.config import Config, MatchConfig
 from sharmill.config.references import References
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.manifest import Utterance, tagged_speaker
+from sharmill.manifest import Utterance
 from sharmill.match.candidates import segment_roots
 from sharmill.match.choose import ContextChooser
 from sharmill.match.embed import EmbeddedSegment, Embedder
@@ -30,6 +30,7 @@ from sharmill.pilot.rates import StageRate
 from sharmill.pilot.records import PilotRecords, read_pilot
 from sharmill.pilot.small_run import run_small
 from sharmill.pilot.voices import Voices
+from sharmill.speaker_tag import tagged_speaker
 from sharmill.storage import disk_errors, require_writable, write_atomic
 
 _QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)

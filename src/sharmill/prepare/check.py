@@ -27,10 +27,8 @@ from sharmill.manifest import (
     AudioNotes,
     Channel,
     Member,
-    SpeakerTag,
     Utterance,
     kept_id,
-    nemo_language,
     recording_id,
     segment_id,
     transcript_of,
@@ -41,6 +39,7 @@ from sharmill.prepare.stats import MAX_SECONDS
 from sharmill.shar.lhotse_json import plain_value
 from sharmill.shar.reading.safety import find_forbidden
 from sharmill.sources.speakers import SpeakerRule
+from sharmill.speaker_tag import SpeakerTag, nemo_language
 
 _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, SOURCE_CUT_ID, "_skipme"}
 # Where the interpreter's own limit lies depends on the caller, so it would not be the same in every executor.

@@ -8,7 +8,8 @@ import msgspec
 
 from sharmill.engine.unit import Totals
 from sharmill.errors import RejectRecord
-from sharmill.manifest import DURATION_FROM_HEADER, Utterance, parse_speaker_tag
+from sharmill.manifest import DURATION_FROM_HEADER, Utterance
+from sharmill.speaker_tag import parse_speaker_tag
 
 _DIMENSIONS = ("dataset", "language", "speaker")
 # What records that passed their own checks have from elsewhere, duplicates included.

@@ -12,17 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
-from sharmill.manifest import (
-    ORIGINAL_TAG,
-    TYPED_KEYS,
-    Utterance,
-    kept_id,
-    nemo_language,
-    parse_speaker_tag,
-    recording_id,
-    segment_id,
-)
+from sharmill.manifest import ORIGINAL_TAG, TYPED_KEYS, Utterance, kept_id, recording_id, segment_id
 from sharmill.shar.layout import CONTEXT_UNALIGNED
+from sharmill.speaker_tag import nemo_language, parse_speaker_tag
 
 # An object in a ``custom`` mapping that has all keys of one of these is one of lhotse's own manifests to lhotse.
 _TAKEN_BY_LHOTSE: Final = ({"width"}, {"shape"}, {"array"}, {"id", "sources", "sampling_rate"})

@@ -10,8 +10,8 @@ from typing import Any, Final
 import xxhash
 
 from sharmill.errors import RejectRecord
-from sharmill.manifest import SpeakerTag, parse_speaker_tag
 from sharmill.sources.templates import Template, name_of
+from sharmill.speaker_tag import SpeakerTag, parse_speaker_tag
 
 # The language of ISO 639 for speech of which it is not known, and the speaker of a record that has none.
 UNDETERMINED: Final = "und"

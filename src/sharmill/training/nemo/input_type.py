@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from sharmill.config import nearest
 from sharmill.errors import ConfigError
-from sharmill.manifest import nemo_language
 from sharmill.shar import open_shar
 from sharmill.shar.reading.iteration import SharReader
+from sharmill.speaker_tag import nemo_language
 from sharmill.training.nemo.entry_keys import OF_ENTRY, OF_OTHERS
 from sharmill.training.nemo.examples import open_examples
 from sharmill.training.nemo.loader_settings import DIVIDED

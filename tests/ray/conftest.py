@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -75,17 +74,45 @@ def add_node(cluster):
             cluster.remove_node(node)
 
 
+_WITHOUT_DRIVERS_FOLDER = """
+import os
+
+
+def chdir(path):
+    raise FileNotFoundError(2, "No such file or directory")
+
+
+os.chdir = chdir
+"""
+_WITHOUT_NAMED_FOLDER = """
+import os
+
+stat = os.stat
+
+
+def stat_without(path, *args, **options):
+    if str(path).startswith({!r}):
+        raise FileNotFoundError(2, "No such file or directory")
+    return stat(path, *args, **options)
+
+
+os.stat = stat_without
+"""
+
+
 @pytest.fixture
 def add_blind_node(add_node, tmp_path):
-    """Returns a function that adds a node whose processes do not see the driver's folder."""
+    """Returns a function that adds a node whose processes do not see a folder: the driver's own, or a named one."""
     folder = tmp_path / "blind"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(
-        "import os\n\n\ndef chdir(path):\n    raise FileNotFoundError(2, 'No such file or directory')\n\n\n"
-        "os.chdir = chdir\n"
-    )
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return partial(add_node, env_vars={"PYTHONPATH": path})
+
+    def add(hidden=None, **resources):
+        source = _WITHOUT_DRIVERS_FOLDER if hidden is None else _WITHOUT_NAMED_FOLDER.format(str(hidden))
+        (folder / "sitecustomize.py").write_text(source)
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return add_node(env_vars={"PYTHONPATH": path}, **resources)
+
+    return add
 
 
 @pytest.fixture

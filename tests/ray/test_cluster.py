@@ -100,6 +100,20 @@ class TestNodes:
         assert output_bytes(stage) == whole_bytes(tmp_path, 6)
 
     @pytest.mark.slow
+    def test_a_node_without_the_disk_of_the_output_is_given_up_alone(self, tmp_path, on_ray, add_blind_node):
+        """It sees the run directory, so that a missing staging folder looked like a plan that others have replaced."""
+        stage = ToyStage(tmp_path, units=6, everywhere="wait:go")
+        add_blind_node(stage.root, num_cpus=2)
+        log = stage.dir.driver_log
+        with running(on_ray, stage) as future:
+            wait_until(lambda: log.exists() and "is given up" in log.read_text(), 90)
+        result, heard = future.result()
+        assert result.ok
+        assert heard.failed == {}
+        [sentence] = result.given_up
+        assert f"does not see {stage.root}" in sentence
+
+    @pytest.mark.slow
     def test_where_no_node_has_the_shared_disk_the_stage_ends_with_that(self, tmp_path, on_ray, add_blind_node):
         """The cores of the other node are taken."""
         add_blind_node(num_cpus=4)

@@ -34,7 +34,8 @@ class ActorStart:
     Attributes:
         stage: pickled; unpacking it imports its modules, once the log is in place.
         folder: what relative paths are meant from; None where the driver itself has only a copy that Ray made.
-        must_exist: a folder that the driver has made in the run directory: that of the plan's token.
+        must_exist: the folders of the plan's token, which the driver has made in the run directory and where the
+            output goes: a node may see one of the two disks only.
         version: the driver's version of sharmill.
         given_up: places that are not waited for any more.
     """
@@ -44,7 +45,7 @@ class ActorStart:
     device: str
     cores: int
     folder: Path | None
-    must_exist: Path
+    must_exist: tuple[Path, ...]
     log: Path
     version: str
     given_up: frozenset[str] = frozenset()
@@ -107,13 +108,14 @@ class RankActor:
             ) from error
         # A node that is given up had its time.
         deadline = time.monotonic() + (0.0 if _place() in start.given_up else _SECONDS_UNTIL_VISIBLE)
-        while not start.must_exist.exists():
-            if time.monotonic() > deadline:
-                raise _unlike(
-                    f"node {host} does not see {start.must_exist}: run_dir and dataset_dir must lie on a file system "
-                    "that all nodes share"
-                )
-            time.sleep(0.5)
+        for folder in start.must_exist:
+            while not folder.is_dir():
+                if time.monotonic() > deadline:
+                    raise _unlike(
+                        f"node {host} does not see {folder}: run_dir and dataset_dir must lie on file systems that all "
+                        "nodes share"
+                    )
+                time.sleep(0.5)
 
     def _stop(self, error: ConfigError | FatalError) -> SharmillError:
         log.warning("rank %d stops", self._start.number, exc_info=error)

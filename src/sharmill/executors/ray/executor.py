@@ -34,7 +34,7 @@ from sharmill.executors.logs import logging_to
 from sharmill.executors.ray.actor import ActorStart, RankActor
 from sharmill.executors.ray.cluster import RankNeeds, check_paths, connect, import_ray, in_working_dir_copy
 from sharmill.executors.unit_queue import UnitQueue
-from sharmill.storage import remove_dead_attempts
+from sharmill.storage import remove_dead_attempts, token_staging
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class _Pool:
             device=self.needs.device,
             cores=self.needs.cores,
             folder=None if in_working_dir_copy() else Path.cwd(),
-            must_exist=self.stage.dir.ranks,
+            must_exist=(self.stage.dir.ranks, token_staging(self.stage.root, self.stage.token)),
             log=self.stage.dir.rank_log(number),
             version=sharmill.__version__,
             given_up=frozenset(self.given_up),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 from support.paths import REPOSITORY
@@ -65,20 +66,33 @@ def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):
     assert "is not a run directory" in done.stderr
 
 
-def test_a_process_of_another_machine_is_named(run_dir):
+@contextmanager
+def locked_on_another_host(run_dir, job=""):
     with FolderLock(run_dir):
         (record,) = (run_dir / ".sharmill-lock").iterdir()
-        owner = json.loads(record.read_bytes()) | {"host": "node7", "kernel": "another", "pid": 77}
+        owner = json.loads(record.read_bytes()) | {"host": "node7", "kernel": "another", "pid": 77, "job": job}
         record.write_text(json.dumps(owner))
+        yield
+
+
+@pytest.mark.parametrize(
+    ("job", "advice"), [("", "on that host: kill -TERM 77"), ("SLURM job 99", "scancel 99")], ids=["process", "job"]
+)
+def test_a_process_of_another_machine_is_named(run_dir, job, advice):
+    with locked_on_another_host(run_dir, job):
         done = cancel(run_dir)
     assert done.returncode == 2
     assert "process 77 of" in done.stderr
     assert "node7" in done.stderr
-    assert "kill -TERM 77" in done.stderr
+    assert advice in done.stderr
 
 
-def test_jobs_on_slurm_end_watchers_first_and_the_chain_notes_it(run_dir, tmp_path_factory):
-    """With a stand-in for SLURM's commands: the driver job submits ranks while it is being ended."""
+@pytest.fixture
+def chain(run_dir, tmp_path_factory):
+    """Stand-ins for SLURM's commands, and a chain of which the driver job submits ranks while it is being ended.
+
+    Returns the folder of the commands, which holds what ``scancel`` was asked, and the environment with it.
+    """
     folder = tmp_path_factory.mktemp("bin")
     queue = folder / "queue"
     rows = [
@@ -97,11 +111,24 @@ def test_jobs_on_slurm_end_watchers_first_and_the_chain_notes_it(run_dir, tmp_pa
     paths = RunDir(run_dir)
     paths.id.write_text("feedfeedfeedfeed")
     paths.chain.write_bytes(json.dumps({"state": "waiting", "message": "m", "command": "sharmill submit c"}).encode())
-    done = cancel(run_dir, environment=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"})
+    return folder, os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_jobs_on_slurm_end_watchers_first_and_the_chain_notes_it(run_dir, chain):
+    folder, environment = chain
+    done = cancel(run_dir, environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert "ended on SLURM: jobs 12, 13, 14, 15" in " ".join(done.stdout.split())
     assert (folder / "asked").read_text().splitlines() == ["14 13 12", "15"]
-    state = read_state(paths)
+    state = read_state(RunDir(run_dir))
     assert isinstance(state, ChainState)
     assert (state.state, state.command) == ("failed", "sharmill submit c")
     assert state.message.startswith("cancelled by ")
+
+
+def test_a_driver_job_that_ended_on_another_host_holds_nobody_up(run_dir, chain):
+    """It was killed in the middle of its work, and its lock has some time to run."""
+    with locked_on_another_host(run_dir, "SLURM job 13"):
+        done = cancel(run_dir, environment=chain[1])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ended on SLURM: jobs 12, 13, 14, 15" in " ".join(done.stdout.split())

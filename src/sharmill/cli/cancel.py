@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sharmill.engine.locks import LockOwner
     from sharmill.engine.rundir import RunDir
 
-_RAY_JOB: Final = "Ray job "
 _SECONDS_TO_END: Final = 60.0
 
 
@@ -41,7 +40,7 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     jobs = cancel_chain(paths)
     if jobs:
         console.print(plain(f"ended on SLURM: jobs {', '.join(jobs)}"))
-    ended = _end_owner(paths, ray_address)
+    ended = _end_owner(paths, ray_address, jobs)
     if ended:
         console.print(plain(f"ended: {ended}"))
     if not jobs and not ended:
@@ -51,29 +50,33 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     return OK
 
 
-def _end_owner(run_dir: RunDir, ray_address: str | None) -> str:
+def _end_owner(run_dir: RunDir, ray_address: str | None, ended_jobs: Sequence[str]) -> str:
     """End the process that holds the lock of a run directory; return a few words about it, "" where there is none.
+
+    A process that ended with its SLURM job on another host has left its lock, which runs out by itself.
 
     Raises:
         ConfigError: it can be ended only from elsewhere, or by another user.
     """
-    from sharmill.engine.locks import lock_owner
+    from sharmill.engine.locks import RAY_JOB, SLURM_JOB, lock_owner
     from sharmill.processes import is_gone
 
     owner = lock_owner(run_dir.path)
     if owner is None or (owner.is_here and is_gone(owner.pid, owner.started)):
         return ""
-    if owner.job.startswith(_RAY_JOB):
+    slurm_job = owner.job.removeprefix(SLURM_JOB) if owner.job.startswith(SLURM_JOB) else ""
+    if slurm_job in ended_jobs:
+        return ""
+    if owner.job.startswith(RAY_JOB):
         from sharmill.executors.ray.cluster import stop_job
 
-        stop_job(owner.job.removeprefix(_RAY_JOB), ray_address)
+        stop_job(owner.job.removeprefix(RAY_JOB), ray_address)
     elif owner.is_here:
         _interrupt(owner)
     else:
-        raise ConfigError(
-            f"{owner} is at work in {run_dir.path}, which cannot be ended from here; there: kill -TERM {owner.pid}",
-            code="locked",
-        )
+        how = f"scancel {slurm_job}" if slurm_job else f"on that host: kill -TERM {owner.pid}"
+        message = f"{owner} is at work in {run_dir.path}, which cannot be ended from here; {how}"
+        raise ConfigError(message, code="locked")
     _wait(lambda: lock_owner(run_dir.path) != owner, str(owner))
     return str(owner)
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import Final
 from uuid import uuid4
 
 import msgspec
@@ -42,6 +43,9 @@ log = logging.getLogger(__name__)
 
 LOCK_NAME = ".sharmill-lock"
 LEASE_SECONDS = 120.0
+# Words before the number of the job that a process belongs to.
+SLURM_JOB: Final = "SLURM job "
+RAY_JOB: Final = "Ray job "
 SECONDS_TO_WAIT_FOR_INDEX = 600.0
 _TOUCHES_PER_LEASE = 6
 _POLL_SECONDS = 0.25
@@ -308,10 +312,10 @@ def _warn_without_flock(folder: Path, lease_seconds: float) -> None:
 def _describe_this_process(lease_seconds: float) -> LockOwner:
     job = ""
     if "SLURM_JOB_ID" in os.environ:
-        job = f"SLURM job {os.environ['SLURM_JOB_ID']}"
+        job = SLURM_JOB + os.environ["SLURM_JOB_ID"]
     elif "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         metadata = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]).get("metadata", {})
-        job = f"Ray job {metadata.get('job_submission_id')}"
+        job = f"{RAY_JOB}{metadata.get('job_submission_id')}"
     return LockOwner(
         host=socket.gethostname(),
         pid=os.getpid(),

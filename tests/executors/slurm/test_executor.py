@@ -103,8 +103,9 @@ def test_a_busy_controller_is_asked_again(cluster, submit):
     assert cluster.calls("sbatch") == 2 + 1 + 1 + 1
 
 
-def test_a_limit_on_jobs_in_the_queue_is_waited_for(cluster, submit):
-    says = "sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Job violates accounting/QOS policy"
+@pytest.mark.parametrize("limit", ["AssocMaxSubmitJobLimit", "AssocGrpSubmitJobsLimit", "QOSGrpSubmitJobsLimit"])
+def test_a_limit_on_jobs_in_the_queue_is_waited_for(cluster, submit, limit):
+    says = f"sbatch: error: {limit}\nsbatch: error: Job violates accounting/QOS policy"
     cluster.script("sbatch", "echo Submitted batch job 7", fails=3, says=says)
     assert submit().jobs == ["7_0", "7_1", "7"]
 

@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 
 # A busy controller, or a limit on jobs in the queue; anything else that sbatch says is about what was asked for.
 _MAY_PASS = re.compile(
-    r".*(timed out|temporarily|unable to contact|connection|communicat|Max\w*Submit\w*Limit)", re.IGNORECASE | re.DOTALL
+    r".*(timed out|temporarily|unable to contact|connection|communicat|(?:Max|Grp)Submit\w*Limit)",
+    re.IGNORECASE | re.DOTALL,
 )
 
 

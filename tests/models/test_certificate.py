@@ -49,14 +49,16 @@ def test_bf16_changes_codes_and_canonical_shapes_take_the_neighbours_out(of_mimi
 
 
 def test_a_codec_that_depends_on_its_neighbours_is_found_out(checkpoints, monkeypatch):
-    """As one whose backend does not know that padding changes its codes."""
+    """As one whose backend does not know that padding, and audio further off, changes its codes."""
     from sharmill.models import nemo_codec
 
     monkeypatch.setattr(nemo_codec, "right_padding_matters", lambda *arguments: False)
+    monkeypatch.setattr(nemo_codec._NemoCodec, "find_reach", lambda self: (0, 0))
     found = by_way(certify_codec(f"nemo:{checkpoints['nemo_codec_noncausal']}"))
     beside = found["batches of 16 s beside alone, cpu, fp32"]
     assert beside.different > 0
     assert 0 < beside.items <= 24
+    assert found["pieces of 2 s beside the whole, cpu, fp32"].different > 0
 
 
 @pytest.mark.parametrize("model", ["nemo_codec_noncausal", "nemo_codec"])
@@ -72,6 +74,8 @@ def test_a_batch_of_the_size_of_a_run_is_filled(checkpoints, monkeypatch, model)
     longest = max(batch.num_frames for batch in shapes[:24])
     # 19 of 4.1 s.
     assert max(batch.num_rows for batch in shapes if batch.num_frames == longest) == 19
+    pieces = {comparison.piece_seconds: comparison.different for comparison in found.values()}
+    assert pieces == {None: pieces[None], 2.0: 0, 30.0: 0}
 
 
 def test_an_encoder_has_its_choices_compared(checkpoints):

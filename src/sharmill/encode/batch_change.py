@@ -1,6 +1,6 @@
-"""A change of ``encode.batch_seconds`` under way: what is done stays where codes do not depend on it.
+"""Ways of computing that codes do not depend on, by construction or as far as ``sharmill certify`` tells.
 
-They do not by construction, or as far as the certificate of ``sharmill certify`` tells.
+Where they do not, a change of ``encode.batch_seconds`` under way keeps what is done, and long segments may be cut.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from typing import Any, Final
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.errors import ConfigError
 from sharmill.models.arithmetic import fit_batch_seconds
-from sharmill.models.certificate import Certificate
+from sharmill.models.certificate import Certificate, ModelCertificate
+from sharmill.models.pieces import PIECE_SECONDS
 
 _KEY: Final = "batch_seconds"
+# Backends of codecs that sharmill brings, whose pieces have the codes of the whole by its own tests.
+_TESTED: Final = ("builtin", "untrained")
 
 
 def is_change_of_batches(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -69,14 +72,13 @@ def _find_dependence(
     """Return why a certificate does not say that the codes are the same in batches of both sizes, or nothing."""
     if certificate.versions != now["versions"]:
         return "certificate.json was made with other versions; run 'sharmill certify CONFIG' again"
-    found = next((one for one in certificate.models if one.kind == "codec" and one.identity == now["codec"]), None)
+    found = _find_codec(certificate, now)
     if found is None:
         return "certificate.json has no such codec; run 'sharmill certify CONFIG'"
     for kind in devices:
-        name = "cpu" if kind == "cpu" else f"cuda: {kind}"
-        if name not in certificate.devices:
+        device = "cpu" if kind == "cpu" else "cuda"
+        if not _is_of_device(certificate, kind):
             return f"certificate.json was not made on {kind}; run 'sharmill certify CONFIG' there"
-        device = name.partition(":")[0]
         compared = [one for one in found.comparisons if one.batch_seconds is not None and one.device == device]
         if differing := sum(one.different for one in compared):
             return f"by certificate.json codes depend on it: {differing} of the probe differ on {kind}"
@@ -88,6 +90,39 @@ def _find_dependence(
                 f"'sharmill certify CONFIG encode.batch_seconds={largest:g}'"
             )
     return ""
+
+
+def may_cut(identity: Mapping[str, Any], device_kind: str, certificate: Path) -> bool:
+    """Return True if the codec gives the pieces of a segment the codes that it gives the whole on a kind of device.
+
+    Args:
+        identity: of the stage's plan.
+        certificate: the file of the run directory, which tells of codecs that others make.
+    """
+    if identity["precision"] != "fp32":
+        return False
+    if identity["codec"]["backend"] in _TESTED:
+        return True
+    if not certificate.exists():
+        return False
+    found = _read(certificate)
+    model = _find_codec(found, identity)
+    if model is None or found.versions != identity["versions"] or not _is_of_device(found, device_kind):
+        return False
+    device = "cpu" if device_kind == "cpu" else "cuda"
+    different = {
+        one.piece_seconds: one.different for one in model.comparisons if one.piece_seconds and one.device == device
+    }
+    return PIECE_SECONDS in different and not any(different.values())
+
+
+def _find_codec(certificate: Certificate, identity: Mapping[str, Any]) -> ModelCertificate | None:
+    codecs = (one for one in certificate.models if one.kind == "codec" and one.identity == identity["codec"])
+    return next(codecs, None)
+
+
+def _is_of_device(certificate: Certificate, kind: str) -> bool:
+    return ("cpu" if kind == "cpu" else f"cuda: {kind}") in certificate.devices
 
 
 def _read(path: Path) -> Certificate:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -13,8 +15,10 @@ from sharmill.audio.files import decode
 from sharmill.audio.resample import resample
 from sharmill.engine.delays import spent_on
 from sharmill.errors import RejectRecord, UnitFailed
+from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.measure import require_room
 from sharmill.models.memory import MemoryGuard
+from sharmill.models.pieces import PIECE_SECONDS, Pieces
 from sharmill.models.protocols import Codec
 from sharmill.models.shapes import Batch, fill_batch, plan_batches
 from sharmill.prefetch import prefetch
@@ -22,9 +26,12 @@ from sharmill.shar.arrays import codes_dtype, num_frames
 from sharmill.shar.items import Item
 
 # What a user can do with segments that no batch size helps.
-ELSEWHERE: Final = (
+_ELSEWHERE: Final = (
     "all other units go on, and the same command does the rest on a device with more memory, or on CPUs with "
     "executor.device=cpu executor.mixed_devices=true"
+)
+_CERTIFY: Final = (
+    "; where 'sharmill certify CONFIG' finds the same codes in pieces, the same command cuts such segments"
 )
 
 
@@ -56,21 +63,34 @@ class BegunItems:
 class CodecBatches:
     """A codec that encodes stored audio in batches.
 
-    ``most_seconds`` is the longest segment that the memory of a GPU can hold.
+    ``most_seconds`` is the longest segment that the memory of a GPU can hold, and ``advice`` says what to do with
+    longer ones.
 
     Args:
         batch_seconds: audio of a batch, counting padding.
         device: ``cpu`` or ``cuda``, on which batches may have other sizes.
         canonical: batches of few shapes, so that codes do not depend on neighbours; see ``plan_batches``.
+        pieces: how long segments are cut; None to encode them whole.
         threads: how many may read and resample audio beside the codec.
     """
 
     def __init__(
-        self, codec: Codec, *, batch_seconds: float, device: str, canonical: bool = False, threads: int
+        self,
+        codec: Codec,
+        *,
+        batch_seconds: float,
+        device: str,
+        canonical: bool = False,
+        pieces: Pieces | None = None,
+        threads: int,
     ) -> None:
-        self.most_seconds = require_room(codec, device, batch_seconds, "encode.batch_seconds")
+        room = require_room(codec, device, batch_seconds, "encode.batch_seconds")
+        self.most_seconds = room if pieces is None else math.inf
+        self.advice = _ELSEWHERE + (_CERTIFY if pieces is None else "")
         self.codec = codec
+        self._pieces = pieces
         self._batch_seconds = batch_seconds
+        self._max_frames = fit_batch_seconds(batch_seconds, device) * codec.sampling_rate / codec.samples_per_frame
         self._plan = partial(plan_batches, batch_seconds=batch_seconds, codec=codec, device=device, canonical=canonical)
         self._ahead = 2 * batch_seconds * codec.sampling_rate / codec.samples_per_frame
         self._threads = threads
@@ -82,8 +102,7 @@ class CodecBatches:
         Raises:
             UnitFailed: the first item cannot be decoded, or is not what its metadata say.
         """
-        batches = self._plan([self.num_frames(item) for item in items])
-        begun = BegunItems(items, batches)
+        begun = BegunItems(items, self._plan_batches([self.num_frames(item) for item in items]))
         loaded = prefetch(
             lambda item: _load(item, self.codec.sampling_rate),
             begun.in_order(),
@@ -114,22 +133,49 @@ class CodecBatches:
         for batch in begun.batches:
             with spent_on("decoding"):
                 samples = [next(begun.loaded) for _ in batch.items]
-            audio = fill_batch(batch, samples, codec.samples_per_frame)
-            seconds = audio[0].numel() / codec.sampling_rate
-            is_long = len(batch.items) == 1 and seconds > self._batch_seconds
             try:
-                with spent_on("model"), self._guard.batch(seconds, batch.num_rows, is_long=is_long):
-                    codes = codec.encode(*audio).numpy()
+                with spent_on("model"):
+                    codes = self._encode(batch, samples)
             except RejectRecord as reject:
                 # The dataset has its cut already, and every cut has codes: it cannot be left out any more.
-                where = items[batch.items[0]].cut_id
-                raise UnitFailed(f"the segment {where}: {reject.detail}; {ELSEWHERE}", code="out_of_memory") from reject
+                why = f"the segment {items[batch.items[0]].cut_id}: {reject.detail}; {self.advice}"
+                raise UnitFailed(why, code="out_of_memory") from reject
             # Rows beyond the items are silence.
             for index, row in zip(batch.items, codes, strict=False):
                 results[index] = np.ascontiguousarray(row[:, : frames[index]].astype(dtype))
             advance(sum(frames[index] for index in batch.items))
         self._guard.unit_done()
         return results
+
+    def _plan_batches(self, frames: Sequence[int]) -> list[Batch]:
+        """Return the batches of items with these numbers of frames; one that is cut is a batch of its own."""
+        cut = [index for index, number in enumerate(frames) if self._is_cut(number)]
+        whole = [index for index, number in enumerate(frames) if not self._is_cut(number)]
+        planned = self._plan([frames[index] for index in whole])
+        return [
+            *(Batch([index], frames[index], 1) for index in cut),
+            *(dataclasses.replace(batch, items=[whole[index] for index in batch.items]) for batch in planned),
+        ]
+
+    def _is_cut(self, num_frames: int) -> bool:
+        return self._pieces is not None and num_frames > self._pieces.length
+
+    def _encode(self, batch: Batch, samples: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the codes (rows, codebooks, frames) of a batch; raise RejectRecord for one segment that is too long.
+
+        Raises:
+            UnitFailed, FatalError: as ``MemoryGuard.batch``.
+        """
+        codec = self.codec
+        if self._pieces is not None and self._is_cut(batch.num_frames):
+            rows = self._pieces.rows(self._max_frames)
+            with self._guard.batch(rows * PIECE_SECONDS, rows, is_long=rows == 1):
+                return self._pieces.encode(codec, samples[0], self._max_frames)[None]
+        audio = fill_batch(batch, samples, codec.samples_per_frame)
+        seconds = audio[0].numel() / codec.sampling_rate
+        is_long = len(batch.items) == 1 and seconds > self._batch_seconds
+        with self._guard.batch(seconds, batch.num_rows, is_long=is_long):
+            return codec.encode(*audio).numpy()
 
     def num_frames(self, item: Item) -> int:
         """Return the number of frames that the codes of an item have."""

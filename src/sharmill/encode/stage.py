@@ -15,8 +15,8 @@ import numpy as np
 
 from sharmill.config import CodecConfig, Config
 from sharmill.encode.assemble import AssembleStage
-from sharmill.encode.batch_change import is_change_of_batches, require_same_codes
-from sharmill.encode.codec_batches import ELSEWHERE, BegunItems, CodecBatches
+from sharmill.encode.batch_change import is_change_of_batches, may_cut, require_same_codes
+from sharmill.encode.codec_batches import BegunItems, CodecBatches
 from sharmill.encode.segment_codes import EncodedRecord, bounds_file, codes_file, encoded_file, write_codes
 from sharmill.encode.segments import hash_segment, seconds_of
 from sharmill.encode.survey import SurveyStage
@@ -28,11 +28,12 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import load_stored_array
+from sharmill.engine.stored import decode_stored, load_stored_array, read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import FatalError, UnitFailed
 from sharmill.models import describe_codec, load_codec, make_deterministic, published_name, require_codec
 from sharmill.models.device import check_device
+from sharmill.models.pieces import find_pieces
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
 from sharmill.shar.tar import open_field
@@ -134,8 +135,14 @@ class EncodeStage(Stage):
         threads = make_deterministic(device)
         kind = check_device(device)
         codec = load_codec(self.codec_config.model, device, self.codec_config.allow_targets, self.precision)
+        identity = decode_stored(self.dir.identity, read_stored(self.dir.identity), dict[str, Any])
         batches = CodecBatches(
-            codec, batch_seconds=self.batch_seconds, device=device, canonical=self.canonical_shapes, threads=threads
+            codec,
+            batch_seconds=self.batch_seconds,
+            device=device,
+            canonical=self.canonical_shapes,
+            pieces=find_pieces(codec) if may_cut(identity, kind, self.run_dir.certificate) else None,
+            threads=threads,
         )
         return EncodeProcessor(self, batches, kind)
 
@@ -210,7 +217,7 @@ class EncodeProcessor(Processor):
             raise UnitFailed(
                 f"{number} of {len(segments)} segments are longer than the {self._encode.most_seconds:.0f} s that fit "
                 f"in the memory of the device: the longest, of {seconds.max():.0f} s, is in {path} at byte "
-                f"{longest['place']['offset']}; {ELSEWHERE}",
+                f"{longest['place']['offset']}; {self._encode.advice}",
                 code="out_of_memory",
             )
 

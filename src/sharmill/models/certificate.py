@@ -16,6 +16,7 @@ import numpy as np
 from sharmill.config import Precision
 from sharmill.models import load_codec, load_speaker_encoder
 from sharmill.models.arithmetic import fit_batch_seconds
+from sharmill.models.pieces import PIECE_SECONDS, find_pieces
 from sharmill.models.protocols import Codec, SpeakerEncoder, pad, padded_batches
 from sharmill.models.shapes import Batch, canonical_batches, fill_batch
 
@@ -25,6 +26,8 @@ _SECONDS: Final = (0.4, 0.9, 1.3, 2.0, 2.9, 4.1)
 # Padded seconds of a batch: the probe in many small batches, and in few large ones. A codec also has those of its run,
 # where they are more: kernels are chosen by the shape, so that nothing follows from small batches for larger ones.
 _SIZES: Final = (4.0, 16.0)
+# Of the probe in one: pieces as those of a run, and short ones, so that it is cut at many places.
+_PIECES: Final = (2.0, PIECE_SECONDS)
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +41,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         largest_change: of an encoder, the largest change of a cosine similarity.
         device: ``cpu`` or ``cuda``.
         batch_seconds: of batches beside each item alone, in fp32: their size.
+        piece_seconds: of pieces beside the whole, in fp32: their length.
     """
 
     way: str
@@ -47,6 +51,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     largest_change: float | None = None
     device: str
     batch_seconds: float | None = None
+    piece_seconds: float | None = None
 
     @property
     def share(self) -> float:
@@ -120,6 +125,7 @@ def certify_codec(
                 used = fit_batch_seconds(batch_seconds, device)
                 sizes = (*_SIZES, used) if used > _SIZES[-1] else _SIZES
                 yield from _compare_batches(codec, probe, frames, alone, device, sizes)
+                yield from _compare_pieces(codec, np.concatenate(probe), device)
 
 
 def _compare_batches(
@@ -152,6 +158,21 @@ def _compare_batches(
         _encode(codec, probe, frames, single),
         device,
     )
+
+
+def _compare_pieces(codec: Codec, samples: np.ndarray, device: str) -> Iterator[Comparison]:
+    """Yield comparisons of a long item (samples,) in pieces with the whole, where the codec may be given pieces."""
+    num_frames = -(-len(samples) // codec.samples_per_frame)
+    whole: list[np.ndarray] = []
+    for seconds in _PIECES:
+        pieces = find_pieces(codec, seconds)
+        if pieces is None:
+            continue
+        whole = whole or _encode(codec, [samples], [num_frames], [Batch([0], num_frames, 1)])
+        # On a GPU two share a batch, as in a run.
+        cut = [pieces.encode(codec, samples, 2 * pieces.length if device == "cuda" else pieces.length)]
+        way = f"pieces of {seconds:g} s beside the whole, {device}, fp32"
+        yield msgspec.structs.replace(_compare_codes(way, whole, cut, device), piece_seconds=seconds)
 
 
 def _encode(codec: Codec, probe: list[np.ndarray], frames: list[int], batches: list[Batch]) -> list[np.ndarray]:

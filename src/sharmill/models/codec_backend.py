@@ -77,6 +77,13 @@ class CodecBackend(ABC):
             (batch, num_codebooks, max_frames) integers; what lies beyond an item's frames is ignored.
         """
 
+    def find_reach(self) -> tuple[int, int] | None:
+        """Return how many frames before a frame and behind it its codes depend on, by the codec's construction.
+
+        None, as for a backend that does not implement it, where they may depend on all of the audio.
+        """
+        return None
+
     def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Encode a batch of segments; see ``Codec.encode``."""
         check_batch(audio, num_samples)

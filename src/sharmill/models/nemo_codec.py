@@ -17,7 +17,7 @@ from sharmill.errors import ConfigError, is_device_error
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.families import UNTRAINED_CONFIG, first_line
 from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
-from sharmill.models.tensors import right_padding_matters, weights_checksum
+from sharmill.models.tensors import find_reach, right_padding_matters, weights_checksum
 
 if TYPE_CHECKING:
     from nemo.collections.tts.models import AudioCodecModel
@@ -82,6 +82,9 @@ class _NemoCodec(CodecBackend):
         raise ConfigError(
             f"{name} cannot encode {samples} samples: {first_line(refusal)}; use another codec", code="bad_model"
         )
+
+    def find_reach(self) -> tuple[int, int] | None:
+        return find_reach(lambda audio: self._encoded(audio, torch.tensor([audio.shape[1]])), self.samples_per_frame)
 
     def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         encoded, encoded_len = self._encoder(audio=audio, audio_len=num_frames * self.samples_per_frame)

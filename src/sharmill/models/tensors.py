@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Far above the noise of float32 arithmetic (1e-6 to 1e-5), far below what a model does that sees the padding.
 _RELATIVE_TOLERANCE = 1e-3
+# Some seconds of most codecs; what depends on more than half of it counts as not bounded.
+_REACH_FRAMES = 64
 
 
 def check_batch(audio: Tensor, num_samples: Tensor) -> None:
@@ -60,6 +62,25 @@ def right_padding_matters(encode: Callable[[Tensor, Tensor], Tensor], short: int
     alone = encode(noise[:1, :short], torch.tensor([short]))
     beside = encode(noise, torch.tensor([short, long]))[:1, ..., : alone.shape[-1]]
     return bool((alone - beside).abs().max() > _RELATIVE_TOLERANCE * alone.abs().max())
+
+
+def find_reach(encode: Callable[[Tensor], Tensor], samples_per_frame: int) -> tuple[int, int] | None:
+    """Return how many frames before a frame and behind it what is encoded depends on; None where that is not bounded.
+
+    One frame is no number. Sums and products with it are none either, whatever the weights: so the frames that become
+    none are all that the layers connect with it, on any audio.
+
+    Args:
+        encode: audio (1, samples) -> (1, channels, frames).
+    """
+    middle = _REACH_FRAMES // 2
+    audio = torch.zeros(1, _REACH_FRAMES * samples_per_frame)
+    audio[:, middle * samples_per_frame : (middle + 1) * samples_per_frame] = torch.nan
+    connected = encode(audio)[0].isnan().any(dim=0).nonzero().flatten().tolist()
+    if not connected or connected[0] == 0 or connected[-1] == _REACH_FRAMES - 1:
+        return None
+    # A frame that the middle one changes has it behind itself, or before.
+    return max(0, connected[-1] - middle), max(0, middle - connected[0])
 
 
 def unit_embeddings(embeddings: Tensor, audio: Tensor) -> Tensor:

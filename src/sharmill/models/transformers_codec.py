@@ -21,7 +21,7 @@ from sharmill.errors import ConfigError, is_device_error
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.families import TRANSFORMERS_TYPES, check_transformers_config, first_line
 from sharmill.models.hub import require_reachable
-from sharmill.models.tensors import weights_checksum
+from sharmill.models.tensors import find_reach, weights_checksum
 from sharmill.registry import require_package
 
 if TYPE_CHECKING:
@@ -37,6 +37,17 @@ class _TransformersCodec(CodecBackend):
         self._model = model.to(device)
         self._options = options
         super().__init__(spec, device)
+
+    def find_reach(self) -> tuple[int, int] | None:
+        if self._model.config.model_type != "dac":
+            # EnCodec's recurrent layers and Mimi's attention go back to the beginning.
+            return None
+
+        @torch.no_grad()
+        def encode(audio: Tensor) -> Tensor:
+            return self._model.encoder(audio[:, None, :].to(self.device)).cpu()
+
+        return find_reach(encode, self.samples_per_frame)
 
     def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         codes = self._model.encode(audio[:, None, :], **self._options).audio_codes

@@ -1,0 +1,93 @@
+"""Long segments in pieces, for codecs whose codes depend on a bounded stretch of the audio around them.
+
+Each piece has as much audio on both sides of its own frames as their codes depend on, so that in exact arithmetic the
+codes are those of the whole. Where a segment is cut follows from its length and the codec alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from sharmill.models.codec_backend import CodecBackend
+
+if TYPE_CHECKING:
+    from sharmill.models.protocols import Codec
+
+# A segment that is longer is cut. As much as a batch has by default, and more than most utterances have.
+PIECE_SECONDS: Final = 30.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Frames ``start`` to ``stop`` of a segment go through the codec; those from ``first`` to ``last`` are kept."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """The division of long segments for a codec.
+
+    Args:
+        length: frames of a piece. All pieces of a segment have this length, so that they share a batch in any codec.
+        before: frames before a frame that its codes depend on.
+        after: frames behind it that they depend on.
+    """
+
+    length: int
+    before: int
+    after: int
+
+    def divide(self, num_frames: int) -> list[Piece]:
+        """Return the pieces of a segment that is longer than one; what is kept of them is the segment, in order."""
+        pieces: list[Piece] = []
+        kept = 0
+        while kept < num_frames:
+            start = min(max(0, kept - self.before), num_frames - self.length)
+            stop = start + self.length
+            last = stop if stop == num_frames else stop - self.after
+            pieces.append(Piece(start, stop, kept, last))
+            kept = last
+        return pieces
+
+    def rows(self, max_frames: float) -> int:
+        """Return how many pieces a batch of so many frames has; one at least."""
+        return max(1, int(max_frames // self.length))
+
+    def encode(self, codec: Codec, samples: np.ndarray, max_frames: float) -> np.ndarray:
+        """Return the codes (codebooks, frames) of a segment (samples,), made of its pieces in batches.
+
+        Args:
+            max_frames: frames of a batch.
+        """
+        import torch
+
+        size = codec.samples_per_frame
+        pieces = self.divide(-(-len(samples) // size))
+        rows = self.rows(max_frames)
+        kept: list[np.ndarray] = []
+        for begin in range(0, len(pieces), rows):
+            batch = pieces[begin : begin + rows]
+            parts = [torch.from_numpy(samples[piece.start * size : piece.stop * size]) for piece in batch]
+            lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+            codes = codec.encode(torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), lengths).numpy()
+            kept += [
+                row[:, piece.first - piece.start : piece.last - piece.start]
+                for piece, row in zip(batch, codes, strict=True)
+            ]
+        return np.concatenate(kept, axis=1)
+
+
+def find_pieces(codec: Codec, seconds: float = PIECE_SECONDS) -> Pieces | None:
+    """Return how a codec's long segments can be divided; None where its codes may depend on more than a piece."""
+    reach = codec.find_reach() if isinstance(codec, CodecBackend) else None
+    if reach is None:
+        return None
+    length = round(seconds * codec.sampling_rate / codec.samples_per_frame)
+    return Pieces(length=length, before=reach[0], after=reach[1]) if length > sum(reach) else None

@@ -77,16 +77,22 @@ class NotRegularError(ValueError):
         super().__init__("it is not a regular file")
 
 
-def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True, buffering: int = -1) -> BinaryIO:
+def open_regular(
+    path: str | os.PathLike[str], *, follow_links: bool = True, append: bool = False, buffering: int = -1
+) -> BinaryIO:
     """Open a regular file for reading, without waiting for a writer where it is a FIFO instead.
+
+    Args:
+        append: open it for writing at its end, and make it where it is not there.
 
     Raises:
         FileNotFoundError: it is not there.
         ValueError: it is not a regular file, or a link that is not to be followed, or its name cannot be one.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+    flags = os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_APPEND if append else os.O_RDONLY
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ValueError("it is a link" if Path(path).is_symlink() else "links lead in a circle") from error
@@ -98,18 +104,21 @@ def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True, buf
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise NotRegularError
-    return cast("BinaryIO", os.fdopen(descriptor, "rb", buffering))
+    return cast("BinaryIO", os.fdopen(descriptor, "ab" if append else "rb", buffering))
 
 
-def open_stored(path: Path) -> BinaryIO:
+def open_stored(path: Path, *, append: bool = False) -> BinaryIO:
     """Open a file of a run directory for reading: one that sharmill wrote, and that others may have replaced since.
+
+    Args:
+        append: open it for writing at its end, and make it where it is not there.
 
     Raises:
         FileNotFoundError: it is not there.
         ConfigError: it is a link, not a regular file, or a stranger's.
     """
     try:
-        stream = open_regular(path, follow_links=False)
+        stream = open_regular(path, follow_links=False, append=append)
         if is_strangers(os.fstat(stream.fileno()), path.parent):
             stream.close()
             raise ValueError("it belongs to another user, and anybody may write to its folder")
@@ -204,7 +213,7 @@ def open_atomic(path: Path, *, parents: bool = True) -> Iterator[BinaryIO]:
             path.parent.mkdir(parents=True, exist_ok=True)
         aside = path_aside(path)
         try:
-            with aside.open("wb") as stream:
+            with aside.open("xb") as stream:
                 yield stream
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -282,6 +291,8 @@ class Staging:
             published = [self._describe(name) for name in names]
             for future in flushed:
                 future.result()
+            # Folders that were the run's own when it was planned may have been replaced since.
+            refuse_strangers(self.root, ((self.root / name).parent for name in names))
             for name in names:
                 final = self.root / name
                 (self.folder / name).replace(final)
@@ -339,8 +350,13 @@ def make_folder(path: Path) -> None:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only its owner may look into; one that is there becomes so, if it is this user's."""
+    """Make a folder that only its owner may look into; one that is there becomes so, if it is this user's.
+
+    Raises:
+        ConfigError: it is a link, or belongs to a stranger.
+    """
     make_folder(path.parent)
+    refuse_strangers(path.parent, [path])
     with stopping_errors(path):
         path.mkdir(mode=0o700, exist_ok=True)
         if path.stat().st_uid == os.geteuid():
@@ -356,17 +372,23 @@ def remove_if_empty(*folders: Path) -> None:
 
 def refuse_strangers(root: Path, paths: Iterable[Path]) -> None:
     """Raise ConfigError if a path below ``root``, or a folder on the way to it, is a link or a stranger's."""
+    seen: set[Path] = set()
     for path in paths:
         for part in (path, *path.parents):
-            if part == root or not part.is_relative_to(root):
+            if part == root or part in seen or not part.is_relative_to(root):
                 break
-            if part.is_symlink():
+            seen.add(part)
+            try:
+                status = part.lstat()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            if stat.S_ISLNK(status.st_mode):
                 raise ConfigError(
-                    f"{part} is a link, and links inside {root} are not followed: put the folder itself there, or let "
-                    "the directory as a whole be a link",
+                    f"{part} is a link, and links inside {root} are not followed: put what it leads to there itself, "
+                    "or let the directory as a whole be a link",
                     code="foreign_output",
                 )
-            if part.exists() and is_strangers(part.stat(), part.parent):
+            if is_strangers(status, part.parent):
                 raise ConfigError(
                     f"{part} belongs to another user, and anybody may write to {part.parent}: take away that "
                     "permission (chmod o-w), look at what is there, and remove it or make it yours (chown)",

@@ -17,12 +17,12 @@ from sharmill.collect.run import ManifestOptions, make_manifest
 from sharmill.errors import ConfigError
 
 
-def make(name, tmp_path, tree=None, **options):
+def make(name, tmp_path, tree=None, *, restart=False, **options):
     """Makes the manifests of a corpus; returns the file names and their records, and the notes."""
     root = tmp_path / "corpus"
     (tree or TREES[name])(root)
     options = ManifestOptions(corpus=name, **options)
-    _, result = make_manifest([str(root)], str(tmp_path / "m.json"), options, KeepErrors(), workers=1)
+    _, result = make_manifest([str(root)], str(tmp_path / "m.json"), options, KeepErrors(), workers=1, restart=restart)
     assert result.ok
     files = {
         path.name: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("m*json")
@@ -137,6 +137,18 @@ def test_splits_by_name_and_pattern(tmp_path):
     assert set(make("Aishell-1", tmp_path, splits=("dev", "t*t"))[0]) == {"m.dev.json", "m.test.json"}
     with raises(ConfigError, "bad_usage", "valid", "dev, test, train"):
         make("Aishell-1", tmp_path / "b", splits=("valid",))
+
+
+def test_manifests_of_splits_are_replaced_only_where_an_earlier_run_has_made_them(tmp_path):
+    (tmp_path / "m.dev.json").write_text("mine")
+    for restart in (False, True):
+        with raises(ConfigError, "foreign_output", "m.dev.json", "move it away"):
+            make("Aishell-1", tmp_path, splits=("dev",), restart=restart)
+    assert (tmp_path / "m.dev.json").read_text() == "mine"
+    assert not (tmp_path / ".m.json.state").exists()
+    (tmp_path / "m.dev.json").unlink()
+    first = make("Aishell-1", tmp_path, splits=("dev",), restart=True)[0]
+    assert make("Aishell-1", tmp_path, splits=("dev",), restart=True)[0] == first
 
 
 @pytest.mark.parametrize(("of_words", "lines"), [(False, "UBORT"), (True, ["B", "OUT", "R", "U"])])

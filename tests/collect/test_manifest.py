@@ -229,6 +229,42 @@ def test_rejects_of_before_do_not_stay(speech, tmp_path):
     assert not (tmp_path / "m.rejects.jsonl").exists()
 
 
+@pytest.mark.parametrize("name", ["m.rejects.jsonl", "m.recipe.log"])
+def test_files_that_no_manifest_has_left_are_neither_replaced_nor_removed(name, speech, tmp_path):
+    (tmp_path / name).write_text("mine")
+    for restart in (False, True):
+        with raises(ConfigError, "foreign_output", name):
+            make(speech, output=tmp_path / "m.json", restart=restart)
+    (tmp_path / "m.info.yaml").write_text("mine: 1")
+    with raises(ConfigError, "foreign_output", name, "move it away"):
+        make(speech, output=tmp_path / "m.json", restart=True)
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_rejects_of_an_attempt_that_failed_do_not_stay(tmp_path):
+    (tmp_path / "speech").mkdir()
+    (tmp_path / "speech/a.wav").write_bytes(b"")
+    with raises(FatalError, "too_many_rejects"):
+        make(tmp_path / "speech", output=tmp_path / "m.json")
+    assert (tmp_path / "m.rejects.jsonl").exists()
+    write_tone(tmp_path / "speech/a.wav", 1.0)
+    assert len(make(tmp_path / "speech", output=tmp_path / "m.json", restart=True)) == 1
+    assert not (tmp_path / "m.rejects.jsonl").exists()
+
+
+def test_what_others_have_put_into_the_state_stays(speech, tmp_path, monkeypatch):
+    state = tmp_path / ".m.json.state"
+    state.mkdir()
+    (state / "mine").write_text("mine")
+    make(speech, output=tmp_path / "m.json")
+    assert [path.name for path in state.iterdir()] == ["mine"]
+    (state / "mine").unlink()
+    state.rmdir()
+    state.symlink_to(speech)
+    with raises(ConfigError, "foreign_output", "is a link"):
+        make(speech, output=tmp_path / "m.json", restart=True)
+
+
 def test_a_folder_that_is_missing_is_made(speech, tmp_path):
     assert len(make(speech, output=tmp_path / "new/folder/m.json")) == 3
 

@@ -11,7 +11,7 @@ import pytest
 from support.errors import raises
 from support.growing import make_dataset
 from support.pipelines import digest, read_with_lhotse, run_sharmill
-from support.shar import Project, copy, lines, members_of, rewrite, voice
+from support.shar import Project, copy, lines, members_of, rewrite, snapshot, voice
 from support.sudden_end import killed_at
 
 from sharmill.errors import ConfigError, FatalError
@@ -136,6 +136,20 @@ def test_an_interrupted_split_is_not_mixed_with_another(speech, tmp_path):
     split(speech, tmp_path / "out", seed=7, restart=True)
     split(speech, tmp_path / "expected", seed=7)
     assert digest(tmp_path / "out") == digest(tmp_path / "expected")
+
+
+def test_what_others_have_put_into_the_state_stays(speech, tmp_path):
+    (tmp_path / ".out.split/mine").mkdir(parents=True)
+    (tmp_path / ".out.split/mine/file").write_text("mine")
+    with raises(ConfigError, "bad_usage"):
+        split_dataset(speech, tmp_path / "out", {"valid": 2.0}, workers=1)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("mine")
+    with raises(ConfigError, "foreign_output", "not empty"):
+        split(speech, tmp_path / "out")
+    (tmp_path / "out/mine").unlink()
+    assert len(split(speech, tmp_path / "out")) == 3
+    assert snapshot(tmp_path / ".out.split") == {"mine/file": b"mine"}
 
 
 def test_one_speaker_cannot_be_split(tmp_path):

@@ -18,8 +18,8 @@ from urllib.parse import quote, urljoin, urlsplit
 import xxhash
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from sharmill.errors import RejectRecord
-from sharmill.storage import open_atomic
+from sharmill.errors import ConfigError, RejectRecord
+from sharmill.storage import open_atomic, open_stored, refuse_strangers
 
 if TYPE_CHECKING:
     import requests
@@ -109,13 +109,24 @@ def fetch(url: str, copies: Path, origins: Collection[str]) -> Path:
         RejectRecord: missing_audio where the server does not give the file, unreadable_audio where it cuts it off or it
             is too large, outside_root where it redirects elsewhere.
         OSError: the server cannot be reached, or is busy.
+        ConfigError: a folder on the way to the copy is a link, or a stranger's.
     """
     path = copy_of(url, copies)
     # Segments of one recording are wanted by several threads at once.
     with _locks[int(path.name, 16) % len(_locks)]:
-        if not path.exists():
+        refuse_strangers(copies.parent, [path.parent])
+        if not _is_copy(path):
             _fetch(url, path, origins)
     return path
+
+
+def _is_copy(path: Path) -> bool:
+    """Return True if a file is there, and False for what others have put in its place: that is fetched anew."""
+    try:
+        open_stored(path).close()
+    except (FileNotFoundError, ConfigError):
+        return False
+    return True
 
 
 def _fetch(url: str, path: Path, origins: Collection[str]) -> None:

@@ -18,6 +18,7 @@ from sharmill.collect.stage import Destination, ManifestStage
 from sharmill.engine.identity import find_changes
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
+from sharmill.engine.plan import remove_run
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.errors import ConfigError
@@ -27,7 +28,7 @@ from sharmill.sources.files import find_files, names_several, read_ends
 from sharmill.sources.folder import FolderSource
 from sharmill.sources.nemo import NemoSource
 from sharmill.sources.table import TableSource
-from sharmill.storage import disk_errors, remove_tree, require_writable
+from sharmill.storage import disk_errors, refuse_strangers, remove_asides, remove_if_empty, require_writable
 
 _OF_CORPUS: Final = ("speaker", "language", "dataset", "channel")
 _SOURCES: Final[dict[str, type[SpeechSource]]] = {"folder": FolderSource, "table": TableSource, "nemo": NemoSource}
@@ -80,12 +81,17 @@ def make_manifest(
     )  # fmt: skip
     _check_destination(destination, sources, restart=restart)
     stage = ManifestStage(_make_inputs(sources, roots, root, options), destination)
-    with disk_errors(destination.state), locked(stage.run_dir):
-        if not restart:
-            _refuse_other_arguments(stage)
-        result = run_stage(stage, LocalExecutor(workers), listener, max_reject_fraction=1.0, restart=restart)
+    try:
+        with disk_errors(destination.state), locked(stage.run_dir):
+            if not restart:
+                _refuse_other_arguments(stage)
+            result = run_stage(stage, LocalExecutor(workers), listener, max_reject_fraction=1.0, restart=restart)
+    except ConfigError:
+        # Where nothing was begun, and no other process is at it.
+        remove_if_empty(stage.dir.path / "ranks", stage.dir.path, destination.state)
+        raise
     if result.ok:
-        remove_tree(destination.state)
+        remove_run(stage)
     return destination, result
 
 
@@ -130,11 +136,14 @@ def _check_destination(destination: Destination, sources: Sequence[str], *, rest
     if any(Path(source).exists() and path.exists() and path.samefile(source) for source in sources):
         raise ConfigError(f"--output {path} is one of the sources; name another file", code="bad_usage")
     if not restart and not destination.state.exists():
-        there = next((file for file in (path, destination.info) if file.exists()), None)
+        named = (path, destination.info, destination.rejects, destination.recipe_log, destination.vocabulary)
+        there = next((file for file in named if file is not None and file.exists()), None)
         if there is not None:
             raise ConfigError(f"{there} is there already; name another file, or replace it with --restart",
                               code="foreign_output")  # fmt: skip
     require_writable(path.parent)
+    remove_asides(path.parent, {destination.state.name})
+    refuse_strangers(path.parent, [destination.state])
     if destination.vocabulary is not None:
         if destination.vocabulary.is_dir():
             raise ConfigError(f"--vocabulary {destination.vocabulary} is a folder; name a file", code="bad_usage")

@@ -11,22 +11,25 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import msgspec
+from yaml import YAMLError
 
 from sharmill.collect.complete import RecordCompletion
 from sharmill.collect.inputs import RECIPE_LOG, Input
 from sharmill.collect.vocabulary import Vocabulary
 from sharmill.engine.identity import identify_folder, versions
+from sharmill.engine.plan import load_plan
 from sharmill.engine.reject_examples import describe_rejects
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.errors import FatalError, RejectRecord
+from sharmill.errors import ConfigError, FatalError, RejectRecord
 from sharmill.manifest import Reject, write_lines
 from sharmill.sources import Unreadable
-from sharmill.storage import Staging, open_atomic, open_stored, remove_tree, write_atomic
+from sharmill.storage import Staging, open_atomic, open_regular, open_stored, remove_tree, write_atomic
 
 # Enough that commits cost little beside the work, and few enough that an interruption loses seconds.
 _RECORDS_PER_UNIT: Final = 2000
+_MAX_INFO_BYTES: Final = 1 << 20
 _COUNTS: Final = ("text", "speaker", "channels")
 
 
@@ -98,8 +101,11 @@ class ManifestStage(Stage):
         for number, entry in enumerate(self.inputs):
             for split, piece in entry.pieces(folder, number, _RECORDS_PER_UNIT):
                 params = {"input": number, "split": split, "piece": piece.params}
+                self._refuse_foreign(self.destination.of_split(split))
                 yield make_unit(index, cost=float(piece.num_records), size=piece.num_records, params=params)
                 index += 1
+        for path in (self.destination.rejects, self.destination.recipe_log):
+            self._refuse_foreign(path)
 
     def open(self, device: str) -> Processor:
         return ManifestProcessor(self)
@@ -125,6 +131,32 @@ class ManifestStage(Stage):
 
     def products(self) -> list[Path]:
         return [self.destination.info]
+
+    def discard(self) -> None:
+        # Of a manifest that was finished before, all stays until the new one replaces it.
+        if not self.destination.info.exists():
+            splits = {unit.params["split"] for unit in load_plan(self)} - {""}
+            files = [self.destination.of_split(split) for split in splits]
+            for path in (*files, self.destination.rejects, self.destination.recipe_log):
+                remove_tree(path)
+
+    def _refuse_foreign(self, path: Path) -> None:
+        """Raise ConfigError where a file that the user has not named is there and of no manifest of this name."""
+        if path != self.destination.path and path.exists() and not self._is_described(path):
+            raise ConfigError(
+                f"{path} is there already, and {self.destination.info} does not say that it belongs to a manifest of "
+                "this name: move it away, or name another file",
+                code="foreign_output",
+            )
+
+    def _is_described(self, path: Path) -> bool:
+        """Return True if the description of an earlier manifest of this name says that a file belongs to it."""
+        try:
+            with open_regular(self.destination.info) as stream:
+                found = msgspec.yaml.decode(stream.read(_MAX_INFO_BYTES), type=_Info)
+        except (FileNotFoundError, ValueError, msgspec.MsgspecError, YAMLError):
+            return False
+        return path.name in found.manifests or path in (self.destination.rejects, self.destination.recipe_log)
 
     def _publish_recipe_log(self) -> list[str]:
         log = self.dir.plan / RECIPE_LOG
@@ -196,6 +228,13 @@ class ManifestProcessor(Processor):
         part = f"parts/{unit.index:06d}.jsonl"
         write_lines(staging.path(part), lines)
         return Output(files=[part], num_out=len(lines), rejects=rejects, stats={"seconds": seconds, **counts})
+
+
+class _Info(msgspec.Struct):
+    """The part of the description of a manifest by which it is known."""
+
+    audio_root: str
+    manifests: dict[str, Any]
 
 
 class _Text(msgspec.Struct):

@@ -16,7 +16,7 @@ import msgspec
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.stored import NOT_JSON, decode_stored, read_stored, read_stored_lines
 from sharmill.errors import CODES, SharmillError
-from sharmill.storage import stopping_errors, write_atomic
+from sharmill.storage import open_stored, stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class AttemptLog:
         return self._stopped.exists()
 
     def _append(self, note: _Note) -> None:
-        with stopping_errors(self._path), self._path.open("ab") as stream:
+        with stopping_errors(self._path), open_stored(self._path, append=True) as stream:
             stream.write(msgspec.json.encode(note) + b"\n")
 
 

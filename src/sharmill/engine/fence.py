@@ -103,11 +103,18 @@ def remove_fences(paths: StageDir, root: Path, keep: str = "") -> None:
 
 
 def refuse_linked_folders(stage: Stage) -> None:
-    """Raise ConfigError where a folder of the stage is a link: what lies behind it is not this run's to change."""
+    """Raise ConfigError where a folder of the stage, a log or a file of a cluster's jobs is a link or a stranger's.
+
+    What lies behind a link is not this run's to change.
+    """
     for paths in (stage.dir, *stage.later()):
         own = (paths.ledger, paths.attempts, paths.progress, paths.metrics, paths.unit_rejects(0), paths.logs)
         refuse_strangers(stage.run_dir.path, (*own, paths.merged, paths.identity, paths.units, paths.token_file))
-    refuse_strangers(stage.run_dir.path, (stage.run_dir.manifests, stage.run_dir.jobs))
+        refuse_strangers(stage.run_dir.path, paths.logs.glob("*"))
+    run = stage.run_dir
+    refuse_strangers(run.path, (run.manifests, run.copies, run.jobs))
+    # Submitit itself makes links of that name, which SLURM does not write to.
+    refuse_strangers(run.path, (path for path in run.jobs.glob("*") if not path.match("submission_file_*.sh")))
     refuse_strangers(stage.root, (stage.root / name for name in (STAGING_NAME, *stage.folders)))
 
 

@@ -20,7 +20,14 @@ from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import NOT_JSON, decode_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Unit
-from sharmill.storage import PublishedFile, fsync_directory, stopping_errors, write_atomic
+from sharmill.storage import (
+    PublishedFile,
+    fsync_directory,
+    open_stored,
+    refuse_strangers,
+    stopping_errors,
+    write_atomic,
+)
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +49,7 @@ class LedgerWriter:
             FatalError: it cannot be written; the unit does not count as done.
         """
         path, self._path = self._path or self._new_file(), None
-        with stopping_errors(path), path.open("ab") as stream:
+        with stopping_errors(path), open_stored(path, append=True) as stream:
             stream.write(msgspec.json.encode(commit) + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
@@ -52,7 +59,7 @@ class LedgerWriter:
     def _new_file(self) -> Path:
         path = self.folder / f"{uuid4().hex}.jsonl"
         with stopping_errors(path):
-            path.touch()
+            path.touch(exist_ok=False)
             fsync_directory(self.folder)
         return path
 
@@ -121,10 +128,15 @@ def _decode(path: Path, line: bytes) -> Commit | None:
 
 
 def outputs_in_place(commit: Commit, stage: Stage) -> bool:
-    """Return True if the files of a commit are there with the recorded sizes, and its rejects if it has any."""
+    """Return True if the files of a commit are there with the recorded sizes, and its rejects if it has any.
+
+    Raises:
+        ConfigError: a folder on the way to one of them is a link, or a stranger's.
+    """
+    refuse_strangers(stage.root, {(stage.root / file.name).parent for file in commit.files})
     try:
         for file in commit.files:
-            status = (stage.root / file.name).stat()
+            status = (stage.root / file.name).lstat()
             if status.st_size != file.size or not S_ISREG(status.st_mode):
                 return False
     except (FileNotFoundError, NotADirectoryError):

@@ -27,6 +27,7 @@ from sharmill.errors import ConfigError
 from sharmill.storage import (
     STAGING_NAME,
     make_folder,
+    path_aside,
     publish_directory,
     remove_asides,
     remove_at_once,
@@ -38,6 +39,7 @@ from sharmill.storage import (
 
 # The files of a unit in a stage's own folder: parts/000007.npy.
 _UNIT_FILE = re.compile(r"\d{6}\..+")
+_LOG = re.compile(r"driver\.log|rank-\d{3,}\.log")
 _PLAN_ASIDE = re.compile(r"\.plan(-[0-9a-f]{32}|\.[0-9a-f]{32}\.tmp)")
 
 
@@ -106,6 +108,26 @@ def discard_stage(stage: Stage, keep: str) -> None:
         _remove_own_files(stage.dir)
 
 
+def remove_run(stage: Stage) -> None:
+    """Remove the run directory of a finished stage that is alone in it; what others have put there stays.
+
+    It is renamed first, so that no later run takes what a killed process has left of it for a state to go on from;
+    ``remove_asides`` removes that.
+    """
+    folder = stage.run_dir.path
+    aside = path_aside(folder)
+    paths = StageDir(aside / stage.name)
+    with stopping_errors(folder):
+        folder.rename(aside)
+        remove_fences(paths, stage.root if stage.shares_root else paths.path)
+        if not stage.shares_root:
+            _remove_parts(paths, stage.folders)
+        _remove_own_files(paths)
+        remove_if_empty(paths.path / "ranks", paths.path, aside)
+        if aside.exists():
+            aside.rename(folder)
+
+
 def _remove_parts(paths: StageDir, folders: Sequence[str] = Stage.folders) -> None:
     """Remove the files of units in the stage's own folder, and the staging folder."""
     if not paths.token_file.exists():
@@ -127,8 +149,11 @@ def _remove_own_files(paths: StageDir) -> None:
     if not paths.token_file.exists():
         return
     remove_asides(paths.path)
-    for path in (paths.done, paths.failures, paths.rejects, paths.revoked, paths.merged, *paths.logs.glob("*.log")):
+    for path in (paths.done, paths.failures, paths.rejects, paths.revoked, paths.merged):
         remove_tree(path)
+    for path in paths.logs.glob("*.log"):
+        if _LOG.fullmatch(path.name):
+            remove_tree(path)
     remove_if_empty(paths.logs)
     remove_at_once(paths.plan)
 

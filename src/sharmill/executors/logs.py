@@ -9,9 +9,11 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
+from typing import TextIO
 
-from sharmill.storage import stopping_errors
+from sharmill.storage import open_stored, stopping_errors
 
 _FURTHER_LINE = re.compile(r"\n(?!  |\n|$)")
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -44,7 +46,7 @@ def logging_to(path: Path) -> Iterator[None]:
     """Send this process's log records to ``path`` as well, for as long as the context lasts."""
     with stopping_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = _LogFile(path, encoding="utf-8")
+        handler = _LogFile(path)
     handler.setFormatter(PrintableFormatter(_FORMAT))
     root = logging.getLogger()
     sharmill = logging.getLogger("sharmill")
@@ -61,8 +63,16 @@ def logging_to(path: Path) -> Iterator[None]:
             handler.close()
 
 
-class _LogFile(logging.FileHandler):
+class _LogFile(logging.StreamHandler[TextIO]):
     """A log that a full disk ends quietly: the unit that meets it says so in one line."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(TextIOWrapper(open_stored(path, append=True), encoding="utf-8"))
+
+    def close(self) -> None:
+        """Close the file as well."""
+        super().close()
+        self.stream.close()
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -75,10 +85,9 @@ def redirect_output(path: Path) -> None:
     sys.stderr.flush()
     with stopping_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+        with open_stored(path, append=True) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
     # A process that is killed does not flush: what it printed last is what one looks for.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()

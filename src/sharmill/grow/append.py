@@ -26,6 +26,7 @@ from sharmill.storage import (
     PROBE,
     STAGING_NAME,
     make_folder,
+    refuse_strangers,
     remove_asides,
     remove_if_empty,
     remove_tree,
@@ -88,7 +89,8 @@ def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) 
         copy: copy the files; by default they are hard links, or copies where no links are possible.
 
     Raises:
-        ConfigError: the two do not fit, a cut is in both, or another process is at work on the dataset.
+        ConfigError: the two do not fit, a cut is in both, another process is at work on the dataset, or a folder of it
+            is a link.
         DamagedShard: a file of ``new`` is not what its index says.
 
     Example:
@@ -96,11 +98,13 @@ def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) 
         12
     """
     directory = Path(dataset)
-    SourceDataset.read(directory)
+    part = SourceDataset.read(directory)
     addition = SourceDataset.read(Path(new))
     if directory.resolve() == addition.directory.resolve():
         raise ConfigError(f"{directory} cannot be appended to itself", code="bad_usage")
     require_writable(directory)
+    names = (STAGING_NAME, *part.record.fields, *addition.record.fields)
+    refuse_strangers(directory, (directory / name for name in names))
     with changing_index(directory):
         refuse_claims(directory)
         part = SourceDataset.read(directory)

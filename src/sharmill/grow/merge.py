@@ -14,7 +14,15 @@ from sharmill.grow.parts import SourceDataset, require_alike, require_distinct_i
 from sharmill.grow.placing import Placed, add_up_shards, place_shard, renumber, seal_folders
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import DatasetRecord, write_dataset, write_shards
-from sharmill.storage import STAGING_NAME, fsync_directory, make_folder, remove_if_empty, remove_tree, stopping_errors
+from sharmill.storage import (
+    STAGING_NAME,
+    fsync_directory,
+    make_folder,
+    refuse_strangers,
+    remove_if_empty,
+    remove_tree,
+    stopping_errors,
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ def merge_datasets(
     require_distinct_ids(parts)
     make_folder(out.parent)
     staging = out.with_name(f".{out.name}{STAGING_NAME}")
+    refuse_strangers(out.parent, [staging / "dataset"])
     with stopping_errors(staging):
         staging.mkdir(exist_ok=True)
     try:

@@ -18,6 +18,7 @@ import numpy as np
 from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.ledger import committed_files
 from sharmill.engine.listener import Listener
+from sharmill.engine.plan import remove_run
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
@@ -39,8 +40,9 @@ from sharmill.storage import (
     checksum,
     checksum_bytes,
     disk_errors,
+    refuse_strangers,
     remove_asides,
-    remove_at_once,
+    remove_if_empty,
     remove_tree,
 )
 
@@ -85,6 +87,7 @@ def split_dataset(
     stage = SplitStage(Path(dataset), Path(out).absolute(), dict(shares), seed=seed, shard_size=shard_size)
     run_dir = stage.run_dir
     remove_asides(run_dir.path.parent, {run_dir.path.name})
+    refuse_strangers(run_dir.path.parent, [run_dir.path])
     try:
         with disk_errors(run_dir.path), locked(run_dir):
             executor = LocalExecutor(workers)
@@ -93,14 +96,14 @@ def split_dataset(
                 reasons = "; ".join(dict.fromkeys(error.message for error in result.failures.values()))
                 raise FatalError(f"{stage.root} is not finished: {reasons}", code="units_failed")
             # Nobody else writes in a folder of splits, so that what killed processes left of claims may go.
-            remove_tree(stage.root / STAGING_NAME)
+            remove_asides(stage.root / STAGING_NAME)
+            remove_if_empty(stage.root / STAGING_NAME)
             splits = stage.splits()
-    except ConfigError as error:
-        # Nothing was begun, unless another process is at it.
-        if error.code != "locked" and not stage.dir.token_file.exists():
-            remove_at_once(run_dir.path)
+    except ConfigError:
+        # Where nothing was begun, and no other process is at it.
+        remove_if_empty(stage.dir.path / "ranks", stage.dir.path, run_dir.path)
         raise
-    remove_at_once(run_dir.path)
+    remove_run(stage)
     return splits
 
 

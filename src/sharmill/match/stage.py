@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
 import logging
 import shutil
 import sys
@@ -12,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import msgspec
 import numpy as np
 
 from sharmill.audio.segments import SegmentReader
@@ -19,7 +19,7 @@ from sharmill.config import Config, MatchConfig
 from sharmill.engine.identity import versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import map_stored_array
+from sharmill.engine.stored import decode_stored, map_stored_array, read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Reject, Segment, Utterance, read_lines_at, records_checksum, write_lines
@@ -60,6 +60,18 @@ _MATCHED = "_withContextAudio"
 # Of 8, 16, 32, 60 and 600 s: a small TitaNet and resemblyzer take a fifth longer with 8, and hardly less with more,
 # until at 600 most of the time goes into new pages of memory.
 _CPU_BATCH_SECONDS = 16.0
+
+
+class _Limits(msgspec.Struct):
+    # Texts where they came from the environment.
+    min_duration: float | str
+    min_similarity: float | str
+
+
+class _Identity(msgspec.Struct):
+    """The part of the identity of a plan that the name of its manifest has."""
+
+    match: _Limits
 
 
 class MatchStage(Stage):
@@ -163,9 +175,9 @@ class MatchStage(Stage):
         return [matched_manifest(self.config)]
 
     def discard(self) -> None:
-        # Those of other limits too: of one plan at a time, and taken for its output by the stage write.
-        own = matched_manifest(self.config)
-        for path in own.parent.glob(f"{glob.escape(manifest_stem(self.config))}{_MATCHED}*.json"):
+        # That of other limits too, which the plan tells: the stage write would take it for the output of a later plan.
+        before = decode_stored(self.dir.identity, read_stored(self.dir.identity), _Identity).match
+        for path in {matched_manifest(self.config), _manifest(self.config, before.min_duration, before.min_similarity)}:
             remove_tree(path)
 
 
@@ -300,7 +312,11 @@ def _embeddings(group: list[Utterance], found: dict[Segment, EmbeddedSegment | R
 def matched_manifest(config: Config) -> Path:
     """Return the path of the manifest that stage 1 leaves."""
     match = _match_config(config)
-    limits = f"MinDur{match.min_duration}MinSSIM{min_similarity(match)}"
+    return _manifest(config, match.min_duration, min_similarity(match))
+
+
+def _manifest(config: Config, min_duration: Any, min_similarity: Any) -> Path:
+    limits = f"MinDur{min_duration}MinSSIM{min_similarity}"
     return RunDir(Path(config.run_dir)).manifests / f"{manifest_stem(config)}{_MATCHED}{limits}.json"
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from sharmill.config import Config, MetricsConfig
@@ -41,8 +44,9 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
         manifest = matched_manifest(small) if config.has_contexts else prepared_manifest(small)
         manifest.parent.mkdir(parents=True)
         if (copies := RunDir(Path(config.run_dir)).copies).is_dir():
-            # What the pilot has fetched is not fetched again.
-            RunDir(Path(small.run_dir)).copies.symlink_to(copies.resolve())
+            # What the pilot has fetched is not fetched again, but where a disk has no hard links.
+            with suppress(shutil.Error):
+                shutil.copytree(copies, RunDir(Path(small.run_dir)).copies, copy_function=os.link)
         # Its lines are numbered as those of a manifest are.
         lines = (dataclasses.replace(one, index=number).to_json() for number, one in enumerate(utterances))
         write_lines(manifest, lines)

@@ -39,6 +39,7 @@ from sharmill.storage import (
     PublishedFile,
     checksum,
     is_probe,
+    refuse_strangers,
     remove_asides,
     remove_if_empty,
     remove_tree,
@@ -148,12 +149,16 @@ class ShardedDataset:
                 write_dataset(self.directory, record)
 
     def remove(self, num_shards: int) -> None:
-        """Remove all files of a dataset of so many shards, the index first; what others have put beside them stays."""
+        """Remove all files of a dataset of so many shards, the index first; what others have put beside them stays.
+
+        Raises:
+            ConfigError: a folder of a field is a link, or a stranger's; nothing was removed.
+        """
+        fields = [*(field for codec in self.stored_codecs() for field in codec_fields(codec)), *BASE_FIELDS]
+        refuse_strangers(self.directory, (self.directory / field for field in fields))
         for path in self.index_files:
             remove_tree(path)
-        for codec in self.stored_codecs():
-            self._remove_fields(codec_fields(codec), num_shards)
-        self._remove_fields(BASE_FIELDS, num_shards)
+        self._remove_fields(fields, num_shards)
 
     def stored_codecs(self) -> list[str]:
         """Return the names of the codecs that have a folder, whether or not the index lists them."""
@@ -189,9 +194,10 @@ class ShardedDataset:
             write_dataset(self.directory, _with_codec(dataset, codec, record))
 
     def remove_codec(self, codec: str, num_shards: int) -> None:
-        """Remove the codes of a codec, from the index first, and do nothing where there are none."""
+        """Remove the codes of a codec, if there are any, from the index first; raises as ``remove``."""
         if codec not in self.stored_codecs():
             return
+        refuse_strangers(self.directory, (self.directory / field for field in codec_fields(codec)))
         with self._changing_index():
             write_dataset(self.directory, _with_codec(self.record(), codec, None))
             write_shards(self.directory, [_without_codec(shard, codec) for shard in self.shards()])

@@ -18,7 +18,7 @@ from sharmill.shar.index import read_dataset, read_shards
 from sharmill.shar.items import ItemTable
 from sharmill.shar.layout import CUTS, sidecar_files
 from sharmill.shar.reading.shard_source import IndexedShardSource
-from sharmill.storage import require_writable, write_atomic
+from sharmill.storage import refuse_strangers, require_writable, write_atomic
 
 
 def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
@@ -30,7 +30,7 @@ def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
             them. Nothing else writes them, so a dataset that gets another codec needs them anew.
 
     Raises:
-        ConfigError: it is not a finished dataset, or the folder cannot be written to.
+        ConfigError: it is not a finished dataset, or a folder cannot be written to or is a link.
         DamagedShard: a file of it is damaged.
 
     Example:
@@ -44,9 +44,11 @@ def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
     num_shards = read_dataset(directory).num_shards
     require_writable(root)
     for shard in read_shards(directory, num_shards):
+        folders = {(root / file.file).parent for file in shard.fields.values()}
+        refuse_strangers(root, folders)
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
         for field, file in shard.fields.items():
-            for sidecar in sidecar_files(file.file):
-                (root / sidecar).parent.mkdir(parents=True, exist_ok=True)
             if field == CUTS:
                 plain, index = sidecar_files(file.file)
                 lines = read_lines(directory / file.file)

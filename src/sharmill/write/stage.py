@@ -39,12 +39,11 @@ from sharmill.shar.layout import (
     FORMAT_VERSION,
     TARGET_AUDIO,
     base_fields,
-    codec_fields,
     context_id,
     shard_file,
 )
 from sharmill.shar.lhotse_json import cut_json, recording_json
-from sharmill.storage import Staging, refuse_strangers
+from sharmill.storage import Staging
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
 from sharmill.write.order import divide_into_shards, index_matched, index_prepared, order_lines
 
@@ -104,9 +103,6 @@ class WriteStage(Stage):
         return self._dataset.index_files
 
     def discard(self) -> None:
-        # Codes are removed with the audio, and have no folder among those that were looked at when the run began.
-        codes = [field for codec in self._dataset.stored_codecs() for field in codec_fields(codec)]
-        refuse_strangers(self.root, (self.root / field for field in codes))
         self._dataset.remove(len(load_plan(self)))
 
     def later(self) -> list[StageDir]:

@@ -91,7 +91,7 @@ def test_segment_id_has_two_decimals():
     assert segment_id("rec-a", 1.005, 3) == "cut-rec-a-1.00-3.00"
 
 
-NOTES = st.builds(AudioNotes, st.integers(-1, 1 << 50), st.integers(-1, 1 << 62), WORDS)
+NOTES = st.builds(AudioNotes, st.integers(-1, 1 << 50), st.integers(-1, 1 << 62), WORDS, WORDS)
 SECONDS = st.floats(0, 1e9)
 CONTEXTS = st.builds(
     Context,
@@ -142,6 +142,8 @@ def test_the_checksum_of_records_sees_everything_but_the_times(tmp_path):
     assert checksum() == checksum(modified=2)
     # Of other lengths in decimal digits: the byte offsets in plans must stay right.
     assert checksum() == checksum(modified=-1) == checksum(modified=1_700_000_000_123_456_789)
+    # Measures may differ in their last step between kinds of CPU.
+    assert checksum(sound="a" * 16) == checksum(sound="b" * 16)
     assert len({checksum(), checksum(size=11), checksum(checksum="d")}) == 3
 
 

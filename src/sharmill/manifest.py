@@ -80,11 +80,13 @@ class AudioNotes:
         size: bytes of the file when the stage ``prepare`` saw it; -1 where it has not.
         modified: time of its last change then, in nanoseconds; -1 where it is not known.
         checksum: of its bytes or of the segment's samples, made where the audio was first read; "" before that.
+        sound: ``audio.sound.Sound`` of the segment, packed, made there as well.
     """
 
     size: int = -1
     modified: int = -1
     checksum: str = ""
+    sound: str = ""
 
 
 class Member(NamedTuple):
@@ -224,7 +226,7 @@ class Utterance:
             self.notes.size,
             self.notes.checksum,
             context and _own_context(context),
-            (_fixed_width(self.notes.modified), _fixed_width(context.notes.modified if context else -1)),
+            _own_times(self.notes, context.notes if context else AudioNotes()),
         )
         places = zip(PLACE_KEYS, (self.channel, self.member), strict=True)
         known = {key: value for key, value in places if value is not None}
@@ -242,7 +244,7 @@ class Utterance:
             path, offset, duration, text, similarity, context_recording = map(record.pop, CONTEXT_KEYS[:-2])
             normalized_text, context_channel = (record.pop(key, None) for key in CONTEXT_KEYS[-2:])
             context_root, context_whole_file, context_size, context_checksum, *context_member = own_context
-            notes = AudioNotes(context_size, int(modified[1]), context_checksum)
+            notes = AudioNotes(context_size, int(modified[1]), context_checksum, *modified[3:])
             place = _member(context_member[0] if context_member else None)
             segment = Segment(context_root, path, offset, duration, context_whole_file, notes, context_channel, place)
             context = Context(segment, context_recording, text, similarity, normalized_text)
@@ -254,7 +256,7 @@ class Utterance:
             index=index,
             recording_id=recording,
             cut_id=cut,
-            notes=AudioNotes(size, int(modified[0]), checksum),
+            notes=AudioNotes(size, int(modified[0]), checksum, *modified[2:3]),
             context=context,
             channel=channel,
             member=_member(member),
@@ -268,6 +270,12 @@ def _own_context(context: Segment) -> tuple[Any, ...]:
 
 def _member(value: list[Any] | None) -> Member | None:
     return None if value is None else Member(*value)
+
+
+def _own_times(target: AudioNotes, context: AudioNotes) -> tuple[str, ...]:
+    """Return what is noted of two segments beside the times of their files, and no checksum of records has."""
+    times = (_fixed_width(target.modified), _fixed_width(context.modified))
+    return (*times, target.sound, context.sound) if target.sound or context.sound else times
 
 
 def _fixed_width(nanoseconds: int) -> str:
@@ -399,8 +407,9 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> int:
 def records_checksum(path: Path) -> str:
     """Return the xxh3-64 (hexadecimal) of the records of a manifest that sharmill wrote, times of files left out.
 
-    A plan is identified by it, and has to stay the same where files were copied and only their times differ. The
-    lengths of the lines count, since plans have their byte offsets.
+    A plan is identified by it, and has to stay the same where files were copied and only their times differ. What was
+    measured of their sound stands beside the times, and is left out too. The lengths of the lines count, since plans
+    have their byte offsets.
     """
     digest = xxhash.xxh3_64()
     with open_stored(path) as stream:

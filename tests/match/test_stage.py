@@ -13,10 +13,11 @@ import torch
 from support.errors import raises
 from support.shar import Project, lines, put, run, voice
 
+from sharmill.audio.sound import Sound
 from sharmill.config import MatchConfig
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
-from sharmill.manifest import records_checksum
+from sharmill.manifest import Utterance, records_checksum
 from sharmill.match.choose import min_similarity
 from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.prepare.stage import PrepareStage
@@ -433,6 +434,20 @@ def test_every_record_ends_once(project):
     records = match(project)
     names = [*records, *reasons(project)]
     assert sorted(names) == sorted(record["audio_filepath"] for record in project.records)
+
+
+def test_the_sound_of_targets_and_contexts_is_noted(project):
+    for number in range(2):
+        project.add(f"{number}.wav", voice(3.5, pitch=200) / 10**number)
+    config = project.configure()
+    match(project)
+    notes = [Utterance.from_json(line) for line in matched_manifest(config).read_bytes().splitlines()]
+    levels = [
+        [Sound.unpack(segment.notes.sound).speech_level for segment in (one.segment, one.context.segment)]
+        for one in notes
+    ]
+    assert levels[0] == pytest.approx(levels[1][::-1])
+    assert levels[0][0] - levels[0][1] == pytest.approx(20, abs=0.1)
 
 
 def test_the_result_does_not_depend_on_the_units(tmp_path):

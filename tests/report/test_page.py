@@ -13,7 +13,7 @@ import soundfile as sf
 from support.reported import Elements
 from support.shar import copy, members_of
 
-from sharmill.report.sound import measure_sound, mel_picture, spectrogram
+from sharmill.report.sound import mel_picture, spectrogram
 
 
 @pytest.fixture(scope="module")
@@ -161,15 +161,5 @@ def test_wrong_use_is_one_line(reported, call, tmp_path, monkeypatch, arguments,
     assert named in err
 
 
-def test_measures_of_audio():
-    rate = 16000
-    time = np.arange(rate) / rate
-    samples = (0.1 * np.sin(2 * np.pi * 1000 * time) * (time < 0.75)).astype(np.float32)
-    found = measure_sound(samples, rate, spectrogram(samples, rate))
-    assert found["loudness"] == pytest.approx(-20 - 3.01 - 1.25, abs=0.05)
-    assert found["silence"] == pytest.approx(0.24, abs=0.03)
-    tone = np.sin(2 * np.pi * 1000 * time)
-    assert 1.0 <= measure_sound(tone, rate, spectrogram(tone, rate))["bandwidth"] < 1.2
-    silence = np.zeros(10, np.float32)
-    assert measure_sound(silence, rate, spectrogram(silence, rate))["bandwidth"] == 0.0
-    assert mel_picture(spectrogram(silence, rate), rate).startswith("data:image/png;base64,iVBOR")
+def test_the_spectrogram_of_silence_is_a_picture():
+    assert mel_picture(spectrogram(np.zeros(10, np.float32), 16000), 16000).startswith("data:image/png;base64,iVBOR")

@@ -13,6 +13,7 @@ from support.errors import raises
 from support.paths import REPOSITORY
 from support.shar import Project, run, voice
 
+from sharmill.audio.sound import Sound
 from sharmill.config import to_yaml
 from sharmill.config.loading import load_for_display
 from sharmill.engine.rundir import RunDir
@@ -20,6 +21,7 @@ from sharmill.errors import DamagedShard
 from sharmill.match.stage import MatchStage
 from sharmill.match.voices import pack_voice, sample_voices, unpack_voice
 from sharmill.pipeline import make_stages
+from sharmill.report import facts
 from sharmill.report.facts import read_dataset_facts, read_run_facts
 from sharmill.report.last_step import report_on_run
 from sharmill.report.page import make_page
@@ -40,11 +42,11 @@ def test_histograms_of_parts_add_up_to_that_of_all():
 def test_numbers_beyond_all_measure_do_not_count(number):
     cut = {"duration": number, "supervisions": [{"text": "abc"}]}
     assert cut_values(cut) == {"text_length": 3.0}
-    assert "duration" not in CutMeasures.of([cut], 0).histograms
+    assert "duration" not in CutMeasures.of([cut_values(cut)], 0).histograms
 
 
 def test_measures_of_shards_merge_in_any_order_and_are_short(reported):
-    cuts = [{"duration": float(n % 17), "supervisions": [{"text": "a" * n}]} for n in range(1000)]
+    cuts = [cut_values({"duration": float(n % 17), "supervisions": [{"text": "a" * n}]}) for n in range(1000)]
     parts = [CutMeasures.unpack(CutMeasures.of(cuts[n::4], n).pack()) for n in range(4)]
     one, other = CutMeasures(), CutMeasures()
     for part in parts:
@@ -98,13 +100,31 @@ def test_a_run_has_all_charts(reported):
     config = reported_config(reported)
     page = make_page(read_run_facts(config, make_stages(config), {}, decode=False))
     for title in (
-        "Length of targets", "Similarity of the chosen contexts", "Bandwidth", "How even the speakers are",
+        "Length of targets", "Similarity of the chosen contexts", "Bandwidth of targets", "How even the speakers are",
         "How often one clip is a context", "toy: entropy", "Size of shards", "Rate of write, by rank",
     ):  # fmt: skip
         assert f"<figcaption>{title}</figcaption>" in page
-    assert "Charts in blue are of all cuts" in page
+    assert "Charts in blue are of all cuts; those in green, of audio, of all cuts." in page
     assert "2 clips are contexts, 4.0 times on average, one 7 times" in page
     assert all(re.findall(r'<svg viewBox="0 0 400 \d+" role="img" aria-label="[^"]+">', page))
+
+
+def test_a_run_from_before_audio_was_measured_has_a_sample_and_says_so(reported):
+    config = reported_config(reported)
+
+    def unpack(text):
+        found = CutMeasures.unpack(text)
+        kept = {name: one for name, one in found.histograms.items() if name not in Sound._fields}
+        return CutMeasures(kept, {name: one for name, one in found.extremes.items() if name != "loudest difference"})
+
+    with (
+        mock.patch.object(facts, "CutMeasures", wraps=CutMeasures, unpack=unpack),
+        mock.patch("sharmill.report.sample._MEASURED", 5),
+    ):
+        page = make_page(read_run_facts(config, make_stages(config), {}, decode=False))
+    assert "Charts in blue are of all cuts; those in green, of audio, of 5 cuts drawn at random." in page
+    assert "<figcaption>Bandwidth of targets</figcaption>" in page
+    assert "loudest difference" in page
 
 
 def reported_config(project):

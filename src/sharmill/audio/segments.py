@@ -22,6 +22,7 @@ from sharmill.audio.decoder import AudioInfo
 from sharmill.audio.files import Recording, decode, open_recording
 from sharmill.audio.resample import segment_bounds
 from sharmill.audio.roots import AudioRoots
+from sharmill.audio.sound import measure_sound
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Member, Segment
 from sharmill.storage import checksum_bytes
@@ -71,12 +72,16 @@ class SegmentAudio:
 
 @dataclass(frozen=True, slots=True)
 class FileCopy:
-    """The bytes of a file that is a segment, and what a decoder gives for them."""
+    """The bytes of a file that is a segment, what a decoder gives for them, and the measures of its sound, packed.
+
+    ``sound`` is "" where an earlier stage has decoded the file and has not measured it.
+    """
 
     data: bytes
     sampling_rate: int
     num_samples: int
     location: Location
+    sound: str
 
 
 @dataclass(frozen=True)
@@ -163,14 +168,15 @@ class SegmentReader:
             raise RejectRecord("unreadable_audio", f"{location.path}: {detail}")
         data = recording.source.read()
         found = checksum_bytes(data)
-        rate, num_samples = location.info.sampling_rate, location.num_samples
+        rate, num_samples, sound = location.info.sampling_rate, location.num_samples, segment.notes.sound
         if found == segment.notes.checksum:
             self._check_size(segment, location)
             self._check_duration(segment, num_samples, rate)
         else:
             samples, rate = decode(data)
-            num_samples = len(self._check(segment, location, samples, rate, found).samples)
-        return FileCopy(data, rate, num_samples, location)
+            checked = self._check(segment, location, samples, rate, found)
+            num_samples, sound = len(checked.samples), checked.notes.sound
+        return FileCopy(data, rate, num_samples, location, sound)
 
     def _check_claims(self, segment: Segment, location: Location) -> None:
         """Reject audio that has more samples than its record says, or was replaced, before it is decoded."""
@@ -205,7 +211,8 @@ class SegmentReader:
             raise RejectRecord(
                 "silent_audio", f"the loudest sample {level}, below {20 * math.log10(SILENT_PEAK):.0f} dB"
             )
-        return SegmentAudio(samples, rate, AudioNotes(location.size, location.modified, found), location)
+        sound = segment.notes.sound or measure_sound(samples, rate).pack()
+        return SegmentAudio(samples, rate, AudioNotes(location.size, location.modified, found, sound), location)
 
 
 def _locate(segment: Segment, path: Path, info: AudioInfo) -> Location:

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 from markupsafe import Markup
 
+from sharmill.audio.sound import Sound
 from sharmill.report.charts import columns, figure, histogram, show_number
 from sharmill.report.facts import Facts, StageFacts
 from sharmill.report.section import Section, render
@@ -22,12 +23,16 @@ _TITLES: Final = {
     "similarity": ("Similarity of the chosen contexts", "cosine"),
     "text_length": ("Length of texts", "characters"),
     "character_rate": ("Rate of speech", "characters per second"),
-    "loudness": ("Level", "dB of full scale, RMS"),
-    "loudness_difference": ("Level of contexts above their targets", "dB"),
-    "bandwidth": ("Bandwidth", "kHz, 60 dB below the peak of the spectrum"),
-    "silence": ("Silence", "share of the time, 40 dB below the loud parts"),
+    "loudness": ("Level of targets", "dB of full scale, RMS"),
+    "speech_level": ("Level of speech in targets", "dB of full scale, RMS of all but silence"),
+    "context_speech_level": ("Level of speech in contexts", "dB of full scale, RMS of all but silence"),
+    "loudness_difference": ("Level of speech in contexts above that in their targets", "dB"),
+    "peak": ("Loudest sample of targets", "dB of full scale"),
+    "clipped": ("Clipping of targets", "share of the samples that are at full scale"),
+    "silence": ("Silence in targets", "share of the time, 40 dB below the loud parts"),
+    "bandwidth": ("Bandwidth of targets", "kHz, up to which speech is heard"),
 }
-_OF_AUDIO: Final = ("loudness", "loudness_difference", "bandwidth", "silence")
+_OF_AUDIO: Final = frozenset(Sound._fields) | {"context_speech_level", "loudness_difference"}
 # Of more ranks the distribution is shown.
 _MOST_RANKS: Final = 40
 
@@ -41,12 +46,22 @@ def make_contents(facts: Facts) -> Markup | None:
     charts = []
     for name, (title, label) in _TITLES.items():
         of_audio = name in _OF_AUDIO
-        source = facts.sample.measures if of_audio and facts.sample else facts.measures
+        source = facts.sound if of_audio and facts.sound else facts.measures
         if (found := source.histograms.get(name)) is not None and found.counts:
             charts.append(figure(title, *_draw(name, found, label, color=2 if of_audio else 0)))
-    measured = facts.sample.num_measured if facts.sample else 0
-    note = Markup("<p>Charts in blue are of {}; those in green, of audio, of {} cuts drawn at random.</p>")
-    return note.format(facts.origin, f"{measured:,}") + GRID.format(Markup("").join(charts))
+    note = Markup("<p>Charts in blue are of {}; those in green, of audio, of {}.</p>")
+    return note.format(facts.origin, _origin_of_sound(facts)) + GRID.format(Markup("").join(charts))
+
+
+def _origin_of_sound(facts: Facts) -> str:
+    """Return a phrase about what the measures of audio are of."""
+    if facts.sound is None or not facts.sound.has_sound:
+        return "none"
+    measured = facts.sound.histograms["loudness"].total
+    if facts.record is not None and measured == facts.record.num_cuts:
+        return "all cuts"
+    of_sample = facts.sample is not None and facts.sound is facts.sample.measures
+    return f"{measured:,} cuts" + (" drawn at random" if of_sample else ", where it is known")
 
 
 def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, str]:

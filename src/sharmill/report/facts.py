@@ -130,6 +130,13 @@ class Facts:
         return self.sample.measures if self.sample else None
 
     @property
+    def sound(self) -> CutMeasures | None:
+        """The measures of audio: those that the stages noted, or else those of a sample of audio."""
+        if self.run is not None and self.run.measures is not None and self.run.measures.has_sound:
+            return self.run.measures
+        return self.sample.measures if self.sample else None
+
+    @property
     def origin(self) -> str:
         """A phrase about what ``measures`` are of."""
         if self.run is not None and self.run.measures is not None:

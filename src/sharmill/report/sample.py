@@ -8,23 +8,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from sharmill.audio.sound import Sound, measure_sound
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.inspect.stored import StoredCut, read_codes, read_shard, read_stored_audio, read_stored_cut
-from sharmill.report.sound import measure_sound, spectrogram
-from sharmill.shar.histograms import SCALES, CutMeasures, Histogram, cut_values
+from sharmill.shar.histograms import CutMeasures, cut_values, sound_values
 from sharmill.shar.index import DatasetRecord, ShardRecord
-from sharmill.shar.items import ItemTable
+from sharmill.shar.items import Item, ItemTable
 from sharmill.shar.layout import CONTEXT_AUDIO, TARGET_CODES, codes_field
 
 _MAX_SHARDS: Final = 12
 _MAX_CUTS_PER_SHARD: Final = 2000
-# Of the audio of a cut: its spectrogram takes 3 MB for each second at 48 kHz.
-_MEASURED_SECONDS: Final = 30.0
 # Of which the audio is decoded, and the codes counted.
 _MEASURED: Final = 240
 _COUNTED: Final = 3000
@@ -57,7 +57,6 @@ class DatasetSample:
     num_shards: int
     num_cuts: int
     measures: CutMeasures
-    num_measured: int = 0
     context_uses: Counter[str] = field(default_factory=Counter)
     speakers: dict[str, float] = field(default_factory=dict)
     code_counts: dict[str, np.ndarray] = field(default_factory=dict)
@@ -75,7 +74,8 @@ def sample_dataset(
     """Return a sample of a dataset.
 
     Args:
-        measures: those of all cuts, where they are known: they name the extreme ones.
+        measures: those of all cuts, where they are known: they name the extreme ones. Only what they do not have of
+            audio and codes is taken from the sample.
         seed: the checksum of the index.
     """
     rng = np.random.default_rng(list(seed.encode()))
@@ -89,16 +89,17 @@ def sample_dataset(
         except DamagedShard as error:
             sample.unreadable[str(error)] += shard.count
             continue
-        sample.measures.add(CutMeasures.of(found, shard.index))
+        sample.measures.add(CutMeasures.of([cut_values(cut) for cut in found], shard.index))
         cuts += [(shard, number, cut) for number, cut in enumerate(found)]
     sample.num_cuts = len(cuts)
     _count_names(sample, cuts)
     order = rng.permutation(len(cuts)).tolist()
-    differences = _measure_audio(sample, directory, record, [cuts[n] for n in sorted(order[:_MEASURED])])
+    if measures is None or not measures.has_sound:
+        _measure_audio(sample, directory, record, [cuts[n] for n in sorted(order[:_MEASURED])])
     _count_codes(sample, directory, record, [cuts[n] for n in sorted(order[:_COUNTED])])
     random = [(cuts[n][0].index, cuts[n][1]) for n in order[:_RANDOM_PAIRS]]
     reasons: dict[tuple[int, int], list[str]] = {place: ["random"] for place in random}
-    for name, places in _worst(sample, measures or sample.measures, differences, cuts).items():
+    for name, places in _worst(sample, measures, cuts).items():
         for place in places[:_WORST_PAIRS]:
             reasons.setdefault(place, []).append(name)
     by_index = {shard.index: shard for shard in shards}
@@ -108,8 +109,7 @@ def sample_dataset(
         except DamagedShard as error:
             sample.unreadable[str(error)] += 1
             continue
-        values = cut_values(stored.cut) | differences.get((index, number), {})
-        sample.pairs.append(Pair(stored, names, values))
+        sample.pairs.append(Pair(stored, names, _pair_values(sample, stored, record)))
     return sample
 
 
@@ -134,16 +134,14 @@ def _count_names(sample: DatasetSample, cuts: Sequence[tuple[ShardRecord, int, d
 
 
 def _worst(
-    sample: DatasetSample, measures: CutMeasures, differences: Mapping[tuple[int, int], dict[str, float]],
-    cuts: Sequence[tuple[ShardRecord, int, dict[str, Any]]],
-) -> dict[str, list[tuple[int, int]]]:  # fmt: skip
+    sample: DatasetSample, measures: CutMeasures | None, cuts: Sequence[tuple[ShardRecord, int, dict[str, Any]]]
+) -> dict[str, list[tuple[int, int]]]:
     """Return the places, shard and number, of cuts that are worth hearing, by what they are worth it for."""
-    worst = {name: [(shard, number) for _, shard, number in found] for name, found in measures.extremes.items()}
-    by_difference = sorted(
-        (place for place, values in differences.items() if "loudness_difference" in values),
-        key=lambda place: -abs(differences[place]["loudness_difference"]),
-    )
-    worst["loudest difference"] = by_difference
+    of_all = {name: found for name, found in (measures.extremes if measures else {}).items() if found}
+    worst = {
+        name: [(shard, number) for _, shard, number in found]
+        for name, found in (sample.measures.extremes | of_all).items()
+    }
     most_used = [name for name, uses in sample.context_uses.most_common(_WORST_PAIRS) if uses > 1]
     first: dict[str | None, tuple[int, int]] = {}
     for shard, number, cut in cuts:
@@ -185,28 +183,38 @@ def _items(
 def _measure_audio(
     sample: DatasetSample, directory: Path, record: DatasetRecord,
     cuts: Sequence[tuple[ShardRecord, int, dict[str, Any]]],
-) -> dict[tuple[int, int], dict[str, float]]:  # fmt: skip
-    """Add the measures of the audio of some cuts, and return those of each, with the difference to its context."""
-    found: dict[str, dict[tuple[int, int], dict[str, float]]] = {}
+) -> None:  # fmt: skip
+    """Add the measures of the audio of some cuts."""
+    found: dict[str, dict[tuple[int, int], Sound]] = {}
     for name in record.audio_fields:
-        found[name] = {}
-        for place, item in _items(sample, directory, name, cuts):
-            try:
-                samples, rate = read_stored_audio(item)
-            except _UNREADABLE as error:
-                sample.unreadable[f"{item.cut_id}: {error}"] += 1
-                continue
-            samples = samples[: round(_MEASURED_SECONDS * rate)]
-            found[name][place] = measure_sound(samples, rate, spectrogram(samples, rate))
-    targets = found[record.audio_fields[0]]
-    for place, values in found.get(CONTEXT_AUDIO, {}).items():
-        if place in targets:
-            targets[place]["loudness_difference"] = values["loudness"] - targets[place]["loudness"]
-    sample.num_measured = len(targets)
-    for name in sorted({name for values in targets.values() for name in values}):
-        of_all = (values[name] for values in targets.values() if name in values)
-        sample.measures.histograms[name] = Histogram.of(of_all, SCALES[name])
-    return targets
+        items = _items(sample, directory, name, cuts)
+        found[name] = {place: sound for place, item in items if (sound := _sound_of(sample, item)) is not None}
+    targets, contexts = found[record.audio_fields[0]], found.get(CONTEXT_AUDIO, {})
+    for index, numbers in groupby(sorted(targets), key=itemgetter(0)):
+        rows: dict[int, dict[str, float]] = {
+            number: sound_values(targets[index, number], contexts.get((index, number))) for _, number in numbers
+        }
+        of_shard = [rows.get(number, {}) for number in range(max(rows) + 1)]
+        sample.measures.add(CutMeasures.of(of_shard, index))
+
+
+def _sound_of(sample: DatasetSample, item: Item) -> Sound | None:
+    """Return the measures of stored audio, or count it among what cannot be read."""
+    try:
+        samples, rate = read_stored_audio(item)
+    except _UNREADABLE as error:
+        sample.unreadable[f"{item.cut_id}: {error}"] += 1
+        return None
+    return measure_sound(samples, rate)
+
+
+def _pair_values(sample: DatasetSample, stored: StoredCut, record: DatasetRecord) -> dict[str, float]:
+    """Return the values of a cut that is on the page, those of its audio too."""
+    sounds = [
+        _sound_of(sample, item) if (item := stored.items.get(name)) is not None and item.data is not None else None
+        for name in record.audio_fields
+    ]
+    return cut_values(stored.cut) | sound_values(sounds[0], sounds[1] if len(sounds) > 1 else None)
 
 
 def _count_codes(

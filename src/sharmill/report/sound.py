@@ -1,4 +1,4 @@
-"""Measures of a piece of audio, and its pictures: the waveform as an SVG path, the log-mel spectrogram as a PNG."""
+"""Pictures of a piece of audio: the waveform as an SVG path, the log-mel spectrogram as a PNG."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ import numpy as np
 
 _WINDOW: Final = 0.032
 _HOP: Final = 0.010
-_FLOOR_DB: Final = -120.0
-# Of the mean spectrum: what is this much weaker than its peak does not count for the bandwidth.
-_BAND_DB: Final = 60.0
-# A frame is silent if it is this much quieter than the loud ones.
-_SILENCE_DB: Final = 40.0
 _NUM_MELS: Final = 64
 _PICTURE_WIDTH: Final = 200
 _WAVE_COLUMNS: Final = 100
@@ -31,21 +26,6 @@ def spectrogram(samples: np.ndarray, sampling_rate: int) -> np.ndarray:
     frames = np.lib.stride_tricks.sliding_window_view(padded, size)[::hop]
     window = np.hanning(size).astype(np.float32)
     return np.abs(np.fft.rfft(frames * window, axis=1)).astype(np.float32) ** 2 / float(window.sum()) ** 2
-
-
-def measure_sound(samples: np.ndarray, sampling_rate: int, power: np.ndarray) -> dict[str, float]:
-    """Return loudness (RMS, dB of full scale), bandwidth (kHz) and the share of silence of audio.
-
-    Args:
-        power: its ``spectrogram``.
-    """
-    rms = float(np.sqrt(np.mean(np.square(samples, dtype=np.float64)))) if len(samples) else 0.0
-    frames_db = _db(power.sum(axis=1))
-    silence = float(np.mean(frames_db < max(np.quantile(frames_db, 0.95) - _SILENCE_DB, _FLOOR_DB + 1)))
-    mean_db = _db(power.mean(axis=0))
-    heard = np.flatnonzero(mean_db > max(mean_db.max() - _BAND_DB, _FLOOR_DB + 1))
-    top = float(heard[-1]) / max(1, len(mean_db) - 1) * sampling_rate / 2000 if len(heard) else 0.0
-    return {"loudness": max(20 * float(np.log10(max(rms, 1e-6))), _FLOOR_DB), "bandwidth": top, "silence": silence}
 
 
 def wave_path(samples: np.ndarray) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import base64
 import heapq
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
+from sharmill.audio.sound import Sound
 from sharmill.errors import DamagedShard
 from sharmill.shar.cut_lines import NOT_JSON
 
@@ -44,7 +45,11 @@ SCALES: Final = {
     "text_length": Scale(0.0, 600.0, 120, "characters"),
     "character_rate": Scale(0.0, 40.0, 80, "characters per second"),
     "loudness": Scale(-80.0, 0.0, 80, "dB"),
+    "speech_level": Scale(-80.0, 0.0, 80, "dB"),
+    "context_speech_level": Scale(-80.0, 0.0, 80, "dB"),
     "loudness_difference": Scale(-30.0, 30.0, 60, "dB"),
+    "peak": Scale(-40.0, 0.0, 80, "dB"),
+    "clipped": Scale(0.0, 0.02, 100, ""),
     "bandwidth": Scale(0.0, 24.0, 96, "kHz"),
     "silence": Scale(0.0, 1.0, 50, ""),
 }
@@ -53,6 +58,7 @@ EXTREMES: Final[dict[str, Callable[[dict[str, float]], float | None]]] = {
     "lowest similarity": lambda values: None if "similarity" not in values else -values["similarity"],
     "longest": lambda values: values.get("duration"),
     "highest character rate": lambda values: values.get("character_rate"),
+    "loudest difference": lambda values: _size_of(values.get("loudness_difference")),
 }
 
 
@@ -113,9 +119,8 @@ class CutMeasures(msgspec.Struct):
     extremes: dict[str, list[tuple[float, int, int]]] = msgspec.field(default_factory=dict)
 
     @classmethod
-    def of(cls, cuts: Iterable[Mapping[str, Any]], shard: int) -> CutMeasures:
-        """Return the measures of the cuts of a shard, as they are stored."""
-        rows = [cut_values(cut) for cut in cuts]
+    def of(cls, rows: Sequence[dict[str, float]], shard: int) -> CutMeasures:
+        """Return the measures of the cuts of a shard, of which ``rows`` has the values by the names of ``SCALES``."""
         measures = cls({
             name: Histogram.of((row[name] for row in rows if name in row), SCALES[name])
             for name in sorted({name for row in rows for name in row})
@@ -124,6 +129,11 @@ class CutMeasures(msgspec.Struct):
             found = [(value, shard, n) for n, row in enumerate(rows) if (value := of_values(row)) is not None]
             measures.extremes[name] = heapq.nlargest(_KEPT_EXTREMES, found)
         return measures
+
+    @property
+    def has_sound(self) -> bool:
+        """True if there are measures of audio."""
+        return "loudness" in self.histograms
 
     def add(self, other: CutMeasures) -> None:
         """Add the measures of other shards."""
@@ -177,3 +187,17 @@ def cut_values(cut: Mapping[str, Any]) -> dict[str, float]:
         if values.get("duration", 0.0) > 0:
             values["character_rate"] = len(text) / values["duration"]
     return values
+
+
+def sound_values(target: Sound | None, context: Sound | None) -> dict[str, float]:
+    """Return measures of the audio of a cut, by the names of ``SCALES``; what is not known is left out."""
+    values = {} if target is None else target._asdict()
+    if context is not None:
+        values["context_speech_level"] = context.speech_level
+        if target is not None:
+            values["loudness_difference"] = context.speech_level - target.speech_level
+    return values
+
+
+def _size_of(value: float | None) -> float | None:
+    return None if value is None else abs(value)

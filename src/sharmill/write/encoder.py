@@ -23,12 +23,16 @@ _SPOOLED_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredAudio:
-    """An audio file in memory: its bytes, the extension for its format, and what a decoder gives for it."""
+    """An audio file in memory: its bytes, the extension for its format, and what a decoder gives for it.
+
+    ``sound`` has the measures of the segment's sound, packed, or is "" where they are not known.
+    """
 
     data: bytes
     extension: str
     sampling_rate: int
     num_samples: int
+    sound: str
 
     @property
     def seconds(self) -> float:
@@ -85,7 +89,8 @@ class SegmentEncoder:
         if isinstance(found, RejectRecord):
             return found
         if isinstance(found, FileCopy):
-            return StoredAudio(found.data, found.location.info.format, found.sampling_rate, found.num_samples)
+            extension = found.location.info.format
+            return StoredAudio(found.data, extension, found.sampling_rate, found.num_samples, found.sound)
         try:
             return self._encode(found)
         except RejectRecord as reject:
@@ -115,7 +120,7 @@ class SegmentEncoder:
             check_encoder(extension, rate)
         except ConfigError as error:
             raise RejectRecord("unsupported_rate", str(error)) from error
-        return StoredAudio(encode(samples, rate, extension), extension, rate, len(samples))
+        return StoredAudio(encode(samples, rate, extension), extension, rate, len(samples), audio.notes.sound)
 
 
 def _can_encode(format: str, sampling_rate: int) -> bool:

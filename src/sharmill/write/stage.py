@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sharmill.audio.segments import SegmentReader
+from sharmill.audio.sound import Sound
 from sharmill.config import Config
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
@@ -29,7 +30,7 @@ from sharmill.match.stage import matched_manifest
 from sharmill.prepare.stage import prepared_manifest
 from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.dataset import ShardedDataset
-from sharmill.shar.histograms import CutMeasures
+from sharmill.shar.histograms import CutMeasures, cut_values, sound_values
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
 from sharmill.shar.items import FieldWriter, Item
 from sharmill.shar.layout import (
@@ -170,6 +171,7 @@ class WriteProcessor(Processor):
         files = {field: shard_file(field, unit.index) for field in fields}
         rejects: list[Reject] = []
         cuts: list[dict[str, Any]] = []
+        values: list[dict[str, float]] = []
         seconds = {TARGET_AUDIO: 0.0, CONTEXT_AUDIO: 0.0}
         with ExitStack() as stack:
             stack.enter_context(reader.gather(uses))
@@ -188,6 +190,8 @@ class WriteProcessor(Processor):
                     seconds[field] += audio.seconds
                 target = stored[TARGET_AUDIO]
                 cuts.append(cut_json(utterance, sampling_rate=target.sampling_rate, num_samples=target.num_samples))
+                sounds = {field: Sound.unpack(audio.sound) for field, audio in stored.items() if audio.sound}
+                values.append(cut_values(cuts[-1]) | sound_values(sounds.get(TARGET_AUDIO), sounds.get(CONTEXT_AUDIO)))
         write_cuts(staging.path(files[CUTS]), cuts)
         return Output(
             # The cuts last of all.
@@ -197,7 +201,7 @@ class WriteProcessor(Processor):
             stats={
                 "seconds": seconds[TARGET_AUDIO],
                 "context_seconds": seconds[CONTEXT_AUDIO],
-                "cuts": CutMeasures.of(cuts, unit.index).pack(),
+                "cuts": CutMeasures.of(values, unit.index).pack(),
             },
         )
 

@@ -1,0 +1,129 @@
+"""Measures of the sound of a segment, made where it is decoded anyway, and their form in manifests."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from sharmill.errors import UnitFailed
+
+_FRAME_SECONDS: Final = 0.032
+# A frame is silent if it is this much quieter than the loud ones.
+_SILENCE_DB: Final = 40.0
+_FLOOR_DB: Final = -120.0
+_FULL_SCALE: Final = 0.999
+_HIGHEST: Final = 100.0
+# Spread over the segment: enough for a mean spectrum, and a few tenths of a millisecond.
+_LOUD_FRAMES: Final = 32
+_QUIET_FRAMES: Final = 16
+# A band counts if speech is heard in it: its mean level over the louder frames is at most so far below that of the
+# strongest band, as in NeMo's Speech Data Processor, and above that of the quietest frames, which are noise.
+_BAND_HZ: Final = 250.0
+_BAND_DB: Final = 50.0
+_ABOVE_NOISE_DB: Final = 6.0
+_LOUD_DB: Final = 20.0
+# Where even the quietest tenth of the frames is not this much below the loud ones, it is speech rather than noise.
+_PAUSE_DB: Final = 10.0
+_STEPS: Final = (100, 100, 100, 30_000, 30_000, 300)
+_PACKED: Final = struct.Struct("<6h")
+
+
+class Sound(NamedTuple):
+    """Measures of the sound of a segment.
+
+    Attributes:
+        loudness: RMS, in dB of full scale.
+        speech_level: RMS of the frames that are not silent, in dB of full scale.
+        peak: of the loudest sample, in dB of full scale.
+        clipped: share of the samples that are at full scale.
+        silence: share of the frames that are 40 dB quieter than the loud ones.
+        bandwidth: kHz; the middle of the highest band of 250 Hz in which speech is heard, 0 where there is none. It is
+            always below half the sampling rate.
+    """
+
+    loudness: float
+    speech_level: float
+    peak: float
+    clipped: float
+    silence: float
+    bandwidth: float
+
+    def pack(self) -> str:
+        """Return the measures as 16 characters, in small steps; lines of manifests keep their lengths by that."""
+        steps = (value * step for value, step in zip(self, _STEPS, strict=True))
+        return base64.b64encode(_PACKED.pack(*(round(max(-32768, min(32767, number))) for number in steps))).decode()
+
+    @classmethod
+    def unpack(cls, text: str) -> Sound:
+        """Return the measures that ``pack`` has made a text of.
+
+        Raises:
+            UnitFailed: it has not.
+        """
+        try:
+            numbers = _PACKED.unpack(base64.b64decode(text))
+        except (ValueError, struct.error) as error:
+            raise UnitFailed(f"the measures of a segment are damaged: {text[:40]!r}", code="damaged_run_dir") from error
+        return cls(*(number / step for number, step in zip(numbers, _STEPS, strict=True)))
+
+
+def measure_sound(samples: np.ndarray, sampling_rate: int) -> Sound:
+    """Return the measures of audio (samples,).
+
+    >>> measure_sound(np.full(16000, 0.1, np.float32), 16000).loudness
+    -20.0
+    """
+    magnitude = np.abs(samples)
+    peak = float(magnitude.max(initial=0.0))
+    if peak > _HIGHEST:  # floats may have any size, and their squares are to be finite
+        samples = samples.clip(-_HIGHEST, _HIGHEST)
+    size = max(2, round(_FRAME_SECONDS * sampling_rate))
+    whole = samples if len(samples) >= size else np.pad(samples, (0, size - len(samples)))
+    frames = whole[: len(whole) // size * size].reshape(-1, size).astype(np.float32, copy=False)
+    energy = np.einsum("ij,ij->i", frames, frames) / size
+    levels = _db(energy)
+    top = float(np.quantile(levels, 0.95))
+    silent = levels < max(top - _SILENCE_DB, _FLOOR_DB + 1)
+    power = float(np.dot(samples, samples)) / max(1, len(samples))
+    return Sound(
+        loudness=round(float(_db(power)), 2),
+        speech_level=round(float(_db(energy[~silent].mean() if not silent.all() else 0.0)), 2),
+        peak=round(float(2 * _db(peak)), 2),
+        clipped=float(np.count_nonzero(magnitude >= _FULL_SCALE)) / max(1, len(samples)),
+        silence=float(silent.mean()),
+        bandwidth=_bandwidth(frames, levels, top, sampling_rate),
+    )
+
+
+def _bandwidth(frames: np.ndarray, levels: np.ndarray, top: float, sampling_rate: int) -> float:
+    if top <= _FLOOR_DB + 1 or sampling_rate < 4 * _BAND_HZ:
+        return 0.0
+    speech = _band_levels(frames[_spread(np.flatnonzero(levels >= top - _LOUD_DB), _LOUD_FRAMES)], sampling_rate)
+    heard = speech > speech.max() - _BAND_DB
+    quiet = np.argsort(levels, kind="stable")[: max(1, len(levels) // 10)]
+    if levels[quiet[-1]] < top - _PAUSE_DB:
+        heard &= speech > _band_levels(frames[_spread(quiet, _QUIET_FRAMES)], sampling_rate) + _ABOVE_NOISE_DB
+    found = np.flatnonzero(heard)
+    return (float(found[-1]) + 0.5) * _BAND_HZ / 1000 if len(found) else 0.0
+
+
+def _spread(chosen: np.ndarray, most: int) -> np.ndarray:
+    return chosen[np.linspace(0, len(chosen) - 1, min(most, len(chosen))).astype(np.int64)]
+
+
+def _band_levels(frames: np.ndarray, sampling_rate: int) -> np.ndarray:
+    """Return the mean levels in dB of the bands below half the sampling rate."""
+    size = frames.shape[1]
+    spectrum = np.fft.rfft(frames * np.hanning(size).astype(np.float32), axis=1)
+    power = (spectrum.real**2 + spectrum.imag**2).mean(axis=0)
+    edges = np.rint(np.arange(int(sampling_rate / 2 / _BAND_HZ) + 1) * (_BAND_HZ * size / sampling_rate))
+    edges = edges.astype(np.int64)
+    sums = np.add.reduceat(power[: edges[-1]], edges[:-1])
+    return np.asarray(_db(sums / np.diff(edges)))
+
+
+def _db(power: np.ndarray | float) -> np.ndarray:
+    return np.asarray(10 * np.log10(np.maximum(power, 10 ** (_FLOOR_DB / 10))))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import re
+from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -39,7 +41,7 @@ def test_the_page_lies_in_the_run_directory_and_says_how_large_it_is(reported, c
 
 def test_hostile_text_is_text(page):
     elements = Elements(page)
-    assert len(elements.of("script")) == 1
+    assert len(elements.of("script")) == 2
     assert len(elements.of("style")) == 1
     assert not [a for _, attributes in elements.found for a in attributes if a.startswith("on")]
     assert {image["src"].split(",")[0] for image in elements.of("img")} == {"data:image/png;base64"}
@@ -53,6 +55,13 @@ def test_control_characters_and_overrides_of_direction_are_not_in_the_page(page)
     assert "שלום עולם" in page
 
 
+def test_plotly_is_in_the_page_once_as_it_was_published(page):
+    library = files("sharmill.report").joinpath("templates", "plotly-basic.min.js").read_bytes()
+    about = files("sharmill.report").joinpath("templates", "plotly-basic.txt").read_text()
+    assert page.count(f"<script>{library.decode()}</script>") == 1
+    assert hashlib.sha256(library).hexdigest() in about
+
+
 def test_long_texts_are_cut(page):
     assert "wort " * 100 not in page
     assert "wort " * 50 in page
@@ -63,7 +72,8 @@ def test_nothing_is_asked_for_from_elsewhere(page):
     assert "default-src 'none'" in elements.of("meta")[2]["content"]
     addresses = [a[key] for _, a in elements.found for key in ("src", "href", "data", "action") if key in a]
     assert {address.split(":")[0] for address in addresses if not address.startswith("#")} == {"data"}
-    assert "http" not in re.sub(r"http-equiv", "", page)
+    of_page = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert "http" not in re.sub(r"http-equiv", "", of_page)
 
 
 def test_accounts_and_rejects_with_examples_are_there(page):

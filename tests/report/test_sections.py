@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 import zlib
 from unittest import mock
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from support.errors import raises
 from support.paths import REPOSITORY
+from support.reported import Elements
 from support.shar import Project, run, voice
 
 from sharmill.audio.sound import Sound
@@ -22,6 +24,7 @@ from sharmill.match.stage import MatchStage
 from sharmill.match.voices import pack_voice, sample_voices, unpack_voice
 from sharmill.pipeline import make_stages
 from sharmill.report import facts
+from sharmill.report.charts import columns, histogram
 from sharmill.report.facts import read_dataset_facts, read_run_facts
 from sharmill.report.last_step import report_on_run
 from sharmill.report.page import make_page
@@ -106,7 +109,25 @@ def test_a_run_has_all_charts(reported):
         assert f"<figcaption>{title}</figcaption>" in page
     assert "Charts in blue are of all cuts; those in green, of audio, of all cuts." in page
     assert "2 clips are contexts, 4.0 times on average, one 7 times" in page
-    assert all(re.findall(r'<svg viewBox="0 0 400 \d+" role="img" aria-label="[^"]+">', page))
+    plots = [place for place in Elements(page).of("div") if place.get("class") == "plot"]
+    assert len(plots) == 20
+    assert all(place["role"] == "img" and place["aria-label"] for place in plots)
+    assert page.count('<details class="values">') == 20
+
+
+def test_a_chart_has_its_values_as_a_table_too():
+    chart = str(histogram([0, 1, 2, 3], [3, 0, 1], label="seconds", unit="s", description="d"))
+    cells = re.findall("<t[hd][^>]*>([^<]*)</t[hd]>", chart)
+    assert cells == ["seconds", "count", "share", "0 to 1 s", "3", "75.0%", "2 to 3 s", "1", "25.0%"]
+    trace = json.loads(Elements(chart).of("div")[0]["data-plot"])["data"][0]
+    assert (trace["x"], trace["y"]) == ([0.5, 1.5, 2.5], [3, 0, 1])
+
+
+def test_names_in_charts_are_short_and_without_control_characters():
+    chart = columns(["\x1b[31m\u202e" + "x" * 10_000], [1], label="", description="d", show=str)
+    plot = json.loads(Elements(chart).of("div")[0]["data-plot"])
+    assert plot["data"][0]["hovertext"] == ["�[31m�" + "x" * 73 + "…"]
+    assert plot["layout"]["xaxis"]["ticktext"] == ["�[31m�xx…"]
 
 
 def test_a_run_from_before_audio_was_measured_has_a_sample_and_says_so(reported):
@@ -143,7 +164,10 @@ def test_match_notes_voices_and_the_page_has_their_map(tmp_path):
     RunDir(project.run_dir).config.write_bytes(to_yaml(config))
     page = make_page(read_run_facts(config, make_stages(config), {}))
     assert "4 utterances of 2 groups" in page
-    assert page.count("<circle") == 4
+    plots = [json.loads(place["data-plot"]) for place in Elements(page).of("div") if "data-plot" in place]
+    dots = [trace for plot in plots for trace in plot["data"] if trace.get("mode") == "markers"]
+    assert [len(trace["x"]) for trace in dots] == [2, 2]
+    assert {tip for trace in dots for tip in trace["hovertext"]} == {"anna", "bert"}
     assert "Similarity within and across groups" in page
 
 
@@ -168,4 +192,4 @@ def test_the_section_in_the_documentation_can_be_used(reported):
     names: dict = {}
     exec(text.split("```")[0], names)
     content = names["SIZES"].make(read_dataset_facts(reported.dataset, {}))
-    assert "<title>0: 5</title>" in content
+    assert "<tr><td>0</td><td>5</td></tr>" in content

@@ -1,21 +1,29 @@
-"""Charts as SVG, drawn by Python: they need no script, print well, and take their colours from the page's theme.
+"""Charts of the page, drawn by plotly.js in the browser.
 
-A chart is as wide as its place. Its values are shown where the pointer rests, and its description says in words what
-it shows, for those who do not see it.
+Here a chart becomes what plotly is to draw, as JSON in an attribute of its place, and a table of the same values for
+those who do not see it, print it, or let no script run. Colours are named as in ``page.css``; ``page.js`` puts in those
+of the theme and calls plotly, which is in the page once.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 from markupsafe import Markup, escape
 
-_WIDTH: Final = 400
-_HEIGHT: Final = 210
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 36
+_HEIGHT: Final = 230
+_MAP_HEIGHT: Final = 340
 _NUM_COLORS: Final = 8
+_MOST_TICKS: Final = 5
+_MOST_LABELS: Final = 10
+_LONGEST_LABEL: Final = 9
+_LONGEST_TIP: Final = 80
+# Control characters, those that turn the direction of what follows, and halves of characters.
+_NOT_SHOWN: Final = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 Number = Callable[[float], str]
 
@@ -34,145 +42,146 @@ def show_number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Return round numbers between two values, about as many as ``wanted``.
+def printable(text: str) -> str:
+    """Return text with a replacement character for each that has an effect other than being read.
 
-    >>> ticks(0, 37)
-    [0, 10, 20, 30]
+    >>> printable("a\\x1b[31m")
+    'a\N{REPLACEMENT CHARACTER}[31m'
     """
-    span = high - low
-    if not span > 0:
-        return [low]
-    step = 10 ** math.floor(math.log10(span / wanted))
-    step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= wanted)
-    first = math.ceil(low / step - 1e-9)
-    return [round(number * step, 12) for number in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-class Plot:
-    """The frame of a chart: two axes, and places in it."""
-
-    def __init__(self, x: tuple[float, float], y: tuple[float, float], *, height: int = _HEIGHT) -> None:
-        self._x, self._y, self._height = _widen(x), _widen(y), height
-        self._parts: list[Markup] = []
-
-    def at_x(self, value: float) -> float:
-        low, high = self._x
-        return round(_LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT), 1)
-
-    def at_y(self, value: float) -> float:
-        low, high = self._y
-        return round(self._height - _BOTTOM - (value - low) / (high - low) * (self._height - _TOP - _BOTTOM), 1)
-
-    def add(self, template: str, *values: object) -> None:
-        """Add an element; what is put into its ``{}`` is escaped."""
-        self._parts.append(Markup(template).format(*values))
-
-    def y_axis(self, show: Number = show_number) -> None:
-        for value in ticks(*self._y, wanted=4):
-            y = self.at_y(value)
-            self.add('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>', _LEFT, _WIDTH - _RIGHT, y, y)
-            self.add('<text x="{}" y="{}" text-anchor="end">{}</text>', _LEFT - 6, y + 4, show(value))
-
-    def x_axis(self, label: str, show: Number = show_number) -> None:
-        for value in ticks(*self._x):
-            x = self.at_x(value)
-            self.add('<text x="{}" y="{}" text-anchor="middle">{}</text>', x, self._height - _BOTTOM + 15, show(value))
-        self.x_label(label)
-
-    def x_label(self, label: str) -> None:
-        y = self._height - _BOTTOM
-        self.add('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>', _LEFT, _WIDTH - _RIGHT, y, y)
-        self.add('<text class="label" x="{}" y="{}" text-anchor="end">{}</text>', _WIDTH - _RIGHT, self._height - 4,
-                 label)  # fmt: skip
-
-    def bar(self, left: float, right: float, value: float, tip: str, color: int = 0) -> None:
-        """Add a bar between two values of x, and what is shown where the pointer rests on it."""
-        x, y = self.at_x(left), self.at_y(value)
-        width = max(0.6, self.at_x(right) - x - (1 if self.at_x(right) - x > 3 else 0))
-        height = max(0.0, self.at_y(max(self._y[0], 0.0)) - y)
-        self.add('<rect class="fill{}" x="{}" y="{}" width="{}" height="{}"><title>{}</title></rect>',
-                 color % _NUM_COLORS, x, y, round(width, 1), round(height, 1), tip)  # fmt: skip
-
-    def line(self, points: Iterable[tuple[float, float]], name: str, color: int = 0) -> None:
-        path = " ".join(f"{self.at_x(x)},{self.at_y(y)}" for x, y in points)
-        self.add('<polyline class="line{}" points="{}"><title>{}</title></polyline>', color % _NUM_COLORS, path, name)
-
-    def svg(self, description: str) -> Markup:
-        """Return the chart; ``description`` says in words what it shows."""
-        return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
-            _WIDTH, self._height, description, Markup("").join(self._parts)
-        )
-
-
-def _widen(limits: tuple[float, float]) -> tuple[float, float]:
-    low, high = limits
-    return (low, high) if high > low else (low, low + 1.0)
+    return _NOT_SHOWN.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def histogram(
     edges: Sequence[float], counts: Sequence[int], *, label: str, unit: str, description: str, color: int = 0
 ) -> Markup:
     """Return a chart of counts between ``edges``, of which there is one more; ``unit`` follows values of x."""
-    plot = Plot((edges[0], edges[-1]), (0, max(counts, default=0)))
-    plot.y_axis()
     total = max(1, sum(counts))
-    for left, right, count in zip(edges, edges[1:], counts, strict=False):
-        if count:
-            tip = f"{show_number(left)} to {show_number(right)} {unit}: {count:,} ({count / total:.1%})"
-            plot.bar(left, right, count, tip, color)
-    plot.x_axis(label)
-    return plot.svg(description)
+    bars = [
+        (left, right, count, f"{show_number(left)} to {show_number(right)} {unit}".rstrip())
+        for left, right, count in zip(edges, edges[1:], counts, strict=False)
+    ]
+    trace = {
+        "type": "bar",
+        "x": [(left + right) / 2 for left, right, _, _ in bars],
+        "width": [right - left for left, right, _, _ in bars],
+        "y": [count for _, _, count, _ in bars],
+        "hovertext": _tips(f"{where}: {count:,} ({count / total:.1%})" for _, _, count, where in bars),
+        "marker": {"color": f"c{color % _NUM_COLORS}", "line": {"color": "card", "width": 1}},
+    }
+    rows = [(where, f"{count:,}", f"{count / total:.1%}") for _, _, count, where in bars if count]
+    # No half counts on the axis of a few.
+    few = {"nticks": min(_MOST_TICKS, max(counts, default=0) + 1)}
+    axes = {"xaxis": {"range": [edges[0], edges[-1]]}, "yaxis": few, "bargap": 0}
+    return _chart([trace], label, description, _table((label, "count", "share"), rows), axes)
 
 
 def columns(names: Sequence[str], values: Sequence[float], *, label: str, description: str, show: Number) -> Markup:
     """Return a chart with a column for each name; ``show`` makes text of a value."""
-    plot = Plot((0, len(names)), (0, max(values, default=0)))
-    plot.y_axis()
-    every = max(1, math.ceil(len(names) / 10))
-    for number, (name, value) in enumerate(zip(names, values, strict=True)):
-        plot.bar(number + 0.1, number + 0.9, value, f"{name}: {show(value)}")
-        if number % every == 0:
-            plot.add('<text x="{}" y="{}" text-anchor="middle">{}</text>', plot.at_x(number + 0.5),
-                     _HEIGHT - _BOTTOM + 15, name if len(name) <= 9 else f"{name[:8]}…")  # fmt: skip
-    plot.x_label(label)
-    return plot.svg(description)
+    shown = [printable(show(value)) for value in values]
+    trace = {
+        "type": "bar",
+        "x": list(range(len(names))),
+        "y": list(values),
+        "hovertext": _tips(f"{name}: {text}" for name, text in zip(names, shown, strict=True)),
+        "marker": {"color": "c0"},
+    }
+    every = max(1, math.ceil(len(names) / _MOST_LABELS))
+    places = list(range(0, len(names), every))
+    labels = [_cut(names[place], _LONGEST_LABEL) for place in places]
+    axes = {"xaxis": {"tickvals": places, "ticktext": labels}, "bargap": 0.2}
+    rows = list(zip(names, shown, strict=True))
+    return _chart([trace], label, description, _table((label or "name", "value"), rows), axes)
 
 
 def curves(
     series: Sequence[tuple[str, Sequence[tuple[float, float]]]], *, x: tuple[float, float], y: tuple[float, float],
-    label: str, description: str, show_y: Number = show_number,
+    label: str, description: str,
 ) -> Markup:  # fmt: skip
-    """Return a chart of curves, each with a name and its points, and their names above it where there are several."""
-    plot = Plot(x, y)
-    plot.y_axis(show_y)
-    plot.x_axis(label)
+    """Return a chart of curves of shares, each with a name and its points."""
+    traces, rows = [], []
     for color, (name, points) in enumerate(series):
-        plot.line(points, name, color)
-    return Markup("{}{}").format(legend([name for name, _ in series]), plot.svg(description))
+        traces.append({
+            "type": "scatter", "mode": "lines", "name": _literal(name),
+            "x": [place for place, _ in points], "y": [value for _, value in points],
+            "hovertext": _tips(f"{name}: {value:.1%} at {show_number(place)}" for place, value in points),
+            "line": {"color": f"c{color % _NUM_COLORS}", "width": 2},
+        })  # fmt: skip
+        rows += [(name, show_number(place), f"{value:.1%}") for place, value in points]
+    axes = {
+        "xaxis": {"range": list(x)}, "yaxis": {"range": [y[0], y[1] * 1.02], "tickformat": ".0%"},
+        "showlegend": len(series) > 1,
+    }  # fmt: skip
+    return _chart(traces, label, description, _table(("curve", label, "share"), rows), axes)
 
 
 def scatter(points: Sequence[tuple[float, float, int, str]], *, description: str) -> Markup:
-    """Return a map of points: x, y, the number of a colour, and what is shown where the pointer rests."""
-    xs, ys = [point[0] for point in points], [point[1] for point in points]
-    plot = Plot((min(xs), max(xs)), (min(ys), max(ys)), height=320)
-    for x, y, color, tip in points:
-        plot.add('<circle class="fill{} dot" cx="{}" cy="{}" r="4"><title>{}</title></circle>', color % _NUM_COLORS,
-                 plot.at_x(x), plot.at_y(y), tip)  # fmt: skip
-    return plot.svg(description)
+    """Return a map of points: x, y, the number of a colour, and what is shown where the pointer rests.
 
-
-def legend(names: Sequence[str]) -> Markup:
-    """Return the names of several series with their colours, or nothing for a single one."""
-    if len(names) < 2:
-        return Markup("")
-    entries = (
-        Markup('<span><i class="swatch fill{}"></i>{}</span>').format(color % _NUM_COLORS, name)
-        for color, name in enumerate(names)
-    )
-    return Markup('<p class="legend">{}</p>').format(Markup("").join(entries))
+    Places on a map say nothing as numbers, so that it has no table.
+    """
+    traces = []
+    for color in range(_NUM_COLORS):
+        if own := [point for point in points if point[2] % _NUM_COLORS == color]:
+            traces.append({
+                "type": "scatter", "mode": "markers", "x": [one[0] for one in own], "y": [one[1] for one in own],
+                "hovertext": _tips(tip for *_, tip in own),
+                "marker": {"color": f"c{color}", "size": 8, "opacity": 0.75, "line": {"color": "card", "width": 0.6}},
+            })  # fmt: skip
+    hidden = {"visible": False}
+    return _chart(traces, "", description, Markup(""), {"xaxis": hidden, "yaxis": hidden}, height=_MAP_HEIGHT)
 
 
 def figure(title: str, chart: Markup, note: str = "") -> Markup:
     """Return a chart with its title and, below, what it says in numbers."""
     return Markup("<figure><figcaption>{}</figcaption>{}<p>{}</p></figure>").format(title, chart, escape(note))
+
+
+def _chart(
+    traces: list[dict[str, Any]], label: str, description: str, table: Markup, own: dict[str, Any],
+    *, height: int = _HEIGHT,
+) -> Markup:  # fmt: skip
+    """Return the place of a chart, which ``page.js`` draws in, and its table."""
+    line = {"fixedrange": True, "zeroline": False, "automargin": True}
+    layout = {
+        "height": height, "dragmode": False, "hovermode": "closest", "showlegend": False,
+        "margin": {"l": 46, "r": 10, "t": 10, "b": 40}, "paper_bgcolor": "card", "plot_bgcolor": "card",
+        "font": {"color": "soft", "size": 12}, "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        "hoverlabel": {"bgcolor": "card", "bordercolor": "soft", "font": {"color": "ink"}},
+    } | own  # fmt: skip
+    title = {"text": _literal(label), "standoff": 6, "font": {"size": 11}}
+    x_axis = line | {"showgrid": False, "linecolor": "soft", "showline": True, "title": title}
+    y_axis = line | {"gridcolor": "rule", "nticks": _MOST_TICKS, "rangemode": "tozero"}
+    layout |= {"xaxis": x_axis | own.get("xaxis", {}), "yaxis": y_axis | own.get("yaxis", {})}
+    for trace in traces:
+        trace["hoverinfo"] = "text"
+    plot = msgspec.json.encode({"data": traces, "layout": layout}).decode()
+    return Markup('<div class="plot" style="height: {}px" role="img" aria-label="{}" data-plot="{}"></div>{}').format(
+        height, description, plot, table
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
+    """Return the values of a chart as a table that is closed at first."""
+    head = Markup("").join(Markup('<th scope="col">{}</th>').format(name) for name in heads)
+    body = Markup("").join(
+        Markup("<tr>{}</tr>").format(Markup("").join(Markup("<td>{}</td>").format(cell) for cell in row))
+        for row in rows
+    )
+    return Markup(
+        '<details class="values"><summary>Values</summary><div class="scroll" tabindex="0" role="group" '
+        'aria-label="Values of the chart"><table><thead><tr>{}</tr></thead>'
+        "<tbody>{}</tbody></table></div></details>"
+    ).format(head, body)
+
+
+def _tips(texts: Iterable[str]) -> list[str]:
+    return [_cut(text, _LONGEST_TIP) for text in texts]
+
+
+def _cut(text: str, longest: int) -> str:
+    return _literal(text if len(text) <= longest else f"{text[: longest - 1]}…")
+
+
+def _literal(text: str) -> str:
+    """Return text as plotly shows it literally: it takes some elements and entities of HTML for markup."""
+    return str(escape(printable(text)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
@@ -13,30 +12,29 @@ from markupsafe import Markup
 
 from sharmill.errors import ConfigError
 from sharmill.registry import SECTIONS
+from sharmill.report.charts import printable
 from sharmill.report.facts import Facts
 from sharmill.report.section import Section, render
 from sharmill.shar.layout import DATASET_FILE
 from sharmill.storage import write_atomic
 
-# Control characters, those that turn the direction of what follows, and halves of characters.
-_NOT_SHOWN: Final = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# In this order: the library comes before what uses it.
+_SCRIPTS: Final = ("plotly-basic.min.js", "page.js")
 
 
 def make_page(facts: Facts) -> str:
     """Return the page as HTML. The same facts give the same page."""
     sections: list[Section] = sorted((SECTIONS.load(name) for name in SECTIONS.names()), key=lambda one: one.order)
     made = [(section, content) for section in sections if (content := section.make(facts)) is not None]
-    style, script = (files("sharmill.report").joinpath("templates", name).read_text() for name in _PARTS)
-    # Should text of others ever become an element after all, the browser runs no script but this one.
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    templates = files("sharmill.report").joinpath("templates")
+    scripts = [templates.joinpath(name).read_text() for name in _SCRIPTS]
+    # Should text of others ever become an element after all, the browser runs no script but these.
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     html = render(
-        "page.html", facts=facts, sections=made, style=Markup(style), script=Markup(script), script_digest=digest,
-        headline=make_headline(facts),
+        "page.html", facts=facts, sections=made, style=Markup(templates.joinpath("page.css").read_text()),
+        scripts=[Markup(script) for script in scripts], digests=digests, headline=make_headline(facts),
     )  # fmt: skip
-    return _NOT_SHOWN.sub("\N{REPLACEMENT CHARACTER}", html)
-
-
-_PARTS: Final = ("page.css", "page.js")
+    return printable(html)
 
 
 def make_headline(facts: Facts) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ def make_pilot(facts: Facts) -> Markup | None:
     wrong = [(one.min_similarity, one.wrong_share) for one in advice.thresholds if one.wrong_share is not None]
     chart = curves(
         [("records with a context", contexts), ("of these another speaker", wrong)], x=(0, 1), y=(0, 1),
-        label="match.min_similarity", description="Shares of records by threshold", show_y=lambda share: f"{share:.0%}",
+        label="match.min_similarity", description="Shares of records by threshold",
     )  # fmt: skip
     sentence = advice.reason
     if advice.recommended is not None:

@@ -49,7 +49,7 @@ def _speakers(facts: Facts) -> Iterator[Markup]:
         "How even the speakers are",
         curves(
             [("speakers, from small to large", points), ("all alike", [(0, 0), (1, 1)])], x=(0, 1), y=(0, 1),
-            label="share of the speakers", description=f"Lorenz curve: {note}.", show_y="{:.0%}".format,
+            label="share of the speakers", description=f"Lorenz curve: {note}.",
         ),
         note,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def _similarities(facts: Facts, voices: Sequence[tuple[str, np.ndarray]]) -> Mar
         "Similarity within and across groups",
         curves(
             series, x=(min(x for x, _ in points), 1.0), y=(0.0, max(y for _, y in points)), label="cosine",
-            description=f"{note}.", show_y="{:.0%}".format,
+            description=f"{note}.",
         ),
         note,
     )  # fmt: skip

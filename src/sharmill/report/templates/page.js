@@ -5,7 +5,46 @@
   document.getElementById("theme").addEventListener("click", () => {
     const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     root.dataset.theme = dark ? "light" : "dark";
+    redraw();
   });
+
+  // A chart names its colours as the style sheet does; it is drawn when it is about to be seen.
+  const plots = document.querySelectorAll(".plot"), drawn = new Set();
+  const draw = (place) => {
+    const style = getComputedStyle(root);
+    const { data, layout } = JSON.parse(place.dataset.plot, (key, value) =>
+      key.endsWith("color") ? style.getPropertyValue(`--${value}`).trim() : value);
+    layout.font.family = getComputedStyle(document.body).fontFamily;
+    layout.width = place.clientWidth || undefined;
+    drawn.add(place);
+    return Plotly.react(place, data, layout, { displayModeBar: false, typesetMath: false });
+  };
+  const redraw = () => drawn.forEach(draw);
+  addEventListener("resize", () => drawn.forEach((place) => { if (place.clientWidth !== place.layout.width) draw(place); }));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  const watch = new IntersectionObserver((entries) => {
+    for (const entry of entries) if (entry.isIntersecting) { watch.unobserve(entry.target); draw(entry.target); }
+  }, { rootMargin: "400px" });
+  for (const place of plots) {
+    watch.observe(place);
+    // The arrow keys go from value to value, as the pointer does.
+    let at = -1;
+    place.tabIndex = 0;
+    place.addEventListener("keydown", (event) => {
+      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!step || !drawn.has(place)) return;
+      const points = place.data.flatMap((trace, curveNumber) => trace.x.map((_, pointNumber) => ({ curveNumber, pointNumber })));
+      at = Math.min(Math.max(at + step, 0), points.length - 1);
+      Plotly.Fx.hover(place, [points[at]]);
+      event.preventDefault();
+    });
+    place.addEventListener("blur", () => { if (drawn.has(place)) Plotly.Fx.unhover(place); });
+  }
+  addEventListener("beforeprint", () => {
+    root.classList.add("printing");
+    plots.forEach((place) => { if (place.offsetParent) draw(place); });
+  });
+  addEventListener("afterprint", () => { root.classList.remove("printing"); redraw(); });
 
   let current = null;
   const stop = () => { if (current) current.pause(); };

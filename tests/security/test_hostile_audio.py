@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile as sf
+from lhotse import AudioSource, MonoCut, Recording
+from lhotse.audio import AudioLoadingError
 from support import odd_audio as odd
 from support.shar import voice
 
@@ -18,6 +20,10 @@ from sharmill.audio.segments import SegmentReader
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Segment
 from sharmill.shar.items import Item
+from sharmill.shar.reading.cuts import read_item
+from sharmill.shar.reading.decoding import _decode_recording
+from sharmill.shar.reading.memory_audio import check_claims
+from sharmill.training.cut_data import load_audio
 from sharmill.validate.levels import measure
 
 RATE = 655350
@@ -93,3 +99,54 @@ def test_levels_of_long_audio_are_those_of_its_blocks(peak):
     assert levels.silence == pytest.approx(0.5, abs=1e-3)
     assert levels.clipping == pytest.approx(0.25, abs=1e-3)
     assert peak() - before < 60  # the bytes once more, and some blocks
+
+
+def metadata(num_samples: int, rate: int = RATE) -> dict:
+    """Of a recording in a tar, as sharmill writes it."""
+    return {"id": "r", "sources": [{"type": "shar", "channels": [0], "source": ""}], "sampling_rate": rate,
+            "num_samples": num_samples, "duration": num_samples / rate, "channel_ids": [0]}  # fmt: skip
+
+
+def with_transforms(num_samples: int) -> dict:
+    return {**metadata(num_samples), "transforms": [{"name": "Volume", "kwargs": {"factor": 0.5}}]}
+
+
+@pytest.mark.parametrize("make", [metadata, with_transforms], ids=["as written", "left to lhotse"])
+@pytest.mark.parametrize("load", [lambda r: r.load_audio(), _decode_recording], ids=["lhotse", "ahead"])
+def test_a_reader_decodes_no_samples_for_which_there_are_no_bytes(bomb, peak, make, load):
+    recording = read_item(make(60 * RATE), "flac", bomb.read_bytes())
+    with pytest.raises(AudioLoadingError, match="too few for 39321000 samples"):
+        load(recording)
+    for claims in (0, 2**36 - 1):
+        recording = read_item(make(60 * RATE), "flac", odd.flac_claiming(claims))
+        with pytest.raises(AudioLoadingError, match="too few for"):
+            load(recording)
+    assert peak() < 10
+
+
+@pytest.mark.parametrize("says", [1.0, 0, "x", -1, [4.0]], ids=str)
+def test_a_reader_decodes_no_more_than_the_recording_says(says):
+    second = read_item(
+        metadata(RATE) | {"duration": says}, "flac", odd.container("FLAC", rate=RATE, samples=np.zeros(4 * RATE))
+    )
+    with pytest.raises(AudioLoadingError, match="the audio has 4 s, its recording says"):
+        _decode_recording(second)
+    if says == 1.0:
+        assert second.load_audio(offset=0.0, duration=0.5).shape == (1, RATE // 2)
+
+
+def test_ogg_is_held_to_its_claims_too():
+    data = odd.container("OGG", "OPUS", rate=48000, samples=np.zeros(10 * 48000))
+    with pytest.raises(AudioLoadingError, match="the audio has 10 s, its recording says 2 s"):
+        check_claims(data, 2.0)
+    check_claims(data, 10.0)
+
+
+def test_batches_of_plain_lhotse_are_held_to_the_claims_too(bomb, peak):
+    source = AudioSource("memory", [0], bomb.read_bytes())
+    recording = Recording("r", [source], RATE, 60 * RATE, 60.0)
+    cut = MonoCut("c", 0.0, 60.0, 0, recording=recording, custom={"context_audio": recording})
+    for field in ("target_audio", "context_audio"):
+        with pytest.raises(AudioLoadingError, match="too few for 39321000 samples"):
+            load_audio(cut, field, RATE)
+    assert peak() < 10

@@ -69,7 +69,10 @@ def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
 
     Raises:
         ValueError: the cut does not carry it, it has several channels, or it cannot follow a perturbation of the cut.
+        AudioLoadingError: it cannot be decoded, or would be more audio than its bytes and its recording allow.
     """
+    from sharmill.shar.reading.memory_audio import MemorySource, check_claims
+
     is_target = field == TARGET_AUDIO
     recording = _recording(cut) if is_target else (cut.custom or {}).get(field)
     if recording is None:
@@ -77,6 +80,10 @@ def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
     if is_target and recording is not cut.recording and (done := _perturbations(cut)):
         raise ValueError(f"cut {cut.id!r} was changed by {done}, and its {field} was not: read it with open_shar")
     part = {"offset": cut.start, "duration": cut.duration} if is_target else {}
+    for source in recording.sources:
+        # Plain lhotse's; those of ``open_shar`` look themselves.
+        if isinstance(source.source, bytes) and not isinstance(source, MemorySource):
+            check_claims(source.source, None if recording.transforms else recording.duration, part.get("duration"))
     samples = recording.resample(sampling_rate).load_audio(**part)
     if samples.shape[0] != 1:
         raise ValueError(f"the {field} of cut {cut.id!r} has {samples.shape[0]} channels; mono is needed")

@@ -17,6 +17,7 @@ from lhotse.cut import Cut
 from lhotse.serialization import deserialize_custom_field, deserialize_item
 
 from sharmill.shar.arrays import array_from_bytes, array_layout
+from sharmill.shar.reading.memory_audio import memory_source
 from sharmill.shar.reading.safety import SAFE_SOURCES, block_sph_sources, find_forbidden, is_given_to_a_shell
 
 # What decoding raises of values that are not what they should be.
@@ -85,7 +86,7 @@ def read_item(metadata: dict[str, Any], extension: str, data: bytes) -> Any:
     keys = metadata.keys()
     if keys == _RECORDING_KEYS:
         (source,) = metadata["sources"]
-        return _recording(metadata, [_source("memory", source["channels"], data)])
+        return _recording(metadata, [memory_source(source["channels"], data, metadata["duration"])])
     if keys == _TEMPORAL_KEYS and metadata["array"].keys() == _ARRAY_KEYS:
         array = _array(metadata["array"]["shape"], extension, data)
         time_last = metadata["temporal_dim"] in (-1, len(array.shape) - 1)
@@ -183,7 +184,8 @@ def _fill(manifest: Any, extension: str, data: bytes) -> Any:
     """Put the data into a manifest that lhotse made, and return it."""
     if isinstance(manifest, Recording):
         (source,) = manifest.sources
-        source.type, source.source = "memory", data
+        # Where there are transforms, the recording is as long as they make it.
+        manifest.sources = [memory_source(source.channels, data, None if manifest.transforms else manifest.duration)]
     elif not isinstance(manifest, (Array, TemporalArray, Features)):
         raise ValueError(f"a {type(manifest).__name__} is not read")
     elif extension not in _STORAGE_TYPES:

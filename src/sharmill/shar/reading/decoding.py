@@ -9,12 +9,13 @@ from contextlib import contextmanager
 
 import numpy as np
 import soundfile as sf
-from lhotse import AudioSource, Recording
+from lhotse import Recording
 from lhotse.audio import AudioLoadingError, DurationMismatchError
 from lhotse.cut import Cut
 from lhotse.utils import compute_num_samples
 
 from sharmill.shar.reading.cuts import set_field, with_id
+from sharmill.shar.reading.memory_audio import MemorySource
 from sharmill.shar.reading.shard import OpenShard
 
 # FLAC and WAV. For others lhotse chooses among decoders, and resamples what Opus gives.
@@ -44,7 +45,7 @@ def decode_audio(cut: Cut, shard: OpenShard) -> Cut:
     return cut
 
 
-class _DecodedSource(AudioSource):
+class _DecodedSource(MemorySource):
     """An audio source in memory that has been decoded once: loading takes a slice.
 
     Everything of lhotse works on it as on any other (``resample``, ``truncate``, saving), since it holds the encoded
@@ -80,6 +81,8 @@ def _decode_recording(recording: Recording) -> Recording:
     """
     (source,) = recording.sources
     if source.source[:4] in _PLAIN:
+        if isinstance(source, MemorySource):
+            source.check()
         samples = _decode(source.source)
     else:
         samples = source.load_audio(force_opus_sampling_rate=recording.sampling_rate)

@@ -14,6 +14,7 @@ import pickle
 import subprocess
 import sys
 import tarfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,10 @@ from support.shar import copy, lines, reindex, rewrite, run, snapshot
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
+from sharmill.shar.cut_lines import read_lines, salvage_lines
 from sharmill.shar.items import FieldWriter, Item, read_field
+from sharmill.shar.reading import foreign
+from sharmill.shar.sidecars import write_sidecars
 from sharmill.validate.findings import read_report
 from sharmill.validate.stage import ValidateStage
 
@@ -496,6 +500,42 @@ def test_links_that_lead_in_circles_are_followed_once(dataset):
         (dataset / name).symlink_to(".")
         (dataset / "cuts" / name).symlink_to("..")
     assert len(list(open_shar(dataset, ["target_audio"]))) == 7
+
+
+def test_a_link_to_a_tree_of_folders_is_no_dataset(dataset, monkeypatch):
+    (dataset / "dataset.json").unlink()
+    monkeypatch.setattr(foreign, "_MAX_FOLDERS", 5)
+    with raises(ConfigError, "bad_layout", "more than 5 folders"):
+        foreign.find_shards(dataset)
+
+
+def test_a_folder_that_vanishes_while_shards_are_looked_for_ends_in_one_line(dataset, monkeypatch):
+    monkeypatch.setattr(os, "walk", lambda *_, **__: iter([(str(dataset / "gone"), [], [])]))
+    with raises(ConfigError, "bad_layout", "gone cannot be looked at"):
+        foreign.find_shards(dataset)
+
+
+@pytest.mark.parametrize("name", ["cuts.000000.jsonl", "cuts.000000.jsonl.gz"])
+def test_sparse_cuts_are_damage(dataset, name):
+    path = dataset / "cuts" / name
+    path.write_bytes(b"")
+    os.truncate(path, 1 << 40)
+    for read in (read_lines, salvage_lines):
+        with pytest.raises(DamagedShard, match="not more than 256 MiB") if read is read_lines else nullcontext():
+            assert read(path)[0] == []
+    if name.endswith("gz"):
+        with raises(DamagedShard, "damaged_shard", "not more than 256 MiB"):
+            load_all(dataset)
+        # Of the size too; the terabyte is not read for its checksum.
+        assert check(dataset) >= {"damaged", "wrong_size"}
+
+
+def test_a_sparse_index_of_a_sidecar_is_damage(dataset):
+    write_sidecars(dataset)
+    for path in (dataset / "cuts").glob("*.idx"):
+        os.truncate(path, 1 << 40)
+    with raises(DamagedShard, "damaged_shard", "more than 64 MiB: it is not the index of a shard"):
+        list(open_shar(dataset, shuffle="global"))
 
 
 @pytest.mark.parametrize("count", [10**12, 10**30, -1, 0.5])

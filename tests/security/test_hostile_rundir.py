@@ -171,6 +171,17 @@ def test_lines_of_manifests_are_read_from_files_alone(run_dir, name):
             read()
 
 
+def test_an_array_of_a_terabyte_is_not_read(tmp_path):
+    path = tmp_path / "bounds.npy"
+    with path.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(
+            stream, {"descr": "<u8", "fortran_order": False, "shape": (((1 << 40) - 128) // 8,)}
+        )
+    os.truncate(path, 1 << 40)
+    with raises(ConfigError, "damaged_run_dir", "bounds.npy", "larger than 1024 MiB"):
+        load_stored_array(path)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("change", [HOSTILE[name] for name in HOSTILE if name != "a terabyte of nothing"])
 def test_mapped_arrays_that_are_none_end_in_one_line(tmp_path, change):

@@ -6,6 +6,7 @@ Folders above them are checked by ``sharmill.engine.fence``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # So does numpy for a file that is no array.
 _NOT_AN_ARRAY: Final = (ValueError, TypeError, LookupError, EOFError, SyntaxError, RecursionError, MemoryError)
 _MAX_BYTES: Final = 64 << 20
+# Of an array that is read as a whole: a part of a stage, or the bounds of blocks.
+_MAX_ARRAY_BYTES: Final = 1 << 30
 
 
 def read_stored(path: Path) -> bytes:
@@ -56,9 +59,11 @@ def load_stored_array(path: Path) -> np.ndarray:
     """Return the array of a file of a run directory; one with pickled objects is refused.
 
     Raises:
-        ConfigError: it is not an array.
+        ConfigError: it is not an array, or a larger one than any that is read as a whole.
     """
     with open_stored(path) as stream:
+        if os.fstat(stream.fileno()).st_size > _MAX_ARRAY_BYTES:
+            raise damaged_file(path, f"it is larger than {_MAX_ARRAY_BYTES >> 20} MiB")
         try:
             return np.lib.format.read_array(stream, allow_pickle=False)
         except _NOT_AN_ARRAY as error:

@@ -18,7 +18,8 @@ _decoder = msgspec.json.Decoder(dict[str, Any])
 # msgspec raises RecursionError for JSON that is nested too deeply.
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-# What the cuts of one shard may unfold to. Without a limit a megabyte of gzip could be a gigabyte of lines.
+# What the cuts of one shard may have, and unfold to. Without a limit a megabyte of gzip could be a gigabyte of lines,
+# and a sparse file any number of bytes.
 _MAX_CUTS_BYTES = 1 << 28
 # Read from gzip, and unfolded, at once.
 _PART_BYTES = 1 << 18
@@ -85,7 +86,7 @@ def read_lines(path: Path) -> list[bytes]:
         DamagedShard: it is not there or cut off.
     """
     with open_field(path) as stream:
-        return split_lines(path, stream.read())
+        return split_lines(path, stream.read(_MAX_CUTS_BYTES + 1))
 
 
 def salvage_lines(path: Path) -> tuple[list[bytes], DamagedShard | None]:
@@ -95,7 +96,7 @@ def salvage_lines(path: Path) -> tuple[list[bytes], DamagedShard | None]:
         DamagedShard: it is not there.
     """
     with open_field(path) as stream:
-        data, damage = _unfold(path, stream.read())
+        data, damage = _unfold(path, stream.read(_MAX_CUTS_BYTES + 1))
     lines = data.split(b"\n")
     # A line that the damage cuts off is none.
     if damage or not lines[-1]:
@@ -120,6 +121,9 @@ def split_lines(path: Path, data: bytes) -> list[bytes]:
 
 def _unfold(path: Path, data: bytes) -> tuple[bytes, DamagedShard | None]:
     """Return the content of a file of cuts, or what comes before a damage, and the damage."""
+    too_large = DamagedShard(f"{path}: the cuts of a shard are not more than {_MAX_CUTS_BYTES >> 20} MiB")
+    if len(data) > _MAX_CUTS_BYTES:
+        return b"", too_large
     if path.suffix != ".gz":
         return data, None
     if not data:
@@ -131,7 +135,7 @@ def _unfold(path: Path, data: bytes) -> tuple[bytes, DamagedShard | None]:
             unfolded += part
             if len(unfolded) > _MAX_CUTS_BYTES:
                 # No line of such a file is wanted, and splitting them would take as much memory again.
-                return b"", DamagedShard(f"{path}: the cuts of a shard are not more than {_MAX_CUTS_BYTES >> 20} MiB")
+                return b"", too_large
     except DamagedShard as error:
         return bytes(unfolded), error
     return bytes(unfolded), None

@@ -28,7 +28,7 @@ from sharmill.sources.annotations import (
 from sharmill.sources.folder import pack_spans, path_from_text, path_to_text, walk_files
 from sharmill.sources.templates import Template
 from sharmill.sources.textgrid import parse_textgrid
-from sharmill.storage import checksum
+from sharmill.storage import checksum, open_regular
 
 # Files are read as a whole; these are some hours of annotations each, or a corpus in one RTTM.
 _MAX_BYTES: Final = 64 << 20
@@ -228,7 +228,7 @@ class AnnotatedSource(SpeechSource):
         What is wrong with the machine or the network stays an OSError, so that the unit is tried again.
         """
         try:
-            with file.open("rb") as stream:
+            with open_regular(file) as stream:
                 data = stream.read(_MAX_BYTES + 1)
         except (PermissionError, IsADirectoryError) as error:
             raise ValueError(f"the file cannot be read: {error.strerror}") from error

@@ -19,12 +19,13 @@ from typing import Any, BinaryIO, ClassVar, Final
 from sharmill.audio.roots import AudioRoot, normalise_path
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.sources import SpeechSource, name_paths
-from sharmill.storage import checksum
+from sharmill.storage import NotRegularError, checksum, open_regular
 
 _RANGE: Final = re.compile(
     r"\{(\d+)\.\.(\d+)\}|\((\d+)\.\.(\d+)\)|\[(\d+)\.\.(\d+)\]|<(\d+)\.\.(\d+)>|_OP_(\d+)\.\.(\d+)_CL_"
 )
 _MAX_FILES: Final = 1_000_000
+_MAX_DIGITS: Final = 18
 _COMPRESSED: Final = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -132,7 +133,14 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     Raises:
         ConfigError: a range runs backwards, there are too many files, or ``*`` and ``?`` find none.
     """
-    return [Path(name) for pattern in patterns for name in _expand(pattern)]
+    files: list[Path] = []
+    for pattern in patterns:
+        files += map(Path, _expand(pattern))
+        if len(files) > _MAX_FILES:
+            raise ConfigError(
+                f"the patterns up to {pattern} name more than {_MAX_FILES:,} files", code="bad_config_value"
+            )
+    return files
 
 
 def names_several(pattern: str) -> bool:
@@ -168,6 +176,11 @@ def expand_shards(pattern: str) -> list[str]:
     ranges, texts, position = [], [], 0
     for match in _RANGE.finditer(pattern):
         first, last = (text for text in match.groups() if text is not None)
+        if max(len(first), len(last)) > _MAX_DIGITS:
+            raise ConfigError(
+                f"the numbers of a range in {pattern[:100]} have more than {_MAX_DIGITS} digits",
+                code="bad_config_value",
+            )
         if int(last) < int(first):
             raise ConfigError(
                 f"the range {match[0]} in {pattern} runs backwards; write the lower number first",
@@ -194,16 +207,15 @@ def open_input(path: Path, kind: str) -> BinaryIO:
         ConfigError: it is missing, or no regular file.
     """
     try:
-        # Before opening: a FIFO would wait for its writer.
-        if path.is_dir():
-            raise bad_file(path, kind, f"is a folder; name the {kind} file in it")
-        if path.exists() and not path.is_file():
-            raise bad_file(path, kind, "is not a regular file; copy its content into one")
-        return path.open("rb")
-    except OSError as error:
+        return open_regular(path)
+    except NotRegularError as error:
+        sentence = "is not a regular file; copy its content into one"
+        raise bad_file(path, kind, f"is a folder; name the {kind} file in it" if path.is_dir() else sentence) from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         where = "" if path.is_absolute() else f"the path is relative to {Path.cwd()}; run from its folder, or "
         raise ConfigError(
-            f"cannot read the {kind} {path}: {error.strerror}; {where}correct {kind} in sources", code="missing_input"
+            f"cannot read the {kind} {path}: {reason}; {where}correct {kind} in sources", code="missing_input"
         ) from error
 
 
@@ -215,7 +227,7 @@ def read_ends(path: Path, kind: str, compressed: Collection[str] = ()) -> tuple[
     """
     with open_input(path, kind) as stream:
         head = stream.read(1 << 16)
-        stream.seek(max(0, path.stat().st_size - (1 << 20)))
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - (1 << 20)))
         tail = stream.read()
     if not head.strip():
         raise bad_file(path, kind, "is empty")

@@ -13,6 +13,7 @@ import xxhash
 
 from sharmill.errors import ConfigError
 from sharmill.sources import Piece, SpeechSource, Unreadable, check_encoding
+from sharmill.storage import NotRegularError, open_regular
 
 # A text is read as a whole; a larger one is none of an utterance.
 _MAX_TEXT_BYTES: Final = 1 << 20
@@ -125,7 +126,7 @@ class FolderSource(SpeechSource):
         text = self._text_of(folder, name)
         if text is not None:
             try:
-                with text.open("rb") as stream:
+                with open_regular(text) as stream:
                     # No more than there is: a buffer of 1 MiB would take longer to make than the text to read.
                     data = stream.read(min(os.fstat(stream.fileno()).st_size, _MAX_TEXT_BYTES) + 1)
                 if len(data) > _MAX_TEXT_BYTES:
@@ -133,6 +134,8 @@ class FolderSource(SpeechSource):
                 record["text"] = data.decode(self.encoding).removeprefix("\ufeff").strip()
             except PermissionError:
                 return Unreadable("malformed", f"this user may not read the text {text.name}", path)
+            except NotRegularError:
+                return Unreadable("malformed", f"the text {text.name} is not a regular file", path)
             except UnicodeDecodeError:
                 return Unreadable(
                     "malformed", f"the text {text.name} is not {self.encoding}; set encoding of the source", path

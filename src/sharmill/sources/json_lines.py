@@ -12,10 +12,11 @@ from typing import Any, BinaryIO, Final, cast
 
 import msgspec
 
-from sharmill.sources.files import bad_file, read_ends
+from sharmill.sources.files import bad_file, open_input, read_ends
 
 # A file with a longer line is none of JSON lines, and would be read into memory as a whole.
 MAX_LINE_BYTES: Final = 64 << 20
+_GZIP: Final = b"\x1f\x8b"
 _DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile)
 _BOMS: Final = {
     codecs.BOM_UTF16_LE: "UTF-16",
@@ -26,16 +27,21 @@ _BOMS: Final = {
 
 def is_gzip(path: Path) -> bool:
     """Return True if a file is in gzip, whatever its name."""
-    with path.open("rb") as stream:
-        return stream.read(2) == b"\x1f\x8b"
+    with open_input(path, "file") as stream:
+        return stream.read(2) == _GZIP
 
 
 def open_lines(path: Path) -> BinaryIO:
     """Open a file, plain or in gzip; positions are those of the unpacked bytes."""
-    if is_gzip(path):
-        # A buffer of its own: reading lines of a GzipFile is slow.
-        return cast("BinaryIO", io.BufferedReader(cast("Any", gzip.open(path, "rb")), 1 << 20))
-    return path.open("rb")
+    stream = open_input(path, "file")
+    is_packed = stream.read(2) == _GZIP
+    stream.seek(0)
+    if not is_packed:
+        return stream
+    packed = gzip.GzipFile(fileobj=stream)
+    packed.myfileobj = stream  # closed with it
+    # A buffer of its own: reading lines of a GzipFile is slow.
+    return cast("BinaryIO", io.BufferedReader(cast("Any", packed), 1 << 20))
 
 
 class LineReader:
@@ -108,7 +114,7 @@ def check_json_lines(
     packed = is_gzip(path)
     if packed:
         try:
-            with gzip.open(path, "rb") as stream:
+            with open_lines(path) as stream:
                 head = stream.read(1 << 16)
         except _DAMAGED as error:
             raise bad_file(path, kind, f"is damaged or cut off ({error}); copy it again") from error

@@ -16,7 +16,8 @@ from typing import BinaryIO, Final
 import numpy as np
 import xxhash
 
-from sharmill.sources.json_lines import is_gzip, iterate_checked
+from sharmill.sources.files import open_input
+from sharmill.sources.json_lines import MAX_LINE_BYTES, is_gzip, iterate_checked
 
 _BLOCK_BYTES: Final = 1 << 16
 
@@ -75,7 +76,7 @@ class _Plain:
 
     @cached_property
     def _stream(self) -> BinaryIO:
-        return self._path.open("rb")
+        return open_input(self._path, "file")
 
     def begin(self, lines: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
         """Yield (position, line)."""
@@ -87,7 +88,8 @@ class _Plain:
     def line(self, position: int) -> bytes:
         """Return the first line from a position on that is not blank."""
         self._stream.seek(position)
-        while (line := self._stream.readline()) and not line.strip():
+        # Its lines were read before, and were no longer then.
+        while (line := self._stream.readline(MAX_LINE_BYTES)) and not line.strip():
             pass
         return line.strip()
 

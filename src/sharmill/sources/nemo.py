@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from sharmill.manifest import iterate_lines
 from sharmill.sources import Piece
-from sharmill.sources.files import FileSource, bad_file
+from sharmill.sources.files import FileSource, bad_file, open_input
 from sharmill.sources.json_lines import MAX_LINE_BYTES, check_json_lines
 
 _ONE_PER_LINE = (
@@ -36,7 +36,7 @@ class NemoSource(FileSource):
         """Yield runs of lines, each found again by its byte range."""
         for number, file in enumerate(self.files):
             begin = end = count = 0
-            with file.open("rb") as stream:
+            with open_input(file, "manifest") as stream:
                 while line := stream.readline(MAX_LINE_BYTES + 1):
                     if len(line) > MAX_LINE_BYTES:
                         raise bad_file(file, "manifest", f"has a line of more than 64 MiB; {_ONE_PER_LINE}")
@@ -50,7 +50,7 @@ class NemoSource(FileSource):
 
     def read(self, piece: dict[str, Any]) -> Iterator[bytes]:
         """Yield the lines of a piece that are not blank."""
-        with self.files[piece["file"]].open("rb") as stream:
+        with open_input(self.files[piece["file"]], "manifest") as stream:
             stream.seek(piece["begin"])
             left = piece["end"] - piece["begin"]
             while left > 0:

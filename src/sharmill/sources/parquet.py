@@ -14,7 +14,7 @@ from sharmill.errors import ConfigError
 from sharmill.manifest import Member
 from sharmill.registry import nearest, require_package
 from sharmill.sources import Located, Piece, RawRecord, Unreadable
-from sharmill.sources.files import ContainerSource, bad_file, read_ends
+from sharmill.sources.files import ContainerSource, bad_file, open_input, read_ends
 from sharmill.storage import checksum_bytes
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _identify(file: Path) -> list[Any]:
     head, tail = read_ends(file, "parquet")
     footer = int.from_bytes(tail[-8:-4], "little") + 8 if tail.endswith(b"PAR1") else 0
     if len(tail) < footer <= _MAX_FOOTER_BYTES:
-        with file.open("rb") as stream:
+        with open_input(file, "parquet") as stream:
             stream.seek(-footer, 2)
             tail = stream.read()
     return [file.stat().st_size, checksum_bytes(head + tail)]

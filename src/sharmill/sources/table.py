@@ -16,7 +16,7 @@ import msgspec
 from sharmill.errors import ConfigError
 from sharmill.registry import nearest
 from sharmill.sources import Piece, Unreadable, check_encoding
-from sharmill.sources.files import FileSource, bad_file, read_ends
+from sharmill.sources.files import FileSource, bad_file, open_input, read_ends
 from sharmill.sources.templates import Template
 
 _MAX_LINE_BYTES: Final = 64 << 20
@@ -117,7 +117,7 @@ class TableSource(FileSource):
     def _columns_of(self, file: Path) -> list[str]:
         if self.header is not None:
             return self.header
-        with file.open("rb") as stream:
+        with open_input(file, "table") as stream:
             row = next((row for _, _, row in self._parse(stream, 0, 1 << 20) if row), [])
         if isinstance(row, Unreadable):
             raise bad_file(file, "table", f"has a first row that cannot be read: {row.detail}")
@@ -145,7 +145,7 @@ class TableSource(FileSource):
                 )
 
     def _rows(self, file: Path, begin: int, end: int) -> Iterator[tuple[int, int, list[str] | Unreadable]]:
-        with file.open("rb") as stream:
+        with open_input(file, "table") as stream:
             yield from self._parse(stream, begin, end)
 
     def _parse(self, stream: BinaryIO, begin: int, end: int) -> Iterator[tuple[int, int, list[str] | Unreadable]]:

@@ -108,11 +108,19 @@ def _candidates(directory: Path) -> Iterator[tuple[str, Path]]:
         return
     seen: set[tuple[int, int]] = set()
     for root, folders, names in os.walk(directory, followlinks=True):
-        status = Path(root).stat()
-        if (status.st_dev, status.st_ino) in seen or len(seen) > _MAX_FOLDERS:
-            # Links that lead in a circle, or without end.
+        try:
+            status = Path(root).stat()
+        except OSError as error:
+            raise ConfigError(f"{root} cannot be looked at: {error.strerror}", code="bad_layout") from error
+        if (status.st_dev, status.st_ino) in seen:  # links that lead in a circle
             folders[:] = []
             continue
+        if len(seen) == _MAX_FOLDERS:
+            raise ConfigError(
+                f"{directory} has more than {_MAX_FOLDERS:,} folders, as no dataset has; does a link in it lead "
+                f"elsewhere? The last one is {root}",
+                code="bad_layout",
+            )
         seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         field = Path(root).relative_to(directory).as_posix()

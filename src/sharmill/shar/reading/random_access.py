@@ -15,6 +15,8 @@ from sharmill.shar.items import ItemTable, pair_names
 from sharmill.shar.tar import open_field, parse_members
 
 _OFFSET = np.dtype("<u8")
+# Eight million items.
+_MAX_INDEX_BYTES = 64 << 20
 
 
 class _IndexedFile:
@@ -27,7 +29,9 @@ class _IndexedFile:
     def __init__(self, path: Path, index: Path) -> None:
         self.path = path
         with open_field(index) as stream:
-            content = stream.read()
+            content = stream.read(_MAX_INDEX_BYTES + 1)
+        if len(content) > _MAX_INDEX_BYTES:
+            raise DamagedShard(f"{index} has more than {_MAX_INDEX_BYTES >> 20} MiB: it is not the index of a shard")
         with open_field(path) as stream:
             size = stream.seek(0, 2)
             offsets = np.frombuffer(content[: len(content) // _OFFSET.itemsize * _OFFSET.itemsize], _OFFSET)

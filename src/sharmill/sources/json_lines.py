@@ -39,7 +39,7 @@ def open_lines(path: Path) -> BinaryIO:
     if not is_packed:
         return stream
     packed = gzip.GzipFile(fileobj=stream)
-    packed.myfileobj = stream  # closed with it
+    packed.myfileobj = cast("Any", stream)  # closed with it
     # A buffer of its own: reading lines of a GzipFile is slow.
     return cast("BinaryIO", io.BufferedReader(cast("Any", packed), 1 << 20))
 

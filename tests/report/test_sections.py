@@ -110,9 +110,8 @@ def test_a_run_has_all_charts(reported):
     assert "Charts in blue are of all cuts; those in green, of audio, of all cuts." in page
     assert "2 clips are contexts, 4.0 times on average, one 7 times" in page
     plots = [place for place in Elements(page).of("div") if place.get("class") == "plot"]
-    assert len(plots) == 20
+    assert len(plots) == page.count("<figcaption>") == page.count('<details class="values">') > 10
     assert all(place["role"] == "img" and place["aria-label"] for place in plots)
-    assert page.count('<details class="values">') == 20
 
 
 def test_a_chart_has_its_values_as_a_table_too():

@@ -106,6 +106,21 @@ class ProgressLines:
         self._num_tokens = 0
 
 
+class Curves:
+    """Values over steps for TensorBoard; those of steps that are made once more are replaced."""
+
+    def __init__(self, out_dir: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(out_dir / "tensorboard"), purge_step=step + 1)
+
+    def add(self, group: str, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if name not in ("step", "ids"):
+                self._writer.add_scalar(f"{group}/{name}", value, values["step"])
+        self._writer.flush()
+
+
 class Training:
     """One job's part of a training, which begins where the newest checkpoint ends."""
 
@@ -132,6 +147,7 @@ class Training:
         )
         if (state := self.checkpoints.newest()) is not None:
             self._load(model, state)
+        self.curves = Curves(self.out_dir, self.step) if config.tensorboard and world.rank == 0 else None
         self.model: nn.Module = DistributedDataParallel(model) if world.size > 1 else model
 
     def run(self) -> None:
@@ -164,6 +180,8 @@ class Training:
                 log.write(json.dumps(described) + "\n")
                 if self.world.rank == 0:
                     progress.add(self.step, described["loss"], losses.num_positions)
+                if self.curves is not None:
+                    self.curves.add("train", described)
                 if self.config.validation is not None and self.step % self.config.validate_every == 0:
                     self._validate()
                 leave = self.world.any(self.leave)
@@ -221,6 +239,8 @@ class Training:
             values |= {"text_loss": text_loss, "codes_loss": codes_loss}
             with (self.out_dir / "validation.jsonl").open("a") as log:
                 log.write(json.dumps(values) + "\n")
+            if self.curves is not None:
+                self.curves.add("validation", values)
             print(f"train: step {self.step:,}, validation loss {values['loss']:.4f}", flush=True)
 
     def _is_time_to_save(self) -> bool:

@@ -74,6 +74,8 @@ class TrainConfig:
     """Device of the model; ``auto`` is a GPU where there is one."""
     log_ids: bool = False
     """Write the ids of the cuts of every step to ``steps.rank<n>.jsonl``."""
+    tensorboard: bool = False
+    """Write curves of losses, speed and waiting to ``tensorboard/``, as TensorBoard reads them."""
     progress_seconds: float = 10.0
     """Seconds between lines with step, loss, speed and time left."""
     model: ModelConfig = field(default_factory=ModelConfig)

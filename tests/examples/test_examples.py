@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -111,3 +112,19 @@ def test_training_goes_on_with_the_cuts_that_are_left(built, tmp_path):
     assert len(first) == 4
     # Seven cuts in an epoch: the first three after the stop are those that are left of it.
     assert sorted(first + second[:3]) == sorted(cut.id for cut in open_shar(built.dataset, ["target_codes"]))
+
+
+@pytest.mark.slow
+def test_training_with_lightning_goes_on_with_the_cuts_that_are_left_on_two_ranks(built, tmp_path):
+    def trained_on(*options) -> list[str]:
+        printed = run("examples/train_lightning.py", built.dataset, tmp_path, *options)
+        assert "stopped: `max_steps=" in printed
+        lines = re.findall(r"trains on ((?:cut-\S+ ?){4})", printed)
+        return [cut_id for line in lines for cut_id in line.split()]
+
+    first = trained_on("--steps", 1)
+    assert len(set(first)) == 4
+    second = trained_on("--steps", 2, "--ranks", 2)
+    assert len(second) == 8
+    # Seven cuts in an epoch: the three that were left of it are among the first of the two ranks.
+    assert set(first) | set(second[:2] + second[4:6]) == {cut.id for cut in open_shar(built.dataset, ["target_codes"])}

@@ -12,6 +12,7 @@ import torch
 from support.errors import raises
 from support.example import make_example
 from support.ranks import run_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train import Training, main
 from train_config import TrainConfig
 from train_world import World
@@ -84,8 +85,9 @@ def test_canonical_steps_are_those_of_one_rank_also_after_a_resume(speech, tmp_p
     assert validations[0][1]["loss"] < validations[0][0]["loss"]
 
 
-def test_it_saves_by_time_and_computes_in_bf16(speech, tmp_path):
+def test_it_saves_by_time_computes_in_bf16_and_draws_curves(speech, tmp_path):
     keys = {"checkpoint_every": 1000, "checkpoint_seconds": 1e-6, "keep": 10, "max_steps": 3, "num_workers": 0}
+    keys |= {"tensorboard": True, "validation": str(speech), "validate_every": 3}
     example = make_example(tmp_path, "bf16", speech, precision="bf16", **keys)
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -96,6 +98,11 @@ def test_it_saves_by_time_and_computes_in_bf16(speech, tmp_path):
         f"step-{step:09d}.pt" for step in (1, 2, 3)
     ]
     assert {tensor.dtype for tensor in checkpoint(example, 3).values()} == {torch.float32}
+    curves = EventAccumulator(str(example.out_dir / "tensorboard")).Reload()
+    assert [(point.step, round(point.value, 4)) for point in curves.Scalars("train/loss")] == [
+        (step, pytest.approx(loss, abs=1e-4)) for step, loss in enumerate(losses(example), start=1)
+    ]
+    assert [point.step for point in curves.Scalars("validation/loss")] == [3]
 
 
 def test_batches_that_cannot_be_divided_among_the_ranks_are_refused(speech, tmp_path):

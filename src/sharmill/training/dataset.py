@@ -115,6 +115,8 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
     ``ids``                      list of B             cut ids
     ``text``, ``language``       lists of B            of the supervision; None where it has none
     ``speaker``                  list of B             the speaker tag; None where there is none
+    ``tags``                     list of B             dicts of those ``tags`` of the loader's entry that a cut has;
+                                                       only where some are named
     ``durations``                float32 (B,)          seconds of the target
     ``similarity``               float32 (B,)          of target and context; NaN where it is not known
     ``text_tokens``              int64 (B, N)          padded with ``text_pad_id``; only with a ``tokenizer``
@@ -153,6 +155,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         context_duration_min: seconds; a shorter context is repeated from its beginning.
         context_duration_max: seconds; what is longer is cut at a random place. See ``ContextLimits``.
         audio_16khz: whose audio at 16 kHz to add, for speaker models.
+        tags: names of tags that the entries of ``input_cfg`` give their cuts, to tell the groups of a batch apart.
         text_field: where the text is: in the supervision, or in its ``custom`` under this name.
         text_bos_id: added before the tokens if it is not None.
         text_eos_id: added after the tokens if it is not None.
@@ -180,6 +183,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         context_duration_min: float = 3.0,
         context_duration_max: float = 10.0,
         audio_16khz: Literal["target", "context"] | None = None,
+        tags: Sequence[str] = (),
         text_field: str = "text",
         text_bos_id: int | None = None,
         text_eos_id: int | None = None,
@@ -203,6 +207,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         if self._limits is not None:
             self._limits(1.0)  # Wrong durations are an error here.
         self.audio_16khz = audio_16khz
+        self.tags = tuple(tags)
         self.text_field = text_field
         self.text_marks = (text_bos_id, text_eos_id)
         self.text_pad_id = text_pad_id
@@ -224,6 +229,9 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         """
         cuts_list = list(cuts)
         batch = _describe(cuts_list, self.text_field)
+        if self.tags:
+            customs = [cut.custom or {} for cut in cuts_list]
+            batch["tags"] = [{name: custom[name] for name in self.tags if name in custom} for custom in customs]
         if self.tokenizer is not None:
             batch |= _padded("text_tokens", "text_lens", [self._tokens(cut) for cut in cuts_list], self.text_pad_id)
         batch |= self._targets(cuts_list)

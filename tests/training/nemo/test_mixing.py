@@ -79,6 +79,24 @@ def test_tags_of_entry_and_group(corpora):
     }
 
 
+def test_tags_are_in_the_batch_of_the_dataset_that_the_loader_makes(corpora):
+    group = {"type": "group", "tags": {"task": "tts"}, "input_cfg": [corpora.entry("large", tags={"lang": "en"})]}
+    cfg = {
+        "input_cfg": [group, corpora.entry("small", tags={"task": "german"})],
+        "batch_size": 40,
+        "force_finite": True,
+        "shard_seed": 1,
+    }
+    batches = take(get_dataloader(cfg, 0, 1))
+    found = [(len(batch["ids"]), Counter(json.dumps(tags) for tags in batch["tags"])) for batch in batches]
+    assert sum((counts for _, counts in found), Counter()) == {
+        '{"task": "tts", "lang": "en"}': 23,
+        '{"task": "german"}': 8,
+    }
+    assert all(number == counts.total() for number, counts in found)
+    assert "tags" not in take(get_dataloader(cfg | {"input_cfg": [corpora.entry("small")]}, 0, 1))[0]
+
+
 def test_input_cfg_in_a_file(corpora, tmp_path):
     path = tmp_path / "input.yaml"
     path.write_text(json.dumps([{"type": "group", "input_cfg": [corpora.entry("small")]}]))

@@ -17,6 +17,7 @@ from sharmill.training.nemo.loader_settings import (
     resolve_settings,
     sections_of,
     sources_of,
+    tag_names,
 )
 
 if TYPE_CHECKING:
@@ -160,9 +161,10 @@ def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
     for section in sections_of(settings):
         section.setdefault("sample_rate", rate)
     (context,) = with_context
+    tags = tag_names(settings)
     if coded:
-        return ContextSpeechDataset(coded[0], tokenizer, context=context)
-    return ContextSpeechDataset(None, tokenizer, context=context, sampling_rate=rate)
+        return ContextSpeechDataset(coded[0], tokenizer, context=context, tags=tags)
+    return ContextSpeechDataset(None, tokenizer, context=context, tags=tags, sampling_rate=rate)
 
 
 def _sample_rate(settings: Settings, records: Sequence[DatasetRecord]) -> int:

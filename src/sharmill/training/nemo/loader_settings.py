@@ -153,6 +153,13 @@ def types_in(settings: Settings) -> list[str]:
     return [kind for entry in entries for kind in (str(entry.get("type")), *types_in(entry))]
 
 
+def tag_names(settings: Settings) -> list[str]:
+    """Return the names of all tags that entries give their data, at all levels, in order."""
+    entries = [entry for section in sections_of(settings) for entry in section.get("input_cfg") or ()]
+    found = [name for entry in entries for name in (*(entry.get("tags") or ()), *tag_names(entry))]
+    return list(dict.fromkeys(found))
+
+
 def _check_keys(settings: Settings) -> None:
     from nemo.collections.common.data.lhotse.dataloader import LhotseDataLoadingConfig
 

@@ -1,0 +1,121 @@
+"""Train a tiny model with Lightning, in pseudo-epochs with validation between them, stop, and go on.
+
+python examples/train_lightning.py DATASET OUT_DIR [--steps 40] [--ranks 1]
+
+Give the command again with more steps: it goes on from OUT_DIR/last.ckpt, on as many ranks as it is told, with the
+cuts that are left of the epoch.
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from train import NextFrame
+
+from sharmill.training import get_dataloader, merge_data_states
+from sharmill.training.dataset import CodecForm
+
+STEPS_BETWEEN_VALIDATIONS = 10
+
+
+class Stream:
+    """The batches of a loader without end, some in each pseudo-epoch.
+
+    It has a length, or Lightning would take a batch ahead, which a checkpoint counts as trained on; and no state of
+    its own, since Lightning would keep that of rank 0 only.
+    """
+
+    def __init__(self, loader: Iterable[dict]) -> None:
+        self._batches = iter(loader)
+
+    def __len__(self) -> int:
+        return STEPS_BETWEEN_VALIDATIONS
+
+    def __iter__(self) -> Iterator[dict]:
+        return islice(self._batches, len(self))
+
+
+class Speech(L.LightningDataModule):
+    """NeMo's loader on a dataset; its place in the data is in the checkpoint."""
+
+    def __init__(self, dataset: str) -> None:
+        super().__init__()
+        source = {"type": "sharmill", "dataset": dataset, "fields": ["target_codes", "context_codes"]}
+        # The order is shuffled as a whole; a larger buffer would mix the cuts of several epochs of a small dataset.
+        self.settings = {"input_cfg": [source], "batch_size": 4, "shuffle": True, "shuffle_buffer_size": 1}
+        self.settings["shard_seed"] = 0
+        self.data_state = None
+
+    def train_dataloader(self) -> Stream:
+        ranks = (self.trainer.global_rank, self.trainer.world_size)
+        self.loader = get_dataloader(self.settings, *ranks, resumable=True, state=self.data_state)
+        return Stream(self.loader)
+
+    def val_dataloader(self) -> Iterable[dict]:
+        once = {"force_finite": True, "force_map_dataset": True}
+        return get_dataloader(self.settings | once, self.trainer.global_rank, self.trainer.world_size)
+
+    def state_dict(self) -> dict:
+        states = [None] * self.trainer.world_size
+        if dist.is_initialized():
+            dist.all_gather_object(states, self.loader.state_dict())
+        else:
+            states[0] = self.loader.state_dict()
+        return merge_data_states(states)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.data_state = state_dict
+
+
+class SpeechModel(L.LightningModule):
+    def __init__(self, form: CodecForm) -> None:
+        super().__init__()
+        self.model = NextFrame(form)
+
+    def training_step(self, batch: dict, number: int) -> torch.Tensor:
+        print(f"rank {self.global_rank} trains on {' '.join(batch['ids'])}")
+        return self.model(batch)
+
+    def validation_step(self, batch: dict, number: int) -> None:
+        self.log("validation", self.model(batch), batch_size=len(batch["ids"]), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.print(f"step {self.global_step}: validation {self.trainer.callback_metrics['validation']:.3f}")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dataset")
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--ranks", type=int, default=1)
+    options = parser.parse_args()
+    L.seed_everything(0)
+    trainer = L.Trainer(
+        max_steps=options.steps,
+        limit_train_batches=STEPS_BETWEEN_VALIDATIONS,
+        val_check_interval=STEPS_BETWEEN_VALIDATIONS,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,  # the loader divides the data itself
+        accelerator="cpu",
+        devices=options.ranks,
+        strategy="ddp" if options.ranks > 1 else "auto",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    last = options.out_dir / "last.ckpt"
+    model = SpeechModel(CodecForm.of_dataset(options.dataset))
+    trainer.fit(model, Speech(options.dataset), ckpt_path=last if last.exists() else None)
+    trainer.save_checkpoint(last)
+
+
+if __name__ == "__main__":
+    main()

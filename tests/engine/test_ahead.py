@@ -57,3 +57,15 @@ def test_another_unit_than_the_expected_one_is_loaded_for_itself(ahead, loaded):
     with pytest.raises(ValueError, match="damaged"):
         ahead.take(SECOND)
     assert (1, True) in loaded
+
+
+@pytest.mark.parametrize("give_up", [UnitsAhead.close, lambda ahead: ahead.take(THIRD)])
+def test_what_was_made_ready_and_is_not_taken_is_dropped(give_up):
+    dropped, begun = [], threading.Event()
+    ahead = UnitsAhead(lambda unit: begun.set() or unit.index, dropped.append)
+    ahead.expect(SECOND)
+    ahead.begin()
+    assert begun.wait(60)
+    give_up(ahead)
+    ahead.close()
+    assert dropped == [SECOND.index]

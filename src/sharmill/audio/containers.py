@@ -39,15 +39,17 @@ def gather_rows(recordings: Iterable[tuple[Path, Member]]) -> Iterator[None]:
     """Keep the audio of rows of parquet files at hand for as long as the context lasts.
 
     A whole row group is read to have one row of it. They are gone through in their order here, so that each group is
-    read once, in whatever order the rows are then wanted. Beyond 64 MiB they wait in a temporary file.
+    read once, in whatever order the rows are then wanted. Beyond 64 MiB they wait in a temporary file. Several threads
+    may be in such contexts, also of the same rows.
     """
     rows = {(path, member) for path, member in recordings if member.kind != "bytes" and not is_mapped(path)}
-    gathered = []
+    gathered: list[_Key] = []
+    spool = Spool(_KEPT_BYTES)
     try:
         for path, member in sorted(rows):
             # Who asks for it is told what is wrong.
             with suppress(RejectRecord):
-                gathered.append(_recent.gather(path, member))
+                gathered.append(_recent.gather(path, member, spool))
         yield
     finally:
         _recent.forget(gathered)
@@ -101,8 +103,7 @@ class _Recent:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[_Key, bytes] = OrderedDict()
-        self._gathered: dict[_Key, Kept] = {}
-        self._spool = Spool(_KEPT_BYTES)
+        self._gathered: dict[_Key, list[tuple[Spool, Kept]]] = {}
         self._lock = Lock()
 
     def get(self, path: Path, member: Member) -> bytes:
@@ -113,8 +114,10 @@ class _Recent:
                 self._kept.move_to_end(key)
                 return self._kept[key]
             gathered = self._gathered.get(key)
-        if gathered is not None:
-            return self._spool.get(gathered)
+            newest = gathered[-1] if gathered else None
+        if newest is not None:
+            spool, kept = newest
+            return spool.get(kept)
         data = _READERS[member.kind.partition(":")[0]](path, member)
         with self._lock:
             self._kept[key] = data
@@ -122,19 +125,25 @@ class _Recent:
                 self._kept.popitem(last=False)
         return data
 
-    def gather(self, path: Path, member: Member) -> _Key:
-        """Keep a recording until it is forgotten."""
+    def gather(self, path: Path, member: Member, spool: Spool) -> _Key:
+        """Keep a recording in a spool until it is forgotten as often as it was gathered."""
         key = (path, member, _state(path))
-        self._gathered[key] = self._spool.put(_READERS[member.kind.partition(":")[0]](path, member))
+        with self._lock:
+            if (before := self._gathered.get(key)) is not None:
+                before.append(before[0])
+                return key
+        kept = spool.put(_READERS[member.kind.partition(":")[0]](path, member))
+        with self._lock:
+            self._gathered.setdefault(key, []).append((spool, kept))
         return key
 
     def forget(self, keys: Iterable[_Key]) -> None:
-        """Let go of recordings that were gathered."""
-        for key in keys:
-            self._spool.forget(self._gathered.pop(key))
-        if not self._gathered:
-            # Its file only grows.
-            self._spool = Spool(_KEPT_BYTES)
+        """Let go of recordings that were gathered; the file of a spool goes with the last of them."""
+        with self._lock:
+            for key in keys:
+                self._gathered[key].pop()
+                if not self._gathered[key]:
+                    del self._gathered[key]
 
 
 def _state(path: Path) -> tuple[int, int] | None:

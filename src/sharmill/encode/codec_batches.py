@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Final
@@ -13,6 +14,7 @@ import numpy as np
 
 from sharmill.audio.files import decode
 from sharmill.audio.resample import resample
+from sharmill.engine.ahead import BeginningItems
 from sharmill.engine.delays import spent_on
 from sharmill.errors import RejectRecord, UnitFailed
 from sharmill.models.arithmetic import fit_batch_seconds
@@ -35,29 +37,14 @@ _CERTIFY: Final = (
 )
 
 
+@dataclass(frozen=True)
 class BegunItems:
     """Items whose decoding has begun, in batches; ``loaded`` yields their samples in the order of the batches."""
 
-    def __init__(self, items: Sequence[Item], batches: list[Batch]) -> None:
-        self.items = items
-        self.batches = batches
-        self.loaded: Iterator[np.ndarray] = iter(())
-        self._all_begun = False
-        self._call: Callable[[], None] | None = None
-
-    def in_order(self) -> Iterator[Item]:
-        """Yield the items in the order of the batches, and note when they have all been taken."""
-        for batch in self.batches:
-            yield from (self.items[index] for index in batch.items)
-        self._all_begun = True
-        if self._call is not None:
-            self._call()
-
-    def call_when_all_begun(self, call: Callable[[], None]) -> None:
-        """Have a function called as soon as the decoding of all items has begun."""
-        self._call = call
-        if self._all_begun:
-            call()
+    items: Sequence[Item]
+    batches: list[Batch]
+    beginning: BeginningItems[Item]
+    loaded: Iterator[np.ndarray]
 
 
 class CodecBatches:
@@ -102,16 +89,16 @@ class CodecBatches:
         Raises:
             UnitFailed: the first item cannot be decoded, or is not what its metadata say.
         """
-        begun = BegunItems(items, self._plan_batches([self.num_frames(item) for item in items]))
+        batches = self._plan_batches([self.num_frames(item) for item in items])
+        beginning = BeginningItems(items[index] for batch in batches for index in batch.items)
         loaded = prefetch(
             lambda item: _load(item, self.codec.sampling_rate),
-            begun.in_order(),
+            beginning,
             threads=self._threads,
             ahead=self._ahead,
             weigh=self.num_frames,
         )
-        begun.loaded = chain(list(islice(loaded, 1)), loaded)
-        return begun
+        return BegunItems(items, batches, beginning, chain(list(islice(loaded, 1)), loaded))
 
     def finish(
         self, begun: BegunItems, advance: Callable[[int], None], when_all_begun: Callable[[], None]
@@ -127,7 +114,7 @@ class CodecBatches:
         """
         codec, items = self.codec, begun.items
         frames = [self.num_frames(item) for item in items]
-        begun.call_when_all_begun(when_all_begun)
+        begun.beginning.call_when_all_begun(when_all_begun)
         dtype = codes_dtype(codec.codebook_size)
         results: list[np.ndarray] = [np.empty(0)] * len(items)
         for batch in begun.batches:

@@ -22,6 +22,7 @@ from sharmill.encode.segments import hash_segment, seconds_of
 from sharmill.encode.survey import SurveyStage
 from sharmill.engine.ahead import UnitsAhead
 from sharmill.engine.balance import divide_evenly
+from sharmill.engine.delays import spent_on
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import read_ledger
@@ -188,7 +189,8 @@ class EncodeProcessor(Processor):
         self._ahead.close()
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        begun = self._ahead.take(unit)
+        with spent_on("decoding"):
+            begun = self._ahead.take(unit)
         share = unit.cost / max(1, sum(map(self._encode.num_frames, begun.items)))
         codes = self._encode.finish(begun, lambda frames: advance(frames * share), self._ahead.begin)
         name = codes_file(unit.index)

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from sharmill.engine.unit import Unit
 
+Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
+
+
+class BeginningItems(Generic[Item]):
+    """Items that are taken one by one to be loaded; a function is called as soon as all of them have been taken."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._items = items
+        self._all_begun = False
+        self._call: Callable[[], None] | None = None
+
+    def __iter__(self) -> Iterator[Item]:
+        yield from self._items
+        self._all_begun = True
+        if self._call is not None:
+            self._call()
+
+    def call_when_all_begun(self, call: Callable[[], None]) -> None:
+        """Have a function called, now or later."""
+        self._call = call
+        if self._all_begun:
+            call()
 
 
 class UnitsAhead(Generic[Loaded]):
@@ -16,10 +38,14 @@ class UnitsAhead(Generic[Loaded]):
 
     Another unit may come instead: what was made ready is then dropped. An error is raised where the unit is taken, so
     that it ends that unit and no other.
+
+    Args:
+        drop: called with what was made ready and is not taken.
     """
 
-    def __init__(self, load: Callable[[Unit], Loaded]) -> None:
+    def __init__(self, load: Callable[[Unit], Loaded], drop: Callable[[Loaded], None] = lambda loaded: None) -> None:
         self._load = load
+        self._drop = drop
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="next-unit")
         self._expected: Unit | None = None
         self._begun: tuple[Unit, Future[Loaded]] | None = None
@@ -36,14 +62,18 @@ class UnitsAhead(Generic[Loaded]):
 
     def take(self, unit: Unit) -> Loaded:
         """Return what ``load`` makes of a unit."""
-        begun, self._begun = self._begun, None
-        if begun is not None and begun[0] == unit:
-            return begun[1].result()
-        if begun is not None:
-            begun[1].cancel()
-        return self._load(unit)
+        if self._begun is None or self._begun[0] != unit:
+            self._drop_begun()
+            return self._load(unit)
+        (_, begun), self._begun = self._begun, None
+        return begun.result()
 
     def close(self) -> None:
         """Wait for what has been begun, and drop it."""
-        self._begun = None
-        self._pool.shutdown(cancel_futures=True)
+        self._drop_begun()
+        self._pool.shutdown()
+
+    def _drop_begun(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None and not begun[1].cancel():
+            begun[1].add_done_callback(lambda done: None if done.exception() else self._drop(done.result()))

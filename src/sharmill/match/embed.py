@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, Final
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from sharmill.audio.resample import Resampling, resample_for_encoder
 from sharmill.audio.segments import SegmentAudio, SegmentReader
 from sharmill.audio.spool import Kept, Spool
+from sharmill.engine.ahead import BeginningItems
 from sharmill.engine.delays import spent_on
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Segment
@@ -44,6 +46,19 @@ class Padding:
     padded: float = 0.0
 
 
+_Loaded = tuple[np.ndarray, int, AudioNotes]
+
+
+@dataclass(frozen=True)
+class BegunSegments:
+    """Segments whose decoding has begun, in batches of their numbers; ``loaded`` yields what was decoded in order."""
+
+    segments: Sequence[Segment]
+    batches: list[list[int]]
+    beginning: BeginningItems[int]
+    loaded: Iterator[_Loaded | RejectRecord]
+
+
 @dataclass(frozen=True)
 class Embedder:
     """A speaker encoder, fed by ``threads`` threads that decode and resample ahead of its batches.
@@ -61,27 +76,42 @@ class Embedder:
     pinned: bool = False
 
     def __call__(
-        self,
-        segments: Sequence[Segment],
-        advance: Callable[[float], None] = lambda seconds: None,
-        padding: Padding | None = None,
+        self, segments: Sequence[Segment], advance: Callable[[float], None] = lambda seconds: None
     ) -> list[EmbeddedSegment | RejectRecord]:
-        """Return the embedding of every segment, or why it has none.
+        """Return the embedding of every segment, or why it has none; ``advance`` as of ``finish``."""
+        return self.finish(self.begin(segments), advance)
 
-        ``advance`` is called with the seconds of every batch that is done, and what was padded is added to ``padding``.
-        """
-        outcomes: dict[int, EmbeddedSegment | RejectRecord] = {}
+    def begin(self, segments: Sequence[Segment]) -> BegunSegments:
+        """Begin to decode segments, and return when the first is decoded; some batches of audio are held."""
         decoded = _Decoded(self, segments)
         batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
+        beginning = BeginningItems(index for batch in batches for index in batch)
         loaded = prefetch(
             decoded.load,
-            [index for batch in batches for index in batch],
+            beginning,
             threads=self.threads,
             ahead=2 * self.batch_seconds,
             weigh=lambda index: segments[index].duration,
         )
-        for batch in batches:
-            usable: dict[int, tuple[np.ndarray, int, AudioNotes]] = {}
+        return BegunSegments(segments, batches, beginning, chain(list(islice(loaded, 1)), loaded))
+
+    def finish(
+        self,
+        begun: BegunSegments,
+        advance: Callable[[float], None] = lambda seconds: None,
+        padding: Padding | None = None,
+        when_all_begun: Callable[[], None] = lambda: None,
+    ) -> list[EmbeddedSegment | RejectRecord]:
+        """Return the embedding of every segment, or why it has none.
+
+        ``advance`` is called with the seconds of every batch that is done, what was padded is added to ``padding``, and
+        ``when_all_begun`` is called once, when no segment is left whose decoding has not begun.
+        """
+        segments, loaded = begun.segments, begun.loaded
+        begun.beginning.call_when_all_begun(when_all_begun)
+        outcomes: dict[int, EmbeddedSegment | RejectRecord] = {}
+        for batch in begun.batches:
+            usable: dict[int, _Loaded] = {}
             for index in batch:
                 with spent_on("decoding"):
                     item = next(loaded)
@@ -98,9 +128,7 @@ class Embedder:
         self.guard.unit_done()
         return [outcomes[index] for index in range(len(segments))]
 
-    def _embed(
-        self, usable: dict[int, tuple[np.ndarray, int, AudioNotes]], padding: Padding | None
-    ) -> dict[int, EmbeddedSegment]:
+    def _embed(self, usable: dict[int, _Loaded], padding: Padding | None) -> dict[int, EmbeddedSegment]:
         """Return the embeddings of a batch; raise RejectRecord for a segment that is too long to fit in memory."""
         if not usable:
             return {}
@@ -121,9 +149,6 @@ class Embedder:
     def prepare(self, audio: SegmentAudio) -> np.ndarray:
         """Return the samples of a segment at the rate of the encoder."""
         return resample_for_encoder(audio.samples, audio.sampling_rate, self.encoder.sampling_rate, self.resampling)
-
-
-_Loaded = tuple[np.ndarray, int, AudioNotes]
 
 
 class _Decoded:

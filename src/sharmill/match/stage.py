@@ -7,6 +7,8 @@ import logging
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -16,6 +18,8 @@ import numpy as np
 
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config, MatchConfig
+from sharmill.engine.ahead import UnitsAhead
+from sharmill.engine.delays import spent_on
 from sharmill.engine.identity import versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
@@ -32,7 +36,7 @@ from sharmill.match.candidates import (
     write_candidates,
 )
 from sharmill.match.choose import ContextChooser, min_similarity
-from sharmill.match.embed import EmbeddedSegment, Embedder, Padding
+from sharmill.match.embed import BegunSegments, EmbeddedSegment, Embedder, Padding
 from sharmill.match.given import GivenContext, GivenContexts
 from sharmill.match.groups import divide, index_manifest
 from sharmill.match.speaker_key import make_speaker_key
@@ -79,6 +83,7 @@ class MatchStage(Stage):
 
     kind: ClassVar[str] = "match"
     uses_gpu: ClassVar[bool] = True
+    looks_ahead: ClassVar[bool] = True
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -181,6 +186,23 @@ class MatchStage(Stage):
             remove_tree(path)
 
 
+@dataclass(frozen=True)
+class _BegunUnit:
+    """A unit whose audio is being decoded.
+
+    Attributes:
+        groups: its speaker groups.
+        given: contexts that records bring, by the number of the record.
+        wanted: the segments whose voices are needed.
+        held: closed once these are decoded.
+    """
+
+    groups: list[list[Utterance]]
+    given: dict[int, GivenContext | RejectRecord]
+    wanted: BegunSegments
+    held: ExitStack
+
+
 class MatchProcessor(Processor):
     """The choice of contexts for the speaker groups of a unit, in one rank.
 
@@ -198,20 +220,36 @@ class MatchProcessor(Processor):
         self._group_key = make_speaker_key(config.speaker_key)
         self._num_lines = len(map_stored_array(plan / "order.npy"))
         self._chooser = ContextChooser(self.match, embed.reader.roots, self._key)
+        self._ahead = UnitsAhead(self._begin, drop=lambda begun: begun.held.close())
 
-    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+    def expect(self, unit: Unit | None) -> None:
+        self._ahead.expect(unit)
+
+    def close(self) -> None:
+        self._ahead.close()
+
+    def _begin(self, unit: Unit) -> _BegunUnit:
         groups = [list(group) for _, group in groupby(self._read(unit), key=self._key)]
-        # What lies behind comes from the dataset that is appended to, and can only be a context.
-        num_records = unit.params.get("num_records", sys.maxsize)
         given = self._read_given(groups)
         candidates = [utterance for group in groups for utterance in self._to_embed(group, given)]
         # The batches of all groups are made together, and a context that is a record is embedded as that.
         segments = {utterance.segment for utterance in candidates}
         brought = [one.context.segment for one in given.values() if isinstance(one, GivenContext)]
         wanted = list(dict.fromkeys([*(one.segment for one in candidates), *(s for s in brought if s not in segments)]))
+        with ExitStack() as stack:
+            stack.enter_context(self._embed.reader.gather(wanted))
+            return _BegunUnit(groups, given, self._embed.begin(wanted), stack.pop_all())
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        with spent_on("decoding"):
+            begun = self._ahead.take(unit)
+        groups, given = begun.groups, begun.given
+        # What lies behind comes from the dataset that is appended to, and can only be a context.
+        num_records = unit.params.get("num_records", sys.maxsize)
         padding = Padding()
-        with self._embed.reader.gather(wanted):
-            found = dict(zip(wanted, self._embed(wanted, advance, padding), strict=True))
+        with begun.held:
+            embedded = self._embed.finish(begun.wanted, advance, padding, self._ahead.begin)
+            found = dict(zip(begun.wanted.segments, embedded, strict=True))
         matched: list[Utterance] = []
         rejects: list[Reject] = []
         for group in groups:

@@ -66,8 +66,8 @@ def test_every_command_that_prints_results_can_be_quiet(command):
     assert [parameter.name for parameter in found.params].count("quiet") == 1
 
 
-# Print YAML that is to be pasted, or nothing.
-NO_JSON = (*ONLY_LINES, "sidecars", "submit")
+# Print a script for a shell, or whether something is right.
+NO_JSON = ("verify-resume", "completion", "sidecars")
 
 
 @pytest.mark.parametrize("command", [name for names in COMMANDS.values() for name in names if name not in NO_JSON])
@@ -85,6 +85,16 @@ def test_json_of_commands_that_make_datasets(tmp_path, capsys):
     indexed = json.loads(call(capsys, "index", out, "--json"))
     assert indexed["dataset"]["num_cuts"] == 10
     assert indexed["notes"]
+
+
+def test_json_of_buckets_and_batches_has_the_keys_of_the_yaml(tmp_path, capsys, monkeypatch):
+    reindex(make_dataset(tmp_path / "one", [3, 2]))
+    found = json.loads(call(capsys, "bins", tmp_path / "one", "-b", "2", "--closed", "--json"))
+    assert found["use_bucketing"] is True
+    assert found["num_buckets"] == len(found["bucket_duration_bins"])
+    monkeypatch.setattr("sharmill.training.buckets.batch_size.tune_batch_sizes", lambda *_, **options: [9, 4])
+    tuned = json.loads(call(capsys, "tune-batch", "--step", "a:b", "--bins", "[1.5, 3.0]", "--json"))
+    assert tuned == {"use_bucketing": True, "bucket_duration_bins": [1.5, 3.0], "bucket_batch_size": [9, 4]}
 
 
 def copy_with_other_ids(dataset, to):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -10,7 +11,9 @@ from support.shar import Project, voice
 from sharmill.cli.main import main
 from sharmill.config import to_yaml
 from sharmill.engine.listener import Listener
+from sharmill.errors import ConfigError
 from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.slurm.chain import Chain, ChainState
 from sharmill.pipeline import run_dataset
 
 
@@ -46,9 +49,13 @@ def make_config(tmp_path):
     return make
 
 
-def show(capsys, *paths, stage="prepare") -> tuple[int, str, str]:
+def show(capsys, *arguments, stage="prepare") -> tuple[int, str, str]:
+    return submit(capsys, stage, *arguments, "--dry-run")
+
+
+def submit(capsys, *arguments) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
-        main(["submit", stage, *map(str, paths), "--dry-run"])
+        main(["submit", *map(str, arguments)])
     shown = capsys.readouterr()
     return ended.value.code, shown.out, shown.err
 
@@ -74,3 +81,31 @@ def test_one_that_is_finished_is_named(make_config, capsys):
     assert run_dataset(config, Listener(), stages=["prepare"], executor=LocalExecutor(1)).ok
     status, out, _ = show(capsys, path)
     assert (status, out.split(": ")[-1]) == (0, "no unit is left to be submitted\n")
+
+
+def test_json_of_what_would_be_submitted(make_config, capsys):
+    (bad, path), (_, good) = make_config("a"), make_config("b")
+    (bad_root := type(path)(bad.sources[0].audio_root)).rename(bad_root.with_name("moved"))
+    status, out, _ = show(capsys, path, good, "--json")
+    first, second = json.loads(out)
+    assert status == 2
+    assert (first["name"], first["code"]) == (bad.name, "missing_input")
+    assert second["stage"] == "prepare"
+    assert [script.startswith("#!/bin/bash") for script in second["scripts"]] == [True, True]
+    assert second["balance"][0].startswith("1 units on 1 ranks")
+
+
+def test_json_of_chains_has_their_state_or_their_error(make_config, capsys, monkeypatch):
+    (config, one), (_, other) = make_config("a"), make_config("b")
+
+    def start(chain):
+        if str(chain.run_dir.path) == config.run_dir:
+            return ChainState(state="waiting", message="submitted", jobs=["7", "8"])
+        raise ConfigError("no", code="bad_usage")
+
+    monkeypatch.setattr(Chain, "start", start)
+    status, out, _ = submit(capsys, "prepare", one, other, "--json")
+    first, second = json.loads(out)
+    assert status == 2
+    assert (first["state"], first["message"], first["jobs"]) == ("waiting", "submitted", ["7", "8"])
+    assert (second["error"], second["code"]) == ("no", "bad_usage")

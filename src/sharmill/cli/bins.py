@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from sharmill.cli.arguments import parse_workers, workers_option
+from sharmill.cli.console import json_option, print_yaml
 from sharmill.cli.exit_status import OK
 
 
@@ -25,8 +26,9 @@ from sharmill.cli.exit_status import OK
 @click.option("--token-outlier-threshold", "outlier_threshold", default=4.0, show_default=True,
               help="Texts are too long this many standard deviations of tokens per second above the mean.")  # fmt: skip
 @workers_option
+@json_option
 def bins(datasets: tuple[str, ...], tokenizer: tuple[str, ...], token_bins: bool, min_duration: float,
-         max_duration: float, workers: str, **options: Any) -> int:  # fmt: skip
+         max_duration: float, workers: str, as_json: bool, **options: Any) -> int:  # fmt: skip
     """Estimate buckets for batches from the cuts alone.
 
     Prints YAML for NeMo's loader, with a histogram as comments: sharmill bins DATASET --closed > bins.yaml
@@ -37,5 +39,5 @@ def bins(datasets: tuple[str, ...], tokenizer: tuple[str, ...], token_bins: bool
         datasets, BinsOptions(**options), tokenizer=tokenizer, token_bins=token_bins, min_duration=min_duration,
         max_duration=max_duration, workers=parse_workers(workers),
     )  # fmt: skip
-    click.echo(report, nl=False)
+    print_yaml(report, as_json=as_json)
     return OK

@@ -39,6 +39,16 @@ def print_json(value: Any) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
+def print_yaml(text: str, *, as_json: bool) -> None:
+    """Print YAML with its comments, or its keys alone as JSON."""
+    import yaml
+
+    if as_json:
+        print_json(yaml.safe_load(text))
+    else:
+        click.echo(text, nl=False)
+
+
 def make_console() -> Console:
     """Return the console of a command: as wide as the terminal, or 120 columns where there is none.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from sharmill.cli.arguments import read_redo_report, redo_option, restart_option, split_arguments
-from sharmill.cli.console import make_console, plain
+from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
 from sharmill.cli.run import run_configs
 from sharmill.errors import ConfigError, SharmillError
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
 @redo_option
 @click.option("--wait", is_flag=True, help="Wait until all datasets are done, and return how that ended.")
 @click.option("--dry-run", is_flag=True, help="Show the sbatch scripts and the balance; submit nothing.")
+@json_option
 def submit(
     arguments: tuple[str, ...], cluster: str, profile: str | None, restart: bool, redo: str | None, wait: bool,
-    dry_run: bool,
+    dry_run: bool, as_json: bool,
 ) -> int:  # fmt: skip
     """Run stages on a cluster, each dataset in a chain of its own.
 
@@ -57,17 +59,21 @@ def submit(
     configs = [load_config(path, overrides) for path in paths]
     named = read_redo_report(redo, configs, restart=restart)
     if cluster != "slurm":
-        return run_configs(configs, stages, restart=restart, redo=named)
+        return run_configs(configs, stages, restart=restart, redo=named, as_json=as_json)
     require_package("submitit", extra="slurm")
     loaded = load_profile(profile) if profile else ClusterProfile()
     console = make_console()
+    outcomes: list[dict[str, Any]] = []
     if dry_run:
         if named is not None:
             raise ConfigError(
                 "--dry-run shows what is left to do; with --redo that would have to be taken back first",
                 code="bad_usage",
             )
-        return worst([_show_guarded(console, config, stages, loaded) for config in configs])
+        statuses = [_show_guarded(console, config, stages, loaded, outcomes) for config in configs]
+        if as_json:
+            print_json(outcomes)
+        return worst(statuses)
     options = ["--profile", str(Path(profile).absolute())] if profile else []
     # As it can be typed anywhere: paths in configurations are relative to this folder.
     again = [
@@ -75,7 +81,12 @@ def submit(
         + shlex.join(["sharmill", "submit", *(names or ["all"]), str(Path(path).absolute()), *overrides, *options])
         for path in paths
     ]
-    return worst(submit_all(console, configs, stages, loaded, restart=restart, wait=wait, redo=named, commands=again))
+    statuses = submit_all(
+        console, configs, stages, loaded, restart=restart, wait=wait, redo=named, commands=again, outcomes=outcomes
+    )
+    if as_json:
+        print_json(outcomes)
+    return worst(statuses)
 
 
 def submit_all(
@@ -86,14 +97,16 @@ def submit_all(
     *,
     restart: bool,
     wait: bool,
-    redo: Report | None = None,
-    commands: Sequence[str] = (),
+    redo: Report | None,
+    commands: Sequence[str],
+    outcomes: list[dict[str, Any]],
 ) -> list[int]:
     """Submit stages (None: all) of each dataset and return the exit statuses: of the submissions, or with ``wait`` of
     the ends.
 
     An error of one dataset is printed and does not keep the others from being submitted. The units that ``redo`` names
-    are done again. ``commands`` are what submits each of them again, to be shown.
+    are done again. ``commands`` are what submits each of them again, to be shown. ``outcomes`` gets, for each dataset,
+    its name with the state of its chain or its error.
     """
     from sharmill.executors.slurm.chain import Chain, require_no_chain
     from sharmill.pipeline import DatasetRun, check_config, choose_stages
@@ -101,7 +114,7 @@ def submit_all(
 
     chains = [
         Chain(DatasetRun(config, tuple(choose_stages(config, stages))), profile, restart, command)
-        for config, command in zip(configs, commands or [""] * len(configs), strict=True)
+        for config, command in zip(configs, commands, strict=True)
     ]
     if redo is not None:
         for config, chain in zip(configs, chains, strict=True):
@@ -110,26 +123,32 @@ def submit_all(
             check_config(config, stages)
             take_back_commits(config, redo, choose_stages(config, stages))
     started = [_guarded(console, chain, _start) for chain in chains]
-    if not wait:
-        return started
-    return [
-        status if status != OK else _guarded(console, chain, _finish)
-        for chain, status in zip(chains, started, strict=True)
+    ends = [
+        _guarded(console, chain, _finish) if wait and status == OK else (status, outcome)
+        for chain, (status, outcome) in zip(chains, started, strict=True)
     ]
+    outcomes += [{"name": chain.name} | outcome for chain, (_, outcome) in zip(chains, ends, strict=True)]
+    return [status for status, _ in ends]
 
 
-def _show_guarded(console: Console, config: Config, stages: Sequence[str] | None, profile: ClusterProfile) -> int:
+def _show_guarded(
+    console: Console, config: Config, stages: Sequence[str] | None, profile: ClusterProfile,
+    outcomes: list[dict[str, Any]],
+) -> int:  # fmt: skip
     try:
-        show_submission(console, config, stages, profile)
+        outcomes.append({"name": config.name} | show_submission(console, config, stages, profile))
     except SharmillError as error:
         click.echo(printable(f"Error: {error}"), err=True)
+        outcomes.append({"name": config.name, "error": str(error), "code": error.code})
         return status_of_error(error)
     return OK
 
 
-def show_submission(console: Console, config: Config, stages: Sequence[str] | None, profile: ClusterProfile) -> None:
-    """Print the sbatch scripts and the balance of the first stage of a dataset that has something to do, or that none
-    has; what comes after it depends on its outcome."""
+def show_submission(
+    console: Console, config: Config, stages: Sequence[str] | None, profile: ClusterProfile
+) -> dict[str, Any]:
+    """Print and return the sbatch scripts and the balance of the first stage of a dataset that has something to do, or
+    that none has; what comes after it depends on its outcome."""
     from sharmill.cli.stage_status import read_or_preview_units
     from sharmill.executors.slurm.chain import Chain
     from sharmill.pipeline import DatasetRun, check_config, choose_stages, make_stages
@@ -147,14 +166,17 @@ def show_submission(console: Console, config: Config, stages: Sequence[str] | No
         if not left:
             continue
         bins = executor.bins(stage, left)
-        for line in _describe_balance(stage, bins, executor.arrays(len(bins))):
+        balance = _describe_balance(stage, bins, executor.arrays(len(bins)))
+        for line in balance:
             console.print(plain(f"{config.name}, {stage.name}: {line}"))
-        for script in (executor.script(stage, len(bins)), executor.driver_script(stage)):
+        scripts = [executor.script(stage, len(bins)), executor.driver_script(stage)]
+        for script in scripts:
             # As it is: a script with wrapped lines would be another one.
             for line in script.split("\n"):
                 console.print(plain(line), soft_wrap=True)
-        return
+        return {"stage": stage.name, "balance": balance, "scripts": scripts}
     console.print(plain(f"{config.name}: no unit is left to be submitted"))
+    return {"stage": None, "balance": [], "scripts": []}
 
 
 def _describe_balance(stage: Stage, bins: Sequence[Sequence[Unit]], arrays: Sequence[tuple[range, int]]) -> list[str]:
@@ -168,18 +190,18 @@ def _describe_balance(stage: Stage, bins: Sequence[Sequence[Unit]], arrays: Sequ
     ]
 
 
-def _start(console: Console, chain: Chain) -> int:
+def _start(console: Console, chain: Chain) -> tuple[int, ChainState]:
     state = chain.start()
     console.print(plain(f"{chain.name}: {state.message}"))
-    return _status(state) if state.state != "waiting" else OK
+    return _status(state) if state.state != "waiting" else OK, state
 
 
-def _finish(console: Console, chain: Chain) -> int:
+def _finish(console: Console, chain: Chain) -> tuple[int, ChainState]:
     from sharmill.executors.slurm.chain import wait_for_end
 
     state = wait_for_end(chain)
     console.print(plain(f"{chain.name}: {state.state}: {state.message}"))
-    return _status(state)
+    return _status(state), state
 
 
 def _status(state: ChainState) -> int:
@@ -188,9 +210,13 @@ def _status(state: ChainState) -> int:
     return FINDINGS if state.findings else OK
 
 
-def _guarded(console: Console, chain: Chain, step: Callable[[Console, Chain], int]) -> int:
+def _guarded(
+    console: Console, chain: Chain, step: Callable[[Console, Chain], tuple[int, ChainState]]
+) -> tuple[int, dict[str, Any]]:
+    """Return the exit status of a step, and the state after it, or its error."""
     try:
-        return step(console, chain)
+        status, state = step(console, chain)
     except SharmillError as error:
         console.print(plain(f"Error: {chain.name}: {error}", style="red"))
-        return status_of_error(error)
+        return status_of_error(error), {"error": str(error), "code": error.code}
+    return status, msgspec.to_builtins(state)

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from sharmill.cli.console import json_option, print_yaml
 from sharmill.cli.exit_status import OK
 
 
@@ -22,7 +23,10 @@ from sharmill.cli.exit_status import OK
               help="Stop when the gap between fitting and not is at most this share.")  # fmt: skip
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=1800.0, show_default=True,
               help="Seconds that the steps of one size may take.")  # fmt: skip
-def tune_batch(step: str, bins_text: str, memory_share: float, memory: str | None, device: str, **options: Any) -> int:
+@json_option
+def tune_batch(
+    step: str, bins_text: str, memory_share: float, memory: str | None, device: str, as_json: bool, **options: Any
+) -> int:  # fmt: skip
     """Find the largest batch of each bucket that fits.
 
     Runs your training step with larger and larger made-up batches, until it has not enough memory, and prints YAML for
@@ -40,5 +44,5 @@ def tune_batch(step: str, bins_text: str, memory_share: float, memory: str | Non
         tell=lambda bucket, size: click.echo(f"{bucket}: {size}{' or more' * (size == most)}", err=True),
         tell_try=lambda bucket, size, fits: click.echo(f"  {size} {'fits' if fits else 'does not fit'}", err=True),
     )  # fmt: skip
-    click.echo(batch_sizes_to_yaml(step, buckets, sizes, budget), nl=False)
+    print_yaml(batch_sizes_to_yaml(step, buckets, sizes, budget), as_json=as_json)
     return OK

@@ -6,6 +6,7 @@ The reason codes of rejects and the codes of errors are listed here and nowhere 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, ClassVar, Final
 
 REASONS: Final[dict[str, str]] = {
@@ -161,22 +162,24 @@ class SharmillError(Exception):
     Args:
         message: what is wrong and what to do about it.
         code: a key of ``CODES``; by default that of the class.
+        details: further lines, which are shown below it; a line break in one of all these is no line of its own.
     """
 
     default_code: ClassVar[str] = "unspecified"
 
-    def __init__(self, message: str, *, code: str | None = None) -> None:
+    def __init__(self, message: str, *, code: str | None = None, details: Iterable[str] = ()) -> None:
         code = code or self.default_code
         assert code in CODES, f"unknown error code {code!r}"
-        super().__init__(message)
+        self.lines = (message, *details)
+        super().__init__("\n  ".join(self.lines))
         self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self), self.code)
+        return _rebuild, (type(self), self.lines, self.code)
 
 
-def _rebuild(kind: type[SharmillError], message: str, code: str) -> SharmillError:
-    return kind(message, code=code)
+def _rebuild(kind: type[SharmillError], lines: tuple[str, ...], code: str) -> SharmillError:
+    return kind(lines[0], code=code, details=lines[1:])
 
 
 class ConfigError(SharmillError):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import tracemalloc
 import unicodedata
+from unittest import mock
 
 import msgspec
 import pytest
-from support.shar import Project, lines, put, reindex, rewrite, run, voice
+from support.shar import Project, copy, lines, put, reindex, rewrite, run, voice
 
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
@@ -23,7 +25,7 @@ from sharmill.cli.main import main
 from sharmill.config import to_yaml
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import FailedAttempt
-from sharmill.errors import RejectRecord
+from sharmill.errors import FatalError, RejectRecord
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.logs import logging_to, printable
 from sharmill.manifest import Segment
@@ -105,6 +107,40 @@ def test_an_id_makes_up_no_lines_of_a_report(project, capsys):
     status, said = command_line(capsys, "validate", project.dataset, "--workers", "1")
     assert status == 3
     assert not any(line.startswith("validation: no findings") for line in said.splitlines())
+
+
+def test_json_says_nothing_to_the_terminal_and_means_the_same(project, capsys):
+    assert command_line(capsys, "run", write_config(project))[0] == 0
+    status, said = command_line(capsys, "inspect", project.dataset, "--shard", "0", "--json")
+    assert (status, controls(said)) == (0, [])
+    assert [cut["supervisions"][0]["text"] for cut in json.loads(said)["cuts"]] == [NASTY] * 2
+
+
+@pytest.mark.parametrize("command", ["bins", "index"])
+def test_bins_and_index_say_nothing_to_the_terminal(project, capsys, tmp_path, command):
+    """Of a dataset whose folder, texts and further keys are nasty."""
+    assert command_line(capsys, "run", write_config(project))[0] == 0
+    dataset = copy(project.dataset, tmp_path / f"one\n  forged {NASTY}".replace("/", "|"))
+    if command == "index":
+        for name in ("dataset.json", "shards.jsonl"):
+            (dataset / name).unlink()
+    for arguments in ([dataset], [dataset / "absent"]):
+        _, said = command_line(capsys, command, *arguments)
+        assert controls(said) == []
+        assert not any(line.strip().startswith("forged") for line in said.splitlines())
+
+
+def test_a_line_break_in_a_message_makes_up_no_line(capsys):
+    """Not even an indented one, as the further lines of an error are."""
+    forged = "x\n  validation: no findings\nError: y"
+    error = FatalError(f"cannot read {forged}", code="disk", details=[f"too_short 2, such as {forged}", "z"])
+    with mock.patch("sharmill.cli.main.cli.main", side_effect=pickle.loads(pickle.dumps(error))):
+        assert command_line(capsys)[1].splitlines() == [
+            "Error: cannot read x\ufffd  validation: no findings\ufffdError: y",
+            "  too_short 2, such as x\ufffd  validation: no findings\ufffdError: y",
+            "  z",
+        ]
+    assert len(plain(forged).plain.splitlines()) == 1
 
 
 def test_rejects_say_nothing_to_the_terminal(project, capsys):

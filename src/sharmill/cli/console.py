@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from sharmill.executors.logs import printable
+from sharmill.executors.logs import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,8 +36,14 @@ json_option = click.option(
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON; what consoles would print is left out where ``json_option`` is given."""
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    """Print a value as JSON; what consoles would print is left out where ``json_option`` is given.
+
+    Characters that a terminal would obey, or that reorder text, are escaped as JSON escapes them.
+    """
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    if not text.isascii() or "\x7f" in text:
+        text = "".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text)
+    click.echo(text)
 
 
 def print_yaml(text: str, *, as_json: bool) -> None:
@@ -65,10 +72,10 @@ def make_console() -> Console:
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Return text that rich prints as it stands: neither its control characters nor its [markup] have a meaning."""
+    """Return text that rich prints on one line, as it stands: control characters and [markup] have no meaning."""
     from rich.text import Text
 
-    return Text(printable(text), style=style)
+    return Text(one_line(text), style=style)
 
 
 def make_table(title: str | None = None, *, expand: bool = False) -> Table:

@@ -20,7 +20,7 @@ import sharmill
 from sharmill.cli.console import quiet_option
 from sharmill.cli.exit_status import FAILED, OK, WRONG_USE, status_of_error
 from sharmill.errors import SharmillError
-from sharmill.executors.logs import PrintableFormatter, printable
+from sharmill.executors.logs import PrintableFormatter, describe_error, one_line
 
 # A command NAME is the function NAME of the module NAME of this package, with "_" for "-".
 COMMANDS: Final = {
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
         click.echo("Interrupted. What is done is kept; run the same command again to go on.", err=True)
         sys.exit(FAILED)
     except SharmillError as error:
-        click.echo(printable(f"Error: {error}"), err=True)
+        click.echo(f"Error: {describe_error(error)}", err=True)
         sys.exit(status_of_error(error))
 
 
@@ -116,7 +116,7 @@ def _describe_wrong_use(error: click.ClickException) -> str:
         return error.format_message()
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "sharmill"
-    return printable(f"Error: {error.format_message().rstrip('.')}; see {command} --help")
+    return one_line(f"Error: {error.format_message().rstrip('.')}; see {command} --help")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from sharmill.cli.arguments import parse_workers, read_redo_report, redo_option,
 from sharmill.cli.console import json_option, make_console, print_json
 from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
 from sharmill.errors import SharmillError
-from sharmill.executors.logs import printable
+from sharmill.executors.logs import describe_error, one_line
 
 if TYPE_CHECKING:
     from sharmill.config import Config
@@ -68,7 +68,7 @@ def run_configs(
         except SharmillError as error:
             if len(configs) == 1:
                 raise
-            click.echo(printable(f"Error: {config.name}: {error}"), err=True)
+            click.echo(f"Error: {one_line(config.name)}: {describe_error(error)}", err=True)
             statuses.append(status_of_error(error))
             outcomes.append({"name": config.name, "ok": False, "error": str(error), "code": error.code})
     if as_json:

@@ -15,7 +15,7 @@ from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
 from sharmill.cli.run import run_configs
 from sharmill.errors import ConfigError, SharmillError
-from sharmill.executors.logs import printable
+from sharmill.executors.logs import describe_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -138,7 +138,7 @@ def _show_guarded(
     try:
         outcomes.append({"name": config.name} | show_submission(console, config, stages, profile))
     except SharmillError as error:
-        click.echo(printable(f"Error: {error}"), err=True)
+        click.echo(f"Error: {describe_error(error)}", err=True)
         outcomes.append({"name": config.name, "error": str(error), "code": error.code})
         return status_of_error(error)
     return OK
@@ -217,6 +217,6 @@ def _guarded(
     try:
         status, state = step(console, chain)
     except SharmillError as error:
-        console.print(plain(f"Error: {chain.name}: {error}", style="red"))
+        console.print(plain(f"Error: {chain.name}: {'; '.join(error.lines)}", style="red"))
         return status_of_error(error), {"error": str(error), "code": error.code}
     return status, msgspec.to_builtins(state)

@@ -191,7 +191,7 @@ class ManifestStage(Stage):
             f"none of the {totals.num_in} records can be used, so {self.destination.path} is not written; mend the "
             f"input, then begin anew with --restart. The commonest reasons (all: {self.destination.rejects}):"
         )
-        raise FatalError("\n  ".join([summary, *lines]), code="too_many_rejects")
+        raise FatalError(summary, code="too_many_rejects", details=lines)
 
     def _describe(self, totals: Totals, numbers: dict[str, dict[str, Any]]) -> bytes:
         values = {"audio_root": str(self.destination.root), "manifests": numbers,

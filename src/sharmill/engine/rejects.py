@@ -61,5 +61,4 @@ class RejectLimit:
             f"{self.stage} stopped: {rejected} of {self.expected_in} records are rejected, more than "
             f"max_reject_fraction={self.max_fraction:g} allows; {remedy}. The commonest reasons (all: {self.folder}):"
         )
-        lines = [summary, *describe_rejects(self.folder, reasons)]
-        raise FatalError("\n  ".join(lines), code="too_many_rejects")
+        raise FatalError(summary, code="too_many_rejects", details=describe_rejects(self.folder, reasons))

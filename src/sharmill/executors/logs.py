@@ -13,6 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
+from sharmill.errors import SharmillError
 from sharmill.storage import open_stored, stopping_errors
 
 _FURTHER_LINE = re.compile(r"\n(?!  |\n|$)")
@@ -31,11 +32,19 @@ def printable(text: str) -> str:
 
 def one_line(text: str) -> str:
     """Return text as ``printable`` does, line breaks replaced."""
-    return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
+    return printable(text.replace("\n", "\N{REPLACEMENT CHARACTER}"))
+
+
+def describe_error(error: SharmillError) -> str:
+    """Return an error as it is shown: its line, and the further ones that it was made with."""
+    return "\n  ".join(map(one_line, error.lines))
 
 
 class PrintableFormatter(logging.Formatter):
-    """Log records without control characters."""
+    """Log records without control characters, each message on one line; a traceback follows on its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return one_line(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

@@ -264,7 +264,7 @@ class Chain:
 
     def _note_end(self, error: BaseException, state: Literal["waiting", "failed"]) -> None:
         """Note an error that ends this process; if another job is to go on, the state is that of waiting for it."""
-        message = str(error) if isinstance(error, SharmillError) else f"{type(error).__name__}: {error}"
+        message = "; ".join(error.lines) if isinstance(error, SharmillError) else f"{type(error).__name__}: {error}"
         if state == "waiting":
             message = f"driver job {os.environ.get('SLURM_JOB_ID')} ended with {message}; its watcher job goes on"
         # On a disk that takes no note the log and the queue have to tell.

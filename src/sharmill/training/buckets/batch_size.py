@@ -66,7 +66,8 @@ def tune_batch_sizes(
         try:
             return search(fits, buckets, max_batch_size=max_batch_size, tolerance=tolerance, tell=tell)
         except NothingFits as error:
-            raise NothingFits(f"{error}\n{process.last_lack}".rstrip(), code="out_of_memory") from error
+            details = process.last_lack.splitlines()
+            raise NothingFits(str(error), code="out_of_memory", details=details) from error
 
 
 def search(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -72,11 +73,44 @@ def test_a_job_of_submitit_with_the_safe_path(hostile, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def python_files():
+    folders = [REPOSITORY / name for name in ("src", "jobs", "pipelines")]
+    return {path: path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")}
+
+
 def test_every_process_is_started_with_the_safe_path():
-    for path in (REPOSITORY / "src").rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
+    for path, text in python_files().items():
         if "get_context(" in text or "ProcessPoolExecutor(" in text:
             assert "with safe_path()" in text, path
+        for call in re.findall(r"sys\.executable[^\n]*", text):
+            assert call.startswith('sys.executable, "-P"'), f"{path}: {call}"
+        assert not re.search(r"os\.(exec|spawn|posix_spawn|system)|runpy", text), path
+
+
+def test_every_script_of_a_job_exports_the_safe_path_before_python_looks_into_the_folder():
+    """A script named by its path looks into its own folder; ``-c``, ``-m`` and ``-`` look into the current one."""
+    scripts = {path: path.read_text() for path in (REPOSITORY / "jobs").rglob("*") if path.suffix in (".sbatch", ".sh")}
+    assert len(scripts) > 3
+    for path, text in scripts.items():
+        found = re.search(r'^[^#\n]*(python|\$python)"? +(-c|-m|-) ', text, re.MULTILINE)
+        if found is not None:
+            assert 0 <= text.find("\nexport PYTHONSAFEPATH=1\n") < found.start(), path
+    assert "-m sharmill.executors.ray.node" in scripts[REPOSITORY / "jobs/sbatch/ray.sbatch"]
+
+
+def test_the_script_of_a_cluster_of_ray(hostile, tmp_path):
+    """With a SLURM that knows one node and starts nothing."""
+    for name, line in {"scontrol": "echo NodeAddr=127.0.0.1 x", "srun": "exit 1", "scancel": "exit 0"}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("socket", "secrets"):
+        (hostile / f"{name}.py").write_text((hostile / "json.py").read_text())
+    said = run_in(
+        hostile, "bash", str(REPOSITORY / "jobs/sbatch/ray.sbatch"), "all", PATH=f"{tmp_path}:{os.environ['PATH']}",
+        SLURMD_NODENAME="node", SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(hostile), SHARMILL_PYTHON=sys.executable,
+    )[1]  # fmt: skip
+    assert "ended before the cluster was up" in said
+    assert not (tmp_path / "ran").exists()
 
 
 def test_code_that_the_user_names_is_found_in_the_current_folder_but_replaces_nothing(tmp_path, monkeypatch):

@@ -32,7 +32,6 @@ ALLOWED = {
     "engine/locks.py:_enter": OWN,
     "engine/stored.py:map_stored_array": OPENED,
     "engine/worker.py:_open": "opens a stage, not a file",
-    "executors/logs.py:redirect_output": OWN,
     "executors/machine.py:_examine_folder": OWN,
     "executors/ray/cluster.py:_find_address": CHECKS,
     "export/run.py:export_dataset": "opens a shard, not a file",

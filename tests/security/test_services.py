@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 from support.paths import REPOSITORY
@@ -59,7 +60,7 @@ def test_a_cluster_in_an_allocation_asks_for_a_token_of_its_own():
 
 def test_only_a_worker_of_a_trial_is_started_by_another_program(tmp_path):
     started = {
-        (node, worker): node_command("127.0.0.1", 6379, tmp_path, {"SLURM_NODEID": node, WORKER_VARIABLE: worker})[1]
+        (node, worker): node_command("127.0.0.1", 6379, tmp_path, {"SLURM_NODEID": node, WORKER_VARIABLE: worker})[2]
         for node in ("0", "1")
         for worker in ("", "worker.py")
     }
@@ -72,28 +73,76 @@ def test_nothing_of_our_own_listens():
     assert [path for path, text in texts.items() if SERVER.search(text) or "0.0.0.0" in text] == []
 
 
-def test_nodes_of_a_training_meet_at_a_random_place_where_nothing_is_unpickled(tmp_path):
-    """The script for two nodes, with a SLURM that prints what it is asked to run."""
+@pytest.fixture
+def asked(tmp_path):
+    """Returns a function: number of nodes -> words that train.sbatch asks a stub of srun to run, and its variables."""
     stubs = {
         "scontrol": 'if [[ $2 == hostnames ]]; then echo node1; else echo "NodeAddr=10.0.0.1 x"; fi',
-        "srun": 'printf "%s\\n" "$@" "id=$PET_RDZV_ID"',
+        "srun": 'printf "%s\\n" "$@" "gloo=$GLOO_SOCKET_IFNAME" "nccl=$NCCL_SOCKET_IFNAME" "id=$PET_RDZV_ID"',
     }
     for name, line in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "SLURM_SUBMIT_DIR": str(tmp_path),
-    }  # fmt: skip
 
-    def asked() -> list[str]:
+    def ask(nodes: int) -> list[str]:
+        environment = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_CPUS_PER_TASK": "1", "SLURM_SUBMIT_DIR": str(tmp_path),
+        }  # fmt: skip
         script = REPOSITORY / "jobs/sbatch/train.sbatch"
         return subprocess.run(
             ["bash", str(script), "x.yaml"], env=environment, capture_output=True, text=True, check=True, timeout=60
         ).stdout.splitlines()
 
-    one, other = asked(), asked()
-    assert {"--rdzv-backend=static", "--master-addr=10.0.0.1", "--nnodes=2", "jobs/train.py", "x.yaml"} <= set(one)
+    return ask
+
+
+def test_nodes_of_a_training_meet_at_a_random_place_where_nothing_is_unpickled(asked):
+    one, other = asked(2), asked(2)
+    assert {"--rdzv-backend=bound", "--nnodes=2", "jobs/train.py", "x.yaml"} <= set(one)
+    assert any(re.fullmatch(r"--rdzv-endpoint=10\.0\.0\.1:2\d{4}", word) for word in one)
     assert re.fullmatch(r"id=[0-9a-f]{32}", one[-1])
     assert one[-1] != other[-1]
-    assert any("--node-rank=$SLURM_NODEID" in word for word in one)
+    assert any('"--node-rank=$SLURM_NODEID" "--rdzv-conf=rank=$SLURM_NODEID"' in word for word in one)
+
+
+def test_a_training_on_one_node_stays_on_loopback(asked):
+    one = asked(1)
+    assert {"--rdzv-backend=bound", "--rdzv-endpoint=127.0.0.1:0", "--nnodes=1", "gloo=lo", "nccl=lo"} <= set(one)
+    assert not any("standalone" in word for word in one)
+
+
+# Prints every address that a process of this training listens on, once all ranks have met.
+LISTENERS = """
+import os, socket
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 0:
+    group = [os.getppid(), *map(int, Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split())]
+    links = [os.readlink(fd) for pid in group for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = row.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in links:
+                print("listens", words[1].partition(":")[0])
+    print("met", dist.get_world_size())
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_the_store_and_the_ranks_of_one_node_listen_on_loopback_alone(tmp_path):
+    (tmp_path / "ranks.py").write_text(LISTENERS)
+    command = [
+        sys.executable, str(REPOSITORY / "jobs/start_ranks.py"), "--nnodes=1", "--node-rank=0", "--nproc-per-node=2",
+        "--rdzv-backend=bound", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-conf=rank=0", str(tmp_path / "ranks.py"),
+    ]  # fmt: skip
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.split("\n")
+    assert "met 2" in lines
+    # The store of the first node, and one socket of each rank: 127.0.0.1, byte by byte.
+    assert [line for line in lines if line.startswith("listens")] == ["listens 0100007F"] * 3

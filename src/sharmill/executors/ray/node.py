@@ -34,7 +34,7 @@ def node_command(head: str, port: int, folder: Path, environment: Mapping[str, s
     is_head = environment.get("SLURM_NODEID", "0") == "0"
     worker = environment.get(WORKER_VARIABLE)
     program = [worker] if worker and not is_head else _RAY
-    command = [sys.executable, *program, "start", "--block", "--disable-usage-stats"]
+    command = [sys.executable, "-P", *program, "start", "--block", "--disable-usage-stats"]
     if is_head:
         command += ["--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
         command += [f"--node-ip-address={head}"]

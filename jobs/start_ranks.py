@@ -1,0 +1,71 @@
+"""Starts the ranks of a training as torchrun does, with a store that listens on one address instead of all.
+
+python jobs/start_ranks.py --nnodes=2 --node-rank=0 --nproc-per-node=8 --rdzv-backend=bound \
+    --rdzv-endpoint=ADDRESS:PORT --rdzv-conf=rank=0 SCRIPT [ARGUMENT...]
+
+The options are torchrun's. The backend ``bound`` is its static rendezvous, in which nothing is unpickled, but the first
+node binds ADDRESS alone: 127.0.0.1 where there is one node, and then PORT may be 0 for any free one.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.run import main
+
+_SECONDS_TO_MEET = 600
+
+
+class BoundRendezvous(StaticTCPRendezvous):
+    """The static rendezvous, whose store is bound to the address that the nodes know."""
+
+    def get_backend(self) -> str:
+        return "bound"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return what the ranks of this node need to find the others."""
+        if self._store is None:
+            self._store = self._listen() if self.rank == 0 else self._connect()
+        return RendezvousInfo(
+            PrefixStore(self.run_id, self._store),
+            self.rank,
+            self.world_size,
+            RendezvousStoreInfo(self.master_addr, self.master_port),
+        )
+
+    def _listen(self) -> TCPStore:
+        family, *_, address = socket.getaddrinfo(self.master_addr, self.master_port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
+        self.master_port = listener.getsockname()[1]
+        # The store closes the descriptor at its end.
+        return TCPStore(
+            self.master_addr, self.master_port, self.world_size, is_master=True, timeout=self.timeout,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+
+    def _connect(self) -> TCPStore:
+        return TCPStore(self.master_addr, self.master_port, self.world_size, is_master=False, timeout=self.timeout)
+
+
+def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Return the rendezvous of this node, whose number ``--rdzv-conf`` has as ``rank``."""
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
+    return BoundRendezvous(
+        host, port, int(parameters.config["rank"]), parameters.max_nodes, parameters.run_id,
+        parameters.get_as_int("timeout", _SECONDS_TO_MEET),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    rendezvous_handler_registry.register("bound", make_handler)
+    main()

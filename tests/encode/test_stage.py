@@ -30,17 +30,22 @@ from support.shar import (
 
 from sharmill.audio.resample import resample
 from sharmill.config import EncodeConfig
+from sharmill.encode import segment_codes
 from sharmill.encode.assemble import AssembleStage
+from sharmill.encode.segment_codes import read_counts
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.run import run_stage
+from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.shar import open_shar
-from sharmill.shar.index import read_dataset
+from sharmill.shar.index import CodecRecord, read_dataset
 from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.write.stage import WriteStage
 
 SECONDS = [1.0, 0.5, 1.25, 0.31, 2.0]
+TOY = CodecRecord(name="toy", model="toy", checksum="toy", trained=False, sampling_rate=16000, samples_per_frame=320,
+                  num_codebooks=3, codebook_size=64)  # fmt: skip
 
 
 @pytest.fixture
@@ -68,6 +73,43 @@ def test_the_codes_are_those_of_the_stored_audio(project, config):
         for role in ("target", "context"):
             samples = cut.load_custom(f"{role}_audio")[0]
             np.testing.assert_array_equal(cut.custom[f"{role}_codes"].load(), codec.codes(samples))
+
+
+def counted(config):
+    """How often each code occurs in the segments, according to the run directory."""
+    (stage,) = [stage for stage in codec_stages(config, "toy") if stage.kind == "encode"]
+    return read_counts(stage.dir)
+
+
+@pytest.mark.parametrize("unit_seconds", [None, 0.5])
+def test_codes_are_counted_once_for_each_segment(project, config, unit_seconds):
+    options = dataclasses.replace(config.encode, unit_seconds=unit_seconds)
+    codec = project.encode(dataclasses.replace(config, encode=options))
+    # All contexts are targets too.
+    codes = np.concatenate([codec.codes(cut.load_custom("target_audio")[0]) for cut in open_shar(project.dataset)], 1)
+    expected = [np.bincount(book, minlength=codec.codebook_size) for book in codes]
+    np.testing.assert_array_equal(counted(config), expected)
+
+
+def test_blocks_of_an_older_version_are_not_counted(project, config):
+    """Its files end with the codes."""
+    with mock.patch.object(segment_codes, "_MAX_COUNTS", 0):
+        project.encode(config)
+    assert counted(config) is None
+    assert segment_codes.add_counts(RunDir(project.run_dir).stage("encode/toy"), 1, TOY) == ""
+
+
+def test_damaged_counts_are_an_error(project, config):
+    project.encode(config)
+    paths = RunDir(project.run_dir).stage("encode/toy")
+    (path,) = paths.path.glob("parts/*.codes")
+    path.write_bytes(path.read_bytes()[:-3] + b"\0\0\0")
+    with raises(ConfigError, "damaged_run_dir", path.name):
+        segment_codes.add_counts(paths, 1, TOY)
+    record = lines(segment_codes.encoded_file(paths))[0]
+    segment_codes.encoded_file(paths).write_bytes(msgspec.json.encode(record | {"counts": "AAAA"}))
+    with raises(ConfigError, "damaged_run_dir", "codes.json"):
+        counted(config)
 
 
 @pytest.mark.parametrize("rate", [8000, 16000, 22050, 24000, 44100])

@@ -109,6 +109,7 @@ def test_a_run_has_all_charts(reported):
         assert f"<figcaption>{title}</figcaption>" in page
     assert "Charts in blue are of all cuts; those in green, of audio, of all cuts." in page
     assert "2 clips are contexts, 4.0 times on average, one 7 times" in page
+    assert re.search(r"codes that occur in \d+ frames, each segment once", page)
     plots = [place for place in Elements(page).of("div") if place.get("class") == "plot"]
     assert len(plots) == page.count("<figcaption>") == page.count('<details class="values">') > 10
     assert all(place["role"] == "img" and place["aria-label"] for place in plots)

@@ -1,11 +1,14 @@
 """The codes of segments in the run directory: a file for each block of segments, and reading of single segments.
 
 A file is a table and the codes of each segment behind it, codebook by codebook. The table has the position of the codes
-of each segment and their checksum, and at its end the size of the file and a checksum of the table itself.
+of each segment and their checksum, and at its end where the codes end and a checksum of the table itself. Behind the
+codes are counts: how often each code occurs in each codebook.
 """
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -19,16 +22,23 @@ from sharmill.engine.stored import decode_stored, load_stored_array, read_stored
 from sharmill.errors import UnitFailed
 from sharmill.shar.arrays import codes_dtype
 from sharmill.shar.index import CodecRecord
-from sharmill.storage import open_stored
+from sharmill.storage import damaged_file, open_stored
 
 _ENTRY: Final = np.dtype([("position", "<i8"), ("xxh3", "<u8")])
+_COUNT: Final = np.dtype("<i8")
+# Codebooks times their size: codecs with more codes are not counted.
+_MAX_COUNTS: Final = 1 << 21
 
 
 class EncodedRecord(msgspec.Struct, frozen=True):
-    """The outcome of a stage ``encode``: codec, None where there are no segments, and checksum of all codes."""
+    """The outcome of a stage ``encode``: codec, None where there are no segments, and checksum of all codes.
+
+    ``counts`` has how often each code occurs in the segments, packed, or is "" where that was not counted.
+    """
 
     codec: CodecRecord | None
     codes: str
+    counts: str = ""
 
 
 def codes_file(block: int) -> str:
@@ -51,8 +61,8 @@ def read_encoded(paths: StageDir) -> EncodedRecord:
     return decode_stored(encoded_file(paths), read_stored(encoded_file(paths)), EncodedRecord)
 
 
-def write_codes(path: Path, codes: Sequence[np.ndarray]) -> None:
-    """Write the codes (codebooks, frames) of the segments of a block, in their order."""
+def write_codes(path: Path, codes: Sequence[np.ndarray], codebook_size: int) -> None:
+    """Write the codes (codebooks, frames) of the segments of a block, in their order, and their counts."""
     table = np.empty(len(codes) + 1, _ENTRY)
     table["position"] = table.nbytes + np.concatenate([[0], np.cumsum([array.nbytes for array in codes])])
     table["xxh3"][:-1] = [xxhash.xxh3_64_intdigest(array.tobytes()) for array in codes]
@@ -61,6 +71,56 @@ def write_codes(path: Path, codes: Sequence[np.ndarray]) -> None:
         stream.write(table.tobytes())
         for array in codes:
             stream.write(array.tobytes())
+        if len(codes[0]) * codebook_size <= _MAX_COUNTS:
+            books = (np.concatenate([array[book] for array in codes]) for book in range(len(codes[0])))
+            counts = np.stack([np.bincount(book, minlength=codebook_size) for book in books])
+            stream.write(zlib.compress(counts.astype(_COUNT).tobytes(), 6))
+
+
+def add_counts(paths: StageDir, num_blocks: int, codec: CodecRecord) -> str:
+    """Return how often each code occurs in all blocks, packed; "" where that was not counted in all of them.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    size = codec.num_codebooks * codec.codebook_size
+    total = np.zeros(size if size <= _MAX_COUNTS else 0, _COUNT)
+    for block in range(num_blocks if len(total) else 0):
+        path = paths.path / codes_file(block)
+        try:
+            with open_stored(path) as stream:
+                # The table ends where the first codes begin, and its last entry has where the last ones end.
+                for shift in (_ENTRY.itemsize, 0):
+                    (position,) = np.frombuffer(stream.read(_ENTRY.itemsize), _ENTRY)["position"].tolist()
+                    stream.seek(max(0, position - shift))
+                packed = stream.read()
+            if not packed:
+                return ""
+            total += _unpack_counts(packed)
+        except (ValueError, zlib.error) as error:
+            raise damaged_file(path, f"the counts of its codes: {error}") from error
+    return base64.b64encode(zlib.compress(total.tobytes(), 6)).decode() if len(total) else ""
+
+
+def read_counts(paths: StageDir) -> np.ndarray | None:
+    """Return how often each code occurs in all segments (codebooks, codebook size); None where it was not counted.
+
+    Raises:
+        ConfigError: the record is damaged.
+    """
+    encoded = read_encoded(paths)
+    if encoded.codec is None or not encoded.counts:
+        return None
+    shape = encoded.codec.num_codebooks, encoded.codec.codebook_size
+    try:
+        return _unpack_counts(base64.b64decode(encoded.counts)).reshape(shape)
+    except (ValueError, zlib.error) as error:
+        raise damaged_file(encoded_file(paths), f"the counts of the codes: {error}") from error
+
+
+def _unpack_counts(packed: bytes) -> np.ndarray:
+    # No more than there can be: a damaged text could unfold to gigabytes.
+    return np.frombuffer(zlib.decompressobj().decompress(packed, _COUNT.itemsize * _MAX_COUNTS), _COUNT)
 
 
 def _hash_table(table: np.ndarray) -> int:

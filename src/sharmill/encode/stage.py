@@ -17,7 +17,7 @@ from sharmill.config import CodecConfig, Config
 from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.batch_change import is_change_of_batches, may_cut, require_same_codes
 from sharmill.encode.codec_batches import BegunItems, CodecBatches
-from sharmill.encode.segment_codes import EncodedRecord, bounds_file, codes_file, encoded_file, write_codes
+from sharmill.encode.segment_codes import EncodedRecord, add_counts, bounds_file, codes_file, encoded_file, write_codes
 from sharmill.encode.segments import hash_segment, seconds_of
 from sharmill.encode.survey import SurveyStage
 from sharmill.engine.ahead import UnitsAhead
@@ -159,7 +159,8 @@ class EncodeStage(Stage):
             devices = sorted({commit.device_kind for commit in commits} - {""})
             codec = msgspec.structs.replace(codec, devices=devices)
         codes = checksum_bytes(b"".join(file.xxh3.encode() for commit in commits for file in commit.files))
-        write_atomic(encoded_file(self.dir), msgspec.json.encode(EncodedRecord(codec, codes)))
+        counts = "" if codec is None else add_counts(self.dir, len(units), codec)
+        write_atomic(encoded_file(self.dir), msgspec.json.encode(EncodedRecord(codec, codes, counts)))
         return add_up(commits)
 
     def products(self) -> list[Path]:
@@ -194,7 +195,7 @@ class EncodeProcessor(Processor):
         share = unit.cost / max(1, sum(map(self._encode.num_frames, begun.items)))
         codes = self._encode.finish(begun, lambda frames: advance(frames * share), self._ahead.begin)
         name = codes_file(unit.index)
-        write_codes(staging.path(name), codes)
+        write_codes(staging.path(name), codes, self._codec.codebook_size)
         stats = {
             "seconds": float(seconds_of(self._segments_of(unit)).sum()),
             "codec": msgspec.to_builtins(self._record()),

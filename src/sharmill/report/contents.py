@@ -85,7 +85,8 @@ def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, 
 def make_codes(facts: Facts) -> Markup | None:
     """Return the use of the codebooks of each codec, or None where there are no codes."""
     charts = []
-    for name, counts in (facts.sample.code_counts if facts.sample else {}).items():
+    of_all = facts.run.code_counts if facts.run else {}
+    for name, counts in ((facts.sample.code_counts if facts.sample else {}) | of_all).items():
         total = counts.sum(axis=1)
         if not total.any():
             continue
@@ -93,7 +94,7 @@ def make_codes(facts: Facts) -> Markup | None:
         used = (np.count_nonzero(counts, axis=1) / counts.shape[1]).tolist()
         shares = counts / np.maximum(total, 1)[:, None]
         entropy = -(shares * np.log2(np.where(shares > 0, shares, 1.0))).sum(axis=1)
-        frames = f"{int(total[0]):,} frames"
+        frames = f"{int(total[0]):,} frames, {'each segment once' if name in of_all else 'a sample of the targets'}"
         charts.append(figure(
             f"{name}: codes in use",
             columns(books, used, label="codebook", description="Share of the codes that occur", show="{:.1%}".format),

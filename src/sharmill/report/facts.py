@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 
 from sharmill.config import Config
+from sharmill.encode.segment_codes import encoded_file, read_counts
+from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
@@ -27,7 +29,7 @@ from sharmill.engine.stored import decode_stored, read_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Totals
 from sharmill.errors import ConfigError
 from sharmill.match.voices import unpack_voice
-from sharmill.report.sample import DatasetSample, sample_dataset
+from sharmill.report.sample import DatasetSample, Known, sample_dataset
 from sharmill.report.section import shorten
 from sharmill.shar.histograms import CutMeasures
 from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, read_shards
@@ -76,6 +78,7 @@ class RunFacts:
         config: the resolved configuration, as YAML.
         stats: hours by dataset, language and speaker, as ``stats.json`` has them; empty before prepare has ended.
         voices: names of groups, and the embedding of an utterance of each, sampled.
+        code_counts: for each codec how often each code occurs in all segments (codebooks, codebook size).
     """
 
     run_dir: RunDir
@@ -85,6 +88,7 @@ class RunFacts:
     voices: list[tuple[str, np.ndarray]]
     measures: CutMeasures | None
     context_uses: np.ndarray | None
+    code_counts: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +123,8 @@ class Facts:
         """A sample of the cuts, drawn by the checksum of the index: the same for the same dataset."""
         if self.record is None or not self.record.num_cuts:
             return None
-        measures = self.run.measures if self.run else None
-        return sample_dataset(self.dataset_dir, self.record, self.shards, measures, self.index_checksum)
+        known = Known(self.run.measures, self.run.code_counts) if self.run else Known()
+        return sample_dataset(self.dataset_dir, self.record, self.shards, known, self.index_checksum)
 
     @property
     def measures(self) -> CutMeasures | None:
@@ -181,6 +185,7 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
         voices=_voices(by_kind["match"][2]) if "match" in by_kind else [],
         measures=_measures(shards_done) if written.totals else None,
         context_uses=_context_uses(*by_kind["survey"][:2]) if "survey" in by_kind else None,
+        code_counts=_code_counts(stages),
     )
     try:
         record = read_dataset(dataset_dir)
@@ -255,6 +260,13 @@ def _measures(commits: Sequence[Commit]) -> CutMeasures | None:
             return None
         measures.add(CutMeasures.unpack(commit.stats["cuts"]))
     return measures
+
+
+def _code_counts(stages: Sequence[Stage]) -> dict[str, np.ndarray]:
+    """Return the counts of the codes of each codec whose encoding is finished, where they were counted."""
+    finished = [stage for stage in stages if isinstance(stage, EncodeStage) and encoded_file(stage.dir).exists()]
+    counts = {stage.codec_config.name: read_counts(stage.dir) for stage in finished}
+    return {name: found for name, found in counts.items() if found is not None}
 
 
 def _voices(commits: Sequence[Commit]) -> list[tuple[str, np.ndarray]]:

@@ -19,7 +19,7 @@ from sharmill.audio.sound import Sound, measure_sound
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.inspect.stored import StoredCut, read_codes, read_shard, read_stored_audio, read_stored_cut
 from sharmill.shar.histograms import CutMeasures, cut_values, sound_values
-from sharmill.shar.index import DatasetRecord, ShardRecord
+from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord
 from sharmill.shar.items import Item, ItemTable
 from sharmill.shar.layout import CONTEXT_AUDIO, TARGET_CODES, codes_field
 
@@ -68,14 +68,21 @@ class DatasetSample:
         return f"a sample of {self.num_cuts:,} cuts in {self.num_shards:,} shards"
 
 
+@dataclass(frozen=True)
+class Known:
+    """Measures and counts of codes of all cuts, by codec, where a run directory has them."""
+
+    measures: CutMeasures | None = None
+    code_counts: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
 def sample_dataset(
-    directory: Path, record: DatasetRecord, shards: Sequence[ShardRecord], measures: CutMeasures | None, seed: str
-) -> DatasetSample:  # fmt: skip
+    directory: Path, record: DatasetRecord, shards: Sequence[ShardRecord], known: Known, seed: str
+) -> DatasetSample:
     """Return a sample of a dataset.
 
     Args:
-        measures: those of all cuts, where they are known: they name the extreme ones. Only what they do not have of
-            audio and codes is taken from the sample.
+        known: names the extreme cuts. Only what it does not have of audio and codes is taken from the sample.
         seed: the checksum of the index.
     """
     rng = np.random.default_rng(list(seed.encode()))
@@ -94,12 +101,13 @@ def sample_dataset(
     sample.num_cuts = len(cuts)
     _count_names(sample, cuts)
     order = rng.permutation(len(cuts)).tolist()
-    if measures is None or not measures.has_sound:
+    if known.measures is None or not known.measures.has_sound:
         _measure_audio(sample, directory, record, [cuts[n] for n in sorted(order[:_MEASURED])])
-    _count_codes(sample, directory, record, [cuts[n] for n in sorted(order[:_COUNTED])])
+    unknown = [codec for codec in record.codecs if codec.name not in known.code_counts]
+    _count_codes(sample, directory, unknown, [cuts[n] for n in sorted(order[:_COUNTED])])
     random = [(cuts[n][0].index, cuts[n][1]) for n in order[:_RANDOM_PAIRS]]
     reasons: dict[tuple[int, int], list[str]] = {place: ["random"] for place in random}
-    for name, places in _worst(sample, measures, cuts).items():
+    for name, places in _worst(sample, known.measures, cuts).items():
         for place in places[:_WORST_PAIRS]:
             reasons.setdefault(place, []).append(name)
     by_index = {shard.index: shard for shard in shards}
@@ -218,11 +226,11 @@ def _pair_values(sample: DatasetSample, stored: StoredCut, record: DatasetRecord
 
 
 def _count_codes(
-    sample: DatasetSample, directory: Path, record: DatasetRecord,
+    sample: DatasetSample, directory: Path, codecs: Sequence[CodecRecord],
     cuts: Sequence[tuple[ShardRecord, int, dict[str, Any]]],
 ) -> None:  # fmt: skip
-    """Count the codes of each codec in the targets."""
-    for codec in record.codecs:
+    """Count the codes of codecs in the targets."""
+    for codec in codecs:
         size = codec.codebook_size
         if codec.num_codebooks * size > 1 << 24:
             continue

@@ -6,18 +6,22 @@ import numpy as np
 import pytest
 
 from sharmill.pilot.advice import advise
-from sharmill.pilot.voices import Voices, estimate_wrong_speakers
+from sharmill.pilot.voices import Voices, estimate_wrong_speakers, upper_bound
 
 NUM_SPEAKERS, EACH, SIZE = 40, 10, 16
 GRID = np.arange(100) / 100
 
 
-def make_voices(labels=None, *, seed=0, speakers=None, reference=()):
-    """Return voices of 40 speakers with 10 utterances each, in the groups of ``labels``, and the true speakers."""
+def make_voices(labels=None, *, seed=0, speakers=None, reference=(), part=None):
+    """Return voices of 40 speakers with 10 utterances each, in the groups of ``labels``, and which contexts are wrong.
+
+    ``part`` takes some of them.
+    """
     generator = np.random.default_rng(seed)
     true = np.repeat(np.arange(NUM_SPEAKERS), EACH)
     rows = generator.normal(size=(NUM_SPEAKERS, SIZE))[true] + 0.5 * generator.normal(size=(len(true), SIZE))
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    true, rows = (true, rows) if part is None else (true[part], rows[part])
     groups = true if labels is None else labels(true, generator)
     similarity = np.where(groups[:, None] == groups[None, :], rows @ rows.T, -np.inf)
     np.fill_diagonal(similarity, -np.inf)
@@ -33,7 +37,8 @@ def exchange(share):
     def labels(true, generator):
         found = true.copy()
         rows = generator.permutation(len(true))[: int(share * len(true))]
-        found[rows] = (true[rows] + generator.integers(1, NUM_SPEAKERS, len(rows))) % NUM_SPEAKERS
+        count = true.max() + 1
+        found[rows] = (true[rows] + generator.integers(1, count, len(rows))) % count
         return found
 
     return labels
@@ -106,6 +111,33 @@ def test_advice_keeps_what_it_promises():
     assert chosen.wrong_share <= 0.01
     assert true_share(voices, wrong, chosen.min_similarity) <= 0.02
     assert chosen.context_share > 0.85  # of the 90 % that have a right one
+
+
+@pytest.mark.parametrize(("share", "size", "expected"), [(0.0, 100, 0.0295), (0.1, 100, 0.1637), (1.0, 50, 1.0)])
+def test_upper_bounds_are_those_of_clopper_and_pearson(share, size, expected):
+    assert upper_bound(share, size) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_smaller_pilot_leaves_more_room_for_wrong_speakers():
+    large, _ = make_voices(exchange(0.1))
+    part = np.arange(len(large.groups)) < 10 * EACH
+    small, _ = make_voices(exchange(0.1), part=part)
+    ours, theirs = estimate_wrong_speakers(large, GRID), estimate_wrong_speakers(small, GRID)
+    assert (ours.bounds >= ours.shares)[ours.thresholds < 0.9].all()
+    middle = 60
+    assert theirs.bounds[middle] > ours.bounds[middle]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_advice_of_a_small_pilot_is_on_the_safe_side_and_says_what_it_cannot_rule_out(seed):
+    part = np.arange(NUM_SPEAKERS * EACH) < 10 * EACH
+    voices, wrong = make_voices(exchange(0.1), seed=seed, part=part)
+    advice = advise(voices, 0.01)
+    chosen = advice.recommended
+    assert true_share(voices, wrong, chosen.min_similarity) <= 0.01
+    right = (~wrong & np.isfinite(voices.best)).mean()
+    assert chosen.context_share > 0.85 * right
+    assert (chosen.wrong_bound <= 0.01) != ("cannot be ruled out: draw more" in advice.reason)
 
 
 def test_no_context_at_all_gives_no_advice():

@@ -99,14 +99,15 @@ def print_calibration(console: Console, found: Calibration) -> None:
 
 def _print_thresholds(console: Console, advice: Advice) -> None:
     table = make_table("contexts by match.min_similarity")
-    for column in ("min_similarity", "records with a context", "of these another speaker", ""):
+    for column in ("min_similarity", "records with a context", "of these another speaker", "at most, 95 % sure", ""):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     recommended = advice.recommended
     for place, one in enumerate(advice.thresholds):
         chosen = one == recommended
         if chosen or (place % _PRINTED_STEP == 0 and _is_telling(advice, place)):
-            wrong = "" if one.wrong_share is None else f"{one.wrong_share:.1%}"
-            cells = (f"{one.min_similarity:.2f}", f"{one.context_share:.1%}", wrong, "recommended" if chosen else "")
+            wrong, most = ("" if share is None else f"{share:.1%}" for share in (one.wrong_share, one.wrong_bound))
+            cells = (f"{one.min_similarity:.2f}", f"{one.context_share:.1%}", wrong, most,
+                     "recommended" if chosen else "")  # fmt: skip
             table.add_row(*(plain(cell, style="bold" if chosen else "") for cell in cells))
     console.print(table)
     if advice.misplaced is not None and advice.foreign is not None:

@@ -12,8 +12,10 @@ from sharmill.pilot.voices import Voices, WrongSpeakers, estimate_wrong_speakers
 # Higher thresholds are taken as long as no more of the yield is lost than this part.
 _FREE = 0.005
 _STEPS = 100
-# Below so many utterances a share is rough.
-_FEW = 5
+# So much of the yield is given, beyond the threshold that is expected to do, to be certain of it.
+_FOR_SAFETY = 0.1
+# No threshold is recommended that takes more of the yield than this part.
+_MOST_LOST = 0.5
 
 
 class Threshold(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,11 +24,13 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         context_share: of all records, those that get a context.
         wrong_share: of these, those whose context is expected to be another speaker; None where it cannot be told.
+        wrong_bound: so large may that share be, at 95 % confidence, as far as a pilot of this size can tell.
     """
 
     min_similarity: float
     context_share: float
     wrong_share: float | None
+    wrong_bound: float | None = None
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,20 +51,22 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def advise(voices: Voices, max_wrong: float) -> Advice:
-    """Return what each threshold does, and the lowest that lets through no more than a share of wrong speakers.
+    """Return what each threshold does, and the lowest that surely lets through no more than a share of wrong speakers.
 
     From there it goes up as long as that costs next to nothing: a pilot does not see every error of the labels.
     """
     grid = np.arange(_STEPS) / _STEPS
     wrong = estimate_wrong_speakers(voices, grid)
-    shares = [None] * _STEPS if wrong is None else [None if np.isnan(share) else float(share) for share in wrong.shares]
+    nothing = np.full(_STEPS, np.nan)
+    shares, bounds = (nothing, nothing) if wrong is None else (wrong.shares, wrong.bounds)
     thresholds = [
-        Threshold(min_similarity=float(value), context_share=round(voices.yields(value), 9), wrong_share=share)
-        for value, share in zip(grid, shares, strict=True)
-    ]
-    recommended, reason = _recommend(thresholds, wrong, max_wrong)
-    if recommended is not None and max_wrong * (num := int(voices.matched.sum())) < _FEW:
-        reason += f"; with {num} utterances that can have a context, {max_wrong:.1%} is rough: draw more (--records)"
+        Threshold(
+            min_similarity=float(value), context_share=round(voices.yields(value), 9), wrong_share=_known(share),
+            wrong_bound=_known(bound),
+        )
+        for value, share, bound in zip(grid, shares, bounds, strict=True)
+    ]  # fmt: skip
+    recommended, reason = _recommend(thresholds, wrong, max_wrong, int(voices.matched.sum()))
     return Advice(
         thresholds=thresholds,
         misplaced=None if wrong is None else wrong.misplaced,
@@ -70,8 +76,12 @@ def advise(voices: Voices, max_wrong: float) -> Advice:
     )
 
 
+def _known(share: float) -> float | None:
+    return None if np.isnan(share) else float(share)
+
+
 def _recommend(
-    thresholds: Sequence[Threshold], wrong: WrongSpeakers | None, max_wrong: float
+    thresholds: Sequence[Threshold], wrong: WrongSpeakers | None, max_wrong: float, num_matched: int
 ) -> tuple[Threshold | None, str]:
     if not thresholds[0].context_share:
         return None, "no utterance of the pilot has a context, however low the threshold: look at the rejects"
@@ -80,18 +90,33 @@ def _recommend(
             "wrong speakers cannot be told: the pilot has one speaker group only, or groups of one speaker, and no "
             "similarities of strangers were measured for this encoder; calibrate it on data with labels first"
         )
-    usable = [one for one in thresholds if one.context_share and one.wrong_share is not None]
-    good = [one for one in usable if one.wrong_share is not None and one.wrong_share <= max_wrong]
-    if not good:
-        best = min(usable, key=lambda one: (one.wrong_share, -one.context_share))
-        return best, (
-            f"no threshold keeps wrong speakers below {max_wrong:.1%} of the contexts; this one comes nearest: "
-            "mend the labels, or make finer groups"
+    least = (1 - _MOST_LOST) * thresholds[0].context_share
+    usable = [one for one in thresholds if one.context_share >= least]
+    likely = [one for one in usable if one.wrong_share is not None and one.wrong_share <= max_wrong]
+    affordable = _costing(likely, likely[0], _FOR_SAFETY) if likely else []
+    if safe := [one for one in affordable if _bound(one) <= max_wrong]:
+        lowest = safe[0]
+        chosen = max(_costing(safe, lowest, _FREE), key=lambda one: one.min_similarity)
+        limit = f"from {lowest.min_similarity:g} on, at most {max_wrong:.1%} of the contexts are another speaker"
+        if chosen is lowest:
+            return chosen, f"{limit}, and a higher threshold costs contexts"
+        return chosen, f"{limit}, and up to {chosen.min_similarity:g} that costs less than {_FREE:.1%} of the contexts"
+    if affordable:
+        chosen = min(affordable, key=_bound)
+        return chosen, (
+            f"{chosen.wrong_share:.1%} of the contexts are expected to be another speaker, but with {num_matched} "
+            f"utterances up to {_bound(chosen):.1%} cannot be ruled out: draw more (--records) for {max_wrong:.1%}"
         )
-    lowest = good[0]
-    least = lowest.context_share * (1 - _FREE)
-    chosen = max((one for one in good if one.context_share >= least), key=lambda one: one.min_similarity)
-    limit = f"at most {max_wrong:.1%} of the contexts are expected to be another speaker from {lowest.min_similarity:g}"
-    if chosen is lowest:
-        return chosen, f"{limit} on, and a higher threshold costs contexts"
-    return chosen, f"{limit} on, and up to {chosen.min_similarity:g} that costs less than {_FREE:.1%} of the contexts"
+    return min(usable, key=_bound), (
+        f"no threshold keeps wrong speakers below {max_wrong:.1%} and leaves half of the contexts; this one comes "
+        "nearest: mend the labels, or make finer groups"
+    )
+
+
+def _bound(one: Threshold) -> float:
+    return np.inf if one.wrong_bound is None else one.wrong_bound
+
+
+def _costing(thresholds: Sequence[Threshold], lowest: Threshold, part: float) -> list[Threshold]:
+    """Return those that leave all but a part of the contexts of the lowest."""
+    return [one for one in thresholds if one.context_share >= lowest.context_share * (1 - part)]

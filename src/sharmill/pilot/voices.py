@@ -25,11 +25,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from scipy.stats import beta
 
 # An own group that more than this share of the others beat is taken for a wrong one. Less would take utterances that
 # are merely hard for misplaced ones, more would leave few to count.
 _BEATEN = 0.25
 _MIDDLE = 0.5
+_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +98,14 @@ class WrongSpeakers:
         foreign: share of the candidates of the others that are of another speaker.
         thresholds: (T,).
         shares: (T,) of the contexts at each threshold, those that are of another speaker; NaN where there is none.
+        bounds: (T,) of these shares, as large as a pilot of this size leaves room for.
     """
 
     misplaced: float
     foreign: float
     thresholds: np.ndarray
     shares: np.ndarray
+    bounds: np.ndarray
 
 
 def estimate_wrong_speakers(voices: Voices, thresholds: np.ndarray) -> WrongSpeakers | None:
@@ -113,21 +117,51 @@ def estimate_wrong_speakers(voices: Voices, thresholds: np.ndarray) -> WrongSpea
         return None
     chance = _OtherGroups(voices) if voices.has_others else _Reference(voices)
     weights = voices.weights * voices.matched
+    size = float(weights.sum() ** 2 / (weights**2).sum())  # as many of equal weight; L. Kish, "Survey Sampling", 1965
+    beaten = float(weights[chance.beaten() > _BEATEN].sum() / weights.sum())
+    low = _share_of_low(voices, chance, weights)
+    accepted = chance.accepted(thresholds)
+
+    def expect(beaten: float, low: float, accepted: np.ndarray, one: float) -> tuple[float, float, np.ndarray]:
+        """Return the shares of misplaced utterances and foreign candidates, and of wrong contexts by threshold (T,)."""
+        misplaced = min(1.0, (beaten + one) / (1 - _BEATEN))
+        foreign = _foreign_share(low, min(1.0, beaten / (1 - _BEATEN)))
+        return misplaced, foreign, _share_wrong(voices, chance, weights, thresholds, misplaced, foreign, accepted)
+
+    misplaced, foreign, shares = expect(beaten, low, accepted, 1 / size)
+    _, _, bounds = expect(
+        float(upper_bound(beaten, size)), float(upper_bound(low, size)), upper_bound(accepted, size), 0.0
+    )
+    return WrongSpeakers(misplaced, foreign, thresholds, shares, bounds)
+
+
+def upper_bound(share: float | np.ndarray, size: float) -> np.ndarray:
+    """Return the largest shares that a sample in which it is ``share`` leaves room for, at 95 % confidence.
+
+    C. J. Clopper and E. S. Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
+    1934; for means of numbers between 0 and 1, which vary less than counts, it is on the safe side.
+
+    >>> upper_bound(0.0, 100).round(4)
+    np.float64(0.0295)
+    """
+    hits = np.minimum(np.asarray(share) * size, size - 1e-9)
+    return beta.ppf(_CONFIDENCE, hits + 1, size - hits)
+
+
+def _share_wrong(
+    voices: Voices, chance: _OtherGroups | _Reference, weights: np.ndarray, thresholds: np.ndarray,
+    misplaced: float, foreign: float, accepted: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """Return the share (T,) of wrong speakers among the contexts at each threshold; NaN where there are none."""
     total = weights.sum()
-    one = total / voices.matched.sum()
-    lost = weights[chance.beaten() > _BEATEN].sum()
-    misplaced = min(1.0, (lost + one) / ((1 - _BEATEN) * total))
-    foreign = _foreign_share(voices, chance, weights, min(1.0, lost / ((1 - _BEATEN) * total)))
     found = np.array([weights[voices.best >= threshold].sum() for threshold in thresholds])
-    of_misplaced = misplaced * total * chance.accepted(thresholds)
     num_foreign = foreign * voices.is_within.sum(axis=1)
     at_home = weights * (chance.beaten() <= _BEATEN)
     of_rest = np.array([
         (at_home * chance.exceeded(np.maximum(voices.best, threshold), num_foreign)).sum() for threshold in thresholds
-    ]) * (1 - misplaced) * total / max(at_home.sum(), one)  # fmt: skip
+    ]) * (1 - misplaced) * total / max(at_home.sum(), total / voices.matched.sum())  # fmt: skip
     with np.errstate(invalid="ignore", divide="ignore"):
-        shares = np.where(found > 0, np.minimum(1.0, (of_misplaced + of_rest) / found), np.nan)
-    return WrongSpeakers(float(misplaced), foreign, thresholds, shares)
+        return np.where(found > 0, np.minimum(1.0, (misplaced * total * accepted + of_rest) / found), np.nan)
 
 
 class _OtherGroups:
@@ -223,8 +257,13 @@ class _Reference:
         return 1 - np.interp(least, similarities, shares) ** number
 
 
-def _foreign_share(voices: Voices, chance: _OtherGroups | _Reference, weights: np.ndarray, misplaced: float) -> float:
-    """Return the share of wrong candidates of utterances that are not misplaced themselves."""
+def _share_of_low(voices: Voices, chance: _OtherGroups | _Reference, weights: np.ndarray) -> float:
+    """Return the share of candidates in the own group that are less similar than the median of other groups."""
     low = (voices.is_within & (voices.similarities < chance.medians()[:, None])).sum(axis=1)
-    of_all = (weights * low).sum() / (weights * voices.is_within.sum(axis=1)).sum() / _MIDDLE
+    return float((weights * low).sum() / (weights * voices.is_within.sum(axis=1)).sum())
+
+
+def _foreign_share(low: float, misplaced: float) -> float:
+    """Return the share of wrong candidates of utterances that are not misplaced themselves."""
+    of_all = low / _MIDDLE
     return float(np.clip((of_all - misplaced) / (1 - misplaced), 0.0, 1.0)) if misplaced < 1 else 1.0

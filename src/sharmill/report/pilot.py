@@ -21,8 +21,10 @@ def make_pilot(facts: Facts) -> Markup | None:
         return None
     contexts = [(one.min_similarity, one.context_share) for one in advice.thresholds]
     wrong = [(one.min_similarity, one.wrong_share) for one in advice.thresholds if one.wrong_share is not None]
+    most = [(one.min_similarity, one.wrong_bound) for one in advice.thresholds if one.wrong_bound is not None]
+    series = [("records with a context", contexts), ("of these another speaker", wrong)]
     chart = curves(
-        [("records with a context", contexts), ("of these another speaker", wrong)], x=(0, 1), y=(0, 1),
+        [*series, ("at most, 95 % sure", most)] if most else series, x=(0, 1), y=(0, 1),
         label="match.min_similarity", description="Shares of records by threshold",
     )  # fmt: skip
     sentence = advice.reason

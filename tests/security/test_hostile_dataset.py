@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -30,6 +31,7 @@ from sharmill.shar import open_shar
 from sharmill.shar.cut_lines import read_lines, salvage_lines
 from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.shar.reading import foreign
+from sharmill.shar.reading.safety import find_forbidden
 from sharmill.shar.sidecars import write_sidecars
 from sharmill.validate.findings import read_report
 from sharmill.validate.stage import ValidateStage
@@ -99,6 +101,10 @@ def reverb(sources: dict) -> dict:
     return {"name": "ReverbWithImpulseResponse", "kwargs": {"rir": {**sources, "channel_ids": [0]}}}
 
 
+def transform(name: str, **settings) -> dict:
+    return {"name": name, "kwargs": settings}
+
+
 def cut_of(recording: dict) -> dict:
     return {"id": "x", "start": 0, "duration": 1.0, "channel": 0, "supervisions": [], "recording": recording,
             "type": "MonoCut"}  # fmt: skip
@@ -132,6 +138,18 @@ FORBIDDEN = {
         lambda cut: cut["recording"].update(transforms=[reverb(recording("command", "touch ran"))]), "command"),
     "a transform that is not lhotse's": (
         lambda cut: cut["recording"].update(transforms=[{"name": "Evil", "kwargs": {}}]), "Evil"),
+    "a file that is a URL": (
+        lambda cut: cut["recording"]["sources"][0].update(source="http://127.0.0.1:9/a.wav"), "that is a URL"),
+    "a transform with a file that is a URL": (
+        lambda cut: cut["recording"].update(transforms=[reverb(recording("file", "http://h/x.wav"))]), "that is a URL"),
+    "a transform with a key that lhotse does not know": (
+        lambda cut: cut["recording"].update(transforms=[transform("Speed", factor=1.1, more=1)]), "'more'"),
+    "a recording within that has a key of its own": (
+        lambda cut: cut["custom"].update(extra={**recording("file", "x"), "loader": "x"}), "'loader'"),
+    "a source within that has a key of its own": (
+        lambda cut: cut["custom"].update(
+            extra=recording("file", "x") | {"sources": [{"type": "file", "channels": [0], "source": "x", "k": 1}]}),
+        "'k'"),
     "a recording whose sources are none": (
         lambda cut: cut["custom"].update(extra={**recording("file", "x"), "sources": {"type": "url"}}), "url"),
 }  # fmt: skip
@@ -156,6 +174,58 @@ def test_a_file_name_for_a_shell_is_not_loaded(dataset, tmp_path):
     assert first.recording.sources[0].source == "x;touch ran;x.SPH"
     load_all(dataset)
     assert not list(tmp_path.rglob("ran"))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["pipe:0", "concat:a|b", "/dev/zero", "-", "fifo", "//proc/self/mem"])
+def test_what_is_no_plain_file_is_kept_as_a_name_and_not_opened(dataset, name):
+    os.mkfifo("fifo")
+    change_cut(dataset, lambda cut: cut["recording"].update(
+        sources=[{"type": "file", "channels": [0], "source": name}],
+        transforms=[reverb(recording("file", name))] if name == "fifo" else []))  # fmt: skip
+    first = next(iter(open_shar(dataset, [])))
+    with pytest.raises(Exception, match=r"Shar|shar"):
+        first.load_audio()
+    assert first.recording.sources[0].source == name
+
+
+IMMENSE = {
+    "a slow speed": (transform("Speed", factor=1e-9), "factor"),
+    "speeds without a common divisor": (transform("Speed", factor=0.999999), "Hz"),
+    "a tempo": (transform("Tempo", factor=1e9), "factor"),
+    "a rate": (transform("Resample", source_sampling_rate=16000, target_sampling_rate=10**9), "target_sampling_rate"),
+    "rates without a common divisor": (
+        transform("Resample", source_sampling_rate=16000, target_sampling_rate=655349),
+        "Hz",
+    ),
+    "a rate that is none": (transform("Resample", source_sampling_rate=16000, target_sampling_rate=math.nan), "target"),
+    "a narrow band": (transform("Narrowband", codec="mulaw", source_sampling_rate=655349, restore_orig_sr=True), "Hz"),
+    "an echo": (transform("ReverbWithImpulseResponse", rir_generator={"max_T60": 1e6}), "max_T60"),
+    "an echo at a rate": (transform("ReverbWithImpulseResponse", rir_generator={"sr": 10**9}), "sr"),
+    "an echo of its own": (transform("ReverbWithImpulseResponse", rir_generator="os.system"), "none"),
+    "a filter": (transform("DereverbWPE", taps=10**9), "taps"),
+    "no settings": ({"name": "Speed"}, "form"),
+}
+
+
+@pytest.mark.parametrize(("change", "what"), IMMENSE.values(), ids=IMMENSE.keys())
+def test_transforms_are_bounded(change, what):
+    values = {**recording("memory", ""), "sampling_rate": 655350, "transforms": [change]}
+    assert what in find_forbidden(values)
+    assert what in find_forbidden([{"extra": {"deep": values}}])
+
+
+@pytest.mark.parametrize(
+    "known",
+    [transform("Speed", factor=1.1), transform("Speed", factor=0.9), transform("Volume", factor=0.3),
+     transform("Resample", source_sampling_rate=44100, target_sampling_rate=16000),
+     transform("Resample", source_sampling_rate=16000, target_sampling_rate=22050),
+     transform("Narrowband", codec="mulaw", source_sampling_rate=44100, restore_orig_sr=True),
+     transform("ReverbWithImpulseResponse", rir=None, rir_channels=[0], rir_generator={"sr": 16000, "room_seed": 7})],
+)  # fmt: skip
+def test_transforms_that_trainings_use_are_allowed(known):
+    for rate in (16000, 22050, 44100, 48000):
+        assert find_forbidden({**recording("memory", ""), "sampling_rate": rate, "transforms": [known]}) is None
 
 
 def test_sources_beside_the_audio_are_not_used(dataset, tmp_path):

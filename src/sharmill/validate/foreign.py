@@ -14,7 +14,7 @@ from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, RECORDING, TARGET_AUDIO
-from sharmill.shar.reading.safety import find_forbidden
+from sharmill.shar.reading.safety import RECORDING_KEYS, find_forbidden
 from sharmill.validate.checked_dataset import CheckedDataset, Shard
 from sharmill.validate.contract import problem_in, range_problem
 from sharmill.validate.findings import Finding
@@ -26,7 +26,7 @@ _DURATION_TOLERANCE: Final = 0.025
 _ALIGNED_AUDIO: Final = (RECORDING, TARGET_AUDIO)
 # All that lhotse's Recording, Array, TemporalArray and Features have.
 _METADATA_KEYS: Final = frozenset({
-    "id", "sources", "sampling_rate", "num_samples", "duration", "channel_ids", "transforms",
+    *RECORDING_KEYS,
     "storage_type", "storage_path", "storage_key", "shape", "array", "temporal_dim", "frame_shift", "start",
     "type", "num_frames", "num_features", "recording_id", "channels",
 })  # fmt: skip

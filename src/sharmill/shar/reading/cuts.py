@@ -18,7 +18,7 @@ from lhotse.serialization import deserialize_custom_field, deserialize_item
 
 from sharmill.shar.arrays import array_from_bytes, array_layout
 from sharmill.shar.reading.memory_audio import memory_source
-from sharmill.shar.reading.safety import SAFE_SOURCES, block_sph_sources, find_forbidden, is_given_to_a_shell
+from sharmill.shar.reading.safety import SAFE_SOURCES, block_sources, find_forbidden, is_no_plain_file
 
 # What decoding raises of values that are not what they should be.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
@@ -125,7 +125,7 @@ def _require_safe(values: Any) -> None:
     """Raise ValueError where lhotse would load what does not lie in the dataset; see the module ``safety``."""
     if found := find_forbidden(values):
         raise ValueError(f"it has {found}, which is not loaded")
-    block_sph_sources(values)
+    block_sources(values)
 
 
 def _make_supervision(values: dict[str, Any]) -> SupervisionSegment:
@@ -145,7 +145,7 @@ def _make_recording(values: dict[str, Any]) -> Recording:
         _require_safe(values)
         return Recording.from_dict(values)
     for source in sources:
-        if source["type"] not in SAFE_SOURCES or is_given_to_a_shell(source):
+        if source["type"] not in SAFE_SOURCES or is_no_plain_file(source):
             _require_safe(values)
     return _recording(values, [_source(**source) for source in sources])
 

@@ -7,7 +7,15 @@ have it. The stage ``prepare``, the reader and the checker all ask this module.
 
 from __future__ import annotations
 
+import math
+import re
+import stat
+from collections.abc import Container
+from pathlib import Path
 from typing import Any, Final
+
+from sharmill.audio.decoder import MAX_SAMPLING_RATE, MIN_SAMPLING_RATE
+from sharmill.audio.fetch import is_url
 
 SAFE_SOURCES: Final = frozenset({"file", "shar", "memory"})
 _SAFE_STORAGE: Final = frozenset({"shar", "memory_npy", "memory_lilcom"})
@@ -15,11 +23,36 @@ _SAFE_STORAGE: Final = frozenset({"shar", "memory_npy", "memory_lilcom"})
 _STORED: Final = ("shape", "num_features", "width")
 _RECORDING_KEYS: Final = frozenset({"id", "sources", "sampling_rate"})
 _MIXED_CUT_KEYS: Final = frozenset({"id", "tracks"})
-# lhotse's own, none of which runs or opens anything but the recording in it; the classes know their other keys.
-_TRANSFORMS: Final = frozenset({
-    "Clipping", "Compress", "DereverbWPE", "LoudnessNormalization", "Narrowband", "Resample",
-    "ReverbWithImpulseResponse", "Speed", "Tempo", "Volume",
-})  # fmt: skip
+# All that lhotse's classes have.
+RECORDING_KEYS: Final = _RECORDING_KEYS | {"num_samples", "duration", "channel_ids", "transforms"}
+_SOURCE_KEYS: Final = frozenset({"type", "channels", "source", "video"})
+_Limits = tuple[float, float]
+_ANY: Final = (-1e6, 1e6)
+_RATES: Final = (float(MIN_SAMPLING_RATE), float(MAX_SAMPLING_RATE))
+_FACTORS: Final = (0.1, 10.0)
+# lhotse's own, none of which runs or opens anything but the recording in it; their settings, with limits of numbers.
+_TRANSFORMS: Final[dict[str, dict[str, _Limits]]] = {
+    "Clipping": {"hard": _ANY, "gain_db": _ANY, "normalize": _ANY},
+    "Compress": {"codec": _ANY, "compression_level": _ANY},
+    "DereverbWPE": {"n_fft": (1, 65536), "hop_length": (1, 65536), "taps": (1, 1000), "delay": (0, 1000),
+                    "iterations": (0, 100), "statistics_mode": _ANY},
+    "LoudnessNormalization": {"target": _ANY},
+    "Narrowband": {"codec": _ANY, "source_sampling_rate": _RATES, "restore_orig_sr": _ANY},
+    "Resample": {"source_sampling_rate": _RATES, "target_sampling_rate": _RATES},
+    "ReverbWithImpulseResponse": {"rir": _ANY, "normalize_output": _ANY, "early_only": _ANY, "rir_channels": (0, 1000),
+                                  "rir_generator": _ANY, "RIR_SCALING_FACTOR": _ANY},
+    "Speed": {"factor": _FACTORS},
+    "Tempo": {"factor": _FACTORS},
+    "Volume": {"factor": _ANY},
+}  # fmt: skip
+_RIR_GENERATOR: Final[dict[str, _Limits]] = {
+    "sr": _RATES, "direct_range": (-1000, 1000), "max_T60": (0.01, 10.0), "alpha": (-100, 100), "a": (-100, 100),
+    "b": (-100, 100), "tau": (-100, 100), "room_seed": (0, 2**64), "source_seed": (0, 2**64),
+}  # fmt: skip
+# Rates without a common divisor take a filter of so many numbers.
+_MAX_FILTER: Final = 10**8
+# A protocol of FFmpeg's, or a place where devices lie: nobody's audio came from there.
+_NO_FILE: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.,-]+:|-$|/+(dev|proc|sys)/")
 
 
 def find_forbidden(values: Any) -> str | None:
@@ -41,11 +74,15 @@ def find_forbidden(values: Any) -> str | None:
 
 def _forbidden(manifest: dict[str, Any]) -> str | None:
     is_recording = manifest.keys() >= _RECORDING_KEYS
-    if is_recording and (kind := _first_other(manifest["sources"], "type", SAFE_SOURCES)):
-        return f"a source of type {kind}"
+    if is_recording and (found := _forbidden_in_recording(manifest)):
+        return found
     transforms = manifest.get("transforms") if is_recording or manifest.keys() >= _MIXED_CUT_KEYS else None
-    if transforms and (name := _first_other(transforms, "name", _TRANSFORMS)):
-        return f"a transform called {name}"
+    if transforms:
+        if name := _first_other(transforms, "name", _TRANSFORMS):
+            return f"a transform called {name}"
+        for transform in transforms:
+            if found := _forbidden_in_transform(transform, manifest.get("sampling_rate")):
+                return f"a transform {transform['name']} {found}"
     kind = manifest.get("storage_type")
     # Without these keys it is a mapping of the manifest's own.
     if kind is not None and str(kind) not in _SAFE_STORAGE and any(key in manifest for key in _STORED):
@@ -53,7 +90,51 @@ def _forbidden(manifest: dict[str, Any]) -> str | None:
     return None
 
 
-def _first_other(parts: Any, key: str, allowed: frozenset[str]) -> str | None:
+def _forbidden_in_recording(recording: dict[str, Any]) -> str | None:
+    if kind := _first_other(recording["sources"], "type", SAFE_SOURCES):
+        return f"a source of type {kind}"
+    if unknown := recording.keys() - RECORDING_KEYS:
+        return f"a recording with the key {min(unknown)!r}"
+    for source in recording["sources"]:
+        if unknown := source.keys() - _SOURCE_KEYS:
+            return f"a source with the key {min(unknown)!r}"
+        if source["type"] == "file" and is_url(str(source.get("source"))):
+            return "a source of type 'file' that is a URL"
+    return None
+
+
+def _forbidden_in_transform(transform: dict[str, Any], rate: Any) -> str | None:
+    """Describe what lhotse does not know of a transform in a recording of a rate, or would need all memory for."""
+    settings = transform.get("kwargs")
+    if transform.keys() - {"name", "kwargs"} or not isinstance(settings, dict):
+        return "that is not in lhotse's form"
+    if found := _outside(settings, _TRANSFORMS[transform["name"]]):
+        return found
+    generator = settings.get("rir_generator")
+    if generator is not None and (not isinstance(generator, dict) or (found := _outside(generator, _RIR_GENERATOR))):
+        return found or "with a generator that is none"
+    if transform["name"] == "Speed" and isinstance(rate, int):
+        rates = (round(rate * settings.get("factor", 1.0)), rate)
+    else:
+        rates = (settings.get("source_sampling_rate", 1), settings.get("target_sampling_rate", 8000))
+    divisor = math.gcd(*rates) if all(type(value) is int for value in rates) else 0
+    if not divisor or rates[0] * rates[1] / divisor**2 > _MAX_FILTER:
+        return f"between {rates[0]} and {rates[1]} Hz"
+    return None
+
+
+def _outside(settings: dict[str, Any], known: dict[str, _Limits]) -> str | None:
+    """Describe a setting that is not known, or a number that lies outside of its limits."""
+    for key, value in settings.items():
+        if key not in known:
+            return f"with the key {str(key)[:40]!r}"
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, (int, float)) and not known[key][0] <= number <= known[key][1]:
+                return f"with {key} {number!r}"[:80]
+    return None
+
+
+def _first_other(parts: Any, key: str, allowed: Container[str]) -> str | None:
     """Return the first value of ``key`` in the mappings ``parts`` that is not allowed, as text."""
     for part in parts if isinstance(parts, list) else [parts]:
         value = part.get(key) if isinstance(part, dict) else part
@@ -62,21 +143,35 @@ def _first_other(parts: Any, key: str, allowed: frozenset[str]) -> str | None:
     return None
 
 
-def is_given_to_a_shell(source: dict[str, Any]) -> bool:
-    """Return True if lhotse gives the name of this source to a shell as it stands; a file may have any name."""
-    return source["type"] == "file" and str(source["source"]).lower().endswith(".sph")
+def is_no_plain_file(source: dict[str, Any]) -> bool:
+    """Return True if lhotse would not just open the file of this source; a name that is kept may be any.
+
+    It gives those in ``.sph`` to a shell as they stand, and its backends to FFmpeg, which has protocols.
+    """
+    if source["type"] != "file":
+        return False
+    name = source["source"]
+    return not isinstance(name, str) or name[-4:].lower() == ".sph" or _NO_FILE.match(name) is not None
 
 
-def block_sph_sources(values: Any) -> None:
-    """Make recordings in ``.sph`` files, in a cut or a part of one, name their origin without being loadable."""
+def block_sources(values: Any) -> None:
+    """Make recordings that are no plain files, in a cut or a part of one, name their origin without being loadable."""
     pending = [values]
     while pending:
         value = pending.pop()
         if isinstance(value, dict):
             if value.keys() >= _RECORDING_KEYS:
                 for source in value["sources"]:
-                    if is_given_to_a_shell(source):
+                    if is_no_plain_file(source) or (source["type"] == "file" and _is_device(source["source"])):
                         source["type"] = "shar"
             pending += value.values()
         elif isinstance(value, list):
             pending += value
+
+
+def _is_device(name: str) -> bool:
+    """Return True if there is a FIFO, a device or a folder of this name, which would be waited for or have no end."""
+    try:
+        return not stat.S_ISREG(Path(name).stat().st_mode)
+    except (OSError, ValueError):
+        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import threading
 from contextlib import suppress
@@ -16,6 +17,7 @@ import xxhash
 from support.errors import raises
 
 from sharmill import storage as store
+from sharmill.engine.progress import RankProgress, _write_aside
 from sharmill.errors import ConfigError, FatalError
 from sharmill.storage import (
     STAGING_NAME,
@@ -192,6 +194,29 @@ def test_links_below_a_root_are_refused_and_the_root_itself_may_be_one(tmp_path)
     refuse_strangers(tmp_path / "link", [tmp_path / "link/below/file"])
     with raises(ConfigError, "foreign_output", "real/inner is a link"):
         refuse_strangers(tmp_path / "real", [tmp_path / "real/inner/deep/file"])
+
+
+def test_names_aside_cannot_be_guessed(tmp_path):
+    names = {path_aside(tmp_path / "a").name for _ in range(100)}
+    assert len(names) == 100
+    assert all(re.fullmatch(r"\.a\.[0-9a-f]{32}\.tmp", name) for name in names)
+
+
+@pytest.mark.parametrize("write", [
+    lambda path: write_atomic(path, b"new"),
+    lambda path: require_writable(path.parent),
+    lambda path: _write_aside(path, RankProgress(rank=0, pid=1, host="h", started=0.0, updated=0.0)),
+])  # fmt: skip
+def test_a_link_planted_under_a_name_aside_is_not_written_through(tmp_path, monkeypatch, write):
+    """Of one who has guessed 128 bits."""
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "planted").symlink_to(tmp_path / "theirs")
+    for module in ("storage", "engine.progress"):
+        monkeypatch.setattr(f"sharmill.{module}.path_aside", lambda path: tmp_path / "planted")
+    with suppress(OSError, ConfigError):
+        write(tmp_path / "mine")
+    assert (tmp_path / "theirs").read_text() == "theirs"
+    assert not (tmp_path / "mine").exists()
 
 
 def test_what_killed_processes_left_aside_is_removed_and_nothing_else(tmp_path):

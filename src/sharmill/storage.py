@@ -431,7 +431,7 @@ def require_writable(directory: Path) -> None:
     probe = path_aside(directory / PROBE)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
+        probe.touch(exist_ok=False)
         # Another process that begins its work here may have taken it for a leftover.
         probe.unlink(missing_ok=True)
     except OSError as error:

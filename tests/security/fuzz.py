@@ -16,15 +16,16 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from rich.console import Console
+from support.fuzzed_datasets import DatasetTargets
+from support.mutations import Target
 from support.shar import Project, voice
 from support.source_forms import FORMS
 
@@ -50,47 +51,6 @@ from sharmill.storage import Staging, token_staging
 from sharmill.validate.accounts import hash_record
 from sharmill.validate.checked_dataset import check_index, read_checked_dataset
 from sharmill.validate.findings import encode_report, make_report, read_report
-
-_TOKENS = (
-    b"\0", b"\xff", b"\n", b"\r\n", b'"', b"{", b"[", b"]}", b"-1", b"1e999", b"NaN", b"null", b"true", b"../../x",
-    b"/etc",    b"9" * 400, b"\xed\xa0\x80", b"\\ud800", b"a" * 5000, b"[" * 2000, b"0", b"18446744073709551616",
-    b"-9223372036854775809",    b"\x1b[2J", b"9007199254740993", b"1e308", b"253402300800",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Target:
-    """A format: good data of it, and what reads such data; ``packed`` data are mutated before they are compressed."""
-
-    name: str
-    data: bytes
-    read: Callable[[bytes], object]
-    packed: bool = False
-
-
-def mutate(data: bytes, draws: random.Random) -> bytes:
-    """Return data with one to six places changed."""
-    changed = bytearray(data)
-    for _ in range(draws.randint(1, 6)):
-        place, kind = draws.randrange(len(changed) + 1), draws.randrange(7)
-        length = min(draws.choice((1, 1, 2, 8, 64, 600)), len(changed) - place)
-        if kind == 0 and place < len(changed):
-            changed[place] ^= 1 << draws.randrange(8)
-        elif kind == 1:
-            changed[place:place] = draws.choice(_TOKENS)
-        elif kind == 2:
-            changed[place : place + length] = draws.choice(_TOKENS)
-        elif kind == 3:
-            del changed[place : place + length]
-        elif kind == 4:
-            del changed[place:]
-        elif kind == 5:
-            start = draws.randrange(len(changed) + 1)
-            changed[place:place] = changed[start : start + length]
-        elif digits := [n for n, byte in enumerate(changed) if 48 <= byte <= 57]:  # a number becomes another
-            place = draws.choice(digits)
-            changed[place : place + 1] = draws.choice(_TOKENS)
-    return bytes(changed)
 
 
 class Corpus:
@@ -244,12 +204,14 @@ def fuzz(folder: Path, seed: int, rounds: int, only: str = "") -> list[str]:
     """Return what went wrong: a target, the seed of its mutation, and the end of the traceback."""
     found: dict[str, str] = {}
     corpus = Corpus(folder)
-    targets = [t for t in chain(corpus.targets(), corpus.source_targets()) if t.name.startswith(only)]
+    datasets = DatasetTargets(folder, corpus.dataset)
+    every = chain(corpus.targets(), corpus.source_targets(), datasets.targets())
+    targets = [target for target in every if target.name.startswith(only)]
     for number in range(rounds):
         target = targets[number % len(targets)]
         draws = random.Random(f"{seed} {target.name} {number}")
         try:
-            target.read(mutate(target.data, draws))
+            target.read(target.change(target.data, draws))
         except SharmillError as error:
             if not str(error).strip():
                 found[target.name] = f"{target.name}, round {number}: an error without a sentence"

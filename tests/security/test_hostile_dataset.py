@@ -176,6 +176,25 @@ def test_a_file_name_for_a_shell_is_not_loaded(dataset, tmp_path):
     assert not list(tmp_path.rglob("ran"))
 
 
+def test_the_name_of_an_opus_file_for_a_shell_is_not_loaded(dataset, tmp_path):
+    """lhotse reads .opus through a shell where this variable asks for it, which it looks at once in a process."""
+    change_cut(dataset, lambda cut: cut["recording"]["sources"][0].update(source="x;touch ran;x.Opus"))
+    script = """
+import sys
+from sharmill.shar import open_shar
+first = next(iter(open_shar(sys.argv[1], [])))
+print(first.recording.sources[0].type, first.recording.sources[0].source)
+try:
+    first.load_audio()
+except Exception as error:
+    print(type(error).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", script, dataset], capture_output=True, text=True, check=True,
+                          env={**os.environ, "LHOTSE_LEGACY_OPUS_LOADING": "1"})  # fmt: skip
+    assert done.stdout.splitlines()[0] == "shar x;touch ran;x.Opus"
+    assert not list(tmp_path.rglob("ran"))
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["pipe:0", "concat:a|b", "/dev/zero", "-", "fifo", "//proc/self/mem"])
 def test_what_is_no_plain_file_is_kept_as_a_name_and_not_opened(dataset, name):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,26 @@ def test_members_of_a_nemo_checkpoint_stay_in_its_folder(repack, tmp_path):
     except ConfigError:
         pass
     assert not escape.exists()
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE], ids=["a symlink", "a hard link"])
+def test_links_in_a_nemo_checkpoint_lead_nowhere(repack, tmp_path, kind):
+    """A link to a file outside, and a member that would be written through it; and one to a folder."""
+    path, outside = repack(), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "mine.txt").write_text("mine")
+    with tarfile.open(path, "a") as archive:
+        for name, target in (("./one", outside / "mine.txt"), ("./two", outside)):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, str(target)
+            archive.addfile(info)
+        for name in ("./one", "./two/new.txt"):
+            info = tarfile.TarInfo(name)
+            info.size = 2
+            archive.addfile(info, io.BytesIO(b"hi"))
+    with suppress(ConfigError):
+        load_speaker_encoder(f"nemo:{path}", "cpu")
+    assert {file.name: file.read_text() for file in outside.iterdir()} == {"mine.txt": "mine"}
 
 
 @pytest.fixture

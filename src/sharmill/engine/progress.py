@@ -148,7 +148,8 @@ class ProgressWriter:
 def _write_aside(path: Path, record: RankProgress) -> None:
     aside = path_aside(path)
     try:
-        aside.write_bytes(msgspec.json.encode(record))
+        with aside.open("xb") as stream:
+            stream.write(msgspec.json.encode(record))
         aside.replace(path)
     except OSError:
         # Progress is for people to look at: a full disk is reported by the unit that meets it.

@@ -239,6 +239,24 @@ class TestSetupLines:
         )
         assert (ended.returncode, ended.stdout) == (0, "good day function\n")
 
+    def test_names_in_a_script_are_text(self, cluster, tmp_path, monkeypatch):
+        """Of the run directory, of the dataset, of the folder that jobs start in and of the chain's command."""
+        name = """$(touch ran1) `touch ran2` 'a' "b" ; touch ran3 & x\\"""
+        folder = tmp_path / name.replace("/", "|")
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        cluster.script("srun", "echo the rank runs")
+        dataset = SimpleNamespace(name=name, run_dir=folder / "run")
+        executor = Chain(dataset, ClusterProfile(), command=f"sharmill submit {name}").executor()
+        make_private_folder(executor.run_dir.jobs)
+        write_atomic(executor.run_dir.chain, msgspec.json.encode(ChainState(state="waiting", message="jobs")))
+        watcher = "\n".join([*executor.watcher_setup, "exit 1"])
+        for script in (executor.script(ToyStage(folder), 2), watcher):
+            ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path)
+            assert ended.stderr == ""
+        assert read_state(executor.run_dir).command == f"sharmill submit {name}"
+        assert not list(tmp_path.rglob("ran[0-9]"))
+
     def test_commands_that_fail_within_a_line_end_nothing(self, run_script):
         """As those of conda's and Lmod's own scripts."""
         assert run_script("activate() { [ -n '' ]; false; return 0; }; activate", "false || true").returncode == 0

@@ -8,6 +8,7 @@ have it. The stage ``prepare``, the reader and the checker all ask this module.
 from __future__ import annotations
 
 import math
+import os
 import re
 import stat
 from collections.abc import Container
@@ -146,12 +147,15 @@ def _first_other(parts: Any, key: str, allowed: Container[str]) -> str | None:
 def is_no_plain_file(source: dict[str, Any]) -> bool:
     """Return True if lhotse would not just open the file of this source; a name that is kept may be any.
 
-    It gives those in ``.sph`` to a shell as they stand, and its backends to FFmpeg, which has protocols.
+    It gives those in ``.sph`` to a shell as they stand, if asked to those in ``.opus`` too, and its backends to FFmpeg,
+    which has protocols.
     """
     if source["type"] != "file":
         return False
     name = source["source"]
-    return not isinstance(name, str) or name[-4:].lower() == ".sph" or _NO_FILE.match(name) is not None
+    if not isinstance(name, str) or name[-4:].lower() == ".sph" or _NO_FILE.match(name) is not None:
+        return True
+    return name[-5:].lower() == ".opus" and os.environ.get("LHOTSE_LEGACY_OPUS_LOADING") == "1"
 
 
 def block_sources(values: Any) -> None:

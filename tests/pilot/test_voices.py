@@ -134,10 +134,10 @@ def test_advice_of_a_small_pilot_is_on_the_safe_side_and_says_what_it_cannot_rul
     voices, wrong = make_voices(exchange(0.1), seed=seed, part=part)
     advice = advise(voices, 0.01)
     chosen = advice.recommended
-    assert true_share(voices, wrong, chosen.min_similarity) <= 0.01
+    assert true_share(voices, wrong, chosen.min_similarity) <= chosen.wrong_bound <= 0.03
     right = (~wrong & np.isfinite(voices.best)).mean()
     assert chosen.context_share > 0.85 * right
-    assert (chosen.wrong_bound <= 0.01) != ("cannot be ruled out: draw more" in advice.reason)
+    assert (chosen.wrong_bound <= 0.01) != ("cannot be ruled out: a larger" in advice.reason)
 
 
 def test_no_context_at_all_gives_no_advice():

@@ -14,6 +14,8 @@ _FREE = 0.005
 _STEPS = 100
 # So much of the yield is given, beyond the threshold that is expected to do, to be certain of it.
 _FOR_SAFETY = 0.1
+# A bound so much above the lowest is as good as it, where that takes contexts.
+_NEARLY = 1.25
 # No threshold is recommended that takes more of the yield than this part.
 _MOST_LOST = 0.5
 
@@ -102,10 +104,11 @@ def _recommend(
             return chosen, f"{limit}, and a higher threshold costs contexts"
         return chosen, f"{limit}, and up to {chosen.min_similarity:g} that costs less than {_FREE:.1%} of the contexts"
     if affordable:
-        chosen = min(affordable, key=_bound)
+        lowest_bound = min(map(_bound, affordable))
+        chosen = next(one for one in affordable if _bound(one) <= _NEARLY * lowest_bound)
         return chosen, (
             f"{chosen.wrong_share:.1%} of the contexts are expected to be another speaker, but with {num_matched} "
-            f"utterances up to {_bound(chosen):.1%} cannot be ruled out: draw more (--records) for {max_wrong:.1%}"
+            f"utterances up to {_bound(chosen):.1%} cannot be ruled out: a larger pilot can tell more (--records)"
         )
     return min(usable, key=_bound), (
         f"no threshold keeps wrong speakers below {max_wrong:.1%} and leaves half of the contexts; this one comes "

@@ -67,7 +67,7 @@ class TestRunDirectory:
 
     def test_links_that_submitit_makes_are_let_be(self, tmp_path):
         (tmp_path / "run/jobs").mkdir(parents=True)
-        (tmp_path / "run/jobs/submission_file_0a1b.sh").symlink_to("7_submission.sh")
+        (tmp_path / "run/jobs/.submission_file_0a1b.sh").symlink_to("7_submission.sh")
         assert run(ToyStage(tmp_path))[0].ok
 
     @pytest.mark.timeout(60)

@@ -113,8 +113,8 @@ def refuse_linked_folders(stage: Stage) -> None:
         refuse_strangers(stage.run_dir.path, paths.logs.glob("*"))
     run = stage.run_dir
     refuse_strangers(run.path, (run.manifests, run.copies, run.jobs))
-    # Submitit itself makes links of that name, which SLURM does not write to.
-    refuse_strangers(run.path, (path for path in run.jobs.glob("*") if not path.match("submission_file_*.sh")))
+    # Submitit itself makes links of such names, which SLURM does not write to.
+    refuse_strangers(run.path, (path for path in run.jobs.glob("*") if not path.match(".submission_file_*.sh")))
     refuse_strangers(stage.root, (stage.root / name for name in (STAGING_NAME, *stage.folders)))
 
 

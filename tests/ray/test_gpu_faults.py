@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import pytest
 from support.errors import raises
-from support.gpu_faults import ECC, BadDevices, BreakingStage, LookingAhead
+from support.gpu_faults import ECC, FULL, BadDevices, FaultyStage, FullStage, LookingAhead
 
-from sharmill.errors import DeviceError
+from sharmill.errors import DeviceError, FatalError
 
 
-def test_a_broken_context_costs_an_actor_and_no_attempt_of_a_unit(tmp_path, on_ray, add_node):
+def test_every_fault_costs_one_attempt(tmp_path, on_ray, add_node):
     add_node(num_cpus=1, num_gpus=1)
-    stage = BreakingStage(tmp_path, once=(2,))
+    stage = FaultyStage(tmp_path)
     result, heard = on_ray(stage, 1)
     assert result.ok
     assert heard.failed == {}
-    assert stage.attempts() == {0: 1, 1: 1, 2: 2, 3: 1, 4: 1, 5: 1}
-    assert len(stage.pids()) == 2
+    stage.assert_done(tmp_path / "clean")
+
+
+def test_where_nothing_fits_the_stage_ends_at_its_second_unit(tmp_path, on_ray, add_node):
+    add_node(num_cpus=1, num_gpus=1)
+    stage = FullStage(tmp_path)
+    with raises(FatalError, "out_of_memory", FULL):
+        on_ray(stage, 1)
+    assert stage.attempts().total() == 2
 
 
 @pytest.mark.slow

@@ -1,11 +1,10 @@
-"""Ranks on a real SLURM whose GPU breaks: they leave, are requeued, and go on."""
+"""Ranks on a real SLURM whose GPU fails in every way: they leave, are requeued or submitted again, and go on."""
 
 from __future__ import annotations
 
 import pytest
-from support.gpu_faults import BreakingStage
+from support.gpu_faults import FULL, FaultyStage, FullStage
 from support.toy_cluster import ToyChain, ToyDataset, cancel_all, make_profile
-from support.toy_stage import output_bytes, run
 
 from sharmill.executors.slurm.chain import wait_for_end
 
@@ -27,21 +26,20 @@ def finish():
         cancel_all(chain.run_dir)
 
 
-def test_a_rank_whose_context_breaks_leaves_uncounted_and_is_requeued(tmp_path, finish):
-    stage = BreakingStage(tmp_path, once=(2,))
+def test_every_fault_costs_one_attempt_and_a_broken_context_none(tmp_path, finish):
+    stage = FaultyStage(tmp_path)
     state = finish(stage)
-    assert state.state == "done"
-    assert stage.attempts() == {0: 1, 1: 1, 2: 2, 3: 1, 4: 1, 5: 1}
-    assert len(stage.pids()) == 2
-    # By SLURM, within the same job, and not by a later driver job.
+    assert state.state == "done", state.message
+    stage.assert_done(tmp_path / "clean")
+    # After the broken context: by SLURM, within the same job, and not by a later driver job.
     assert "leaves, since its device works no more" in stage.dir.rank_log(0).read_text()
-    local = BreakingStage(tmp_path / "local")
-    run(local)
-    assert output_bytes(stage) == output_bytes(local)
+    # The dead GPU.
+    assert "CUDA error: all CUDA-capable devices are busy or unavailable" in state.message
 
 
-def test_a_rank_that_cannot_be_set_up_is_named_at_the_end(tmp_path, finish):
-    stage = BreakingStage(tmp_path, units=2, setup_does="raise_once:no such GPU")
+def test_where_nothing_fits_the_stage_ends_at_its_second_unit(tmp_path, finish):
+    stage = FullStage(tmp_path)
     state = finish(stage)
-    assert state.state == "done"
-    assert "ValueError: no such GPU" in state.message
+    assert state.state == "failed"
+    assert FULL in state.message
+    assert stage.attempts().total() == 2

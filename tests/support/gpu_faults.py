@@ -8,9 +8,10 @@ from typing import Any
 
 from sharmill.engine.stage import Advance, Processor
 from sharmill.engine.unit import Output, Unit
+from sharmill.models.memory import MemoryGuard
 from sharmill.processes import usable_cores
 from sharmill.storage import Staging
-from support.toy_stage import GpuStage, wait_until
+from support.toy_stage import GpuStage, ToyStage, output_bytes, run, wait_until
 
 ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
 ECC = "CUDA error: uncorrectable ECC error encountered"
@@ -32,14 +33,70 @@ class BreakingStage(GpuStage):
         self.once, self.always = once, always
         self.uses_gpu = True  # type: ignore[misc]
 
+    def error(self, message: str) -> Exception:
+        """As of the versions of torch before 2.9, which have no error of their own for it."""
+        return RuntimeError(message)
+
     def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         if unit.index in self.always or (unit.index in self.once and not self.marked(f"broke-{unit.index}")):
             self.mark(f"broke-{unit.index}")
             _broken.append(ASSERT)
         if _broken:
             self.mark("attempts", f"{unit.index} {os.getpid()}")
-            raise RuntimeError(_broken[0])
+            raise self.error(_broken[0])
         return super().work(unit, staging, advance)
+
+
+class FaultyStage(BreakingStage):
+    """Meets every fault of a GPU once: three lacks of memory, a broken context, a hang, and a dead GPU at set-up.
+
+    The last unit has none. ``faults`` leaves some out.
+    """
+
+    def __init__(self, folder: Path, *, faults: tuple[int, ...] = (0, 1, 2, 3, 4), dead: bool = True):
+        super().__init__(folder, units=6, once=(3,) if 3 in faults else ())
+        self.behaviour = {index: does for index, does in _FAULTS.items() if index in faults}
+        if dead:
+            self.setup_does = "device_once"
+        if 4 in faults:
+            self.unit_time_limit = 3.0
+
+    def error(self, message: str) -> Exception:
+        import torch
+
+        return torch.AcceleratorError(message)
+
+    def assert_done(self, folder: Path) -> None:
+        """Each fault cost its unit one attempt and no other unit any, and the output has the bytes of one without."""
+        faulty = {*self.behaviour, *self.once}
+        assert self.attempts() == {index: 1 + (index in faulty) for index in range(6)}
+        clean = ToyStage(folder)
+        run(clean)
+        assert output_bytes(self) == output_bytes(clean)
+
+
+_FAULTS = {0: "cuda_memory_once", 1: "no_engine_once", 2: "cufft_once", 4: "hold_gil_once"}
+
+
+class FullStage(GpuStage):
+    """Its batches never fit into the memory of the device, as those of a stage with too large ``batch_seconds``."""
+
+    def open(self, device: str) -> Processor:
+        self.guard = MemoryGuard("the codec", "encode.batch_seconds")
+        return super().open(device)
+
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        import torch
+
+        self.mark("attempts", f"{unit.index} {os.getpid()}")
+        with self.guard.batch(30.0, 6):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 19.00 GiB.")
+
+
+# Of the error that ends such a stage.
+FULL = (
+    "the codec: a batch of 6 rows and 30 s does not fit in the memory of the device: lower encode.batch_seconds below"
+)
 
 
 class AssertingStage(GpuStage):

@@ -179,16 +179,18 @@ def _do_device(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
 
 
-def _do_accelerator(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    import torch
-
-    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-
 def _do_cuda_memory(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     import torch
 
     raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 19.00 GiB.")
+
+
+def _do_no_engine(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    raise RuntimeError("GET was unable to find an engine to execute this computation")
+
+
+def _do_cufft(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    raise RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR")
 
 
 def _do_config(stage: ToyStage, unit: Unit | None, argument: str) -> None:

@@ -6,10 +6,10 @@ import os
 
 import pytest
 from support.errors import raises
-from support.gpu_faults import ECC, BadDevices, BreakingStage, LookingAhead
+from support.gpu_faults import ECC, FULL, BadDevices, BreakingStage, FaultyStage, FullStage, LookingAhead
 from support.toy_stage import GpuStage, ToyStage, output_bytes, run
 
-from sharmill.errors import DeviceError
+from sharmill.errors import DeviceError, FatalError
 from sharmill.processes import usable_cores
 
 
@@ -94,24 +94,32 @@ def test_another_error_at_set_up_ends_the_stage_at_once(tmp_path, gpus):
 
 
 @pytest.mark.slow
-def test_a_unit_that_hangs_on_a_gpu_ends_its_rank_and_counts(tmp_path, gpus):
-    gpus(1)
-    stage = GpuStage(tmp_path, units=3, behaviour={0: "wait:never"})
-    stage.unit_time_limit = 2.0
-    result, _ = run(stage, "auto")
-    assert list(result.failures) == [0]
-    assert stage.attempts() == {0: 3, 1: 1, 2: 1}
-
-
-@pytest.mark.slow
-def test_what_torch_itself_raises_is_known_over_the_pipe(tmp_path, gpus):
-    gpus(1)
-    stage = GpuStage(tmp_path, units=2, behaviour={0: "accelerator_once", 1: "cuda_memory_once"})
-    result, _ = run(stage, "auto")
+def test_every_fault_costs_one_attempt_in_a_pool(tmp_path, gpus):
+    gpus(2)
+    stage = FaultyStage(tmp_path)
+    result, heard = run(stage, "auto")
     assert result.ok
-    # A lack of memory leaves the process as it is.
-    assert len(stage.pids()) == 2
-    assert stage.attempts() == {0: 2, 1: 2}
+    assert heard.failed == {}
+    stage.assert_done(tmp_path / "clean")
+
+
+def test_every_lack_of_memory_costs_one_attempt_inline_and_the_process_goes_on(tmp_path):
+    stage = FaultyStage(tmp_path, faults=(0, 1, 2), dead=False)
+    result, heard = run(stage, 1)
+    assert result.ok
+    assert heard.failed == {}
+    assert stage.pids() == {os.getpid()}
+    stage.assert_done(tmp_path / "clean")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_where_nothing_fits_the_stage_ends_at_its_second_unit(tmp_path, gpus, number):
+    """Inline on the CPU, and in the process of a rank on a GPU."""
+    gpus(number)
+    stage = FullStage(tmp_path)
+    with raises(FatalError, "out_of_memory", FULL):
+        run(stage, 1)
+    assert stage.attempts().total() == 2
 
 
 def test_a_rank_has_its_next_unit_while_it_does_one_until_few_are_left(tmp_path, gpus, whole):

@@ -50,7 +50,7 @@ def main(dataset: str, checkpoint: Path, steps: int) -> None:
     model = NextFrame(form)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=False)
+        state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         data.load_state_dict(merge_loader_states([state["data"]]))  # of all ranks; before the loader is made

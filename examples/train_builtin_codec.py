@@ -37,6 +37,7 @@ from sharmill.demo.corpus import sentences
 from sharmill.demo.espeak import Espeak
 from sharmill.demo.voices import VOICES, make_speakers
 from sharmill.models.nemo_checkpoint import quiet_nemo
+from sharmill.models.nemo_config import read_nemo_config
 
 with quiet_nemo():
     from nemo.collections.tts.models import AudioCodecModel
@@ -165,6 +166,8 @@ def make_model(weights: Path | None) -> AudioCodecModel:
     """Return the model with random weights, or with those of a .nemo file."""
     with quiet_nemo():
         if weights is not None:
+            # NeMo itself would make what its configuration names.
+            read_nemo_config(weights)
             return AudioCodecModel.restore_from(str(weights), map_location="cpu").float()
         return AudioCodecModel(cfg=OmegaConf.load(CONFIG))
 

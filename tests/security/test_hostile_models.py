@@ -6,6 +6,7 @@ import io
 import json
 import os
 import tarfile
+import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from support.errors import raises
 from support.models import save_encodec, save_nemo_speaker
 
 from sharmill.errors import ConfigError
-from sharmill.models import describe_speaker_encoder, load_codec, load_speaker_encoder
+from sharmill.models import describe_codec, describe_speaker_encoder, load_codec, load_speaker_encoder
 
 
 class Bomb:
@@ -121,6 +122,8 @@ NOT_KNOWN = {
     "a file beside the folder": ("encoder", {"weights": "nemo:../../x.ckpt"}),
     "a file in the current folder": ("decoder", {"semantic_codec_path": "x.nemo"}),
     "a URL": ("decoder", {"weights": "https://example.org/x.ckpt"}),
+    "more bands than memory": ("preprocessor", {"features": 10**9}),
+    "a spectrum larger than memory": ("preprocessor", {"n_fft": 10**9}),
     "a reference to the environment": ("decoder", {"weights": "${oc.env:HOME}"}),
 }
 
@@ -187,6 +190,41 @@ def test_an_archive_that_unpacks_to_much_more_than_its_file(repack, tmp_path, co
             new.fileobj.write(zeros.tobuf())
     with raises(ConfigError, "untrusted_model", "would unpack"):
         describe_speaker_encoder(f"nemo:{tmp_path / 'big.nemo'}")
+
+
+@pytest.mark.parametrize("compression", ["xz", "gz", "bz2"])
+def test_a_damaged_archive(good_nemo, tmp_path, compression):
+    path = tmp_path / "damaged.nemo"
+    with tarfile.open(path, f"w:{compression}") as archive:
+        archive.add(good_nemo, "x")
+    data = bytearray(path.read_bytes())
+    for part in (data[: len(data) // 2], data[:200] + bytes(50) + data[250:]):
+        path.write_bytes(part)
+        with raises(ConfigError, "bad_model", str(path)):
+            describe_speaker_encoder(f"nemo:{path}")
+
+
+def test_a_configuration_that_unpacks_to_much_is_not_read_whole(repack, tmp_path):
+    path = repack(model_config=lambda data: data + b"#" * (48 << 20))
+    with tarfile.open(tmp_path / "packed.nemo", "w:gz", compresslevel=1) as packed, tarfile.open(path) as plain:
+        for member in plain:
+            packed.addfile(member, plain.extractfile(member))
+    path.unlink()
+    tracemalloc.start()
+    try:
+        with raises(ConfigError, "bad_config_file", "larger than 1 MiB"):
+            describe_speaker_encoder(f"nemo:{tmp_path / 'packed.nemo'}")
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("filters", [10**7, 10**9])
+def test_layers_of_a_nemo_checkpoint_that_its_weights_cannot_fill(repack, filters):
+    path = repack(model_config=with_config(lambda c: c["encoder"]["jasper"][1].update(filters=filters, kernel=[999])))
+    with raises(ConfigError, "bad_model", "layers of far more numbers") as error:
+        load_speaker_encoder(f"nemo:{path}", "cpu")
+    assert "\n" not in str(error.value)
 
 
 def test_tags_in_the_configuration_of_a_nemo_checkpoint(repack, tmp_path):
@@ -256,3 +294,31 @@ def test_code_beside_the_weights_of_a_transformers_directory(encodec, tmp_path):
     (encodec / "own.py").write_text(f"import os; os.mkdir({str(tmp_path / 'ran')!r})\n")
     load_codec(f"transformers:{encodec}", "cpu")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("key", ["num_filters", "hidden_size"])
+def test_layers_of_a_transformers_directory_that_its_weights_cannot_fill(tmp_path, key):
+    folder = save_encodec(tmp_path / "encodec")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: 10**6}))
+    with raises(ConfigError, "bad_model", "layers of far more numbers"):
+        load_codec(f"transformers:{folder}", "cpu")
+
+
+def test_a_model_named_by_an_adapter_beside_a_transformers_model(tmp_path):
+    """Where PEFT is installed, transformers loads the model that the adapter names."""
+    folder = save_encodec(tmp_path / "encodec")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "someone/else"}))
+    with raises(ConfigError, "untrusted_model", "adapter_config.json"):
+        load_codec(f"transformers:{folder}", "cpu")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"quantization_config": {"load_in_4bit": True}}, {"attn_implementation": "someone/kernel"},
+     {"sub_config": {"_attn_implementation": "kernels-community/flash-attn"}}],
+)  # fmt: skip
+def test_code_that_the_configuration_of_a_transformers_model_would_fetch(tmp_path, values):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "encodec", **values}))
+    with raises(ConfigError, "untrusted_model", "config.json"):
+        describe_codec(f"transformers:{tmp_path}")

@@ -9,7 +9,7 @@ import yaml
 
 from sharmill.errors import ConfigError
 
-_MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 _MAX_VALUES = 100_000
 
 
@@ -25,7 +25,7 @@ def check_yaml(path: Path) -> None:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(f"{path} is not a regular file", code="bad_config_file")
     with path.open("rb") as stream:
-        root = check_yaml_text(stream.read(_MAX_BYTES + 1), str(path))
+        root = check_yaml_text(stream.read(MAX_BYTES + 1), str(path))
     if root is not None:
         _check_nulls(path, root)
 
@@ -37,7 +37,7 @@ def check_yaml_text(data: bytes, origin: str) -> yaml.Node | None:
         ConfigError: it is too large, nested too deeply, or contains itself.
         yaml.YAMLError: it is not YAML.
     """
-    if len(data) > _MAX_BYTES:
+    if len(data) > MAX_BYTES:
         raise ConfigError(f"{origin} is larger than 1 MiB: it is no configuration", code="bad_config_file")
     try:
         root = yaml.compose(data, Loader=yaml.SafeLoader)

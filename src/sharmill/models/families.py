@@ -29,6 +29,7 @@ UNTRAINED_CONFIG: Final = Path(__file__).parent / "untrained_codec.yaml"
 TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
 
 _PATH_STARTS: Final[tuple[str, ...]] = ("/", "./", "../", "~")
+_ADAPTER: Final = "adapter_config.json"
 _READ_BYTES: Final = 1 << 20
 _MAX_CONFIG_BYTES: Final = 16 << 20
 
@@ -272,7 +273,8 @@ TRANSFORMERS_CODECS: Final = Family(
 
 
 def check_transformers_config(path: Path) -> None:
-    """Raise ConfigError unless a directory's config.json names a codec that is supported."""
+    """Raise ConfigError unless a directory's config.json names a codec that is supported, and loads nothing else."""
+    problem = "it has an adapter_config.json, by which another model is loaded" if (path / _ADAPTER).exists() else None
     try:
         with open_regular(path / "config.json") as stream:
             config = json.loads(stream.read(_MAX_CONFIG_BYTES))
@@ -284,6 +286,24 @@ def check_transformers_config(path: Path) -> None:
             f"{path} holds a model of type {model_type!r}: supported are {', '.join(TRANSFORMERS_TYPES)}",
             code="bad_model",
         )
+    if problem := problem or _refused_in(config):
+        raise ConfigError(f"{path} is not loaded: {problem}; remove that if you trust the rest", code="untrusted_model")
+
+
+def _refused_in(config: dict[str, Any]) -> str | None:
+    """Name what in a config.json, at any depth, loads more than the directory; None without such a thing."""
+    for key, value in config.items():
+        if key in ("quantization_config", "use_kernels") or ("attn_implementation" in key and "/" in str(value)):
+            return f"{key} of its config.json loads more than the directory"
+        if isinstance(value, dict) and (found := _refused_in(value)):
+            return found
+    return None
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files of a directory."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def file_checksum(path: Path) -> str:

@@ -15,9 +15,10 @@ import torch
 import yaml
 
 from sharmill.errors import ConfigError, is_device_error
-from sharmill.models.families import first_line
+from sharmill.models.families import first_line, size_of
 from sharmill.models.hub import require_on_hub, require_reachable
 from sharmill.models.nemo_config import read_nemo_config
+from sharmill.models.tensors import limited_layers
 from sharmill.registry import require_package
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _LOADING_ERRORS = (
     AttributeError,
     EOFError,
     KeyError,
+    MemoryError,
     OSError,
     RuntimeError,
     TypeError,
@@ -143,8 +145,10 @@ def _restore(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...],
             self, calling_cls: type[ModelPT], restore_path: str, override_config_path: object = None, *rest: Any
         ) -> Any:
             # Only what was checked is used, whatever else of that name is in the archive.
-            config = read_nemo_config(Path(self.model_extracted_dir or restore_path), name.allow_targets)
-            return super().load_config_and_state_dict(calling_cls, restore_path, OmegaConf.create(config), *rest)
+            source = Path(self.model_extracted_dir or restore_path)
+            config = read_nemo_config(source, name.allow_targets)
+            with limited_layers(name.name, size_of(source)):
+                return super().load_config_and_state_dict(calling_cls, restore_path, OmegaConf.create(config), *rest)
 
         def load_instance_with_state_dict(
             self, instance: nn.Module, state_dict: Mapping[str, Any], strict: bool

@@ -6,6 +6,7 @@ load code from a hub. Here are only the classes that speech codecs and speaker m
 
 from __future__ import annotations
 
+import lzma
 import re
 import tarfile
 import zlib
@@ -15,9 +16,10 @@ from typing import Any, Final
 
 import yaml
 
-from sharmill.config.limits import check_yaml_text
+from sharmill.config.limits import MAX_BYTES, check_yaml_text
 from sharmill.errors import ConfigError
 from sharmill.models.families import first_line
+from sharmill.storage import open_regular
 
 _CONFIG: Final = "model_config.yaml"
 _MEMBERS: Final = frozenset({_CONFIG, "model_weights.ckpt"})
@@ -62,6 +64,8 @@ _ALLOWED: Final = frozenset(f"{module}.{name}" for module, names in _CLASSES.ite
 _LAYER: Final = re.compile(r"torch\.nn\.[A-Z][A-Za-z0-9]*")
 # The spellings of Hydra, and of NeMo's older and newer configurations.
 _TARGET_KEYS: Final = ("_target_", "target", "cls")
+# Of the matrices from spectra to bands, which are made outside of torch.
+_MOST_BANDS: Final = {"n_fft": 1 << 16, "features": 1 << 12, "n_mels": 1 << 12, "mel_dim": 1 << 12}
 _PATH: Final = re.compile(r"(nemo:)?([/~]|\.\.?/|.*(/\.\.|://))|.*\$\{", re.DOTALL)
 
 
@@ -76,12 +80,16 @@ def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[st
         ConfigError: it is no checkpoint, unpacks to too much, or its configuration has what is not let through.
     """
     try:
-        data = (path / _CONFIG).read_bytes() if path.is_dir() else _read_archive(path)
+        if path.is_dir():
+            with open_regular(path / _CONFIG) as stream:
+                data = stream.read(MAX_BYTES + 1)
+        else:
+            data = _read_archive(path)
         check_yaml_text(data, f"the configuration in {path}")
         config = yaml.safe_load(data)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: its configuration is damaged, or more than values", code="bad_model") from error
-    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError) as error:
         raise ConfigError(
             f"{path} is not a NeMo checkpoint, which is a tar archive: {first_line(error)}", code="bad_model"
         ) from error
@@ -105,7 +113,7 @@ def _read_archive(path: Path) -> bytes:
     """Return the configuration in an archive whose members are looked at without unpacking them.
 
     Raises:
-        tarfile.TarError, zlib.error, EOFError, OSError: it is no archive, or damaged.
+        tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError: it is no archive, or damaged.
         ConfigError: it lacks something, or has too much.
     """
     data, missing, size = b"", set(_MEMBERS), 0
@@ -120,7 +128,7 @@ def _read_archive(path: Path) -> bytes:
                 )
             name = PurePosixPath(member.name).name
             if name == _CONFIG and (stream := archive.extractfile(member)) is not None:
-                data = stream.read()
+                data = stream.read(MAX_BYTES + 1)
             missing.discard(name)
     if missing:
         raise ConfigError(
@@ -150,4 +158,6 @@ def _refused(name: str, value: Any) -> str | None:
         return "which loads more than the checkpoint"
     elif isinstance(value, str) and (_PATH.match(value) or (name.endswith("_path") and value)):
         return "which is outside the checkpoint"
+    elif isinstance(value, (int, float)) and value > _MOST_BANDS.get(name, value):
+        return "more than any speech model has"
     return None

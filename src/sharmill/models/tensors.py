@@ -2,21 +2,65 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sharmill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
+# Of the tensors that are made while a model is loaded: its layers, the weights, and copies of them.
+_NUMBERS_PER_BYTE = 4
+_FREE_NUMBERS = 1 << 27
 # Far above the noise of float32 arithmetic (1e-6 to 1e-5), far below what a model does that sees the padding.
 _RELATIVE_TOLERANCE = 1e-3
 # Some seconds of most codecs; what depends on more than half of it counts as not bounded.
 _REACH_FRAMES = 64
+
+
+class _SizeLimit(TorchDispatchMode):
+    """Refuses to make tensors of more than so many numbers in all, before they are there."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.left = most
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        size = args[0] if args and isinstance(args[0], (list, tuple)) else args[:2]
+        if size and all(isinstance(length, (int, float)) for length in size):
+            self.left -= math.prod(size) if isinstance(args[0], (list, tuple)) else max(size)
+            if self.left < 0:
+                raise ValueError("its layers are too large")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def limited_layers(name: str, num_bytes: int) -> Iterator[None]:
+    """Raise ConfigError where a model, while it is made, asks for much more memory than its weights' bytes explain.
+
+    The sizes of layers are numbers of its configuration, which cost nothing to write.
+    """
+    limit = _SizeLimit(_NUMBERS_PER_BYTE * num_bytes + _FREE_NUMBERS)
+    try:
+        with limit:
+            yield
+    except Exception as error:
+        if limit.left >= 0:
+            raise
+        raise ConfigError(
+            f"cannot load {name}: its configuration asks for layers of far more numbers than its {num_bytes:,} bytes "
+            "can hold; it is damaged, or not to be trusted",
+            code="bad_model",
+        ) from error
 
 
 def check_batch(audio: Tensor, num_samples: Tensor) -> None:

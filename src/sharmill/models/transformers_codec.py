@@ -19,9 +19,9 @@ import torch
 
 from sharmill.errors import ConfigError, is_device_error
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.families import TRANSFORMERS_TYPES, check_transformers_config, first_line
+from sharmill.models.families import TRANSFORMERS_TYPES, check_transformers_config, first_line, size_of
 from sharmill.models.hub import require_reachable
-from sharmill.models.tensors import find_reach, weights_checksum
+from sharmill.models.tensors import find_reach, limited_layers, weights_checksum
 from sharmill.registry import require_package
 
 if TYPE_CHECKING:
@@ -154,7 +154,8 @@ def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
 
 def _from_directory_or_hub(name: ModelName) -> Any:
     if name.path is not None:
-        return _from_pretrained(str(name.path), name.name, local_files_only=True)
+        with limited_layers(name.name, size_of(name.path)):
+            return _from_pretrained(str(name.path), name.name, local_files_only=True)
     try:
         return _from_pretrained(name.target, name.name, local_files_only=True)
     except OSError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from stat import S_ISREG
 from uuid import uuid4
@@ -66,15 +66,20 @@ class LedgerWriter:
 
 def read_ledger(paths: StageDir, units: Iterable[Unit]) -> dict[int, Commit]:
     """Return the commit of every unit that is done, by unit index. Records of another plan do not count."""
-    ids = {unit.index: unit.id for unit in units}
+    return {commit.index: commit for commit in iterate_ledger(paths, {unit.index: unit.id for unit in units})}
+
+
+def iterate_ledger(paths: StageDir, ids: Mapping[int, str]) -> Iterator[Commit]:
+    """Yield the commits of units, whose ids are given by their indices; one at a time is held in memory.
+
+    A unit that two attempts have ended has two, of the same output.
+    """
     paths = paths.of_present_plan()
-    commits: dict[int, Commit] = {}
     for path in sorted(paths.ledger.glob("*.jsonl")):
         for line in read_stored_lines(path):
             commit = _decode(path, line)
             if commit is not None and commit.token == paths.token and ids.get(commit.index) == commit.id:
-                commits[commit.index] = commit
-    return commits
+                yield commit
 
 
 def committed_files(stage: Stage) -> list[PublishedFile]:

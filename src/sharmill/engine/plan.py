@@ -77,8 +77,13 @@ def _read_identity(stage: Stage) -> Any:
 
 def load_plan(stage: Stage) -> list[Unit]:
     """Return the units of a plan that is known to exist."""
+    return list(iterate_plan(stage))
+
+
+def iterate_plan(stage: Stage) -> Iterator[Unit]:
+    """Yield the units of a plan that is known to exist."""
     path = stage.dir.units
-    return [decode_stored(path, line, Unit) for line in read_stored_lines(path)]
+    return (decode_stored(path, line, Unit) for line in read_stored_lines(path))
 
 
 def discard_stage(stage: Stage, keep: str) -> None:

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +21,8 @@ from sharmill.config import Config
 from sharmill.encode.segment_codes import encoded_file, read_counts
 from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage
-from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load_plan
+from sharmill.engine.ledger import iterate_ledger
+from sharmill.engine.plan import iterate_plan
 from sharmill.engine.run import read_totals
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
@@ -174,17 +175,17 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
         decode: load codecs.
     """
     run_dir, dataset_dir = RunDir(Path(config.run_dir)), Path(config.dataset_dir)
-    found = [_read_stage(stage) for stage in stages]
-    by_kind = {stage.kind: (stage, *read) for stage, read in zip(stages, found, strict=True)}
-    _, written, shards_done = by_kind["write"]
+    noted = _Noted()
+    found = [_read_stage(stage, noted) for stage in stages]
+    by_kind = {stage.kind: (stage, read) for stage, read in zip(stages, found, strict=True)}
     run = RunFacts(
         run_dir=run_dir,
         config=read_stored(run_dir.config).decode(errors="replace"),
-        stages=[facts for facts, _ in found],
+        stages=found,
         stats=_read_json(run_dir.stats) if run_dir.stats.exists() else {},
-        voices=_voices(by_kind["match"][2]) if "match" in by_kind else [],
-        measures=_measures(shards_done) if written.totals else None,
-        context_uses=_context_uses(*by_kind["survey"][:2]) if "survey" in by_kind else None,
+        voices=[voice for _, voice in sorted(noted.voices, key=itemgetter(0))],
+        measures=noted.measures if by_kind["write"][1].totals else None,
+        context_uses=_context_uses(*by_kind["survey"]) if "survey" in by_kind else None,
         code_counts=_code_counts(stages),
     )
     try:
@@ -198,32 +199,59 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
     )
 
 
-def _read_stage(stage: Stage) -> tuple[StageFacts, list[Commit]]:
-    """Return the facts of a stage, and its commits in the order of the plan."""
+@dataclass
+class _Noted:
+    """Sums of what the commit records of all stages have for the page.
+
+    ``measures`` are of all shards, and None of a run of an older version, which has noted none. Beside each of the
+    ``voices``, the name of its group and its embedding, stands the unit and the place among those of the unit.
+    """
+
+    measures: CutMeasures | None = field(default_factory=CutMeasures)
+    voices: list[tuple[tuple[int, int], tuple[str, np.ndarray]]] = field(default_factory=list)
+
+    def add(self, kind: str, commit: Commit) -> None:
+        if kind == "write" and self.measures is not None:
+            if "cuts" in commit.stats:
+                self.measures.add(CutMeasures.unpack(commit.stats["cuts"]))
+            else:
+                self.measures = None
+        if kind == "match":
+            for number, (group, values) in enumerate(commit.stats.get("voices", ())):
+                self.voices.append(((commit.index, number), (shorten(str(group)), unpack_voice(values))))
+
+
+def _read_stage(stage: Stage, noted: _Noted) -> StageFacts:
+    """Return the facts of a stage, and add what its commits have noted; one of these at a time is held in memory."""
     if not stage.dir.units.exists():
-        return StageFacts(name=stage.name, cost_unit=stage.cost_unit, totals=None), []
-    units = load_plan(stage)
-    costs = {unit.index: unit.cost for unit in units}
-    commits = read_ledger(stage.dir, units)
+        return StageFacts(name=stage.name, cost_unit=stage.cost_unit, totals=None)
+    ids, costs = dict[int, str](), dict[int, float]()
+    for unit in iterate_plan(stage):
+        ids[unit.index], costs[unit.index] = unit.id, unit.cost
+    num_units = len(ids)
     cost: defaultdict[int, float] = defaultdict(float)
     seconds: defaultdict[int, float] = defaultdict(float)
-    for commit in commits.values():
+    devices: set[str] = set()
+    for commit in iterate_ledger(stage.dir, ids):
+        # The first one of a unit counts.
+        del ids[commit.index]
         cost[commit.rank] += costs[commit.index]
         seconds[commit.rank] += commit.seconds
+        devices.add(commit.device_kind)
+        noted.add(stage.kind, commit)
     totals = read_totals(stage)
-    facts = StageFacts(
+    return StageFacts(
         name=stage.name,
         cost_unit=stage.cost_unit,
         totals=totals,
-        num_units=len(units),
-        num_done=len(commits),
+        num_units=num_units,
+        num_done=num_units - len(ids),
         cost_by_rank=dict(sorted(cost.items())),
         seconds_by_rank=dict(sorted(seconds.items())),
-        devices=sorted({commit.device_kind for commit in commits.values()} - {""}),
+        devices=sorted(devices - {""}),
         identity=_read_json(stage.dir.identity),
         examples=_examples(stage.dir.rejects, totals.rejects) if totals and totals.rejects else {},
     )
-    return facts, [commits[index] for index in sorted(commits)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -252,29 +280,11 @@ def _examples(path: Path, reasons: dict[str, int]) -> dict[str, list[RejectExamp
     return found
 
 
-def _measures(commits: Sequence[Commit]) -> CutMeasures | None:
-    """Return the measures of all shards; None of a run of an older version, which has noted none."""
-    measures = CutMeasures()
-    for commit in commits:
-        if "cuts" not in commit.stats:
-            return None
-        measures.add(CutMeasures.unpack(commit.stats["cuts"]))
-    return measures
-
-
 def _code_counts(stages: Sequence[Stage]) -> dict[str, np.ndarray]:
     """Return the counts of the codes of each codec whose encoding is finished, where they were counted."""
     finished = [stage for stage in stages if isinstance(stage, EncodeStage) and encoded_file(stage.dir).exists()]
     counts = {stage.codec_config.name: read_counts(stage.dir) for stage in finished}
     return {name: found for name, found in counts.items() if found is not None}
-
-
-def _voices(commits: Sequence[Commit]) -> list[tuple[str, np.ndarray]]:
-    return [
-        (shorten(str(group)), unpack_voice(values))
-        for commit in commits
-        for group, values in commit.stats.get("voices", ())
-    ]
 
 
 def _context_uses(stage: Stage, facts: StageFacts) -> np.ndarray | None:

@@ -34,7 +34,7 @@ def test_its_last_step_is_a_page_with_audio_from_the_codes(demo):
     folder, output = demo
     page = (folder / "run/report.html").read_text()
     assert f"report: {folder}/run/report.html, " in output.replace("\n", "")
-    assert page.count("Play target of ") == page.count("Play decoded from builtin of ") >= 10
+    assert page.count("Play target of ") == page.count("Play target decoded from builtin of ") >= 10
     assert "Map of the voices" in page
     assert len(page) < 15_000_000
 

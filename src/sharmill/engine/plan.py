@@ -81,7 +81,7 @@ def load_plan(stage: Stage) -> list[Unit]:
 
 
 def iterate_plan(stage: Stage) -> Iterator[Unit]:
-    """Yield the units of a plan that is known to exist."""
+    """Return an iterator over the units of a plan that is known to exist."""
     path = stage.dir.units
     return (decode_stored(path, line, Unit) for line in read_stored_lines(path))
 

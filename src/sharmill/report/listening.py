@@ -1,4 +1,4 @@
-"""The listening table: pairs of target and context with players, pictures and text, and targets made from codes."""
+"""The listening table: pairs of target and context with players, pictures and text, and both made from codes."""
 
 from __future__ import annotations
 
@@ -117,22 +117,26 @@ def _first(supervisions: Any) -> dict[str, Any]:
 
 
 def _clips(pair: Pair, record: DatasetRecord, decoders: list[tuple[CodecRecord, DecodingCodec]]) -> Iterator[Clip]:
-    target_seconds = 0.0
+    seconds: dict[str, float] = {}
     for field in record.audio_fields:
+        role = "context" if field == CONTEXT_AUDIO else "target"
+        seconds[role] = 0.0
         item = pair.stored.items.get(field)
         if item is not None and item.data is not None:
             samples, rate = read_stored_audio(item)
-            seconds = len(samples) / rate
-            if field != CONTEXT_AUDIO:
-                target_seconds = seconds
-            yield _make_clip("context" if field == CONTEXT_AUDIO else "target", samples, rate, seconds)
+            seconds[role] = len(samples) / rate
+            yield _make_clip(role, samples, rate, seconds[role])
     for codec, decoder in decoders:
-        try:
-            samples, rate = decode_stored_codes(pair.stored, codec, decoder, most_seconds=_MAX_SECONDS)
-        except ConfigError:
-            # A field of a foreign dataset may have nothing for this cut.
-            continue
-        yield _make_clip(f"decoded from {codec.name}", samples, rate, target_seconds or len(samples) / rate)
+        for role, of_audio in seconds.items():
+            of_context = role == "context"
+            try:
+                samples, rate = decode_stored_codes(
+                    pair.stored, codec, decoder, context=of_context, most_seconds=_MAX_SECONDS
+                )
+            except ConfigError:
+                # A field of a foreign dataset may have nothing for this cut.
+                continue
+            yield _make_clip(f"{role} decoded from {codec.name}", samples, rate, of_audio or len(samples) / rate)
 
 
 def _make_clip(role: str, samples: np.ndarray, rate: int, seconds: float) -> Clip:

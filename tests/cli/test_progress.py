@@ -54,9 +54,9 @@ def clock():
 def listener(clock):
     """Returns a function: width -> listener of a terminal without colours that is not drawn by itself."""
 
-    def make(width):
+    def make(width, names=(), expected=None):
         console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO(), highlight=False)
-        return ProgressListener(console, clock=clock)
+        return ProgressListener(console, clock=clock, names=names, expected=expected)
 
     return make
 
@@ -66,6 +66,36 @@ def drawn(listener, width) -> list[str]:
     with console.capture() as capture:
         console.print(listener.render())
     return [line.rstrip() for line in capture.get().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("expected", "loading", "under_way"),
+    [
+        ({}, None, "run: at least 0:00:10 left"),
+        ({"write": 60.0}, "run: at least 0:01:00 left", "run: at least 0:01:10 left"),
+        ({"match": 100.0, "write": 60.0, "encode/nanocodec": 3600.0}, "run: 1:02:30 left", "run: 1:01:10 left"),
+    ],
+)  # fmt: skip
+def test_the_time_left_of_the_whole_run_is_shown_as_far_as_it_is_known(clock, expected, loading, under_way):
+    printed = []
+    console = SimpleNamespace(is_terminal=False, print=lambda text, **_: printed.append(str(text)))
+    shown = ProgressListener(console, names=STAGES, expected=expected, clock=clock)
+    shown.stage_started(stage_of("prepare"), units_of([1.0]), [])
+    shown.stage_ended(stage_of("prepare"), ended())
+    assert "run:" not in printed[-1]
+    units = units_of([60.0, 60.0])
+    shown.stage_started(stage_of("match"), units, [])
+    clock.now += 10
+    assert shown._line().partition("run:")[1:] == (tuple(loading.partition("run:")[1:]) if loading else ("", ""))
+    shown.unit_done(units[0], commit_of(units[0]))
+    assert shown._line().endswith(f"0:00:10 left, {under_way}")
+
+
+def test_the_last_stage_has_no_other_time_than_its_own(listener, clock):
+    shown = listener(120, names=STAGES, expected=dict.fromkeys(STAGES, 60.0))
+    show_large_run(shown, clock)
+    assert "stage 4 of 4" in drawn(shown, 120)[0]
+    assert "run:" not in "".join(drawn(shown, 120))
 
 
 def show_large_run(listener, clock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -13,7 +14,7 @@ from sharmill.cli.plan import print_plan
 from sharmill.cli.prediction import describe_bytes, describe_hours
 from sharmill.errors import ConfigError
 from sharmill.pilot.known_rates import find_rates
-from sharmill.pilot.predict import predict_stage
+from sharmill.pilot.predict import expect_seconds, predict_stage
 from sharmill.pilot.rates import StageRate
 from sharmill.pipeline import make_stages
 from sharmill.prepare.stage import PrepareStage
@@ -112,6 +113,21 @@ def test_rates_of_the_run_itself_are_used(project):
     output = printed(config, gpu_hour=2.5)
     assert "predicted, for what is left" in output
     assert "price" in output
+
+
+def test_without_rates_no_time_is_expected_of_any_stage(project):
+    config = project.configure()
+    assert expect_seconds(config, make_stages(config)) == {}
+
+
+def test_what_is_left_of_a_run_is_expected_from_its_own_rates_and_its_pilot(project):
+    config = project.configure()
+    assert run(PrepareStage(config)).ok
+    piloted = {"prepare": rate(name="prepare"), "match": rate(seconds_per_cost=0.5, cost_per_record=2.0)}
+    with mock.patch("sharmill.pilot.predict.find_rates", return_value=(piloted, "")):
+        found = expect_seconds(config, make_stages(config))
+    # Prepare is done; match begins, and then has two seconds of audio for each of six records.
+    assert found == {"prepare": 0.0, "match": pytest.approx(5 + 0.5 * 12)}
 
 
 def test_numbers_are_short():

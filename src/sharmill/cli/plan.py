@@ -10,7 +10,6 @@ from sharmill.cli.arguments import split_arguments
 from sharmill.cli.console import describe_cost, json_option, make_console, make_table, plain, print_json
 from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError
-from sharmill.processes import usable_cores
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,7 +110,7 @@ def print_plan(
     from sharmill.cli.prediction import print_prediction
     from sharmill.cli.stage_status import read_or_preview_units
     from sharmill.pilot.known_rates import find_rates
-    from sharmill.pilot.predict import predict_stage
+    from sharmill.pilot.predict import count_ranks, predict_stage
     from sharmill.pipeline import check_config, make_stages
 
     check_config(config, stages=())
@@ -123,7 +122,7 @@ def print_plan(
         table.add_column(column, justify="left" if column == "stage" else "right", no_wrap=True)
     not_yet = []
     for stage in make_stages(config):
-        of_stage, left = ranks or _count_ranks(config, stage), None
+        of_stage, left = ranks or count_ranks(config, stage), None
         try:
             units, done = read_or_preview_units(stage)
             left = [unit.cost for unit in units if unit.index not in done]
@@ -164,12 +163,3 @@ def _row(stage: Stage, ranks: int, num_units: int, left: list[float]) -> list[Te
         f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and isinstance(stage, WriteStage) else "",
     )
     return [plain(cell) for cell in cells]
-
-
-def _count_ranks(config: Config, stage: Stage) -> int:
-    """Return on how many ranks the executor of the configuration would run a stage if it ran on this machine."""
-    from sharmill.executors.devices import plan_devices, usable_gpus
-
-    workers = config.executor.workers
-    gpus = usable_gpus(config.executor.device) if stage.uses_gpu and workers == "auto" else ()
-    return len(plan_devices(workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=usable_cores()))

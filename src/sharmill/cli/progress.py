@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -104,18 +104,20 @@ class ProgressListener(Listener):
 
     Args:
         console: where to print.
-        num_stages: of the whole run, to say which one is at work; None for work that is no run of stages.
+        names: of the stages of the whole run, to say which one is at work; none for work that is no run of stages.
+        expected: seconds that stages are expected to take, by their names, as far as that is known.
         seconds_between_lines: how often a line is printed where ``console`` is no terminal.
         clock: seconds on a clock that never goes back.
     """
 
     def __init__(
-        self, console: Console, *, num_stages: int | None = None, seconds_between_lines: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, console: Console, *, names: Sequence[str] = (), expected: Mapping[str, float] | None = None,
+        seconds_between_lines: float | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._console = console
         self._clock = clock
-        self._num_stages = num_stages
+        self._names = names
+        self._expected = expected or {}
         self._stages: list[StageProgress] = []
         self._lock = threading.RLock()
         self._live = Live(
@@ -204,12 +206,28 @@ class ProgressListener(Listener):
 
     def _place(self) -> str:
         """Return which stage of how many is at work, or an empty string."""
-        return "" if self._num_stages is None else f" (stage {len(self._stages)} of {self._num_stages})"
+        return f" (stage {len(self._stages)} of {len(self._names)})" if self._names else ""
+
+    def _describe_run_left(self, now: float) -> str:
+        """Return the time left of the whole run, or an empty string in its last stage, and where nothing is known."""
+        if not self._stages or not (later := self._names[len(self._stages) :]):
+            return ""
+        stage = self._stages[-1]
+        left = 0.0 if stage.ended is not None else stage.seconds_left(now)
+        if left is None and stage.name in self._expected:
+            left = max(0.0, self._expected[stage.name] - stage.elapsed(now))
+        parts = [left, *(self._expected.get(name) for name in later)]
+        known = [part for part in parts if part is not None]
+        # Of stages that have never run, nor in a pilot, nothing is known.
+        least = "" if len(known) == len(parts) else "at least "
+        return f"run: {least}{describe_time(sum(known))} left" if known else ""
 
     def render(self) -> Table:
         """Return the table of all stages so far, for the width of the console."""
         wide = self._console.width >= _WIDE
-        table = make_table(self._place().strip(" ()") or None, expand=True)
+        with self._lock:
+            title = [self._place().strip(" ()"), self._describe_run_left(self._clock())]
+        table = make_table(", ".join(filter(None, title)) or None, expand=True)
         table.add_column("stage", no_wrap=True, max_width=24 if wide else 16)
         table.add_column("", ratio=1, min_width=8)
         table.add_column("units", justify="right", no_wrap=True)
@@ -239,6 +257,7 @@ class ProgressListener(Listener):
             parts = [
                 f"{stage.units_done}/{_count(stage.num_units, 'unit')}", stage.describe_amount(),
                 stage.describe_rate(now), _count(stage.rejects, "reject"), stage.describe_left(now),
+                self._describe_run_left(now) if stage.ended is None else "",
             ]  # fmt: skip
             place = self._place() if stage.ended is None else ""
         return f"{stage.name}{place}: {', '.join(part for part in parts if part)}"

@@ -86,6 +86,7 @@ def _run_one(
     from sharmill.cli.results import describe_result, print_paths, print_report, print_result
     from sharmill.engine.rundir import RunDir
     from sharmill.executors.slurm.chain import require_no_chain
+    from sharmill.pilot.predict import expect_seconds
     from sharmill.pipeline import check_config, choose_stages, make_executor, make_stages, run_dataset
     from sharmill.report.last_step import report_on_run
     from sharmill.storage import write_atomic
@@ -100,7 +101,14 @@ def _run_one(
         check_config(config, stages)
         require_no_chain(RunDir(Path(config.run_dir)), take_over=take_over)
         take_back_commits(config, redo, stages)
-    with ProgressListener(console, num_stages=len(make_stages(config, stages))) as listener:
+    expected: dict[str, float] = {}
+    if config.executor.kind == "local" and not restart:
+        try:
+            expected = expect_seconds(config, make_stages(config))
+        except SharmillError as error:
+            console.print(plain(f"the time left of the whole run is not known: {error}", style="dim"), soft_wrap=True)
+    names = [stage.name for stage in make_stages(config, stages)]
+    with ProgressListener(console, names=names, expected=expected) as listener:
         result = run_dataset(config, listener, stages=stages, restart=restart, executor=executor, take_over=take_over)
     print_result(console, result)
     report = result.report

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -12,10 +13,18 @@ from sharmill.config import Config
 from sharmill.encode.stage import UNIT_SECONDS as ENCODE_UNIT_SECONDS
 from sharmill.encode.stage import UNITS_WANTED as ENCODE_UNITS
 from sharmill.engine.balance import pack
+from sharmill.engine.ledger import read_ledger
+from sharmill.engine.plan import load_plan
+from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
+from sharmill.engine.stored import decode_stored, read_stored
+from sharmill.executors.devices import plan_devices, usable_gpus
 from sharmill.match.stage import UNIT_SECONDS as MATCH_UNIT_SECONDS
 from sharmill.match.stage import UNITS_WANTED as MATCH_UNITS
+from sharmill.pilot.calibrate import Calibration
+from sharmill.pilot.known_rates import find_rates
 from sharmill.pilot.rates import StageRate
+from sharmill.processes import usable_cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,3 +94,42 @@ def _count_units(config: Config, stage: Stage, rate: StageRate, num_records: int
     # The others have a unit for each shard.
     records = rate.records_per_record * num_records
     return config.write.num_shards or max(1, math.ceil(records / (config.write.shard_size or rate.records_per_unit)))
+
+
+def expect_seconds(config: Config, stages: Sequence[Stage]) -> dict[str, float]:
+    """Return the time that the rest of each stage will take on this machine, by its name, of those whose rate is known.
+
+    Rates are those of the pilot, and of what the run has done before.
+
+    Args:
+        stages: all stages of the run, in their order.
+    """
+    rates, _ = find_rates(config, None)
+    calibration = RunDir(Path(config.run_dir)).calibration
+    if stages[0].dir.units.exists():
+        num_records = sum(unit.size for unit in load_plan(stages[0]))
+    elif calibration.exists():
+        num_records = decode_stored(calibration, read_stored(calibration), Calibration).num_records
+    else:
+        return {}
+    expected = {}
+    for stage in stages:
+        if (rate := rates.get(stage.name)) is None:
+            continue
+        costs = None
+        if stage.dir.units.exists():
+            units = load_plan(stage)
+            done = read_ledger(stage.dir, units)
+            costs = [unit.cost for unit in units if unit.index not in done]
+        found = predict_stage(
+            config, stage, rate, ranks=count_ranks(config, stage), num_records=num_records, costs=costs
+        )  # fmt: skip
+        expected[stage.name] = found.wall_seconds
+    return expected
+
+
+def count_ranks(config: Config, stage: Stage) -> int:
+    """Return on how many ranks the executor of the configuration would run a stage if it ran on this machine."""
+    workers = config.executor.workers
+    gpus = usable_gpus(config.executor.device) if stage.uses_gpu and workers == "auto" else ()
+    return len(plan_devices(workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=usable_cores()))

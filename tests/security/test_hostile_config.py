@@ -51,12 +51,19 @@ def test_refused_in_one_line(text, tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_profile_adds_no_lines_to_a_script(tmp_path):
-    (tmp_path / "p.yaml").write_text('cpu: {extra: {"comment": "a\\n#SBATCH --wrap=x"}}\n')
-    with raises(ConfigError, "bad_config_value", "cpu.extra.comment", "control character"):
+@pytest.mark.parametrize("key", ["comment", "setup", "speaker_key"])
+def test_a_profile_adds_no_lines_to_a_script(tmp_path, key):
+    (tmp_path / "p.yaml").write_text(f'cpu: {{extra: {{{key}: "a\\n#SBATCH --wrap=x"}}}}\n')
+    with raises(ConfigError, "bad_config_value", f"cpu.extra.{key}", "control character"):
         load_profile(tmp_path / "p.yaml")
+
+
+def test_lines_of_setup_and_of_a_speaker_key_are_several_where_they_belong(tmp_path):
     (tmp_path / "p.yaml").write_text("setup:\n  - |\n    module load a\n    module load b\n")
     assert load_profile(tmp_path / "p.yaml").setup == ["module load a\nmodule load b\n"]
+    (tmp_path / "c.yaml").write_text(GOOD + 'prepare: {filters: {setup: "a\\nb"}}\n')
+    with raises(ConfigError, "bad_config_value", "prepare.filters.setup", "control character"):
+        load_config(tmp_path / "c.yaml")
 
 
 def test_an_alias_or_two_are_welcome(tmp_path):

@@ -33,7 +33,6 @@ ALLOWED = {
     "engine/stored.py:map_stored_array": OPENED,
     "engine/worker.py:_open": "opens a stage, not a file",
     "executors/machine.py:_examine_folder": OWN,
-    "executors/ray/cluster.py:_find_address": CHECKS,
     "export/run.py:export_dataset": "opens a shard, not a file",
     "models/": MODEL,
     "processes.py": SYSTEM,

@@ -148,11 +148,11 @@ def _to_typed(kind: type[Loaded], values: dict[str, Any], origin: str) -> Loaded
 
 
 def _check_controls(value: Any, origin: str, key: str) -> None:
-    """Raise ConfigError where a key or a text has control characters, but for the keys whose texts may be long."""
+    """Raise ConfigError where a key or a text has control characters, but for the keys at the top whose texts may."""
     if isinstance(value, dict):
         for name, child in value.items():
             check_one_line(str(name), f"{origin}: the key {name!r}")
-            if name not in _OF_SEVERAL_LINES:
+            if key or name not in _OF_SEVERAL_LINES:
                 _check_controls(child, origin, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
         for number, child in enumerate(value):

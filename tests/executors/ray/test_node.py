@@ -128,6 +128,25 @@ class TestAuto:
         with raises(ConfigError, "no_cluster", "executor.address"):
             ray_cluster.connect("auto")
 
+    def test_what_is_no_text_ends_in_one_line_whosever_it_is(self, named, monkeypatch):
+        named.write_bytes(b"\xff\xfe\x1b[2J")
+        with raises(ConfigError, "no_cluster", str(named), "no address"):
+            ray_cluster.connect("auto")
+        monkeypatch.setattr("os.getuid", lambda: 4242)
+        named.chmod(0o644)
+        if os.geteuid() == 0:
+            os.chown(named, 4243, -1)
+        with raises(ConfigError, "no_cluster", str(named), "another user") as error:
+            ray_cluster.connect("auto")
+        assert "\x1b" not in str(error.value)
+
+    @pytest.mark.timeout(20)
+    def test_a_fifo_is_not_waited_for(self, named):
+        named.unlink()
+        os.mkfifo(named)
+        with raises(ConfigError, "no_cluster", "not a regular file"):
+            ray_cluster.connect("auto")
+
     def test_a_process_that_is_called_like_rays_is_not_asked(self, named):
         named.unlink()
         with raises(ConfigError, "no_cluster", "no Ray cluster is running here"):

@@ -16,6 +16,7 @@ from tenacity import before_sleep_log, retry, retry_if_exception_type, stop_afte
 
 from sharmill.config import Config
 from sharmill.errors import ConfigError
+from sharmill.storage import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -126,16 +127,19 @@ def _find_address() -> str:
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     file = Path(folder) / "ray/ray_current_cluster"
     try:
-        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as stream:
-            owner, address = os.fstat(stream.fileno()).st_uid, stream.read(_ADDRESS_CHARACTERS).strip()
-    except OSError as error:
+        with open_regular(file, follow_links=False) as stream:
+            owner, data = os.fstat(stream.fileno()).st_uid, stream.read(_ADDRESS_CHARACTERS).strip()
+    except (OSError, ValueError) as error:
         raise _no_cluster("auto", error) from error
+    address = data.decode("ascii", "replace")
     if owner not in (os.getuid(), 0):
         raise ConfigError(
             f"{file} belongs to another user, whose cluster it names: if you mean that one, say executor.address="
             f"{address!r}",
             code="no_cluster",
         )
+    if not data.isascii():
+        raise _no_cluster("auto", ValueError(f"{file} holds no address"))
     return address
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from socket import gethostname
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 from uuid import uuid4
 
 import xxhash
@@ -155,9 +155,9 @@ def is_regular(path: Path) -> bool:
 
 
 def checksum(path: Path) -> str:
-    """xxh3-64 of a file's bytes, in hexadecimal."""
-    with path.open("rb", buffering=0) as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_64).hexdigest()
+    """xxh3-64 of the bytes of a regular file, in hexadecimal; raises as ``open_regular``."""
+    with open_regular(path, buffering=0) as stream:
+        return hashlib.file_digest(cast("Any", stream), xxhash.xxh3_64).hexdigest()
 
 
 def checksum_bytes(data: bytes) -> str:

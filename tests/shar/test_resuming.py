@@ -238,6 +238,21 @@ def test_states_that_do_not_belong_together_are_refused(dataset, tmp_path):
         open_shar(dataset, []).data.load_state_dict({"version": 7})
 
 
+@pytest.mark.parametrize("change", [
+    {"epoch": "1"}, {"epoch": {}}, {"epoch": 1 << 62}, {"epoch": -1}, {"part": [0, 0]}, {"part": [0, 1 << 62]},
+    {"identity": 3}, {"epochs": {"x": {"reached": [], "unused": []}}},
+    {"epochs": {"-9": {"reached": [], "unused": []}}},
+    {"epochs": {"0": {"reached": [[0, 1, "a", 0, 0, 0]], "unused": []}}},
+    {"epochs": {"0": {"reached": [[0, 1 << 62, 0, 0, 0, 0]], "unused": []}}},
+    {"epochs": {"0": {"reached": [[0, 1]], "unused": []}}}, {"epochs": {"0": {"reached": [], "unused": [[]]}}},
+    {"epochs": {"0": {"reached": [], "unused": [["a", 1]]}}},
+], ids=str)  # fmt: skip
+def test_a_state_of_other_values_is_refused_in_one_line(dataset, change):
+    reader = open_shar(dataset, [], shuffle=True)
+    with raises(ConfigError, "wrong_state", "not the state of a Shar reader"):
+        reader.data.load_state_dict(reader.data.state_dict() | change)
+
+
 @pytest.mark.parametrize(
     "options",
     [

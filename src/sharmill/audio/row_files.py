@@ -15,6 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sharmill.errors import RejectRecord
+from sharmill.storage import open_regular
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -89,7 +90,7 @@ class _ParquetFile:
 
 def _footer_size(path: Path) -> int:
     """Return how many bytes lie between the rows of a parquet file and its end mark."""
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         stream.seek(-8, os.SEEK_END)
         return int.from_bytes(stream.read(4), "little")
 
@@ -166,8 +167,10 @@ def open_rows(path: Path) -> RowFile:
         UnreadableRows: it is missing, encrypted, cut off, or neither parquet nor Arrow.
     """
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             magic = stream.read(8)
+    except ValueError as error:
+        raise UnreadableRows(f"{path}: {error}") from error
     except OSError as error:
         raise UnreadableRows(f"{path}: {error.strerror}") from error
     if magic.startswith(_PARQUET_ENCRYPTED):

@@ -21,6 +21,7 @@ from sharmill.engine.plan import load_plan
 from sharmill.engine.reject_examples import describe_rejects
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
+from sharmill.engine.stored import read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, FatalError, RejectRecord
 from sharmill.manifest import Reject, write_lines
@@ -164,7 +165,7 @@ class ManifestStage(Stage):
         if not log.exists():
             return []
         # Recipes look at files in the order of the file system.
-        lines = sorted(log.read_text("utf-8").splitlines())
+        lines = sorted(read_stored(log).decode("utf-8", "replace").splitlines())
         write_atomic(self.destination.recipe_log, "".join(f"{line}\n" for line in lines).encode())
         return [f"the recipe warns {len(lines)} times, first: {lines[0]} (see {self.destination.recipe_log})"]
 

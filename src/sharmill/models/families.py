@@ -329,7 +329,7 @@ def _checksum(files: Iterable[Path], root: Path, *, with_names: bool) -> str:
     for file in files:
         if with_names:
             digest.update(f"{file.relative_to(root).as_posix()}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             while block := stream.read(_READ_BYTES):
                 digest.update(block)
     return digest.hexdigest()

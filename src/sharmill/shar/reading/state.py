@@ -9,14 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Final
 
+import msgspec
 import numpy as np
 
 from sharmill.errors import ConfigError
 from sharmill.shar.reading.order import BEGINNING, END, Order, Position, ShardPositions
 
 _VERSION = 1
+# More epochs and parts than any training has: they are counted through.
+_MAX_EPOCH: Final = 1 << 20
+_MAX_PARTS: Final = 1 << 20
+_Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 40)]
+_Draw = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Index = Annotated[int, msgspec.Meta(ge=0, le=_MAX_PARTS)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=_MAX_PARTS)]
+
+
+class _EpochState(msgspec.Struct):
+    reached: list[tuple[_Index, _Count, _Number, _Draw, _Number, _Number]]
+    unused: list[Annotated[list[_Number], msgspec.Meta(min_length=1)]]
+
+
+class _State(msgspec.Struct):
+    """The form of ``Progress.to_dict``."""
+
+    identity: dict[str, Any]
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=_MAX_EPOCH)]
+    part: tuple[_Index, _Count] | None
+    epochs: dict[str, _EpochState]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +187,18 @@ class Progress:
                 raise ConfigError(
                     f"the state has version {state['version']}; this sharmill reads {_VERSION}", code="wrong_state"
                 )
+            found = msgspec.convert(dict(state), _State)
             epochs = {
                 int(epoch): EpochProgress(
-                    {Part(*row[:2]): Position(*row[2:]) for row in known["reached"]},
-                    {row[0]: set(row[1:]) for row in known["unused"]},
+                    {Part(*row[:2]): Position(*row[2:]) for row in known.reached},
+                    {row[0]: set(row[1:]) for row in known.unused},
                 )
-                for epoch, known in state["epochs"].items()
+                for epoch, known in found.epochs.items()
             }
-            part = None if state["part"] is None else Part(*state["part"])
-            return cls(dict(state["identity"]), state["epoch"], part, epochs)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if any(not 0 <= epoch <= _MAX_EPOCH for epoch in epochs):
+                raise ValueError("there is no such epoch")
+            return cls(found.identity, found.epoch, None if found.part is None else Part(*found.part), epochs)
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:  # msgspec's are ValueErrors
             raise ConfigError(f"this is not the state of a Shar reader: {error!r}", code="wrong_state") from error
 
 

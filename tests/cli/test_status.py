@@ -10,6 +10,7 @@ import sys
 import time
 from datetime import datetime
 from itertools import islice
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from support.manifests import config_for, make_record, write_manifest
 from support.pipelines import run_sharmill
 
 from sharmill.cli import stage_status, status
-from sharmill.cli.stage_status import StageStatus, read_stage
+from sharmill.cli.stage_status import Pace, StageStatus, read_stage
 from sharmill.cli.status import QueueView, print_status
 from sharmill.config import to_yaml
 from sharmill.engine.fence import make_fence
@@ -113,6 +114,30 @@ def test_the_end_is_predicted_from_the_rate_of_all_living_ranks(stage, noon):
     assert read_stage(stage).seconds_left == pytest.approx(150.0)
     assert row(shown(stage), "prepare")[-1] == "0:02:30"
     assert "prepare: done at about 12:02:30" in shown(stage)
+
+
+def test_the_time_left_of_all_stages_is_as_much_as_is_known(stage, noon, monkeypatch):
+    (stage.dir.ledger / "other.jsonl").touch()
+    put_rank(stage, 0, started=noon - 100, updated=noon, cost_done=2.0)
+    assert "all stages: at least 0:05:00 left" in shown(stage)
+    rest = dict.fromkeys(("match", "write", "survey", "encode/builtin", "assemble/builtin", "validate"), 60.0)
+    monkeypatch.setattr("sharmill.pilot.predict.expect_seconds", lambda config, stages: rest)
+    assert "all stages: 0:11:00 left" in shown(stage)
+
+
+def test_a_damaged_pilot_takes_nothing_from_the_status(stage, noon):
+    put_rank(stage, 0, started=noon - 100, updated=noon, cost_done=2.0)
+    stage.run_dir.calibration.write_text("{")
+    text = shown(stage)
+    assert "rates of stages that have not begun cannot be read" in text
+    assert row(text, "prepare")[1] == "under way"
+
+
+def test_the_price_is_that_of_the_hours_of_gpus(noon, monkeypatch):
+    pace = Pace(seconds=7200.0, on_gpu=True, rate=1.0, slowest_ranks=[], slowest_units=[], delays={})
+    seen = StageStatus(name="match", state="done", cost_unit="seconds of audio", pace=pace)
+    (line,) = status._run_lines(Path(), [], [seen], 2.5)
+    assert str(line) == "all stages: 0:00:00 of cores, 2:00:00 of GPUs so far in units that are done, 5.00 for the GPUs"
 
 
 def test_units_under_way_count_for_what_is_done(stage, noon):

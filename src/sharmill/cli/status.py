@@ -48,8 +48,9 @@ _WIDE = 110
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=str))
 @click.option("--watch", is_flag=True, help="Go on showing it, every two seconds, until Ctrl-C.")
+@click.option("--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU.")
 @json_option
-def status(run_dir: str, watch: bool, as_json: bool) -> int:
+def status(run_dir: str, watch: bool, gpu_hour: float | None, as_json: bool) -> int:
     """Show the progress of every stage and rank of a run directory."""
     if as_json:
         from sharmill.cli.stage_status import read_stage, stages_in
@@ -59,12 +60,12 @@ def status(run_dir: str, watch: bool, as_json: bool) -> int:
         return OK
     console = make_console()
     queue = QueueView(Path(run_dir))
-    print_status(console, Path(run_dir), queue)
+    print_status(console, Path(run_dir), queue, gpu_hour=gpu_hour)
     with suppress(KeyboardInterrupt):
         while watch:
             time.sleep(2)
             console.clear()
-            print_status(console, Path(run_dir), queue)
+            print_status(console, Path(run_dir), queue, gpu_hour=gpu_hour)
     return OK
 
 
@@ -91,8 +92,12 @@ class QueueView:
         self.next_question = time.monotonic() + _SECONDS_BETWEEN_QUESTIONS
 
 
-def print_status(console: Console, run_dir: Path, queue: QueueView | None = None) -> None:
+def print_status(
+    console: Console, run_dir: Path, queue: QueueView | None = None, *, gpu_hour: float | None = None
+) -> None:
     """Print a row per stage, one per rank of the stages that are under way, and the state of a chain and its jobs.
+
+    ``gpu_hour`` is the price of an hour of a GPU, or None.
 
     Raises:
         ConfigError: there is no run directory.
@@ -115,6 +120,8 @@ def print_status(console: Console, run_dir: Path, queue: QueueView | None = None
             console.print(_end_line(status))
         for rank in status.ranks:
             console.print(_rank_line(status.name, rank, status.now))
+    for line in _run_lines(run_dir, stages, statuses, gpu_hour):
+        console.print(line)
     for status in statuses:
         for line in _pace_lines(status):
             console.print(line)
@@ -169,6 +176,36 @@ def _end_line(status: StageStatus) -> Text:
     end = datetime.now() + timedelta(seconds=status.seconds_left)
     style = "%H:%M:%S" if status.seconds_left < 12 * 3600 else "%Y-%m-%d %H:%M"
     return plain(f"{status.name}: done at about {end:{style}}")
+
+
+def _run_lines(
+    run_dir: Path, stages: Sequence[Stage], statuses: Sequence[StageStatus], gpu_hour: float | None
+) -> Iterator[Text]:
+    """Yield the time left of all stages, while one is under way, and what they have cost so far."""
+    from sharmill.config.loading import load_for_display
+    from sharmill.engine.rundir import RunDir
+    from sharmill.pilot.predict import expect_seconds
+
+    left = [status for status in statuses if status.state != "done"]
+    if len(left) > 1 and any(status.state == "under way" for status in left):
+        config = dataclasses.replace(load_for_display(RunDir(run_dir).config), run_dir=str(run_dir))
+        # On how many ranks a stage will run is known of this machine alone.
+        expected: dict[str, float] = {}
+        try:
+            expected = expect_seconds(config, stages) if config.executor.kind == "local" else {}
+        except SharmillError as error:
+            yield plain(f"the rates of stages that have not begun cannot be read: {error}", style="red")
+        parts = [status.seconds_left if status.seconds_left is not None else expected.get(status.name)
+                 for status in left]  # fmt: skip
+        if known := [part for part in parts if part is not None]:
+            least = "" if len(known) == len(parts) else "at least "
+            yield plain(f"all stages: {least}{describe_time(sum(known))} left")
+    paces = [status.pace for status in statuses if status.pace is not None]
+    if paces:
+        gpus = sum(pace.seconds for pace in paces if pace.on_gpu)
+        spent = f"{describe_time(sum(pace.seconds for pace in paces) - gpus)} of cores, {describe_time(gpus)} of GPUs"
+        price = "" if gpu_hour is None else f", {gpus / 3600 * gpu_hour:,.2f} for the GPUs"
+        yield plain(f"all stages: {spent} so far in units that are done{price}")
 
 
 def _pace_lines(status: StageStatus) -> Iterator[Text]:

@@ -7,6 +7,7 @@ import json
 import os
 import tarfile
 import tracemalloc
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -225,6 +226,28 @@ def test_layers_of_a_nemo_checkpoint_that_its_weights_cannot_fill(repack, filter
     with raises(ConfigError, "bad_model", "layers of far more numbers") as error:
         load_speaker_encoder(f"nemo:{path}", "cpu")
     assert "\n" not in str(error.value)
+
+
+def packed(data: bytes) -> bytes:
+    """The same weights as torch does not store them: compressed."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as new:
+        for info in old.infolist():
+            new.writestr(info.filename, old.read(info))
+        new.writestr("zeros", bytes(8 << 20))
+    return stream.getvalue()
+
+
+def test_weights_that_unpack_to_more_than_their_file(repack, encodec):
+    path = repack(model_weights=packed)
+    for use in (describe_speaker_encoder, load_speaker_encoder):
+        with raises(ConfigError, "untrusted_model", str(path), "unpack"):
+            use(f"nemo:{path}")
+    weights = io.BytesIO()
+    torch.save({"a": torch.zeros(10)}, weights)
+    (encodec / "pytorch_model.bin").write_bytes(packed(weights.getvalue()))
+    with raises(ConfigError, "untrusted_model", "pytorch_model.bin", "unpack"):
+        load_codec(f"transformers:{encodec}", "cpu")
 
 
 def test_tags_in_the_configuration_of_a_nemo_checkpoint(repack, tmp_path):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import xxhash
 
@@ -288,6 +289,10 @@ def check_transformers_config(path: Path) -> None:
         )
     if problem := problem or _refused_in(config):
         raise ConfigError(f"{path} is not loaded: {problem}; remove that if you trust the rest", code="untrusted_model")
+    for weights in sorted(path.glob("*.bin")):
+        if weights.is_file():
+            with open_regular(weights) as stream:
+                refuse_packed_weights(stream, weights.stat().st_size, str(weights))
 
 
 def _refused_in(config: dict[str, Any]) -> str | None:
@@ -298,6 +303,24 @@ def _refused_in(config: dict[str, Any]) -> str | None:
         if isinstance(value, dict) and (found := _refused_in(value)):
             return found
     return None
+
+
+def refuse_packed_weights(stream: IO[bytes], num_bytes: int, origin: str) -> None:
+    """Raise ConfigError where tensors in a file of torch's would take more memory than the file has bytes.
+
+    Torch stores them as they are, in an archive that could have them compressed, or one over the other.
+    """
+    try:
+        with zipfile.ZipFile(stream) as weights:
+            unpacked = sum(info.file_size for info in weights.infolist())
+    except (zipfile.BadZipFile, NotImplementedError):
+        return  # of an older form, or damaged, which torch says
+    if unpacked > num_bytes:
+        raise ConfigError(
+            f"{origin} is not loaded: its weights would unpack to {unpacked:,} bytes from {num_bytes:,}, and torch "
+            "itself packs none",
+            code="untrusted_model",
+        )
 
 
 def size_of(path: Path) -> int:

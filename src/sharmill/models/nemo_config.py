@@ -18,11 +18,12 @@ import yaml
 
 from sharmill.config.limits import MAX_BYTES, check_yaml_text
 from sharmill.errors import ConfigError
-from sharmill.models.families import first_line
+from sharmill.models.families import first_line, refuse_packed_weights
 from sharmill.storage import open_regular
 
 _CONFIG: Final = "model_config.yaml"
-_MEMBERS: Final = frozenset({_CONFIG, "model_weights.ckpt"})
+_WEIGHTS: Final = "model_weights.ckpt"
+_MEMBERS: Final = frozenset({_CONFIG, _WEIGHTS})
 # Weights hardly compress: what unpacks to much more than its file is no checkpoint, unless it is small.
 _MAX_RATIO: Final = 4
 _FREE_BYTES: Final = 1 << 30
@@ -83,6 +84,9 @@ def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[st
         if path.is_dir():
             with open_regular(path / _CONFIG) as stream:
                 data = stream.read(MAX_BYTES + 1)
+            weights = path / _WEIGHTS
+            with open_regular(weights) as stream:
+                refuse_packed_weights(stream, weights.stat().st_size, str(weights))
         else:
             data = _read_archive(path)
         check_yaml_text(data, f"the configuration in {path}")
@@ -129,6 +133,8 @@ def _read_archive(path: Path) -> bytes:
             name = PurePosixPath(member.name).name
             if name == _CONFIG and (stream := archive.extractfile(member)) is not None:
                 data = stream.read(MAX_BYTES + 1)
+            if name == _WEIGHTS and (stream := archive.extractfile(member)) is not None:
+                refuse_packed_weights(stream, member.size, str(path))
             missing.discard(name)
     if missing:
         raise ConfigError(

@@ -90,6 +90,9 @@ def models(tmp_path_factory):
 def pytest_runtest_logreport(report):
     if report.when == "call" or report.skipped or report.failed:
         _outcomes[report.nodeid] = report.outcome
+        # A lack of one, which skips, is that of all.
+        if not report.skipped:
+            _figures.setdefault(report.nodeid, {})["seconds"] = round(report.duration, 1)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -11,6 +11,7 @@ from sharmill.match.select import select_context
 from sharmill.models import load_codec, load_speaker_encoder, make_deterministic
 from sharmill.models.measure import make_runner
 from sharmill.models.memory import estimate_bytes_per_second, measure_peak
+from sharmill.models.pieces import find_pieces
 from sharmill.models.protocols import pad
 from sharmill.validate.recheck import MAX_DIFFERENT_CODES
 
@@ -42,11 +43,36 @@ def test_embeddings_and_the_contexts_that_they_choose_are_those_of_the_cpu(devic
         found[where] = encoder.embed(*make_batch(encoder.sampling_rate)).cpu()
     lowest = float((found["cpu"] * found[device]).sum(dim=1).min())
     record(lowest_cosine=round(lowest, 7))
-    contexts = [select_context(found[where].numpy(), np.array(SECONDS), min_similarity=-1.0, min_duration=0.0)[0]
-                for where in ("cpu", device)]  # fmt: skip
+    # As in a stage: on a GPU the choice is made there.
+    contexts = [np.asarray(select_context(rows, np.array(SECONDS), min_similarity=-1.0, min_duration=0.0)[0])
+                for rows in (found["cpu"].numpy(), found[device].to(device))]  # fmt: skip
     record(contexts_that_differ=int((contexts[0] != contexts[1]).sum()))
     assert lowest > LEAST_COSINE
     assert contexts[0].tolist() == contexts[1].tolist()
+
+
+def test_select_context_chooses_among_many_what_it_chooses_on_the_cpu(device, record):
+    rows = torch.nn.functional.normalize(torch.randn(3000, 192, generator=torch.Generator().manual_seed(0)), dim=1)
+    limits = {"min_similarity": 0.1, "min_duration": 3.0}
+    durations = np.random.default_rng(0).uniform(1.0, 9.0, len(rows))
+    expected, similarities = select_context(rows.numpy(), durations, **limits)
+    index, found = map(np.asarray, select_context(rows.to(device), durations, **limits))
+    record(contexts_that_differ=int((index != expected).sum()), of=len(rows))
+    assert (expected >= 0).sum() > 2000
+    np.testing.assert_array_equal(index, expected)
+    np.testing.assert_allclose(found, similarities, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["builtin", "nemo_codec", "nemo_codec_noncausal", "dac"])
+def test_codes_of_pieces_are_those_of_the_whole_but_for_a_few(device, kind, models, record):
+    codec = load_codec(models[kind], device)
+    pieces = find_pieces(codec, 1.0)
+    assert pieces is not None
+    samples = voice(4.7, codec.sampling_rate)
+    whole = codec.encode(torch.from_numpy(samples)[None], torch.tensor([len(samples)]))[0].numpy()
+    equal = float((pieces.encode(codec, samples, 2 * pieces.length) == whole).mean())
+    record(equal_codes=round(equal, 6), looks_back=pieces.before, looks_ahead=pieces.after)
+    assert equal >= 1 - MAX_DIFFERENT_CODES
 
 
 @pytest.mark.parametrize("kind", CODECS)

@@ -9,14 +9,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from support.errors import raises
 from support.example import make_example, make_speech
 from support.gpu_faults import AssertingStage, BreakingStage
 from support.pipelines import digest, run_sharmill
 from support.toy_stage import run
 
-from sharmill.errors import is_device_error
+from sharmill.errors import FatalError, UnitFailed, is_device_error
 from sharmill.executors.devices import visible_gpus
 from sharmill.models.device import check_device
+from sharmill.models.memory import MemoryGuard
 from sharmill.training.buckets.batch_size import make_budget, tune_batch_sizes
 from sharmill.training.buckets.step_process import Bucket
 
@@ -80,11 +82,19 @@ def take_memory(device):
 
 def test_after_a_lack_of_memory_the_device_works_on(device, record):
     gc.collect()
-    with little_memory(device), pytest.raises(torch.cuda.OutOfMemoryError) as caught:
-        take_memory(device)
-    record(message=str(caught.value).partition(".")[0])
-    assert not is_device_error(caught.value)
-    assert check_device(device)
+    guard = MemoryGuard("the codec", "encode.batch_seconds")
+    messages = []
+    for kind in (UnitFailed, FatalError):
+        # The first unit fails alone, the second ends the stage.
+        refused = raises(kind, "out_of_memory", "lower encode.batch_seconds below 30")
+        with little_memory(device), refused as caught, guard.batch(30.0, 6):
+            take_memory(device)
+        messages.append(str(caught.value))
+        assert isinstance(caught.value.__cause__, torch.cuda.OutOfMemoryError)
+        assert not is_device_error(caught.value)
+    record(message=messages[-1])
+    with guard.batch(1.0, 1):
+        assert check_device(device)
 
 
 @pytest.mark.slow

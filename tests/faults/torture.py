@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +47,42 @@ class Notes:
         return [case for case in self.cases if all(case[key] == value for key, value in values.items())]
 
 
-def kill_runs(run: Callable[[], SmallRun], stage: str, seed: int, kills: int, notes: Notes) -> None:
+class Clock:
+    """A limit on the time of all parts, each of which gets an equal share of what is left when it begins.
+
+    Args:
+        minutes: of all parts; None is no limit.
+        parts: how many there are.
+    """
+
+    def __init__(self, minutes: float | None, parts: int) -> None:
+        self._ends = None if minutes is None else time.monotonic() + 60 * minutes
+        self._left = parts
+        self._deadline = math.inf
+        self.cut_short: list[str] = []
+
+    def begin(self, part: str) -> None:
+        """Begin the next part."""
+        self._part = part
+        if self._ends is not None:
+            now = time.monotonic()
+            self._deadline = now + (self._ends - now) / self._left
+        self._left -= 1
+
+    def is_over(self) -> bool:
+        """Return True if the part has had its share; it is noted as cut short then."""
+        if time.monotonic() < self._deadline:
+            return False
+        if self._part not in self.cut_short:
+            self.cut_short.append(self._part)
+        return True
+
+
+def kill_runs(run: Callable[[], SmallRun], stage: str, seed: int, kills: int, notes: Notes, clock: Clock) -> None:
     """Tortures runs of a stage until ``kills`` kills have hit."""
-    while (hits := sum(len(case["kills"]) for case in notes.of(stage=stage, seed=seed))) < kills:
+    while (
+        hits := sum(len(case["kills"]) for case in notes.of(stage=stage, seed=seed))
+    ) < kills and not clock.is_over():
         number = len(notes.of(stage=stage, seed=seed))
         rng = random.Random(f"{seed} {stage} {number}")
         victims = rng.choices(VICTIMS, k=min(rng.randint(1, _MAX_KILLS_A_RUN), kills - hits))
@@ -58,20 +94,27 @@ def kill_runs(run: Callable[[], SmallRun], stage: str, seed: int, kills: int, no
                               "differences": [str(error)]})  # fmt: skip
 
 
-def disk_runs(run: Callable[[], SmallRun], stage: str, seed: int, every: int, notes: Notes) -> None:
-    """One run for each kind of fault and each ``every``-th operation on disk, begun at a place drawn from the seed."""
+def disk_runs(run: Callable[[], SmallRun], stage: str, seed: int, every: int, notes: Notes, clock: Clock) -> None:
+    """One run for each kind of fault and each ``every``-th operation on disk, begun at a place drawn from the seed.
+
+    In rounds over the kinds of faults, so that a limit of time leaves none out.
+    """
     with tempfile.TemporaryDirectory(prefix="sharmill-disk-") as folder:
         disk = FaultyDisk(Path(folder))
+        places = []
         for kind in KINDS:
             operations = disk.count(run(), stage, kind)
             first = random.Random(f"{seed} {stage} {kind}").randint(1, min(every, operations))
-            for at in range(first, operations + 1, every):
-                if notes.of(stage=stage, seed=seed, kind=kind, at=at):
-                    continue
-                run().restore(stage)
-                found = trouble(disk, run(), stage, kind, at)
-                found.problems += relaunch(run(), stage)
-                notes.add({"seed": seed, **asdict(found)})
+            places.append([(kind, at) for at in range(first, operations + 1, every)])
+        for kind, at in filter(None, chain.from_iterable(zip_longest(*places))):
+            if notes.of(stage=stage, seed=seed, kind=kind, at=at):
+                continue
+            if clock.is_over():
+                return
+            run().restore(stage)
+            found = trouble(disk, run(), stage, kind, at)
+            found.problems += relaunch(run(), stage)
+            notes.add({"seed": seed, **asdict(found)})
 
 
 def print_faults(cases: list[dict[str, Any]]) -> None:
@@ -120,21 +163,27 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="default: drawn, and printed")
     parser.add_argument("--kills", type=int, default=40, help="kills that have to hit, per stage")
     parser.add_argument("--every", type=int, default=25, help="a fault at every n-th operation on disk")
+    parser.add_argument("--minutes", type=float, help="default: until all is done; else an equal share for each stage")
     parser.add_argument("--only", choices=("kills", "disk"), help="default: both")
     parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
     parser.add_argument("--output", type=Path, default=Path("torture"), help="folder of the notes")
     options = parser.parse_args()
     print(f"seed {options.seed}; to go on: --seed {options.seed} --output {options.output}", flush=True)
     kills, faults = Notes(options.output / "kills.jsonl"), Notes(options.output / "disk.jsonl")
+    clock = Clock(options.minutes, len(options.stages) * (1 if options.only else 2))
     with small_run() as run:
         for stage in options.stages:
             if options.only != "disk":
-                kill_runs(run, stage, options.seed, options.kills, kills)
+                clock.begin(f"kills in {stage}")
+                kill_runs(run, stage, options.seed, options.kills, kills, clock)
             if options.only != "kills":
-                disk_runs(run, stage, options.seed, options.every, faults)
+                clock.begin(f"faults in {stage}")
+                disk_runs(run, stage, options.seed, options.every, faults, clock)
     killed, failed = kills.of(seed=options.seed), faults.of(seed=options.seed)
     print_kills(killed)
     print_faults(failed)
+    if clock.cut_short:
+        print(f"the minutes were over in {', '.join(clock.cut_short)}; the same command goes on there")
     return int(any(case["differences"] for case in killed) or any(case["problems"] for case in failed))
 
 

@@ -7,9 +7,11 @@ import io
 import pytest
 from rich.console import Console
 from support.manifests import make_record, write_manifest, write_tone
+from support.shar import run, snapshot
 
 from sharmill.cli.plan import print_plan
 from sharmill.config import to_config
+from sharmill.prepare.stage import PrepareStage
 from sharmill.processes import usable_cores
 
 
@@ -53,6 +55,16 @@ def test_auto_is_the_number_of_cores_for_a_stage_without_a_model(config):
 
 def test_another_number_of_ranks_can_be_asked_for(config):
     assert row(config(1), ranks=3)[4:] == ["3", "1", "record", "100%"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_nothing_is_written_into_the_run_directory(config, tmp_path, begun):
+    config = config(1)
+    if begun:
+        assert run(PrepareStage(config)).ok
+    before = snapshot(tmp_path)
+    print_plan(Console(file=io.StringIO()), config, None)
+    assert snapshot(tmp_path) == before
 
 
 def test_stages_that_cannot_be_planned_yet_have_a_line(config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -214,6 +216,17 @@ def test_a_stage_whose_jobs_wait_is_in_the_queue(stage, waiting):
     assert "chain of jobs: waiting since 2026-03-01 12:00:00: prepare: 3 units on 3 ranks" in text
     assert "rank job 8_0 and 2 more: PENDING (Priority)" in text
     assert "driver job 9: RUNNING\n" in text
+
+
+@pytest.mark.parametrize(("jobs", "state"), [(["rank"], "in the queue"), ([], "stopped")])
+def test_json_has_the_same_states(stage, waiting, call, jobs, state):
+    queued = [QueuedJob("8", "PENDING", "Priority", "ann", role) for role in jobs]
+    with mock.patch("sharmill.executors.slurm.queue.queued_jobs", return_value=queued):
+        code, out, _ = call("status", stage.run_dir.path, "--json")
+    found = {one["name"]: one["state"] for one in json.loads(out)}
+    assert code == 0
+    assert found["prepare"] == state
+    assert found["match"] == "not begun"
 
 
 def test_jobs_that_are_gone_are_to_be_submitted_again(stage, waiting):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.paths import REPOSITORY
-from support.pipelines import damage, outcome, run_sharmill
+from support.pipelines import check_page, damage, outcome, run_sharmill
 from support.ray_node import LOOPBACK
 from support.toy_stage import wait_until
 
@@ -95,6 +95,8 @@ class TestJobs:
         assert "succeeded" in done.stdout + done.stderr
         assert "ray_job: ended with exit status 0: all is done" in done.stdout
         assert [outcome(tmp_path / name) for name in ("a", "b")] == local_outcomes
+        for name in ("a", "b"):
+            check_page(tmp_path / name)
 
     def test_what_the_checker_names_is_done_again(self, submit, working_dir, make_config, tmp_path):
         config = make_config(tmp_path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.paths import REPOSITORY
-from support.pipelines import damage, outcome, run_sharmill
+from support.pipelines import check_page, damage, outcome, run_sharmill
 from support.toy_cluster import slurm
 from support.toy_stage import wait_until
 
@@ -48,6 +48,7 @@ def test_two_datasets_have_the_bytes_of_a_local_run(tmp_path, make_two_configs, 
     assert [outcome(config.parent) for config in configs] == local_outcomes
     for config in configs:
         accounts(config.parent / "run")
+        check_page(config.parent)
         values = yaml.safe_load(config.read_text())
         status = run_sharmill("status", config.parent / "run").stdout
         assert "chain of jobs: done since" in status

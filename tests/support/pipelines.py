@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,17 @@ def shar_fields(directory: Path, *codecs: str) -> dict[str, list[str]]:
 def outcome(folder: Path) -> tuple[dict[str, str], bytes]:
     """What must not depend on the executor: the dataset and the rejects of a configuration by ``write_config``."""
     return digest(folder / "dataset"), (folder / "run/rejects.jsonl").read_bytes()
+
+
+def check_page(folder: Path) -> None:
+    """Asserts that the page of a whole run of a configuration by ``write_config`` is there, with all that a run has."""
+    page = (folder / "run/report.html").read_text()
+    name = json.loads((folder / "dataset/dataset.json").read_text())["name"]
+    assert f"<title>{name} · sharmill report</title>" in page
+    for section in ("funnel", "listening", "contents", "voices", "codes", "work", "card"):
+        assert f'<section id="{section}"' in page
+    assert "of audio, of all cuts." in page
+    assert "each segment once" in page
 
 
 def damage(folder: Path) -> Path:

@@ -52,14 +52,16 @@ _WIDE = 110
 @json_option
 def status(run_dir: str, watch: bool, gpu_hour: float | None, as_json: bool) -> int:
     """Show the progress of every stage and rank of a run directory."""
+    queue = QueueView(Path(run_dir))
     if as_json:
         from sharmill.cli.stage_status import read_stage, stages_in
 
-        found = [read_stage(stage) for stage in stages_in(Path(run_dir))]
+        stages = stages_in(Path(run_dir))
+        queued = queue.holds_jobs()
+        found = [read_stage(stage, queued=queued) for stage in stages]
         print_json([msgspec.to_builtins(one) | {"seconds_left": one.seconds_left} for one in found])
         return OK
     console = make_console()
-    queue = QueueView(Path(run_dir))
     print_status(console, Path(run_dir), queue, gpu_hour=gpu_hour)
     with suppress(KeyboardInterrupt):
         while watch:
@@ -91,6 +93,15 @@ class QueueView:
             self.jobs, self.problem = [], str(error)
         self.next_question = time.monotonic() + _SECONDS_BETWEEN_QUESTIONS
 
+    def holds_jobs(self) -> bool:
+        """Ask, and return True if a chain waits for jobs, or if SLURM cannot be asked about them."""
+        from sharmill.engine.rundir import RunDir
+        from sharmill.executors.slurm.chain import read_state
+
+        self.ask()
+        chain = read_state(RunDir(self.path))
+        return chain is not None and chain.state == "waiting" and bool(self.jobs or self.problem)
+
 
 def print_status(
     console: Console, run_dir: Path, queue: QueueView | None = None, *, gpu_hour: float | None = None
@@ -109,10 +120,8 @@ def print_status(
     paths = RunDir(run_dir)
     stages = stages_in(run_dir)
     chain = read_state(paths)
-    waiting = chain is not None and chain.state == "waiting"
     queue = queue or QueueView(run_dir)
-    queue.ask()
-    queued = waiting and bool(queue.jobs or queue.problem)
+    queued = queue.holds_jobs()
     statuses = [read_stage(stage, queued=queued) for stage in stages]
     console.print(_table(str(run_dir), statuses, wide=console.width >= _WIDE))
     for status in statuses:

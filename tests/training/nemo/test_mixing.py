@@ -6,6 +6,7 @@ import json
 import math
 import tarfile
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from nemo.collections.common.data.lhotse.text_adapters import (
@@ -13,8 +14,12 @@ from nemo.collections.common.data.lhotse.text_adapters import (
     SourceTargetTextExample,
     TextExample,
 )
+from support.errors import raises
+from support.shar import copy
 from support.training import AsIs, Ids, Letters, flat, number, numbers, take
 
+from sharmill.errors import DamagedShard
+from sharmill.shar.cut_lines import read_lines
 from sharmill.training import get_dataloader
 
 TOKEN_SECONDS = 0.1
@@ -95,6 +100,23 @@ def test_tags_are_in_the_batch_of_the_dataset_that_the_loader_makes(corpora):
     }
     assert all(number == counts.total() for number, counts in found)
     assert "tags" not in take(get_dataloader(cfg | {"input_cfg": [corpora.entry("small")]}, 0, 1))[0]
+
+
+def test_damaged_cuts_are_left_out_on_request(corpora, tmp_path):
+    entry = corpora.entry("small")
+    dataset = copy(Path(entry["dataset"]), tmp_path / "damaged")
+    codes = min((dataset / "codes_toy/target_codes").iterdir())
+    codes.write_bytes(b"")
+    lost = len(read_lines(min((dataset / "cuts").iterdir())))
+    cfg = {"batch_size": 3, "force_finite": True}
+    entry |= {"dataset": str(dataset)}
+    with raises(DamagedShard, "damaged_shard", codes.name):
+        take(get_dataloader(cfg | {"input_cfg": [entry]}, 0, 1, dataset=AsIs()))
+    entry |= {"on_damage": "skip"}
+    found = flat(take(get_dataloader(cfg | {"input_cfg": [entry]}, 0, 1, dataset=AsIs())))
+    assert len(found) == 8 - lost > 0
+    with raises(DamagedShard, "damaged_shard", "max_damaged=0"):
+        take(get_dataloader(cfg | {"input_cfg": [entry | {"max_damaged": 0}]}, 0, 1, dataset=AsIs()))
 
 
 def test_input_cfg_in_a_file(corpora, tmp_path):

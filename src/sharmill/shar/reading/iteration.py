@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from lhotse.cut import Cut
 
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, DamagedShard
+from sharmill.shar.reading.open_shards import OpenShards
 from sharmill.shar.reading.order import END, Order, Position, count_blocks
 from sharmill.shar.reading.shard import POSITION, OpenShard
 from sharmill.shar.reading.shard_source import ReadableShard, ShardSource
 from sharmill.shar.reading.state import EpochProgress, Part, Progress, check_identity
+
+log = logging.getLogger(__name__)
 
 _PADDING = "shar_padding"
 
@@ -40,6 +44,8 @@ class ReadOptions:
     tail: str = "keep"
     decode_threads: int = 0
     decode_prefetch: int = 0
+    on_damage: str = "raise"
+    max_damaged: int = 100
 
     def __post_init__(self) -> None:
         """Raise ConfigError where an option makes no sense."""
@@ -58,6 +64,10 @@ class ReadOptions:
             problem = f"tail={self.tail!r} is for single epochs, and with infinite=True there is no tail"
         elif self.decode_threads < 0 or self.decode_prefetch < 0:
             problem = "decode_threads and decode_prefetch cannot be negative"
+        elif self.on_damage not in ("raise", "skip"):
+            problem = f"on_damage is {self.on_damage!r}: it must be raise or skip"
+        elif self.max_damaged < 0:
+            problem = f"max_damaged is {self.max_damaged}: it cannot be negative"
         if problem is not None:
             raise ConfigError(problem, code="bad_config_value")
 
@@ -218,7 +228,10 @@ class SharReader:
         while True:
             num_empty += not progress.current().reached  # of a resumed one, the rest may be empty
             for position, cut in self._decoded(self._read_epoch(progress, part)):
-                if cut is None:  # a record that the shard leaves out
+                if cut is None or isinstance(cut, DamagedShard):
+                    if cut is not None:
+                        self._count_damage(progress, cut)
+                    # A record that the shard leaves out does not count as damage.
                     progress.take(position)
                     continue
                 if self._only_marked:
@@ -240,6 +253,17 @@ class SharReader:
                     code="too_few_cuts",
                 )
             progress.next_epoch()
+
+    def _count_damage(self, progress: Progress, damage: DamagedShard) -> None:
+        """Count a cut that is left out because its shard is damaged; raise the damage where these are too many."""
+        progress.num_damaged += 1
+        limit = self._options.max_damaged
+        if progress.num_damaged > limit:
+            raise DamagedShard(
+                f"{damage}; more than max_damaged={limit} cuts of this part were damaged: look at the dataset with "
+                "sharmill validate"
+            ) from damage
+        log.warning("a damaged cut is skipped (%d of at most %d): %s", progress.num_damaged, limit, damage)
 
     def _await_mark(self, epoch: int, position: Position | None) -> None:
         """Note that a cut is given out. Padding has no position: it does not count."""
@@ -265,10 +289,17 @@ class SharReader:
         from sharmill.prefetch import prefetch
         from sharmill.shar.reading.decoding import decode_audio
 
-        def decode(found: _Found) -> tuple[Position | None, Cut]:
+        def decode(found: _Found) -> tuple[Position | None, Cut | DamagedShard]:
             position, cut, shard = found
+            if isinstance(cut, DamagedShard):
+                return position, cut
             assert isinstance(shard, OpenShard)
-            return position, decode_audio(cut, shard)
+            try:
+                return position, decode_audio(cut, shard)
+            except DamagedShard as damage:
+                if options.on_damage == "raise":
+                    raise
+                return position, damage
 
         return prefetch(decode, cuts, threads=options.decode_threads, ahead=options.decode_prefetch)
 
@@ -287,20 +318,31 @@ class SharReader:
         yield from cuts
         missing = int(left.max() - left[part.index])
         while missing:
-            for _, cut, shard in islice(self._read(progress.epoch, EpochProgress(), Part()), missing):
+            cuts = self._read(progress.epoch, EpochProgress(), Part())
+            whole = (found for found in cuts if not isinstance(found[1], DamagedShard))
+            before = missing
+            for _, cut, shard in islice(whole, missing):
                 setattr(cut, _PADDING, True)
                 missing -= 1
                 yield None, cut, shard
+            if missing == before:
+                raise DamagedShard("every cut is damaged: look at the dataset with sharmill validate")
 
     def _read(self, epoch: int, known: EpochProgress, part: Part) -> Iterator[_Found]:
         permutation = self.order.permutation(epoch)
         limit = _OPEN_SHARDS if self._options.shuffle == "global" else self.order.group_size
         for group in known.groups_left(self.order, part):
             draws, blocks, items, slots = self._choose(epoch, group, known, part, permutation)
-            with _OpenShards(lambda slot: self._source.open(int(permutation[slot]), epoch), limit) as shards:
+            with OpenShards(lambda slot: self._source.open(int(permutation[slot]), epoch), limit) as shards:
                 for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
-                    shard = shards.get(slot)
-                    cut = shard.read(item, (epoch, group, draw, block, item))
+                    shard = None
+                    try:
+                        shard = shards.get(slot)
+                        cut = shard.read(item, (epoch, group, draw, block, item))
+                    except DamagedShard as damage:
+                        if self._options.on_damage == "raise":
+                            raise
+                        cut = damage
                     yield Position(group, draw, block, item), cut, shard
 
     def _choose(
@@ -331,39 +373,8 @@ class SharReader:
         return left
 
 
-class _OpenShards:
-    """The shards of a group that are open: opened when they are needed, the one that was used last closed last.
-
-    Args:
-        open_shard: opens the shard of a slot.
-        limit: shards that are open at once.
-    """
-
-    def __init__(self, open_shard: Callable[[int], ReadableShard], limit: int) -> None:
-        self._open_shard = open_shard
-        self._limit = limit
-        self._shards: dict[int, ReadableShard] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for shard in self._shards.values():
-            shard.close()
-
-    def get(self, slot: int) -> ReadableShard:
-        """Return the open shard of a slot."""
-        shard = self._shards.pop(slot, None)
-        if shard is None:
-            if len(self._shards) >= self._limit:
-                self._shards.pop(next(iter(self._shards))).close()
-            shard = self._open_shard(slot)
-        self._shards[slot] = shard
-        return shard
-
-
-# A cut with its position, which padding has none of, and the shard that it comes from.
-_Found = tuple[Position | None, Any, ReadableShard]
+# A cut, or the damage because of which there is none, with its position, which padding has none of, and its shard.
+_Found = tuple[Position | None, Any, ReadableShard | None]
 
 
 def _positions_of(cut: Cut) -> list[tuple[int, ...]]:

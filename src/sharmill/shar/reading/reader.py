@@ -27,6 +27,8 @@ def open_shar(
     decode_threads: int = 0,
     decode_prefetch: int | None = None,
     sidecars: str | Path | None = None,
+    on_damage: Literal["raise", "skip"] = "raise",
+    max_damaged: int = 100,
 ) -> CutSet:
     """Open the cuts of a dataset, which are read lazily and a few shards at a time.
 
@@ -58,6 +60,9 @@ def open_shar(
             ``load_audio()`` and the like decode nothing. 0: audio is decoded where it is loaded.
         decode_prefetch: cuts that may be decoded ahead of the one in use; by default 4 for each thread, at least 1.
         sidecars: the folder of the index files, with ``shuffle="global"``; by default the dataset directory.
+        on_damage: "skip" leaves out cuts whose shard is damaged, with a warning for each, and counts them in the state.
+            What is loaded later, such as audio without ``decode_threads``, raises where it is loaded all the same.
+        max_damaged: cuts that each part may skip, over all epochs, before the damage is raised after all.
 
     Returns:
         A lazy CutSet. With ``target_audio``, that audio is attached as ``recording`` too (unless others' shards have a
@@ -69,7 +74,7 @@ def open_shar(
 
     Raises:
         ConfigError: there is no dataset, not this field or codec in it, or an option makes no sense.
-        DamagedShard: while iterating, where a file is not as it should be.
+        DamagedShard: while iterating, where a file is not as it should be and is not skipped.
 
     Example:
         >>> for cut in open_shar("data/librispeech", ["target_codes", "context_codes"]):  # doctest: +SKIP
@@ -92,6 +97,8 @@ def open_shar(
         tail=tail,
         decode_threads=decode_threads,
         decode_prefetch=4 * decode_threads if decode_prefetch is None else decode_prefetch,
+        on_damage=on_damage,
+        max_damaged=max_damaged,
     )
     folder = Path(dataset if sidecars is None else sidecars) if shuffle == "global" else None
     return CutSet(SharReader(open_shard_source(Path(dataset), fields, codec, folder), options))

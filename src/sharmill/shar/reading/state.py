@@ -39,6 +39,7 @@ class _State(msgspec.Struct):
     epoch: Annotated[int, msgspec.Meta(ge=0, le=_MAX_EPOCH)]
     part: tuple[_Index, _Count] | None
     epochs: dict[str, _EpochState]
+    num_damaged: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +106,14 @@ class Progress:
         epoch: the epoch being read. Of earlier ones nothing is left.
         part: whose progress it is.
         epochs: what is known of ``epoch`` and later ones.
+        num_damaged: cuts that were left out because they were damaged, in all epochs.
     """
 
     identity: dict[str, Any]
     epoch: int = 0
     part: Part | None = None
     epochs: dict[int, EpochProgress] = field(default_factory=dict)
+    num_damaged: int = 0
 
     def current(self) -> EpochProgress:
         known = self.epochs.get(self.epoch)
@@ -160,7 +163,9 @@ class Progress:
             )
             for epoch, known in self.epochs.items()
         }
-        return Progress(self.identity, self.epoch, part, epochs)
+        # What all parts together have left out goes on with the first one, so that a sum over the parts stays right.
+        num_damaged = self.num_damaged if self.part == part or part.index == 0 else 0
+        return Progress(self.identity, self.epoch, part, epochs, num_damaged)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as numbers, texts and lists, for JSON and checkpoints."""
@@ -169,6 +174,7 @@ class Progress:
             "identity": dict(self.identity),
             "epoch": self.epoch,
             "part": None if self.part is None else [self.part.index, self.part.count],
+            "num_damaged": self.num_damaged,
             "epochs": {
                 str(epoch): {
                     "reached": [[part.index, part.count, *position] for part, position in known.reached.items()],
@@ -197,7 +203,8 @@ class Progress:
             }
             if any(not 0 <= epoch <= _MAX_EPOCH for epoch in epochs):
                 raise ValueError("there is no such epoch")
-            return cls(found.identity, found.epoch, None if found.part is None else Part(*found.part), epochs)
+            part = None if found.part is None else Part(*found.part)
+            return cls(found.identity, found.epoch, part, epochs, found.num_damaged)
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:  # msgspec's are ValueErrors
             raise ConfigError(f"this is not the state of a Shar reader: {error!r}", code="wrong_state") from error
 
@@ -226,6 +233,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for progress in parts[1:]:
         check_identity(progress.identity, identity, "the states of two parts")
     merged = Progress(identity, epoch=min(progress.epoch for progress in parts))
+    merged.num_damaged = sum(progress.num_damaged for progress in parts)
     for progress in parts:
         assert progress.part is not None
         for epoch in range(merged.epoch, progress.epoch):

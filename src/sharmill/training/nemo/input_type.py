@@ -31,6 +31,8 @@ _OPTIONS: Final = (
     "codec",
     "decode_threads",
     "sidecars",
+    "on_damage",
+    "max_damaged",
     "speaker_tags",
     "seed",
     "rank",
@@ -60,6 +62,7 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
         codec=options.get("codec"),
         decode_threads=options.get("decode_threads", 0),
         sidecars=options.get("sidecars"),
+        **{key: options[key] for key in ("on_damage", "max_damaged") if key in options},
     )
     source = _collect(PartitionedCuts(open_reader, Partition.of_entry(options)))
     return CutSet(source).map(partial(_as_nemo_expects, speaker_tags=options.get("speaker_tags", "kept"))), True

@@ -14,7 +14,7 @@ from sharmill.cli.plan import print_plan
 from sharmill.cli.prediction import describe_bytes, describe_hours
 from sharmill.errors import ConfigError
 from sharmill.pilot.known_rates import find_rates
-from sharmill.pilot.predict import expect_seconds, predict_stage
+from sharmill.pilot.predict import compare_audio, expect_seconds, predict_stage
 from sharmill.pilot.rates import StageRate
 from sharmill.pipeline import make_stages
 from sharmill.prepare.stage import PrepareStage
@@ -58,6 +58,19 @@ def test_a_stage_that_cannot_be_planned_follows_from_the_records(project):
     assert found.wall_seconds == pytest.approx(5 + 0.1 * 100_000 * 21 / 83)
     assert found.num_files == 2 * 83
     assert not found.is_planned
+
+
+def test_stages_that_cannot_be_planned_follow_the_audio_of_one_that_can(project):
+    config = project.configure()
+    ratio = compare_audio(rate(cost_per_record=10.0), [20.0, 30.0], num_records=10)
+    assert ratio == 0.5
+    found = predict_stage(config, stage_of(config, "write"), rate(cost_per_record=4.0), ranks=1, num_records=10,
+                          costs=None, audio_ratio=ratio)  # fmt: skip
+    assert found.num_bytes == pytest.approx(100.0 * 4.0 * 10 * 0.5)
+    assemble = stage_of(config, "assemble")
+    records = predict_stage(config, assemble, rate(cost_per_record=1.0), ranks=1, num_records=10, costs=None,
+                            audio_ratio=ratio)  # fmt: skip
+    assert records.num_bytes == pytest.approx(100.0 * 10)
 
 
 def test_shards_follow_from_the_configuration(project):

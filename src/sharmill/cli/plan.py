@@ -110,30 +110,33 @@ def print_plan(
     from sharmill.cli.prediction import print_prediction
     from sharmill.cli.stage_status import read_or_preview_units
     from sharmill.pilot.known_rates import find_rates
-    from sharmill.pilot.predict import count_ranks, predict_stage
+    from sharmill.pilot.predict import compare_audio, count_ranks, predict_stage
     from sharmill.pipeline import check_config, make_stages
 
     check_config(config, stages=())
     rates, source = find_rates(config, earlier)
     predictions: list[StagePrediction] = []
-    num_records = 0
+    num_records, audio_ratio = 0, 1.0
     table = make_table(config.name)
     for column in ("stage", "units", "to process", "ranks", "largest", "balance", "disk"):
         table.add_column(column, justify="left" if column == "stage" else "right", no_wrap=True)
     not_yet = []
     for stage in make_stages(config):
         of_stage, left = ranks or count_ranks(config, stage), None
+        rate = rates.get(stage.name)
         try:
             units, done = read_or_preview_units(stage)
             left = [unit.cost for unit in units if unit.index not in done]
             table.add_row(*_row(stage, of_stage, len(units), left))
             num_records = num_records or sum(unit.size for unit in units)
+            if rate is not None and stage.cost_unit != "records":
+                audio_ratio = compare_audio(rate, [unit.cost for unit in units], num_records)
         except ConfigError as error:
             not_yet.append(plain(f"{stage.name}: not yet: {error}"))
-        if (rate := rates.get(stage.name)) is not None:
-            predictions.append(
-                predict_stage(config, stage, rate, ranks=of_stage, num_records=num_records, costs=left)
-            )  # fmt: skip
+        if rate is not None:
+            predictions.append(predict_stage(
+                config, stage, rate, ranks=of_stage, num_records=num_records, costs=left, audio_ratio=audio_ratio
+            ))  # fmt: skip
     console.print(table)
     for line in not_yet:
         console.print(line)

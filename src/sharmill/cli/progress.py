@@ -219,8 +219,9 @@ class ProgressListener(Listener):
         parts = [left, *(self._expected.get(name) for name in later)]
         known = [part for part in parts if part is not None]
         # Of stages that have never run, nor in a pilot, nothing is known.
-        least = "" if len(known) == len(parts) else "at least "
-        return f"run: {least}{describe_time(sum(known))} left" if known else ""
+        if len(known) == len(parts):
+            return f"run: {describe_time(sum(known))} left"
+        return f"run: at least {describe_time(sum(known))} left" if sum(known) >= 1 else ""
 
     def render(self) -> Table:
         """Return the table of all stages so far, for the width of the console."""

@@ -49,19 +49,21 @@ class StagePrediction:
 
 
 def predict_stage(
-    config: Config, stage: Stage, rate: StageRate, *, ranks: int, num_records: int, costs: list[float] | None
-) -> StagePrediction:
+    config: Config, stage: Stage, rate: StageRate, *, ranks: int, num_records: int, costs: list[float] | None,
+    audio_ratio: float = 1.0,
+) -> StagePrediction:  # fmt: skip
     """Return the prediction for a stage.
 
     Args:
         ranks: on how many it runs.
         num_records: of the input.
         costs: of the units that are left; None where it cannot be planned yet.
+        audio_ratio: what ``compare_audio`` returned for a stage that is planned.
     """
     is_planned = costs is not None
     if costs is None:
-        total = rate.cost_per_record * num_records
-        count = _count_units(config, stage, rate, num_records)
+        total = rate.cost_per_record * num_records * (1.0 if stage.cost_unit == "records" else audio_ratio)
+        count = _count_units(config, stage, rate, num_records, total)
         costs = [total / count] * count
     # A rank that has nothing to do is not started.
     used = min(ranks, len(costs))
@@ -79,9 +81,19 @@ def predict_stage(
     )
 
 
-def _count_units(config: Config, stage: Stage, rate: StageRate, num_records: int) -> int:
-    """Return into how many units a stage would be divided."""
-    match, cost = config.match, rate.cost_per_record * num_records
+def compare_audio(rate: StageRate, costs: Sequence[float], num_records: int) -> float:
+    """Return how long the audio of a record is, beside that of the input from which a rate is.
+
+    Args:
+        costs: of all units of a stage that is planned, and counts seconds of audio.
+    """
+    expected = rate.cost_per_record * num_records
+    return sum(costs) / expected if expected else 1.0
+
+
+def _count_units(config: Config, stage: Stage, rate: StageRate, num_records: int, cost: float) -> int:
+    """Return into how many units a stage of a cost would be divided."""
+    match = config.match
     limits: Mapping[str, tuple[float | None, int, tuple[float, float]]] = {
         "match": (match.unit_seconds if match else None, MATCH_UNITS, MATCH_UNIT_SECONDS),
         "encode": (config.encode.unit_seconds, ENCODE_UNITS, ENCODE_UNIT_SECONDS),
@@ -112,7 +124,7 @@ def expect_seconds(config: Config, stages: Sequence[Stage]) -> dict[str, float]:
         num_records = decode_stored(calibration, read_stored(calibration), Calibration).num_records
     else:
         return {}
-    expected = {}
+    expected, audio_ratio = {}, 1.0
     for stage in stages:
         if (rate := rates.get(stage.name)) is None:
             continue
@@ -121,8 +133,11 @@ def expect_seconds(config: Config, stages: Sequence[Stage]) -> dict[str, float]:
             units = load_plan(stage)
             done = read_ledger(stage.dir, units)
             costs = [unit.cost for unit in units if unit.index not in done]
+            if stage.cost_unit != "records":
+                audio_ratio = compare_audio(rate, [unit.cost for unit in units], num_records)
         found = predict_stage(
-            config, stage, rate, ranks=count_ranks(config, stage), num_records=num_records, costs=costs
+            config, stage, rate, ranks=count_ranks(config, stage), num_records=num_records, costs=costs,
+            audio_ratio=audio_ratio,
         )  # fmt: skip
         expected[stage.name] = found.wall_seconds
     return expected

@@ -240,6 +240,13 @@ def publish_directory(aside: Path, final: Path) -> None:
         fsync_directory(final.parent)
 
 
+def check_name(name: str) -> None:
+    """Raise ValueError unless a name that a file of a run directory holds is that of a file below a folder."""
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or not name.isprintable():
+        raise ValueError(f"{name!r} is no name below a folder")
+
+
 @dataclass(frozen=True)
 class PublishedFile:
     """A file of a committed unit; ``name`` is relative to the root that it was published below."""
@@ -249,9 +256,7 @@ class PublishedFile:
     xxh3: str
 
     def __post_init__(self) -> None:
-        path = PurePath(self.name)
-        if path.is_absolute() or ".." in path.parts or not path.parts or not self.name.isprintable():
-            raise ValueError(f"{self.name!r} is no name below a folder")
+        check_name(self.name)
 
 
 class Staging:
@@ -277,6 +282,7 @@ class Staging:
 
     def path(self, name: str) -> Path:
         """Return the path at which to write the file that will be published as ``root / name``."""
+        check_name(name)
         for parent in reversed(PurePath(name).parents[:-1]):
             (self.folder / parent).mkdir(exist_ok=True)
         return self.folder / name

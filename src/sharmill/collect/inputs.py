@@ -21,7 +21,7 @@ from sharmill.sources import Located, Piece, SpeechSource, Unreadable
 from sharmill.sources.files import FileSource
 from sharmill.sources.folder import FolderSource
 from sharmill.sources.nemo import NemoSource
-from sharmill.storage import open_stored
+from sharmill.storage import check_name, open_stored
 
 _REJECTED_LINE: Final = f'{{"{REJECTED}":'.encode()
 # Name of the warnings of a recipe in the folder of the plan.
@@ -117,6 +117,7 @@ class FolderInput(Input):
         yield from refused
 
     def read(self, folder: Path, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
+        check_name(piece["files"])
         with open_stored(folder / piece["files"]) as listing:
             listing.seek(piece["begin"])
             paths = listing.read(piece["end"] - piece["begin"])

@@ -107,7 +107,8 @@ def test_a_run_has_all_charts(reported):
         "How often one clip is a context", "toy: entropy", "Size of shards", "Rate of write, by rank",
     ):  # fmt: skip
         assert f"<figcaption>{title}</figcaption>" in page
-    assert "Charts in blue are of all cuts; those in green, of audio, of all cuts." in page
+    assert "All charts are of all cuts; those in green are of their audio. No target has more than 0.02% of its" in page
+    assert "Clipping of targets" not in page
     assert "2 clips are contexts, 4.0 times on average, one 7 times" in page
     assert re.search(r"codes that occur in \d+ frames, each segment once", page)
     plots = [place for place in Elements(page).of("div") if place.get("class") == "plot"]

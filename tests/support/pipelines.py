@@ -102,7 +102,7 @@ def check_page(folder: Path) -> None:
     assert f"<title>{name} · sharmill report</title>" in page
     for section in ("funnel", "listening", "contents", "voices", "codes", "work", "card"):
         assert f'<section id="{section}"' in page
-    assert "of audio, of all cuts." in page
+    assert "All charts are of all cuts; those in green are of their audio." in page
     assert "each segment once" in page
 
 

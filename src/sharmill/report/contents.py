@@ -47,10 +47,21 @@ def make_contents(facts: Facts) -> Markup | None:
     for name, (title, label) in _TITLES.items():
         of_audio = name in _OF_AUDIO
         source = facts.sound if of_audio and facts.sound else facts.measures
-        if (found := source.histograms.get(name)) is not None and found.counts:
+        if (found := source.histograms.get(name)) is not None and found.counts and not _says_nothing(name, found):
             charts.append(figure(title, *_draw(name, found, label, color=2 if of_audio else 0)))
-    note = Markup("<p>Charts in blue are of {}; those in green, of audio, of {}.</p>")
-    return note.format(facts.origin, _origin_of_sound(facts)) + GRID.format(Markup("").join(charts))
+    of_sound = _origin_of_sound(facts)
+    note = f"All charts are of {facts.origin}; those in green are of their audio."
+    if of_sound != facts.origin:
+        note = f"Charts in blue are of {facts.origin}; those in green, of audio, of {of_sound}."
+    clipped = facts.sound.histograms.get("clipped") if facts.sound else None
+    if clipped is not None and _says_nothing("clipped", clipped):
+        note += f" No target has more than {SCALES['clipped'].width:.2%} of its samples at full scale."
+    return Markup("<p>{}</p>").format(note) + GRID.format(Markup("").join(charts))
+
+
+def _says_nothing(name: str, found: Histogram) -> bool:
+    """Return True for the clipping of audio that has none: a sentence is enough."""
+    return name == "clipped" and found.first + len(found.counts) == 1
 
 
 def _origin_of_sound(facts: Facts) -> str:
@@ -79,6 +90,9 @@ def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, 
     ]
     low, median, high = (show_number(found.quantile(share, scale)) for share in (0.05, 0.5, 0.95))
     note = f"Median {median}; nine in ten between {low} and {high} {scale.unit}".rstrip()
+    if name == "clipped":
+        share = 1 - found.counts[0] / found.total if not found.first else 1.0
+        note = f"{share:.1%} of the targets have more than {scale.width:.2%} of their samples at full scale"
     return histogram(edges, counts, label=label, unit=scale.unit, description=f"{note}.", color=color), note
 
 

@@ -107,6 +107,12 @@ def test_codecs_must_be_the_same(coded, plain, tmp_path):
     assert merged.devices == ["A GPU", "cpu"]
 
 
+def test_the_devices_that_chose_contexts_are_those_of_all_parts(plain, tmp_path):
+    other = change_record(copy(plain[1], tmp_path / "other"), match_devices=["A GPU"])
+    assert merge_datasets([plain[0], other], tmp_path / "out").record.match_devices == ["A GPU", "cpu"]
+    assert merge_datasets(plain[:2], tmp_path / "cpus").record.match_devices == []
+
+
 def test_a_dataset_of_another_tool_is_refused(plain, tmp_path):
     other = change_record(copy(plain[1], tmp_path / "other"), contract="foreign")
     with raises(ConfigError, "unlike_datasets", str(other)):

@@ -631,3 +631,16 @@ def test_the_padding_of_the_batches_is_in_the_commits(project):
     match(project)
     (commit,) = lines(next((project.run_dir / "match").glob("**/ledger/*.jsonl")))
     assert (commit["stats"]["embedded_seconds"], commit["stats"]["padded_seconds"]) == (7.0, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [("cpu", []), ("NVIDIA H200, capability 9.0", ["NVIDIA H200, capability 9.0"])]
+)
+def test_the_dataset_names_the_devices_that_chose_its_contexts_where_they_are_no_cpus(project, kind, named):
+    for name, pitch in (("a.wav", 200), ("b.wav", 330)):
+        add(project, name, pitch)
+    with mock.patch("sharmill.match.stage.check_device", return_value=kind):
+        match(project)
+    assert run(WriteStage(project.configure(speaker_key="speaker", match={}))).ok
+    record = json.loads((project.dataset / "dataset.json").read_text())
+    assert record.get("match_devices", []) == named

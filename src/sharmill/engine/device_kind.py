@@ -36,3 +36,9 @@ def claim_device_kind(stage: Stage, kind: str) -> str:
         finally:
             aside.unlink(missing_ok=True)
     return kind
+
+
+def name_devices(kinds: Iterable[str]) -> list[str]:
+    """Return the kinds of device that are named beside an output: none for CPUs alone, of which one is as another."""
+    found = sorted(set(kinds) - {""})
+    return [] if found == ["cpu"] else found

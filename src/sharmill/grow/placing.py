@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from sharmill.engine.device_kind import name_devices
 from sharmill.errors import DamagedShard
 from sharmill.grow.parts import SourceDataset
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
@@ -90,13 +91,15 @@ def _place(source: Path, target: Path, placed: Placed, *, copy: bool) -> None:
 def add_up_shards(
     record: DatasetRecord, shards: list[ShardRecord], others: Iterable[DatasetRecord] = ()
 ) -> DatasetRecord:
-    """Return the record of a dataset with the totals of these shards, and the devices of the other datasets' codes."""
-    codes = [codec for dataset in (record, *others) for codec in dataset.codecs]
+    """Return the record of a dataset with the totals of these shards, and the devices of the other datasets as well."""
+    datasets = [record, *others]
+    codes = [codec for dataset in datasets for codec in dataset.codecs]
     devices = {codec.name: {device for other in codes if other.name == codec.name for device in other.devices}
                for codec in record.codecs}  # fmt: skip
     return msgspec.structs.replace(
         record,
         codecs=[msgspec.structs.replace(codec, devices=sorted(devices[codec.name])) for codec in record.codecs],
+        match_devices=name_devices(kind for dataset in datasets for kind in dataset.match_devices or ["cpu"]),
         num_shards=len(shards),
         num_cuts=sum(shard.count for shard in shards),
         target_seconds=round(sum(shard.target_seconds for shard in shards), 3),

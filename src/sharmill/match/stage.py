@@ -20,7 +20,10 @@ from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config, MatchConfig
 from sharmill.engine.ahead import UnitsAhead
 from sharmill.engine.delays import spent_on
+from sharmill.engine.device_kind import name_devices
 from sharmill.engine.identity import versions
+from sharmill.engine.ledger import read_ledger
+from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import decode_stored, map_stored_array, read_stored
@@ -356,6 +359,15 @@ def matched_manifest(config: Config) -> Path:
 def _manifest(config: Config, min_duration: Any, min_similarity: Any) -> Path:
     limits = f"MinDur{min_duration}MinSSIM{min_similarity}"
     return RunDir(Path(config.run_dir)).manifests / f"{manifest_stem(config)}{_MATCHED}{limits}.json"
+
+
+def devices_of_match(config: Config) -> list[str]:
+    """Return the kinds of device that contexts were chosen on; none for CPUs alone, or where nothing tells."""
+    stage = MatchStage(config)
+    if not stage.dir.units.exists():
+        return []
+    commits = read_ledger(stage.dir.of_present_plan(), load_plan(stage)).values()
+    return name_devices(commit.device_kind for commit in commits)
 
 
 def _match_config(config: Config) -> MatchConfig:

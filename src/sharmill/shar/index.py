@@ -82,7 +82,8 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The content of ``dataset.json``. ``limits`` are those that every context satisfies; none without contexts.
 
     ``contract: foreign`` says that another tool wrote the files and only the index is sharmill's: what sharmill
-    promises of its cuts and codes does not hold. ``match_precision`` is that of the speaker encoder.
+    promises of its cuts and codes does not hold. ``match_precision`` is that of the speaker encoder, and
+    ``match_devices`` are the kinds of device that it chose contexts on; empty for CPUs alone.
     """
 
     format_version: int
@@ -98,6 +99,7 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     codecs: list[CodecRecord]
     contract: Literal["sharmill", "foreign"] = "sharmill"
     match_precision: Precision = "fp32"
+    match_devices: list[str] = []
 
     @property
     def has_contexts(self) -> bool:

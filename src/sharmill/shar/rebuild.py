@@ -140,6 +140,7 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
         limits=old.limits if old and CONTEXT_AUDIO in fields else {},
         codecs=codecs,
         match_precision=old.match_precision if old else "fp32",
+        match_devices=old.match_devices if old else [],
         contract="sharmill" if own else "foreign",
     )
     with changing_index(directory):

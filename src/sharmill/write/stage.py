@@ -26,7 +26,7 @@ from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
 from sharmill.match.candidates import identify_roots, segment_roots
 from sharmill.match.choose import min_similarity
-from sharmill.match.stage import matched_manifest
+from sharmill.match.stage import devices_of_match, matched_manifest
 from sharmill.prepare.stage import prepared_manifest
 from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.dataset import ShardedDataset
@@ -148,6 +148,7 @@ class WriteStage(Stage):
             limits=self._limits(),
             codecs=[],
             match_precision=self.config.match.precision if self.config.match else "fp32",
+            match_devices=devices_of_match(self.config) if self.config.match else [],
         )
 
 

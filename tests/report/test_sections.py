@@ -19,7 +19,8 @@ from sharmill.audio.sound import Sound
 from sharmill.config import to_yaml
 from sharmill.config.loading import load_for_display
 from sharmill.engine.rundir import RunDir
-from sharmill.errors import DamagedShard
+from sharmill.engine.unit import Commit
+from sharmill.errors import ConfigError, DamagedShard
 from sharmill.match.stage import MatchStage
 from sharmill.match.voices import pack_voice, sample_voices, unpack_voice
 from sharmill.pipeline import make_stages
@@ -75,6 +76,26 @@ def packed(content: bytes) -> str:
 def test_damaged_measures_are_an_error_and_cost_no_memory(text):
     with raises(DamagedShard, "damaged_shard", "the measures of a shard are damaged"):
         CutMeasures.unpack(text)
+
+
+def test_stats_of_other_values_are_an_error(tmp_path):
+    row = {"records_in": 1, "records_out": 1, "hours_in": 1.0, "hours_out": 1.0}
+    good = row | {"by_dataset": {"d": row}, "by_language": {}, "by_speaker": {"s": row}, "rejects": {}}
+    path = tmp_path / "stats.json"
+    path.write_text(json.dumps(good))
+    assert facts._read_stats(path)["by_speaker"] == {"s": row}
+    for bad in ({}, good | {"by_speaker": {"s": 1}}, good | {"by_dataset": {"d": row | {"hours_out": {}}}}):
+        path.write_text(json.dumps(bad))
+        with raises(ConfigError, "damaged_run_dir", "stats.json"):
+            facts._read_stats(path)
+
+
+@pytest.mark.parametrize("voices", [[3], [["a"]], [["a", 1]], [["a", "x"]], 7, [["a", "AAAA"], ["b", "AA=="]]], ids=str)
+def test_voices_of_other_values_are_an_error(voices):
+    commit = Commit(token="t", index=0, id="u", files=[], num_in=1, num_out=1, rejects={}, stats={"voices": voices},
+                    seconds=1.0, rank=0)  # fmt: skip
+    with raises(ConfigError, "damaged_run_dir", "the voices that a commit of match notes are damaged"):
+        facts._Noted().add("match", commit)
 
 
 def groups(count: int, size: int):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import io
+import json
 import logging
 import random
 import shutil
@@ -25,7 +26,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from support.fuzzed_datasets import DatasetTargets
-from support.mutations import Target
+from support.mutations import Target, mutate_values
 from support.shar import Project, voice
 from support.source_forms import FORMS
 
@@ -38,9 +39,11 @@ from sharmill.engine.progress import RankProgress
 from sharmill.errors import RejectRecord, SharmillError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.manifest import Utterance
-from sharmill.pipeline import run_dataset
+from sharmill.pipeline import make_stages, run_dataset
 from sharmill.prepare.check import parse_record
 from sharmill.prepare.stage import PrepareStage
+from sharmill.report.facts import read_run_facts
+from sharmill.report.page import make_page
 from sharmill.shar.arrays import array_from_bytes, array_to_bytes
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.index import read_dataset, read_shards
@@ -105,6 +108,12 @@ class Corpus:
             name = path.relative_to(self.run_dir).as_posix()
             if path.suffix in (".json", ".jsonl", ".yaml", "") and path.is_file() and not name.startswith("manifests"):
                 yield Target(f"run/{name}", path.read_bytes(), lambda data, name=name: self._show(name, data))
+                if path.suffix in (".json", ".jsonl") and path.stat().st_size:
+                    rows = path.read_bytes().splitlines() if path.suffix == ".jsonl" else [path.read_bytes()]
+                    lines = b"\n".join(json.dumps(json.loads(row)).encode() for row in rows)
+                    yield Target(
+                        f"report/{name}", lines, lambda data, name=name: self._report(name, data), mutate_values
+                    )
 
     def source_targets(self) -> Iterator[Target]:
         """Yield every file of one small corpus in the forms of all sources, read as the stage prepare reads it."""
@@ -188,6 +197,16 @@ class Corpus:
             path.write_bytes(data)
             queue = QueueView(self.run_dir, next_question=float("inf"))
             print_status(Console(file=io.StringIO(), width=120), self.run_dir, queue)
+        finally:
+            path.write_bytes(good)
+
+    def _report(self, name: str, data: bytes) -> None:
+        """Make the page of a run of which one file has other values."""
+        path = self.run_dir / name
+        good = path.read_bytes()
+        try:
+            path.write_bytes(data)
+            make_page(read_run_facts(self.config, make_stages(self.config), {}, decode=False))
         finally:
             path.write_bytes(good)
 

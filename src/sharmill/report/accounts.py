@@ -47,7 +47,8 @@ def make_card(facts: Facts) -> Markup:
     devices: set[str] = set()
     models: list[tuple[str, str]] = []
     for stage in facts.run.stages if facts.run else ():
-        versions |= {name: str(version) for name, version in dict(stage.identity.get("versions") or {}).items()}
+        if isinstance(found := stage.identity.get("versions"), dict):
+            versions |= {name: str(version) for name, version in found.items()}
         devices |= set(stage.devices)
         for key in ("encoder", "codec"):
             if key in stage.identity:

@@ -182,7 +182,7 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
         run_dir=run_dir,
         config=read_stored(run_dir.config).decode(errors="replace"),
         stages=found,
-        stats=_read_json(run_dir.stats) if run_dir.stats.exists() else {},
+        stats=_read_stats(run_dir.stats) if run_dir.stats.exists() else {},
         voices=[voice for _, voice in sorted(noted.voices, key=itemgetter(0))],
         measures=noted.measures if by_kind["write"][1].totals else None,
         context_uses=_context_uses(*by_kind["survey"]) if "survey" in by_kind else None,
@@ -217,8 +217,23 @@ class _Noted:
             else:
                 self.measures = None
         if kind == "match":
-            for number, (group, values) in enumerate(commit.stats.get("voices", ())):
-                self.voices.append(((commit.index, number), (shorten(str(group)), unpack_voice(values))))
+            try:
+                noted = msgspec.convert(commit.stats.get("voices", []), list[tuple[Any, str]])
+                found = [(shorten(str(group)), unpack_voice(text)) for group, text in noted]
+                if (
+                    len(
+                        {
+                            len(voice)
+                            for voice in (*(one for _, (_, one) in self.voices[:1]), *(one for _, one in found))
+                        }
+                    )
+                    > 1
+                ):
+                    raise ValueError("embeddings of other lengths")
+            except ValueError as error:
+                message = f"the voices that a commit of match notes are damaged: {error}"
+                raise ConfigError(message, code="damaged_run_dir") from error
+            self.voices += [((commit.index, number), one) for number, one in enumerate(found)]
 
 
 def _read_stage(stage: Stage, noted: _Noted) -> StageFacts:
@@ -249,13 +264,28 @@ def _read_stage(stage: Stage, noted: _Noted) -> StageFacts:
         cost_by_rank=dict(sorted(cost.items())),
         seconds_by_rank=dict(sorted(seconds.items())),
         devices=sorted(devices - {""}),
-        identity=_read_json(stage.dir.identity),
+        identity=decode_stored(stage.dir.identity, read_stored(stage.dir.identity), dict[str, Any]),
         examples=_examples(stage.dir.rejects, totals.rejects) if totals and totals.rejects else {},
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return decode_stored(path, read_stored(path), dict[str, Any])
+class _Hours(msgspec.Struct):
+    records_in: int
+    records_out: int
+    hours_in: float
+    hours_out: float
+
+
+class _Stats(_Hours):
+    """The part of ``stats.json`` that a page shows."""
+
+    by_dataset: dict[str, _Hours]
+    by_language: dict[str, _Hours]
+    by_speaker: dict[str, _Hours]
+
+
+def _read_stats(path: Path) -> dict[str, Any]:
+    return msgspec.to_builtins(decode_stored(path, read_stored(path), _Stats))
 
 
 class _Reject(msgspec.Struct):

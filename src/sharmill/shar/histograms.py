@@ -159,7 +159,7 @@ class CutMeasures(msgspec.Struct):
             measures = msgspec.msgpack.decode(
                 zlib.decompressobj().decompress(base64.b64decode(text), _MAX_BYTES), type=cls
             )
-        except (ValueError, zlib.error, *NOT_JSON) as error:
+        except (TypeError, ValueError, zlib.error, *NOT_JSON) as error:
             raise DamagedShard(f"the measures of a shard are damaged: {error}") from error
         for name, found in measures.histograms.items():
             if name not in SCALES or not 0 <= found.first <= SCALES[name].num_bins - len(found.counts):

@@ -19,6 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from support.paths import REPOSITORY
 
 
@@ -230,6 +231,15 @@ def torch_fuser() -> bool:
 
 
 # What is relied on: (package, what, the file of sharmill that relies on it, a check that it still is so).
+def torch_sizes() -> bool:
+    from sharmill.errors import ConfigError
+    from sharmill.models.tensors import limited_layers
+
+    with pytest.raises(ConfigError), limited_layers("x", 0):
+        torch.nn.Linear(1 << 14, 1 << 14, device="meta")
+    return True
+
+
 PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("lhotse", "fields of recordings", "shar/reading/cuts.py", lhotse_recordings),
     ("lhotse", "fields of cuts and supervisions", "shar/reading/cuts.py", lhotse_cuts),
@@ -253,6 +263,7 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("nemo_toolkit", "parts of AudioCodecModel", "models/nemo_codec.py", nemo_codec_parts),
     ("torch", "weights of weight_norm", "models/nemo_codec.py", torch_weight_norm),
     ("torch", "switch of the TorchScript fuser", "models/arithmetic.py", torch_fuser),
+    ("torch", "sizes of tensors that are made", "models/tensors.py", torch_sizes),
 ]  # fmt: skip
 
 

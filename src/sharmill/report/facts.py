@@ -220,15 +220,8 @@ class _Noted:
             try:
                 noted = msgspec.convert(commit.stats.get("voices", []), list[tuple[Any, str]])
                 found = [(shorten(str(group)), unpack_voice(text)) for group, text in noted]
-                if (
-                    len(
-                        {
-                            len(voice)
-                            for voice in (*(one for _, (_, one) in self.voices[:1]), *(one for _, one in found))
-                        }
-                    )
-                    > 1
-                ):
+                lengths = {len(embedding) for _, embedding in (*(one for _, one in self.voices[:1]), *found)}
+                if len(lengths) > 1:
                     raise ValueError("embeddings of other lengths")
             except ValueError as error:
                 message = f"the voices that a commit of match notes are damaged: {error}"

@@ -58,6 +58,7 @@ ALLOWED = {
     "executors/machine.py:_examine_folder": OWN,
     "export/run.py:export_dataset": NO_FILE,
     "grow/split.py:_checked": INDEX,
+    "models/families.py:refuse_packed_weights": OPENED,
     "models/device.py:driver_version": SYSTEM,
     "models/hub.py:ask": "asks the hub for an address, by https",
     "models/memory.py:_resident": SYSTEM,

@@ -16,16 +16,16 @@ from support.errors import raises
 from sharmill.audio import encoding
 from sharmill.audio.decoder import AudioInfo
 from sharmill.audio.encoding import ENCODERS, check_encoder, encode
-from sharmill.audio.files import decode, probe_bytes
+from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.errors import ConfigError
 
 
 def test_16_bit_samples_survive_flac_and_wav():
     every_value = (np.arange(-32768, 32768) / 32768).astype(np.float32)
-    source, _ = decode(container(every_value, 16000, "FLAC", "PCM_16"))
+    source, _ = decode_bytes(container(every_value, 16000, "FLAC", "PCM_16"))
     np.testing.assert_array_equal(source, every_value)
     for format in ("flac", "wav"):
-        decoded, rate = decode(encode(source, 16000, format))
+        decoded, rate = decode_bytes(encode(source, 16000, format))
         assert rate == 16000
         np.testing.assert_array_equal(decoded, every_value)
 
@@ -44,13 +44,13 @@ def test_flac_has_the_bytes_that_libsndfile_makes_of_floats():
 def test_encoders_keep_rate_and_number_of_samples(format, rate, num_samples):
     data = encode(speech_like(num_samples, rate), rate, format)
     assert probe_bytes(data) == AudioInfo(rate, num_samples, 1, format)
-    assert len(decode(data)[0]) == num_samples
+    assert len(decode_bytes(data)[0]) == num_samples
 
 
 @pytest.mark.parametrize("format", ["mp3", "opus"])
 def test_lossy_encoders_keep_the_samples_in_place(format):
     samples = speech_like(32000, 16000)
-    decoded, _ = decode(encode(samples, 16000, format))
+    decoded, _ = decode_bytes(encode(samples, 16000, format))
     middle = slice(8000, 24000)
     products = {lag: float(samples[middle] @ np.roll(decoded, -lag)[middle]) for lag in range(-50, 51)}
     assert max(products, key=products.__getitem__) == 0
@@ -62,7 +62,7 @@ def test_overshoot_is_clipped(format):
     assert np.abs(samples).max() > 1
     assert encode(samples, 16000, format) == encode(np.clip(samples, -1, 1), 16000, format)
     if format in ("flac", "wav"):
-        decoded, _ = decode(encode(np.array([1.5, -1.5], np.float32), 16000, format))
+        decoded, _ = decode_bytes(encode(np.array([1.5, -1.5], np.float32), 16000, format))
         np.testing.assert_array_equal(decoded, np.array([32767 / 32768, -1], np.float32))
 
 

@@ -12,7 +12,7 @@ from support.audio import reason_of, speech_like, write
 from support.compressed import FORMS, Form, encode, film, some_samples
 
 from sharmill.audio import ffmpeg
-from sharmill.audio.files import decode, probe, probe_bytes, read
+from sharmill.audio.files import decode_bytes, probe, probe_bytes, read
 from sharmill.errors import RejectRecord
 
 pytest.importorskip("av")
@@ -30,7 +30,7 @@ def detail_of(function, *arguments) -> str:
 def outcome(data: bytes) -> str:
     """The reason of the reject, or "read"."""
     try:
-        decode(data)
+        decode_bytes(data)
     except RejectRecord as reject:
         return reject.reason
     return "read"
@@ -51,20 +51,20 @@ def test_header_and_segments_are_those_of_the_whole(tmp_path, form):
         np.testing.assert_allclose(whole, some_samples(form), rtol=0, atol=form.error)
     for start, count in [(0, 500), (len(whole) - 37, 37), (4321, 15000)]:
         np.testing.assert_array_equal(read(path, start, count, channel)[0], whole[start : start + count])
-    np.testing.assert_array_equal(decode(path.read_bytes(), 777, channel=channel)[0], whole[777:])
+    np.testing.assert_array_equal(decode_bytes(path.read_bytes(), 777, channel=channel)[0], whole[777:])
 
 
 def test_several_channels_need_a_choice():
     data = encode(FORM["m4a of two channels"])
-    assert reason_of(decode, data) == "unsupported_channels"
-    both = [decode(data, channel=channel)[0] for channel in (0, 1)]
+    assert reason_of(decode_bytes, data) == "unsupported_channels"
+    both = [decode_bytes(data, channel=channel)[0] for channel in (0, 1)]
     assert np.abs(both[0] - both[1]).max() > 0.1
-    np.testing.assert_allclose(decode(data, channel="downmix")[0], (both[0] + both[1]) / 2, atol=1e-7)
+    np.testing.assert_allclose(decode_bytes(data, channel="downmix")[0], (both[0] + both[1]) / 2, atol=1e-7)
 
 
 def test_of_several_audio_streams_the_first_is_taken():
     form = FORM["alac"]
-    np.testing.assert_array_equal(decode(encode(form, streams=2))[0], decode(encode(form))[0])
+    np.testing.assert_array_equal(decode_bytes(encode(form, streams=2))[0], decode_bytes(encode(form))[0])
 
 
 def test_without_pyav_the_reject_says_what_to_install(monkeypatch):
@@ -79,7 +79,7 @@ def test_without_pyav_the_reject_says_what_to_install(monkeypatch):
 )
 def test_what_is_cut_off_is_rejected(name, share):
     data = encode(FORM[name])
-    reason = reason_of(decode, data[: int(len(data) * share)])
+    reason = reason_of(decode_bytes, data[: int(len(data) * share)])
     assert reason in ("unreadable_audio", "duration_mismatch")
 
 
@@ -159,7 +159,7 @@ def test_samples_that_are_not_finite():
     place = data.find((np.round(sound * 32767).astype(np.float32) / 32768)[:4].tobytes())
     assert place > 0
     data[place : place + 4] = struct.pack("<f", np.nan)
-    assert reason_of(decode, bytes(data)) == "non_finite_audio"
+    assert reason_of(decode_bytes, bytes(data)) == "non_finite_audio"
 
 
 @pytest.mark.parametrize("box", [b"stsz", b"stts", b"stsc", b"stco"])

@@ -16,7 +16,7 @@ from support.paths import DATA
 
 from sharmill.audio import files, mp3
 from sharmill.audio.decoder import AudioInfo
-from sharmill.audio.files import decode, probe, probe_bytes, read
+from sharmill.audio.files import decode_bytes, probe, probe_bytes, read
 
 
 @pytest.mark.parametrize(("name", "format", "subtype"), FORMATS)
@@ -109,7 +109,7 @@ def test_segments_equal_slices_of_the_full_decode(tmp_path, name, format, subtyp
     whole, read_rate = read(path)
     assert (whole.dtype, read_rate) == (np.float32, rate)
     np.testing.assert_array_equal(whole, full)
-    np.testing.assert_array_equal(decode(path.read_bytes())[0], full)
+    np.testing.assert_array_equal(decode_bytes(path.read_bytes())[0], full)
     starts = np.random.default_rng(1).integers(0, len(full) - 3000, 12)
     for start, count in [(0, 500), (len(full) - 37, 37), *((int(s), 3000) for s in starts)]:
         np.testing.assert_array_equal(read(path, start, count)[0], full[start : start + count])
@@ -138,13 +138,13 @@ def test_wav_subtypes(tmp_path, subtype):
 
 def test_float_wav_keeps_values_beyond_one():
     samples = np.array([0.0, 1.5, -2.0], dtype=np.float32)
-    np.testing.assert_array_equal(decode(container(samples, 8000, "WAV", "FLOAT"))[0], samples)
+    np.testing.assert_array_equal(decode_bytes(container(samples, 8000, "WAV", "FLOAT"))[0], samples)
 
 
 def test_several_channels_are_unsupported(tmp_path):
     path = write(tmp_path / "a.flac", container(np.zeros((100, 2)), 8000, "FLAC", "PCM_16"))
     assert reason_of(read, path) == "unsupported_channels"
-    assert reason_of(decode, path.read_bytes()) == "unsupported_channels"
+    assert reason_of(decode_bytes, path.read_bytes()) == "unsupported_channels"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -170,7 +170,7 @@ def test_negative_segment_is_a_mistake_of_the_caller(tmp_path):
 
 @pytest.mark.parametrize("damage", ["half", "last byte", "zeros"])
 def test_damaged_flac_is_unreadable(damage):
-    assert reason_of(decode, damaged("FLAC", "PCM_16", damage)) == "unreadable_audio"
+    assert reason_of(decode_bytes, damaged("FLAC", "PCM_16", damage)) == "unreadable_audio"
 
 
 @pytest.mark.parametrize(
@@ -190,23 +190,23 @@ def test_damaged_flac_is_unreadable(damage):
 )
 @pytest.mark.parametrize("damage", ["half", "last byte"])
 def test_truncated_file_is_a_mismatch(format, subtype, damage):
-    assert reason_of(decode, damaged(format, subtype, damage)) == "duration_mismatch"
+    assert reason_of(decode_bytes, damaged(format, subtype, damage)) == "duration_mismatch"
 
 
 @pytest.mark.parametrize("subtype", ["OPUS", "VORBIS"])
 def test_ogg_with_a_damaged_page_is_unreadable(subtype):
     """libsndfile makes up for lost pages: in Opus even the number of samples can be right."""
     data = damaged("OGG", subtype, "zeros")
-    assert reason_of(decode, data) == "unreadable_audio"
+    assert reason_of(decode_bytes, data) == "unreadable_audio"
 
 
 def test_ogg_with_a_trailer_is_read():
     data = container(speech_like(5000, 16000), 16000, "OGG", "VORBIS")
-    np.testing.assert_array_equal(decode(data + b"TAG" + b"a" * 125)[0], decode(data)[0])
+    np.testing.assert_array_equal(decode_bytes(data + b"TAG" + b"a" * 125)[0], decode_bytes(data)[0])
 
 
 def test_corrupted_mp3_is_rejected():
-    reason = reason_of(decode, damaged("MP3", "MPEG_LAYER_III", "zeros"))
+    reason = reason_of(decode_bytes, damaged("MP3", "MPEG_LAYER_III", "zeros"))
     assert reason in ("unreadable_audio", "duration_mismatch")
 
 
@@ -219,20 +219,20 @@ def test_wav_from_a_pipe_is_read_to_its_end():
     data = bytearray(container(speech_like(1000, 8000), 8000, "WAV", "PCM_16"))
     for size in (0xFFFFFFFF, 0x7FFFF000):
         data[4:8] = data[40:44] = struct.pack("<I", size)
-        assert len(decode(bytes(data))[0]) == 1000
+        assert len(decode_bytes(bytes(data))[0]) == 1000
 
 
 @pytest.mark.parametrize("promised", [5001, 2**36 - 1])
 def test_flac_that_promises_too_much_is_rejected_without_its_memory(promised):
     data = with_flac_length(container(speech_like(5000, 16000), 16000, "FLAC", "PCM_16"), promised)
-    assert reason_of(decode, data) in ("unreadable_audio", "duration_mismatch")
+    assert reason_of(decode_bytes, data) in ("unreadable_audio", "duration_mismatch")
 
 
 def test_mp3_that_promises_too_much_is_rejected_without_its_memory():
     data = bytearray(container(speech_like(5000, 16000), 16000, "MP3", "MPEG_LAYER_III"))
     tag = max(data.find(b"Xing"), data.find(b"Info"))
     data[tag + 8 : tag + 12] = struct.pack(">I", 2**31 - 1)
-    assert reason_of(decode, bytes(data)) == "unreadable_audio"
+    assert reason_of(decode_bytes, bytes(data)) == "unreadable_audio"
 
 
 @pytest.mark.parametrize("rate", [16000, 22050, 44100])
@@ -252,14 +252,14 @@ def test_mp3_without_length_is_counted(rate):
         num_samples = probe_bytes(dressed).num_samples
         assert num_samples % samples_per_frame == 0
         assert 3 * rate <= num_samples + samples_per_frame <= 3 * rate + 5 * samples_per_frame
-        assert len(decode(dressed)[0]) == num_samples
+        assert len(decode_bytes(dressed)[0]) == num_samples
 
 
 def test_mp3_of_variable_bit_rate_without_length_is_unreadable():
     quiet_then_loud = speech_like(64000, 16000) * np.linspace(0, 2, 64000, dtype=np.float32)
     data = container(quiet_then_loud, 16000, "MP3", "MPEG_LAYER_III", bitrate_mode="VARIABLE", compression_level=0.5)
-    assert len(decode(data)[0]) == 64000
-    assert reason_of(decode, without_first_mp3_frame(data)) == "unreadable_audio"
+    assert len(decode_bytes(data)[0]) == 64000
+    assert reason_of(decode_bytes, without_first_mp3_frame(data)) == "unreadable_audio"
 
 
 def damaged(format: str, subtype: str, damage: str) -> bytes:

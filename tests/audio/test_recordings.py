@@ -10,7 +10,7 @@ from support.audio import container, speech_like, write
 from support.compressed import FORMS, encode
 
 from sharmill.audio import files
-from sharmill.audio.files import decode, open_recording
+from sharmill.audio.files import decode_bytes, open_recording
 from sharmill.errors import RejectRecord
 
 # libsndfile's format, subtype, rate, channels.
@@ -76,7 +76,7 @@ def test_depths_and_rates(name):
     _, subtype, rate, channels = row_of(name)
     samples = samples_of(name)
     channel = None if channels == 1 else 1
-    found, found_rate = decode(make(name), channel=channel)
+    found, found_rate = decode_bytes(make(name), channel=channel)
     assert found_rate == rate
     if subtype in ERRORS:
         assert len(found) == len(samples)
@@ -94,7 +94,7 @@ def test_parts_at_any_offsets_equal_slices_of_the_whole(tmp_path, name, monkeypa
     path = write(tmp_path / "a", data)
     inside = write(tmp_path / "b", b"before" + data + b"behind")
     channel = 1 if decode_channels(path) > 1 else None
-    whole = decode(data, channel=channel)[0]
+    whole = decode_bytes(data, channel=channel)[0]
 
     @settings(max_examples=8, deadline=None, derandomize=True)
     @given(st.lists(st.tuples(st.integers(0, len(whole) - 1), st.integers(1, 20000)), min_size=1, max_size=6))

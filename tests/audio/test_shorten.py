@@ -11,7 +11,7 @@ import soundfile as sf
 from support.audio import reason_of, speech_like
 from support.sphere import number, rice, shorten, shorten_stream, signed, sphere, sphere_header
 
-from sharmill.audio.files import decode, probe_bytes
+from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.audio.shorten import _mu_law_table
 from sharmill.errors import RejectRecord
 
@@ -46,8 +46,8 @@ def test_pcm(shape):
         data = sphere(pcm, 8000, shortened=shortened)
         channel = None if len(shape) == 1 else 1
         expected = (pcm if channel is None else pcm[:, 1]).astype(np.float32) / 32768
-        np.testing.assert_array_equal(decode(data, channel=channel)[0], expected)
-        np.testing.assert_array_equal(decode(data, 5000, 4001, channel)[0], expected[5000:9001])
+        np.testing.assert_array_equal(decode_bytes(data, channel=channel)[0], expected)
+        np.testing.assert_array_equal(decode_bytes(data, 5000, 4001, channel)[0], expected[5000:9001])
 
 
 def random_stream(seed, channels, num_means):
@@ -88,7 +88,7 @@ def test_blocks_of_every_kind_are_those_that_ffmpeg_decodes(channels, num_means)
         expected = np.concatenate(frames, axis=1).astype(np.float32) / 32768
         assert expected.shape == (channels, count)
         for channel in range(channels):
-            np.testing.assert_array_equal(decode(data, channel=channel)[0], expected[channel])
+            np.testing.assert_array_equal(decode_bytes(data, channel=channel)[0], expected[channel])
 
 
 @pytest.mark.parametrize("kind", [AU1, AU2])
@@ -99,8 +99,8 @@ def test_mu_law(kind):
     assert (info.sampling_rate, info.num_samples, info.channels, info.format) == (8000, len(codes), 2, "shn")
     for channel in (0, 1):
         expected = linear(codes[:, channel]).astype(np.float32) / 32768
-        np.testing.assert_array_equal(decode(data, channel=channel)[0], expected)
-        np.testing.assert_array_equal(decode(data, 700, 901, channel)[0], expected[700:1601])
+        np.testing.assert_array_equal(decode_bytes(data, channel=channel)[0], expected)
+        np.testing.assert_array_equal(decode_bytes(data, 700, 901, channel)[0], expected[700:1601])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_file_that_is_cut_off_or_claims_too_much():
     pcm = (speech_like(20077, 8000) * 32767).astype(np.int16)
     data = sphere(pcm, 8000, shortened=True)
     for bad in (data[: len(data) // 2], data[:-40], sphere(pcm, 8000, shortened=True, count=20078)):
-        assert reason_of(decode, bad) == "duration_mismatch"
+        assert reason_of(decode_bytes, bad) == "duration_mismatch"
     assert reason_of(probe_bytes, sphere(pcm, 8000, shortened=True, count=1 << 40)) == "unreadable_audio"
     assert reason_of(probe_bytes, sphere(pcm, 8000, shortened=True, count=0)) == "empty_audio"
     for bad in (
@@ -135,13 +135,13 @@ def test_a_file_that_is_cut_off_or_claims_too_much():
         data[:1029],
         data.replace(b"sample_rate -i 8000", b"sample_rate -i 8"),
     ):
-        assert reason_of(decode, bad) == "unreadable_audio"
+        assert reason_of(decode_bytes, bad) == "unreadable_audio"
 
 
 def test_other_samples_say_what_decompresses_them():
     data = sphere_header(MU_LAW, 8000, 1, 256) + shorten(np.zeros((256, 1), np.int64), 2)
     with pytest.raises(RejectRecord, match="type 2 of samples is not read; decompress it with sph2pipe"):
-        decode(data)
+        decode_bytes(data)
 
 
 def test_no_changed_byte_ends_a_decoder_otherwise_than_by_a_reject():
@@ -153,7 +153,7 @@ def test_no_changed_byte_ends_a_decoder_otherwise_than_by_a_reject():
         for _ in range(changed.randrange(1, 4)):
             bad[changed.randrange(1024, len(bad))] = changed.randrange(256)
         try:
-            assert len(decode(bytes(bad))[0]) == 2000
+            assert len(decode_bytes(bytes(bad))[0]) == 2000
         except RejectRecord as reject:
             reasons.add(reject.reason)
     assert reasons <= REJECTED

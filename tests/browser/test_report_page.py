@@ -8,7 +8,7 @@ import pytest
 from markupsafe import Markup
 from support.reported import HOSTILE, DecodingToy, make_reported, write_report
 
-from sharmill.report.charts import columns, curves, figure, printable, scatter
+from sharmill.report.charts import columns, curves, figure, plain_text, scatter
 
 CHROMIUM = shutil.which("chromium")
 # Without a display or a sound card, and as root in a container.
@@ -154,7 +154,7 @@ def test_hostile_names_in_charts_are_shown_as_they_are(opened, hostile_file):
     page = opened(file=hostile_file)
     page.evaluate(DRAW_ALL)
     first, second, third = page.locator("#odd .plot").all()
-    names = [printable(name) for name in HOSTILE_LABELS]
+    names = [plain_text(name) for name in HOSTILE_LABELS]
     # Of a map the points of a colour follow one another, here each eighth.
     by_color = [name for color in range(8) for name in names[color::8]]
     for chart, texts in ((first, [f"{name}: {n}" for n, name in enumerate(names, start=1)]), (second, by_color)):
@@ -167,7 +167,7 @@ def test_hostile_names_in_charts_are_shown_as_they_are(opened, hostile_file):
                 arg=[chart.element_handle(), text if len(text) <= 80 else f"{text[:79]}…"], timeout=WAIT,
             )  # fmt: skip
     legend = third.locator(".legendtext").all_text_contents()
-    assert [name.replace("\xa0", " ") for name in legend] == [printable(name[:60]) for name in HOSTILE_LABELS]
+    assert [name.replace("\xa0", " ") for name in legend] == [plain_text(name[:60]) for name in HOSTILE_LABELS]
     assert page.locator("#odd svg a, #odd svg tspan, #odd svg image, #odd svg script").count() == 0
     assert page.title() == "small · sharmill report"
 

@@ -12,7 +12,7 @@ from support.web import serving
 
 from sharmill.config import load_config, to_yaml
 from sharmill.errors import FatalError
-from sharmill.pilot.calibrate import Calibration, calibrate
+from sharmill.pilot.calibrate import Calibration, run_pilot
 
 SECRET = "hf-Tr0ub4dor"
 RUN_DATASET = "sharmill.pilot.small_run.run_dataset"
@@ -39,13 +39,13 @@ def seen_by_run(config):
     """The configuration of the small dataset, as the run of its stages gets it."""
     stopped = FatalError("stop", code="units_failed")
     with mock.patch(RUN_DATASET, side_effect=stopped) as run, pytest.raises(FatalError):
-        calibrate(config)
+        run_pilot(config)
     return run.call_args.args[0]
 
 
 def test_a_pilot_of_an_addition_is_no_addition(project):
     config = load(project, append_to=str(project.folder / "other"), match={"contexts_from_dataset": True})
-    _, found = calibrate(config)
+    _, found = run_pilot(config)
     assert [rate.name for rate in found.rates] == ["prepare", "match", "write", "validate"]
 
 
@@ -77,7 +77,7 @@ def test_what_was_fetched_is_not_fetched_again(project, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with serving(project.root) as server:
         manifest = str(project.folder / "small.json")
-        calibrate(load(project, sources=[{"manifest": manifest, "audio_root": server.url}]))
+        run_pilot(load(project, sources=[{"manifest": manifest, "audio_root": server.url}]))
         assert sorted(server.requests.values()) == [1, 1, 1, 1]
     assert len([path for path in (project.run_dir / "copies").rglob("*") if path.is_file()]) == 4
 
@@ -95,7 +95,7 @@ def test_the_outcome_of_a_pilot_has_no_value_of_the_environment(project, monkeyp
         text = text.replace(value, reference)
     (project.folder / "config.yaml").write_text(text)
     config = load_config(project.folder / "config.yaml")
-    path, found = calibrate(config, measure=False)
+    path, found = run_pilot(config, measure=False)
     assert (found.name, found.encoder) == ("${oc.env:NAME}", "${oc.env:ENCODER}")
     (reject,) = found.rejects
     assert "${oc.env:ROOT}/absent.wav" in reject.example

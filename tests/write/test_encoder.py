@@ -13,7 +13,7 @@ from lhotse import Recording
 from support.shar import put, voice
 
 from sharmill.audio.encoding import encode
-from sharmill.audio.files import decode, open_audio, open_recording, probe_bytes
+from sharmill.audio.files import decode_bytes, open_audio, open_recording, probe_bytes
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import WriteConfig
@@ -68,7 +68,7 @@ def test_a_file_that_is_what_is_wanted_is_copied(root, name, format, rate, exten
     stored = store(root, whole(name), format=format, rate=rate)
     assert stored.data == (root / name).read_bytes()
     assert stored.extension == extension
-    samples, found_rate = decode(stored.data)
+    samples, found_rate = decode_bytes(stored.data)
     assert (stored.num_samples, stored.sampling_rate) == (len(samples), found_rate)
 
 
@@ -117,18 +117,18 @@ def test_original_falls_back_to_flac_where_the_format_cannot_be_written(root, se
 def test_a_segment_is_extracted_to_the_sample(root, format, offset, duration):
     stored = store(root, part("a.wav", offset, duration), format=format)
     start, length = round(offset * 16000), round(duration * 16000)
-    np.testing.assert_array_equal(decode(stored.data)[0], SAMPLES[start : start + length])
+    np.testing.assert_array_equal(decode_bytes(stored.data)[0], SAMPLES[start : start + length])
 
 
 def test_a_segment_that_ends_a_little_after_its_file_has_the_samples_that_there_are(root):
     stored = store(root, part("a.wav", 0.5, 0.55))
-    np.testing.assert_array_equal(decode(stored.data)[0], SAMPLES[8000:])
+    np.testing.assert_array_equal(decode_bytes(stored.data)[0], SAMPLES[8000:])
 
 
 @pytest.mark.parametrize("format", ["mp3", "opus"])
 def test_lossy_formats_keep_rate_and_number_of_samples(root, format):
     stored = store(root, part("a.wav", 0.1, 0.7), format=format)
-    samples, rate = decode(stored.data)
+    samples, rate = decode_bytes(stored.data)
     assert (len(samples), rate, stored.num_samples) == (11200, 16000, 11200)
     assert np.corrcoef(samples, SAMPLES[1600:12800])[0, 1] > 0.9
 
@@ -140,7 +140,7 @@ def test_resampled_samples_are_lhotses(tmp_path, from_rate, to_rate):
     expected = Recording.from_file(path).resample(to_rate).load_audio()[0]
     # libsndfile takes the next lower of the 16-bit values.
     quantised = np.clip(np.floor(expected.astype(np.float64) * 32768), -32768, 32767)
-    np.testing.assert_array_equal(decode(stored.data)[0].astype(np.float64) * 32768, quantised)
+    np.testing.assert_array_equal(decode_bytes(stored.data)[0].astype(np.float64) * 32768, quantised)
 
 
 def test_opus_cannot_hold_22050_hz(tmp_path):
@@ -186,7 +186,7 @@ def test_an_error_of_the_machine_is_no_reject(root):
 def test_a_copy_of_what_was_decoded_before_is_not_decoded_again(root):
     segment = whole("a.flac")
     notes = SegmentReader(AudioRoots.of([root])).read(segment).notes
-    with mock.patch("sharmill.audio.segments.decode", wraps=decode) as decoded:
+    with mock.patch("sharmill.audio.segments.decode_bytes", wraps=decode_bytes) as decoded:
         fresh = store(root, segment)
         known = store(root, replace(segment, notes=notes))
     assert decoded.call_count == 1

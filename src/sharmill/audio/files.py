@@ -77,7 +77,7 @@ def read(
         return recording.read(start, num_samples, channel), recording.info.sampling_rate
 
 
-def decode(
+def decode_bytes(
     data: bytes,
     start: int = 0,
     num_samples: int | None = None,
@@ -90,7 +90,7 @@ def decode(
 
 
 def decode_blocks(data: bytes, name: str = "audio data") -> Iterator[tuple[np.ndarray, int]]:
-    """Decode a mono file in memory block by block, each with the sampling rate; rejects as ``decode`` does."""
+    """Decode a mono file in memory block by block, each with the sampling rate; rejects as ``decode_bytes`` does."""
     with open_bytes(AudioBytes(name, data)) as recording:
         for block in recording.blocks():
             yield block, recording.info.sampling_rate

@@ -19,7 +19,7 @@ import xxhash
 
 from sharmill.audio.containers import gather_rows, open_member
 from sharmill.audio.decoder import AudioInfo
-from sharmill.audio.files import Recording, decode, open_recording
+from sharmill.audio.files import Recording, decode_bytes, open_recording
 from sharmill.audio.resample import segment_bounds
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.sound import measure_sound
@@ -173,7 +173,7 @@ class SegmentReader:
             self._check_size(segment, location)
             self._check_duration(segment, num_samples, rate)
         else:
-            samples, rate = decode(data)
+            samples, rate = decode_bytes(data)
             checked = self._check(segment, location, samples, rate, found)
             num_samples, sound = len(checked.samples), checked.notes.sound
         return FileCopy(data, rate, num_samples, location, sound)

@@ -42,7 +42,7 @@ def calibrate(arguments: tuple[str, ...], size: int, seed: int, max_wrong: float
     """
     from sharmill.config import load_config
     from sharmill.executors.devices import usable_gpus
-    from sharmill.pilot.calibrate import calibrate as run_pilot
+    from sharmill.pilot.calibrate import run_pilot
     from sharmill.pipeline import check_config
 
     paths, overrides, names = split_arguments(arguments)

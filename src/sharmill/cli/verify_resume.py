@@ -25,9 +25,9 @@ def verify_resume(settings: str, ranks: int, then: int, num_batches: int, num_st
     Takes batches, saves, restores in fresh processes and compares. Nothing is trained, and no audio is loaded.
     """
     from sharmill.training.nemo.trial import read_train_settings
-    from sharmill.training.nemo.verify import verify_resume as verify
+    from sharmill.training.nemo.verify import stop_and_resume
 
-    verify(
+    stop_and_resume(
         read_train_settings(Path(settings)), ranks=ranks, then=then, num_batches=num_batches, num_stops=num_stops,
         tokenizer=tokenizer, tell=click.echo,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from sharmill.audio.files import decode
+from sharmill.audio.files import decode_bytes
 from sharmill.audio.resample import resample
 from sharmill.engine.ahead import BeginningItems
 from sharmill.engine.delays import spent_on
@@ -174,7 +174,7 @@ def _load(item: Item, sampling_rate: int) -> np.ndarray:
     assert item.data is not None
     assert item.metadata is not None
     try:
-        samples, rate = decode(item.data)
+        samples, rate = decode_bytes(item.data)
     except RejectRecord as error:
         raise UnitFailed(
             f"the stored audio of {item.cut_id} cannot be decoded: {error}", code="damaged_shard"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sharmill.audio.files import decode
+from sharmill.audio.files import decode_bytes
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.cut_lines import decode_cut, read_lines
@@ -151,4 +151,4 @@ def read_stored_audio(item: Item) -> tuple[np.ndarray, int]:
         RejectRecord: it cannot be decoded.
     """
     assert item.data is not None
-    return decode(item.data)
+    return decode_bytes(item.data)

@@ -21,7 +21,7 @@ PIECE_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True)
-class Piece:
+class SegmentPiece:
     """Frames ``start`` to ``stop`` of a segment go through the codec; those from ``first`` to ``last`` are kept."""
 
     start: int
@@ -44,15 +44,15 @@ class Pieces:
     before: int
     after: int
 
-    def divide(self, num_frames: int) -> list[Piece]:
+    def divide(self, num_frames: int) -> list[SegmentPiece]:
         """Return the pieces of a segment that is longer than one; what is kept of them is the segment, in order."""
-        pieces: list[Piece] = []
+        pieces: list[SegmentPiece] = []
         kept = 0
         while kept < num_frames:
             start = min(max(0, kept - self.before), num_frames - self.length)
             stop = start + self.length
             last = stop if stop == num_frames else stop - self.after
-            pieces.append(Piece(start, stop, kept, last))
+            pieces.append(SegmentPiece(start, stop, kept, last))
             kept = last
         return pieces
 

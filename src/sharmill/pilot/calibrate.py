@@ -97,7 +97,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     rates: list[StageRate]
 
 
-def calibrate(
+def run_pilot(
     config: Config, *, size: int = 1000, seed: int = 0, max_wrong: float = 0.01, device: str = "cpu",
     measure: bool = True, tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[Path, Calibration]:  # fmt: skip

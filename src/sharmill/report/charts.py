@@ -42,10 +42,10 @@ def show_number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def printable(text: str) -> str:
+def plain_text(text: str) -> str:
     """Return text with a replacement character for each that has an effect other than being read.
 
-    >>> printable("a\\x1b[31m")
+    >>> plain_text("a\\x1b[31m")
     'a\N{REPLACEMENT CHARACTER}[31m'
     """
     return _NOT_SHOWN.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -77,7 +77,7 @@ def histogram(
 
 def columns(names: Sequence[str], values: Sequence[float], *, label: str, description: str, show: Number) -> Markup:
     """Return a chart with a column for each name; ``show`` makes text of a value."""
-    shown = [printable(show(value)) for value in values]
+    shown = [plain_text(show(value)) for value in values]
     trace = {
         "type": "bar",
         "x": list(range(len(names))),
@@ -184,4 +184,4 @@ def _cut(text: str, longest: int) -> str:
 
 def _literal(text: str) -> str:
     """Return text as plotly shows it literally: it takes some elements and entities of HTML for markup."""
-    return str(escape(printable(text)))
+    return str(escape(plain_text(text)))

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from sharmill.errors import ConfigError
 from sharmill.registry import SECTIONS
-from sharmill.report.charts import printable
+from sharmill.report.charts import plain_text
 from sharmill.report.facts import Facts
 from sharmill.report.section import Section, render
 from sharmill.shar.layout import DATASET_FILE
@@ -34,7 +34,7 @@ def make_page(facts: Facts) -> str:
         "page.html", facts=facts, sections=made, style=Markup(templates.joinpath("page.css").read_text()),
         scripts=[Markup(script) for script in scripts], digests=digests, headline=make_headline(facts),
     )  # fmt: skip
-    return printable(html)
+    return plain_text(html)
 
 
 def make_headline(facts: Facts) -> list[tuple[str, str]]:

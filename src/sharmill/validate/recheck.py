@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from sharmill.audio.files import decode
+from sharmill.audio.files import decode_bytes
 from sharmill.audio.resample import resample
 from sharmill.config import Precision
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
@@ -98,7 +98,7 @@ class Rechecker:
             return None
         try:
             stored = array_from_bytes(item.data, item.cut_id)
-            samples, rate = decode(audio.data)
+            samples, rate = decode_bytes(audio.data)
         except (DamagedShard, RejectRecord):
             return None
         codec = self._codecs[record.name]

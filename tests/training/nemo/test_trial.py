@@ -10,7 +10,7 @@ from sharmill.errors import ConfigError
 from sharmill.training.nemo import verify
 from sharmill.training.nemo.doctor import examine
 from sharmill.training.nemo.trial import Seen, TrialPart, read_train_settings
-from sharmill.training.nemo.verify import verify_resume
+from sharmill.training.nemo.verify import stop_and_resume
 
 SETTINGS = {"batch_size": 2, "shuffle": True, "shard_seed": "randomized", "seed": 1, "shuffle_buffer_size": 3}
 
@@ -63,7 +63,7 @@ def test_settings_lie_below_train_ds(corpora, tmp_path):
 def test_a_resume_is_verified_in_fresh_processes(corpora):
     cfg = {"input_cfg": [corpora.entry("small")]} | SETTINGS | {"batch_size": 3, "shuffle_buffer_size": 1}
     said = []
-    verify_resume(cfg, ranks=1, then=2, num_batches=3, num_stops=1, tokenizer=None, tell=said.append)
+    stop_and_resume(cfg, ranks=1, then=2, num_batches=3, num_stops=1, tokenizer=None, tell=said.append)
     assert said[0] == "1 ranks: 3 batches, 9 examples"
     assert "whole epochs of 8 examples, none twice" in said[-1]
 
@@ -73,4 +73,4 @@ def test_an_example_that_comes_twice_is_an_error(monkeypatch):
     part = TrialPart([[Seen((0, 0, 0, 5, 1, 2), 1.0)]], {})
     monkeypatch.setattr(verify, "try_ranks", lambda *_: ([part], state))
     with raises(ConfigError, "wrong_state", "entry 0", "epoch 0", "before stop 1"):
-        verify_resume({}, ranks=1, then=1, num_batches=1, num_stops=1, tokenizer=None, tell=print)
+        stop_and_resume({}, ranks=1, then=1, num_batches=1, num_stops=1, tokenizer=None, tell=print)

@@ -10,7 +10,7 @@ from sharmill.training.nemo.loader_settings import Settings
 from sharmill.training.nemo.trial import Place, places, try_ranks
 
 
-def verify_resume(
+def stop_and_resume(
     settings: Settings,
     *,
     ranks: int,

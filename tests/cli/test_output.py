@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from types import SimpleNamespace
 from unittest import mock
@@ -47,6 +48,13 @@ def test_quiet_prints_nothing(done, capsys):
     assert call(capsys, "plan", done.path)
     assert call(capsys, "plan", done.path, "--quiet") == ""
     assert call(capsys, "status", done.run_dir, "-q") == ""
+
+
+def test_a_disk_that_fails_while_the_time_left_is_estimated_is_no_traceback(done, capsys):
+    failing = OSError(errno.EIO, "Input/output error", "token")
+    with mock.patch("sharmill.pilot.predict.expect_seconds", side_effect=failing):
+        said = call(capsys, "run", done.path, "prepare")
+    assert "the time left of the whole run is not known: cannot read or write token: Input/output error" in said
 
 
 def test_quiet_still_says_what_is_wrong(capsys):

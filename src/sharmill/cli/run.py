@@ -89,7 +89,7 @@ def _run_one(
     from sharmill.pilot.predict import expect_seconds
     from sharmill.pipeline import check_config, choose_stages, make_executor, make_stages, run_dataset
     from sharmill.report.last_step import report_on_run
-    from sharmill.storage import write_atomic
+    from sharmill.storage import disk_errors, write_atomic
     from sharmill.validate.findings import encode_report
     from sharmill.validate.redo import take_back_commits
 
@@ -104,7 +104,8 @@ def _run_one(
     expected: dict[str, float] = {}
     if config.executor.kind == "local" and not restart:
         try:
-            expected = expect_seconds(config, make_stages(config))
+            with disk_errors(Path(config.run_dir)):
+                expected = expect_seconds(config, make_stages(config))
         except SharmillError as error:
             console.print(plain(f"the time left of the whole run is not known: {error}", style="dim"), soft_wrap=True)
     names = [stage.name for stage in make_stages(config, stages)]

@@ -102,7 +102,11 @@ def batches(speech: list[np.ndarray], synthetic: list[np.ndarray], seed: int) ->
 
 
 class SpectralLoss(nn.Module):
-    """Distance of two signals by their mel spectra, in logarithms, and by their spectra, in square roots."""
+    """Distance of two signals: of their mel spectra in logarithms, of their spectra in square roots, and as they are.
+
+    The last one is the spectral convergence of Yamamoto et al., "Parallel WaveGAN" (2020): it weighs what is loud, so
+    that speech comes out as loud as it went in.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,6 +124,9 @@ class SpectralLoss(nn.Module):
             spectrum, mel = self._spectra(audio, window, hop)
             total = total + functional.l1_loss(mel, wanted_mel)
             total = total + 2 * functional.l1_loss(spectrum, wanted) / wanted.mean().clamp(min=1e-2)
+            difference = torch.linalg.vector_norm(spectrum.square() - wanted.square(), dim=(1, 2))
+            scale = torch.linalg.vector_norm(wanted.square(), dim=(1, 2)).clamp(min=1e-1)
+            total = total + (difference / scale).mean()
         return total / len(RESOLUTIONS)
 
     def _spectra(self, audio: Tensor, window: int, hop: int) -> tuple[Tensor, Tensor]:

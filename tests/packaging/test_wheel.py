@@ -103,7 +103,8 @@ def test_the_wheel_has_all_files_of_the_package(wheel):
         metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
     assert {name for name in names if ".dist-info/" not in name} == wanted
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert "License-Expression: Apache-2.0" in metadata
+    assert any("licenses/" in name and name.endswith("/plotly-basic.txt") for name in names)
+    assert "License-Expression: Apache-2.0 AND MIT" in metadata
 
 
 @pytest.mark.slow

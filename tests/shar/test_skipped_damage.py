@@ -67,10 +67,25 @@ def test_more_than_the_budget_is_raised(damaged):
     assert len(read) == 3
 
 
-@pytest.mark.parametrize("option", [{"on_damage": "ignore"}, {"max_damaged": -1}])
+@pytest.mark.parametrize("option", [{"on_damage": "ignore"}, {"max_damaged": -1}, {"tail": "pad", "on_damage": "skip"}])
 def test_options_that_make_no_sense_are_refused(damaged, option):
     with raises(ConfigError, "bad_config_value", next(iter(option))):
         open_shar(damaged, **option)
+
+
+def test_each_part_goes_on_with_its_share_of_the_budget_that_is_used(damaged):
+    options = {"world_size": 2, "block_size": 3, "on_damage": "skip", "max_damaged": 3}
+    states = []
+    for rank in range(2):
+        reader = open_shar(damaged, rank=rank, **options).data
+        list(reader)
+        states.append(reader.state_dict())
+    assert sorted(state["num_damaged"] for state in states) == [1, 3]
+    merged = merge_states(states)
+    readers = [open_shar(damaged, rank=rank, **options).data for rank in range(2)]
+    for reader in readers:
+        reader.load_state_dict(merged)
+    assert [reader.state_dict()["num_damaged"] for reader in readers] == [2, 2]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -88,14 +103,3 @@ def test_the_count_goes_on_after_a_resume_on_another_number_of_ranks(damaged, wh
     read = [cut for cuts in (*begun, *(cuts for cuts, _ in rest)) for cut in cuts]
     assert sorted(ids(read)) == sorted(everything[place] for place in left)
     assert merge_states([state for _, state in rest])["num_damaged"] == 4
-
-
-def test_padding_is_made_of_cuts_that_can_be_read(damaged):
-    """Each of the five parts has two or three of the twelve cuts; where damaged ones come first, others pad."""
-    parts = [
-        list(open_shar(damaged, rank=rank, world_size=5, block_size=1, tail="pad", on_damage="skip"))
-        for rank in range(5)
-    ]
-    padding = [cut for part in parts for cut in part if getattr(cut, "shar_padding", False)]
-    assert len(padding) == 3
-    assert sum(map(len, parts)) == 8 + 3

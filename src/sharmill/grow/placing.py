@@ -99,7 +99,11 @@ def add_up_shards(
     return msgspec.structs.replace(
         record,
         codecs=[msgspec.structs.replace(codec, devices=sorted(devices[codec.name])) for codec in record.codecs],
-        match_devices=name_devices(kind for dataset in datasets for kind in dataset.match_devices or ["cpu"]),
+        match_devices=name_devices(
+            kind
+            for dataset in datasets
+            for kind in dataset.match_devices or (["cpu"] if dataset.context_seconds else [])
+        ),
         num_shards=len(shards),
         num_cuts=sum(shard.count for shard in shards),
         target_seconds=round(sum(shard.target_seconds for shard in shards), 3),

@@ -33,6 +33,7 @@ def make_page(facts: Facts) -> str:
     html = render(
         "page.html", facts=facts, sections=made, style=Markup(templates.joinpath("page.css").read_text()),
         scripts=[Markup(script) for script in scripts], digests=digests, headline=make_headline(facts),
+        notice=Markup(templates.joinpath("plotly-basic.txt").read_text()),
     )  # fmt: skip
     return plain_text(html)
 

@@ -68,6 +68,10 @@ class ReadOptions:
             problem = f"on_damage is {self.on_damage!r}: it must be raise or skip"
         elif self.max_damaged < 0:
             problem = f"max_damaged is {self.max_damaged}: it cannot be negative"
+        elif self.on_damage == "skip" and self.tail != "keep":
+            problem = (
+                f"tail={self.tail!r} counts cuts before they are read, and on_damage='skip' leaves some out: use one"
+            )
         if problem is not None:
             raise ConfigError(problem, code="bad_config_value")
 
@@ -318,15 +322,10 @@ class SharReader:
         yield from cuts
         missing = int(left.max() - left[part.index])
         while missing:
-            cuts = self._read(progress.epoch, EpochProgress(), Part())
-            whole = (found for found in cuts if not isinstance(found[1], DamagedShard))
-            before = missing
-            for _, cut, shard in islice(whole, missing):
+            for _, cut, shard in islice(self._read(progress.epoch, EpochProgress(), Part()), missing):
                 setattr(cut, _PADDING, True)
                 missing -= 1
                 yield None, cut, shard
-            if missing == before:
-                raise DamagedShard("every cut is damaged: look at the dataset with sharmill validate")
 
     def _read(self, epoch: int, known: EpochProgress, part: Part) -> Iterator[_Found]:
         permutation = self.order.permutation(epoch)

@@ -60,7 +60,8 @@ def open_shar(
             ``load_audio()`` and the like decode nothing. 0: audio is decoded where it is loaded.
         decode_prefetch: cuts that may be decoded ahead of the one in use; by default 4 for each thread, at least 1.
         sidecars: the folder of the index files, with ``shuffle="global"``; by default the dataset directory.
-        on_damage: "skip" leaves out cuts whose shard is damaged, with a warning for each, and counts them in the state.
+        on_damage: "skip" leaves out cuts whose shard is damaged, with a warning for each, and counts them in the state;
+            with ``tail="keep"`` only, since parts may then have different numbers of cuts.
             What is loaded later, such as audio without ``decode_threads``, raises where it is loaded all the same.
         max_damaged: cuts that each part may skip, over all epochs, before the damage is raised after all.
 

@@ -163,8 +163,11 @@ class Progress:
             )
             for epoch, known in self.epochs.items()
         }
-        # What all parts together have left out goes on with the first one, so that a sum over the parts stays right.
-        num_damaged = self.num_damaged if self.part == part or part.index == 0 else 0
+        num_damaged = self.num_damaged
+        if self.part != part:
+            # Of what all parts together have left out each takes a share, so that the sum stays right.
+            share, rest = divmod(num_damaged, part.count)
+            num_damaged = share + (part.index < rest)
         return Progress(self.identity, self.epoch, part, epochs, num_damaged)
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import zlib
+from dataclasses import replace
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 from support.errors import raises
@@ -26,9 +29,10 @@ from sharmill.match.voices import pack_voice, sample_voices, unpack_voice
 from sharmill.pipeline import make_stages
 from sharmill.report import facts
 from sharmill.report.charts import columns, histogram
+from sharmill.report.contents import make_contents
 from sharmill.report.facts import read_dataset_facts, read_run_facts
 from sharmill.report.last_step import report_on_run
-from sharmill.report.page import make_page
+from sharmill.report.page import make_headline, make_page
 from sharmill.shar.histograms import SCALES, CutMeasures, Histogram, cut_values
 
 
@@ -70,8 +74,11 @@ def packed(content: bytes) -> str:
 @pytest.mark.parametrize(
     "text",
     ["", "no base 64", packed(b"not msgpack"), packed(bytes(1 << 30)),
-     CutMeasures({"duration": Histogram(1 << 40, [1])}).pack(), CutMeasures({"color": Histogram(0, [1])}).pack()],
-    ids=["empty", "text", "other content", "a gigabyte", "a bin far away", "unknown"],
+     CutMeasures({"duration": Histogram(1 << 40, [1])}).pack(), CutMeasures({"color": Histogram(0, [1])}).pack(),
+     CutMeasures({}, {"longest": [(1.0, 3, -1)]}).pack(), CutMeasures({}, {"longest": [(math.nan, 3, 0)]}).pack(),
+     CutMeasures({}, {"oldest": [(1.0, 3, 0)]}).pack()],
+    ids=["empty", "text", "other content", "a gigabyte", "a bin far away", "unknown", "extreme nowhere", "no number",
+         "unknown extreme"],
 )  # fmt: skip
 def test_damaged_measures_are_an_error_and_cost_no_memory(text):
     with raises(DamagedShard, "damaged_shard", "the measures of a shard are damaged"):
@@ -168,6 +175,50 @@ def test_a_run_from_before_audio_was_measured_has_a_sample_and_says_so(reported)
     assert "Charts in blue are of all cuts; those in green, of audio, of 5 cuts drawn at random." in page
     assert "<figcaption>Bandwidth of targets</figcaption>" in page
     assert "loudest difference" in page
+
+
+def facts_of_run(reported, measures=None):
+    """Facts of the run, with other measures than those that it has noted."""
+    config = reported_config(reported)
+    found = read_run_facts(config, make_stages(config), {}, decode=False)
+    return found if measures is None else replace(found, run=replace(found.run, measures=measures))
+
+
+def test_an_extreme_in_no_shard_of_the_dataset_is_left_out_and_named(reported):
+    noted = facts_of_run(reported).run.measures
+    page = make_page(facts_of_run(reported, CutMeasures(noted.histograms, {"longest": [(9.0, 999, 0)]})))
+    assert "1 items could not be read" in page
+    assert "has no shard 999, of which the run directory names a cut" in page
+
+
+def test_the_page_of_a_run_says_that_others_were_appended_to_its_dataset(reported):
+    of_run = facts_of_run(reported)
+    assert ("80.0%", "of all records kept") in make_headline(of_run)
+    grown = replace(of_run, record=msgspec.structs.replace(of_run.record, num_cuts=16))
+    assert [what for _, what in make_headline(grown)] == [
+        "hours of target audio", "cuts", "shards", "speakers of this run", "language of this run"
+    ]  # fmt: skip
+    page = make_page(grown)
+    assert "All charts are of the cuts of this run, a part of the dataset; those in green are of their audio." in page
+    assert "of all cuts" not in page
+
+
+def test_a_run_of_which_no_audio_is_known_says_so(reported):
+    noted = facts_of_run(reported).run.measures
+    silent = CutMeasures({name: one for name, one in noted.histograms.items() if name not in Sound._fields})
+    alone = replace(facts_of_run(reported, silent), record=None)
+    assert alone.sound is None
+    assert "All charts are of all cuts; nothing is known of their audio." in str(make_contents(alone))
+
+
+@pytest.mark.parametrize("values", [[0.97, 0.98, 0.99], [-1.0, -0.99], [*np.linspace(0.5, 1.0, 200)]], ids=len)
+def test_axes_end_with_the_scale(reported, values):
+    measures = CutMeasures({"similarity": Histogram.of(values, SCALES["similarity"])})
+    chart = str(make_contents(facts_of_run(reported, measures)))
+    layouts = [json.loads(place["data-plot"])["layout"] for place in Elements(chart).of("div") if "data-plot" in place]
+    low, high = layouts[0]["xaxis"]["range"]
+    assert -1.0 <= low <= min(values)
+    assert max(values) <= high <= 1.0
 
 
 def reported_config(project):

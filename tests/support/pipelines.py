@@ -91,7 +91,7 @@ def shar_fields(directory: Path, *codecs: str) -> dict[str, list[str]]:
 
 
 def outcome(folder: Path) -> tuple[dict[str, str], bytes]:
-    """What must not depend on the executor: the dataset and the rejects of a configuration by ``write_config``."""
+    """Return what must not depend on the executor: dataset and rejects of a configuration by ``write_config``."""
     return digest(folder / "dataset"), (folder / "run/rejects.jsonl").read_bytes()
 
 

@@ -122,7 +122,7 @@ class ToyStage(Stage):
         return path.read_text().splitlines() if path.exists() else []
 
     def attempts(self) -> Counter[int]:
-        """How often ``work`` was called, by unit index."""
+        """Return the number of calls of ``work``, by unit index."""
         return Counter(int(line.split()[0]) for line in self.marked("attempts"))
 
     def pids(self) -> set[int]:
@@ -414,7 +414,7 @@ def wait_until(condition: Any, seconds: float = 120.0) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process that has not ended; a zombie has."""
+    """Return True if there is such a process that has not ended; a zombie has."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""How far similarities of voices tell speakers apart: yield of a threshold, and wrong speakers that it lets through.
+"""Estimates of how well similarities tell speakers apart: yield of a threshold, and wrong speakers let through.
 
 Numbers in, numbers out; nothing is known of audio or of true speakers. Labels may be wrong, so that an utterance may
 stand in a group of another speaker, and a group may hold several. What a wrong speaker looks like is taken from

@@ -1,8 +1,8 @@
 """Charts of the page, drawn by plotly.js in the browser.
 
-Here a chart becomes what plotly is to draw, as JSON in an attribute of its place, and a table of the same values for
-those who do not see it, print it, or let no script run. Colours are named as in ``page.css``; ``page.js`` puts in those
-of the theme and calls plotly, which is in the page once.
+Here a chart becomes what plotly is to draw, as JSON in an attribute of its place, and, of each but a map, a table of
+the same values for those who do not see it, print it, or let no script run. Colours are named as in ``page.css``;
+``page.js`` puts in those of the theme and calls plotly, which is in the page once.
 """
 
 from __future__ import annotations

@@ -51,7 +51,9 @@ def make_contents(facts: Facts) -> Markup | None:
             charts.append(figure(title, *_draw(name, found, label, color=2 if of_audio else 0)))
     of_sound = _origin_of_sound(facts)
     note = f"All charts are of {facts.origin}; those in green are of their audio."
-    if of_sound != facts.origin:
+    if of_sound is None:
+        note = f"All charts are of {facts.origin}; nothing is known of their audio."
+    elif of_sound != facts.origin:
         note = f"Charts in blue are of {facts.origin}; those in green, of audio, of {of_sound}."
     clipped = facts.sound.histograms.get("clipped") if facts.sound else None
     if clipped is not None and _says_nothing("clipped", clipped):
@@ -64,13 +66,15 @@ def _says_nothing(name: str, found: Histogram) -> bool:
     return name == "clipped" and found.first + len(found.counts) == 1
 
 
-def _origin_of_sound(facts: Facts) -> str:
-    """Return a phrase about what the measures of audio are of."""
-    if facts.sound is None or not facts.sound.has_sound:
-        return "none"
+def _origin_of_sound(facts: Facts) -> str | None:
+    """Return a phrase about what the measures of audio are of, or None where there are none."""
+    if facts.sound is None:
+        return None
     measured = facts.sound.histograms["loudness"].total
     if facts.record is not None and measured == facts.record.num_cuts:
         return "all cuts"
+    if facts.sound is facts.measures and measured == facts.sound.num_cuts:
+        return facts.origin
     of_sample = facts.sample is not None and facts.sound is facts.sample.measures
     return f"{measured:,} cuts" + (" drawn at random" if of_sample else ", where it is known")
 
@@ -82,11 +86,13 @@ def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, 
     padded = np.pad(found.counts, (0, -len(found.counts) % together))
     counts = padded.reshape(-1, together).sum(axis=1).tolist()
     # A few bins alone would look as if they were wide.
-    before = max(0, (_FEWEST_BARS - len(counts)) // 2)
-    counts = [0] * min(before, found.first) + counts + [0] * before
-    before = min(before, found.first)
+    wanted = max(0, (_FEWEST_BARS - len(counts)) // 2)
+    before, after = min(wanted, found.first), min(wanted, scale.num_bins - found.first - len(found.counts))
+    counts = [0] * before + counts + [0] * after
+    # The last bar has fewer bins than the others where the scale ends within it.
     edges = [
-        scale.low + (found.first + (number - before) * together) * scale.width for number in range(len(counts) + 1)
+        scale.low + min(found.first + (number - before) * together, scale.num_bins) * scale.width
+        for number in range(len(counts) + 1)
     ]
     low, median, high = (show_number(found.quantile(share, scale)) for share in (0.05, 0.5, 0.95))
     note = f"Median {median}; nine in ten between {low} and {high} {scale.unit}".rstrip()

@@ -103,7 +103,7 @@ class Facts:
         shards: its shards.
         run: of a run directory.
         models: the codecs that may be loaded to decode codes: name in the dataset -> model, as the user named it.
-        decode: whether any codec may be loaded.
+        decode: load codecs.
     """
 
     name: str
@@ -136,16 +136,28 @@ class Facts:
 
     @property
     def sound(self) -> CutMeasures | None:
-        """The measures of audio: those that the stages noted, or else those of a sample of audio."""
+        """The measures of audio: those that the stages noted, or else those of a sample of audio, or None."""
         if self.run is not None and self.run.measures is not None and self.run.measures.has_sound:
             return self.run.measures
-        return self.sample.measures if self.sample else None
+        return self.sample.measures if self.sample and self.sample.measures.has_sound else None
+
+    @property
+    def has_other_cuts(self) -> bool:
+        """True if the dataset has cuts that the run did not write: others were appended to it."""
+        if self.record is None or self.run is None or self.run.measures is None:
+            return False
+        return self.run.measures.num_cuts != self.record.num_cuts
+
+    @property
+    def origin_of_run(self) -> str:
+        """A phrase about what the numbers of the run directory are of."""
+        return "the cuts of this run, a part of the dataset" if self.has_other_cuts else "all cuts"
 
     @property
     def origin(self) -> str:
         """A phrase about what ``measures`` are of."""
         if self.run is not None and self.run.measures is not None:
-            return "all cuts"
+            return self.origin_of_run
         return self.sample.describe() if self.sample else "nothing"
 
 

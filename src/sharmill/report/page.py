@@ -45,11 +45,12 @@ def make_headline(facts: Facts) -> list[tuple[str, str]]:
         numbers += [(f"{record.target_seconds / 3600:,.2f}", "hours of target audio"), (f"{record.num_cuts:,}", "cuts")]
         numbers += [(f"{record.num_shards:,}", "shards")]
     if facts.run is not None and facts.run.stats:
+        of_run = " of this run" if facts.has_other_cuts else ""
         for key, what in (("by_speaker", "speakers"), ("by_language", "languages")):
             kept = sum(1 for row in facts.run.stats[key].values() if row["records_out"])
-            numbers.append((f"{kept:,}", what if kept != 1 else what[:-1]))
+            numbers.append((f"{kept:,}", (what if kept != 1 else what[:-1]) + of_run))
         records_in = facts.run.stats["records_in"]
-        if record is not None and records_in:
+        if record is not None and records_in and not facts.has_other_cuts:
             numbers.append((f"{record.num_cuts / records_in:.1%}", "of all records kept"))
     elif facts.sample is not None:
         numbers.append((f"{len(facts.sample.speakers):,}", "speakers in the sample"))

@@ -112,8 +112,12 @@ def sample_dataset(
             reasons.setdefault(place, []).append(name)
     by_index = {shard.index: shard for shard in shards}
     for (index, number), names in reasons.items():
+        if (of_index := by_index.get(index)) is None:
+            # The run directory is not that of this dataset, or its files are damaged.
+            sample.unreadable[f"{directory} has no shard {index}, of which the run directory names a cut"] += 1
+            continue
         try:
-            stored = read_stored_cut(directory, by_index[index], number)
+            stored = read_stored_cut(directory, of_index, number)
         except DamagedShard as error:
             sample.unreadable[str(error)] += 1
             continue

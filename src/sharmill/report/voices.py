@@ -58,7 +58,7 @@ def _speakers(facts: Facts) -> Iterator[Markup]:
 def _context_uses(facts: Facts) -> Iterator[Markup]:
     """Yield how often a clip serves as context."""
     if facts.run is not None and facts.run.context_uses is not None:
-        uses, origin = facts.run.context_uses, "all cuts"
+        uses, origin = facts.run.context_uses, facts.origin_of_run
     else:
         uses = np.array(list(facts.sample.context_uses.values()) if facts.sample else [], np.int64)
         origin = facts.sample.describe() if facts.sample else ""

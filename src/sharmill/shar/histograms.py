@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import heapq
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -58,7 +59,9 @@ EXTREMES: Final[dict[str, Callable[[dict[str, float]], float | None]]] = {
     "lowest similarity": lambda values: None if "similarity" not in values else -values["similarity"],
     "longest": lambda values: values.get("duration"),
     "highest character rate": lambda values: values.get("character_rate"),
-    "loudest difference": lambda values: _size_of(values.get("loudness_difference")),
+    "loudest difference": lambda values: (
+        abs(values["loudness_difference"]) if "loudness_difference" in values else None
+    ),
 }
 
 
@@ -137,6 +140,11 @@ class CutMeasures(msgspec.Struct):
         """True if there are measures of audio."""
         return "loudness" in self.histograms
 
+    @property
+    def num_cuts(self) -> int:
+        """The number of cuts, each of which has a length."""
+        return self.histograms["duration"].total if "duration" in self.histograms else 0
+
     def add(self, other: CutMeasures) -> None:
         """Add the measures of other shards."""
         for name, histogram in other.histograms.items():
@@ -164,6 +172,9 @@ class CutMeasures(msgspec.Struct):
         for name, found in measures.histograms.items():
             if name not in SCALES or not 0 <= found.first <= SCALES[name].num_bins - len(found.counts):
                 raise DamagedShard("the measures of a shard are damaged: they are outside the scales")
+        for name, places in measures.extremes.items():
+            if name not in EXTREMES or any(not math.isfinite(value) or min(place) < 0 for value, *place in places):
+                raise DamagedShard("the measures of a shard are damaged: an extreme is no measure of a cut")
         return measures
 
 
@@ -199,7 +210,3 @@ def sound_values(target: Sound | None, context: Sound | None) -> dict[str, float
         if target is not None:
             values["loudness_difference"] = context.speech_level - target.speech_level
     return values
-
-
-def _size_of(value: float | None) -> float | None:
-    return None if value is None else abs(value)

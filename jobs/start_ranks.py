@@ -10,6 +10,7 @@ node binds ADDRESS alone: 127.0.0.1 where there is one node, and then PORT may b
 from __future__ import annotations
 
 import socket
+from ipaddress import ip_address
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -44,7 +45,16 @@ class BoundRendezvous(StaticTCPRendezvous):
         )
 
     def _listen(self) -> TCPStore:
-        family, *_, address = socket.getaddrinfo(self.master_addr, self.master_port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(self.master_addr, self.master_port, type=socket.SOCK_STREAM)
+        if self.world_size > 1:
+            # A machine may know its own name as 127.0.1.1, and others connect to another address.
+            found = [one for one in found if not _is_name_of_loopback(self.master_addr, one[4][0])]
+        if not found:
+            raise SystemExit(
+                f"Error: --rdzv-endpoint: on this node {self.master_addr} is an address that other nodes cannot reach; "
+                "give the address that they have for this node instead of its name"
+            )
+        family, *_, address = found[0]
         listener = socket.create_server(address[:2], family=family, backlog=2048)
         self.master_port = listener.getsockname()[1]
         # The store closes the descriptor at its end.
@@ -55,6 +65,11 @@ class BoundRendezvous(StaticTCPRendezvous):
 
     def _connect(self) -> TCPStore:
         return TCPStore(self.master_addr, self.master_port, self.world_size, is_master=False, timeout=self.timeout)
+
+
+def _is_name_of_loopback(host: str, address: str | int) -> bool:
+    # An address that is given as one is meant: that of nodes which are one machine.
+    return address != host and ip_address(address).is_loopback
 
 
 def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:

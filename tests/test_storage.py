@@ -25,6 +25,7 @@ from sharmill.storage import (
     Staging,
     disk_errors,
     open_atomic,
+    open_regular,
     path_aside,
     publish_directory,
     refuse_strangers,
@@ -337,3 +338,25 @@ def test_what_no_disk_is_to_blame_for_is_left_as_it_is_around_a_run():
 def test_other_errors_of_the_system_are_left_as_they_are(tmp_path):
     with pytest.raises(FileNotFoundError), open_atomic(tmp_path / "file"):
         (tmp_path / "missing").read_bytes()
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("append", [False, True])
+def test_a_file_of_which_another_has_a_lease_is_waited_for(append, linked, tmp_path, monkeypatch):
+    """As Linux answers those who do not wait; a FIFO is not waited for."""
+    opened = os.open
+
+    def open_leased(path, flags, *rest, **options):
+        if flags & os.O_NONBLOCK:
+            raise BlockingIOError(errno.EWOULDBLOCK, "Resource temporarily unavailable", os.fspath(path))
+        return opened(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", open_leased)
+    (tmp_path / "file").write_bytes(b"1")
+    if linked:
+        (tmp_path / "link").symlink_to("file")
+    with open_regular(tmp_path / ("link" if linked else "file"), append=append) as stream:
+        assert (stream.write(b"2") if append else stream.read()) in (1, b"1")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(BlockingIOError):
+        open_regular(tmp_path / "fifo")

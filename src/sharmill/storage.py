@@ -92,7 +92,13 @@ def open_regular(
     flags = os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     flags |= os.O_WRONLY | os.O_CREAT | os.O_APPEND if append else os.O_RDONLY
     try:
-        descriptor = os.open(path, flags, 0o666)
+        try:
+            descriptor = os.open(path, flags, 0o666)
+        except BlockingIOError:
+            if not stat.S_ISREG(Path(path).stat(follow_symlinks=follow_links).st_mode):
+                raise
+            # Another process has a lease of it, or an NFS client a delegation: it is given back to one that waits.
+            descriptor = os.open(path, flags & ~os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ValueError("it is a link" if Path(path).is_symlink() else "links lead in a circle") from error

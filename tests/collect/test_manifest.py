@@ -252,6 +252,18 @@ def test_rejects_of_an_attempt_that_failed_do_not_stay(tmp_path):
     assert not (tmp_path / "m.rejects.jsonl").exists()
 
 
+def test_a_restart_needs_no_whole_plan(tmp_path):
+    (tmp_path / "speech").mkdir()
+    (tmp_path / "speech/a.wav").write_bytes(b"")
+    with raises(FatalError, "too_many_rejects"):
+        make(tmp_path / "speech", output=tmp_path / "m.json")
+    (units,) = (tmp_path / ".m.json.state").rglob("units.jsonl")
+    units.write_bytes(b"x")
+    write_tone(tmp_path / "speech/a.wav", 1.0)
+    assert len(make(tmp_path / "speech", output=tmp_path / "m.json", restart=True)) == 1
+    assert not (tmp_path / "m.rejects.jsonl").exists()
+
+
 def test_what_others_have_put_into_the_state_stays(speech, tmp_path, monkeypatch):
     state = tmp_path / ".m.json.state"
     state.mkdir()

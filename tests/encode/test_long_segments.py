@@ -109,6 +109,16 @@ def test_a_codec_of_others_is_cut_where_the_certificate_of_its_device_has_the_sa
     assert not may_cut(IDENTITY | {"precision": "bf16"}, kind, tmp_path / "certificate.json")
 
 
+@pytest.mark.parametrize("data", [b"", b'{"models": 1}', None])
+def test_without_a_certificate_that_can_be_read_segments_are_not_cut_and_it_is_said(data, tmp_path, caplog):
+    path = tmp_path / "certificate.json"
+    path.symlink_to("/etc/passwd") if data is None else path.write_bytes(data)
+    assert not may_cut(IDENTITY, "cpu", path)
+    (warning,) = caplog.messages
+    assert str(path) in warning
+    assert "sharmill certify CONFIG" in warning
+
+
 @pytest.mark.parametrize(("backend", "expected"), [("builtin", True), ("untrained", True), ("transformers", False)])
 def test_without_a_certificate_codecs_that_sharmill_brings_are_cut_alone(tmp_path, backend, expected):
     identity = IDENTITY | {"codec": {"backend": backend}}

@@ -501,6 +501,16 @@ def test_a_restart_leaves_no_manifest_of_other_limits(project):
         run(WriteStage(project.configure()))
 
 
+@pytest.mark.parametrize("data", [b"", b'{"match": 1}', None])
+def test_a_restart_needs_no_whole_plan(data, project):
+    for name in ("a.wav", "b.wav"):
+        add(project, name, 200)
+    before = match(project)
+    identity = project.run_dir / "match/plan/identity.json"
+    identity.unlink() if data is None else identity.write_bytes(data)
+    assert match(project, restart=True) == before
+
+
 def test_a_lost_matched_manifest_is_merged_again(project):
     for name in ("a.wav", "b.wav"):
         add(project, name, 200)

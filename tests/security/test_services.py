@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
+from ipaddress import ip_address
+from unittest import mock
 
 import pytest
+import start_ranks
 from support.paths import REPOSITORY
 
 from sharmill.executors.ray.node import WORKER_VARIABLE, node_command
@@ -77,7 +81,9 @@ def test_nothing_of_our_own_listens():
 def asked(tmp_path):
     """Returns a function: number of nodes -> words that train.sbatch asks a stub of srun to run, and its variables."""
     stubs = {
-        "scontrol": 'if [[ $2 == hostnames ]]; then echo node1; else echo "NodeAddr=10.0.0.1 x"; fi',
+        "scontrol": 'case "$*" in *hostnames*) printf "node1\\nnode2\\n" ;; *node1) echo "NodeAddr=localhost x" ;; '
+        '*) echo "NodeAddr=127.0.0.1 x" ;; esac',
+        "python": f'exec {sys.executable} {REPOSITORY}/"$@"',
         "srun": 'printf "%s\\n" "$@" "gloo=$GLOO_SOCKET_IFNAME" "nccl=$NCCL_SOCKET_IFNAME" "id=$PET_RDZV_ID"',
     }
     for name, line in stubs.items():
@@ -100,7 +106,7 @@ def asked(tmp_path):
 def test_nodes_of_a_training_meet_at_a_random_place_where_nothing_is_unpickled(asked):
     one, other = asked(2), asked(2)
     assert {"--rdzv-backend=bound", "--nnodes=2", "jobs/train.py", "x.yaml"} <= set(one)
-    assert any(re.fullmatch(r"--rdzv-endpoint=10\.0\.0\.1:2\d{4}", word) for word in one)
+    assert any(re.fullmatch(r"--rdzv-endpoint=127\.0\.0\.1:2\d{4}", word) for word in one)
     assert re.fullmatch(r"id=[0-9a-f]{32}", one[-1])
     assert one[-1] != other[-1]
     assert any('"--node-rank=$SLURM_NODEID" "--rdzv-conf=rank=$SLURM_NODEID"' in word for word in one)
@@ -110,6 +116,33 @@ def test_a_training_on_one_node_stays_on_loopback(asked):
     one = asked(1)
     assert {"--rdzv-backend=bound", "--rdzv-endpoint=127.0.0.1:0", "--nnodes=1", "gloo=lo", "nccl=lo"} <= set(one)
     assert not any("standalone" in word for word in one)
+
+
+@pytest.mark.parametrize(("host", "nodes"), [("127.0.0.1", 2), ("localhost", 1), ("mine", 2)])
+def test_the_store_is_bound_to_an_address_that_the_nodes_reach(host, nodes, monkeypatch):
+    """The first node may know its own name as an address of loopback beside another, which is here 127.0.0.1."""
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest, **options: [
+        *(look_up("127.0.1.1", *rest, **options) if name == "mine" else []),
+        *look_up("127.0.0.1" if name == "mine" else name, *rest, **options),
+    ])  # fmt: skip
+    if host == "mine":
+        monkeypatch.setattr(start_ranks, "ip_address", lambda text: mock.Mock(is_loopback=text == "127.0.1.1"))
+    bound = []
+    monkeypatch.setattr(start_ranks, "TCPStore", lambda *_, master_listen_fd, **__: bound.append(
+        socket.socket(fileno=master_listen_fd)
+    ))  # fmt: skip
+    start_ranks.BoundRendezvous(host, 0, 0, nodes, "id", 5)._listen()
+    (listener,) = bound
+    assert ip_address(listener.getsockname()[0]).is_loopback
+    assert listener.getsockname()[0] != "127.0.1.1"
+    listener.close()
+
+
+def test_a_name_that_other_nodes_cannot_reach_is_refused_in_one_line():
+    with pytest.raises(SystemExit, match="Error: --rdzv-endpoint: on this node localhost") as end:
+        start_ranks.BoundRendezvous("localhost", 0, 0, 2, "id", 5)._listen()
+    assert "\n" not in str(end.value)
 
 
 # Prints every address that a process of this training listens on, once all ranks have met.

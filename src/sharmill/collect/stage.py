@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -17,7 +18,7 @@ from sharmill.collect.complete import RecordCompletion
 from sharmill.collect.inputs import RECIPE_LOG, Input
 from sharmill.collect.vocabulary import Vocabulary
 from sharmill.engine.identity import identify_folder, versions
-from sharmill.engine.plan import load_plan
+from sharmill.engine.plan import iterate_plan
 from sharmill.engine.reject_examples import describe_rejects
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
@@ -136,8 +137,11 @@ class ManifestStage(Stage):
     def discard(self) -> None:
         # Of a manifest that was finished before, all stays until the new one replaces it.
         if not self.destination.info.exists():
-            splits = {unit.params["split"] for unit in load_plan(self)} - {""}
-            files = [self.destination.of_split(split) for split in splits]
+            splits: set[str] = set()
+            # A plan that is damaged tells of some, and is to be replaced.
+            with suppress(ConfigError, FileNotFoundError):
+                splits.update(unit.params["split"] for unit in iterate_plan(self))
+            files = [self.destination.of_split(split) for split in splits - {""}]
             for path in (*files, self.destination.rejects, self.destination.recipe_log):
                 remove_tree(path)
 

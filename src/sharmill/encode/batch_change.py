@@ -5,6 +5,7 @@ Where they do not, a change of ``encode.batch_seconds`` under way keeps what is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,8 @@ from sharmill.errors import ConfigError
 from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.certificate import Certificate, ModelCertificate
 from sharmill.models.pieces import PIECE_SECONDS
+
+log = logging.getLogger(__name__)
 
 _KEY: Final = "batch_seconds"
 # Backends of codecs that sharmill brings, whose pieces have the codes of the whole by its own tests.
@@ -105,7 +108,11 @@ def may_cut(identity: Mapping[str, Any], device_kind: str, certificate: Path) ->
         return True
     if not certificate.exists():
         return False
-    found = _read(certificate)
+    try:
+        found = _read(certificate)
+    except ConfigError:
+        log.warning("%s cannot be read, so no segment is cut; make it again by 'sharmill certify CONFIG'", certificate)
+        return False
     model = _find_codec(found, identity)
     if model is None or found.versions != identity["versions"] or not _is_of_device(found, device_kind):
         return False

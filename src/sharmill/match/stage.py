@@ -7,7 +7,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -184,8 +184,12 @@ class MatchStage(Stage):
 
     def discard(self) -> None:
         # That of other limits too, which the plan tells: the stage write would take it for the output of a later plan.
-        before = decode_stored(self.dir.identity, read_stored(self.dir.identity), _Identity).match
-        for path in {matched_manifest(self.config), _manifest(self.config, before.min_duration, before.min_similarity)}:
+        paths = {matched_manifest(self.config)}
+        # A plan that is damaged does not tell, and is to be replaced.
+        with suppress(ConfigError, FileNotFoundError):
+            before = decode_stored(self.dir.identity, read_stored(self.dir.identity), _Identity).match
+            paths.add(_manifest(self.config, before.min_duration, before.min_similarity))
+        for path in paths:
             remove_tree(path)
 
 

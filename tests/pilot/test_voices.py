@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
+from sharmill.pilot import voices as estimates
 from sharmill.pilot.advice import advise
 from sharmill.pilot.voices import Voices, estimate_wrong_speakers, upper_bound
 
@@ -116,6 +119,34 @@ def test_advice_keeps_what_it_promises():
 @pytest.mark.parametrize(("share", "size", "expected"), [(0.0, 100, 0.0295), (0.1, 100, 0.1637), (1.0, 50, 1.0)])
 def test_upper_bounds_are_those_of_clopper_and_pearson(share, size, expected):
     assert upper_bound(share, size) == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_bound_of_wrong_candidates_counts_utterances_by_their_candidates():
+    # One group of 60 has 3,540 pairs, 40 groups of 2 have 80: nearly all that is known is from 60 utterances.
+    rows = np.arange(140)
+    voices, _ = make_voices(lambda true, generator: np.where(rows < 60, 0, rows // 2), part=rows)
+    with mock.patch.object(estimates, "upper_bound", wraps=upper_bound) as bound:
+        estimate_wrong_speakers(voices, GRID)
+    assert [call.args[1] for call in bound.call_args_list] == pytest.approx([140, 3620**2 / (60 * 59**2 + 80), 140])
+
+
+def test_more_misplaced_utterances_leave_no_fewer_wrong_candidates_in_the_bound():
+    voices, _ = make_voices(lambda true, generator: exchange(0.1)(true, generator) // 2)
+    seen = []
+
+    def note(*arguments):
+        seen.append(arguments[4:6])
+        return np.zeros(len(GRID))
+
+    beaten_alone = [lambda share: share + 0.1, lambda share: share, lambda share: share]
+    with (
+        mock.patch.object(estimates, "upper_bound", side_effect=lambda share, size: beaten_alone.pop(0)(share)),
+        mock.patch.object(estimates, "_share_wrong", side_effect=note),
+    ):
+        estimate_wrong_speakers(voices, GRID)
+    (misplaced, foreign), (most_misplaced, most_foreign) = seen
+    assert most_misplaced > misplaced + 0.1
+    assert most_foreign == foreign > 0.3
 
 
 def test_a_smaller_pilot_leaves_more_room_for_wrong_speakers():

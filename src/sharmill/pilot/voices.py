@@ -117,22 +117,31 @@ def estimate_wrong_speakers(voices: Voices, thresholds: np.ndarray) -> WrongSpea
         return None
     chance = _OtherGroups(voices) if voices.has_others else _Reference(voices)
     weights = voices.weights * voices.matched
-    size = float(weights.sum() ** 2 / (weights**2).sum())  # as many of equal weight; L. Kish, "Survey Sampling", 1965
+    size, size_of_low = _effective_size(weights), _effective_size(weights * voices.is_within.sum(axis=1))
     beaten = float(weights[chance.beaten() > _BEATEN].sum() / weights.sum())
     low = _share_of_low(voices, chance, weights)
     accepted = chance.accepted(thresholds)
 
+    # Low candidates of misplaced utterances are not those of others: were more misplaced, fewer would be foreign. So the
+    # bound has no more of them than the estimate.
+    explained = min(1.0, beaten / (1 - _BEATEN))
+
     def expect(beaten: float, low: float, accepted: np.ndarray, one: float) -> tuple[float, float, np.ndarray]:
         """Return the shares of misplaced utterances and foreign candidates, and of wrong contexts by threshold (T,)."""
         misplaced = min(1.0, (beaten + one) / (1 - _BEATEN))
-        foreign = _foreign_share(low, min(1.0, beaten / (1 - _BEATEN)))
+        foreign = _foreign_share(low, explained)
         return misplaced, foreign, _share_wrong(voices, chance, weights, thresholds, misplaced, foreign, accepted)
 
     misplaced, foreign, shares = expect(beaten, low, accepted, 1 / size)
     _, _, bounds = expect(
-        float(upper_bound(beaten, size)), float(upper_bound(low, size)), upper_bound(accepted, size), 0.0
+        float(upper_bound(beaten, size)), float(upper_bound(low, size_of_low)), upper_bound(accepted, size), 0.0
     )
     return WrongSpeakers(misplaced, foreign, thresholds, shares, bounds)
+
+
+def _effective_size(weights: np.ndarray) -> float:
+    """Return the size of a sample of equal weights that is worth as much; L. Kish, "Survey Sampling", 1965."""
+    return float(weights.sum() ** 2 / (weights**2).sum())
 
 
 def upper_bound(share: float | np.ndarray, size: float) -> np.ndarray:

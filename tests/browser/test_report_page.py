@@ -148,6 +148,8 @@ def test_values_are_shown_by_pointer_and_arrow_keys(opened):
     page.keyboard.press("ArrowRight")
     page.wait_for_function("one => one.querySelector('.hoverlayer').textContent === '1 to 1.5 s: 2 (25.0%)'",
                            arg=place.element_handle(), timeout=WAIT)  # fmt: skip
+    # The same for a screen reader, to which a chart is an image.
+    assert page.locator("[aria-live=polite]").text_content() == "1 to 1.5 s: 2 (25.0%)"
 
 
 def test_hostile_names_in_charts_are_shown_as_they_are(opened, hostile_file):
@@ -166,6 +168,9 @@ def test_hostile_names_in_charts_are_shown_as_they_are(opened, hostile_file):
                 "([chart, text]) => chart.querySelector('.hoverlayer').textContent.replaceAll('\\xa0', ' ') === text",
                 arg=[chart.element_handle(), text if len(text) <= 80 else f"{text[:79]}…"], timeout=WAIT,
             )  # fmt: skip
+            shown = chart.locator(".hoverlayer").text_content().replace("\xa0", " ")
+            assert page.locator("#spoken").text_content() == shown
+    assert page.locator("#spoken *").count() == 0
     legend = third.locator(".legendtext").all_text_contents()
     assert [name.replace("\xa0", " ") for name in legend] == [plain_text(name[:60]) for name in HOSTILE_LABELS]
     assert page.locator("#odd svg a, #odd svg tspan, #odd svg image, #odd svg script").count() == 0

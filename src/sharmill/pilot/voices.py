@@ -122,8 +122,8 @@ def estimate_wrong_speakers(voices: Voices, thresholds: np.ndarray) -> WrongSpea
     low = _share_of_low(voices, chance, weights)
     accepted = chance.accepted(thresholds)
 
-    # Low candidates of misplaced utterances are not those of others: were more misplaced, fewer would be foreign. So the
-    # bound has no more of them than the estimate.
+    # Candidates of misplaced utterances are low, too. In the bound they explain as many as in the estimate: were it
+    # more, a larger share of misplaced utterances would lower that of the others' foreign candidates.
     explained = min(1.0, beaten / (1 - _BEATEN))
 
     def expect(beaten: float, low: float, accepted: np.ndarray, one: float) -> tuple[float, float, np.ndarray]:

@@ -9,7 +9,7 @@
   });
 
   // A chart names its colours as the style sheet does; it is drawn when it is about to be seen.
-  const plots = document.querySelectorAll(".plot"), drawn = new Set();
+  const plots = document.querySelectorAll(".plot"), drawn = new Set(), spoken = document.getElementById("spoken");
   const draw = (place) => {
     const style = getComputedStyle(root);
     const { data, layout } = JSON.parse(place.dataset.plot, (key, value) =>
@@ -36,6 +36,9 @@
       const points = place.data.flatMap((trace, curveNumber) => trace.x.map((_, pointNumber) => ({ curveNumber, pointNumber })));
       at = Math.min(Math.max(at + step, 0), points.length - 1);
       Plotly.Fx.hover(place, [points[at]]);
+      // A chart is an image to a screen reader, which reads this instead. Tips have entities in place of markup.
+      const tip = place.data[points[at].curveNumber].hovertext[points[at].pointNumber];
+      spoken.textContent = new DOMParser().parseFromString(tip, "text/html").body.textContent;
       event.preventDefault();
     });
     place.addEventListener("blur", () => { if (drawn.has(place)) Plotly.Fx.unhover(place); });

@@ -185,7 +185,7 @@ def test_status_has_cost_slowest_units_and_delays(done, capsys):
     assert [index for index, _ in pace.slowest_units] in ([0, 1], [1, 0])
     assert 0 <= pace.delays["disk"] <= 1
     output = call(capsys, "status", done.run_dir)
-    assert "of cores so far" in output
+    assert "of ranks on cores so far" in output
     assert "slowest units" in output
 
 

@@ -131,7 +131,7 @@ def test_a_damaged_pilot_takes_nothing_from_the_status(stage, noon):
     put_rank(stage, 0, started=noon - 100, updated=noon, cost_done=2.0)
     stage.run_dir.calibration.write_text("{")
     text = shown(stage)
-    assert "rates of stages that have not begun cannot be read" in text
+    assert "the time left of the whole run is not known: " in text
     assert row(text, "prepare")[1] == "under way"
 
 
@@ -139,7 +139,16 @@ def test_the_price_is_that_of_the_hours_of_gpus(noon, monkeypatch):
     pace = Pace(seconds=7200.0, on_gpu=True, rate=1.0, slowest_ranks=[], slowest_units=[], delays={})
     seen = StageStatus(name="match", state="done", cost_unit="seconds of audio", pace=pace)
     (line,) = status._run_lines(Path(), [], [seen], 2.5)
-    assert str(line) == "all stages: 0:00:00 of cores, 2:00:00 of GPUs so far in units that are done, 5.00 for the GPUs"
+    assert str(line) == (
+        "all stages: 0:00:00 of ranks on cores, 2:00:00 of ranks on GPUs so far in units that are done, "
+        "5.00 if each had a GPU of its own"
+    )
+
+
+def test_a_price_is_refused_with_json(stage, call):
+    code, out, err = call("status", stage.run_dir.path, "--json", "--gpu-hour", "2.5")
+    assert (code, out) == (2, "")
+    assert "--gpu-hour is of the text: --json has the seconds of each stage" in err
 
 
 def test_units_under_way_count_for_what_is_done(stage, noon):

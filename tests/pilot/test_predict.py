@@ -128,6 +128,16 @@ def test_rates_of_the_run_itself_are_used(project):
     assert "price" in output
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_hours_of_gpus_are_said_to_be_of_ranks(project, device):
+    config = project.configure()
+    assert run(PrepareStage(config)).ok
+    rates = {"prepare": rate(name="prepare"), "match": rate(device=device)}
+    with mock.patch("sharmill.pilot.known_rates.find_rates", return_value=(rates, "")):
+        output = printed(config, gpu_hour=2.5)
+    assert ("several that share a GPU count as if each had its own" in output) == (device == "cuda")
+
+
 def test_without_rates_no_time_is_expected_of_any_stage(project):
     config = project.configure()
     assert expect_seconds(config, make_stages(config)) == {}

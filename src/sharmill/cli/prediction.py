@@ -40,6 +40,8 @@ def print_prediction(
         table.add_row(*(plain(cell, style="bold" if name == "all" else "") for cell in cells))
     console.print(table)
     console.print(plain(f"rates: {source}", style="dim"))
+    if any(one.on_gpu for one in predictions):
+        console.print(plain("GPU h: of ranks; several that share a GPU count as if each had its own", style="dim"))
     console.print(plain("beside these times: the start of the command, and the page of the run", style="dim"))
     if any(not one.is_planned for one in predictions):
         console.print(plain("*: cannot be planned yet; in proportion to the records of the input", style="dim"))

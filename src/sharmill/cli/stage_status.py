@@ -35,7 +35,7 @@ class Pace:
     """The cost of what is done of a stage, and where its time went.
 
     Attributes:
-        seconds: of all ranks, in units that are done; of GPUs where ``on_gpu``, of cores otherwise.
+        seconds: of all ranks, in units that are done; on GPUs, which they may share, where ``on_gpu``.
         rate: cost per second of a rank.
         slowest_ranks, slowest_units: with their own rates, the slowest first.
         delays: shares of the time: decoding, model, disk.

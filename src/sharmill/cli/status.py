@@ -24,7 +24,7 @@ from sharmill.cli.console import (
     print_json,
 )
 from sharmill.cli.exit_status import OK
-from sharmill.errors import SharmillError
+from sharmill.errors import ConfigError, SharmillError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,10 +48,15 @@ _WIDE = 110
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=str))
 @click.option("--watch", is_flag=True, help="Go on showing it, every two seconds, until Ctrl-C.")
-@click.option("--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU.")
+@click.option(
+    "--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU; not with --json."
+)
 @json_option
 def status(run_dir: str, watch: bool, gpu_hour: float | None, as_json: bool) -> int:
     """Show the progress of every stage and rank of a run directory."""
+    if as_json and gpu_hour is not None:
+        message = "--gpu-hour is of the text: --json has the seconds of each stage, and on_gpu, in pace"
+        raise ConfigError(message, code="bad_usage")
     queue = QueueView(Path(run_dir))
     if as_json:
         from sharmill.cli.stage_status import read_stage, stages_in
@@ -203,7 +208,7 @@ def _run_lines(
         try:
             expected = expect_seconds(config, stages) if config.executor.kind == "local" else {}
         except SharmillError as error:
-            yield plain(f"the rates of stages that have not begun cannot be read: {error}", style="red")
+            yield plain(f"the time left of the whole run is not known: {error}", style="red")
         parts = [status.seconds_left if status.seconds_left is not None else expected.get(status.name)
                  for status in left]  # fmt: skip
         if known := [part for part in parts if part is not None]:
@@ -212,8 +217,10 @@ def _run_lines(
     paces = [status.pace for status in statuses if status.pace is not None]
     if paces:
         gpus = sum(pace.seconds for pace in paces if pace.on_gpu)
-        spent = f"{describe_time(sum(pace.seconds for pace in paces) - gpus)} of cores, {describe_time(gpus)} of GPUs"
-        price = "" if gpu_hour is None else f", {gpus / 3600 * gpu_hour:,.2f} for the GPUs"
+        cores = sum(pace.seconds for pace in paces) - gpus
+        spent = f"{describe_time(cores)} of ranks on cores, {describe_time(gpus)} of ranks on GPUs"
+        # Ranks may share a GPU; commits do not say which one they had.
+        price = "" if gpu_hour is None else f", {gpus / 3600 * gpu_hour:,.2f} if each had a GPU of its own"
         yield plain(f"all stages: {spent} so far in units that are done{price}")
 
 
@@ -221,7 +228,7 @@ def _pace_lines(status: StageStatus) -> Iterator[Text]:
     """Yield what a stage has cost so far and where its time went, and which ranks and units are the slowest."""
     if (pace := status.pace) is None:
         return
-    kind = "GPUs" if pace.on_gpu else "cores"
+    kind = "ranks on GPUs" if pace.on_gpu else "ranks on cores"
     unit = "records a second" if status.cost_unit == "records" else "x real time"
     noted = [f"{share:.0%} {name}" for name, share in pace.delays.items()]
     if noted:

@@ -33,7 +33,7 @@ class StagePrediction:
 
     Attributes:
         wall_seconds: from its start to its end.
-        rank_seconds: of all ranks together: of GPUs where ``on_gpu``, of cores otherwise.
+        rank_seconds: of all ranks together: on GPUs where ``on_gpu``, which ranks may share, on cores otherwise.
         num_bytes, num_files: that it will publish.
         is_planned: the units are known; where they are not, cost and balance follow from the size of the input.
     """

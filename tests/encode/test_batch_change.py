@@ -69,9 +69,11 @@ def certify(config, stage, *, different=0, devices=("cpu",), largest=40.0, **cha
         for size in (4.0, largest)
     ]
     other = Comparison(way="alone, bf16", compared=100, different=60, items=1, device="cpu")
+    pieces = msgspec.structs.replace(other, batch_seconds=600.0, piece_seconds=30.0)
     model = ModelCertificate(
-        kind="codec", name="toy", model="builtin", identity=describe_codec("builtin"), comparisons=[*rows, other]
-    )
+        kind="codec", name="toy", model="builtin", identity=describe_codec("builtin"),
+        comparisons=[*rows, other, pieces],
+    )  # fmt: skip
     versions = msgspec.json.decode(stage.dir.identity.read_bytes())["versions"]
     values = {"devices": list(devices), "versions": versions, "models": [model]} | changes
     RunDir(stage.run_dir.path).certificate.write_bytes(msgspec.json.encode(Certificate(**values)))

@@ -7,9 +7,11 @@ import dataclasses
 import msgspec
 import pytest
 import torch
+from support.errors import raises
 from support.shar import codec_stages, loading, run, voice
 
 from sharmill.encode.batch_change import may_cut
+from sharmill.errors import FatalError
 from sharmill.models import load_codec
 from sharmill.models.certificate import Certificate, Comparison, ModelCertificate
 from sharmill.shar import open_shar
@@ -22,9 +24,13 @@ H200 = "NVIDIA H200, capability 9.0"
 @pytest.fixture
 def config(project):
     """Two cuts, one of 70 s."""
-    for number, seconds in enumerate([1.0, 70.0]):
+    return write(project, [1.0, 70.0])
+
+
+def write(project, durations):
+    for number, seconds in enumerate(durations):
         project.add(f"{number}.flac", voice(seconds, pitch=150 + 30 * number, seed=number), number=number)
-    return project.write([1, 0], write={"shard_size": 2, "order": "manifest"})
+    return project.write([1, *[0] * (len(durations) - 1)], write={"shard_size": 2, "order": "manifest"})
 
 
 @pytest.fixture
@@ -36,12 +42,12 @@ def codec(monkeypatch):
 
     def encode(audio, num_samples):
         lengths.append([round(n / 16000, 1) for n in num_samples.tolist()])
-        if audio.numel() > 31 * 16000:
+        if audio.numel() > codec.most_seconds * 16000:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
         return whole(audio, num_samples)
 
     monkeypatch.setattr(codec, "encode", encode)
-    codec.whole, codec.lengths = whole, lengths
+    codec.whole, codec.lengths, codec.most_seconds = whole, lengths, 31
     return codec
 
 
@@ -77,8 +83,15 @@ def test_one_that_would_have_other_codes_in_pieces_is_named_with_what_to_do(conf
         assert part in failure.message
 
 
+def test_pieces_that_do_not_fit_are_named_and_end_a_stage_in_which_nothing_fits(project, codec):
+    codec.most_seconds = 20
+    with raises(FatalError, "out_of_memory", "a piece of 30 s of a longer segment", "a device with more memory") as end:
+        encode(write(project, [70.0, 50.0]), codec, unit_seconds=2.0)
+    assert "its 30 s" not in str(end.value)
+
+
 def certificate(**changes):
-    pieces = Comparison(way="", compared=9, different=0, items=0, device="cpu", piece_seconds=30.0)
+    pieces = Comparison(way="", compared=9, different=0, items=0, device="cpu", piece_seconds=30.0, batch_seconds=30.0)
     batches = Comparison(way="", compared=9, different=5, items=1, device="cpu", batch_seconds=16.0)
     model = ModelCertificate(
         kind="codec", name="x", model="nemo:x.nemo", identity=changes.pop("identity", CODEC),
@@ -94,26 +107,34 @@ def certificate(**changes):
         ("cpu", certificate(pieces={"different": 1}), False),
         ("cpu", certificate(pieces={"piece_seconds": None}), False),
         ("cpu", certificate(pieces={"piece_seconds": 2.0}), False),
+        ("cpu", certificate(pieces={"batch_seconds": None}), False),
         ("cpu", certificate(versions={"torch": "1"}), False),
         ("cpu", certificate(identity=CODEC | {"checksum": "2"}), False),
         (H200, certificate(), False),
         (H200, certificate(devices=[f"cuda: {H200}"]), False),
         (H200, certificate(devices=[f"cuda: {H200}"], pieces={"device": "cuda"}), True),
+        (H200, certificate(devices=[f"cuda: {H200}"], pieces={"device": "cuda", "batch_seconds": 29.0}), False),
     ],
 )
 def test_a_codec_of_others_is_cut_where_the_certificate_of_its_device_has_the_same_codes(
     tmp_path, kind, found, expected
 ):
     (tmp_path / "certificate.json").write_bytes(msgspec.json.encode(found))
-    assert may_cut(IDENTITY, kind, tmp_path / "certificate.json") is expected
-    assert not may_cut(IDENTITY | {"precision": "bf16"}, kind, tmp_path / "certificate.json")
+    assert may_cut(IDENTITY, kind, 30.0, tmp_path / "certificate.json") is expected
+    assert not may_cut(IDENTITY | {"precision": "bf16"}, kind, 30.0, tmp_path / "certificate.json")
+
+
+def test_larger_batches_of_pieces_than_were_compared_are_not_used(tmp_path):
+    path = tmp_path / "certificate.json"
+    path.write_bytes(msgspec.json.encode(certificate(devices=[f"cuda: {H200}"], pieces={"device": "cuda"})))
+    assert [may_cut(IDENTITY, H200, seconds, path) for seconds in (20.0, 30.0, 600.0)] == [True, True, False]
 
 
 @pytest.mark.parametrize("data", [b"", b'{"models": 1}', None])
 def test_without_a_certificate_that_can_be_read_segments_are_not_cut_and_it_is_said(data, tmp_path, caplog):
     path = tmp_path / "certificate.json"
     path.symlink_to("/etc/passwd") if data is None else path.write_bytes(data)
-    assert not may_cut(IDENTITY, "cpu", path)
+    assert not may_cut(IDENTITY, "cpu", 30.0, path)
     (warning,) = caplog.messages
     assert str(path) in warning
     assert "sharmill certify CONFIG" in warning
@@ -122,4 +143,4 @@ def test_without_a_certificate_that_can_be_read_segments_are_not_cut_and_it_is_s
 @pytest.mark.parametrize(("backend", "expected"), [("builtin", True), ("untrained", True), ("transformers", False)])
 def test_without_a_certificate_codecs_that_sharmill_brings_are_cut_alone(tmp_path, backend, expected):
     identity = IDENTITY | {"codec": {"backend": backend}}
-    assert may_cut(identity, H200, tmp_path / "certificate.json") is expected
+    assert may_cut(identity, H200, 30.0, tmp_path / "certificate.json") is expected

@@ -78,6 +78,27 @@ def test_a_batch_of_the_size_of_a_run_is_filled(checkpoints, monkeypatch, model)
     assert pieces == {None: pieces[None], 2.0: 0, 30.0: 0}
 
 
+@pytest.mark.slow
+def test_pieces_share_batches_of_the_size_of_a_run(checkpoints, monkeypatch):
+    monkeypatch.setattr(certificate, "fit_batch_seconds", lambda seconds, device: seconds)
+    rows = []
+    load = certificate.load_codec
+
+    def load_noted(*arguments):
+        codec = load(*arguments)
+        encode = codec.encode
+        monkeypatch.setattr(codec, "encode", lambda audio, lengths: rows.append(audio.shape) or encode(audio, lengths))
+        return codec
+
+    monkeypatch.setattr(certificate, "load_codec", load_noted)
+    found = by_way(certify_codec(f"nemo:{checkpoints['nemo_codec']}", batch_seconds=95.0))
+    compared = found["pieces of 30 s beside the whole, cpu, fp32"]
+    assert (compared.batch_seconds, compared.piece_seconds, compared.different) == (95.0, 30.0, 0)
+    # Three fill a batch, and one is left over.
+    longest = max(length for number, length in rows if number == 3)
+    assert [number for number, length in rows if length == longest] == [3, 1]
+
+
 def test_an_encoder_has_its_choices_compared(checkpoints):
     found = by_way(certify_encoder(f"nemo:{checkpoints['nemo_speaker']}"))
     assert found["batches of 16 s beside alone, cpu, fp32"].largest_change < 1e-5

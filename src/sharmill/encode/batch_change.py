@@ -82,7 +82,11 @@ def _find_dependence(
         device = "cpu" if kind == "cpu" else "cuda"
         if not _is_of_device(certificate, kind):
             return f"certificate.json was not made on {kind}; run 'sharmill certify CONFIG' there"
-        compared = [one for one in found.comparisons if one.batch_seconds is not None and one.device == device]
+        compared = [
+            one
+            for one in found.comparisons
+            if one.batch_seconds is not None and one.piece_seconds is None and one.device == device
+        ]
         if differing := sum(one.different for one in compared):
             return f"by certificate.json codes depend on it: {differing} of the probe differ on {kind}"
         largest = max(before[_KEY], now[_KEY])
@@ -95,11 +99,12 @@ def _find_dependence(
     return ""
 
 
-def may_cut(identity: Mapping[str, Any], device_kind: str, certificate: Path) -> bool:
+def may_cut(identity: Mapping[str, Any], device_kind: str, batch_seconds: float, certificate: Path) -> bool:
     """Return True if the codec gives the pieces of a segment the codes that it gives the whole on a kind of device.
 
     Args:
         identity: of the stage's plan.
+        batch_seconds: of the batches that pieces share.
         certificate: the file of the run directory, which tells of codecs that others make.
     """
     if identity["precision"] != "fp32":
@@ -117,10 +122,11 @@ def may_cut(identity: Mapping[str, Any], device_kind: str, certificate: Path) ->
     if model is None or found.versions != identity["versions"] or not _is_of_device(found, device_kind):
         return False
     device = "cpu" if device_kind == "cpu" else "cuda"
-    different = {
-        one.piece_seconds: one.different for one in model.comparisons if one.piece_seconds and one.device == device
-    }
-    return PIECE_SECONDS in different and not any(different.values())
+    used = fit_batch_seconds(batch_seconds, device)
+    compared = [one for one in model.comparisons if one.piece_seconds is not None and one.device == device]
+    # Nothing follows from small batches for larger ones.
+    tried = any(one.piece_seconds == PIECE_SECONDS and (one.batch_seconds or 0.0) >= used for one in compared)
+    return tried and not any(one.different for one in compared)
 
 
 def _find_codec(certificate: Certificate, identity: Mapping[str, Any]) -> ModelCertificate | None:

@@ -19,7 +19,7 @@ from sharmill.engine.delays import spent_on
 from sharmill.errors import RejectRecord, UnitFailed
 from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.measure import require_room
-from sharmill.models.memory import MemoryGuard
+from sharmill.models.memory import ELSEWHERE, MemoryGuard
 from sharmill.models.pieces import PIECE_SECONDS, Pieces
 from sharmill.models.protocols import Codec
 from sharmill.models.shapes import Batch, fill_batch, plan_batches
@@ -28,10 +28,7 @@ from sharmill.shar.arrays import codes_dtype, num_frames
 from sharmill.shar.items import Item
 
 # What a user can do with segments that no batch size helps.
-_ELSEWHERE: Final = (
-    "all other units go on, and the same command does the rest on a device with more memory, or on CPUs with "
-    "executor.device=cpu executor.mixed_devices=true"
-)
+_ELSEWHERE: Final = f"all other units go on, and {ELSEWHERE}"
 _CERTIFY: Final = (
     "; where 'sharmill certify CONFIG' finds the same codes in pieces, the same command cuts such segments"
 )
@@ -156,7 +153,7 @@ class CodecBatches:
         codec = self.codec
         if self._pieces is not None and self._is_cut(batch.num_frames):
             rows = self._pieces.rows(self._max_frames)
-            with self._guard.batch(rows * PIECE_SECONDS, rows, is_long=rows == 1):
+            with self._guard.batch(rows * PIECE_SECONDS, rows, is_least=rows == 1):
                 return self._pieces.encode(codec, samples[0], self._max_frames)[None]
         audio = fill_batch(batch, samples, codec.samples_per_frame)
         seconds = audio[0].numel() / codec.sampling_rate

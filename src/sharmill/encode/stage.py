@@ -137,12 +137,13 @@ class EncodeStage(Stage):
         kind = check_device(device)
         codec = load_codec(self.codec_config.model, device, self.codec_config.allow_targets, self.precision)
         identity = decode_stored(self.dir.identity, read_stored(self.dir.identity), dict[str, Any])
+        cuts = may_cut(identity, kind, self.batch_seconds, self.run_dir.certificate)
         batches = CodecBatches(
             codec,
             batch_seconds=self.batch_seconds,
             device=device,
             canonical=self.canonical_shapes,
-            pieces=find_pieces(codec) if may_cut(identity, kind, self.run_dir.certificate) else None,
+            pieces=find_pieces(codec) if cuts else None,
             threads=threads,
         )
         return EncodeProcessor(self, batches, kind)

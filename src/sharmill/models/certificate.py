@@ -40,7 +40,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         items: the segments with at least one code that differs.
         largest_change: of an encoder, the largest change of a cosine similarity.
         device: ``cpu`` or ``cuda``.
-        batch_seconds: of batches beside each item alone, in fp32: their size.
+        batch_seconds: of batches beside each item alone, or of pieces beside the whole, in fp32: the size of batches.
         piece_seconds: of pieces beside the whole, in fp32: their length.
     """
 
@@ -125,7 +125,7 @@ def certify_codec(
                 used = fit_batch_seconds(batch_seconds, device)
                 sizes = (*_SIZES, used) if used > _SIZES[-1] else _SIZES
                 yield from _compare_batches(codec, probe, frames, alone, device, sizes)
-                yield from _compare_pieces(codec, np.concatenate(probe), device)
+                yield from _compare_pieces(codec, np.concatenate(probe), device, used)
 
 
 def _compare_batches(
@@ -160,19 +160,28 @@ def _compare_batches(
     )
 
 
-def _compare_pieces(codec: Codec, samples: np.ndarray, device: str) -> Iterator[Comparison]:
-    """Yield comparisons of a long item (samples,) in pieces with the whole, where the codec may be given pieces."""
-    num_frames = -(-len(samples) // codec.samples_per_frame)
-    whole: list[np.ndarray] = []
+def _compare_pieces(codec: Codec, samples: np.ndarray, device: str, batch_seconds: float) -> Iterator[Comparison]:
+    """Yield comparisons of a long item (samples,) in pieces with the whole, where the codec may be given pieces.
+
+    Args:
+        samples: repeated until the pieces of a run fill a batch, and one is left over.
+        batch_seconds: of the batches that pieces share.
+    """
+    longest = find_pieces(codec)
+    if longest is None:
+        return
+    most = batch_seconds * codec.sampling_rate / codec.samples_per_frame
+    num_frames = longest.length + longest.rows(most) * (longest.length - longest.before - longest.after)
+    samples = np.resize(samples, num_frames * codec.samples_per_frame)
+    whole = _encode(codec, [samples], [num_frames], [Batch([0], num_frames, 1)])
     for seconds in _PIECES:
         pieces = find_pieces(codec, seconds)
         if pieces is None:
             continue
-        whole = whole or _encode(codec, [samples], [num_frames], [Batch([0], num_frames, 1)])
-        # On a GPU two share a batch, as in a run.
-        cut = [pieces.encode(codec, samples, 2 * pieces.length if device == "cuda" else pieces.length)]
+        cut = [pieces.encode(codec, samples, most)]
         way = f"pieces of {seconds:g} s beside the whole, {device}, fp32"
-        yield msgspec.structs.replace(_compare_codes(way, whole, cut, device), piece_seconds=seconds)
+        compared = _compare_codes(way, whole, cut, device, batch_seconds)
+        yield msgspec.structs.replace(compared, piece_seconds=seconds)
 
 
 def _encode(codec: Codec, probe: list[np.ndarray], frames: list[int], batches: list[Batch]) -> list[np.ndarray]:

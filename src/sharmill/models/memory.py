@@ -18,6 +18,11 @@ from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed, m
 
 # Units that fail alike, before one is done, until a rank takes it for the configuration's fault.
 _UNITS_ALIKE: Final = 2
+# What a user can do where no batch size helps.
+ELSEWHERE: Final = (
+    "the same command does the rest on a device with more memory, or on CPUs with executor.device=cpu "
+    "executor.mixed_devices=true"
+)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -54,11 +59,12 @@ class MemoryGuard:
         self._left_over = False
 
     @contextmanager
-    def batch(self, seconds: float, num_rows: int, *, is_long: bool = False) -> Iterator[None]:
+    def batch(self, seconds: float, num_rows: int, *, is_long: bool = False, is_least: bool = False) -> Iterator[None]:
         """Run a batch of so many padded seconds.
 
         Args:
             is_long: it is one segment that is longer than any batch may be: to be rejected where it does not fit.
+            is_least: it is one piece of a segment: no configuration makes a smaller batch of it.
 
         Raises:
             RejectRecord: it has not enough memory, and is such a segment.
@@ -80,16 +86,23 @@ class MemoryGuard:
                 raise RejectRecord("too_long_for_device", detail) from error
             self._failed_alike += 1
             kind = UnitFailed if self._proven or self._failed_alike < _UNITS_ALIKE else FatalError
-            raise kind(self._describe(seconds, num_rows, _first_line(error)), code="out_of_memory") from error
+            why = self._describe_piece(seconds) if is_least else self._describe(seconds, num_rows)
+            raise kind(f"{self._model}: {why} ({_first_line(error)})", code="out_of_memory") from error
 
     def unit_done(self) -> None:
         """Note that all batches of a unit had enough memory: what fails later is the fault of that unit alone."""
         self._proven = True
 
-    def _describe(self, seconds: float, num_rows: int, lack: str) -> str:
+    def _describe(self, seconds: float, num_rows: int) -> str:
         return (
-            f"{self._model}: a batch of {num_rows} rows and {seconds:.0f} s does not fit in the memory of the device: "
-            f"lower {self._key} below {seconds:.0f} ({lack})"
+            f"a batch of {num_rows} rows and {seconds:.0f} s does not fit in the memory of the device: "
+            f"lower {self._key} below {seconds:.0f}"
+        )
+
+    def _describe_piece(self, seconds: float) -> str:
+        return (
+            f"a piece of {seconds:.0f} s of a longer segment does not fit in the memory of the device, whatever "
+            f"{self._key} is: {ELSEWHERE}"
         )
 
 

@@ -40,6 +40,7 @@ from train_world import World, alone_in, world_of
 
 from sharmill.config import load_typed
 from sharmill.errors import ConfigError
+from sharmill.registry import require_package
 from sharmill.storage import write_atomic
 
 _CHECKPOINT = re.compile(r"step-(\d{9})\.pt")
@@ -308,6 +309,9 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     try:
         config = load_typed(TrainConfig, arguments[0], arguments[1:])
+        if config.tensorboard:
+            # On every rank, before any waits for another.
+            require_package("tensorboard", extra="nemo")
         with world_of(config) as world, alone_in(Path(config.out_dir), world):
             Training(config, world).run()
     except ConfigError as error:

@@ -233,8 +233,9 @@ def test_rejects_of_before_do_not_stay(speech, tmp_path):
 def test_files_that_no_manifest_has_left_are_neither_replaced_nor_removed(name, speech, tmp_path):
     (tmp_path / name).write_text("mine")
     for restart in (False, True):
-        with raises(ConfigError, "foreign_output", name):
+        with raises(ConfigError, "foreign_output", name, "move it away") as end:
             make(speech, output=tmp_path / "m.json", restart=restart)
+        assert "--restart" not in str(end.value)
     (tmp_path / "m.info.yaml").write_text("mine: 1")
     with raises(ConfigError, "foreign_output", name, "move it away"):
         make(speech, output=tmp_path / "m.json", restart=True)

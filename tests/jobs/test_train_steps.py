@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import sys
@@ -113,3 +114,17 @@ def test_batches_that_cannot_be_divided_among_the_ranks_are_refused(speech, tmp_
         TrainConfig(dataset="d", out_dir="o", batches_per_step=0)
     with pytest.raises(ValueError, match="checkpoint_seconds"):
         TrainConfig(dataset="d", out_dir="o", checkpoint_seconds=0)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_every_rank_ends_at_once_where_the_package_for_curves_is_absent(rank, tmp_path, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
+    # Without the others of two, a rank that waits for them has no place to.
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    example = make_example(tmp_path, "curves", tmp_path / "absent", tensorboard=True)
+    assert main([str(example.config)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Error: the package tensorboard is not installed")
+    assert error.count("\n") == 1

@@ -90,6 +90,13 @@ def test_a_sound_one_has_no_findings_and_is_told_what_was_not_checked(layout, de
     assert snapshot(folder) == before
 
 
+def test_files_of_which_no_checksum_is_recorded_are_read_for_none(flat, tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr("sharmill.validate.shard.checksum", read.append)
+    assert validate(flat, tmp_path / "run", deep=True).findings == []
+    assert read == []
+
+
 def cut_off(path):
     path.write_bytes(path.read_bytes()[: -path.stat().st_size // 2])
 

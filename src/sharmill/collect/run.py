@@ -139,8 +139,10 @@ def _check_destination(destination: Destination, sources: Sequence[str], *, rest
         named = (path, destination.info, destination.rejects, destination.recipe_log, destination.vocabulary)
         there = next((file for file in named if file is not None and file.exists()), None)
         if there is not None:
-            raise ConfigError(f"{there} is there already; name another file, or replace it with --restart",
-                              code="foreign_output")  # fmt: skip
+            # Nothing says that these are of a manifest, and --restart leaves them alone too.
+            kept = there in (destination.rejects, destination.recipe_log) and not destination.info.exists()
+            advice = "move it away, or name another file" if kept else "name another file, or replace it with --restart"
+            raise ConfigError(f"{there} is there already; {advice}", code="foreign_output")
     require_writable(path.parent)
     remove_asides(path.parent, {destination.state.name})
     refuse_strangers(path.parent, [destination.state])

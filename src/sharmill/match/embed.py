@@ -82,7 +82,10 @@ class Embedder:
         return self.finish(self.begin(segments), advance)
 
     def begin(self, segments: Sequence[Segment]) -> BegunSegments:
-        """Begin to decode segments, and return when the first is decoded; some batches of audio are held."""
+        """Begin to decode segments, and return when the first is decoded.
+
+        Some batches of audio are held, and in a spool all segments of each recording that has several of them.
+        """
         decoded = _Decoded(self, segments)
         batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
         beginning = BeginningItems(index for batch in batches for index in batch)

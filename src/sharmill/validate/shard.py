@@ -99,7 +99,7 @@ class ShardCheck:
                 if recorded is not None and size != recorded.size:
                     # Not read for its checksum: it may be sparse, and a terabyte.
                     add(shard.finding("wrong_size", name, f"{size} bytes instead of {recorded.size}", file=file))
-                elif checksum(path) != (recorded.xxh3 if recorded else None) and recorded is not None:
+                elif recorded is not None and checksum(path) != recorded.xxh3:
                     sentence = "the bytes have changed since they were written"
                     add(shard.finding("wrong_checksum", name, sentence, file=file))
                 contents[name] = read_contents(path, name)

@@ -331,11 +331,19 @@ def test_a_list_of_audio_roots(audio_root, tmp_path):
     assert {reject.get("source") for reject in prepared.rejects} == {0, None}
 
 
+SPEED = {"name": "Speed", "kwargs": {"factor": "x"}}
+
+
 @pytest.mark.parametrize(
     "keys",
     [
         {"id": "x", "sources": [{"type": "command", "channels": [0], "source": "true"}], "sampling_rate": 16000},
         {"storage_type": "pickle", "width": 1},
+        {"extra": [{"id": "x", "sources": [], "sampling_rate": 10**15, "transforms": [SPEED | {"kwargs": {}}]}]},
+        {"extra": [{"id": "x", "sources": [], "sampling_rate": 10**15, "transforms": [SPEED]}]},
+        {"extra": [{"id": "x", "sources": [], "sampling_rate": 16000, "transforms": [SPEED]}]},
+        {"extra": [{"id": "x", "sources": {"type": "file"}, "sampling_rate": 16000}]},
+        {"extra": [{"id": "x", "tracks": [], "transforms": SPEED}]},
     ],
 )
 def test_keys_side_by_side_that_no_dataset_may_have(prepare_records, tmp_path, keys):

@@ -21,6 +21,9 @@ VALUES: tuple[Any, ...] = (
     "a" * 5000, [], {}, [[]], [0], ["shar"], {"a": None}, {"width": 1}, {"shape": [1]}, {"array": {}},
     {"storage_type": "s3", "shape": [1]}, _COMMAND, {"type": "command", "channels": [0], "source": "touch ran"},
     {"name": "Speed", "kwargs": {"factor": 0.0}}, [{"name": "Nothing"}], _DEEP,
+    [{"name": "Speed", "kwargs": {"factor": None}}], [{"name": "Speed", "kwargs": {"factor": "x"}}], 10**15,
+    {**_COMMAND, "sources": [{"type": "shar", "channels": [0], "source": ""}], "sampling_rate": 10**15,
+     "transforms": [{"name": "Speed", "kwargs": {"factor": "x"}}]},
 )  # fmt: skip
 
 

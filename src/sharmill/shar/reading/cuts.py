@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from lhotse import AudioSource, Features, MonoCut, Recording, SupervisionSegment
 from lhotse.array import Array, TemporalArray
+from lhotse.audio import AudioLoadingError
 from lhotse.cut import Cut
 from lhotse.serialization import deserialize_custom_field, deserialize_item
 
 from sharmill.shar.arrays import array_from_bytes, array_layout
 from sharmill.shar.reading.memory_audio import memory_source
-from sharmill.shar.reading.safety import SAFE_SOURCES, block_sources, find_forbidden, is_no_plain_file
+from sharmill.shar.reading.safety import SAFE_SOURCES, block_sources, find_forbidden, is_device, is_no_plain_file
 
 # What decoding raises of values that are not what they should be.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
@@ -157,7 +158,7 @@ def _recording(values: dict[str, Any], sources: list[AudioSource]) -> Recording:
 
 
 def _source(type: str, channels: list[int], source: Any) -> AudioSource:
-    made = _new(AudioSource)
+    made = _new(_NamedSource)
     made.__dict__.update({"type": type, "channels": channels, "source": source, "video": None})
     return made
 
@@ -194,6 +195,27 @@ def _fill(manifest: Any, extension: str, data: bytes) -> Any:
         stored = manifest.array if isinstance(manifest, TemporalArray) else manifest
         stored.storage_type, stored.storage_key = _STORAGE_TYPES[extension], data
     return manifest
+
+
+class _NamedSource(AudioSource):
+    """An audio source that looks at the file of its name where it is loaded; equal to lhotse's own."""
+
+    def load_audio(
+        self, offset: float = 0.0, duration: float | None = None, force_opus_sampling_rate: int | None = None
+    ) -> np.ndarray:
+        """Return the samples that lhotse decodes.
+
+        Raises:
+            AudioLoadingError: there is a FIFO, a device or a folder of this name.
+        """
+        if self.type == "file" and is_device(self.source):
+            raise AudioLoadingError(f"{self.source!r} is no plain file, and is not opened")
+        return super().load_audio(offset, duration, force_opus_sampling_rate)
+
+    def __eq__(self, other: object) -> bool:
+        return _same_fields(self, other, AudioSource)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 # A frame that is asked for by less than this share of it is not: times are sums of floats.

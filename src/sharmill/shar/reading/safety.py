@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import reprlib
 import stat
 from collections.abc import Container
 from pathlib import Path
@@ -28,28 +29,31 @@ _MIXED_CUT_KEYS: Final = frozenset({"id", "tracks"})
 RECORDING_KEYS: Final = _RECORDING_KEYS | {"num_samples", "duration", "channel_ids", "transforms"}
 _SOURCE_KEYS: Final = frozenset({"type", "channels", "source", "video"})
 _Limits = tuple[float, float]
+# A number within its limits, a list of such, or something of another type.
+_Form = _Limits | list[_Limits] | type
 _ANY: Final = (-1e6, 1e6)
 _RATES: Final = (float(MIN_SAMPLING_RATE), float(MAX_SAMPLING_RATE))
 _FACTORS: Final = (0.1, 10.0)
-# lhotse's own, none of which runs or opens anything but the recording in it; their settings, with limits of numbers.
-_TRANSFORMS: Final[dict[str, dict[str, _Limits]]] = {
-    "Clipping": {"hard": _ANY, "gain_db": _ANY, "normalize": _ANY},
-    "Compress": {"codec": _ANY, "compression_level": _ANY},
+# lhotse's own, none of which runs or opens anything but the recording in it; their settings.
+_TRANSFORMS: Final[dict[str, dict[str, _Form]]] = {
+    "Clipping": {"hard": bool, "gain_db": _ANY, "normalize": bool},
+    "Compress": {"codec": str, "compression_level": _ANY},
     "DereverbWPE": {"n_fft": (1, 65536), "hop_length": (1, 65536), "taps": (1, 1000), "delay": (0, 1000),
-                    "iterations": (0, 100), "statistics_mode": _ANY},
+                    "iterations": (0, 100), "statistics_mode": str},
     "LoudnessNormalization": {"target": _ANY},
-    "Narrowband": {"codec": _ANY, "source_sampling_rate": _RATES, "restore_orig_sr": _ANY},
+    "Narrowband": {"codec": str, "source_sampling_rate": _RATES, "restore_orig_sr": bool},
     "Resample": {"source_sampling_rate": _RATES, "target_sampling_rate": _RATES},
-    "ReverbWithImpulseResponse": {"rir": _ANY, "normalize_output": _ANY, "early_only": _ANY, "rir_channels": (0, 1000),
-                                  "rir_generator": _ANY, "RIR_SCALING_FACTOR": _ANY},
+    "ReverbWithImpulseResponse": {"rir": dict, "normalize_output": bool, "early_only": bool,
+                                  "rir_channels": [(0, 1000)], "rir_generator": dict, "RIR_SCALING_FACTOR": _ANY},
     "Speed": {"factor": _FACTORS},
     "Tempo": {"factor": _FACTORS},
     "Volume": {"factor": _ANY},
 }  # fmt: skip
-_RIR_GENERATOR: Final[dict[str, _Limits]] = {
-    "sr": _RATES, "direct_range": (-1000, 1000), "max_T60": (0.01, 10.0), "alpha": (-100, 100), "a": (-100, 100),
+_RIR_GENERATOR: Final[dict[str, _Form]] = {
+    "sr": _RATES, "direct_range": [(-1000, 1000)], "max_T60": (0.01, 10.0), "alpha": (-100, 100), "a": (-100, 100),
     "b": (-100, 100), "tau": (-100, 100), "room_seed": (0, 2**64), "source_seed": (0, 2**64),
 }  # fmt: skip
+_MAY_BE_NONE: Final = frozenset({"compression_level", "rir", "rir_generator", "room_seed", "source_seed"})
 # Rates without a common divisor take a filter of so many numbers.
 _MAX_FILTER: Final = 10**8
 # A protocol of FFmpeg's, or a place where devices lie: nobody's audio came from there.
@@ -78,11 +82,16 @@ def _forbidden(manifest: dict[str, Any]) -> str | None:
     if is_recording and (found := _forbidden_in_recording(manifest)):
         return found
     transforms = manifest.get("transforms") if is_recording or manifest.keys() >= _MIXED_CUT_KEYS else None
-    if transforms:
+    if transforms is not None:
+        if not isinstance(transforms, list):
+            return "transforms that are no list"
+        rate = manifest["sampling_rate"] if is_recording else None
+        if transforms and is_recording and not _has_form(rate, _RATES):
+            return f"transforms of audio of {reprlib.repr(rate)} Hz"
         if name := _first_other(transforms, "name", _TRANSFORMS):
             return f"a transform called {name}"
         for transform in transforms:
-            if found := _forbidden_in_transform(transform, manifest.get("sampling_rate")):
+            if found := _forbidden_in_transform(transform, rate):
                 return f"a transform {transform['name']} {found}"
     kind = manifest.get("storage_type")
     # Without these keys it is a mapping of the manifest's own.
@@ -92,6 +101,8 @@ def _forbidden(manifest: dict[str, Any]) -> str | None:
 
 
 def _forbidden_in_recording(recording: dict[str, Any]) -> str | None:
+    if not isinstance(recording["sources"], list):
+        return "sources that are no list"
     if kind := _first_other(recording["sources"], "type", SAFE_SOURCES):
         return f"a source of type {kind}"
     if unknown := recording.keys() - RECORDING_KEYS:
@@ -104,18 +115,21 @@ def _forbidden_in_recording(recording: dict[str, Any]) -> str | None:
     return None
 
 
-def _forbidden_in_transform(transform: dict[str, Any], rate: Any) -> str | None:
-    """Describe what lhotse does not know of a transform in a recording of a rate, or would need all memory for."""
+def _forbidden_in_transform(transform: dict[str, Any], rate: float | None) -> str | None:
+    """Describe what lhotse does not know of a transform in a recording of a rate, or would need all memory for.
+
+    A mixed cut has no rate of its own.
+    """
     settings = transform.get("kwargs")
     if transform.keys() - {"name", "kwargs"} or not isinstance(settings, dict):
         return "that is not in lhotse's form"
     if found := _outside(settings, _TRANSFORMS[transform["name"]]):
         return found
     generator = settings.get("rir_generator")
-    if generator is not None and (not isinstance(generator, dict) or (found := _outside(generator, _RIR_GENERATOR))):
-        return found or "with a generator that is none"
-    if transform["name"] == "Speed" and isinstance(rate, int):
-        rates = (round(rate * settings.get("factor", 1.0)), rate)
+    if generator is not None and (found := _outside(generator, _RIR_GENERATOR)):
+        return found
+    if transform["name"] == "Speed" and rate is not None:
+        rates = (round(rate * settings.get("factor", 1.0)), round(rate))
     else:
         rates = (settings.get("source_sampling_rate", 1), settings.get("target_sampling_rate", 8000))
     divisor = math.gcd(*rates) if all(type(value) is int for value in rates) else 0
@@ -124,23 +138,30 @@ def _forbidden_in_transform(transform: dict[str, Any], rate: Any) -> str | None:
     return None
 
 
-def _outside(settings: dict[str, Any], known: dict[str, _Limits]) -> str | None:
-    """Describe a setting that is not known, or a number that lies outside of its limits."""
+def _outside(settings: dict[str, Any], known: dict[str, _Form]) -> str | None:
+    """Describe a setting that is not known, or a value that is not of its type or lies outside of its limits."""
     for key, value in settings.items():
         if key not in known:
             return f"with the key {str(key)[:40]!r}"
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, (int, float)) and not known[key][0] <= number <= known[key][1]:
-                return f"with {key} {number!r}"[:80]
+        if not (_has_form(value, known[key]) or (value is None and key in _MAY_BE_NONE)):
+            return f"with {key} {reprlib.repr(value)}"
     return None
 
 
-def _first_other(parts: Any, key: str, allowed: Container[str]) -> str | None:
+def _has_form(value: Any, form: _Form) -> bool:
+    if isinstance(form, type):
+        return isinstance(value, form)
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_has_form(number, form[0]) for number in value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and form[0] <= value <= form[1]
+
+
+def _first_other(parts: list[Any], key: str, allowed: Container[str]) -> str | None:
     """Return the first value of ``key`` in the mappings ``parts`` that is not allowed, as text."""
-    for part in parts if isinstance(parts, list) else [parts]:
+    for part in parts:
         value = part.get(key) if isinstance(part, dict) else part
         if not isinstance(value, str) or not isinstance(part, dict) or value not in allowed:
-            return repr(value)
+            return reprlib.repr(value)
     return None
 
 
@@ -155,6 +176,8 @@ def is_no_plain_file(source: dict[str, Any]) -> bool:
     name = source["source"]
     if not isinstance(name, str) or name[-4:].lower() == ".sph" or _NO_FILE.match(name) is not None:
         return True
+    if "./" in name and _NO_FILE.match(os.path.normpath(name)) is not None:  # /tmp/../dev/zero
+        return True
     return name[-5:].lower() == ".opus" and os.environ.get("LHOTSE_LEGACY_OPUS_LOADING") == "1"
 
 
@@ -166,14 +189,14 @@ def block_sources(values: Any) -> None:
         if isinstance(value, dict):
             if value.keys() >= _RECORDING_KEYS:
                 for source in value["sources"]:
-                    if is_no_plain_file(source) or (source["type"] == "file" and _is_device(source["source"])):
+                    if is_no_plain_file(source) or (source["type"] == "file" and is_device(source["source"])):
                         source["type"] = "shar"
             pending += value.values()
         elif isinstance(value, list):
             pending += value
 
 
-def _is_device(name: str) -> bool:
+def is_device(name: str) -> bool:
     """Return True if there is a FIFO, a device or a folder of this name, which would be waited for or have no end."""
     try:
         return not stat.S_ISREG(Path(name).stat().st_mode)

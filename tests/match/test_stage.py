@@ -511,6 +511,22 @@ def test_a_restart_needs_no_whole_plan(data, project):
     assert match(project, restart=True) == before
 
 
+def test_a_restart_removes_nothing_that_a_plan_names_elsewhere(project):
+    for name in ("a.wav", "b.wav"):
+        add(project, name, 200)
+    match(project)
+    identity = project.run_dir / "match/plan/identity.json"
+    plan = json.loads(identity.read_bytes())
+    plan["match"]["min_duration"] = "/../../kept"
+    identity.write_text(json.dumps(plan))
+    # Without the folder of this name the path leads nowhere.
+    (project.run_dir / "manifests/small_withContextAudioMinDur").mkdir()
+    kept = project.run_dir / f"keptMinSSIM{plan['match']['min_similarity']}.json"
+    kept.touch()
+    match(project, restart=True)
+    assert kept.exists()
+
+
 def test_a_lost_matched_manifest_is_merged_again(project):
     for name in ("a.wav", "b.wav"):
         add(project, name, 200)

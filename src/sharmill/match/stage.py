@@ -188,7 +188,10 @@ class MatchStage(Stage):
         # A plan that is damaged does not tell, and is to be replaced.
         with suppress(ConfigError, FileNotFoundError):
             before = decode_stored(self.dir.identity, read_stored(self.dir.identity), _Identity).match
-            paths.add(_manifest(self.config, before.min_duration, before.min_similarity))
+            found = _manifest(self.config, before.min_duration, before.min_similarity)
+            # Of a stranger's plan the limits may be a path.
+            if found.parent == self.run_dir.manifests:
+                paths.add(found)
         for path in paths:
             remove_tree(path)
 

@@ -32,7 +32,7 @@ from sharmill.shar import open_shar
 from sharmill.shar.cut_lines import read_lines, salvage_lines
 from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.shar.reading import foreign
-from sharmill.shar.reading.safety import find_forbidden
+from sharmill.shar.reading.safety import find_forbidden, is_no_plain_file
 from sharmill.shar.sidecars import write_sidecars
 from sharmill.validate.findings import read_report
 from sharmill.validate.stage import ValidateStage
@@ -300,6 +300,17 @@ def test_hostile_settings_in_lines_of_values_are_damage(dataset):
 def test_transforms_that_trainings_use_are_allowed(known):
     for rate in (16000, 22050, 44100, 48000):
         assert find_forbidden({**recording("memory", ""), "sampling_rate": rate, "transforms": [known]}) is None
+
+
+@pytest.mark.parametrize(("rate", "factor"), [(22050, 0.95), (22050, 1.05), (11025, 0.9)])
+def test_ordinary_speeds_are_allowed_at_rates_that_divide_badly(rate, factor):
+    values = {**recording("memory", ""), "sampling_rate": rate, "transforms": [transform("Speed", factor=factor)]}
+    assert find_forbidden(values) is None
+
+
+def test_files_of_the_disk_in_memory_are_files():
+    assert not is_no_plain_file({"type": "file", "channels": [0], "source": "/dev/shm/data/a.wav"})
+    assert is_no_plain_file({"type": "file", "channels": [0], "source": "/dev//zero"})
 
 
 def test_sources_beside_the_audio_are_not_used(dataset, tmp_path):

@@ -54,7 +54,7 @@ def test_the_clock_is_read_when_the_gpu_has_done_its_step(tmp_path, monkeypatch)
             self.config = TrainConfig(dataset="none", out_dir=str(tmp_path), max_steps=1)
             self.world = World(0, 1, torch.device("cuda", 0))
             self.out_dir, self.step, self.seed, self.leave = tmp_path, 0, 1, False
-            self.batches_of_rank, self.saved_at = 1, 0.0
+            self.batches_of_rank, self.saved_at, self.curves = 1, 0.0, None
 
         def _train(self, batch):
             now[0] += 0.5

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tenacity import before_sleep_log, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
+from tenacity import Retrying, before_sleep_log, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from sharmill.config import Config
 from sharmill.errors import ConfigError
@@ -201,8 +201,12 @@ def stop_job(submission_id: str, address: str | None) -> None:
     import_ray()
     from ray.job_submission import JobSubmissionClient
 
+    # The dashboard of a busy head answers late.
+    tries = Retrying(
+        retry=retry_if_exception_type(ConnectionError), stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True
+    )
     try:
-        JobSubmissionClient(address).stop_job(submission_id)
+        tries(lambda: JobSubmissionClient(address).stop_job(submission_id))
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"Ray job {submission_id} cannot be stopped from here: {' '.join(str(error).split())}; name the dashboard "

@@ -80,10 +80,10 @@ class NotRegularError(ValueError):
 def open_regular(
     path: str | os.PathLike[str], *, follow_links: bool = True, append: bool = False, buffering: int = -1
 ) -> BinaryIO:
-    """Open a regular file for reading, without waiting for a writer where it is a FIFO instead.
+    """Open a regular file, without waiting for a writer where it is a FIFO instead.
 
     Args:
-        append: open it for writing at its end, and make it where it is not there.
+        append: open it for writing at its end, and make it where it is not there; else it is read.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -114,10 +114,10 @@ def open_regular(
 
 
 def open_stored(path: Path, *, append: bool = False) -> BinaryIO:
-    """Open a file of a run directory for reading: one that sharmill wrote, and that others may have replaced since.
+    """Open a file of a run directory: one that sharmill wrote, and that others may have replaced since.
 
     Args:
-        append: open it for writing at its end, and make it where it is not there.
+        append: open it for writing at its end, and make it where it is not there; else it is read.
 
     Raises:
         FileNotFoundError: it is not there.

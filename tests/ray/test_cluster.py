@@ -55,6 +55,18 @@ def whole_bytes(folder, units):
     return output_bytes(stage)
 
 
+def sentence_about_the_node_given_up(on_ray, stage):
+    """Runs a stage to its end, without a failure, once one node has been given up."""
+    log = stage.dir.driver_log
+    with running(on_ray, stage) as future:
+        wait_until(lambda: log.exists() and "is given up" in log.read_text(), 90)
+    result, heard = future.result()
+    assert result.ok
+    assert heard.failed == {}
+    [sentence] = result.given_up
+    return sentence
+
+
 class TestNodes:
     def test_a_node_that_is_removed_costs_only_what_was_in_flight_on_it(self, tmp_path, on_ray, add_node, cluster):
         node = add_node(num_cpus=2)
@@ -89,14 +101,7 @@ class TestNodes:
     def test_a_node_without_the_shared_disk_is_given_up_alone(self, tmp_path, on_ray, add_blind_node):
         add_blind_node(num_cpus=2)
         stage = ToyStage(tmp_path, units=6, everywhere="wait:go")
-        log = stage.dir.driver_log
-        with running(on_ray, stage) as future:
-            wait_until(lambda: log.exists() and "is given up" in log.read_text(), 60)
-        result, heard = future.result()
-        assert result.ok
-        assert heard.failed == {}
-        [sentence] = result.given_up
-        assert "does not have the driver's folder" in sentence
+        assert "does not have the driver's folder" in sentence_about_the_node_given_up(on_ray, stage)
         assert output_bytes(stage) == whole_bytes(tmp_path, 6)
 
     @pytest.mark.slow
@@ -104,14 +109,8 @@ class TestNodes:
         """It sees the run directory, so that a missing staging folder looked like a plan that others have replaced."""
         stage = ToyStage(tmp_path, units=6, everywhere="wait:go")
         add_blind_node(stage.root, num_cpus=2)
-        log = stage.dir.driver_log
-        with running(on_ray, stage) as future:
-            wait_until(lambda: log.exists() and "is given up" in log.read_text(), 90)
-        result, heard = future.result()
-        assert result.ok
-        assert heard.failed == {}
-        [sentence] = result.given_up
-        assert f"does not see {stage.root}" in sentence
+        assert f"does not see {stage.root}" in sentence_about_the_node_given_up(on_ray, stage)
+        assert output_bytes(stage) == whole_bytes(tmp_path, 6)
 
     @pytest.mark.slow
     def test_where_no_node_has_the_shared_disk_the_stage_ends_with_that(self, tmp_path, on_ray, add_blind_node):

@@ -232,10 +232,10 @@ class SharReader:
         while True:
             num_empty += not progress.current().reached  # of a resumed one, the rest may be empty
             for position, cut in self._decoded(self._read_epoch(progress, part)):
-                if cut is None or isinstance(cut, DamagedShard):
-                    if cut is not None:
-                        self._count_damage(progress, cut)
-                    # A record that the shard leaves out does not count as damage.
+                if isinstance(cut, DamagedShard):
+                    self._count_damage(progress, cut)
+                    cut = None
+                if cut is None:  # damaged, or a record that the shard leaves out
                     progress.take(position)
                     continue
                 if self._only_marked:

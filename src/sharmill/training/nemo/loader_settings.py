@@ -149,15 +149,19 @@ def sources_of(settings: Settings) -> list[Settings]:
 
 def types_in(settings: Settings) -> list[str]:
     """Return the types of all entries at all levels, of groups and conversions as well."""
-    entries = [entry for section in sections_of(settings) for entry in section.get("input_cfg") or ()]
-    return [kind for entry in entries for kind in (str(entry.get("type")), *types_in(entry))]
+    return [str(entry.get("type")) for entry in _entries(settings)]
 
 
 def tag_names(settings: Settings) -> list[str]:
     """Return the names of all tags that entries give their data, at all levels, in order."""
-    entries = [entry for section in sections_of(settings) for entry in section.get("input_cfg") or ()]
-    found = [name for entry in entries for name in (*(entry.get("tags") or ()), *tag_names(entry))]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(name for entry in _entries(settings) for name in entry.get("tags") or ()))
+
+
+def _entries(settings: Settings) -> Iterator[Settings]:
+    for section in sections_of(settings):
+        for entry in section.get("input_cfg") or ():
+            yield entry
+            yield from _entries(entry)
 
 
 def _check_keys(settings: Settings) -> None:

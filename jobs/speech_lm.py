@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from train_config import ModelConfig
+from transformer import Transformer
 
 _IGNORED = -100
 
@@ -45,37 +46,29 @@ class SpeechLM(nn.Module):
         self.text_embedding = nn.Embedding(text_size, config.dim)
         self.codes_embedding = nn.Embedding(num_codebooks * codes_size, config.dim)
         self.part_embedding = nn.Embedding(3, config.dim)
-        layer = nn.TransformerEncoderLayer(
-            config.dim, config.num_heads, 4 * config.dim, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.layers = nn.TransformerEncoder(layer, config.num_layers, nn.LayerNorm(config.dim), False)
+        self.transformer = Transformer(config)
         self.text_head = nn.Linear(config.dim, text_size)
         self.codes_head = nn.Linear(config.dim, num_codebooks * codes_size)
         for embedding in (self.text_embedding, self.codes_embedding, self.part_embedding):
             nn.init.normal_(embedding.weight, std=0.02)
 
-    def forward(
-        self,
-        text: Tensor,
-        text_lens: Tensor,
-        context: Tensor,
-        context_lens: Tensor,
-        target: Tensor,
-        target_lens: Tensor,
-    ) -> Losses:
+    def forward(self, batch: Mapping[str, Tensor]) -> Losses:
         """Return the losses of a padded batch.
 
         Args:
-            text: (batch, tokens), with its special tokens; ``text_lens`` (batch,).
-            context, target: (batch, codebooks, frames), with their special frames; their lengths in frames (batch,).
+            batch: tensors of a ``ContextSpeechDataset``. ``text_tokens`` (batch, tokens) with its special tokens, and
+                ``text_lens`` (batch,); ``context_codes`` and ``target_codes`` (batch, codebooks, frames) with their
+                special frames, and ``context_code_lens`` and ``target_code_lens`` (batch,).
         """
+        text, context, target = (batch[name] for name in ("text_tokens", "context_codes", "target_codes"))
+        text_lens, target_lens = batch["text_lens"], batch["target_code_lens"]
         parts = (self.text_embedding(text), self._embed_codes(context), self._embed_codes(target))
-        lengths = (text_lens, context_lens, target_lens)
+        lengths = (text_lens, batch["context_code_lens"], target_lens)
         hidden = torch.cat([self._place(part, index) for index, part in enumerate(parts)], dim=1)
         present = torch.cat(
             [_present(part.shape[1], length) for part, length in zip(parts, lengths, strict=True)], dim=1
         )
-        hidden = self.layers(hidden, mask=_causal_mask(present, self.layers.layers[0].self_attn.num_heads))
+        hidden = self.transformer(hidden, present)
         text_hidden, _, target_hidden = hidden.split([part.shape[1] for part in parts], dim=1)
         return Losses(
             text=_next_loss(self.text_head(text_hidden), text, text_lens),
@@ -108,18 +101,6 @@ def count_targets(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 def _present(size: int, lengths: Tensor) -> Tensor:
     return torch.arange(size, device=lengths.device) < lengths[:, None]
-
-
-def _causal_mask(present: Tensor, num_heads: int) -> Tensor:
-    """Return a mask (batch * heads, positions, positions), true where attention is not allowed.
-
-    A padded position sees itself, since a softmax over nothing is not a number.
-    """
-    size = present.shape[1]
-    causal = torch.ones(size, size, dtype=torch.bool, device=present.device).tril()
-    own = torch.eye(size, dtype=torch.bool, device=present.device)
-    allowed = (causal & present[:, None, :]) | own
-    return (~allowed).repeat_interleave(num_heads, dim=0)
 
 
 def _next_loss(logits: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:

@@ -216,14 +216,7 @@ class Training:
     def _losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         moved = {name: value.to(self.world.device) for name, value in batch.items() if torch.is_tensor(value)}
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            losses: Losses = model(
-                moved["text_tokens"],
-                moved["text_lens"],
-                moved["context_codes"],
-                moved["context_code_lens"],
-                moved["target_codes"],
-                moved["target_code_lens"],
-            )
+            losses: Losses = model(moved)
         return losses
 
     def _validate(self) -> None:

@@ -28,19 +28,8 @@ def train_rank(*arguments: str) -> None:
     sys.exit(main(list(arguments)))
 
 
-def checkpoint(example, step):
-    return torch.load(example.out_dir / "checkpoints" / f"step-{step:09d}.pt", weights_only=True)["model"]
-
-
 def weights(example, step):
-    """Those of a checkpoint, but for the biases of keys, which change no attention.
-
-    Their gradients are rounding alone, which AdamW makes as large as those of other weights.
-    """
-    found = checkpoint(example, step)
-    name = "layers.layers.0.self_attn.in_proj_bias"
-    query, _, value = found.pop(name).chunk(3)
-    return found | {f"{name}.query": query, f"{name}.value": value}
+    return torch.load(example.out_dir / "checkpoints" / f"step-{step:09d}.pt", weights_only=True)["model"]
 
 
 def cuts_of_steps(example, world_size):
@@ -98,7 +87,7 @@ def test_it_saves_by_time_computes_in_bf16_and_draws_curves(speech, tmp_path):
     assert sorted(path.name for path in (example.out_dir / "checkpoints").iterdir()) == [
         f"step-{step:09d}.pt" for step in (1, 2, 3)
     ]
-    assert {tensor.dtype for tensor in checkpoint(example, 3).values()} == {torch.float32}
+    assert {tensor.dtype for tensor in weights(example, 3).values()} == {torch.float32}
     curves = EventAccumulator(str(example.out_dir / "tensorboard")).Reload()
     assert [(point.step, round(point.value, 4)) for point in curves.Scalars("train/loss")] == [
         (step, pytest.approx(loss, abs=1e-4)) for step, loss in enumerate(losses(example), start=1)

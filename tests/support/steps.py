@@ -66,7 +66,10 @@ class SpeechStep:
         text = torch.ones(batch_size, 20, dtype=torch.int64, device=device)
         codes = torch.ones(batch_size, 4, int(50 * length), dtype=torch.int64, device=device)
         tokens, frames = (torch.full((batch_size,), value.shape[-1], device=device) for value in (text, codes))
-        self.model.to(device)(text, tokens, codes, frames, codes, frames).total.backward()
+        batch = {"text_tokens": text, "text_lens": tokens}
+        for name in ("context", "target"):
+            batch |= {f"{name}_codes": codes, f"{name}_code_lens": frames}
+        self.model.to(device)(batch).total.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -20,7 +20,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(dim, dim, bias=False)
 
     def forward(self, hidden: Tensor, allowed: Tensor) -> Tensor:
-        """Attend within ``hidden`` (batch, positions, dim) where ``allowed`` (batch, 1, positions, positions) is true."""
+        """Attend in ``hidden`` (batch, positions, dim) where ``allowed`` (batch, 1, positions, positions) is true."""
         # The number of heads follows from the projections: under tensor parallelism a rank has some of them.
         query, key, value = (
             project(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -135,7 +135,7 @@ class ChildProcess:
             ``connection.recv()``, which raises EOFError once no more will come, and answers with ``connection.send``.
         args: can be pickled.
         name: of the process, for lists of processes.
-        daemon: the child ends with this process, and cannot have children of its own.
+        daemon: the child ends with this process.
 
     Raises:
         OSError: the process cannot be started.
@@ -163,9 +163,17 @@ class ChildProcess:
         # A process inherits blocked signals. The tracker that multiprocessing starts beside it would unblock them.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # multiprocessing lets no daemon, such as a worker of a DataLoader, have children, since they might outlive it:
+        # ours end with their pipe.
+        this = multiprocessing.current_process()
+        was_daemon = this.daemon
         try:
+            if was_daemon:
+                this.daemon = False
             self._process.start()
         finally:
+            if was_daemon:
+                this.daemon = True
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @property

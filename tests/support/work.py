@@ -20,6 +20,10 @@ def process_id(number):
     return os.getpid()
 
 
+def family(number):
+    return os.getpid(), os.getppid()
+
+
 def slow(number):
     time.sleep(0.02)
     return number

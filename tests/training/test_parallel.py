@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import multiprocessing
 import operator
@@ -18,11 +17,13 @@ from lhotse import CutSet
 from lhotse.dataset import DynamicCutSampler
 from support.errors import raises
 from support.paths import TESTS
+from support.toy_stage import is_running, wait_until
 from support.work import (
     NotHere,
     broken,
     end,
     end_by_real_time_signal,
+    family,
     half,
     inverse,
     killed_at_2,
@@ -237,9 +238,8 @@ def program(tmp_path):
     return start
 
 
-def test_processes_of_a_process_are_refused():
-    with raises(ConfigError, "bad_config_value", "kind='thread'"):
-        list(parallel_map(range(2), nested, 1, kind="process"))
+def test_processes_of_a_process():
+    assert list(parallel_map([2, 4], nested, 1, kind="process")) == [([1.0], [1.0]), ([2.0], [2.0])]
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
@@ -295,28 +295,43 @@ def test_cuts_of_a_pipeline_of_lhotse(many, kind):
 
 
 class _InWorkers(torch.utils.data.IterableDataset):
-    def __init__(self, kind):
-        self.kind = kind
+    def __init__(self, kind, function):
+        self.kind, self.function = kind, function
 
     def __iter__(self):
-        return iter(parallel_map(range(6), half, 2, kind=self.kind))
+        return iter(parallel_map(range(6), self.function, 2, kind=self.kind))
 
 
-def test_threads_work_in_the_workers_of_a_loader_and_processes_are_refused():
-    loader = torch.utils.data.DataLoader(_InWorkers("thread"), batch_size=None, num_workers=1)
-    assert list(loader) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-    assert "use kind='thread'" in _error_of(_InWorkers("process"))
-    gc.collect()  # The loader that failed ends its worker when it goes, and does not wait for that.
-    for worker in multiprocessing.active_children():
-        if worker.name.startswith("Process-"):
-            worker.join(60)
+def workers_of(kind, function, num_workers=2):
+    return torch.utils.data.DataLoader(_InWorkers(kind, function), batch_size=None, num_workers=num_workers)
 
 
-def _error_of(dataset):
-    try:
-        return list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1))
-    except ConfigError as error:
-        return str(error)
+def test_threads_work_in_the_workers_of_a_loader():
+    assert list(workers_of("thread", half, 1)) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+
+
+def test_processes_work_in_the_workers_of_a_loader_and_end_with_them():
+    """multiprocessing lets the workers, which are daemons, start none."""
+    families = list(workers_of("process", family))
+    own, parents = {own for own, _ in families}, {parent for _, parent in families}
+    assert len(families) == 12
+    assert len(parents) == 2
+    assert os.getpid() not in parents | own
+    assert 2 <= len(own) <= 4
+    wait_until(lambda: not any(map(is_running, own)))
+
+
+def _kill_and_read(process, loader):
+    os.kill(process, signal.SIGKILL)  # torch may notice at any moment from here on
+    list(loader)
+
+
+def test_processes_end_where_the_worker_of_a_loader_is_killed():
+    loader = iter(workers_of("process", family, 1))
+    own, parent = next(loader)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        _kill_and_read(parent, loader)
+    wait_until(lambda: not is_running(own))
 
 
 def test_the_function_may_be_anything_to_call():

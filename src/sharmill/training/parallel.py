@@ -8,7 +8,6 @@ inside a shard.
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import pickle
 import reprlib
@@ -54,8 +53,8 @@ def parallel_map(
             numpy travel faster than tensors.
         num_workers: threads or processes. Operations of torch that use all cores themselves gain nothing from either:
             with threads, ``torch.set_num_threads(1)`` first; processes do so.
-        kind: ``process`` starts new ones for each iteration, which takes seconds where they import torch. Workers of a
-            torch DataLoader may not have any: use threads there.
+        kind: ``process`` starts new ones for each iteration, which takes seconds where they import torch; each worker
+            of a torch DataLoader has its own.
         prefetch: items that may be read and not yet delivered; by default 4 for each worker.
 
     Raises:
@@ -164,14 +163,8 @@ class _WorkerProcesses(Generic[T, R]):
         """Start the processes; they import what the function needs while this one goes on.
 
         Raises:
-            ConfigError: this process may not have any.
             Exception: the function cannot be pickled.
         """
-        if multiprocessing.current_process().daemon:
-            raise ConfigError(
-                "a worker process, as those of a DataLoader, may not start others: use kind='thread'",
-                code="bad_config_value",
-            )
         function = pickle.dumps(fn, pickle.HIGHEST_PROTOCOL)
         self._workers: list[ChildProcess] = []
         self._free: SimpleQueue[ChildProcess] = SimpleQueue()

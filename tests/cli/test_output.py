@@ -74,8 +74,8 @@ def test_every_command_that_prints_results_can_be_quiet(command):
     assert [parameter.name for parameter in found.params].count("quiet") == 1
 
 
-# Print a script for a shell, or whether something is right.
-NO_JSON = ("verify-resume", "completion", "sidecars")
+# Print a script for a shell, or nothing.
+NO_JSON = ("completion", "sidecars")
 
 
 @pytest.mark.parametrize("command", [name for names in COMMANDS.values() for name in names if name not in NO_JSON])

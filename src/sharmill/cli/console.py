@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -44,6 +45,16 @@ def print_json(value: Any) -> None:
     if not text.isascii() or "\x7f" in text:
         text = "".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text)
     click.echo(text)
+
+
+def print_lines(lines: Iterable[str], *, as_json: bool) -> None:
+    """Print lines as they come, or all of them as a JSON list."""
+    if as_json:
+        print_json(list(lines))
+        return
+    console = make_console()
+    for line in lines:
+        console.print(plain(line), soft_wrap=True)
 
 
 def print_yaml(text: str, *, as_json: bool) -> None:

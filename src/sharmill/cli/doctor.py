@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from sharmill.cli.console import json_option, make_console, make_table, plain, print_json
+from sharmill.cli.console import json_option, make_console, make_table, plain, print_json, print_lines
 from sharmill.cli.exit_status import FINDINGS, OK
 
 
@@ -30,16 +30,14 @@ def doctor(
     """
     if settings is None:
         return _examine_machine(folder, as_json=as_json)
+    from sharmill.models.nemo_checkpoint import quiet_nemo
     from sharmill.training.nemo.doctor import examine
     from sharmill.training.nemo.trial import read_train_settings
 
-    lines = examine(read_train_settings(Path(settings)), ranks=ranks, num_batches=num_batches, tokenizer=tokenizer)
-    if as_json:
-        print_json(list(lines))
-        return OK
-    console = make_console()
-    for line in lines:
-        console.print(plain(line), soft_wrap=True)
+    found = read_train_settings(Path(settings))
+    with quiet_nemo():
+        lines = examine(found, ranks=ranks, num_batches=num_batches, tokenizer=tokenizer)
+        print_lines(lines, as_json=as_json)
     return OK
 
 

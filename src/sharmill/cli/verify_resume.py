@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from sharmill.cli.console import json_option, print_lines
 from sharmill.cli.exit_status import OK
 
 
@@ -19,7 +20,10 @@ from sharmill.cli.exit_status import OK
               help="Batches of each rank between two stops.")  # fmt: skip
 @click.option("--stops", "num_stops", type=click.IntRange(1), default=3, show_default=True, help="How often to stop.")
 @click.option("--tokenizer", help="As for sharmill bins; where the settings need one.")
-def verify_resume(settings: str, ranks: int, then: int, num_batches: int, num_stops: int, tokenizer: str | None) -> int:
+@json_option
+def verify_resume(
+    settings: str, ranks: int, then: int, num_batches: int, num_stops: int, tokenizer: str | None, as_json: bool
+) -> int:
     """Stop and resume a training's data.
 
     Takes batches, saves, restores in fresh processes and compares. Nothing is trained, and no audio is loaded.
@@ -27,8 +31,9 @@ def verify_resume(settings: str, ranks: int, then: int, num_batches: int, num_st
     from sharmill.training.nemo.trial import read_train_settings
     from sharmill.training.nemo.verify import stop_and_resume
 
-    stop_and_resume(
+    lines = stop_and_resume(
         read_train_settings(Path(settings)), ranks=ranks, then=then, num_batches=num_batches, num_stops=num_stops,
-        tokenizer=tokenizer, tell=click.echo,
+        tokenizer=tokenizer,
     )  # fmt: skip
+    print_lines(lines, as_json=as_json)
     return OK

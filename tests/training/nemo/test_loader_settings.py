@@ -30,6 +30,18 @@ def test_the_users_settings_stay_as_they_are():
     }
 
 
+def test_a_part_of_a_recipe_refers_to_the_rest_of_it():
+    recipe = OmegaConf.create(
+        {
+            "model": {
+                "sample_rate": 8000,
+                "train_ds": {"sample_rate": "${model.sample_rate}", "batch_size": 1, "input_cfg": [OURS]},
+            }
+        }
+    )
+    assert prepare_settings(recipe.model.train_ds, 0, 1)["sample_rate"] == 8000
+
+
 def test_a_group_hands_down_its_shard_seed():
     cfg = {"shard_seed": "randomized", "input_cfg": [{"type": "group", "shard_seed": 8, "input_cfg": [OURS]}, OURS]}
     group, entry = prepare_settings(cfg, 0, 2)["input_cfg"]

@@ -47,6 +47,8 @@ def test_the_doctor_names_what_stops_a_resume_and_what_costs(corpora):
 def test_settings_lie_below_train_ds(corpora, tmp_path):
     path = tmp_path / "train.yaml"
     for found in (
+        {"model": {"train_ds": {"use_lhotse": True, "dataset": {"input_cfg": [corpora.entry("small")]}}}},
+        {"rate": 16000, "data": {"train_ds": {"sample_rate": "${rate}", "input_cfg": [corpora.entry("small")]}}},
         {"model": {"train_ds": {"input_cfg": [corpora.entry("small")]}}},
         {"input_cfg": [corpora.entry("small")]},
     ):
@@ -62,8 +64,7 @@ def test_settings_lie_below_train_ds(corpora, tmp_path):
 @pytest.mark.slow
 def test_a_resume_is_verified_in_fresh_processes(corpora):
     cfg = {"input_cfg": [corpora.entry("small")]} | SETTINGS | {"batch_size": 3, "shuffle_buffer_size": 1}
-    said = []
-    stop_and_resume(cfg, ranks=1, then=2, num_batches=3, num_stops=1, tokenizer=None, tell=said.append)
+    said = list(stop_and_resume(cfg, ranks=1, then=2, num_batches=3, num_stops=1, tokenizer=None))
     assert said[0] == "1 ranks: 3 batches, 9 examples"
     assert "whole epochs of 8 examples, none twice" in said[-1]
 
@@ -73,4 +74,4 @@ def test_an_example_that_comes_twice_is_an_error(monkeypatch):
     part = TrialPart([[Seen((0, 0, 0, 5, 1, 2), 1.0)]], {})
     monkeypatch.setattr(verify, "try_ranks", lambda *_: ([part], state))
     with raises(ConfigError, "wrong_state", "entry 0", "epoch 0", "before stop 1"):
-        stop_and_resume({}, ranks=1, then=1, num_batches=1, num_stops=1, tokenizer=None, tell=print)
+        list(stop_and_resume({}, ranks=1, then=1, num_batches=1, num_stops=1, tokenizer=None))

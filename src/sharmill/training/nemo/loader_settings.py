@@ -129,7 +129,9 @@ def resolve_settings(cfg: Mapping[str, Any]) -> Settings:
     """Return a copy of the settings, with the contents of the files that ``input_cfg`` names in their place."""
     from omegaconf import OmegaConf
 
-    settings: Settings = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)  # type: ignore[assignment,call-overload]
+    # A part of a larger configuration refers to it: ${model.sample_rate}.
+    node = cfg if OmegaConf.is_config(cfg) else OmegaConf.create(cfg)  # type: ignore[call-overload]
+    settings: Settings = OmegaConf.to_container(node, resolve=True)  # type: ignore[assignment,arg-type]
     for section in sections_of(settings):
         _inline_files(section)
     return settings

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from sharmill.errors import ConfigError
+from sharmill.models.nemo_checkpoint import quiet_nemo
 from sharmill.processes import safe_path
 from sharmill.training.nemo.loader import get_dataloader
 from sharmill.training.nemo.loader_settings import Settings, resolve_settings, sections_of
@@ -46,7 +48,7 @@ class TrialPart:
 
 
 def read_train_settings(path: Path) -> Settings:
-    """Return the loader's settings of a YAML file: those below ``model.train_ds`` or ``train_ds``, or the file's own.
+    """Return the loader's settings of a YAML file: those below ``train_ds`` where NeMo's recipes have it, or its own.
 
     Raises:
         ConfigError: it is no such file.
@@ -58,7 +60,7 @@ def read_train_settings(path: Path) -> Settings:
         loaded = OmegaConf.load(path)
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {error}", code="bad_config_file") from error
-    for key in ("model.train_ds", "train_ds", "data.train_ds"):
+    for key in ("model.train_ds.dataset", "model.train_ds", "train_ds", "data.train_ds"):
         if (found := OmegaConf.select(loaded, key)) is not None:
             loaded = found
             break
@@ -91,20 +93,44 @@ def try_rank(
     return TrialPart(batches, loader.state_dict() if resumable else None)
 
 
-def try_ranks(
-    settings: Settings, world_size: int, num_batches: int, tokenizer: str | None, state: Mapping[str, Any] | None
-) -> tuple[list[TrialPart], dict[str, Any]]:
-    """Run each rank in a fresh process, and return what they got with the merged state."""
+@contextmanager
+def fresh_python() -> Iterator[Executor]:
+    """A new Python process for ``try_ranks``: NeMo, which takes seconds, is imported in it once for all ranks."""
     context = multiprocessing.get_context("spawn")
-    parts = []
-    for rank in range(world_size):
-        with safe_path(), ProcessPoolExecutor(1, mp_context=context) as fresh:
-            parts.append(
-                fresh.submit(
-                    try_rank, settings, rank, world_size, num_batches, tokenizer, resumable=True, state=state
-                ).result()
-            )
+    with safe_path(), ProcessPoolExecutor(1, mp_context=context) as fresh:
+        yield fresh
+
+
+def try_ranks(
+    fresh: Executor,
+    settings: Settings,
+    world_size: int,
+    num_batches: int,
+    tokenizer: str | None,
+    state: Mapping[str, Any] | None,
+) -> tuple[list[TrialPart], dict[str, Any]]:
+    """Run each rank in a process of its own, and return what they got with the merged state."""
+    parts = fresh.submit(_fork_ranks, settings, world_size, num_batches, tokenizer, state).result()
     return parts, merge_data_states([part.state for part in parts if part.state is not None])
+
+
+def _fork_ranks(
+    settings: Settings, world_size: int, num_batches: int, tokenizer: str | None, state: Mapping[str, Any] | None
+) -> list[TrialPart]:
+    """Run the ranks one after the other, each in a copy of this process, which has imported NeMo and nothing else."""
+    context = multiprocessing.get_context("fork")
+    parts = []
+    with quiet_nemo():
+        import nemo.collections.common.data.lhotse.dataloader  # noqa: F401
+
+        for rank in range(world_size):
+            with ProcessPoolExecutor(1, mp_context=context) as copy:
+                parts.append(
+                    copy.submit(
+                        try_rank, settings, rank, world_size, num_batches, tokenizer, resumable=True, state=state
+                    ).result()
+                )
+    return parts
 
 
 def places(parts: Sequence[TrialPart]) -> list[Place]:

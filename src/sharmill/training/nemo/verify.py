@@ -2,57 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from sharmill.errors import ConfigError
 from sharmill.training.nemo.loader_settings import Settings
-from sharmill.training.nemo.trial import Place, places, try_ranks
+from sharmill.training.nemo.trial import Place, fresh_python, places, try_ranks
 
 
 def stop_and_resume(
-    settings: Settings,
-    *,
-    ranks: int,
-    then: int,
-    num_batches: int,
-    num_stops: int,
-    tokenizer: str | None,
-    tell: Callable[[str], Any],
-) -> None:
-    """Train without a model: stop after ``num_batches`` of each rank, and go on, ``num_stops`` times.
+    settings: Settings, *, ranks: int, then: int, num_batches: int, num_stops: int, tokenizer: str | None
+) -> Iterator[str]:
+    """Train without a model: stop after ``num_batches`` of each rank, and go on, ``num_stops`` times; yield lines.
 
-    Every rank is a fresh process each time; odd times there are ``ranks`` of them, even times ``then``. No example may
-    come twice in an epoch, and the first resume, done twice, must give the same batches. Of the epochs that end, the
-    examples must be those of every other such epoch.
+    Every rank is a process of its own each time; odd times there are ``ranks`` of them, even times ``then``. No example
+    may come twice in an epoch, and the first resume, done twice by two Pythons, must give the same batches. Of the
+    epochs that end, the examples must be those of every other such epoch.
 
     Raises:
         ConfigError: ``wrong_state`` where that is not so; or the settings cannot go on at all.
     """
     seen: dict[Place, int] = {}
-    state: dict[str, Any] | None = None
-    for turn in range(num_stops + 1):
-        world_size = then if turn % 2 else ranks
-        parts, after = try_ranks(settings, world_size, num_batches, tokenizer, state)
-        if turn == 1:
-            again, _ = try_ranks(settings, world_size, num_batches, tokenizer, state)
-            if again != parts and [part.batches for part in again] != [part.batches for part in parts]:
-                raise ConfigError("the same state gave other batches in other processes", code="wrong_state")
-        for place in places(parts):
-            if place in seen:
-                raise ConfigError(
-                    f"an example of entry {place[0]} came in epoch {place[1]} before stop {seen[place]} and after it "
-                    f"once more, on {world_size} ranks",
-                    code="wrong_state",
-                )
-            seen[place] = turn + 1
-        state = after
-        tell(f"{world_size} ranks: {sum(len(part.batches) for part in parts)} batches, {len(places(parts))} examples")
-    assert state is not None
-    _check_epochs(seen, state, tell)
+    state: dict[str, Any] = {}
+    with fresh_python() as first, fresh_python() as second:
+        for turn in range(num_stops + 1):
+            world_size = then if turn % 2 else ranks
+            before = state if turn else None
+            parts, state = try_ranks(first, settings, world_size, num_batches, tokenizer, before)
+            if turn == 1:
+                again, _ = try_ranks(second, settings, world_size, num_batches, tokenizer, before)
+                if [part.batches for part in again] != [part.batches for part in parts]:
+                    raise ConfigError("the same state gave other batches in other processes", code="wrong_state")
+            for place in places(parts):
+                if place in seen:
+                    raise ConfigError(
+                        f"an example of entry {place[0]} came in epoch {place[1]} before stop {seen[place]} and after "
+                        f"it once more, on {world_size} ranks",
+                        code="wrong_state",
+                    )
+                seen[place] = turn + 1
+            batches = sum(len(part.batches) for part in parts)
+            yield f"{world_size} ranks: {batches} batches, {len(places(parts))} examples"
+    yield from _check_epochs(seen, state)
 
 
-def _check_epochs(seen: dict[Place, int], state: dict[str, Any], tell: Callable[[str], Any]) -> None:
+def _check_epochs(seen: dict[Place, int], state: dict[str, Any]) -> Iterator[str]:
     """Compare the epochs that ended: which examples they had does not depend on where they were stopped."""
     for reader, progress in enumerate(state["readers"]):
         ended = int(progress["epoch"])
@@ -62,6 +56,6 @@ def _check_epochs(seen: dict[Place, int], state: dict[str, Any], tell: Callable[
                 f"entry {reader} had {counts[0]} examples in its first epoch and {counts} in all", code="wrong_state"
             )
         if ended:
-            tell(f"entry {reader}: {ended} whole epochs of {counts[0]} examples, none twice")
+            yield f"entry {reader}: {ended} whole epochs of {counts[0]} examples, none twice"
         else:
-            tell(f"entry {reader}: no epoch ended; take more --batches or --stops to compare whole ones")
+            yield f"entry {reader}: no epoch ended; take more --batches or --stops to compare whole ones"

@@ -54,6 +54,15 @@ class SleepyStage(ToyStage):
         return sum(self.begun().values()) - len(self.begun())
 
 
+class UnevenStage(SleepyStage):
+    """Takes eight times as long on the first rank of a job array."""
+
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        if os.environ["SLURM_ARRAY_TASK_ID"] == "0":
+            time.sleep(7 * self.seconds)
+        return super().work(unit, staging, advance)
+
+
 class MortalStage(SleepyStage):
     """Ends the driver jobs that finalize it, one after the other, in the ways that were marked as ``ends``."""
 

@@ -66,7 +66,7 @@ def make_fence(stage: Stage) -> None:
         remove_at_once(paths.ranks_of(token))
     remove_asides(paths.path / "ranks")
     rejects = paths.unit_rejects(0).parent
-    for folder in (paths.ledger, paths.attempts, paths.progress, paths.metrics, rejects, paths.logs):
+    for folder in (paths.ledger, paths.attempts, paths.taken, paths.progress, paths.metrics, rejects, paths.logs):
         make_folder(folder)
     for folder in (token_staging(stage.root, stage.token), *(stage.root / name for name in stage.folders)):
         make_folder(folder)
@@ -108,8 +108,10 @@ def refuse_linked_folders(stage: Stage) -> None:
     What lies behind a link is not this run's to change.
     """
     for paths in (stage.dir, *stage.later()):
-        own = (paths.ledger, paths.attempts, paths.progress, paths.metrics, paths.unit_rejects(0), paths.logs)
-        refuse_strangers(stage.run_dir.path, (*own, paths.merged, paths.identity, paths.units, paths.token_file))
+        own = (paths.ledger, paths.attempts, paths.taken, paths.progress, paths.metrics, paths.unit_rejects(0))
+        refuse_strangers(stage.run_dir.path, own)
+        refuse_strangers(stage.run_dir.path, (paths.logs, paths.merged))
+        refuse_strangers(stage.run_dir.path, (paths.identity, paths.units, paths.token_file))
         refuse_strangers(stage.run_dir.path, paths.logs.glob("*"))
     run = stage.run_dir
     refuse_strangers(run.path, (run.manifests, run.copies, run.jobs))

@@ -20,6 +20,10 @@ class BrokenDevice(FailedAttempt):
     """A failed attempt after which nothing works on the rank's device in its process: the rank has to be replaced."""
 
 
+class Overtaken(FailedAttempt):
+    """An attempt that publishes nothing, since another rank does: that began the unit once more."""
+
+
 @dataclass(frozen=True)
 class Finished:
     """An executor has done what it was given; ``failures`` are the units that failed for good, by index.

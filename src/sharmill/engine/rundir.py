@@ -90,6 +90,11 @@ class StageDir:
         return self.ranks / "rounds"
 
     @property
+    def taken(self) -> Path:
+        """The units that ranks which no driver watches have taken since they were submitted."""
+        return self.ranks / "taken"
+
+    @property
     def metrics(self) -> Path:
         return self.ranks / "metrics"
 

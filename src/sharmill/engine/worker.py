@@ -18,7 +18,7 @@ from sharmill.engine.device_kind import claim_device_kind
 from sharmill.engine.fence import require_current
 from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.metrics import MetricsLog
-from sharmill.engine.outcomes import BrokenDevice, FailedAttempt
+from sharmill.engine.outcomes import BrokenDevice, FailedAttempt, Overtaken
 from sharmill.engine.progress import ProgressWriter
 from sharmill.engine.stage import Advance, Processor, Stage
 from sharmill.engine.unit import Commit, Output, Unit
@@ -38,16 +38,23 @@ _SECONDS_BETWEEN_REPORTS = 1.0
 class Worker:
     """One rank: loads the stage once and commits units one after the other.
 
-    ``report`` is called about once a second with the cost of the unit in flight that is done so far.
+    ``report`` is called about once a second with the cost of the unit in flight that is done so far. ``may_publish``
+    is asked before a unit is published, which another rank may have done as well.
     """
 
     def __init__(
-        self, stage: Stage, rank: int, device: str, report: Callable[[Unit, float], None] | None = None
+        self,
+        stage: Stage,
+        rank: int,
+        device: str,
+        report: Callable[[Unit, float], None] | None = None,
+        may_publish: Callable[[Unit], bool] = lambda unit: True,
     ) -> None:
         self.stage = stage
         self.rank = rank
         self.device = device
         self._report = report
+        self._may_publish = may_publish
         self._ledger = LedgerWriter(stage.dir.ledger)
         self._progress = ProgressWriter(stage.dir.rank_progress(rank), rank)
         self._closing = ExitStack()
@@ -145,6 +152,10 @@ class Worker:
             self._progress.give_up()
             kind = BrokenDevice if is_device_error(error) else FailedAttempt
             return kind(unit.index, _one_line(error), _format(error))
+        if commit is None:
+            log.info("unit %d was published by another rank", unit.index)
+            self._progress.give_up()
+            return Overtaken(unit.index, "another rank has published it", "")
         self._progress.end(unit.cost)
         self._metrics.commit(unit, commit)
         log.info("unit %d is done in %.1f s: %d out, rejects %s", unit.index, commit.seconds, commit.num_out,
@@ -166,13 +177,16 @@ class Worker:
 
         return advance
 
-    def _attempt(self, unit: Unit) -> Commit:
+    def _attempt(self, unit: Unit) -> Commit | None:
+        """Return the commit, or None where another rank has published the unit."""
         started = time.monotonic()
         take_delays()  # those of an attempt that failed
         with Staging(self.stage.root, self.stage.token, unit.index) as staging:
             with stopping_errors(staging.folder, WRITE_ERRNOS):
                 output = self._processor.process(unit, staging, self._follow(unit))
             output.check_accounts(unit)
+            if not self._may_publish(unit):
+                return None
             with spent_on("disk"):
                 files = staging.publish(output.files)
         if output.rejects:

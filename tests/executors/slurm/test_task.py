@@ -168,6 +168,8 @@ def test_the_rejects_of_other_ranks_count(tmp_path):
     stage = SleepyStage(tmp_path, units=4, everywhere="reject:too_short,too_short")
     read_or_make_plan(stage, restart=False)
     make_fence(stage)
+    for taken in ("1", "2", "3", "watch"):
+        (stage.dir.taken / taken).write_text("1")
     make_task(stage, 0, [0], max_reject_fraction=0.4)()
     with raises(FatalError, "too_many_rejects", "4", "12"):
         make_task(stage, 1, [1, 2, 3], max_reject_fraction=0.3)()

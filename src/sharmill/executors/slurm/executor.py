@@ -47,7 +47,7 @@ from sharmill.executors.slurm.queue import (
 )
 from sharmill.executors.slurm.setup_lines import checked_lines, find_reason
 from sharmill.executors.slurm.task import RankTask
-from sharmill.storage import make_private_folder, write_atomic
+from sharmill.storage import make_folder, make_private_folder, remove_tree, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +134,9 @@ class SlurmExecutor:
         return submitted[0]
 
     def _submit_stage(self, stage: Stage, left: list[Unit], rejects: RejectLimit) -> Submitted:
+        # No rank of an earlier round is left: units that they had taken and did not end are free again.
+        remove_tree(stage.dir.taken)
+        make_folder(stage.dir.taken)
         profile = self.profile.for_stage(stage.uses_gpu)
         limit = profile.timeout_min * 60.0 - self.profile.signal_s
         tasks = [

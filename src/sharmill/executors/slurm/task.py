@@ -1,9 +1,9 @@
 """The work of one rank that no driver watches: a task of a SLURM array.
 
-It gets its bin of units when it is submitted and does those that are not in the ledger. Told to leave (preemption, time
-limit), it gives up the unit in flight and is requeued, to go on from the ledger; so it is when its GPU works no more
-in its process. Whether too many records are rejected
-it reads in the ledger, which has the commits of the other ranks as well.
+It gets its bin of units when it is submitted and does those that are not in the ledger, then those of other ranks that
+none has begun, see ``taken_units``. Told to leave (preemption, time limit), it gives up the unit in flight and is
+requeued, to go on from the ledger; so it is when its GPU works no more in its process. Whether too many records are
+rejected it reads in the ledger, which has the commits of the other ranks as well.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ import os
 import signal
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from threading import Thread
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from sharmill.engine.attempts import AttemptLog, Attempts
+from sharmill.engine.attempts import AttemptLog
 from sharmill.engine.fence import require_current, superseded
 from sharmill.engine.ledger import outputs_in_place, read_ledger
-from sharmill.engine.outcomes import BrokenDevice, FailedAttempt
+from sharmill.engine.outcomes import BrokenDevice, FailedAttempt, Overtaken
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import MAX_ATTEMPTS, MAX_BROKEN_DEVICES, Worker
+from sharmill.engine.unit import Unit
+from sharmill.engine.worker import MAX_BROKEN_DEVICES, Worker
 from sharmill.errors import ConfigError, SharmillError
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to
+from sharmill.executors.slurm.taken_units import UnitsToDo
 from sharmill.models.device import check_device
 from sharmill.processes import limit_cores, state_and_start
 
@@ -44,6 +46,7 @@ log = logging.getLogger(__name__)
 # Reading the ledger may take at most one part in so many of a rank's time, and is not worth it more often than this.
 _LEDGER_SHARE = 50.0
 _SECONDS_BETWEEN_LEDGERS = 20.0
+_SECONDS_BETWEEN_LOOKS = 10.0
 # A unit that had this much of the time that any unit can have, and did not end, counts as one that ends its rank.
 _MOST_OF_THE_TIME = 0.8
 # SLURM sends its signal up to a minute early. Under limits of few minutes that and the loading would leave nothing.
@@ -81,10 +84,10 @@ class RankTask:
         with hidden, logging_to(self.stage.dir.rank_log(self.rank)):
             # What was pickled is not this process's: a requeued task has a file of its own.
             self._attempts = AttemptLog(self.stage.dir.attempts)
-            waiting = self._outstanding()
-            if waiting:
+            todo = UnitsToDo(self.stage, self.rank, self._outstanding(), lambda: self._attempts.stopped)
+            if not todo.is_empty():
                 previous = signal.signal(signal.SIGTERM, self._expect_the_end)
-                self._run(waiting)
+                self._run(todo)
                 signal.signal(signal.SIGTERM, previous)
         return len(self.units) - len(self._outstanding())
 
@@ -112,17 +115,18 @@ class RankTask:
                 self._attempts.give_up(self._current)
         self._current = None
 
-    def _run(self, waiting: list[Unit]) -> None:
+    def _run(self, todo: UnitsToDo) -> None:
         ready = False
         if (cores := os.environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
             # A cluster need not bind tasks to their cores.
             limit_cores(int(cores))
         try:
             check_device(self.device)
-            with Worker(self.stage, self.rank, self.device) as worker:
+            with Worker(self.stage, self.rank, self.device, may_publish=todo.may_publish) as worker:
                 ready = True
                 self._seconds_to_load = _seconds_since_start()
-                self._work(worker, waiting)
+                Thread(target=self._leave_when_overtaken, args=[todo], name="overtaken", daemon=True).start()
+                self._work(worker, todo)
         except FileNotFoundError:
             require_current(self.stage)
             raise
@@ -139,31 +143,39 @@ class RankTask:
                 self._attempts.fail_setup(str(error))
             raise
 
-    def _work(self, worker: Worker, units: list[Unit]) -> None:
-        attempts = Attempts(self.stage.dir.attempts)
-        counts = attempts.counts
-        # Units that may have ended a rank before come last, so that they keep no others from being done.
-        waiting = deque(sorted(units, key=lambda unit: counts[unit.index] + attempts.interruptions[unit.index]))
-        while waiting and not self._attempts.stopped:
-            unit = waiting.popleft()
-            if counts[unit.index] >= MAX_ATTEMPTS:
-                continue
-            counts[unit.index] += 1
+    def _work(self, worker: Worker, todo: UnitsToDo) -> None:
+        for unit in todo:
+            if self._attempts.stopped:
+                break
             self._attempts.begin(unit.index)
             self._begun = time.monotonic()
             self._current = unit.index
-            outcome = worker.run(unit, waiting[0] if waiting else None)
+            outcome = worker.run(unit, todo.following())
             if self._told_to_leave:
                 # The request to leave arrives as SystemExit within the unit, which ended that unit only.
                 sys.exit(1)
             self._current = None
             if isinstance(outcome, BrokenDevice):
-                self._leave(outcome, excused=attempts.interruptions[unit.index] < MAX_BROKEN_DEVICES)
-            if not isinstance(outcome, Commit):
+                self._leave(outcome, excused=todo.interruptions(unit) < MAX_BROKEN_DEVICES)
+            if isinstance(outcome, Overtaken):
+                self._attempts.give_up(unit.index)
+            elif isinstance(outcome, FailedAttempt):
                 self._attempts.fail(outcome)
-                waiting.append(unit)
-            elif outcome.num_rejected:
-                self._check_rejects()
+                todo.failed(unit)
+            else:
+                todo.done(unit, outcome.seconds)
+                if outcome.num_rejected:
+                    self._check_rejects()
+
+    def _leave_when_overtaken(self, todo: UnitsToDo) -> None:
+        """End this process when another rank has ended its unit: there is nothing else left, and it may hang."""
+        while True:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            with suppress(OSError):
+                if (current := self._current) is not None and todo.is_done_elsewhere(current):
+                    log.warning("rank %d leaves unit %d, which another rank has done meanwhile", self.rank, current)
+                    self._excuse_current()
+                    os._exit(0)
 
     def _leave(self, outcome: FailedAttempt, *, excused: bool) -> NoReturn:
         """Have this rank requeued, since nothing works on its device in this process; the attempt counts or not."""

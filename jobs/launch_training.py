@@ -3,17 +3,15 @@
 python jobs/launch_training.py -n 8 [--profile PROFILE] [--nodes 2] [--ranks-per-node 8]
     [--sbatch=--exclusive] CONFIG [key=value ...]
 
-Every job goes on from the newest checkpoint. Each has its own random seed (a `seed=` of the command line is refused),
-and reads with `shard_seed=randomized`: data-parallel ranks then differ, tensor-parallel ranks agree. The numbers of the
-jobs and their seeds are printed and noted in `jobs.jsonl` of the training's `out_dir`. Once `max_steps` are done, the
-jobs that are left end at once.
+Every job goes on from the newest checkpoint, with the training's one seed. They read with `shard_seed=randomized`:
+data-parallel ranks then differ, tensor-parallel ranks agree. The numbers of the jobs are printed and noted in
+`jobs.jsonl` of the training's `out_dir`. Once `max_steps` are done, the jobs that are left end at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -88,8 +86,8 @@ def launch(options: argparse.Namespace) -> None:
         raise ConfigError("-n, --nodes and --ranks-per-node must be at least 1", code="bad_config_value")
     if Path.cwd() != _ROOT:
         raise ConfigError(f"the jobs begin in the folder of this command: give it in {_ROOT}", code="bad_config_value")
-    if any(override.partition("=")[0] in ("seed", "shard_seed") for override in options.overrides):
-        raise ConfigError("each job gets its own seed: leave out seed= and shard_seed=", code="bad_config_value")
+    if any(override.partition("=")[0] == "shard_seed" for override in options.overrides):
+        raise ConfigError("the jobs read with shard_seed=randomized: leave out shard_seed=", code="bad_config_value")
     config = load_typed(TrainConfig, options.config, options.overrides)
     chosen = [f"--nodes={options.nodes}"]
     if options.profile:
@@ -98,17 +96,16 @@ def launch(options: argparse.Namespace) -> None:
         raise ConfigError("--ranks-per-node multiplies what a profile gives: add --profile", code="bad_usage")
     before = options.after
     for _ in range(options.num_jobs):
-        seed = secrets.randbits(31)
         behind = [f"--dependency=afterany:{before}"] if before else []
         command = ["sbatch", "--parsable", *chosen, *options.sbatch, *behind, str(_SCRIPT), options.config]
-        command += [*options.overrides, f"seed={seed}", "shard_seed=randomized"]
+        command += [*options.overrides, "shard_seed=randomized"]
         if options.dry_run:
             print(" ".join(command))
             before = "JOB_BEFORE"
             continue
-        note = {"job": submit(command), "after": before, "seed": seed}
+        note = {"job": submit(command), "after": before}
         before = note["job"]
-        print(f"job {note['job']}, seed {seed}" + (f", after {note['after']}" if note["after"] else ""))
+        print(f"job {note['job']}" + (f", after {note['after']}" if note["after"] else ""))
         out_dir = Path(config.out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
         with (out_dir / "jobs.jsonl").open("a") as notes:

@@ -113,4 +113,6 @@ def _next_loss(logits: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
     """
     present = _present(ids.shape[1], lengths)[:, 1:]
     following = ids[:, 1:].masked_fill(~present.view(*present.shape, *[1] * (ids.dim() - 2)), _IGNORED)
-    return functional.cross_entropy(logits[:, :-1].flatten(0, -2), following.flatten(), ignore_index=_IGNORED)
+    # Logits in bfloat16 are too coarse for a loss.
+    precise = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(precise.flatten(0, -2), following.flatten(), ignore_index=_IGNORED)

@@ -1,13 +1,18 @@
 """Training of a small decoder-only transformer on a finished dataset: an example of reading Shar in training.
 
 torchrun --nproc_per_node=2 jobs/train.py configs/training/example.yaml [key=value ...]
+torchrun --nproc_per_node=4 jobs/train.py configs/training/example.yaml tensor_parallel=2 [key=value ...]
 
-It goes on from the newest checkpoint of ``out_dir``, on as many ranks and workers as there are then: model, optimizer
-and the place in the data, so that every utterance comes once per epoch whatever the interruptions. On SIGTERM it saves
-a checkpoint and leaves; the exit status is 0 when it left in good order, finished or not.
+The ranks are a mesh: ``tensor_parallel`` of them share the layers of one copy of the model and read the same data, and
+over the others FSDP2 divides parameters, gradients and optimizer.
+
+It goes on from the newest checkpoint of ``out_dir``, on as many ranks and workers, in whatever layout, as there are
+then: model, optimizer, seed and the place in the data, so that every utterance comes once per epoch whatever the
+interruptions. On SIGTERM it saves a checkpoint and leaves; the exit status is 0 when it left in good order, finished or
+not.
 
 A step is made of ``batches_per_step`` batches of all ranks, and each of their tokens has the same weight: with
-``canonical`` in the settings of the loader, a training on two ranks is that on one.
+``canonical`` in the settings of the loader, a training on four ranks is that on one.
 
 It prints step, loss, speed and the time left every ``progress_seconds``. ``out_dir`` gets ``checkpoints/``, and for
 each rank ``steps.rank<n>.jsonl``: loss, samples, tokens per second and the share of the time that was spent waiting
@@ -16,110 +21,28 @@ for data, and with ``log_ids`` the ids of the cuts. ``validation.jsonl`` has the
 
 from __future__ import annotations
 
-import io
 import json
-import re
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from parallelize import clip_gradients, parallelize
 from speech_lm import Losses, SpeechLM, count_targets
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from train_checkpoints import Checkpoints
 from train_config import TrainConfig
 from train_data import TEXT_SIZE, codes_sizes, end_readers, make_data, validation_batches
+from train_progress import Curves, ProgressLines
 from train_world import World, alone_in, world_of
 
 from sharmill.config import load_typed
 from sharmill.errors import ConfigError
 from sharmill.registry import require_package
-from sharmill.storage import write_atomic
-
-_CHECKPOINT = re.compile(r"step-(\d{9})\.pt")
-
-
-class Checkpoints:
-    """The checkpoints of a training: whole or not there."""
-
-    def __init__(self, out_dir: Path, keep: int) -> None:
-        self._folder = out_dir / "checkpoints"
-        self._keep = keep
-
-    def newest(self) -> dict[str, Any] | None:
-        paths = self._paths()
-        return torch.load(paths[-1], map_location="cpu", weights_only=True) if paths else None
-
-    def save(self, state: dict[str, Any]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        stream = io.BytesIO()
-        torch.save(state, stream)
-        write_atomic(self._folder / f"step-{state['step']:09d}.pt", stream.getvalue())
-        for path in self._paths()[: -self._keep]:
-            path.unlink()
-
-    def _paths(self) -> list[Path]:
-        if not self._folder.is_dir():
-            return []
-        return sorted(path for path in self._folder.iterdir() if _CHECKPOINT.fullmatch(path.name))
-
-
-class ProgressLines:
-    """Lines about a training: after its first step, then at most every ``seconds``, and after its last step.
-
-    Loss and speed are means over the steps since the line before; the time left follows from these steps.
-    """
-
-    def __init__(self, max_steps: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max_steps, self._seconds, self._clock = max_steps, seconds, clock
-        self._printed: float | None = None
-        self._begin()
-
-    def add(self, step: int, loss: float, num_tokens: int) -> None:
-        """Count a step, and print a line where it is time."""
-        self._losses.append(loss)
-        self._num_tokens += num_tokens
-        now = self._clock()
-        is_first = self._printed is None
-        if not is_first and now - self._started < self._seconds and step < self._max_steps:
-            return
-        elapsed = max(now - self._started, 1e-9)
-        left = timedelta(seconds=round((self._max_steps - step) * elapsed / len(self._losses)))
-        loss = sum(self._losses) / len(self._losses)
-        said = f"train: step {step:,} of {self._max_steps:,}, loss {loss:.4f}"
-        # The first step waits for processes that read, and says nothing about the others.
-        if not is_first:
-            said += f", {self._num_tokens / elapsed:,.0f} tokens per second on each rank, {left} left"
-        print(said, flush=True)
-        self._printed = now
-        self._begin()
-
-    def _begin(self) -> None:
-        self._started = self._clock()
-        self._losses: list[float] = []
-        self._num_tokens = 0
-
-
-class Curves:
-    """Values over steps for TensorBoard; those of steps that are made once more are replaced."""
-
-    def __init__(self, out_dir: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(out_dir / "tensorboard"), purge_step=step + 1)
-
-    def add(self, group: str, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if name not in ("step", "ids"):
-                self._writer.add_scalar(f"{group}/{name}", value, values["step"])
-        self._writer.flush()
 
 
 class Training:
@@ -128,28 +51,47 @@ class Training:
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world = config, world
         self.out_dir = Path(config.out_dir)
-        self.checkpoints = Checkpoints(self.out_dir, config.keep)
-        self.seed: int = world.gather(secrets.randbits(31))[0] if config.seed is None else config.seed
-        torch.manual_seed(self.seed)
-        self.step = 0
-        self.leave = False
-        asked = config.batches_per_step or world.size
-        if asked % world.size:
+        asked = config.batches_per_step or world.data_size
+        if asked % world.data_size:
             raise ConfigError(
-                f"batches_per_step: {asked} cannot be divided among {world.size} ranks", code="split_wrong"
+                f"batches_per_step: {asked} cannot be divided among {world.data_size} data-parallel ranks",
+                code="split_wrong",
             )
-        self.batches_of_rank = asked // world.size
+        self.batches_of_rank = asked // world.data_size
+        self.leave = False
         self.saved_at = time.monotonic()
-        self.data = make_data(config, rank=world.rank, world_size=world.size, seed=self.seed)
-        model = SpeechLM(config.model, TEXT_SIZE, *codes_sizes(config)).to(world.device)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / config.warmup_steps)
+        self.checkpoints = Checkpoints(self.out_dir, config.keep, world)
+        self.sizes = asdict(config.model) | {"text_size": TEXT_SIZE, "codes_sizes": list(codes_sizes(config))}
+        record = self.checkpoints.read_record()
+        self.seed = self._seed(record)
+        self.step: int = 0 if record is None else record["step"]
+        # Data that begin anew in each job are to come in another order then.
+        self.data = make_data(config, world.mesh, seed=self.seed + (0 if config.resumable else self.step))
+        # The same weights on all ranks, before each keeps its part of them.
+        torch.manual_seed(self.seed)
+        self.model = SpeechLM(config.model, TEXT_SIZE, *codes_sizes(config)).to(world.device)
+        parallelize(self.model, world.mesh, config)
+        # Those that work on all parameters in one go need them on one mesh.
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), foreach=False
         )
-        if (state := self.checkpoints.newest()) is not None:
-            self._load(model, state)
+        if record is not None:
+            self._load(record)
         self.curves = Curves(self.out_dir, self.step) if config.tensorboard and world.rank == 0 else None
-        self.model: nn.Module = DistributedDataParallel(model) if world.size > 1 else model
+
+    def _seed(self, record: dict[str, Any] | None) -> int:
+        """Return the seed of the whole training: that of its checkpoints, if there are any."""
+        if record is None:
+            drawn: int = self.world.gather(secrets.randbits(31))[0]
+            return drawn if self.config.seed is None else self.config.seed
+        seed: int = record["seed"]
+        if self.config.seed not in (None, seed):
+            raise ConfigError(
+                f"seed: {self.out_dir} has checkpoints of a training with seed {seed}, not {self.config.seed}: leave "
+                "it out, or use another out_dir",
+                code="wrong_state",
+            )
+        return seed
 
     def run(self) -> None:
         """Train until ``max_steps`` are done, or until it is told to leave."""
@@ -184,7 +126,7 @@ class Training:
                 if self.curves is not None:
                     self.curves.add("train", described)
                 if self.config.validation is not None and self.step % self.config.validate_every == 0:
-                    self._validate()
+                    self._validate(drawn[-1])
                 leave = self.world.any(self.leave)
                 if leave or self._is_time_to_save():
                     self._save()
@@ -197,38 +139,47 @@ class Training:
         """Make a step of the batches of all ranks, in which each token, and each code, has the same weight."""
         counts = torch.tensor([count_targets(batch) for batch in batches], dtype=torch.float64)
         shares = counts / self.world.add_up(counts.sum(dim=0).to(self.world.device)).cpu()
+        rate = self.config.learning_rate * min(1.0, (self.step + 1) / self.config.warmup_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         means, num_positions = torch.zeros(2, dtype=torch.float64, device=self.world.device), 0
         for number, (batch, (text, codes)) in enumerate(zip(batches, shares.tolist(), strict=True), start=1):
             # Ranks exchange gradients once a step.
-            waits = isinstance(self.model, DistributedDataParallel) and number < len(batches)
-            with self.model.no_sync() if waits else nullcontext():
-                losses = self._losses(self.model, batch)
-                # Gradients of ranks are averaged, and these are parts of a sum.
-                (self.world.size * (text * losses.text + codes * losses.codes)).backward()
+            self.model.set_requires_gradient_sync(number == len(batches))
+            losses = self._losses(batch)
+            # Gradients of ranks are added up, as those of batches are.
+            (text * losses.text + codes * losses.codes).backward()
             means += torch.stack([text * losses.text.detach(), codes * losses.codes.detach()])
             num_positions += losses.num_positions
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        clip_gradients(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.schedule.step()
         return Losses(*self.world.add_up(means), num_positions)
 
-    def _losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
-        moved = {name: value.to(self.world.device) for name, value in batch.items() if torch.is_tensor(value)}
-        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            losses: Losses = model(moved)
+    def _losses(self, batch: dict[str, Any]) -> Losses:
+        losses: Losses = self.model(
+            {name: value.to(self.world.device) for name, value in batch.items() if torch.is_tensor(value)}
+        )
         return losses
 
-    def _validate(self) -> None:
-        """Write the mean losses over the validation data; ranks may have unequal parts, since they meet at the end."""
-        model = self._plain_model()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.world.device)
+    def _validate(self, spare: dict[str, Any]) -> None:
+        """Write the mean losses over the validation data.
+
+        Ranks may have unequal parts of it, but compute together: who has no more computes ``spare``, which is not
+        counted.
+        """
+        world = self.world
+        batches = validation_batches(self.config, rank=world.data_rank, world_size=world.data_size)
+        sums = torch.zeros(4, dtype=torch.float64, device=world.device)
         with torch.no_grad():
-            for batch in validation_batches(self.config, rank=self.world.rank, world_size=self.world.size):
-                losses, (text, codes) = self._losses(model, batch), count_targets(batch)
-                sums += torch.stack([losses.text * text, losses.codes * codes, *sums.new_tensor([text, codes])])
-        text_loss, codes_loss = (self.world.add_up(sums)[:2] / sums[2:]).tolist()
-        if self.world.rank == 0:
+            while world.any((batch := next(batches, None)) is not None):
+                losses = self._losses(spare if batch is None else batch)
+                if batch is not None:
+                    text, codes = count_targets(batch)
+                    sums += torch.stack([losses.text * text, losses.codes * codes, *sums.new_tensor([text, codes])])
+        self.model.reshard()
+        text_loss, codes_loss = (world.add_up(sums)[:2] / sums[2:]).tolist()
+        if world.rank == 0:
             values = {"step": self.step, "loss": text_loss + codes_loss}
             values |= {"text_loss": text_loss, "codes_loss": codes_loss}
             with (self.out_dir / "validation.jsonl").open("a") as log:
@@ -243,9 +194,6 @@ class Training:
         is_late = seconds is not None and self.world.rank == 0 and time.monotonic() - self.saved_at >= seconds
         is_late = seconds is not None and self.world.any(is_late)
         return is_late or self.step % self.config.checkpoint_every == 0 or self.step == self.config.max_steps
-
-    def _plain_model(self) -> nn.Module:
-        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
     def _begin(self) -> dict[str, Any]:
         return {"begin": self.step, "seed": self.seed, "rank": self.world.rank, "world_size": self.world.size}
@@ -264,32 +212,20 @@ class Training:
         return values | ({"ids": ids} if self.config.log_ids else {})
 
     def _save(self) -> None:
-        data = self.data.merge(self.world.gather(self.data.state_dict()))
+        data = self.data.merge(self.world.gather_data(self.data.state_dict()))
         self.saved_at = time.monotonic()
-        if self.world.rank == 0:
-            self.checkpoints.save(
-                {
-                    "step": self.step,
-                    "model_config": asdict(self.config.model),
-                    "model": self._plain_model().state_dict(),
-                    "optimizer": self.optimizer.state_dict(),
-                    "schedule": self.schedule.state_dict(),
-                    "data": data,
-                }
-            )
+        record = {"step": self.step, "seed": self.seed, "sizes": self.sizes, "data": data}
+        self.checkpoints.save(self.model, self.optimizer, record)
 
-    def _load(self, model: SpeechLM, state: dict[str, Any]) -> None:
-        if state["model_config"] != asdict(self.config.model):
+    def _load(self, record: dict[str, Any]) -> None:
+        if record["sizes"] != self.sizes:
             raise ConfigError(
-                f"{self.out_dir} has checkpoints of another model, {state['model_config']}: use another out_dir",
+                f"{self.out_dir} has checkpoints of another model, {record['sizes']}: use another out_dir",
                 code="wrong_state",
             )
-        model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
-        if state["data"] is not None:
-            self.data.load_state_dict(state["data"])
-        self.step = state["step"]
+        self.checkpoints.load(self.model, self.optimizer)
+        if record["data"] is not None:
+            self.data.load_state_dict(record["data"])
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.leave = True

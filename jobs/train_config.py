@@ -52,8 +52,8 @@ class TrainConfig:
     batch_seconds: float = 60.0
     """Target audio of a batch on each rank, in seconds, padding included."""
     batches_per_step: int | None = None
-    """Batches of all ranks together that one step is made of, a multiple of the number of ranks; ``null`` is one of
-    each rank. With ``canonical: N`` in the settings of ``loader`` and N here, steps do not depend on the ranks."""
+    """Batches of all ranks together that one step is made of, a multiple of the number of data-parallel ranks; ``null``
+    is one of each. With ``canonical: N`` in the settings of ``loader`` and N here, steps do not depend on the ranks."""
     validation: str | None = None
     """Dataset directory, with codes of the same codec, whose mean loss goes to ``validation.jsonl``."""
     validate_every: int = 100
@@ -63,13 +63,20 @@ class TrainConfig:
     order_seed: int = 0
     """Seed of the order of the data; one for the whole training."""
     seed: int | None = None
-    """Seed of one job: first weights and slices of contexts; ``null`` draws one and logs it."""
+    """Seed of first weights and slices of contexts. Checkpoints keep it: the jobs of one training have the same, and
+    another one is refused. ``null`` is that of the checkpoint, or draws one, and logs it."""
     learning_rate: float = 1e-3
     """Learning rate of AdamW after the warm-up."""
     warmup_steps: int = 50
     """Steps over which the learning rate rises."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the model's forward pass: ``bf16`` is autocast; weights and optimizer stay float32."""
+    """Arithmetic of the model: with ``bf16``, FSDP's mixed precision, layers compute in bfloat16, while weights,
+    optimizer and the sums of gradients stay float32."""
+    tensor_parallel: int = 1
+    """Ranks that share the attention heads and feed-forward layers of one copy of the model, and read the same data: a
+    divisor of the number of ranks and of ``num_heads``. The other ranks are data-parallel, with sharded parameters."""
+    sequence_parallel: bool = False
+    """With ``tensor_parallel``: those ranks divide the positions between the layers too, which saves memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; ``auto`` is a GPU where there is one."""
     log_ids: bool = False
@@ -88,6 +95,12 @@ class TrainConfig:
             raise ValueError("batches_per_step must be at least 1")
         if self.checkpoint_seconds is not None and self.checkpoint_seconds <= 0:
             raise ValueError("checkpoint_seconds must be positive")
+        if self.tensor_parallel < 1 or self.model.num_heads % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel: {self.tensor_parallel} ranks cannot share {self.model.num_heads} attention heads"
+            )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("sequence_parallel works among the ranks of tensor_parallel, which must be more than one")
         if self.batch_seconds <= 0 or self.learning_rate <= 0:
             raise ValueError("batch_seconds and learning_rate must be positive")
         if self.num_workers < 0 or self.progress_seconds < 0:

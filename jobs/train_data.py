@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from lhotse import CutSet
 from lhotse.dataset import DynamicCutSampler
+from torch.distributed.device_mesh import DeviceMesh
 from torchdata.stateful_dataloader import StatefulDataLoader
 from train_config import TrainConfig
 
@@ -43,12 +44,12 @@ class TrainingData(Protocol):
         """Go on from a merged state; before iterating."""
 
 
-def make_data(config: TrainConfig, *, rank: int, world_size: int, seed: int) -> TrainingData:
-    """Return the batches that the configuration asks for."""
+def make_data(config: TrainConfig, mesh: DeviceMesh, *, seed: int) -> TrainingData:
+    """Return the batches that the configuration asks for: the same ones on all ranks along ``tp``."""
     tensors = _tensors(config, seed)
     if config.loader is not None:
-        return MixedData(config, tensors, rank=rank, world_size=world_size, seed=seed)
-    return ExactData(config, tensors, rank=rank, world_size=world_size)
+        return MixedData(config, tensors, mesh, seed=seed)
+    return ExactData(config, tensors, rank=mesh["dp"].get_local_rank(), world_size=mesh["dp"].size())
 
 
 def validation_batches(config: TrainConfig, *, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
@@ -123,11 +124,8 @@ class ExactData:
 class MixedData:
     """NeMo's multimodal loader: every example comes once per epoch, unless ``resumable`` is false."""
 
-    def __init__(
-        self, config: TrainConfig, tensors: ContextSpeechDataset, *, rank: int, world_size: int, seed: int
-    ) -> None:
-        self._config, self._tensors = config, tensors
-        self._rank, self._world_size, self._seed = rank, world_size, seed
+    def __init__(self, config: TrainConfig, tensors: ContextSpeechDataset, mesh: DeviceMesh, *, seed: int) -> None:
+        self._config, self._tensors, self._mesh, self._seed = config, tensors, mesh, seed
         self._state: Mapping[str, Any] | None = None
         self._loader: Any = None
 
@@ -161,14 +159,17 @@ class MixedData:
 
             self._loader = get_dataloader(
                 self._settings(),
-                self._rank,
-                self._world_size,
+                self._mesh["dp"].get_local_rank(),
+                self._mesh["dp"].size(),
                 load_tokenizer("bytes"),
                 dataset=self._tensors,
+                device_mesh=self._mesh,
                 resumable=self._config.resumable,
                 state=self._state,
             )
-            self._loader.worker_init_fn = partial(_outlive_sigterm, then=self._loader.worker_init_fn)
+            # NeMo has no public name for what its wrapper reads: None where the batches are another rank's.
+            if (source := self._loader._source) is not None:
+                source.worker_init_fn = partial(_outlive_sigterm, then=source.worker_init_fn)
         return self._loader
 
     def _settings(self) -> dict[str, Any]:

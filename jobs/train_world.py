@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from train_config import TrainConfig
 
 from sharmill.engine.locks import FolderLock
@@ -22,19 +23,35 @@ _SECONDS_TO_WAIT_FOR_LOCK = 5.0
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of this training, as torchrun numbers them."""
+    """The ranks of this training, as torchrun numbers them, on a mesh of the axes ``dp``, ``cp`` and ``tp``.
+
+    Ranks along ``tp`` share the layers, and read the same data; there is no context parallelism, so that ``cp`` is 1.
+    """
 
     rank: int
     size: int
     device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def data_rank(self) -> int:
+        """The place of this rank among those that read different data."""
+        return self.mesh["dp"].get_local_rank()
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks read different data."""
+        return self.mesh["dp"].size()
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in order, on every rank."""
-        if self.size == 1:
-            return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def gather_data(self, value: Any) -> list[Any]:
+        """Return one value for each part of the data, in order, on every rank: of the first ranks along ``tp``."""
+        return self.gather(value)[:: self.mesh["tp"].size()]
 
     def synchronize(self) -> None:
         """Wait until the device has done all that it was told to."""
@@ -42,15 +59,12 @@ class World:
             torch.cuda.synchronize(self.device)
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the ranks' values."""
-        if self.size > 1:
-            dist.all_reduce(values)
+        """Return the sum of the values over the parts of the data."""
+        dist.all_reduce(values, group=self.mesh["dp"].get_group())
         return values
 
     def any(self, value: bool) -> bool:
         """Return True on every rank if it is true on any: so all ranks decide alike."""
-        if self.size == 1:
-            return value
         flag = torch.tensor(int(value), device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
@@ -58,19 +72,33 @@ class World:
 
 @contextmanager
 def world_of(config: TrainConfig) -> Iterator[World]:
-    """Join the other ranks that torchrun started; without it there is one rank."""
+    """Join the other ranks that torchrun started; without it there is one rank.
+
+    Raises:
+        ConfigError: the ranks cannot be divided by ``tensor_parallel``.
+    """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if size % config.tensor_parallel:
+        raise ConfigError(
+            f"tensor_parallel: {size} ranks cannot be divided into groups of {config.tensor_parallel}",
+            code="split_wrong",
+        )
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
+    backend = "nccl" if use_cuda else "gloo"
     if size > 1:
-        dist.init_process_group("nccl" if use_cuda else "gloo")
+        dist.init_process_group(backend)
+    else:
+        # It meets nobody, and listens on no network.
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield World(rank, size, device)
+        shape = (size // config.tensor_parallel, 1, config.tensor_parallel)
+        yield World(rank, size, device, init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp", "tp")))
     finally:
-        if size > 1:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 @contextmanager

@@ -67,14 +67,19 @@ class Transformer(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(config.dim, config.num_heads) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.dim)
+        self.position_multiple = 1
+        """Positions are padded to a multiple of this: sequence parallelism divides them evenly."""
 
     def forward(self, hidden: Tensor, present: Tensor) -> Tensor:
         """Return ``hidden`` (batch, positions, dim) transformed; ``present`` (batch, positions) is false at padding."""
-        allowed = _causal_mask(present)
+        num_positions = hidden.shape[1]
+        padding = -num_positions % self.position_multiple
+        allowed = _causal_mask(functional.pad(present, (0, padding)))
+        hidden = functional.pad(hidden, (0, 0, 0, padding))
         for block in self.blocks:
             hidden = block(hidden, allowed)
         normed: Tensor = self.norm(hidden)
-        return normed
+        return normed[:, :num_positions]
 
 
 def _causal_mask(present: Tensor) -> Tensor:

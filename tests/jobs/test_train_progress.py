@@ -49,10 +49,14 @@ def test_the_clock_is_read_when_the_gpu_has_done_its_step(tmp_path, monkeypatch)
     monkeypatch.setattr("train.time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
     monkeypatch.setattr(torch.cuda, "synchronize", wait_for_gpu)
 
+    class AloneOnGpu(World):
+        def any(self, value):
+            return value
+
     class QueuedTraining(Training):
         def __init__(self):
             self.config = TrainConfig(dataset="none", out_dir=str(tmp_path), max_steps=1)
-            self.world = World(0, 1, torch.device("cuda", 0))
+            self.world = AloneOnGpu(0, 1, torch.device("cuda", 0), mesh=None)
             self.out_dir, self.step, self.seed, self.leave = tmp_path, 0, 1, False
             self.batches_of_rank, self.saved_at, self.curves = 1, 0.0, None
 

@@ -1,108 +1,134 @@
-"""Steps of the training example: the same on any number of ranks, saved by time, validated, in bf16."""
+"""Steps of the training example: saved by time, validated, in bf16."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import signal
-import sys
-from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.errors import raises
 from support.example import make_example
-from support.ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train import Training, main
 from train_config import TrainConfig
 from train_world import World
 
+from sharmill.engine.locks import FolderLock
 from sharmill.errors import ConfigError
 
-TOLERANCE = 1e-4
+
+@pytest.fixture
+def train():
+    """``train(example, *overrides)``: a training of one rank in this process; its exit status."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield lambda example, *overrides: main([str(example.config), "num_workers=0", *overrides])
+    signal.signal(signal.SIGTERM, handler)
 
 
-def train_rank(*arguments: str) -> None:
-    """What a rank runs."""
-    sys.exit(main(list(arguments)))
-
-
-def weights(example, step):
-    return torch.load(example.out_dir / "checkpoints" / f"step-{step:09d}.pt", weights_only=True)["model"]
-
-
-def cuts_of_steps(example, world_size):
-    """How often each cut was in each step, over all ranks."""
-    found = {}
-    for rank in range(world_size):
-        for values in example.steps(rank):
-            found.setdefault(values["step"], Counter()).update(values["ids"])
-    return found
-
-
-def losses(example):
-    return [values["loss"] for values in example.steps(0)]
-
-
-@pytest.mark.slow
-def test_canonical_steps_are_those_of_one_rank_also_after_a_resume(speech, tmp_path):
-    """One training begins on one rank and goes on on two, the other the other way round."""
-    entry = {"type": "sharmill", "dataset": str(speech), "fields": ["target_codes", "context_codes"]}
-    order = {"shuffle": True, "shuffle_buffer_size": 4, "num_workers": 0, "canonical": 4}
-    (tmp_path / "loader.yaml").write_text(json.dumps({"input_cfg": [entry], "batch_duration": 1.5} | order))
-    keys = {"loader": str(tmp_path / "loader.yaml"), "batches_per_step": 4, "validation": str(speech)}
-    keys |= {"validate_every": 10, "checkpoint_every": 10, "keep": 5}
-    one, two = (make_example(tmp_path, name, speech, **keys) for name in ("one", "two"))
-    for max_steps, sizes in ((10, (1, 2)), (20, (2, 1))):
-        for example, size in zip((one, two), sizes, strict=True):
-            run_ranks(train_rank, size, str(example.config), f"max_steps={max_steps}")
-    assert cuts_of_steps(one, 2) == cuts_of_steps(two, 2)
-    assert len(losses(one)) == len(losses(two)) == 20
-    # They are logged with four digits.
-    assert losses(one) == pytest.approx(losses(two), abs=1.01 * TOLERANCE)
-    for step in (10, 20):
-        first, second = weights(one, step), weights(two, step)
-        differences = {name: float((first[name] - second[name]).abs().max()) for name in first}
-        assert max(differences.values()) <= TOLERANCE, differences
-    validations = [
-        [json.loads(line) for line in (example.out_dir / "validation.jsonl").read_text().splitlines()]
-        for example in (one, two)
-    ]
-    assert [values["step"] for values in validations[0]] == [10, 20]
-    for first, second in zip(*validations, strict=True):
-        assert first == pytest.approx(second, abs=TOLERANCE)
-    assert validations[0][1]["loss"] < validations[0][0]["loss"]
-
-
-def test_it_saves_by_time_computes_in_bf16_and_draws_curves(speech, tmp_path):
-    keys = {"checkpoint_every": 1000, "checkpoint_seconds": 1e-6, "keep": 10, "max_steps": 3, "num_workers": 0}
+def test_it_saves_by_time_computes_in_bf16_and_draws_curves(speech, tmp_path, train):
+    keys = {"checkpoint_every": 1000, "checkpoint_seconds": 1e-6, "keep": 10, "max_steps": 3}
     keys |= {"tensorboard": True, "validation": str(speech), "validate_every": 3}
     example = make_example(tmp_path, "bf16", speech, precision="bf16", **keys)
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        assert main([str(example.config)]) == 0
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    assert train(example) == 0
     assert sorted(path.name for path in (example.out_dir / "checkpoints").iterdir()) == [
-        f"step-{step:09d}.pt" for step in (1, 2, 3)
+        f"step-{step:09d}" for step in (1, 2, 3)
     ]
-    assert {tensor.dtype for tensor in weights(example, 3).values()} == {torch.float32}
+    assert {tensor.dtype for tensor in example.weights(3).values()} == {torch.float32}
     curves = EventAccumulator(str(example.out_dir / "tensorboard")).Reload()
     assert [(point.step, round(point.value, 4)) for point in curves.Scalars("train/loss")] == [
-        (step, pytest.approx(loss, abs=1e-4)) for step, loss in enumerate(losses(example), start=1)
+        (values["step"], pytest.approx(values["loss"], abs=1e-4)) for values in example.steps(0)
     ]
     assert [point.step for point in curves.Scalars("validation/loss")] == [3]
 
 
-def test_batches_that_cannot_be_divided_among_the_ranks_are_refused(speech, tmp_path):
+def test_layouts_that_do_not_fit_are_refused_in_one_line(speech, tmp_path, monkeypatch, capsys):
     config = TrainConfig(dataset=str(speech), out_dir=str(tmp_path), seed=1, batches_per_step=3)
-    with raises(ConfigError, "split_wrong", "batches_per_step: 3", "2 ranks"):
-        Training(config, World(0, 2, torch.device("cpu")))
+    mesh = {"dp": SimpleNamespace(size=lambda: 2)}
+    with raises(ConfigError, "split_wrong", "batches_per_step: 3", "2 data-parallel ranks"):
+        Training(config, World(0, 2, torch.device("cpu"), mesh))
     with pytest.raises(ValueError, match="batches_per_step"):
         TrainConfig(dataset="d", out_dir="o", batches_per_step=0)
     with pytest.raises(ValueError, match="checkpoint_seconds"):
         TrainConfig(dataset="d", out_dir="o", checkpoint_seconds=0)
+    with pytest.raises(ValueError, match="3 ranks cannot share 4 attention heads"):
+        TrainConfig(dataset="d", out_dir="o", tensor_parallel=3)
+    with pytest.raises(ValueError, match="sequence_parallel"):
+        TrainConfig(dataset="d", out_dir="o", sequence_parallel=True)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    example = make_example(tmp_path, "odd", speech, tensor_parallel=2)
+    assert main([str(example.config)]) == 2
+    assert capsys.readouterr().err == "Error: tensor_parallel: 3 ranks cannot be divided into groups of 2\n"
+
+
+def test_a_training_has_one_seed_and_keeps_the_newest_checkpoints(speech, tmp_path, train, capsys):
+    example = make_example(tmp_path, "chain", speech, seed=None, checkpoint_every=1, keep=2)
+    assert train(example, "max_steps=1") == 0
+    assert train(example, "max_steps=3") == 0
+    begins = [json.loads(line) for line in (example.out_dir / "steps.rank0.jsonl").read_text().splitlines()]
+    first, second = (values["seed"] for values in begins if "begin" in values)
+    assert first == second
+    names = {path.name for path in (example.out_dir / "checkpoints").iterdir()}
+    assert names == {"step-000000002", "step-000000003"}
+    assert train(example, "max_steps=4", f"seed={first}") == 0
+    capsys.readouterr()
+    assert train(example, "max_steps=5", f"seed={first + 1}") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Error: seed: ")
+    assert f"with seed {first}, not {first + 1}" in error
+    assert error.count("\n") == 1
+
+
+def test_what_a_killed_save_left_is_no_checkpoint(speech, tmp_path, train):
+    example = make_example(tmp_path, "killed", speech, checkpoint_every=1)
+    assert train(example, "max_steps=2") == 0
+    folder = example.out_dir / "checkpoints"
+    (folder / "step-000000002").rename(folder / f".step-000000002.{'0' * 32}.tmp")
+    assert train(example, "max_steps=2") == 0
+    assert [values["step"] for values in example.steps(0)] == [1, 2, 2]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000000001", "step-000000002"]
+
+
+def test_a_finished_training_ends_at_once(speech, tmp_path, train, capsys):
+    example = make_example(tmp_path, "done", speech, max_steps=1)
+    assert train(example) == train(example) == 0
+    assert capsys.readouterr().out.endswith("train: finished at step 1, saved at step 1\n")
+    assert [values["step"] for values in example.steps(0)] == [1]
+
+
+def test_checkpoints_of_another_model_are_refused(speech, tmp_path, train, capsys):
+    example = make_example(tmp_path, "done", speech, max_steps=1)
+    assert train(example) == 0
+    assert train(example, "model.dim=32") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"Error: {example.out_dir} has checkpoints of another model")
+    assert error.count("\n") == 1
+
+
+def test_two_trainings_in_one_folder_are_refused(speech, tmp_path, train, capsys, monkeypatch):
+    monkeypatch.setattr("train_world._SECONDS_TO_WAIT_FOR_LOCK", 0.1)
+    example = make_example(tmp_path, "done", speech, max_steps=1)
+    example.out_dir.mkdir()
+    with FolderLock(example.out_dir):
+        assert train(example) == 2
+    error = capsys.readouterr().err
+    said = f"Error: another sharmill process is at work in {example.out_dir}: process {os.getpid()} of "
+    assert error.startswith(said)
+    assert example.saved_step() == 0
+
+
+@pytest.mark.slow
+def test_a_loader_without_batches_ends_it(speech, tmp_path, train, capsys):
+    entry = {"type": "sharmill", "dataset": str(speech), "fields": ["target_codes", "context_codes"]}
+    settings = {"input_cfg": [entry], "batch_duration": 1.5, "force_finite": True, "max_duration": 0.01}
+    loader = tmp_path / "loader.yaml"
+    loader.write_text(json.dumps(settings))
+    assert train(make_example(tmp_path, "idle", speech, loader=str(loader), resumable=False)) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"Error: {loader}")
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -104,7 +104,7 @@ ALLOWED = {
     "jobs/launch_training.py:launch": OWN,
     "jobs/train.py:_run_steps": NO_FILE,
     "jobs/train.py:_validate": NO_FILE,
-    "jobs/train.py:newest": "a checkpoint of this training, as tensors and plain values alone",
+    "jobs/train_checkpoints.py:read_record": OWN,
     "jobs/train_data.py:_settings": USER,
     "examples/codecs/snac_codec.py:__init__": EXAMPLE,
     "examples/conversations.py:read_conversations": EXAMPLE,

@@ -36,7 +36,6 @@ def test_one_job_is_killed_another_told_to_leave_and_the_last_one_goes_on(tmp_pa
     log = tmp_path / "train-%j.log"
     launch = [sys.executable, str(REPOSITORY / "jobs/launch_training.py"), "-n", "3", "--profile", str(profile)]
     options = [f"--sbatch=--output={log}", f"--sbatch=--chdir={REPOSITORY}", str(example.config)]
-    # The seed of the configuration is that of a single job; each of these has its own.
     environment = os.environ | {
         "RANKS": "2",
         "OMP_NUM_THREADS": "1",

@@ -72,8 +72,18 @@ class Example:
     def saved_step(self) -> int:
         """The step of the newest checkpoint, 0 where there is none."""
         folder = self.out_dir / "checkpoints"
-        steps = [int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.pt")]
+        steps = [int(path.name.removeprefix("step-")) for path in folder.glob("step-*")]
         return max(steps, default=0)
+
+    def weights(self, step: int) -> dict[str, Any]:
+        """The whole weights of a checkpoint, whatever layout wrote it."""
+        import torch
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+        whole = self.out_dir / "whole.pt"
+        dcp_to_torch_save(self.out_dir / "checkpoints" / f"step-{step:09d}", whole)
+        weights: dict[str, Any] = torch.load(whole, weights_only=True)["model"]
+        return weights
 
 
 def make_example(folder: Path, name: str, dataset: Path, **changes: Any) -> Example:

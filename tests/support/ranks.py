@@ -8,7 +8,10 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-_PRELOADED = ["nemo.collections.asr", "nemo.collections.tts", "nemo.collections.common.data.lhotse.dataloader"]
+_PRELOADED = [
+    "nemo.collections.asr", "nemo.collections.tts", "nemo.collections.common.data.lhotse.dataloader",
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+]  # fmt: skip
 LIMIT_SECONDS = 500
 
 

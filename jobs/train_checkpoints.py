@@ -1,0 +1,77 @@
+"""The checkpoints of a training: whole or not there, written by all ranks, and read by any number of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim import Optimizer
+from train_world import World
+
+from sharmill.storage import make_folder, path_aside, publish_directory, remove_asides, remove_at_once
+
+_CHECKPOINT = re.compile(r"step-(\d{9})")
+_RECORD = "record.json"
+# Values of the optimizer under the names of their parameters: another layout has them in other groups.
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Checkpoints:
+    """The newest checkpoints in ``out_dir``.
+
+    Each is a folder ``step-<n>``: every rank's part of model and optimizer, as ``torch.distributed.checkpoint`` writes
+    them, and ``record.json`` with all else, the place in the data among it.
+    """
+
+    def __init__(self, out_dir: Path, keep: int, world: World) -> None:
+        self._folder = out_dir / "checkpoints"
+        self._keep = keep
+        self._world = world
+        if world.rank == 0:
+            make_folder(self._folder)
+            remove_asides(self._folder)
+        newest = self._paths()[-1:] if world.rank == 0 else []
+        # One rank looks: on a shared disk the others may see another state of the folder.
+        found: list[Path] = world.gather(newest)[0]
+        self._newest = found[0] if found else None
+
+    def read_record(self) -> dict[str, Any] | None:
+        """Return the record of the newest checkpoint; None where there is none."""
+        if self._newest is None:
+            return None
+        record: dict[str, Any] = json.loads((self._newest / _RECORD).read_text(encoding="utf-8"))
+        return record
+
+    def load(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Load the newest checkpoint, whatever number of ranks and layout wrote it."""
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=self._newest)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_OPTIONS,
+        )
+
+    def save(self, model: nn.Module, optimizer: Optimizer, record: dict[str, Any]) -> None:
+        """Save a checkpoint of ``record["step"]`` on all ranks, and remove old ones."""
+        final = self._folder / f"step-{record['step']:09d}"
+        aside = self._world.gather(path_aside(final))[0]
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
+        writer = dcp.FileSystemWriter(aside, sync_files=True)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, storage_writer=writer)
+        if self._world.rank == 0:
+            (aside / _RECORD).write_text(json.dumps(record), encoding="utf-8")
+            publish_directory(aside, final)
+            for path in self._paths()[: -self._keep]:
+                remove_at_once(path)
+
+    def _paths(self) -> list[Path]:
+        return sorted(path for path in self._folder.iterdir() if _CHECKPOINT.fullmatch(path.name))

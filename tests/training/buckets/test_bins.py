@@ -21,16 +21,14 @@ from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.training.buckets.bins import (
     Bin,
-    BinsOptions,
     assign,
     estimate_bins,
     estimate_bins_2d,
-    estimate_report,
     max_ratio_of,
-    report_bins,
     round_up,
 )
 from sharmill.training.buckets.lengths import Lengths, read_lengths
+from sharmill.training.buckets.report import BinsOptions, estimate_report, report_bins
 
 
 def lengths_of(seconds, tokens=None):

@@ -4,22 +4,17 @@ One dimension is ``lhotse.dataset.sampling.dynamic_bucketing.estimate_duration_b
 NeMo's ``scripts/speech_recognition/estimate_duration_bins_2d.py``, which has the same rule for both: walk through the
 sorted values and begin a new bucket as soon as the one before has more than its share of the total.
 
-The report of ``sharmill bins`` is a YAML file: a histogram as comments, then the keys for NeMo's loader.
+``sharmill.training.buckets.report`` prints them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 
 from sharmill.errors import ConfigError
-from sharmill.shar.index import read_dataset
-from sharmill.shar.layout import DATASET_FILE
-from sharmill.training.buckets.lengths import Lengths, read_lengths
+from sharmill.training.buckets.lengths import Lengths
 
 _DECIMALS = 3
 
@@ -90,7 +85,7 @@ def estimate_bins_2d(
 
 
 def _divide(bound: float, lengths: np.ndarray, tokens: np.ndarray, parts: int, threshold: float) -> list[Bin]:
-    ratios = tokens / lengths
+    ratios = ratios_of(tokens, lengths)
     kept = _no_outliers(ratios, threshold)
     sorted_tokens = np.sort(tokens[kept])
     max_ratio = float(ratios[kept].max())
@@ -100,7 +95,17 @@ def _divide(bound: float, lengths: np.ndarray, tokens: np.ndarray, parts: int, t
 
 def max_ratio_of(lengths: np.ndarray, tokens: np.ndarray, outlier_threshold: float = 4.0) -> float:
     """Return the largest ratio of tokens to length that is no outlier among all cuts."""
-    ratios = tokens / lengths
+    return largest_usual(ratios_of(tokens, lengths), outlier_threshold)
+
+
+def ratios_of(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return tokens per length (N,); per token where text has no input, and the length is 0."""
+    ratios: np.ndarray = tokens / np.where(lengths > 0, lengths, 1)
+    return ratios
+
+
+def largest_usual(ratios: np.ndarray, outlier_threshold: float) -> float:
+    """Return the largest ratio that is no outlier."""
     return float(ratios[_no_outliers(ratios, outlier_threshold)].max())
 
 
@@ -160,168 +165,6 @@ def assign(lengths: Lengths, bins: list[float] | list[Bin], *, closed: bool) -> 
         tokens = lengths.tokens[members]
         index = begin + np.searchsorted([bound.tokens for bound in two[begin:end]], tokens, side="left")
         ratio = round_up(two[begin].max_ratio, 2)
-        fits = (index < end) & (tokens / lengths.lengths[members] <= ratio)
+        fits = (index < end) & (ratios_of(tokens, lengths.lengths[members]) <= ratio)
         result[members] = np.where(fits, index, -1)
     return result
-
-
-def _count_buckets(bins: list[float] | list[Bin], *, closed: bool) -> int:
-    """Count the buckets that the bins make."""
-    return len(bins) if closed or isinstance(bins[0], Bin) else len(bins) + 1
-
-
-_BAR = 40
-_AnyBin = TypeVar("_AnyBin", float, Bin)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BinsOptions:
-    """Options of the estimate.
-
-    ``sub_buckets`` makes two dimensions. ``seconds_per_frame`` counts audio in frames of this many seconds, which NeMo
-    calls tokens. ``closed`` ends one dimension with the longest cut, as ``bucket_batch_size`` needs it.
-    """
-
-    num_buckets: int = 30
-    sub_buckets: int | None = None
-    seconds_per_frame: float | None = None
-    closed: bool = False
-    outlier_threshold: float = 4.0
-
-
-def estimate_report(
-    datasets: Sequence[str | Path],
-    options: BinsOptions,
-    *,
-    tokenizer: Sequence[str] = (),
-    token_bins: bool = False,
-    **reading: Any,
-) -> str:
-    """Read the cuts of the datasets and describe their bins.
-
-    Args:
-        tokenizer: names of tokenizers; see ``load_tokenizers``.
-        token_bins: count audio in frames; of the datasets' codec, unless the options say how long they are.
-        reading: further options of ``read_lengths``.
-
-    Raises:
-        ConfigError: the options do not go together, or see ``read_lengths``.
-    """
-    if options.sub_buckets is not None and not tokenizer:
-        raise ConfigError(
-            "sub-buckets are made by number of text tokens: name a --tokenizer, such as 'bytes'",
-            code="bad_config_value",
-        )
-    if token_bins and options.seconds_per_frame is None:
-        options = replace(options, seconds_per_frame=_frame_shift([Path(dataset) for dataset in datasets]))
-    return report_bins(read_lengths(datasets, tokenizer=tokenizer, **reading), options)
-
-
-def _frame_shift(datasets: Sequence[Path]) -> float:
-    # A Shar of another tool does not say what its codes are.
-    known = [read_dataset(dataset) for dataset in datasets if (dataset / DATASET_FILE).exists()]
-    codecs = [codec for dataset in known for codec in dataset.codecs]
-    shifts = {codec.samples_per_frame / codec.sampling_rate for codec in codecs}
-    if len(shifts) != 1:
-        names = ", ".join(codec.name for codec in codecs) or "none"
-        raise ConfigError(
-            f"the codecs are {names}: say how long a frame is with --token-equivalent-duration", code="unknown_codec"
-        )
-    return shifts.pop()
-
-
-def report_bins(lengths: Lengths, options: BinsOptions) -> str:
-    """Estimate the bins and describe them.
-
-    Raises:
-        ConfigError: buckets by number of tokens are asked for, and no cut has a text; or see ``estimate_bins``.
-    """
-    frames = options.seconds_per_frame
-    in_total = frames is not None and options.sub_buckets is None and lengths.tokens is not None
-    counted = lengths if frames is None else lengths.in_frames(frames)
-    shown = counted.in_total() if in_total else counted
-    bins: list[float] | list[Bin]
-    if options.sub_buckets is None:
-        found = estimate_bins(shown.lengths, options.num_buckets)
-        longest = shown.lengths.max().item()
-        if not found or (options.closed and found[-1] < longest):
-            found.append(longest)
-        bins = _distinct(found)
-    else:
-        if counted.tokens is None:
-            raise ConfigError(
-                "sub-buckets are made by number of text tokens, and no cut has a text: leave them out",
-                code="too_few_cuts",
-            )
-        two = estimate_bins_2d(
-            counted.lengths, counted.tokens, options.num_buckets, options.sub_buckets, options.outlier_threshold
-        )
-        bins = _distinct(two)
-    closed = options.closed or options.sub_buckets is not None
-    lines = [
-        *_summary(lengths),
-        *_histogram(shown, bins, closed=closed),
-        "use_bucketing: true",
-        f"num_buckets: {_count_buckets(bins, closed=closed)}",
-        f"bucket_duration_bins: {[[b.length, b.tokens] if isinstance(b, Bin) else b for b in bins]}",
-    ]
-    if options.sub_buckets is None and not closed:
-        lines.append(f"# bucket_batch_size needs a bin for the longest as well (--closed): {longest}")
-    if frames is not None:
-        lines += ["use_multimodal_sampling: true", f"token_equivalent_duration: {frames!r}"]
-        lines.append(f"measure_total_length: {str(in_total).lower()}")
-    lines += _max_ratio(counted, bins, options, "max_tps" if frames is None else "max_tpt")
-    return "\n".join(lines) + "\n"
-
-
-def _distinct(bins: list[_AnyBin]) -> list[_AnyBin]:
-    """Leave out those that are as the one before, in which there is never a cut: a common length may end several."""
-    return [bound for number, bound in enumerate(bins) if number == 0 or bound != bins[number - 1]]
-
-
-def _summary(lengths: Lengths) -> Iterator[str]:
-    yield f"# {len(lengths.lengths):,} cuts, {lengths.hours:,.2f} hours"
-    if lengths.num_discarded:
-        yield f"# left out for their duration: {lengths.num_discarded:,}"
-    for name, values in (("seconds", lengths.seconds), ("tokens", lengths.tokens)):
-        if values is not None:
-            points = np.percentile(values, [0, 25, 50, 75, 95, 99, 100])
-            names = ("shortest", "25 %", "median", "75 %", "95 %", "99 %", "longest")
-            yield f"# {name}: " + ", ".join(f"{n} {p:.2f}" for n, p in zip(names, points, strict=True))
-    if lengths.without_text and lengths.tokens is None:
-        yield "# no cut has a text: there are no limits of tokens"
-    elif lengths.without_text:
-        yield f"# without a text, counted as 0 tokens: {lengths.without_text:,}"
-
-
-def _histogram(lengths: Lengths, bins: list[float] | list[Bin], *, closed: bool) -> Iterator[str]:
-    """Yield one line per bucket: its end, tokens in two dimensions, cuts, hours, and a bar of its hours."""
-    num_buckets = _count_buckets(bins, closed=closed)
-    buckets = assign(lengths, bins, closed=closed)
-    hours = [float(lengths.seconds[buckets == number].sum()) / 3600 for number in range(num_buckets)]
-    limits = [f"{'up to':>10}", f"{'tokens':>8}"] if isinstance(bins[0], Bin) else [f"{'up to':>10}"]
-    yield f"# {' '.join(limits)} {'cuts':>12} {'hours':>10}"
-    for number in range(num_buckets):
-        bound = bins[number] if number < len(bins) else None
-        if isinstance(bound, Bin):
-            limits = [f"{_number(bound.length):>10}", f"{bound.tokens:>8}"]
-        else:
-            limits = [f"{_number(bound):>10}"]
-        bar = "#" * round(_BAR * hours[number] / max(hours)) if max(hours) else ""
-        count = (buckets == number).sum()
-        yield f"# {' '.join(limits)} {count:>12,} {hours[number]:>10.2f} {bar}".rstrip()
-    if dropped := int((buckets < 0).sum()):
-        yield f"# left out by a loader with these limits, for too many tokens: {dropped:,}"
-
-
-def _number(length: float | None) -> str:
-    """Format seconds or frames; nothing where a bucket has no end."""
-    return f"{length:.3f}" if isinstance(length, float) else str(length or "")
-
-
-def _max_ratio(lengths: Lengths, bins: list[float] | list[Bin], options: BinsOptions, key: str) -> Iterator[str]:
-    two = [bound for bound in bins if isinstance(bound, Bin)]
-    if two:
-        yield f"{key}: [{', '.join(repr(round_up(bound.max_ratio, 2)) for bound in two)}]"
-    elif lengths.tokens is not None and options.seconds_per_frame is None:
-        yield f"{key}: {round_up(max_ratio_of(lengths.lengths, lengths.tokens, options.outlier_threshold), 2)!r}"

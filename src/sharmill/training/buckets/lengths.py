@@ -23,21 +23,63 @@ from sharmill.training.tokenizers import Tokenizers, load_tokenizers, tokenize
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of N cuts.
+    """Lengths of N cuts, or of other examples.
 
     Attributes:
-        seconds: (N,).
-        lengths: (N,): the seconds as float64, or frames as int64.
-        tokens: (N,), of their texts; None if they were not counted, or no cut has a text.
+        seconds: (N,) of audio; 0 for text.
+        lengths: (N,): the seconds as float64, or frames (of text: input tokens) as int64.
+        tokens: (N,), of their texts (of text: output tokens); None if they were not counted, or no cut has a text.
+        text_ratios: (N,) output tokens per input token of text, infinite without input, NaN for cuts; None if all are.
         without_text: number of the cuts without a text, whose tokens are 0; 0 if they were not counted.
         num_discarded: number of other cuts, which lay outside the limits.
+        looked_at: words about the sample that they are; None where datasets were read as a whole.
+        in_tokens: lengths are frames and input tokens.
     """
 
     seconds: np.ndarray
     lengths: np.ndarray
     tokens: np.ndarray | None
+    text_ratios: np.ndarray | None = None
     without_text: int = 0
     num_discarded: int = 0
+    looked_at: str | None = None
+    in_tokens: bool = False
+
+    @classmethod
+    def of_counts(
+        cls,
+        seconds: np.ndarray,
+        lengths: np.ndarray,
+        tokens: np.ndarray,
+        *,
+        counted: bool,
+        limits: tuple[float, float],
+        text_ratios: np.ndarray | None = None,
+    ) -> Lengths:
+        """Make them of columns (N,), leaving out what has less or more seconds; text has no seconds and stays.
+
+        Args:
+            tokens: -1 where there is no text.
+            counted: tokens were counted.
+            limits: the least and the most seconds.
+
+        Raises:
+            ConfigError: nothing is left.
+        """
+        kept = ((seconds >= limits[0]) & (seconds <= limits[1])) | (seconds == 0)
+        if not kept.any():
+            raise ConfigError(
+                f"none of the {len(kept)} cuts has {limits[0]:g} to {limits[1]:g} seconds", code="too_few_cuts"
+            )
+        tokens = tokens[kept]
+        return cls(
+            seconds=seconds[kept],
+            lengths=lengths[kept],
+            tokens=np.maximum(tokens, 0) if counted and (tokens >= 0).any() else None,
+            text_ratios=None if text_ratios is None else text_ratios[kept],
+            without_text=int((tokens < 0).sum()) if counted else 0,
+            num_discarded=int((~kept).sum()),
+        )
 
     @property
     def hours(self) -> float:
@@ -45,7 +87,8 @@ class Lengths:
 
     def in_frames(self, seconds_per_frame: float) -> Lengths:
         """Return the same with lengths in frames, as NeMo counts audio in tokens: every begun frame is one."""
-        return replace(self, lengths=np.ceil(self.seconds / seconds_per_frame).astype(np.int64))
+        lengths = np.ceil(self.seconds / seconds_per_frame).astype(np.int64)
+        return replace(self, lengths=lengths, in_tokens=True)
 
     def in_total(self) -> Lengths:
         """Return the same with text tokens added to the frames."""
@@ -89,19 +132,7 @@ def read_lengths(
         raise ConfigError(f"there are no cuts in {', '.join(map(str, datasets))}", code="too_few_cuts")
     durations = np.concatenate([part[0] for part in parts])
     tokens = np.concatenate([part[1] for part in parts])
-    kept = (durations >= min_duration) & (durations <= max_duration)
-    if not kept.any():
-        raise ConfigError(
-            f"none of the {len(kept)} cuts has {min_duration:g} to {max_duration:g} seconds", code="too_few_cuts"
-        )
-    durations, tokens = durations[kept], tokens[kept]
-    return Lengths(
-        seconds=durations,
-        lengths=durations,
-        tokens=np.maximum(tokens, 0) if tokenizer and (tokens >= 0).any() else None,
-        without_text=int((tokens < 0).sum()) if tokenizer else 0,
-        num_discarded=int((~kept).sum()),
-    )
+    return Lengths.of_counts(durations, durations, tokens, counted=bool(tokenizer), limits=(min_duration, max_duration))
 
 
 _loaded: dict[tuple[str, ...], Tokenizers] = {}

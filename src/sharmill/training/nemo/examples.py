@@ -71,7 +71,7 @@ class _ExampleSource:
         elif self._kind == "lhotse_shar":
             self._shards = [{"shar_path": files} for files in _shar_files(entry["shar_path"])]
         else:
-            self._shards = _files_of(self._kind, entry)
+            self._shards = entry_files(self._kind, entry)
 
     @property
     def num_shards(self) -> int:
@@ -146,7 +146,7 @@ def count_lines(path: str) -> int:
         return sum(1 for _ in stream)
 
 
-def _files_of(kind: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+def entry_files(kind: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the options of each shard: one file for each key."""
     columns = {key: expand_sharded_filepaths(entry[key]) for key in _FILES[kind] if entry.get(key) is not None}
     lengths = {key: len(names) for key, names in columns.items()}

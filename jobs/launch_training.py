@@ -46,8 +46,8 @@ def profile_options(cluster: ClusterProfile, nodes: int, ranks_per_node: int) ->
     ranks = cluster.gpu
     values = {
         "partition": ranks.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
+        "account": ranks.account or cluster.account,
+        "qos": ranks.qos or cluster.qos,
         "gpus-per-node": ranks.gpus * ranks_per_node or None,
         "cpus-per-task": ranks.cores * ranks_per_node,
         "mem": f"{round(ranks.memory_gb * 1024) * ranks_per_node}M",

@@ -113,7 +113,7 @@ def test_arrays_above_the_clusters_limit_are_split(make_chain, monkeypatch):
     state = chain.start()
     arrays = sorted({job.split("_")[0] for job in state.jobs[:-1]}, key=int)
     assert [sum(job.startswith(f"{array}_") for job in state.jobs) for array in arrays] == [3, 3, 2]
-    assert [len(ranks) for ranks, _ in chain.executor().arrays(8)] == [3, 3, 2]
+    assert [len(ranks) for ranks, _ in chain.executor().arrays(chain.stage, 8)] == [3, 3, 2]
     shown = slurm("squeue", "--noheader", "--format=%i", f"--jobs={','.join(arrays)}")
     limits = [slurm("scontrol", "show", "job", f"{array}") for array in arrays]
     assert ["ArrayTaskThrottle=1" in limit for limit in limits] == [True, True, True], shown

@@ -166,7 +166,7 @@ def show_submission(
         if not left:
             continue
         bins = executor.bins(stage, left)
-        balance = _describe_balance(stage, bins, executor.arrays(len(bins)))
+        balance = _describe_balance(stage, bins, executor.arrays(stage, len(bins)))
         for line in balance:
             console.print(plain(f"{config.name}, {stage.name}: {line}"))
         scripts = [executor.script(stage, len(bins)), executor.driver_script(stage)]

@@ -149,7 +149,7 @@ def test_arrays_are_no_larger_than_the_cluster_allows_and_never_run_too_many_at_
     stage = ToyStage(tmp_path, units=8)
     bins = executor.bins(stage, read_or_make_plan(stage, restart=False))
     assert sorted(unit.index for part in bins for unit in part) == list(range(8))
-    shares = executor.arrays(len(bins))
+    shares = executor.arrays(stage, len(bins))
     assert [len(ranks) for ranks, _ in shares] == arrays
     assert [share for _, share in shares] == parallel
     assert f"--array=0-{arrays[0] - 1}%{min(parallel[0], arrays[0])}\n" in executor.script(stage, len(bins))
@@ -167,8 +167,9 @@ def test_a_script_can_be_shown_where_there_is_no_slurm(tmp_path, run_dir, monkey
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
     executor = SlurmExecutor(ClusterProfile(), RunDir(tmp_path / "run"), do_nothing, do_nothing, "toy")
-    assert "#SBATCH --array=0-63%64\n" in executor.script(ToyStage(tmp_path), 64)
-    assert executor.arrays(2500) == [(range(1000), 102), (range(1000, 2000), 102), (range(2000, 2500), 51)]
+    stage = ToyStage(tmp_path)
+    assert "#SBATCH --array=0-63%64\n" in executor.script(stage, 64)
+    assert executor.arrays(stage, 2500) == [(range(1000), 102), (range(1000, 2000), 102), (range(2000, 2500), 51)]
     with raises(ConfigError, "no_cluster", "squeue"):
         queued_jobs(run_dir)
 

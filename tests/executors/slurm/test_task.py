@@ -203,6 +203,13 @@ def test_a_damaged_note_does_not_count(stage, caplog):
         ("max_parallel: 0", "bad_config_value", ["max_parallel"]),
         ("cpu: {extra: {array: 0-9}}", "bad_config_value", ["extra", "array"]),
         ("cpu: {extra: {time: 10}}", "bad_config_value", ["extra", "time", "timeout_min"]),
+        ("cpu: {extra: {mem: 4G}}", "bad_config_value", ["extra", "mem", "memory_gb"]),
+        ("cpu: {extra: {ntasks: 2}}", "bad_config_value", ["extra", "ntasks", "one task"]),
+        ("stages: {wirte: {cores: 2}}", "unknown_key", ["'stages.wirte'", "'write'"]),
+        ("stages: {write: {core: 2}}", "unknown_key", ["'stages.write.core'", "'cores'"]),
+        ("stages: {write: {cores: 0}}", "bad_config_value", ["stages.write", "cores"]),
+        ("stages: {match: {extra: {array: 1}}}", "bad_config_value", ["extra", "array"]),
+        ("{signal_s: 120, stages: {driver: {timeout_min: 2}}}", "bad_config_value", ["120", "stages.driver.timeout"]),
         ("{signal_s: 120, gpu: {timeout_min: 2}}", "bad_config_value", ["signal_s", "120", "gpu.timeout_min"]),
         ("- a list", "bad_config_file", []),
     ],
@@ -217,6 +224,21 @@ def test_what_is_wrong_in_a_profile_is_named(tmp_path, text, code, names):
 @pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_profiles_of_the_repository_are_valid(path):
     assert load_profile(path).max_parallel >= 1
+
+
+def test_a_stage_has_its_own_values_and_else_those_of_gpu_or_cpu(tmp_path):
+    path = tmp_path / "profile.yaml"
+    path.write_text(
+        "gpu: {partition: gpu, gpus: 1, cores: 8, extra: {constraint: a100, comment: ours}}\n"
+        "stages: {encode: {partition: h200, timeout_min: 30, extra: {constraint: h200}}, driver: {account: free}}\n"
+    )
+    profile = load_profile(path)
+    encode, match = profile.for_stage("encode/builtin", True), profile.for_stage("match", True)
+    assert (encode.partition, encode.cores, encode.gpus, encode.timeout_min) == ("h200", 8, 1, 30)
+    assert encode.extra == {"constraint": "h200", "comment": "ours"}
+    assert (match.partition, match.timeout_min, match.extra["constraint"]) == ("gpu", 240, "a100")
+    assert profile.for_stage("driver", False).account == "free"
+    assert profile.for_stage("write", False) == profile.cpu
 
 
 def test_several_gpus_of_a_rank_are_refused(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,6 +41,7 @@ from sharmill.executors.slurm.queue import (
     make_run_id,
     parent_ids,
     queued_jobs,
+    requeue,
     require_slurm,
     scancel,
 )
@@ -54,10 +56,14 @@ _WHY = "@WHY@"
 _SECONDS_BETWEEN_QUESTIONS = 10.0
 # A driver job may begin before the one that submitted it has left the run directory.
 _SECONDS_TO_WAIT_FOR_LOCK = 600.0
-# A controller that is away, or limits on jobs in the queue, are waited for as long as this, or the job's time limit.
+# A controller that is away, or limits on jobs in the queue, are waited for as long as this: by one driver job after the
+# other, since each has a time limit.
 _DRIVER_PATIENCE_SECONDS = 12 * 3600.0
+# It may have to wait for three answers.
+_SHARE_OF_TIME_LIMIT = 0.3
 # After its end was noted a driver job has little left to do, but a site may have something to clean up.
 _SECONDS_TO_LEAVE_QUEUE = 60.0
+_SECONDS_TO_NOTIFY = 60.0
 # A process that takes no notice of SIGTERM is killed by SLURM after KillWait, which is 30 s by default.
 _SECONDS_TO_CANCEL = 180.0
 
@@ -134,7 +140,8 @@ class Chain:
     def executor(self) -> SlurmExecutor:
         """Return the executor that submits this chain's jobs."""
         # Only the first run begins anew.
-        driver_job = replace(self, restart=False, is_watcher=False, patience=_DRIVER_PATIENCE_SECONDS)
+        patience = _SHARE_OF_TIME_LIMIT * 60.0 * self.profile.for_stage("driver", uses_gpu=False).timeout_min
+        driver_job = replace(self, restart=False, is_watcher=False, patience=min(patience, _DRIVER_PATIENCE_SECONDS))
         watcher_job = replace(driver_job, is_watcher=True)
         setup = self._note_failure_in_shell()
         return SlurmExecutor(self.profile, self.run_dir, driver_job, watcher_job, self.name, setup, self.patience)
@@ -197,6 +204,7 @@ class Chain:
         """Run the stages in a driver job, or in a watcher job if the driver job before it has noted no end."""
         make_private_folder(self.run_dir.jobs)
         with logging_to(self.run_dir.chain_log):
+            began = time.monotonic()
             before = read_state(self.run_dir)
             if self.is_watcher and before is not None and before.state != "waiting":
                 return
@@ -207,6 +215,8 @@ class Chain:
                 raise
             except BaseException as error:
                 log.exception("job %s ends", os.environ.get("SLURM_JOB_ID"))
+                if time.monotonic() - began >= self.patience and self._begins_again(error):
+                    return
                 failed = self.is_watcher or isinstance(error, SharmillError)
                 self._note_end(error, state="failed" if failed else "waiting")
                 raise
@@ -215,6 +225,14 @@ class Chain:
             log.info("%s: %s", state.state, state.message)
         if state.state == "failed":
             raise FatalError(state.message, code="units_failed")
+
+    def _begins_again(self, error: BaseException) -> bool:
+        """Requeue this job, and return True, where it has waited for SLURM as long as its time limit lets it."""
+        waited = self.patience * (1 + int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+        if getattr(error, "code", "") not in ("silent_cluster", "jobs_refused") or waited >= _DRIVER_PATIENCE_SECONDS:
+            return False
+        self._note_end(error, state="waiting", then="it is requeued and waits on")
+        return requeue(os.environ["SLURM_JOB_ID"])
 
     def _run_driver_job(self) -> ChainState | None:
         """Return None if a later driver job is in the queue: then this one was requeued after it had submitted that."""
@@ -262,11 +280,13 @@ class Chain:
             self.dataset.show()
         return state
 
-    def _note_end(self, error: BaseException, state: Literal["waiting", "failed"]) -> None:
+    def _note_end(
+        self, error: BaseException, state: Literal["waiting", "failed"], then: str = "its watcher job goes on"
+    ) -> None:
         """Note an error that ends this process; if another job is to go on, the state is that of waiting for it."""
         message = "; ".join(error.lines) if isinstance(error, SharmillError) else f"{type(error).__name__}: {error}"
         if state == "waiting":
-            message = f"driver job {os.environ.get('SLURM_JOB_ID')} ended with {message}; its watcher job goes on"
+            message = f"driver job {os.environ.get('SLURM_JOB_ID')} ended with {message}; {then}"
         # On a disk that takes no note the log and the queue have to tell.
         with suppress(SharmillError, OSError):
             self._write(ChainState(state=state, message=message))
@@ -278,6 +298,27 @@ class Chain:
             # The watcher job of a driver job that has noted its end has nothing to do.
             with suppress(SharmillError):
                 scancel([job.id for job in queued_jobs(self.run_dir) if job.role == "watcher"])
+            self._notify(state)
+
+    def _notify(self, state: ChainState) -> None:
+        """Run the command of the profile; what becomes of it changes nothing."""
+        # Who submits sees the end of what ends at once.
+        if self.profile.notify is None or "SLURM_JOB_ID" not in os.environ:
+            return
+        values = {
+            "SHARMILL_NAME": self.name,
+            "SHARMILL_STATE": state.state,
+            "SHARMILL_FINDINGS": str(state.findings),
+            "SHARMILL_MESSAGE": state.message,
+            "SHARMILL_RUN_DIR": str(self.run_dir.path),
+        }
+        try:
+            subprocess.run(
+                ["bash", "-c", self.profile.notify], env=os.environ | values, input=state.message + "\n", text=True,
+                capture_output=True, check=True, timeout=_SECONDS_TO_NOTIFY,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            log.warning("notify: %s %s", error, getattr(error, "stderr", None) or "")
 
 
 class _ChainListener(Listener):

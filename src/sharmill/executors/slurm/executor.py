@@ -101,8 +101,8 @@ class SlurmExecutor:
 
     def script(self, stage: Stage, num_ranks: int) -> str:
         """Return the sbatch script of the first array of a stage's ranks, to be shown."""
-        array, parallel = self.arrays(num_ranks)[0]
-        parameters = self._parameters(stage.name, "rank", self.profile.for_stage(stage.uses_gpu))
+        array, parallel = self.arrays(stage, num_ranks)[0]
+        parameters = self._parameters(stage.name, "rank", self._ranks_of(stage))
         executor = self._submitit(parameters | {"array_parallelism": parallel}, self.profile.python)
         executor.parameters["map_count"] = len(array)
         return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
@@ -115,16 +115,20 @@ class SlurmExecutor:
     def bins(self, stage: Stage, units: Sequence[Unit]) -> list[list[Unit]]:
         """Return the units of each rank: as many ranks as the profile allows, each with units, balanced by cost."""
         # So many arrays that not each could have a rank running would break max_parallel.
-        most = min(
-            self.profile.for_stage(stage.uses_gpu).max_ranks, max_array_size(self.patience) * self.profile.max_parallel
-        )
-        return pack_units(units, most)
+        most = max_array_size(self.patience) * self._max_parallel(stage)
+        return pack_units(units, min(self._ranks_of(stage).max_ranks, most))
 
-    def arrays(self, num_ranks: int) -> list[tuple[range, int]]:
+    def arrays(self, stage: Stage, num_ranks: int) -> list[tuple[range, int]]:
         """Return the ranks of each job array, as large as the cluster allows, and how many of them may run at once."""
         largest = max_array_size(self.patience)
         ranges = [range(start, min(start + largest, num_ranks)) for start in range(0, num_ranks, largest)]
-        return [(ranks, max(1, self.profile.max_parallel * len(ranks) // num_ranks)) for ranks in ranges]
+        return [(ranks, max(1, self._max_parallel(stage) * len(ranks) // num_ranks)) for ranks in ranges]
+
+    def _ranks_of(self, stage: Stage) -> RankProfile:
+        return self.profile.for_stage(stage.name, stage.uses_gpu)
+
+    def _max_parallel(self, stage: Stage) -> int:
+        return self._ranks_of(stage).max_parallel or self.profile.max_parallel
 
     def submit_driver_job(self, behind: Sequence[QueuedJob]) -> str:
         """Submit the driver job behind jobs that are in the queue already, and return its number."""
@@ -137,7 +141,7 @@ class SlurmExecutor:
         # No rank of an earlier round is left: units that they had taken and did not end are free again.
         remove_tree(stage.dir.taken)
         make_folder(stage.dir.taken)
-        profile = self.profile.for_stage(stage.uses_gpu)
+        profile = self._ranks_of(stage)
         limit = profile.timeout_min * 60.0 - self.profile.signal_s
         tasks = [
             RankTask(stage, rank, [unit.index for unit in part], profile.device, rejects, limit)
@@ -156,8 +160,8 @@ class SlurmExecutor:
 
     def _submit_ranks(self, stage: Stage, tasks: list[RankTask], ranks: list[str]) -> None:
         """Submit the ranks, and add the numbers of their jobs to ``ranks``."""
-        parameters = self._parameters(stage.name, "rank", self.profile.for_stage(stage.uses_gpu))
-        for array, parallel in self.arrays(len(tasks)):
+        parameters = self._parameters(stage.name, "rank", self._ranks_of(stage))
+        for array, parallel in self.arrays(stage, len(tasks)):
             part = tasks[array.start : array.stop]
             ranks += self._submit(parameters | {"array_parallelism": parallel}, self.profile.python, part)
 
@@ -172,7 +176,7 @@ class SlurmExecutor:
 
     def _driver_parameters(self, name: str, role: Role, dependency: str) -> dict[str, Any]:
         """Return the parameters of a driver job; behind ranks ``afterany``, for the ledger says what is left to do."""
-        parameters = self._parameters(f"{name}-{role}", role, self.profile.cpu)
+        parameters = self._parameters(f"{name}-{role}", role, self.profile.for_stage("driver", False))
         # It submits jobs, so it runs outside of a container, with the interpreter that runs here.
         parameters.pop("srun_args", None)
         return parameters | {"use_srun": False, "dependency": dependency}
@@ -212,8 +216,8 @@ class SlurmExecutor:
         values: dict[str, Any] = {
             "job_name": f"{self.job_name}-{name.replace('/', '-')}",
             "partition": profile.partition,
-            "account": cluster.account,
-            "qos": cluster.qos,
+            "account": profile.account or cluster.account,
+            "qos": profile.qos or cluster.qos,
             "cpus_per_task": profile.cores,
             "gpus_per_node": profile.gpus or None,
             "mem": f"{round(profile.memory_gb * 1024)}M",

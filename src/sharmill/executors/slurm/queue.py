@@ -149,6 +149,16 @@ def scancel(job_ids: Sequence[str]) -> None:
             subprocess.run(["scancel", *job_ids], capture_output=True, check=False, timeout=60)
 
 
+def requeue(job_id: str) -> bool:
+    """Ask SLURM to end a job and to put it back into the queue; return False where it does not take the order."""
+    try:
+        subprocess.run(["scontrol", "requeue", job_id], capture_output=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("job %s cannot be requeued: %s", job_id, error)
+        return False
+    return True
+
+
 def max_array_size(patience: float = PATIENCE_SECONDS) -> int:
     """Return how many tasks the cluster allows in one array; SLURM's own default where there is no SLURM to ask.
 

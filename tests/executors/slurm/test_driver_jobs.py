@@ -1,0 +1,95 @@
+"""Driver jobs where the cluster is a few scripts: the wait for a controller that is away, and the note of an end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from support.errors import raises
+
+from sharmill.errors import FatalError
+from sharmill.executors.slurm import chain as slurm_chain
+from sharmill.executors.slurm.chain import Chain, ChainState, read_state
+from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
+from sharmill.executors.slurm.queue import SlurmSilent
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """A command that notes what it is called with."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "scontrol").write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/orders\n')
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    return tmp_path / "orders"
+
+
+@pytest.fixture
+def driver_job(tmp_path):
+    """The driver job of a chain, under a time limit of ten minutes."""
+    dataset = SimpleNamespace(name="toy", run_dir=tmp_path / "run")
+    chain = Chain(dataset, ClusterProfile(cpu=RankProfile(timeout_min=10)), command="sharmill submit all c.yaml")
+    return chain.executor().driver_job
+
+
+def test_a_driver_job_waits_for_a_part_of_its_own_time_limit(driver_job):
+    assert driver_job.patience == 180.0
+
+
+def meet(monkeypatch, error):
+    def run(self):
+        raise error
+
+    monkeypatch.setattr(Chain, "_run_driver_job", run)
+
+
+def test_one_that_has_waited_as_long_as_it_may_is_requeued(driver_job, scontrol, monkeypatch):
+    meet(monkeypatch, SlurmSilent("SLURM does not answer squeue"))
+    replace(driver_job, patience=0.0)()
+    assert scontrol.read_text() == "requeue 17\n"
+    state = read_state(driver_job.run_dir)
+    assert state.state == "waiting"
+    assert "it is requeued" in state.message
+
+
+@pytest.mark.parametrize(
+    ("error", "restarts", "patience"),
+    [
+        # For the 240th time: twelve hours.
+        (SlurmSilent("SLURM does not answer"), "239", 180.0),
+        # At once: it is not the wait that ends it.
+        (FatalError("Invalid qos specification", code="jobs_refused"), "0", 180.0),
+        (FatalError("the disk is full", code="disk"), "0", 0.0),
+    ],
+)
+def test_what_will_not_pass_ends_the_chain(driver_job, scontrol, monkeypatch, error, restarts, patience):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    monkeypatch.setattr(slurm_chain.time, "monotonic", iter([0.0, 200.0 if restarts != "0" else 1.0]).__next__)
+    meet(monkeypatch, error)
+    with raises(type(error), error.code):
+        replace(driver_job, patience=patience)()
+    assert not scontrol.exists()
+    assert read_state(driver_job.run_dir).state == "failed"
+
+
+@pytest.mark.parametrize("state", ["done", "failed"])
+def test_the_command_of_the_profile_is_told_of_the_end(driver_job, scontrol, tmp_path, state):
+    said = tmp_path / "said"
+    command = f'cat > {said}; echo "$SHARMILL_NAME $SHARMILL_STATE $SHARMILL_FINDINGS $SHARMILL_RUN_DIR" >> {said}'
+    chain = replace(driver_job, profile=replace(driver_job.profile, notify=command))
+    chain.run_dir.path.mkdir()
+    chain._write(ChainState(state="waiting", message="jobs"))
+    assert not said.exists()
+    chain._write(ChainState(state=state, message='it\'s "over" $(touch no)', findings=3))
+    assert said.read_text() == f'it\'s "over" $(touch no)\ntoy {state} 3 {chain.run_dir.path}\n'
+
+
+def test_a_command_that_fails_changes_nothing(driver_job, scontrol, caplog):
+    chain = replace(driver_job, profile=replace(driver_job.profile, notify="echo no such user >&2; exit 3"))
+    chain.run_dir.path.mkdir()
+    chain._write(ChainState(state="done", message="all stages are done"))
+    assert read_state(chain.run_dir).state == "done"
+    assert "no such user" in caplog.text

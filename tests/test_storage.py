@@ -23,7 +23,9 @@ from sharmill.storage import (
     STAGING_NAME,
     PublishedFile,
     Staging,
+    create_atomic,
     disk_errors,
+    make_folder,
     open_atomic,
     open_regular,
     path_aside,
@@ -91,6 +93,47 @@ def test_file_is_synced_before_its_rename_and_the_folder_after(tmp_path, monkeyp
     monkeypatch.setattr(store.os, "fsync", record)
     write_atomic(tmp_path / "file", b"x")
     assert events == [("file", False), ("folder", True)]
+
+
+@pytest.fixture
+def synced(tmp_path, monkeypatch):
+    """The names of what is synced, as they are then, below the folder of the test."""
+    found = []
+    sync = os.fsync
+
+    def record(descriptor):
+        found.append(Path(f"/proc/self/fd/{descriptor}").resolve().relative_to(tmp_path).as_posix())
+        sync(descriptor)
+
+    monkeypatch.setattr(store.os, "fsync", record)
+    return found
+
+
+@pytest.mark.parametrize("make", [require_writable, make_folder, lambda folder: write_atomic(folder / "file", b"x")])
+def test_the_names_of_new_folders_outlast_a_loss_of_power(tmp_path, synced, make):
+    make(tmp_path / "run/stage")
+    assert synced[:2] == [".", "run"]
+
+
+def test_the_names_in_a_published_folder_outlast_a_loss_of_power(tmp_path, synced):
+    (tmp_path / "aside/below").mkdir(parents=True)
+    (tmp_path / "aside/below/file").write_bytes(b"x")
+    publish_directory(tmp_path / "aside", tmp_path / "final")
+    assert synced == ["aside", "aside/below", "aside/below/file", "."]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_is_created_once_and_whole(tmp_path, synced, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr(store.os, "link", mock.Mock(side_effect=OSError(errno.EPERM, "no links here")))
+    create_atomic(tmp_path / "claim", b"first")
+    with pytest.raises(FileExistsError):
+        create_atomic(tmp_path / "claim", b"second")
+    assert (tmp_path / "claim").read_bytes() == b"first"
+    assert names(tmp_path) == ["claim"]
+    # What is synced under its final name was seen half written.
+    assert ("claim" in synced) == (not links)
+    assert synced[-2:-1] == ["."] if links else True
 
 
 def test_staging_publishes_in_the_order_given(tmp_path, monkeypatch):

@@ -37,6 +37,8 @@ _REMOVALS = 10
 _STOPPING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
 # Those that only writing can meet: where a stage reads and writes, the others may concern one input file.
 WRITE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+# Of hard links: another file system, one without them, a file of somebody else's, or one that has all it may have.
+NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 
 
 @contextmanager
@@ -216,7 +218,7 @@ def open_atomic(path: Path, *, parents: bool = True) -> Iterator[BinaryIO]:
     """
     with stopping_errors(path):
         if parents:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(path.parent)
         aside = path_aside(path)
         try:
             with aside.open("xb") as stream:
@@ -235,13 +237,41 @@ def write_atomic(path: Path, data: bytes, *, parents: bool = True) -> None:
         stream.write(data)
 
 
+def create_atomic(path: Path, data: bytes) -> None:
+    """Publish ``data`` as ``path`` unless there is such a file; where no links can be made, a half may be seen.
+
+    Raises:
+        FileExistsError: there is one; of several processes that try, one succeeds.
+    """
+    with stopping_errors(path):
+        aside = path_aside(path)
+        try:
+            with aside.open("xb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            try:
+                os.link(aside, path)
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                with path.open("xb") as stream:
+                    stream.write(data)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+        finally:
+            aside.unlink(missing_ok=True)
+        fsync_directory(path.parent)
+
+
 def publish_directory(aside: Path, final: Path) -> None:
-    """Publish a complete directory: sync the files in it, then rename it as a whole."""
+    """Publish a complete directory: sync the files and folders in it, then rename it as a whole."""
     with stopping_errors(final):
-        for file in sorted(aside.rglob("*")):
-            if file.is_file():
-                fsync_file(file)
-        fsync_directory(aside)
+        for path in (aside, *sorted(aside.rglob("*"))):
+            if path.is_dir():
+                fsync_directory(path)
+            elif path.is_file():
+                fsync_file(path)
         aside.rename(final)
         fsync_directory(final.parent)
 
@@ -354,11 +384,15 @@ def remove_at_once(folder: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """Make a folder, with its parents, so that it outlasts a loss of power."""
+    with stopping_errors(path):
+        _make_folder(path)
+
+
+def _make_folder(path: Path) -> None:
     if not path.is_dir():
-        make_folder(path.parent)
-        with stopping_errors(path):
-            path.mkdir(exist_ok=True)
-            fsync_directory(path.parent)
+        _make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        fsync_directory(path.parent)
 
 
 def make_private_folder(path: Path) -> None:
@@ -442,7 +476,7 @@ def require_writable(directory: Path) -> None:
     """
     probe = path_aside(directory / PROBE)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        _make_folder(directory)
         probe.touch(exist_ok=False)
         # Another process that begins its work here may have taken it for a leftover.
         probe.unlink(missing_ok=True)

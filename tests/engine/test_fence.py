@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import signal
@@ -14,6 +15,7 @@ from support.errors import raises
 from support.paths import REPOSITORY
 from support.toy_stage import ToyStage, output_bytes, run, wait_until
 
+from sharmill.engine import fence
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.fence import claim_output, release_output
 from sharmill.engine.ledger import read_ledger
@@ -170,6 +172,35 @@ class TestClaims:
         assert sorted(path.name for path in staging.iterdir()) == [stage.token, "first.claim", "last.claim"]
         assert run(ToyStage(tmp_path))[0].ok
         assert not staging.exists()
+
+    def test_none_is_ever_seen_empty(self, tmp_path, monkeypatch):
+        """An empty one would be nobody's, and refuse its own run too."""
+        stage = ToyStage(tmp_path)
+        sync, seen = os.fsync, []
+
+        def look(descriptor):
+            seen.extend(path.stat().st_size for path in stage.root.glob(f"{STAGING_NAME}/*.claim"))
+            sync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", look)
+        plan(stage)
+        assert seen
+        assert 0 not in seen
+
+    def test_those_that_are_gone_do_not_come_back(self, tmp_path, monkeypatch):
+        stage = ToyStage(tmp_path)
+        plan(stage)
+        # Of a process that was killed while it claimed.
+        (stage.root / STAGING_NAME / f".first.claim.{'0' * 32}.tmp").touch()
+        sync, left = fence.fsync_directory, []
+
+        def look(folder):
+            left.append((folder, sorted(path.name for path in stage.root.glob(".sharmill*"))))
+            sync(folder)
+
+        monkeypatch.setattr(fence, "fsync_directory", look)
+        release_output(stage.root, [stage.token])
+        assert left == [(stage.root, [])]
 
     def test_another_run_is_refused_before_any_work_and_told_whose_it_is(self, tmp_path):
         stage = ToyStage(tmp_path)

@@ -12,8 +12,9 @@ import pytest
 from support.errors import raises
 from support.toy_stage import ToyStage, output_bytes, run
 
+from sharmill.engine import plan
 from sharmill.engine.identity import find_changes, identify_folder, is_same_folder
-from sharmill.engine.plan import load_plan, read_or_make_plan
+from sharmill.engine.plan import load_plan, read_or_make_plan, remove_run
 from sharmill.errors import ConfigError
 
 
@@ -51,6 +52,21 @@ class TestFreeze:
         with pytest.raises(ZeroDivisionError):
             read_or_make_plan(stage, restart=False)
         assert list(stage.dir.path.iterdir()) == []
+
+    def test_what_a_lock_has_left_is_not_foreign(self, tmp_path):
+        """Names may come back in any order after a loss of power."""
+        stage = ToyStage(tmp_path)
+        (stage.dir.path / ".sharmill-lock.0123").mkdir(parents=True)
+        (stage.dir.path / ".sharmill-lock").mkdir()
+        assert run(stage)[0].ok
+
+    def test_a_run_that_is_removed_does_not_come_back_in_parts(self, tmp_path, monkeypatch):
+        stage = ToyStage(tmp_path)
+        run(stage)
+        is_there = []
+        monkeypatch.setattr(plan, "fsync_directory", lambda folder: is_there.append(stage.run_dir.path.exists()))
+        remove_run(stage)
+        assert is_there == [False]
 
 
 class TestIdentity:

@@ -179,6 +179,14 @@ def change_record(dataset, **changes):
     return dataset
 
 
+def test_what_was_killed_at_the_very_end_leaves_nothing_beside_it_for_long(plain, tmp_path):
+    merge_datasets(plain, tmp_path / "both")
+    (tmp_path / f".both{STAGING_NAME}/.sharmill-lock").mkdir(parents=True)
+    with raises(ConfigError, "foreign_output", "both", "not empty"):
+        merge_datasets(plain, tmp_path / "both")
+    assert [path.name for path in tmp_path.iterdir()] == ["both"]
+
+
 def test_the_sources_stay_as_they_are(plain, tmp_path):
     before = [snapshot(path) for path in plain]
     merge_datasets(plain, tmp_path / "out")

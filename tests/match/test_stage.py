@@ -9,9 +9,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import soundfile as sf
-import torch
 from support.errors import raises
-from support.shar import Project, lines, put, run, voice
+from support.shar import PitchEncoder, Project, lines, put, run, voice
 
 from sharmill.audio.sound import Sound
 from sharmill.config import MatchConfig
@@ -23,29 +22,6 @@ from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.prepare.stage import PrepareStage
 from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage
-
-
-class PitchEncoder:
-    """The voice is the loudest frequency: one of 1000 f Hz has the angle f, and silence has none."""
-
-    sampling_rate = 16000
-    embedding_size = 2
-    checksum = "pitch"
-
-    def __init__(self):
-        self.embedded = 0
-
-    def embed(self, audio, num_samples):
-        self.embedded += len(audio)
-        rows = [self._row(row[:n]) for row, n in zip(audio, num_samples.tolist(), strict=True)]
-        return torch.tensor(rows, dtype=torch.float32)
-
-    def _row(self, samples):
-        if not bool((samples != 0).any()):
-            return [0.0, 0.0]
-        # Of the same number of points for all, so that equal pitches are equal.
-        angle = float(torch.fft.rfft(samples, 65536).abs().argmax()) * 16000 / 65536 / 1000
-        return [np.cos(angle), np.sin(angle)]
 
 
 def similarity(pitch, other):

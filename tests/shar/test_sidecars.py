@@ -86,7 +86,11 @@ def test_offsets_lead_to_lines_and_headers(dataset):
 
 def test_the_checker_knows_them_and_the_reader_does_not_mind(dataset):
     before = [cut.id for cut in open_shar(dataset)]
+    # Of a process that was killed.
+    for name in (".probe", "cuts/.cuts.000001.jsonl", "target_audio/.recording.000001.tar.idx"):
+        (dataset / f"{name}.{'0' * 32}.tmp").touch()
     write_sidecars(dataset)
+    assert not list(dataset.rglob(".*"))
     assert [cut.id for cut in open_shar(dataset)] == before
     (dataset / "cuts/cuts.000009.jsonl.idx").touch()
     assert strays(dataset) == ["cuts/cuts.000009.jsonl.idx"]

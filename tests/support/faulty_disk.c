@@ -14,12 +14,16 @@
  * hosts do not see each other's.
  * Operations are counted over all processes, in the file FAULTY_DISK_COUNT; FAULTY_DISK_LOG gets a line for each that
  * fails, or for every one where nothing fails: its number, its name, its path.
+ *
+ * A process that has called record_disk(FOLDER, LOG) notes instead all that it does to names and bytes below the folder,
+ * in order, each after it was done; crash_states.py says what may be left of that when the power goes.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -93,18 +97,99 @@ static int fault(const char *name, const char *path, int traits) {
     return !strcmp(kind, "full") ? ENOSPC : !strcmp(kind, "readonly") ? EROFS : EIO;
 }
 
-static int fault_at(const char *name, int directory, const char *path, int traits) {
-    char whole[2 * PATH_MAX], link[64];
-    if (!count)
-        return 0;
+/* The absolute path of a name in an open folder; 0 where it has none. */
+static int absolute(int directory, const char *path, char *whole) {
+    char link[64];
     if (path[0] == '/')
-        return fault(name, path, traits);
+        return snprintf(whole, PATH_MAX, "%s", path) < PATH_MAX;
     snprintf(link, sizeof link, directory == AT_FDCWD ? "/proc/self/cwd" : "/proc/self/fd/%d", directory);
     ssize_t length = readlink(link, whole, PATH_MAX);
-    if (length < 0)
-        return 0;
-    snprintf(whole + length, sizeof whole - length, "/%s", path);
-    return fault(name, whole, traits);
+    return length > 0 && snprintf(whole + length, PATH_MAX - length, "/%s", path) < PATH_MAX - length;
+}
+
+static const char *recorded_folder;
+static int record = -1;
+static pthread_mutex_t recording = PTHREAD_MUTEX_INITIALIZER;
+
+/* The folder itself, or a path below it. */
+static int is_recorded(const char *path) {
+    size_t length = strlen(recorded_folder);
+    return !strncmp(path, recorded_folder, length) && (path[length] == '/' || !path[length]);
+}
+
+/* Called by a process that is to be recorded from then on. */
+void record_disk(const char *below, const char *log) {
+    recorded_folder = strdup(below);
+    record = (int)syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    if (record < 0)
+        abort();
+}
+
+/* One line, and the bytes behind it: name, path, other path, offset, number of bytes. */
+static void note_change(const char *name, const char *path, const char *other, off64_t offset, const void *data, size_t size) {
+    char line[2 * PATH_MAX + 128];
+    if (!is_recorded(path))
+        return;
+    int length = snprintf(line, sizeof line, "%s\t%s\t%s\t%lld\t%zu\n", name, path, other, (long long)offset, size);
+    struct iovec parts[] = {{line, length}, {(void *)data, size}};
+    if (syscall(SYS_writev, record, parts, 2) != (ssize_t)(length + size))
+        abort();
+}
+
+static void note_name(const char *name, int directory, const char *path, const char *other) {
+    char whole[PATH_MAX];
+    if (absolute(directory, path, whole))
+        note_change(name, whole, other, 0, "", 0);
+}
+
+static void note_names(const char *name, int from, const char *old, int to, const char *new) {
+    char whole[PATH_MAX];
+    if (absolute(to, new, whole))
+        note_name(name, from, old, whole);
+}
+
+/* The path of an open file that still has a name below the folder. */
+static int path_of(int file, char *path) {
+    char link[64];
+    struct stat status;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t length = readlink(link, path, PATH_MAX - 1);
+    path[length < 0 ? 0 : length] = 0;
+    return length > 0 && is_recorded(path) && !fstat(file, &status)
+        && status.st_nlink && (S_ISREG(status.st_mode) || S_ISDIR(status.st_mode));
+}
+
+/* All bytes of an open file: some were written in ways that are not seen here, as by stdio. */
+static void note_content(int file) {
+    char path[PATH_MAX];
+    struct stat status;
+    if (!path_of(file, path) || fstat(file, &status) || !S_ISREG(status.st_mode))
+        return;
+    int again = (int)syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0);
+    char *data = malloc(status.st_size + 1);
+    if (again < 0 || !data || syscall(SYS_pread64, again, data, status.st_size, 0) != status.st_size)
+        abort();
+    note_change("content", path, "", 0, data, status.st_size);
+    free(data);
+    syscall(SYS_close, again);
+}
+
+static void note_written(int file, const void *data, ssize_t size, off64_t offset) {
+    char path[PATH_MAX];
+    if (size > 0 && path_of(file, path))
+        note_change("write", path, "", offset < 0 ? lseek64(file, 0, SEEK_CUR) - size : offset, data, size);
+}
+
+static void note_sync(int file) {
+    char path[PATH_MAX];
+    note_content(file);
+    if (path_of(file, path))
+        note_change("fsync", path, "", 0, "", 0);
+}
+
+static int fault_at(const char *name, int directory, const char *path, int traits) {
+    char whole[PATH_MAX];
+    return count && absolute(directory, path, whole) ? fault(name, whole, traits) : 0;
 }
 
 static int fault_of(const char *name, int file, int traits) {
@@ -120,12 +205,24 @@ static int fault_of(const char *name, int file, int traits) {
 }
 
 #define REAL(type, name, ...) static type (*real)(__VA_ARGS__); if (!real) real = dlsym(RTLD_NEXT, name)
+/* The result of a call, and a note of it where it has succeeded; calls of threads come one after the other. */
+#define NOTED(type, call, note) do { \
+    if (record < 0) return call; \
+    pthread_mutex_lock(&recording); \
+    type done = call; \
+    int saved = errno; \
+    if (done != -1) { note; } \
+    errno = saved; \
+    pthread_mutex_unlock(&recording); \
+    return done; } while (0)
 #define FAIL(found) do { int error = (found); if (error) { errno = error; return -1; } } while (0)
 
 static int open_any(int directory, const char *path, int flags, mode_t mode) {
     if (flags & (O_WRONLY | O_RDWR | O_CREAT))
         FAIL(fault_at("open", directory, path, flags & O_CREAT ? NEEDS_ROOM : 0));
-    return (int)syscall(SYS_openat, directory, path, flags, mode);
+    int is_new = record >= 0 && flags & O_CREAT && faccessat(directory, path, F_OK, AT_SYMLINK_NOFOLLOW);
+    NOTED(int, (int)syscall(SYS_openat, directory, path, flags, mode),
+          if (is_new) note_name("create", directory, path, ""); else if (flags & O_TRUNC) note_content(done));
 }
 
 #define MODE mode_t mode = 0; if (flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE) { \
@@ -147,19 +244,19 @@ ssize_t read(int file, void *data, size_t size) {
 ssize_t write(int file, const void *data, size_t size) {
     FAIL(fault_of("write", file, NEEDS_ROOM));
     REAL(ssize_t, "write", int, const void *, size_t);
-    return real(file, data, size);
+    NOTED(ssize_t, real(file, data, size), note_written(file, data, done, -1));
 }
 
 ssize_t writev(int file, const struct iovec *parts, int number) {
     FAIL(fault_of("write", file, NEEDS_ROOM));
     REAL(ssize_t, "writev", int, const struct iovec *, int);
-    return real(file, parts, number);
+    NOTED(ssize_t, real(file, parts, number), note_content(file));
 }
 
 ssize_t pwrite64(int file, const void *data, size_t size, off64_t offset) {
     FAIL(fault_of("write", file, NEEDS_ROOM));
     REAL(ssize_t, "pwrite64", int, const void *, size_t, off64_t);
-    return real(file, data, size, offset);
+    NOTED(ssize_t, real(file, data, size, offset), note_written(file, data, done, offset));
 }
 
 int flock(int file, int operation) {
@@ -178,19 +275,19 @@ int flock(int file, int operation) {
 int fsync(int file) {
     FAIL(fault_of("fsync", file, SYNCS));
     REAL(int, "fsync", int);
-    return real(file);
+    NOTED(int, real(file), note_sync(file));
 }
 
 int fdatasync(int file) {
     FAIL(fault_of("fsync", file, SYNCS));
     REAL(int, "fdatasync", int);
-    return real(file);
+    NOTED(int, real(file), note_sync(file));
 }
 
 int rename(const char *from, const char *to) {
     FAIL(fault_at("rename", AT_FDCWD, to, 0));
     REAL(int, "rename", const char *, const char *);
-    return real(from, to);
+    NOTED(int, real(from, to), note_names("rename", AT_FDCWD, from, AT_FDCWD, to));
 }
 
 int mkdir(const char *path, mode_t mode) {
@@ -199,23 +296,45 @@ int mkdir(const char *path, mode_t mode) {
     if (stat(path, &status))
         FAIL(fault_at("mkdir", AT_FDCWD, path, NEEDS_ROOM));
     REAL(int, "mkdir", const char *, mode_t);
-    return real(path, mode);
+    NOTED(int, real(path, mode), note_name("mkdir", AT_FDCWD, path, ""));
 }
 
 int unlink(const char *path) {
     FAIL(fault_at("unlink", AT_FDCWD, path, 0));
     REAL(int, "unlink", const char *);
-    return real(path);
+    NOTED(int, real(path), note_name("unlink", AT_FDCWD, path, ""));
 }
 
 int unlinkat(int directory, const char *path, int flags) {
     FAIL(fault_at(flags & AT_REMOVEDIR ? "rmdir" : "unlink", directory, path, 0));
     REAL(int, "unlinkat", int, const char *, int);
-    return real(directory, path, flags);
+    NOTED(int, real(directory, path, flags), note_name("unlink", directory, path, ""));
 }
 
 int rmdir(const char *path) {
     FAIL(fault_at("rmdir", AT_FDCWD, path, 0));
     REAL(int, "rmdir", const char *);
-    return real(path);
+    NOTED(int, real(path), note_name("unlink", AT_FDCWD, path, ""));
+}
+
+/* What follows never fails: it is noted only. */
+
+int close(int file) {
+    int is_written = record >= 0 && file != record && (fcntl(file, F_GETFL) & O_ACCMODE) != O_RDONLY;
+    if (is_written) {
+        pthread_mutex_lock(&recording);
+        note_content(file);
+        pthread_mutex_unlock(&recording);
+    }
+    return (int)syscall(SYS_close, file);
+}
+
+int ftruncate64(int file, off64_t size) {
+    REAL(int, "ftruncate64", int, off64_t);
+    NOTED(int, real(file, size), note_content(file));
+}
+
+int link(const char *from, const char *to) {
+    REAL(int, "link", const char *, const char *);
+    NOTED(int, real(from, to), note_names("link", AT_FDCWD, from, AT_FDCWD, to));
 }

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import yaml
 from lhotse import CutSet
 
 from sharmill.demo.corpus import make_corpus
+from sharmill.engine.locks import LOCK_NAME
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_shards
@@ -125,11 +127,11 @@ class SmallRun:
 
     def differences(self, stage: str) -> list[str]:
         """How ``work`` differs from what the stage leaves without trouble: nothing may."""
-        expected, found = _files(self.state(stage)), _files(self.work)
+        expected, found = lasting_files(self.state(stage)), lasting_files(self.work)
         wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
         wrong += [f"{name} is too much" for name in found.keys() - expected.keys()]
-        for name in expected.keys() & found.keys() - _PERSONAL_FILES:
-            if expected[name].read_bytes() != found[name].read_bytes():
+        for name in expected.keys() & found.keys():
+            if expected[name] != found[name]:
                 wrong.append(f"{name} has other bytes")
         staging = [path.parent.relative_to(self.work) for path in self.work.rglob(f"{STAGING_NAME}/*")]
         return sorted(wrong) + [f"{name} is left over" for name in (*self.leftovers(), *staging)]
@@ -137,7 +139,7 @@ class SmallRun:
     def leftovers(self, below: str = "") -> list[str]:
         """Temporary files and folders, wherever they are; in a staging folder what an attempt has left."""
         names = (path.relative_to(self.work).as_posix() for path in sorted((self.work / below).rglob("*")))
-        return [name for name in names if _is_temporary(name)]
+        return [name for name in names if is_temporary(name)]
 
     def check_readers(self, stage: str) -> None:
         """Proves that who reads the dataset directory at this moment, while a stage is at work, gets nothing bad."""
@@ -206,18 +208,21 @@ def _load_all(cuts: CutSet) -> int:
     return count
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """The files whose bytes must be the same after every run, by relative name."""
-    found = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+def lasting(names: Iterable[str]) -> list[str]:
+    """Return the names, relative to the folder of a run, of files whose bytes must be the same after every run."""
+    own = (*_PERSONAL, LOCK_NAME)
+    return [name for name in names if not set(own) & set(name.split("/")) and name not in _PERSONAL_FILES]
+
+
+def lasting_files(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of these files, by relative name."""
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     # The folder of a plan's ranks is called by a random token.
-    return {
-        re.sub("/ranks/[0-9a-f]{16}/", "/ranks/", name.as_posix()): path
-        for name, path in found.items()
-        if not _PERSONAL & set(name.parts)
-    }
+    return {re.sub("/ranks/[0-9a-f]{16}/", "/ranks/", name): found[name].read_bytes() for name in lasting(found)}
 
 
-def _is_temporary(name: str) -> bool:
+def is_temporary(name: str) -> bool:
+    """Return True for what only a process that was ended leaves, by its name below the folder of a run."""
     own = name.rpartition("/")[2]
     in_staging = name.partition(f"{STAGING_NAME}/")[2]
     return (own.startswith(".") and own != STAGING_NAME) or own.endswith(".tmp") or "/" in in_staging

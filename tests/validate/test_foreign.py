@@ -176,6 +176,8 @@ def test_ids_that_occur_twice_are_found_in_both_shards(flat, tmp_path):
 
 
 def test_an_index_makes_it_a_dataset_that_opens_and_validates(published, tmp_path):
+    # Of a process that was killed.
+    (published / f".shards.jsonl.{'0' * 32}.tmp").touch()
     told = list(rebuild_index(published, [parse_codec_facts(TOY)]))
     description = json.loads((published / "dataset.json").read_text())
     assert description["contract"] == "foreign"

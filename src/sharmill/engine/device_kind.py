@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from uuid import uuid4
 
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import read_stored
 from sharmill.engine.unit import Commit
-from sharmill.storage import remove_tree, stopping_errors, write_atomic
+from sharmill.storage import create_atomic, remove_tree, stopping_errors, write_atomic
 
 
 def settle_device_kind(stage: Stage, commits: Iterable[Commit]) -> None:
@@ -25,16 +23,11 @@ def settle_device_kind(stage: Stage, commits: Iterable[Commit]) -> None:
 def claim_device_kind(stage: Stage, kind: str) -> str:
     """Return the kind of device that the stage keeps to: ``kind``, where no rank was there before."""
     path = stage.dir.device_kind
-    aside = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     with stopping_errors(path):
         try:
-            aside.write_bytes(kind.encode())
-            # Of several ranks one wins, and the file is never seen half written.
-            os.link(aside, path)
+            create_atomic(path, kind.encode())
         except FileExistsError:
             return read_stored(path).decode(errors="replace")
-        finally:
-            aside.unlink(missing_ok=True)
     return kind
 
 

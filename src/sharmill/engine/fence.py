@@ -10,7 +10,6 @@ Where stages of several runs publish into one directory, a run claims its folder
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import socket
@@ -28,6 +27,7 @@ from sharmill.errors import ConfigError, FatalError
 from sharmill.processes import user_name
 from sharmill.storage import (
     STAGING_NAME,
+    create_atomic,
     fsync_directory,
     make_folder,
     refuse_strangers,
@@ -174,12 +174,16 @@ def release_output(root: Path, tokens: Iterable[str]) -> None:
     tokens = set(tokens)
     for token in tokens:
         remove_at_once(token_staging(root, token))
-    for path in _claim_files(root):
-        if _names(path, tokens):
-            path.unlink(missing_ok=True)
+    claims = [path for path in _claim_files(root) if _names(path, tokens)]
+    for path in claims:
+        path.unlink(missing_ok=True)
     staging = root / STAGING_NAME
-    remove_asides(staging, {path.name.split(".")[1] for path in staging.glob(".*.tmp") if _TOKEN.match(path.name[1:])})
+    removed = {path.name.split(".")[1] for path in staging.glob(".*.tmp") if _TOKEN.match(path.name[1:])}
+    remove_asides(staging, removed | {path.name for path in claims})
     remove_if_empty(staging)
+    if claims:
+        # The stage is noted as finished elsewhere: a claim that came back after that would stay.
+        fsync_directory(staging if staging.is_dir() else root)
 
 
 def refuse_claims(root: Path) -> None:
@@ -223,7 +227,6 @@ def _read_claim(path: Path) -> Claim | None:
     except FileNotFoundError:
         return None
     except NOT_JSON as error:
-        # Another run may be writing it at this moment, or has died while it did.
         message = f"{path} is no claim: if no run is at work on {path.parent.parent}, remove that file"
         raise ConfigError(message, code="claimed") from error
 
@@ -239,19 +242,17 @@ def _names(path: Path, tokens: Container[str]) -> bool:
 def _create(path: Path, text: bytes, root: Path) -> None:
     """Create a claim, unless another run has just done so."""
     with stopping_errors(path):
-        make_folder(path.parent)
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            found = _read_claim(path)
-            if found is None:
-                raise
-            raise _claimed(root, path, found) from None
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        fsync_directory(path.parent)
+        while True:
+            make_folder(path.parent)
+            # Another run may give its claim up at this moment, and remove the folder with it.
+            with suppress(FileNotFoundError):
+                try:
+                    create_atomic(path, text)
+                except FileExistsError:
+                    if (found := _read_claim(path)) is not None:
+                        raise _claimed(root, path, found) from None
+                else:
+                    return
 
 
 def _claimed(root: Path, path: Path, claim: Claim) -> ConfigError:

@@ -19,6 +19,7 @@ from sharmill.engine.fence import (
     tokens_of,
 )
 from sharmill.engine.identity import find_changes
+from sharmill.engine.locks import LOCK_NAME
 from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import decode_stored, read_stored, read_stored_lines
@@ -26,6 +27,7 @@ from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError
 from sharmill.storage import (
     STAGING_NAME,
+    fsync_directory,
     make_folder,
     path_aside,
     publish_directory,
@@ -124,6 +126,7 @@ def remove_run(stage: Stage) -> None:
     paths = StageDir(aside / stage.name)
     with stopping_errors(folder):
         folder.rename(aside)
+        fsync_directory(folder.parent)
         remove_fences(paths, stage.root if stage.shares_root else paths.path)
         if not stage.shares_root:
             _remove_parts(paths, stage.folders)
@@ -204,8 +207,8 @@ def _refuse_foreign_folder(stage: Stage) -> None:
     paths = stage.dir
     if paths.token_file.exists() or not paths.path.exists():
         return
-    own = {"ranks", STAGING_NAME}
-    foreign = [p.name for p in sorted(paths.path.iterdir()) if p.name not in own and not _PLAN_ASIDE.fullmatch(p.name)]
+    own = re.compile(rf"ranks|{re.escape(STAGING_NAME)}|{re.escape(LOCK_NAME)}.*|{_PLAN_ASIDE.pattern}")
+    foreign = [path.name for path in sorted(paths.path.iterdir()) if not own.fullmatch(path.name)]
     ranks = paths.path / "ranks"
     foreign += [f"ranks/{p.name}" for p in sorted(ranks.glob("[!.]*")) if p.name not in tokens_of(paths)]
     if foreign:

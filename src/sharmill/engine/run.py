@@ -134,7 +134,7 @@ def _remove_leftovers(stage: Stage) -> None:
     remove_asides(stage.root, {PROBE})
     paths = stage.run_dir
     remove_asides(paths.path, {path.name for path in (paths.config, paths.rejects, paths.stats)} | {PROBE})
-    for folder in (paths.manifests, stage.dir.path):
+    for folder in (paths.manifests, stage.dir.path, stage.dir.merged):
         remove_asides(folder)
 
 

@@ -21,7 +21,7 @@ from sharmill.grow.parts import SourceDataset, require_alike, require_distinct_i
 from sharmill.grow.placing import Placed, add_up_shards, place_shard, renumber, seal_folders
 from sharmill.match.choose import min_similarity
 from sharmill.shar.index import DatasetRecord, ShardRecord, changing_index, write_dataset, write_shards
-from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, SHARDS_FILE, shard_file
+from sharmill.shar.layout import CONTEXT_AUDIO, shard_file
 from sharmill.storage import (
     PROBE,
     STAGING_NAME,
@@ -186,7 +186,7 @@ def _content(shard: ShardRecord) -> dict[str, str]:
 def _remove_leftovers(part: SourceDataset) -> None:
     """Remove what a killed append has placed behind the last shard; nothing of the dataset, and nothing of others."""
     directory = part.directory
-    remove_asides(directory, {SHARDS_FILE, DATASET_FILE, PROBE})
+    remove_asides(directory, {PROBE})
     path = directory / STAGING_NAME / NOTE_NAME
     if path.exists():
         note = _read_note(path, part.record)

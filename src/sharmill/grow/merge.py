@@ -59,17 +59,20 @@ def merge_datasets(
     parts = [SourceDataset.read(Path(source)) for source in sources]
     if not parts:
         raise ConfigError("name the datasets to merge", code="bad_usage")
-    _require_free(out, parts)
+    staging = out.with_name(f".{out.name}{STAGING_NAME}")
+    if not staging.exists():
+        # Else what a killed process has left goes first, even where it was killed at its very end.
+        _require_free(out, parts)
     require_alike(parts)
     require_distinct_ids(parts)
     make_folder(out.parent)
-    staging = out.with_name(f".{out.name}{STAGING_NAME}")
     refuse_strangers(out.parent, [staging / "dataset"])
     with stopping_errors(staging):
         staging.mkdir(exist_ok=True)
     try:
         with FolderLock(staging):
             remove_tree(staging / "dataset")
+            _require_free(out, parts)
             merged = _place_all(parts, staging / "dataset", name or out.name, copy=copy)
             _require_free(out, parts)
             with stopping_errors(out):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
@@ -18,10 +16,7 @@ from sharmill.grow.parts import SourceDataset
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
 from sharmill.shar.layout import CUTS, shard_file
 from sharmill.shar.tar import open_field
-from sharmill.storage import fsync_directory, make_folder, open_atomic, stopping_errors
-
-# Another file system, one without hard links, a file of somebody else's, or one that has as many links as it may have.
-_NO_LINKS: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+from sharmill.storage import NO_LINKS, fsync_directory, make_folder, open_atomic, stopping_errors
 
 
 @dataclass
@@ -77,7 +72,7 @@ def _place(source: Path, target: Path, placed: Placed, *, copy: bool) -> None:
             # A link to the file itself, also where the source is a symbolic link.
             os.link(source.resolve(), target)
         except OSError as error:
-            if error.errno not in _NO_LINKS:
+            if error.errno not in NO_LINKS:
                 with stopping_errors(target):
                     raise
         else:

@@ -160,6 +160,7 @@ class SplitStage(Stage):
             shards[unit.params["split"]].append(self._shard_record(unit, commit))
         for name, records in shards.items():
             record = msgspec.structs.replace(self.part.record, name=f"{self.part.record.name}_{name}")
+            remove_asides(self.root / name, {SHARDS_FILE, DATASET_FILE})
             write_shards(self.root / name, records)
             write_dataset(self.root / name, add_up_shards(record, records))
         return add_up(commits)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -143,7 +142,7 @@ class ShardedDataset:
 
     def write_index(self, record: DatasetRecord, shards: Sequence[ShardRecord]) -> None:
         """Write the index of cuts and audio, unless it is there and whole: then it may list codecs too, and stays."""
-        with self._changing_index():
+        with changing_index(self.directory):
             if not self._has_index_of(record, shards):
                 write_shards(self.directory, shards)
                 write_dataset(self.directory, record)
@@ -178,7 +177,7 @@ class ShardedDataset:
         Raises:
             FatalError: the dataset has grown since these shards were encoded.
         """
-        with self._changing_index():
+        with changing_index(self.directory):
             shards, dataset = self.shards(), self.record()
             if len(files) != len(shards):
                 raise FatalError(
@@ -198,17 +197,10 @@ class ShardedDataset:
         if codec not in self.stored_codecs():
             return
         refuse_strangers(self.directory, (self.directory / field for field in codec_fields(codec)))
-        with self._changing_index():
+        with changing_index(self.directory):
             write_dataset(self.directory, _with_codec(self.record(), codec, None))
             write_shards(self.directory, [_without_codec(shard, codec) for shard in self.shards()])
         self._remove_fields(codec_fields(codec), num_shards)
-
-    @contextmanager
-    def _changing_index(self) -> Iterator[None]:
-        """Keep others from changing the index, and remove what those that were killed have left of a change."""
-        with changing_index(self.directory):
-            remove_asides(self.directory, {path.name for path in self.index_files})
-            yield
 
     def _stored(self, field: str) -> list[str]:
         """Return the names of the files in a field's folder, sidecars aside."""

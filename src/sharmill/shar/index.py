@@ -28,7 +28,7 @@ from sharmill.shar.layout import (
     codec_fields,
 )
 from sharmill.shar.tar import open_field
-from sharmill.storage import checksum_bytes, open_atomic, write_atomic
+from sharmill.storage import checksum_bytes, fsync_directory, open_atomic, remove_asides, write_atomic
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 
@@ -212,9 +212,15 @@ def write_dataset(directory: Path, record: DatasetRecord) -> None:
 
 @contextmanager
 def changing_index(directory: Path) -> Iterator[None]:
-    """Keep other processes from changing the index meanwhile: two runs may add codecs to one dataset."""
+    """Keep other processes from changing the index meanwhile: two runs may add codecs to one dataset.
+
+    What those that were killed have left of a change is removed.
+    """
     with FolderLock(directory, wait_seconds=SECONDS_TO_WAIT_FOR_INDEX):
+        remove_asides(directory, {SHARDS_FILE, DATASET_FILE})
         yield
+    # The dataset may be finished now: the folder of the lock is not to come back.
+    fsync_directory(directory)
 
 
 def audio_checksum(shards: Sequence[ShardRecord], fields: Sequence[str]) -> str:

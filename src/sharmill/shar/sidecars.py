@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from sharmill.shar.cut_lines import read_lines
-from sharmill.shar.index import read_dataset, read_shards
+from sharmill.shar.index import ShardRecord, changing_index, read_dataset, read_shards
 from sharmill.shar.items import ItemTable
 from sharmill.shar.layout import CUTS, sidecar_files
 from sharmill.shar.reading.shard_source import IndexedShardSource
-from sharmill.storage import refuse_strangers, require_writable, write_atomic
+from sharmill.storage import (
+    PROBE,
+    make_folder,
+    refuse_strangers,
+    remove_asides,
+    require_writable,
+    write_atomic,
+)
 
 
 def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
@@ -43,21 +50,10 @@ def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
     root = directory if into is None else Path(into)
     num_shards = read_dataset(directory).num_shards
     require_writable(root)
-    for shard in read_shards(directory, num_shards):
-        folders = {(root / file.file).parent for file in shard.fields.values()}
-        refuse_strangers(root, folders)
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-        for field, file in shard.fields.items():
-            if field == CUTS:
-                plain, index = sidecar_files(file.file)
-                lines = read_lines(directory / file.file)
-                write_atomic(root / plain, b"".join(line + b"\n" for line in lines))
-                offsets = [0, *accumulate(len(line) + 1 for line in lines)]
-            else:
-                (index,) = sidecar_files(file.file)
-                offsets = _item_offsets(directory / file.file)
-            write_atomic(root / index, np.array(offsets, "<u8").tobytes())
+    with changing_index(root):
+        remove_asides(root, {PROBE})
+        for shard in read_shards(directory, num_shards):
+            _write_sidecars_of(shard, directory, root)
 
 
 def indexed_shar(
@@ -97,3 +93,19 @@ def _item_offsets(archive: Path) -> list[int]:
         return table.offsets
     finally:
         table.close()
+
+
+def _write_sidecars_of(shard: ShardRecord, directory: Path, root: Path) -> None:
+    refuse_strangers(root, {(root / file.file).parent for file in shard.fields.values()})
+    for field, file in shard.fields.items():
+        *plain, index = sidecar_files(file.file)
+        folder = (root / index).parent
+        make_folder(folder)
+        remove_asides(folder, {PurePosixPath(name).name for name in (*plain, index)})
+        if field == CUTS:
+            lines = read_lines(directory / file.file)
+            write_atomic(root / plain[0], b"".join(line + b"\n" for line in lines))
+            offsets = [0, *accumulate(len(line) + 1 for line in lines)]
+        else:
+            offsets = _item_offsets(directory / file.file)
+        write_atomic(root / index, np.array(offsets, "<u8").tobytes())

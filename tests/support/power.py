@@ -1,0 +1,228 @@
+"""Runs whose power is cut: recorded once, then relaunched from each state that a cut may have left on the disk.
+
+Everything happens in forks of one warm process, which has faulty_disk.so preloaded: see ``crash_states.py`` for the
+states, ``power_runs.py`` for the runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import xxhash
+
+from sharmill.errors import SharmillError
+from sharmill.shar import open_shar
+from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
+from support.crash_states import Crash, Recording, read_tree, write_tree
+from support.small_run import is_temporary, lasting, lasting_files
+
+# A relaunch that lasts longer hangs.
+_SECONDS_TO_RELAUNCH = 60
+_FIELDS = (TARGET_AUDIO, CONTEXT_AUDIO, TARGET_CODES, CONTEXT_CODES)
+
+
+@dataclass(frozen=True)
+class PoweredRun:
+    """A run whose power is cut.
+
+    Attributes:
+        prepare: makes what is there before the run, in an empty folder.
+        run: does the work in that folder; called again after a cut.
+        datasets: the names of dataset directories, which are read after a cut and before the run is done again.
+    """
+
+    name: str
+    prepare: Callable[[Path], None]
+    run: Callable[[Path], None]
+    datasets: Sequence[str] = ()
+
+
+@dataclass
+class Cuts:
+    """What was found by cutting the power of a run.
+
+    Attributes:
+        steps: the number of steps of the run that were recorded.
+        tried: the number of crashes, some of which leave the same state.
+        distinct: the number of states, by the model of crashes that has them.
+        refused: how often a reader refused a dataset directory before the relaunch.
+        problems: of each crash that shows one, what it is.
+    """
+
+    name: str
+    steps: int = 0
+    tried: int = 0
+    distinct: Counter[str] = field(default_factory=Counter)
+    refused: int = 0
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+class PowerCuts:
+    """A run that was recorded, in a folder of its own, and is ready to be cut."""
+
+    def __init__(self, run: PoweredRun, folder: Path) -> None:
+        self._run = run
+        self._work = folder / "work"
+        self._work.mkdir(parents=True)
+        run.prepare(self._work)
+        before = shutil.copytree(self._work, folder / "before")
+        self._reads = {name: [_read(before / name)] for name in run.datasets}
+        # Imports what the run imports, once for all forks.
+        run.run(self._work)
+        expected = lasting_files(self._work)
+        write_tree(self._work, read_tree(before))
+        problems = _forked(lambda: self._record(folder / "log"))
+        assert not problems, problems
+        self.recording = Recording(self._work, before, folder / "log")
+        assert self.recording.end == read_tree(self._work), "an operation was not recorded"
+        self._expected = lasting_files(self._work)
+        assert self._expected == expected, "the run is not deterministic"
+        for name, reads in self._reads.items():
+            reads.append(_read(self._work / name))
+            assert reads[-1] is not None
+        self._seen: set[bytes] = set()
+
+    def cut_all(self, seed: int, states: int, deadline: float) -> Cuts:
+        """Cut the power at moments drawn from a seed, until there were so many distinct states or time is over."""
+        found = Cuts(self._run.name, steps=len(self.recording.steps), problems=self.lost_at_ends())
+        for crash in self.recording.crashes(seed):
+            if found.distinct.total() >= states or time.monotonic() > deadline:
+                break
+            found.tried += 1
+            state = self.recording.state(crash)
+            if self._is_known(state):
+                continue
+            found.distinct[crash.model] += 1
+            refused, problem = self.cut(crash)
+            found.refused += refused
+            if problem:
+                found.problems[str(crash)] = f"{self.recording.described[crash.after - 1]}: {problem}"
+        return found
+
+    def lost_at_ends(self) -> dict[str, str]:
+        """Return what is lost of a stage, or of the run, if the power goes when it has ended."""
+        problems = {}
+        for crash in self.recording.ends():
+            there, left = self.recording.state(Crash(crash.after)), self.recording.state(crash)
+            lost = sorted(name for name in lasting(there) if there[name] != left.get(name, b"absent"))
+            if lost:
+                problems[str(crash)] = f"what was done is lost: {', '.join(lost[:5])} of {len(lost)}"
+        return problems
+
+    def cut(self, crash: Crash) -> tuple[int, str]:
+        """Read and relaunch after a cut; return how many readers refused, and the problem, if any."""
+        write_tree(self._work, self.recording.state(crash))
+        answer = _forked(self._relaunch)
+        refused, _, problem = answer.partition("\n")
+        return (int(refused), problem) if refused.isdigit() else (0, answer)
+
+    def _is_known(self, state: dict[str, bytes | None]) -> bool:
+        """Return True if there was this state before; what is said in logs and records of progress does not count."""
+        counting = {name: data for name, data in state.items() if not {"logs", "progress"} & set(name.split("/"))}
+        digest = xxhash.xxh3_128_digest(msgspec.msgpack.encode(counting))
+        is_known = digest in self._seen
+        self._seen.add(digest)
+        return is_known
+
+    def _record(self, log: Path) -> str:
+        ctypes.CDLL(None).record_disk(str(self._work).encode(), str(log).encode())
+        self._run.run(self._work)
+        return ""
+
+    def _relaunch(self) -> str:
+        refused = sum(self._check_reader(name, reads) for name, reads in self._reads.items())
+        with _after_reboot():
+            self._run.run(self._work)
+        found = lasting_files(self._work)
+        wrong = [f"{name} is missing" for name in sorted(self._expected.keys() - found.keys())]
+        wrong += [f"{name} is too much" for name in sorted(found.keys() - self._expected.keys())]
+        both = sorted(found.keys() & self._expected.keys())
+        wrong += [f"{name} has other bytes" for name in both if found[name] != self._expected[name]]
+        left = (path.relative_to(self._work).as_posix() for path in sorted(self._work.rglob("*")))
+        # A record of progress is written aside too, and only looked at.
+        wrong += [f"{name} is left over" for name in left if is_temporary(name) and "/progress/" not in name]
+        return f"{refused}\n{'; '.join(wrong)}"
+
+    def _check_reader(self, name: str, reads: list[Any]) -> int:
+        """Return 1 where a reader refuses; raise where it gets what was never there."""
+        found = _read(self._work / name)
+        if found is None:
+            return 1
+        assert any(_is_part(found, whole) for whole in reads if whole is not None), f"a reader gets {found}"
+        return 0
+
+
+def _is_part(found: dict[str, dict[str, str]], whole: dict[str, dict[str, str]]) -> bool:
+    """Return True if these are all cuts of a dataset; the codes may be still to come."""
+    return found.keys() == whole.keys() and all(values.items() <= whole[cut].items() for cut, values in found.items())
+
+
+def _read(directory: Path) -> dict[str, dict[str, str]] | None:
+    """Return of each cut of a dataset the digests of what it holds; None where a reader refuses, in one line."""
+    found = {}
+    try:
+        for cut in open_shar(directory):
+            values = {name: getattr(cut, f"load_{name}")() for name in _FIELDS if cut.has_custom(name)}
+            found[cut.id] = {name: xxhash.xxh3_64_hexdigest(value.tobytes()) for name, value in values.items()}
+    except SharmillError as error:
+        if "\n" in str(error):
+            raise
+        return None
+    return found
+
+
+class _Clock:
+    """In the place of the module ``time``: waiting is over at once."""
+
+    def __init__(self) -> None:
+        self._waited = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._waited
+
+    def sleep(self, seconds: float) -> None:
+        self._waited += max(seconds, 20.0)
+
+
+def _after_reboot() -> Any:
+    """Make locks of before those of another kernel, whose leases are waited for in no time."""
+    return mock.patch.multiple("sharmill.engine.locks", this_kernel=lambda: "after the reboot", time=_Clock())
+
+
+def _forked(work: Callable[[], str]) -> str:
+    """Return the result of a function in a fork, or what has ended it."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        # The child makes no use of the threads that it lacks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        answer = "no answer"
+        try:
+            signal.alarm(_SECONDS_TO_RELAUNCH)
+            answer = work()
+        except SharmillError as error:
+            answer = f"{error.code}: {error}"
+        except BaseException:  # noqa: BLE001 - whatever it is, it is the outcome
+            answer = traceback.format_exc()
+        finally:
+            os.write(writing, answer.encode()[:60_000])
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        answer = stream.read().decode()
+    _, status = os.waitpid(child, 0)
+    return answer if status == 0 else f"it ended with {status}"

@@ -89,7 +89,7 @@ def test_webdataset_itself_sees_the_same_samples(tmp_path):
     theirs = [sample["__key__"] for sample in webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)]
     made = source(tmp_path / "a.tar")
     ours = ["d.d/a", "b", "c"]
-    assert [sample.key for sample in made._samples._items(0, 0)] == theirs == ours
+    assert [sample.key for sample in made._samples.items(0, 0)] == theirs == ours
 
 
 def test_columns_give_keys_of_the_json_other_names(tmp_path):

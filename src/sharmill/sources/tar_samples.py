@@ -105,7 +105,7 @@ class SampleReader:
         """Return the first header of each sample of an archive, and those of samples whose keys it had before."""
         headers, repeated = array("Q"), set[int]()
         keys: set[str] = set()
-        for item in self._items(number, 0):
+        for item in self.items(number, 0):
             headers.append(item.header)
             if isinstance(item, TarSample):
                 if item.key in keys:
@@ -119,7 +119,7 @@ class SampleReader:
             archive = self.archives[number]
             stream: BinaryIO | None = None
             try:
-                for item in self._items(number, first):
+                for item in self.items(number, first):
                     if item.header > last:
                         break
                     if isinstance(item, TarDamage):
@@ -131,7 +131,7 @@ class SampleReader:
                 if stream is not None:
                     stream.close()
 
-    def _items(self, number: int, begin: int) -> Iterator[TarSample | TarDamage]:
+    def items(self, number: int, begin: int = 0) -> Iterator[TarSample | TarDamage]:
         """Yield the samples of an archive from a header on and, last, where it is damaged, if it is."""
         archive = self.archives[number]
         if archive.reject is not None:
@@ -173,7 +173,7 @@ class SampleReader:
                 raise RejectRecord("malformed", "the name of the member is not UTF-8")
             if is_again:
                 raise RejectRecord("ambiguous_audio", f"the archive has an earlier sample {sample.key[:200]!r}")
-            member = self._audio_of(sample)
+            member = self.audio_of(sample)
             record = self.record_of(stream, sample)
         except RejectRecord as reject:
             return Unreadable(reject.reason, reject.detail, shown)
@@ -181,7 +181,7 @@ class SampleReader:
         text = msgspec.json.encode({"audio_filepath": msgspec.Raw(path)} | record)
         return Located(text, Member(archive.named, "bytes", member.start, member.size))
 
-    def _audio_of(self, sample: TarSample) -> TarMember:
+    def audio_of(self, sample: TarSample) -> TarMember:
         """Return the audio of a sample; raise RejectRecord where it has none, several, or two members of one name."""
         suffixes = [suffix for suffix, _ in sample.members]
         if again := next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None):
@@ -196,14 +196,16 @@ class SampleReader:
         return audio[0][1]
 
 
-def read_part(stream: BinaryIO, member: TarMember) -> bytes:
-    """Return the bytes of a text in an archive.
+def read_part(stream: BinaryIO, member: TarMember, most: int = _MAX_TEXT_BYTES) -> bytes:
+    """Return the bytes of a member of an archive, by default those of a text.
 
     Raises:
-        RejectRecord: ``malformed`` where they are too many.
+        RejectRecord: ``malformed`` where they are more than ``most``.
     """
-    if member.size > _MAX_TEXT_BYTES:
-        raise RejectRecord("malformed", f"{member.name[-100:]!r} has more than 16 MiB, which no text has")
+    if member.size > most:
+        raise RejectRecord(
+            "malformed", f"{member.name[-100:]!r} has more than {most >> 20} MiB, which no text or audio has"
+        )
     return os.pread(stream.fileno(), member.size, member.start)
 
 

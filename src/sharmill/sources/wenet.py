@@ -82,7 +82,7 @@ class WenetSource(FileSource):
             return lists
         sizes = {
             f"{number} {archive.path.name}": archive.path.stat().st_size if archive.path.is_file() else None
-            for number, archive in enumerate(self._archives)
+            for number, archive in enumerate(self.archives)
         }
         return {"lists": lists, "tars": sizes}
 
@@ -90,24 +90,25 @@ class WenetSource(FileSource):
         """Yield runs of lines, or of samples: to count these, the headers of all archives are walked."""
         if self.data_type == "raw":
             return self._lines.pieces(records_per_piece)
-        return self._samples.pieces(records_per_piece)
+        return self.samples.pieces(records_per_piece)
 
     def read(self, piece: dict[str, Any]) -> Iterator[RawRecord]:
         """Yield the records of a piece."""
         if self.data_type == "raw":
             return map(self._raw_record, self._lines.read(piece))
-        return self._samples.read(piece)
+        return self.samples.read(piece)
 
     @cached_property
     def _lines(self) -> NemoSource:
         return NemoSource(manifest=self.data_list, audio_root=self.audio_root)
 
     @cached_property
-    def _samples(self) -> SampleReader:
-        return SampleReader(self._archives, _split_name, self._record_of, _AUDIO_SUFFIXES)
+    def samples(self) -> SampleReader:
+        """The samples in the archives of the lists of ``shard``."""
+        return SampleReader(self.archives, _split_name, self._record_of, _AUDIO_SUFFIXES)
 
     @cached_property
-    def _archives(self) -> list[Archive]:
+    def archives(self) -> list[Archive]:
         """The archives of the lists of ``shard``; one that cannot be used has the reject that is made of it."""
         if self.data_type == "raw":
             return []
@@ -115,10 +116,10 @@ class WenetSource(FileSource):
         return [_archive(line, roots) for file in self.files for line in iterate_lines(file)]
 
     def _check_archives(self) -> None:
-        found = [archive.path for archive in self._archives if archive.reject is None and archive.path.is_file()]
-        if self._archives and not found:
+        found = [archive.path for archive in self.archives if archive.reject is None and archive.path.is_file()]
+        if self.archives and not found:
             raise ConfigError(
-                f"none of the {len(self._archives)} archives of {self.files_key} is there; correct audio_root in "
+                f"none of the {len(self.archives)} archives of {self.files_key} is there; correct audio_root in "
                 "sources, the folder that they lie below",
                 code="missing_input",
             )

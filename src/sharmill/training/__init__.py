@@ -1,4 +1,4 @@
-"""Reading datasets in training: the loader, batches of tensors, bins and batch sizes, parallel transforms.
+"""Reading datasets in training: the loader, batches of tensors, chains, bins and batch sizes, transforms.
 
 Nothing is imported before it is asked for: batches need torch, the loader NeMo, bins neither.
 """
@@ -9,13 +9,26 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "Chain": "sharmill.training.chain.chain",
     "ContextSpeechDataset": "sharmill.training.dataset",
     "get_dataloader": "sharmill.training.nemo.loader",
     "merge_data_states": "sharmill.training.nemo.resumable",
     "parallel_map": "sharmill.training.parallel",
+    "RawList": "sharmill.training.chain.sources",
+    "ShardList": "sharmill.training.chain.sources",
+    "TextLines": "sharmill.training.chain.sources",
 }
 
-__all__ = ["ContextSpeechDataset", "get_dataloader", "merge_data_states", "parallel_map"]
+__all__ = [
+    "Chain",
+    "ContextSpeechDataset",
+    "RawList",
+    "ShardList",
+    "TextLines",
+    "get_dataloader",
+    "merge_data_states",
+    "parallel_map",
+]
 
 
 def __getattr__(name: str) -> Any:

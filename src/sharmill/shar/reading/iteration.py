@@ -178,6 +178,17 @@ class SharReader:
                 if self._unmarked.pop(position, None) is not None:
                     self._pass_start = None
 
+    @property
+    def num_unmarked(self) -> int:
+        """The number of cuts that were given out and not marked as consumed since."""
+        return len(self._unmarked)
+
+    def count_damaged(self) -> int:
+        """Count one more cut as damaged, for what its user found in it; return how many there are in all epochs."""
+        assert self._running is not None
+        self._running.num_damaged += 1
+        return self._running.num_damaged
+
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of this part as numbers, texts and lists, for JSON and checkpoints.
 

@@ -1,0 +1,152 @@
+"""Functions for the steps of a chain on speech: audio, Kaldi's features, and batches as WeNet has them.
+
+Each takes an example and returns a new one. They are made for ``map`` and ``parallel_map``, with ``functools.partial``
+where they have settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from sharmill.audio.decoder import AudioBytes
+from sharmill.audio.files import Recording, open_bytes, open_recording
+from sharmill.audio.resample import resample, segment_bounds
+from sharmill.errors import ConfigError, RejectRecord
+from sharmill.manifest import Channel
+
+# What pads labels, as WeNet has it: losses ignore it.
+LABEL_PADDING: Final = -1
+
+
+def decode_wav(example: Mapping[str, Any], channel: Channel = None) -> dict[str, Any]:
+    """Decode ``wav``, a path or the bytes of a file, into ``waveform``, float32 (1, samples), and ``sample_rate``.
+
+    With ``end``, the part from ``start`` to ``end`` seconds is decoded. Formats are told by content: all of libsndfile,
+    and of FFmpeg AAC, WMA and the like.
+
+    Args:
+        channel: of audio that has several, or "downmix" for their mean.
+
+    Raises:
+        RejectRecord: it is not there or no audio, it is damaged, or it has several channels and none is chosen.
+    """
+    wav = example["wav"]
+    if isinstance(wav, str):
+        with open_recording(wav) as recording:
+            audio, rate = _samples(recording, example, channel)
+    else:
+        with open_bytes(AudioBytes(f"audio of {str(example.get('key'))[:200]!r}", wav)) as recording:
+            audio, rate = _samples(recording, example, channel)
+    rest = {name: value for name, value in example.items() if name != "wav"}
+    return rest | {"waveform": torch.from_numpy(audio)[None], "sample_rate": rate}
+
+
+def _samples(recording: Recording, example: Mapping[str, Any], channel: Channel) -> tuple[Any, int]:
+    rate = recording.info.sampling_rate
+    start, num_samples = 0, None
+    if example.get("end") is not None:
+        offset = float(example.get("start", 0.0))
+        start, num_samples = segment_bounds(offset, float(example["end"]) - offset, rate)
+    return recording.read(start, num_samples, channel), rate
+
+
+def resample_wav(example: Mapping[str, Any], sample_rate: int) -> dict[str, Any]:
+    """Resample ``waveform`` as lhotse and torchaudio do."""
+    audio = resample(example["waveform"][0].numpy(), example["sample_rate"], sample_rate)
+    return {**example, "waveform": torch.from_numpy(audio)[None], "sample_rate": sample_rate}
+
+
+def pad_wav(example: Mapping[str, Any], seconds: float = 30.0, *, trim: bool = False) -> dict[str, Any]:
+    """Pad ``waveform`` with zeros to a length, by default Whisper's; ``num_samples`` is its length before.
+
+    Args:
+        trim: cut off what is longer.
+
+    Raises:
+        RejectRecord: it is longer, and not to be trimmed.
+    """
+    waveform = example["waveform"]
+    found, wanted = waveform.shape[1], round(seconds * example["sample_rate"])
+    if found > wanted and not trim:
+        raise RejectRecord("too_long", f"the audio has {found / example['sample_rate']:.2f} s, more than {seconds:g} s")
+    padded = torch.nn.functional.pad(waveform, (0, wanted - found))  # by a negative number where it is trimmed
+    return {**example, "waveform": padded, "num_samples": min(found, wanted)}
+
+
+def kaldi_fbank(
+    example: Mapping[str, Any],
+    num_mel_bins: int = 23,
+    frame_length: float = 25.0,
+    frame_shift: float = 10.0,
+    dither: float = 0.0,
+) -> dict[str, Any]:
+    """Add ``feat``, float32 (frames, mels): Kaldi's log mel energies by torchaudio, of 16-bit amplitudes.
+
+    Args:
+        num_mel_bins: 23 as in Kaldi's recipes, or 80 as in WeNet's.
+        frame_length, frame_shift: in milliseconds.
+        dither: standard deviation of the noise that is added to the samples. It follows from the ``key`` alone, so that
+            it is the same with any number of workers (Kaldi draws it anew, and for each frame).
+
+    Raises:
+        RejectRecord: the audio is shorter than a frame.
+    """
+    from torchaudio.compliance import kaldi
+
+    waveform = example["waveform"] * (1 << 15)
+    if waveform.shape[1] < int(example["sample_rate"] * frame_length * 0.001):
+        raise RejectRecord("too_short", f"the audio has {waveform.shape[1]} samples, less than a frame")
+    if dither:
+        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(str(example["key"]).encode()) >> 1)
+        waveform = waveform + dither * torch.randn(waveform.shape, generator=generator)
+    feat = kaldi.fbank(
+        waveform,
+        num_mel_bins=num_mel_bins,
+        frame_length=frame_length,
+        frame_shift=frame_shift,
+        energy_floor=0.0,
+        sample_frequency=example["sample_rate"],
+    )
+    return {**example, "feat": feat}
+
+
+def collate(batch: Sequence[Mapping[str, Any]], num_frames: int | None = None) -> dict[str, Any]:
+    """Make padded tensors of examples with ``key``, ``feat`` (frames, mels) and, but for inference, ``label``, ids.
+
+    Args:
+        batch: at least one example.
+        num_frames: pad to so many frames instead of those of the longest example.
+
+    Returns:
+        Examples by the number of their frames, the longest first: ``keys``; ``feats``, float32 (batch, frames, mels),
+        padded by 0; ``feats_lengths``, int32 (batch,); where there are labels also ``target``, int64 (batch, labels),
+        padded by ``LABEL_PADDING``, and ``target_lengths``, int32 (batch,).
+
+    Raises:
+        ConfigError: some examples have labels and some have none.
+        RejectRecord: an example has more than ``num_frames``.
+    """
+    batch = sorted(batch, key=lambda example: len(example["feat"]), reverse=True)
+    feats = [example["feat"] for example in batch]
+    if num_frames is not None:
+        if len(feats[0]) > num_frames:
+            raise RejectRecord("too_long", f"{batch[0]['key']!r} has {len(feats[0])} frames, more than {num_frames}")
+        feats[0] = torch.nn.functional.pad(feats[0], (0, 0, 0, num_frames - len(feats[0])))
+    made = {
+        "keys": [example["key"] for example in batch],
+        "feats": torch.nn.utils.rnn.pad_sequence(feats, batch_first=True),
+        "feats_lengths": torch.tensor([len(example["feat"]) for example in batch], dtype=torch.int32),
+    }
+    labels = [torch.as_tensor(example["label"], dtype=torch.int64) for example in batch if "label" in example]
+    if not labels:
+        return made
+    if len(labels) < len(batch):
+        without = next(example["key"] for example in batch if "label" not in example)
+        raise ConfigError(f"{without!r} has no label, and others of its batch have", code="bad_config_value")
+    target = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=LABEL_PADDING)
+    lengths = torch.tensor([len(label) for label in labels], dtype=torch.int32)
+    return made | {"target": target, "target_lengths": lengths}

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from sharmill.shar import open_shar
 from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
 from sharmill.training import ContextSpeechDataset
-from sharmill.training.dataset import CodecForm
+from sharmill.training.codes import CodecForm
 
 
 class NextFrame(torch.nn.Module):

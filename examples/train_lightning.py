@@ -17,7 +17,7 @@ import torch.distributed as dist
 from train import NextFrame
 
 from sharmill.training import get_dataloader, merge_data_states
-from sharmill.training.dataset import CodecForm
+from sharmill.training.codes import CodecForm
 
 STEPS_BETWEEN_VALIDATIONS = 10
 

@@ -36,7 +36,7 @@ from parallelize import clip_gradients, parallelize
 from speech_lm import Losses, SpeechLM, count_targets
 from train_checkpoints import Checkpoints
 from train_config import TrainConfig
-from train_data import TEXT_SIZE, codes_sizes, end_readers, make_data, validation_batches
+from train_data import end_readers, make_data, model_sizes, validation_batches
 from train_progress import Curves, ProgressLines
 from train_world import World, alone_in, world_of
 
@@ -61,7 +61,7 @@ class Training:
         self.leave = False
         self.saved_at = time.monotonic()
         self.checkpoints = Checkpoints(self.out_dir, config.keep, world)
-        self.sizes = asdict(config.model) | {"text_size": TEXT_SIZE, "codes_sizes": list(codes_sizes(config))}
+        self.sizes = asdict(config.model) | model_sizes(config)
         record = self.checkpoints.read_record()
         self.seed = self._seed(record)
         self.step: int = 0 if record is None else record["step"]
@@ -69,7 +69,7 @@ class Training:
         self.data = make_data(config, world.mesh, seed=self.seed + (0 if config.resumable else self.step))
         # The same weights on all ranks, before each keeps its part of them.
         torch.manual_seed(self.seed)
-        self.model = SpeechLM(config.model, TEXT_SIZE, *codes_sizes(config)).to(world.device)
+        self.model = SpeechLM(config.model, **model_sizes(config)).to(world.device)
         parallelize(self.model, world.mesh, config)
         # Those that work on all parameters in one go need them on one mesh.
         self.optimizer = torch.optim.AdamW(
@@ -138,7 +138,8 @@ class Training:
     def _train(self, batches: list[dict[str, Any]]) -> Losses:
         """Make a step of the batches of all ranks, in which each token, and each code, has the same weight."""
         counts = torch.tensor([count_targets(batch) for batch in batches], dtype=torch.float64)
-        shares = counts / self.world.add_up(counts.sum(dim=0).to(self.world.device)).cpu()
+        # There may be no text, or no codes.
+        shares = counts / self.world.add_up(counts.sum(dim=0).to(self.world.device)).clamp(min=1).cpu()
         rate = self.config.learning_rate * min(1.0, (self.step + 1) / self.config.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -178,7 +179,7 @@ class Training:
                     text, codes = count_targets(batch)
                     sums += torch.stack([losses.text * text, losses.codes * codes, *sums.new_tensor([text, codes])])
         self.model.reshard()
-        text_loss, codes_loss = (world.add_up(sums)[:2] / sums[2:]).tolist()
+        text_loss, codes_loss = (world.add_up(sums)[:2] / sums[2:].clamp(min=1)).tolist()
         if world.rank == 0:
             values = {"step": self.step, "loss": text_loss + codes_loss}
             values |= {"text_loss": text_loss, "codes_loss": codes_loss}

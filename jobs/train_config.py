@@ -34,7 +34,7 @@ class TrainConfig:
     """Codec whose codes are the model's tokens; needed where the dataset has several."""
     loader: str | None = None
     """YAML file with settings of ``sharmill.training.get_dataloader``. NeMo's loader then makes the batches, of this
-    dataset and whatever else the settings name; ``null`` is the reader with lhotse's sampler."""
+    dataset and of text and conversations that the settings name; ``null`` is the reader with lhotse's sampler."""
     resumable: bool = True
     """With ``loader``: a job goes on in the data where the one before ended, in the order of ``order_seed``; data of
     other types begin anew. Settings under which that is impossible are errors. ``false``: each job begins all data

@@ -6,7 +6,6 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from lhotse import CutSet
@@ -17,15 +16,15 @@ from train_config import TrainConfig
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
-from sharmill.shar.index import read_dataset
 from sharmill.shar.layout import CONTEXT_CODES, TARGET_CODES
 from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
-from sharmill.training.dataset import CodecForm, ContextSpeechDataset
-from sharmill.training.tokenizers import load_tokenizer
+from sharmill.training.codes import CodecForm
+from sharmill.training.speech_text import SpeechTextDataset
+from sharmill.training.tokenizers import PromptTokenizer, load_tokenizer
 
 _TEXT_BOS, _TEXT_EOS = 256, 257
-TEXT_SIZE = 258
-# BOS and EOS, which ContextSpeechDataset adds to the codes.
+_TEXT_SIZE = 258
+# BOS and EOS, which SpeechTextDataset adds to the codes.
 _NUM_MARKS = 2
 
 
@@ -46,9 +45,9 @@ class TrainingData(Protocol):
 
 def make_data(config: TrainConfig, mesh: DeviceMesh, *, seed: int) -> TrainingData:
     """Return the batches that the configuration asks for: the same ones on all ranks along ``tp``."""
-    tensors = _tensors(config, seed)
     if config.loader is not None:
-        return MixedData(config, tensors, mesh, seed=seed)
+        return MixedData(config, mesh, seed=seed)
+    tensors = _tensors(config, seed)
     return ExactData(config, tensors, rank=mesh["dp"].get_local_rank(), world_size=mesh["dp"].size())
 
 
@@ -63,28 +62,37 @@ def validation_batches(config: TrainConfig, *, rank: int, world_size: int) -> It
         yield tensors[batch]
 
 
-def _tensors(config: TrainConfig, seed: int) -> ContextSpeechDataset:
-    return ContextSpeechDataset(
+def _tokenizer() -> PromptTokenizer:
+    return PromptTokenizer(load_tokenizer("bytes"), bos=_TEXT_BOS, eos=_TEXT_EOS)
+
+
+def _tensors(config: TrainConfig, seed: int, tags: Sequence[str] = ()) -> SpeechTextDataset:
+    return SpeechTextDataset(
         CodecForm.of_dataset(config.dataset, config.codec),
-        load_tokenizer("bytes"),
+        _tokenizer(),
+        tags=tags,
         text_bos_id=_TEXT_BOS,
         text_eos_id=_TEXT_EOS,
         seed=seed,
     )
 
 
-def codes_sizes(config: TrainConfig) -> tuple[int, int]:
-    """Return the number of codebooks, and of the ids in each of them, marks included."""
+def model_sizes(config: TrainConfig) -> dict[str, int]:
+    """Return the sizes of text, codes and frames that the model is made for; ids of codes include their marks."""
     form = CodecForm.of_dataset(config.dataset, config.codec)
-    records = read_dataset(Path(config.dataset)).codecs
-    record = next(record for record in records if config.codec in (None, record.name))
-    return record.num_codebooks, form.codebook_size + _NUM_MARKS
+    assert form.num_codebooks is not None
+    return {
+        "text_size": _TEXT_SIZE,
+        "num_codebooks": form.num_codebooks,
+        "codes_size": form.codebook_size + _NUM_MARKS,
+        "samples_per_frame": form.samples_per_frame,
+    }
 
 
 class ExactData:
     """Batches by duration of our reader's cuts: from its state every cut comes once per epoch whatever happens."""
 
-    def __init__(self, config: TrainConfig, tensors: ContextSpeechDataset, *, rank: int, world_size: int) -> None:
+    def __init__(self, config: TrainConfig, tensors: SpeechTextDataset, *, rank: int, world_size: int) -> None:
         cuts = open_shar(
             config.dataset,
             [TARGET_CODES, CONTEXT_CODES],
@@ -124,8 +132,8 @@ class ExactData:
 class MixedData:
     """NeMo's multimodal loader: every example comes once per epoch, unless ``resumable`` is false."""
 
-    def __init__(self, config: TrainConfig, tensors: ContextSpeechDataset, mesh: DeviceMesh, *, seed: int) -> None:
-        self._config, self._tensors, self._mesh, self._seed = config, tensors, mesh, seed
+    def __init__(self, config: TrainConfig, mesh: DeviceMesh, *, seed: int) -> None:
+        self._config, self._mesh, self._seed = config, mesh, seed
         self._state: Mapping[str, Any] | None = None
         self._loader: Any = None
 
@@ -156,13 +164,15 @@ class MixedData:
     def _begun(self) -> Any:
         if self._loader is None:
             from sharmill.training import get_dataloader
+            from sharmill.training.nemo.loader_settings import tag_names
 
+            settings = self._settings()
             self._loader = get_dataloader(
-                self._settings(),
+                settings,
                 self._mesh["dp"].get_local_rank(),
                 self._mesh["dp"].size(),
-                load_tokenizer("bytes"),
-                dataset=self._tensors,
+                _tokenizer(),
+                dataset=_tensors(self._config, self._seed, tag_names(settings)),
                 device_mesh=self._mesh,
                 resumable=self._config.resumable,
                 state=self._state,

@@ -12,12 +12,14 @@ from parallelize import clip_gradients, parallelize
 from speech_lm import SpeechLM
 from support.example import make_example
 from support.ranks import run_ranks
+from support.sequences import CODEBOOKS, CODES_SIZE, HEARD, SAMPLES, TEXT, TEXT_SIZE, TTS, make_batch
 from torch import nn
 from train import main
 from train_config import ModelConfig, TrainConfig
 from train_world import world_of
 
 from sharmill.shar import open_shar
+from sharmill.training.speech_text import Kind
 
 pytestmark = pytest.mark.slow
 
@@ -104,15 +106,6 @@ def test_every_cut_comes_once_per_epoch_from_four_ranks_to_two_in_either_layout(
     assert len(set(seeds)) == 1, "one seed for the whole training"
 
 
-def make_batch(seed):
-    """Two utterances of 5 + 6 + 10 positions, an odd number, which two ranks cannot divide."""
-    torch.manual_seed(seed)
-    batch = {"text_tokens": torch.randint(11, (2, 5)), "text_lens": torch.tensor([5, 4])}
-    for name, frames in (("context", 6), ("target", 10)):
-        batch |= {f"{name}_codes": torch.randint(7, (2, 2, frames)), f"{name}_code_lens": torch.tensor([frames, 3])}
-    return batch
-
-
 def check_gradients(sequence_parallel: bool, max_norm: float) -> None:
     """What a rank runs: gradients are those of the whole model on all batches, clipped alike."""
     config = TrainConfig(
@@ -122,12 +115,14 @@ def check_gradients(sequence_parallel: bool, max_norm: float) -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(SpeechLM(config.model, 11, 2, 7))
+        models.append(SpeechLM(config.model, TEXT_SIZE, CODEBOOKS, CODES_SIZE, SAMPLES))
     model, whole = models
     with world_of(config) as world:
         parallelize(model, world.mesh, config)
-        model(make_batch(world.data_rank)).total.backward()
-        sum(whole(make_batch(rank)).total for rank in range(world.data_size)).backward()
+        # An odd number of positions, which two ranks cannot divide; and one rank has text alone.
+        batches = [make_batch(HEARD, [*TTS, (Kind.TEXT, 1, False)]), make_batch(TEXT, seed=2)]
+        model(batches[world.data_rank]).total.backward()
+        sum(whole(batch).total for batch in batches).backward()
         clip_gradients(model.parameters(), max_norm)
         norm = nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
         assert max_norm > 99 or norm > 2 * max_norm

@@ -57,18 +57,19 @@ class SpeechStep:
         from speech_lm import SpeechLM
         from train_config import ModelConfig
 
-        self.model = SpeechLM(ModelConfig(dim=64, num_layers=2, num_heads=4), 300, 4, 1026)
+        self.model = SpeechLM(ModelConfig(dim=64, num_layers=2, num_heads=4), 300, 4, 1026, 320)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def __call__(self, batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
         import torch
 
-        text = torch.ones(batch_size, 20, dtype=torch.int64, device=device)
-        codes = torch.ones(batch_size, 4, int(50 * length), dtype=torch.int64, device=device)
-        tokens, frames = (torch.full((batch_size,), value.shape[-1], device=device) for value in (text, codes))
-        batch = {"text_tokens": text, "text_lens": tokens}
-        for name in ("context", "target"):
-            batch |= {f"{name}_codes": codes, f"{name}_code_lens": frames}
+        from sharmill.training.speech_text import Kind
+
+        kinds = torch.full((batch_size, 20 + 2 * int(50 * length)), Kind.CODES)
+        kinds[:, :20] = Kind.TEXT
+        batch = {"kinds": kinds, "spans": kinds, "text_tokens": kinds, "predicted": torch.ones_like(kinds).bool()}
+        batch |= {"codes": kinds[:, None].repeat(1, 4, 1), "audio": torch.zeros(0, 320)}
+        batch = {name: value.to(device) for name, value in batch.items()}
         self.model.to(device)(batch).total.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -23,8 +23,8 @@ from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
 from sharmill.training import ContextSpeechDataset
+from sharmill.training.codes import CodecForm
 from sharmill.training.cut_data import ContextLimits, ContextSlice
-from sharmill.training.dataset import CodecForm
 from sharmill.training.tokenizers import load_tokenizer
 
 BOS, EOS = 64, 65
@@ -511,13 +511,38 @@ def _two_codebooks(cut):
 
 def test_cuts_that_are_no_single_utterance_are_refused(coded, form):
     with pytest.raises(ValueError, match=r"is a MixedCut; batches are made of MonoCuts"):
-        batch_of([coded[0].pad(duration=2.0)], form)
+        batch_of([coded[0].pad(duration=2.0, direction="left")], form)
     with pytest.raises(ValueError, match=r"is a MixedCut; batches are made of MonoCuts"):
         batch_of([coded[0].append(coded[1])], form)
     with pytest.raises(ValueError, match=r"has 0 supervisions instead of one"):
         batch_of([fastcopy(coded[0], supervisions=[])], form)
     with pytest.raises(ValueError, match="without cuts"):
         batch_of([], form)
+
+
+@pytest.mark.parametrize(("seconds", "frames"), [(30.0, 1500), (30.01, 1501)])
+def test_cuts_padded_to_30_seconds_have_their_own_lengths_in_long_tensors(cuts, form, seconds, frames):
+    """As Whisper's encoder takes them: ``pad_min_duration`` of the loader."""
+    padded = list(CutSet.from_cuts(cuts).pad(duration=seconds, preserve_id=True))
+    plain, whole = batch_of(cuts, form), batch_of(padded, form, code_pad_id=99)
+    assert whole["target_codes"].shape == (7, 3, frames + 2)
+    assert whole["ids"] == plain["ids"]
+    for name in ("durations", "target_code_lens", "context_code_lens"):
+        assert torch.equal(whole[name], plain[name])
+    for row, other, length in zip(whole["target_codes"], plain["target_codes"], plain["target_code_lens"], strict=True):
+        assert torch.equal(row[:, :length], other[:, :length])
+        assert (row[:, length:] == 99).all()
+
+
+def test_padded_audio_is_that_of_the_cut_and_silence(heard):
+    padded = list(CutSet.from_cuts(heard).pad(duration=30.0, preserve_id=True))
+    batch = batch_of(padded, None, context=False, audio_16khz="target")
+    assert batch["target_audio"].shape == batch["audio_16khz"].shape == (7, 30 * 16000)
+    assert batch["target_audio_lens"].tolist() == [16000, 32080, 8000, 49600, 11200, 20800, 4000]
+    for row, cut in enumerate(padded):
+        np.testing.assert_array_equal(batch["target_audio"][row], cut.load_audio()[0])
+    # What is longer is not cut off.
+    assert batch_of([heard[3].pad(duration=2.0)], None, context=False)["target_audio"].shape == (1, 49600)
 
 
 @pytest.mark.parametrize(("shortest", "longest"), [(0.0, 1.0), (2.0, 1.0), (1.0, math.inf), (1.0, math.nan)])

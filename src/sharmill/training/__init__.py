@@ -11,6 +11,7 @@ from typing import Any
 _HOMES = {
     "Chain": "sharmill.training.chain.chain",
     "ContextSpeechDataset": "sharmill.training.dataset",
+    "SpeechTextDataset": "sharmill.training.speech_text",
     "get_dataloader": "sharmill.training.nemo.loader",
     "merge_data_states": "sharmill.training.nemo.resumable",
     "parallel_map": "sharmill.training.parallel",
@@ -24,6 +25,7 @@ __all__ = [
     "ContextSpeechDataset",
     "RawList",
     "ShardList",
+    "SpeechTextDataset",
     "TextLines",
     "get_dataloader",
     "merge_data_states",

@@ -18,6 +18,7 @@ from sharmill.shar.layout import CONTEXT_UNALIGNED, TARGET_AUDIO, TARGET_CODES
 if TYPE_CHECKING:
     from lhotse import MonoCut, Recording
     from lhotse.array import TemporalArray
+    from lhotse.cut import Cut
 
 # Sources of recordings whose data has been read; a file is where the audio came from, and nothing to load.
 _LOADED = ("memory", "shar")
@@ -26,6 +27,27 @@ _LOADED = ("memory", "shar")
 def holds(cut: MonoCut, field: str) -> bool:
     """Return True if the cut carries this field."""
     return _recording(cut) is not None if field == TARGET_AUDIO else cut.has_custom(field)
+
+
+def without_padding(cut: Cut) -> tuple[MonoCut, float]:
+    """Return the cut that was padded at its end, and its seconds with the padding; another cut as it is.
+
+    Raises:
+        ValueError: the cut is padded at its begin, or mixed.
+    """
+    from lhotse import MonoCut
+    from lhotse.cut import MixedCut, PaddingCut
+
+    if isinstance(cut, MonoCut):
+        return cut, cut.duration
+    tracks = cut.tracks if isinstance(cut, MixedCut) else []
+    # The tracks of a cut that was padded at its begin have the padding first.
+    if tracks and isinstance(tracks[0].cut, MonoCut) and all(isinstance(one.cut, PaddingCut) for one in tracks[1:]):
+        return tracks[0].cut, cut.duration
+    raise ValueError(
+        f"cut {cut.id!r} is a {type(cut).__name__}; batches are made of MonoCuts, which may be padded at their end "
+        "(pad_min_duration with pad_direction: right)"
+    )
 
 
 def is_without_context(cut: MonoCut) -> bool:
@@ -130,7 +152,7 @@ def _perturbations(cut: MonoCut) -> str:
 
 
 # Durations are sums of floats; a frame that is missing by less than this share of it is there.
-_TOLERANCE = 1e-6
+TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -157,11 +179,11 @@ class ContextLimits:
 
     @property
     def min_frames(self) -> int:
-        return max(1, math.ceil(self.min_duration / self.frame_shift - _TOLERANCE))
+        return max(1, math.ceil(self.min_duration / self.frame_shift - TOLERANCE))
 
     @property
     def max_frames(self) -> int:
-        return max(self.min_frames, math.floor(self.max_duration / self.frame_shift + _TOLERANCE))
+        return max(self.min_frames, math.floor(self.max_duration / self.frame_shift + TOLERANCE))
 
     def draw(self, num_frames: int, key: str) -> ContextSlice:
         """Draw a slice of a context of ``num_frames`` frames; the same one for the same ``key``.

@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from sharmill.errors import ConfigError
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
+from sharmill.training.codes import CodecForm, ContextDraws, load_target, mark_codes
 from sharmill.training.cut_data import (
-    ContextLimits,
     ContextSlice,
-    epoch_of,
     holds,
     is_without_context,
     load_array,
     load_audio,
     sampling_rate_of,
-    target_codes_on_time,
     text_of,
+    without_padding,
 )
 from sharmill.training.tokenizers import Tokenizers, check_tokenizers, tokenize
 
@@ -38,70 +33,6 @@ Batch = dict[str, torch.Tensor | list[Any]]
 
 _SIMILARITY = "context_speaker_similarity"
 _16KHZ = 16000
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodecForm:
-    """The form of a codec's codes, and the ids that mark their begin and end.
-
-    ``bos`` and ``eos`` default to ``codebook_size`` and ``codebook_size + 1``, the first ids that are no codes; the
-    context's default to the target's. ``marks=False`` adds none at all.
-    """
-
-    sampling_rate: int
-    samples_per_frame: int
-    codebook_size: int
-    bos: int | None = None
-    eos: int | None = None
-    context_bos: int | None = None
-    context_eos: int | None = None
-    marks: bool = True
-
-    @property
-    def frame_shift(self) -> float:
-        """Seconds."""
-        return self.samples_per_frame / self.sampling_rate
-
-    @property
-    def target_marks(self) -> tuple[int, int]:
-        bos = self.codebook_size if self.bos is None else self.bos
-        eos = self.codebook_size + 1 if self.eos is None else self.eos
-        return bos, eos
-
-    @property
-    def context_marks(self) -> tuple[int, int]:
-        bos, eos = self.target_marks
-        return bos if self.context_bos is None else self.context_bos, (
-            eos if self.context_eos is None else self.context_eos
-        )
-
-    @classmethod
-    def of_dataset(cls, dataset: str | Path, codec: str | None = None, **ids: Any) -> CodecForm:
-        """Return the form of a codec of a dataset directory; ``codec`` may be left out where there is one.
-
-        Raises:
-            ConfigError: there is no finished dataset, or not this codec, or several to choose from.
-        """
-        from sharmill.shar.index import read_dataset
-
-        records = {record.name: record for record in read_dataset(Path(dataset)).codecs}
-        names = ", ".join(records) or "none"
-        if codec is None and len(records) != 1:
-            raise ConfigError(
-                f"{dataset} has no codec: encode it, or use ContextSpeechDataset(None), which gives audio"
-                if not records
-                else f"{dataset} has the codecs {names}: name one with codec=",
-                code="unknown_codec",
-            )
-        record = records.get(codec or next(iter(records)))
-        if record is None:
-            raise ConfigError(f"{dataset} has no codec {codec!r}; it has {names}", code="unknown_codec")
-        return cls(
-            sampling_rate=record.sampling_rate,
-            samples_per_frame=record.samples_per_frame,
-            codebook_size=record.codebook_size,
-            **ids,
-        )
 
 
 class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
@@ -138,7 +69,10 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
     ============================ ===================== =========================================================
 
     Cuts may be truncated: the target is the cut's part, the context is whole. Where the target is audio, they may be
-    perturbed (speed, volume); a cut whose codes would have to follow is refused, like one that is padded or mixed.
+    perturbed (speed, volume); a cut whose codes would have to follow is refused, like one that is mixed.
+
+    Cuts may be padded at their end, as by ``pad_min_duration: 30`` of the loader. Lengths and ``durations`` are those
+    without it; the target's tensors, and ``audio_16khz`` of the target, reach to the end of the longest padded cut.
 
     To predict the next frame, use ``target_codes[..., :-1]`` as input and ``target_codes[..., 1:]`` as labels.
 
@@ -203,9 +137,8 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         self.codec = codec
         self.tokenizer = tokenizer
         self.sampling_rate = sampling_rate
-        self._limits = partial(ContextLimits, context_duration_min, context_duration_max) if context else None
-        if self._limits is not None:
-            self._limits(1.0)  # Wrong durations are an error here.
+        self._draws = ContextDraws(context_duration_min, context_duration_max, seed)
+        self.context = context
         self.audio_16khz = audio_16khz
         self.tags = tuple(tags)
         self.text_field = text_field
@@ -213,13 +146,10 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         self.text_pad_id = text_pad_id
         self.code_pad_id = code_pad_id
         self.codes = codes and codec is not None
-        self.seed = seed
-        # In shared memory, so that worker processes of a loader that keeps them see the next epoch too.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
         """Draw other slices from the next batch on; to be called before a loader begins an epoch."""
-        self._epoch.fill_(epoch)
+        self._draws.set_epoch(epoch)
 
     def __getitem__(self, cuts: CutSet) -> Batch:
         """Return the batch of these cuts.
@@ -227,20 +157,24 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         Raises:
             ValueError: a cut lacks what the batch needs, or not all have it in the same form; the message names it.
         """
-        cuts_list = list(cuts)
+        unpadded = [without_padding(cut) for cut in cuts]
+        cuts_list = [cut for cut, _ in unpadded]
         batch = _describe(cuts_list, self.text_field)
+        seconds = max(seconds for _, seconds in unpadded)
         if self.tags:
             customs = [cut.custom or {} for cut in cuts_list]
             batch["tags"] = [{name: custom[name] for name in self.tags if name in custom} for custom in customs]
         if self.tokenizer is not None:
             batch |= _padded("text_tokens", "text_lens", [self._tokens(cut) for cut in cuts_list], self.text_pad_id)
-        batch |= self._targets(cuts_list)
+        batch |= self._targets(cuts_list, seconds)
         slices = None
-        if self._limits is not None:
+        if self.context:
             contexts, slices = self._contexts(cuts_list)
             batch |= contexts
         if self.audio_16khz is not None:
-            batch |= _padded("audio_16khz", "audio_16khz_lens", self._audio_16khz(cuts_list, slices))
+            at_least = round(seconds * _16KHZ) if self.audio_16khz == "target" else 0
+            rows = self._audio_16khz(cuts_list, slices)
+            batch |= _padded("audio_16khz", "audio_16khz_lens", rows, at_least=at_least)
         return batch
 
     def _tokens(self, cut: MonoCut) -> np.ndarray:
@@ -252,35 +186,37 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         bos, eos = self.text_marks
         return np.array([*([] if bos is None else [bos]), *ids, *([] if eos is None else [eos])], dtype=np.int64)
 
-    def _targets(self, cuts: list[MonoCut]) -> Batch:
+    def _targets(self, cuts: list[MonoCut], seconds: float) -> Batch:
+        """Return the targets in tensors of at least so many seconds."""
         if self._in_codes(cuts, TARGET_CODES, TARGET_AUDIO):
             assert self.codec is not None
-            for cut in cuts:
-                _require_frame_shift(cut, self.codec)
-            rows = [_marked(load_array(cut, TARGET_CODES), self.codec, self.codec.target_marks, cut) for cut in cuts]
-            return _padded(TARGET_CODES, "target_code_lens", _same_codebooks(rows, cuts), self.code_pad_id)
+            rows = [load_target(cut, self.codec) for cut in cuts]
+            at_least = self.codec.num_frames(seconds) + 2 * self.codec.marks
+            rows = _same_codebooks(rows, cuts)
+            return _padded(TARGET_CODES, "target_code_lens", rows, self.code_pad_id, at_least=at_least)
         rate, per_frame = self._audio_form(cuts)
         samples = [load_audio(cut, TARGET_AUDIO, rate) for cut in cuts]
-        return _padded(TARGET_AUDIO, "target_audio_lens", samples, multiple=per_frame)
+        return _padded(TARGET_AUDIO, "target_audio_lens", samples, multiple=per_frame, at_least=round(seconds * rate))
 
     def _contexts(self, cuts: list[MonoCut]) -> tuple[Batch, list[ContextSlice]]:
-        assert self._limits is not None
         if self._in_codes(cuts, CONTEXT_CODES, CONTEXT_AUDIO):
             assert self.codec is not None
-            limits = self._limits(self.codec.frame_shift)
             arrays = [load_array(cut, CONTEXT_CODES) for cut in cuts]
-            slices = [self._draw(cut, array.shape[-1], limits) for cut, array in zip(cuts, arrays, strict=True)]
+            slices = [
+                self._draws.draw(cut, array.shape[-1], self.codec.frame_shift)
+                for cut, array in zip(cuts, arrays, strict=True)
+            ]
             rows = [
-                _marked(part.of_frames(array), self.codec, self.codec.context_marks, cut)
+                mark_codes(part.of_frames(array), self.codec, self.codec.context_marks, cut)
                 for cut, array, part in zip(cuts, arrays, slices, strict=True)
             ]
             batch = _padded(CONTEXT_CODES, "context_code_lens", _same_codebooks(rows, cuts), self.code_pad_id)
         else:
             rate, per_frame = self._audio_form(cuts)
-            limits = self._limits(per_frame / rate)
             samples = [load_audio(cut, CONTEXT_AUDIO, rate) for cut in cuts]
             slices = [
-                self._draw(cut, -(-len(audio) // per_frame), limits) for cut, audio in zip(cuts, samples, strict=True)
+                self._draws.draw(cut, -(-len(audio) // per_frame), per_frame / rate)
+                for cut, audio in zip(cuts, samples, strict=True)
             ]
             sliced = [part.of_samples(audio, rate) for part, audio in zip(slices, samples, strict=True)]
             batch = _padded(CONTEXT_AUDIO, "context_audio_lens", sliced)
@@ -298,12 +234,6 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
             found = " and ".join(f"{cut.id!r} has {rate} Hz" for rate, cut in rates.items())
             raise ValueError(f"cut {found}; a batch has one rate: give sampling_rate=")
         return next(iter(rates)), 1
-
-    def _draw(self, cut: MonoCut, num_frames: int, limits: ContextLimits) -> ContextSlice:
-        if num_frames == 0:
-            raise ValueError(f"the context of cut {cut.id!r} is empty")
-        epoch = (int(self._epoch), epoch_of(cut))
-        return limits.draw(num_frames, f"{self.seed}/{epoch}/{cut.id}")
 
     def _audio_16khz(self, cuts: list[MonoCut], slices: list[ContextSlice] | None) -> list[np.ndarray]:
         if self.audio_16khz == "target":
@@ -340,42 +270,10 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         return False
 
 
-def _require_frame_shift(cut: MonoCut, codec: CodecForm) -> None:
-    """Raise ValueError where the codes of a cut have another frame rate than the codec.
-
-    Other tools give each cut a frame shift of its own, which misses the codec's by less than a frame a cut.
-    """
-    array = target_codes_on_time(cut)
-    if array is not None:
-        frames = array.shape[array.temporal_dim]
-        if abs(array.frame_shift - codec.frame_shift) * frames > 2 * codec.frame_shift:
-            raise ValueError(
-                f"the codes of cut {cut.id!r} have a frame each {array.frame_shift:.4g} s, and the codec has one "
-                f"each {codec.frame_shift:.4g} s: give the CodecForm of the codec that open_shar reads"
-            )
-
-
-def _marked(codes: np.ndarray, codec: CodecForm, marks: tuple[int, int], cut: MonoCut) -> np.ndarray:
-    """Return codes (codebooks, frames) with BOS before and EOS behind them."""
-    size = codec.codebook_size
-    if codes.ndim != 2 or codes.shape[1] == 0:
-        raise ValueError(f"the codes of cut {cut.id!r} have the shape {codes.shape}, not (codebooks, frames)")
-    if codes.min() < 0 or codes.max() >= size:
-        raise ValueError(f"the codes of cut {cut.id!r} are {codes.min()} to {codes.max()}, not 0 to {size - 1}")
-    if not codec.marks:
-        return codes.astype(np.int64)
-    bos, eos = marks
-    return np.pad(codes.astype(np.int64), ((0, 0), (1, 1)), constant_values=((0, 0), (bos, eos)))
-
-
 def _describe(cuts: list[MonoCut], text_field: str) -> Batch:
-    from lhotse import MonoCut
-
     if not cuts:
         raise ValueError("a batch without cuts")
     for cut in cuts:
-        if not isinstance(cut, MonoCut):
-            raise ValueError(f"cut {cut.id!r} is a {type(cut).__name__}; batches are made of MonoCuts, without padding")
         if len(cut.supervisions) != 1:
             raise ValueError(f"cut {cut.id!r} has {len(cut.supervisions)} supervisions instead of one")
     first = [cut.supervisions[0] for cut in cuts]
@@ -404,10 +302,15 @@ def _same_codebooks(rows: list[np.ndarray], cuts: list[MonoCut]) -> list[np.ndar
     return rows
 
 
-def _padded(name: str, lengths: str, rows: Sequence[np.ndarray], value: int = 0, *, multiple: int = 1) -> Batch:
-    """Return rows (..., length) as one tensor (B, ..., longest, rounded up to ``multiple``), and their lengths (B,)."""
+def _padded(
+    name: str, lengths: str, rows: Sequence[np.ndarray], value: int = 0, *, multiple: int = 1, at_least: int = 0
+) -> Batch:
+    """Return rows (..., length) as one tensor (B, ..., longest), and their lengths (B,).
+
+    The longest is ``at_least`` so long, and rounded up to ``multiple``.
+    """
     sizes = [row.shape[-1] for row in rows]
-    longest = -(-max(sizes) // multiple) * multiple
+    longest = -(-max(*sizes, at_least) // multiple) * multiple
     result = np.full((len(rows), *rows[0].shape[:-1], longest), value, dtype=rows[0].dtype)
     for target, row in zip(result, rows, strict=True):
         target[..., : row.shape[-1]] = row

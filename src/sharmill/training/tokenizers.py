@@ -61,6 +61,17 @@ def load_tokenizer(name: str) -> Tokenizer:
     )
 
 
+class PromptTokenizer:
+    """A tokenizer in the form that NeMo's prompt formats ask for, of a function from text to ids."""
+
+    def __init__(self, tokenizer: Tokenizer, *, bos: int = 1, eos: int = 2) -> None:
+        self.text_to_ids = tokenizer
+        self.bos, self.eos = bos, eos
+
+    def __call__(self, text: str, language: str | None = None) -> Sequence[int]:
+        return self.text_to_ids(text)
+
+
 def load_callable(name: str, what: str) -> Callable[..., Any]:
     """Load what ``module:attribute`` names; ``what`` it is for stands in the message of an error.
 

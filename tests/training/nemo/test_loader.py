@@ -12,7 +12,7 @@ from support.training import Letters, take
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.training import ContextSpeechDataset, get_dataloader
-from sharmill.training.dataset import CodecForm
+from sharmill.training.codes import CodecForm
 
 
 def test_batches_of_our_own_dataset_class(corpora):

@@ -16,8 +16,7 @@ from nemo.collections.common.tokenizers.canary_tokenizer import (
 from nemo.collections.common.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
 from sharmill.errors import ConfigError
-from sharmill.training.nemo.trial import PlainTokenizer
-from sharmill.training.tokenizers import Tokenizer, load_tokenizers, tokenize
+from sharmill.training.tokenizers import PromptTokenizer, Tokenizer, load_tokenizers, tokenize
 
 _CANARY: Final = "canary"
 
@@ -38,7 +37,7 @@ def load_nemo_tokenizer(names: Sequence[str], prompt_format: str | None) -> Any:
             return (CanaryBPETokenizer if canary else SentencePieceTokenizer)(name)
         if canary:
             raise _no_special_tokens(str(prompt_format))
-        return PlainTokenizer(name)
+        return PromptTokenizer(loaded)
     paths = dict(name.split("=", 1) for name in names)
     if canary and CANARY_SPECIAL_TOKENIZER not in paths:
         raise _no_special_tokens(str(prompt_format))

@@ -16,7 +16,8 @@ from sharmill.training.nemo.loader_settings import (
     sections_of,
     sources_of,
 )
-from sharmill.training.nemo.trial import PlainTokenizer, Seen, try_rank
+from sharmill.training.nemo.trial import Seen, try_rank
+from sharmill.training.tokenizers import PromptTokenizer, load_tokenizer
 
 
 def examine(settings: Settings, *, ranks: int, num_batches: int, tokenizer: str | None) -> Iterator[str]:
@@ -65,7 +66,7 @@ def _readers(source: Settings, prepared: Settings, ranks: int, workers: int, *, 
 
 def _resuming(settings: Settings, ranks: int, tokenizer: str | None) -> str:
     try:
-        get_dataloader(settings, 0, ranks, None if tokenizer is None else PlainTokenizer(tokenizer),
+        get_dataloader(settings, 0, ranks, None if tokenizer is None else PromptTokenizer(load_tokenizer(tokenizer)),
                        dataset=object(), resumable=True)  # type: ignore[arg-type]  # fmt: skip
     except ConfigError as error:
         if error.code != "inexact_state":

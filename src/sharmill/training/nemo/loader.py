@@ -136,7 +136,8 @@ def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
     ``sample_rate`` becomes that of the batches' audio, where it is not set.
     """
     from sharmill.shar.index import read_dataset
-    from sharmill.training.dataset import CodecForm, ContextSpeechDataset
+    from sharmill.training.codes import CodecForm
+    from sharmill.training.dataset import ContextSpeechDataset
 
     sources = sources_of(settings)
     if other := [source.get("of_type", source.get("type")) for source in sources if source.get("type") != "sharmill"]:

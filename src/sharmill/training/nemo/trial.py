@@ -20,7 +20,7 @@ from sharmill.training.nemo.loader import get_dataloader
 from sharmill.training.nemo.loader_settings import Settings, resolve_settings, sections_of
 from sharmill.training.nemo.partition import READER
 from sharmill.training.nemo.resumable import merge_data_states, parts_of
-from sharmill.training.tokenizers import load_tokenizer
+from sharmill.training.tokenizers import PromptTokenizer, load_tokenizer
 
 # The place of an example: its reader, epoch, group, draw, block and item.
 Place = tuple[int, ...]
@@ -86,7 +86,7 @@ def try_rank(
     """Return the batches that a rank gets first, or after a state."""
     lengths = SeenExamples(any(section.get("use_multimodal_sampling") for section in sections_of(settings)))
     loader = get_dataloader(
-        settings, rank, world_size, None if tokenizer is None else PlainTokenizer(tokenizer),
+        settings, rank, world_size, None if tokenizer is None else PromptTokenizer(load_tokenizer(tokenizer)),
         dataset=lengths, resumable=resumable, state=state,
     )  # fmt: skip
     batches = list(islice(loader, num_batches))
@@ -151,19 +151,6 @@ class SeenExamples(torch.utils.data.Dataset):
         if self._in_tokens or not hasattr(example, "duration"):
             return float(getattr(example, "num_tokens", None) or getattr(example, "total_length", None) or 0)
         return float(example.duration)
-
-
-class PlainTokenizer:
-    """A tokenizer in the form that NeMo's prompt formats ask for."""
-
-    bos, eos = 1, 2
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.text_to_ids = load_tokenizer(name)
-
-    def __call__(self, text: str, language: str | None = None) -> Sequence[int]:
-        return self.text_to_ids(text)
 
 
 def place_of(example: Any) -> Place | None:

@@ -1,0 +1,47 @@
+"""Batches for the model of the training example, made up of spans."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sharmill.training.speech_text import Kind
+
+# Each a kind, a length, and whether it is predicted.
+Spans = list[tuple[Kind, int, bool]]
+
+TEXT_SIZE, CODEBOOKS, CODES_SIZE, SAMPLES = 11, 2, 7, 8
+
+# Of TTS: text and target are predicted, the context is given. The first position of each is never predicted.
+TTS: Spans = [(Kind.TEXT, 5, True), (Kind.CODES, 6, False), (Kind.CODES, 9, True)]
+SHORT_TTS: Spans = [(Kind.TEXT, 3, True), (Kind.CODES, 4, False), (Kind.CODES, 2, True)]
+HEARD: Spans = [(Kind.TEXT, 2, False), (Kind.AUDIO, 4, False), (Kind.TEXT, 3, True)]
+TEXT: Spans = [(Kind.TEXT, 6, True)]
+
+
+def make_batch(*sequences: Spans, padding: int = 0, seed: int = 1) -> dict[str, Tensor]:
+    """Sequences of spans, each a kind, a length and whether it is predicted, with more padding if asked.
+
+    The content of a sequence is the same in every batch that has the same ones before it.
+    """
+    torch.manual_seed(seed)
+    size = max(sum(length for _, length, _ in spans) for spans in sequences) + padding
+    shape = (len(sequences), size)
+    batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("kinds", "spans", "text_tokens")}
+    batch["predicted"] = torch.zeros(shape, dtype=torch.bool)
+    batch["codes"] = torch.zeros(len(sequences), CODEBOOKS, size, dtype=torch.int64)
+    audio = [torch.zeros(0, SAMPLES)]
+    for row, spans in enumerate(sequences):
+        begin = 0
+        for number, (kind, length, predicted) in enumerate(spans):
+            place = slice(begin, begin + length)
+            batch["kinds"][row, place], batch["spans"][row, place] = kind, number
+            batch["predicted"][row, begin + 1 : begin + length] = predicted
+            if kind == Kind.TEXT:
+                batch["text_tokens"][row, place] = torch.randint(TEXT_SIZE, (length,))
+            elif kind == Kind.CODES:
+                batch["codes"][row, :, place] = torch.randint(CODES_SIZE, (CODEBOOKS, length))
+            else:
+                audio.append(torch.randn(length, SAMPLES))
+            begin += length
+    return batch | {"audio": torch.cat(audio).double()}

@@ -1,0 +1,233 @@
+"""``SpeechTextDataset``: speech, text and conversations as sequences of tokens and frames, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from lhotse import CutSet
+from lhotse.utils import fastcopy
+from nemo.collections.common.data.lhotse.text_adapters import (
+    AudioTurn,
+    NeMoMultimodalConversation,
+    NeMoSFTExample,
+    SourceTargetTextExample,
+    TextExample,
+    TextTurn,
+)
+from nemo.collections.common.prompts.plain import PlainPromptFormatter
+from support.shar import ToyCodec
+from support.training import Letters, take
+
+from sharmill.shar import open_shar
+from sharmill.training import ContextSpeechDataset, SpeechTextDataset, get_dataloader
+from sharmill.training.codes import CodecForm
+from sharmill.training.speech_text import Kind
+from sharmill.training.tokenizers import load_tokenizer
+
+LETTERS = Letters()
+BOS, EOS = 64, 65
+LOCATOR = "<audio>"
+LIMITS = {"context_duration_min": 0.2, "context_duration_max": 0.3}
+
+
+@pytest.fixture(scope="module")
+def form(corpora):
+    return CodecForm.of_dataset(corpora.small)
+
+
+@pytest.fixture(scope="module")
+def cuts(corpora):
+    """Cuts with codes and audio."""
+    return list(open_shar(corpora.small))
+
+
+@pytest.fixture(scope="module")
+def heard(corpora):
+    return list(open_shar(corpora.small, ["target_audio"]))
+
+
+def prompted(example):
+    """The example as the loader gives it with ``prompt_format: plain``."""
+    from nemo.collections.common.data.lhotse.dataloader import tokenize_with_prompt
+
+    own = fastcopy(example, custom=dict(example.custom or {}))
+    return tokenize_with_prompt(own, LETTERS, PlainPromptFormatter(LETTERS))
+
+
+def batch_of(examples, form, **options):
+    dataset = SpeechTextDataset(form, LETTERS, **(LIMITS | options))
+    return dataset[CutSet.from_items([prompted(example) for example in examples])]
+
+
+def conversation(*turns, name="c1"):
+    """A conversation of turns, each a role and a text or a cut."""
+    made = [
+        TextTurn(content, role) if isinstance(content, str) else AudioTurn(content, role, LOCATOR)
+        for role, content in turns
+    ]
+    return NeMoMultimodalConversation(name, made, token_equivalent_duration=0.1)
+
+
+def text_at(batch, row, where):
+    """The letters of a row's positions where a mask is true."""
+    return LETTERS.ids_to_text(batch["text_tokens"][row][where[row]].tolist())
+
+
+def kinds_of(batch, row=0):
+    """The kinds of a row's spans with their lengths."""
+    found = []
+    for kind, span in zip(batch["kinds"][row].tolist(), batch["spans"][row].tolist(), strict=True):
+        if kind != Kind.PADDING:
+            if len(found) <= span:
+                found.append((Kind(kind), 0))
+            assert found[span][0] == kind
+            found[span] = (found[span][0], found[span][1] + 1)
+    return found
+
+
+def test_text_is_predicted_and_so_is_the_target_of_a_pair(form):
+    pair = SourceTargetTextExample(TextExample("why?"), TextExample("so"), question=TextExample("Q:"))
+    chat = NeMoSFTExample({"conversations": [{"from": "User", "value": "a"}, {"from": "Assistant", "value": "bc"}]})
+    batch = batch_of([TextExample("abcdef"), pair, chat], form)
+    present = batch["kinds"] == Kind.TEXT
+    assert [text_at(batch, row, present) for row in range(3)] == ["abcdef", "Q: why?so", "abc"]
+    # Nothing comes before the first position.
+    assert [text_at(batch, row, batch["predicted"]) for row in range(3)] == ["bcdef", "so", "bc"]
+    assert batch["lengths"].tolist() == [6, 9, 3]
+    assert batch["codes"].shape == (3, 3, 9)
+    assert not batch["codes"].any()
+    assert batch["audio"].shape == (0, form.samples_per_frame)
+    assert {name: batch[name].dtype for name in ("kinds", "spans", "text_tokens", "codes", "lengths")} == dict.fromkeys(
+        ("kinds", "spans", "text_tokens", "codes", "lengths"), torch.int64
+    )
+
+
+def test_an_utterance_is_its_text_context_and_target(form, cuts):
+    batch = batch_of(cuts[:2], form, seed=3)
+    plain = ContextSpeechDataset(form, LETTERS, seed=3, **LIMITS)[CutSet.from_cuts(cuts[:2])]
+    assert batch["ids"] == plain["ids"]
+    for row, cut in enumerate(cuts[:2]):
+        context, target = int(plain["context_code_lens"][row]), cut.target_codes.shape[1] + 2
+        assert kinds_of(batch, row) == [(Kind.TEXT, 5), (Kind.CODES, context), (Kind.CODES, target)]
+        codes = batch["codes"][row, :, 5 : 5 + context + target]
+        assert torch.equal(codes[:, :context], plain["context_codes"][row, :, :context])
+        np.testing.assert_array_equal(codes[:, context + 1 : -1], cut.target_codes.load())
+        assert codes[0, [0, context - 1, context, -1]].tolist() == [BOS, EOS, BOS, EOS]
+        # All of the target but its begin, which is given; nothing of the context.
+        expected = [False] + [True] * 4 + [False] * (context + 1) + [True] * (target - 1)
+        assert batch["predicted"][row, : len(expected)].tolist() == expected
+        assert not batch["predicted"][row, len(expected) :].any()
+
+
+def test_an_utterance_without_a_prompt_format_has_begin_and_end(form, cuts):
+    options = LIMITS | {"text_bos_id": 256, "text_eos_id": 257, "context": False}
+    dataset = SpeechTextDataset(form, load_tokenizer("bytes"), **options)
+    batch = dataset[CutSet.from_cuts(cuts[:1])]
+    assert batch["text_tokens"][0, :7].tolist() == [256, *b"yyyyy", 257]
+    assert batch["predicted"][0, :9].tolist() == [False] + [True] * 6 + [False, True]
+    assert kinds_of(batch) == [(Kind.TEXT, 7), (Kind.CODES, 52)]
+    untold = fastcopy(cuts[0], supervisions=[fastcopy(cuts[0].supervisions[0], text=None)])
+    bare = SpeechTextDataset(form, load_tokenizer("bytes"), context=False)
+    assert kinds_of(bare[CutSet.from_cuts([untold])]) == [(Kind.CODES, 52)]
+
+
+def test_a_conversation_has_its_audio_in_the_place_of_the_locator(form, cuts, heard):
+    """The user's as audio where there are no codes, the assistant's as codes, which are predicted."""
+    talk = conversation(
+        ("user", "Hear"), ("user", heard[0]), ("assistant", "yes"), ("assistant", cuts[1]), ("user", "and"),
+        ("assistant", "bye"),
+    )  # fmt: skip
+    batch = batch_of([talk], form)
+    frames = form.num_frames(heard[0].duration)
+    codes = cuts[1].target_codes.shape[1] + 2
+    # Turns of one role that follow each other are joined with a space.
+    assert kinds_of(batch) == [
+        (Kind.TEXT, 5), (Kind.AUDIO, frames), (Kind.TEXT, 4), (Kind.CODES, codes), (Kind.TEXT, 6)
+    ]  # fmt: skip
+    assert text_at(batch, 0, batch["kinds"] == Kind.TEXT) == "Hear yes andbye"
+    assert text_at(batch, 0, batch["predicted"] & (batch["kinds"] == Kind.TEXT)) == "yes bye"
+    assert int((batch["predicted"] & (batch["kinds"] == Kind.CODES)).sum()) == codes - 1
+    assert not (batch["predicted"] & (batch["kinds"] == Kind.AUDIO)).any()
+    np.testing.assert_array_equal(batch["audio"].flatten()[: heard[0].num_samples], heard[0].load_audio()[0])
+    assert not batch["audio"].flatten()[heard[0].num_samples :].any()
+
+
+def test_audio_of_a_file_is_brought_to_the_codecs_rate(form, corpora):
+    settings = {"use_multimodal_sampling": True, "token_equivalent_duration": 0.1, "audio_locator_tag": LOCATOR}
+    entry = {"type": "multimodal_conversation", "manifest_filepath": str(corpora.conversations)}
+    cfg = {"input_cfg": [entry], "prompt_format": "plain", "batch_size": 6, "force_finite": True} | settings
+    slow = CodecForm(sampling_rate=8000, samples_per_frame=160, codebook_size=64, num_codebooks=3)
+    (batch,) = take(get_dataloader(cfg, 0, 1, LETTERS, dataset=SpeechTextDataset(slow, LETTERS)))
+    assert batch["ids"] == [f"conversation{number}" for number in range(6)]
+    for number in range(6):
+        # Of n + 1 tenths of a second, with a frame each 0.02 s; then the answer.
+        assert kinds_of(batch, number) == [(Kind.AUDIO, 5 * (number + 1)), (Kind.TEXT, len("answer 0"))]
+    assert batch["audio"].shape == (5 * 21, 160)
+
+
+def test_a_row_with_audio_has_its_own_samples(form, heard):
+    """In the order of the rows, whatever stands between."""
+    talks = [conversation(("user", cut), ("assistant", "a"), name=cut.id) for cut in heard[:2]]
+    batch = batch_of([talks[0], TextExample("abc"), talks[1]], form)
+    codec = ToyCodec()
+    for row, cut in ((0, heard[0]), (2, heard[1])):
+        first = int((batch["kinds"][:row] == Kind.AUDIO).sum())
+        count = int((batch["kinds"][row] == Kind.AUDIO).sum())
+        audio = batch["audio"][first : first + count].flatten()[: cut.num_samples]
+        np.testing.assert_array_equal(codec.codes(audio.numpy()), codec.codes(cut.load_audio()[0]))
+    assert batch["ids"][1].startswith("text-")
+
+
+def test_groups_of_tags_have_their_prompts(corpora, form):
+    entries = [
+        corpora.entry("small", tags={"task": "tts", "context": "Say: "}),
+        corpora.entry("small", tags={"task": "clone", "context": "Clone: "}),
+        {"type": "txt", "paths": str(corpora.text), "language": "en", "tags": {"task": "lm"}},
+    ]
+    settings = {"use_multimodal_sampling": True, "token_equivalent_duration": 0.1, "prompt_format": "plain"}
+    cfg = {"input_cfg": entries, "batch_size": 12, "shard_seed": 1} | settings
+    dataset = SpeechTextDataset(form, LETTERS, tags=["task"], **LIMITS)
+    batches = take(get_dataloader(cfg, 0, 1, LETTERS, dataset=dataset), 3)
+    found = set()
+    for batch in batches:
+        for row, tags in enumerate(batch["tags"]):
+            given = (batch["kinds"] == Kind.TEXT) & ~batch["predicted"]
+            found.add((tags["task"], text_at(batch, row, given)))
+    # Of a line of text, the first letter is given.
+    assert found == {("tts", "Say: "), ("clone", "Clone: "), ("lm", "l")}
+
+
+def test_what_is_not_the_assistants_turn_last_is_given(form):
+    batch = batch_of([conversation(("user", "a"), ("assistant", "b"), ("user", "c"))], form)
+    assert not batch["predicted"].any()
+
+
+def test_text_without_a_prompt_format_is_refused(form):
+    with pytest.raises(ValueError, match=r"'text-[0-9a-f]+' came without input_ids: set prompt_format"):
+        SpeechTextDataset(form, LETTERS)[CutSet.from_items([TextExample("a")])]
+
+
+def test_what_cannot_be_made_is_refused(form, cuts, heard, corpora):
+    spoken = conversation(("user", "a"), ("assistant", heard[0]))
+    with pytest.raises(ValueError, match=r"assistant in conversation 'c1' has no target_codes, .*cannot be predicted"):
+        batch_of([spoken], form)
+    odd = conversation(("user", f"what is {LOCATOR}"), ("user", heard[0]), ("assistant", "a"))
+    with pytest.raises(ValueError, match=r"'c1' has 1 audio turns and 2 times the tokens of '<audio>'"):
+        batch_of([odd], form)
+    bare = next(iter(open_shar(corpora.small, [])))
+    with pytest.raises(ValueError, match=r"of a conversation has neither target_codes nor target_audio: name one"):
+        batch_of([conversation(("user", bare), ("assistant", "a"))], form)
+    with pytest.raises(ValueError, match="has no target_codes: name them in fields"):
+        batch_of([bare], form, context=False)
+    with pytest.raises(ValueError, match="has no context_codes: name them in fields"):
+        batch_of([bare], form)
+    with pytest.raises(ValueError, match="is a MixedCut; sequences are made of MonoCuts"):
+        SpeechTextDataset(form, LETTERS)[CutSet.from_cuts([cuts[0].pad(duration=2.0)])]
+    with pytest.raises(ValueError, match="without examples"):
+        batch_of([], form)
+    other = CodecForm(sampling_rate=16000, samples_per_frame=320, codebook_size=64, num_codebooks=4)
+    with pytest.raises(ValueError, match="have 3 codebooks, and the codec has 4"):
+        batch_of(cuts[:1], other)
+    with pytest.raises(ValueError, match="num_codebooks"):
+        SpeechTextDataset(fastcopy(form, num_codebooks=None), LETTERS)

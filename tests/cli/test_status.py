@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -17,12 +18,13 @@ from unittest import mock
 import msgspec
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from support.manifests import config_for, make_record, write_manifest
 from support.pipelines import run_sharmill
 
 from sharmill.cli import stage_status, status
-from sharmill.cli.stage_status import Pace, StageStatus, read_stage
+from sharmill.cli.stage_status import Pace, StageStatus, read_or_preview_units, read_stage
 from sharmill.cli.status import QueueView, print_status
 from sharmill.config import to_yaml
 from sharmill.engine.fence import make_fence
@@ -72,6 +74,7 @@ def stage(tmp_path, audio_root):
 
 
 def put_rank(stage, rank, *, started, updated, pid=1234, **values):
+    values = {"unit_began": updated} | values
     record = RankProgress(rank=rank, pid=pid, host="node7", started=started, updated=updated, **values)
     path = stage.dir.rank_progress(rank)
     path.write_bytes(msgspec.json.encode(record))
@@ -136,7 +139,10 @@ def test_a_damaged_pilot_takes_nothing_from_the_status(stage, noon):
 
 
 def test_the_price_is_that_of_the_hours_of_gpus(noon, monkeypatch):
-    pace = Pace(seconds=7200.0, on_gpu=True, rate=1.0, slowest_ranks=[], slowest_units=[], delays={})
+    pace = Pace(
+        seconds=7200.0, on_gpu=True, rate=1.0, slowest_ranks=[], slowest_units=[], delays={}, hosts=1, memory_mb=0.0,
+        memory_asked_mb=0.0,
+    )  # fmt: skip
     seen = StageStatus(name="match", state="done", cost_unit="seconds of audio", pace=pace)
     (line,) = status._run_lines(Path(), [], [seen], 2.5)
     assert str(line) == (
@@ -250,6 +256,72 @@ def test_where_nobody_can_be_asked_status_says_so(stage, waiting, monkeypatch):
     text = shown(stage)
     assert row(text, "prepare")[1] == "in the queue"
     assert "it is not known whether its jobs are left: there is no squeue here" in text
+
+
+def test_a_unit_that_takes_far_longer_than_the_others_is_named_and_no_time_left_is_told(stage, noon, monkeypatch):
+    spent = dataclasses.replace(stage_status._pace(*read_or_preview_units(stage)), rate=0.5)
+    monkeypatch.setattr(stage_status, "_pace", lambda units, commits: spent)
+    put_rank(stage, 0, started=noon - 300, updated=noon - 100, unit=1, unit_began=noon - 130, cost_done=2.0)
+    # Two records at one in two seconds; a file of 30 s ago says that the unit had taken 30 s.
+    os.utime(stage.dir.rank_progress(0), (noon - 30, noon - 30))
+    assert read_stage(stage).late == []
+    assert read_stage(stage).seconds_left is not None
+    put_rank(stage, 0, started=noon - 300, updated=noon - 100, unit=1, unit_began=noon - 190, cost_done=2.0)
+    os.utime(stage.dir.rank_progress(0), (noon - 30, noon - 30))
+    (late,) = read_stage(stage).late
+    assert (late.unit, late.rank, late.seconds, late.expected) == (1, 0, 120.0, 4.0)
+    assert read_stage(stage).seconds_left is None
+    assert "unit 1 has taken rank 0 0:02:00, where 0:00:04 is usual" in shown(stage)
+
+
+def test_the_memory_of_ranks_stands_beside_what_was_asked_for(stage, noon, monkeypatch):
+    spent = stage_status._pace(*read_or_preview_units(stage))
+    assert spent.memory_mb > 10
+    assert (spent.hosts, spent.memory_asked_mb) == (1, 0.0)
+    asked = dataclasses.replace(spent, memory_mb=6012.0, memory_asked_mb=48000.0)
+    monkeypatch.setattr(stage_status, "_pace", lambda units, commits: asked)
+    assert "at most 6,012 MB on a rank, of 48,000 MB asked; hosts: 1" in shown(stage)
+
+
+def test_several_run_directories_are_shown_one_after_the_other(stage, call):
+    path = stage.run_dir.path
+    code, out, _ = call("status", path, f"{path}/", "--json")
+    assert code == 0
+    assert [one["name"] for one in json.loads(out)[str(path)]][:2] == ["prepare", "match"]
+    code, out, _ = call("status", path, path)
+    assert out.count("not begun") == 2 * out.split(str(path))[1].count("not begun") > 0
+
+
+def test_a_monitor_is_told_by_the_exit_status(stage, noon, call):
+    path = stage.run_dir.path
+    assert call("status", path, "--check")[0] == 0
+    write_atomic(stage.dir.failures, msgspec.json.encode(FailedAttempt(2, "ValueError: no", "Traceback")) + b"\n")
+    assert call("status", path)[0] == 0
+    assert call("status", path, "--check")[0] == 1
+
+
+@pytest.mark.parametrize(("jobs", "code"), [(["rank"], 0), ([], 1)])
+def test_a_chain_whose_jobs_are_gone_is_in_trouble(stage, waiting, call, jobs, code):
+    queued = [QueuedJob("8", "PENDING", "Priority", "ann", role) for role in jobs]
+    with mock.patch("sharmill.executors.slurm.queue.queued_jobs", return_value=queued):
+        assert call("status", stage.run_dir.path, "--check")[0] == code
+
+
+def test_prometheus_reads_the_numbers(stage, noon, call, tmp_path):
+    put_rank(stage, 0, started=noon - 100, updated=noon, unit=1, unit_began=noon)
+    assert call("status", stage.run_dir.path, "--prometheus", tmp_path / "sharmill.prom")[0] == 0
+    families = text_string_to_metric_families((tmp_path / "sharmill.prom").read_text())
+    values = {
+        (sample.name, *(value for name, value in sample.labels.items() if name != "run_dir")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    assert values["sharmill_units", "done", "prepare"] == 1
+    assert values["sharmill_units", "all", "prepare"] == 4
+    assert values["sharmill_stage_state", "prepare", "under way"] == 1
+    assert values["sharmill_stage_state", "match", "not begun"] == 1
+    assert values["sharmill_rejects", "empty_text", "prepare"] == 1
+    assert values["sharmill_chain_failed",] == 0
 
 
 def test_watch_shows_it_again_until_it_is_interrupted(stage):

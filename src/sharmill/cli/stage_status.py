@@ -26,6 +26,8 @@ from sharmill.storage import clock_of
 
 # Of ranks and of units.
 _SLOWEST = 3
+_TIMES_LATE = 10.0
+_LEAST_SECONDS_LATE = 60.0
 # Beyond a hundred years.
 _MAX_SECONDS = 3e9
 
@@ -39,6 +41,9 @@ class Pace:
         rate: cost per second of a rank.
         slowest_ranks, slowest_units: with their own rates, the slowest first.
         delays: shares of the time: decoding, model, disk.
+        hosts: how many there were.
+        memory_mb: the most that a rank has held.
+        memory_asked_mb: the least that one's job had asked for; 0 where that is not known.
     """
 
     seconds: float
@@ -47,6 +52,19 @@ class Pace:
     slowest_ranks: list[tuple[int, float]]
     slowest_units: list[tuple[int, float]]
     delays: dict[str, float]
+    hosts: int
+    memory_mb: float
+    memory_asked_mb: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateUnit:
+    """A unit that has taken a rank far longer than its cost lets expect, in seconds."""
+
+    unit: int
+    rank: int
+    seconds: float
+    expected: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +90,7 @@ class StageStatus:
     ranks: list[RankProgress] = field(default_factory=list)
     now: float = 0.0
     pace: Pace | None = None
+    late: list[LateUnit] = field(default_factory=list)
 
     @property
     def units_left(self) -> int:
@@ -79,8 +98,8 @@ class StageStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """The predicted time, or None where no rank has a rate yet, or the numbers make no sense."""
-        if not self.rate or self.state != "under way":
+        """The predicted time, or None where no rank has a rate yet, one may hang, or the numbers make no sense."""
+        if not self.rate or self.state != "under way" or self.late:
             return None
         seconds = (self.cost - self.cost_done) / self.rate
         return seconds if abs(seconds) < _MAX_SECONDS else None
@@ -110,6 +129,7 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
     ranks = [] if totals else [rank for rank in read_progress(stage.dir.progress) if not rank.ended]
     now = clock_of(stage.dir.path)
     alive = [rank for rank in ranks if not rank.is_silent(now)]
+    pace = _pace(units, commits)
     return StageStatus(
         name=stage.name,
         cost_unit=stage.cost_unit,
@@ -125,8 +145,23 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
         rejects=totals.rejects if totals else dict(rejects),
         ranks=ranks,
         now=now,
-        pace=_pace(units, commits),
+        pace=pace,
+        late=_late_units(units, alive, pace, now),
     )
+
+
+def _late_units(units: Sequence[Unit], ranks: Sequence[RankProgress], pace: Pace | None, now: float) -> list[LateUnit]:
+    """Return the units under way that take ten times as long as the others did, and a minute at least."""
+    costs = {unit.index: unit.cost for unit in units}
+    late = []
+    for rank in ranks:
+        if pace is not None and rank.unit in costs:
+            # The rank's own clock, and that of the file system since.
+            seconds = rank.updated - rank.unit_began + now - rank.written
+            expected = costs[rank.unit] / pace.rate
+            if seconds > max(_LEAST_SECONDS_LATE, _TIMES_LATE * expected):
+                late.append(LateUnit(unit=rank.unit, rank=rank.rank, seconds=seconds, expected=expected))
+    return late
 
 
 def _pace(units: Sequence[Unit], commits: Mapping[int, Commit]) -> Pace | None:
@@ -151,6 +186,9 @@ def _pace(units: Sequence[Unit], commits: Mapping[int, Commit]) -> Pace | None:
         slowest_ranks=sorted(by_rank.items(), key=itemgetter(1))[:_SLOWEST],
         slowest_units=sorted(by_unit.items(), key=itemgetter(1))[:_SLOWEST],
         delays={name: time / spent for name, time in delays.most_common()},
+        hosts=len({commit.host for commit in commits.values()} - {""}),
+        memory_mb=max(commit.memory_mb for commit in commits.values()),
+        memory_asked_mb=min((c.memory_asked_mb for c in commits.values() if c.memory_asked_mb), default=0.0),
     )
 
 

@@ -23,7 +23,7 @@ from sharmill.cli.console import (
     plain,
     print_json,
 )
-from sharmill.cli.exit_status import OK
+from sharmill.cli.exit_status import FAILED, OK
 from sharmill.errors import ConfigError, SharmillError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from sharmill.cli.stage_status import StageStatus
+    from sharmill.cli.stage_status import LateUnit, StageStatus
     from sharmill.engine.progress import RankProgress
     from sharmill.engine.rundir import RunDir
     from sharmill.engine.stage import Stage
@@ -46,34 +46,69 @@ _WIDE = 110
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=str))
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=str))
 @click.option("--watch", is_flag=True, help="Go on showing it, every two seconds, until Ctrl-C.")
 @click.option(
     "--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU; not with --json."
 )
+@click.option(
+    "--check", is_flag=True, help="End with status 1 where something failed, is silent, or has lost its jobs."
+)
+@click.option(
+    "--prometheus", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Write numbers to a file, as the textfile collector of Prometheus' node exporter reads them.",
+)  # fmt: skip
 @json_option
-def status(run_dir: str, watch: bool, gpu_hour: float | None, as_json: bool) -> int:
-    """Show the progress of every stage and rank of a run directory."""
+def status(
+    run_dirs: Sequence[str], watch: bool, gpu_hour: float | None, check: bool, prometheus: Path | None, as_json: bool
+) -> int:
+    """Show the progress of every stage and rank of run directories."""
     if as_json and gpu_hour is not None:
         message = "--gpu-hour is of the text: --json has the seconds of each stage, and on_gpu, in pace"
         raise ConfigError(message, code="bad_usage")
-    queue = QueueView(Path(run_dir))
-    if as_json:
-        from sharmill.cli.stage_status import read_stage, stages_in
+    queues = [QueueView(Path(run_dir)) for run_dir in run_dirs]
+    if prometheus is not None:
+        from sharmill.cli.status_metrics import write_metrics
 
-        stages = stages_in(Path(run_dir))
-        queued = queue.holds_jobs()
-        found = [read_stage(stage, queued=queued) for stage in stages]
-        print_json([msgspec.to_builtins(one) | {"seconds_left": one.seconds_left} for one in found])
-        return OK
-    console = make_console()
-    print_status(console, Path(run_dir), queue, gpu_hour=gpu_hour)
-    with suppress(KeyboardInterrupt):
-        while watch:
-            time.sleep(2)
-            console.clear()
-            print_status(console, Path(run_dir), queue, gpu_hour=gpu_hour)
-    return OK
+        write_metrics(prometheus, {str(queue.path): _read_run(queue) for queue in queues})
+    if as_json:
+        found = {
+            str(queue.path): [
+                msgspec.to_builtins(one) | {"seconds_left": one.seconds_left} for one in _read_run(queue)[0]
+            ]
+            for queue in queues
+        }
+        # Of a single run directory there is nothing to tell apart.
+        print_json(found if len(queues) > 1 else next(iter(found.values())))
+    else:
+        console = make_console()
+        with suppress(KeyboardInterrupt):
+            while True:
+                for queue in queues:
+                    print_status(console, queue.path, queue, gpu_hour=gpu_hour)
+                if not watch:
+                    break
+                time.sleep(2)
+                console.clear()
+    return FAILED if check and any(_is_in_trouble(*_read_run(queue)) for queue in queues) else OK
+
+
+def _read_run(queue: QueueView) -> tuple[list[StageStatus], ChainState | None]:
+    """Return the stages of a run directory, and its chain, which is failed where it waits for jobs that are gone."""
+    from sharmill.cli.stage_status import read_stage, stages_in
+    from sharmill.engine.rundir import RunDir
+    from sharmill.executors.slurm.chain import read_state
+
+    queued = queue.holds_jobs()
+    chain = read_state(RunDir(queue.path))
+    if chain is not None and chain.state == "waiting" and not queued:
+        chain = msgspec.structs.replace(chain, state="failed")
+    return [read_stage(stage, queued=queued) for stage in stages_in(queue.path)], chain
+
+
+def _is_in_trouble(stages: Sequence[StageStatus], chain: ChainState | None) -> bool:
+    failed = any(stage.state in ("failed", "silent") or stage.late for stage in stages)
+    return failed or (chain is not None and chain.state == "failed")
 
 
 @dataclasses.dataclass
@@ -134,6 +169,8 @@ def print_status(
             console.print(_end_line(status))
         for rank in status.ranks:
             console.print(_rank_line(status.name, rank, status.now))
+        for late in status.late:
+            console.print(_late_line(status.name, late))
     for line in _run_lines(run_dir, stages, statuses, gpu_hour):
         console.print(line)
     for status in statuses:
@@ -235,6 +272,9 @@ def _pace_lines(status: StageStatus) -> Iterator[Text]:
         noted.append(f"{max(0.0, 1 - sum(pace.delays.values())):.0%} the rest")
     of_time = f", of which {', '.join(noted)}" if noted else ""
     yield plain(f"{status.name}: {describe_time(pace.seconds)} of {kind} so far at {pace.rate:,.1f} {unit}{of_time}")
+    if pace.memory_mb:
+        asked = f", of {pace.memory_asked_mb:,.0f} MB asked" if pace.memory_asked_mb else ""
+        yield plain(f"  memory: at most {pace.memory_mb:,.0f} MB on a rank{asked}; hosts: {pace.hosts}")
     for name, slowest in (("ranks", pace.slowest_ranks), ("units", pace.slowest_units)):
         if len(slowest) > 1:
             listed = ", ".join(f"{index} at {rate:,.1f}" for index, rate in slowest)
@@ -275,6 +315,15 @@ def _queue_lines(queue: QueueView, chain: ChainState | None) -> Iterator[Text]:
     else:
         again = f": {chain.command}" if chain.command else ""
         yield plain(f"its jobs are gone: submit again{again}", style="red")
+
+
+def _late_line(stage: str, late: LateUnit) -> Text:
+    seconds, expected = describe_time(late.seconds), describe_time(late.expected)
+    return plain(
+        f"{stage}: unit {late.unit} has taken rank {late.rank} {seconds}, where {expected} is usual, so the time left "
+        "is not known; executor.unit_time_limit ends units that hang",
+        style="red",
+    )
 
 
 def _rank_line(stage: str, rank: RankProgress, now: float) -> Text:

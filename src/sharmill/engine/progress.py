@@ -141,8 +141,13 @@ class ProgressWriter:
 
     def _write(self) -> None:
         self.record.updated = time.time()
-        self.record.peak_memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        self.record.peak_memory_mb = peak_memory_mb()
         _write_aside(self.path, self.record)
+
+
+def peak_memory_mb() -> float:
+    """Return the most memory that this process has held so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def _write_aside(path: Path, record: RankProgress) -> None:

@@ -70,7 +70,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a finished unit: written last, and its existence means that all else is in place.
 
     It counts for the plan with its ``token`` only. ``device_kind`` is that of its rank's processor, ``delays`` the part
-    of its ``seconds`` that went into decoding, the model and the disk, as far as that was noted.
+    of its ``seconds`` that went into decoding, the model and the disk, as far as that was noted. ``memory_mb`` is the
+    most that its process had held by then, ``memory_asked_mb`` what its job had asked for, 0 where that is not known.
     """
 
     token: str
@@ -85,6 +86,9 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     device_kind: str = ""
     delays: dict[str, float] = {}
+    host: str = ""
+    memory_mb: float = 0.0
+    memory_asked_mb: float = 0.0
 
     @property
     def num_rejected(self) -> int:

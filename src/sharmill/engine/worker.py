@@ -19,7 +19,7 @@ from sharmill.engine.fence import require_current
 from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.metrics import MetricsLog
 from sharmill.engine.outcomes import BrokenDevice, FailedAttempt, Overtaken
-from sharmill.engine.progress import ProgressWriter
+from sharmill.engine.progress import ProgressWriter, peak_memory_mb
 from sharmill.engine.stage import Advance, Processor, Stage
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.errors import ConfigError, DeviceError, FatalError, is_device_error
@@ -39,7 +39,8 @@ class Worker:
     """One rank: loads the stage once and commits units one after the other.
 
     ``report`` is called about once a second with the cost of the unit in flight that is done so far. ``may_publish``
-    is asked before a unit is published, which another rank may have done as well.
+    is asked before a unit is published, which another rank may have done as well. ``memory_asked_mb`` is what the
+    rank's job has asked for, to be noted beside what it uses.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class Worker:
         device: str,
         report: Callable[[Unit, float], None] | None = None,
         may_publish: Callable[[Unit], bool] = lambda unit: True,
+        memory_asked_mb: float = 0.0,
     ) -> None:
         self.stage = stage
         self.rank = rank
         self.device = device
         self._report = report
         self._may_publish = may_publish
+        self._memory_asked_mb = memory_asked_mb
         self._ledger = LedgerWriter(stage.dir.ledger)
         self._progress = ProgressWriter(stage.dir.rank_progress(rank), rank)
         self._closing = ExitStack()
@@ -205,6 +208,9 @@ class Worker:
             rank=self.rank,
             device_kind=self._processor.device_kind,
             delays=take_delays(),
+            host=socket.gethostname(),
+            memory_mb=round(peak_memory_mb()),
+            memory_asked_mb=self._memory_asked_mb,
         )
         self._ledger.append(commit)
         return commit

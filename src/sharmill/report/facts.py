@@ -6,6 +6,7 @@ from its index and a sample of its shards.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,8 @@ class StageFacts:
     """The accounts and the times of a stage.
 
     ``totals`` is None as long as it is not finished. ``cost_by_rank`` is in ``cost_unit``, ``seconds_by_rank`` the time
-    that the units took there. ``examples`` are rejects by reason.
+    that the units took there. ``memory_mb`` is the most that a rank has held, ``memory_asked_mb`` the least that one's
+    job had asked for, 0 where that is not known. ``examples`` are rejects by reason.
     """
 
     name: str
@@ -66,6 +68,9 @@ class StageFacts:
     cost_by_rank: dict[int, float] = field(default_factory=dict)
     seconds_by_rank: dict[int, float] = field(default_factory=dict)
     devices: list[str] = field(default_factory=list)
+    num_hosts: int = 0
+    memory_mb: float = 0.0
+    memory_asked_mb: float = 0.0
     identity: dict[str, Any] = field(default_factory=dict)
     examples: dict[str, list[RejectExample]] = field(default_factory=dict)
 
@@ -252,12 +257,17 @@ def _read_stage(stage: Stage, noted: _Noted) -> StageFacts:
     cost: defaultdict[int, float] = defaultdict(float)
     seconds: defaultdict[int, float] = defaultdict(float)
     devices: set[str] = set()
+    hosts: set[str] = set()
+    memory, asked = 0.0, math.inf
     for commit in iterate_ledger(stage.dir, ids):
         # The first one of a unit counts.
         del ids[commit.index]
         cost[commit.rank] += costs[commit.index]
         seconds[commit.rank] += commit.seconds
         devices.add(commit.device_kind)
+        hosts.add(commit.host)
+        memory = max(memory, commit.memory_mb)
+        asked = min(asked, commit.memory_asked_mb or math.inf)
         noted.add(stage.kind, commit)
     totals = read_totals(stage)
     return StageFacts(
@@ -269,6 +279,9 @@ def _read_stage(stage: Stage, noted: _Noted) -> StageFacts:
         cost_by_rank=dict(sorted(cost.items())),
         seconds_by_rank=dict(sorted(seconds.items())),
         devices=sorted(devices - {""}),
+        num_hosts=len(hosts - {""}),
+        memory_mb=memory,
+        memory_asked_mb=0.0 if math.isinf(asked) else asked,
         identity=decode_stored(stage.dir.identity, read_stored(stage.dir.identity), dict[str, Any]),
         examples=_examples(stage.dir.rejects, totals.rejects) if totals and totals.rejects else {},
     )

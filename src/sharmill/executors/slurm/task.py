@@ -122,7 +122,11 @@ class RankTask:
             limit_cores(int(cores))
         try:
             check_device(self.device)
-            with Worker(self.stage, self.rank, self.device, may_publish=todo.may_publish) as worker:
+            asked = os.environ.get("SLURM_MEM_PER_NODE", "")
+            with Worker(
+                self.stage, self.rank, self.device, may_publish=todo.may_publish,
+                memory_asked_mb=float(asked) if asked.isdecimal() else 0.0,
+            ) as worker:  # fmt: skip
                 ready = True
                 self._seconds_to_load = _seconds_since_start()
                 Thread(target=self._leave_when_overtaken, args=[todo], name="overtaken", daemon=True).start()

@@ -41,7 +41,7 @@ from train_progress import Curves, ProgressLines
 from train_world import World, alone_in, world_of
 
 from sharmill.config import load_typed
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, FatalError
 from sharmill.registry import require_package
 
 
@@ -244,7 +244,7 @@ def main(arguments: list[str]) -> int:
             require_package("tensorboard", extra="nemo")
         with world_of(config) as world, alone_in(Path(config.out_dir), world):
             Training(config, world).run()
-    except ConfigError as error:
+    except (ConfigError, FatalError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from train_world import World
 
+from sharmill.errors import ConfigError, FatalError
 from sharmill.storage import make_folder, path_aside, publish_directory, remove_asides, remove_at_once
 
 _CHECKPOINT = re.compile(r"step-(\d{9})")
@@ -41,17 +43,31 @@ class Checkpoints:
         self._newest = found[0] if found else None
 
     def read_record(self) -> dict[str, Any] | None:
-        """Return the record of the newest checkpoint; None where there is none."""
+        """Return the record of the newest checkpoint; None where there is none.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
         if self._newest is None:
             return None
-        record: dict[str, Any] = json.loads((self._newest / _RECORD).read_text(encoding="utf-8"))
+        try:
+            record: dict[str, Any] = json.loads((self._newest / _RECORD).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise self._damaged(error) from error
         return record
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Load the newest checkpoint, whatever number of ranks and layout wrote it."""
+        """Load the newest checkpoint, whatever number of ranks and layout wrote it.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
         state = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(state, checkpoint_id=self._newest)
+        try:
+            dcp.load(state, checkpoint_id=self._newest)
+        except CheckpointException as errors:
+            raise self._damaged(_first_of(errors)) from errors
         set_state_dict(
             model,
             optimizer,
@@ -61,17 +77,36 @@ class Checkpoints:
         )
 
     def save(self, model: nn.Module, optimizer: Optimizer, record: dict[str, Any]) -> None:
-        """Save a checkpoint of ``record["step"]`` on all ranks, and remove old ones."""
+        """Save a checkpoint of ``record["step"]`` on all ranks, and remove old ones.
+
+        Raises:
+            FatalError: a rank cannot write its part.
+        """
         final = self._folder / f"step-{record['step']:09d}"
         aside = self._world.gather(path_aside(final))[0]
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
         writer = dcp.FileSystemWriter(aside, sync_files=True)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, storage_writer=writer)
+        try:
+            dcp.save({"model": model_state, "optimizer": optimizer_state}, storage_writer=writer)
+        except CheckpointException as errors:
+            raise FatalError(f"cannot write {final}: {_first_of(errors)}", code="disk") from errors
         if self._world.rank == 0:
             (aside / _RECORD).write_text(json.dumps(record), encoding="utf-8")
             publish_directory(aside, final)
             for path in self._paths()[: -self._keep]:
                 remove_at_once(path)
 
+    def _damaged(self, error: BaseException) -> ConfigError:
+        return ConfigError(
+            f"{self._newest} is damaged: {str(error).strip() or type(error).__name__}; remove it to go on from the "
+            "checkpoint before it",
+            code="wrong_state",
+        )
+
     def _paths(self) -> list[Path]:
         return sorted(path for path in self._folder.iterdir() if _CHECKPOINT.fullmatch(path.name))
+
+
+def _first_of(errors: CheckpointException) -> BaseException:
+    """Return the first error of any rank; each comes with its traceback."""
+    return next(iter(errors.failures.values()))[0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -91,6 +93,33 @@ def test_what_a_killed_save_left_is_no_checkpoint(speech, tmp_path, train):
     assert train(example, "max_steps=2") == 0
     assert [values["step"] for values in example.steps(0)] == [1, 2, 2]
     assert sorted(path.name for path in folder.iterdir()) == ["step-000000001", "step-000000002"]
+
+
+@pytest.mark.parametrize("missing", ["record.json", "__0_0.distcp"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(speech, tmp_path, train, capsys, missing):
+    example = make_example(tmp_path, "damaged", speech, checkpoint_every=1)
+    assert train(example, "max_steps=2") == 0
+    newest = example.out_dir / "checkpoints" / "step-000000002"
+    (newest / missing).unlink()
+    assert train(example, "max_steps=3") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"Error: {newest} is damaged: ")
+    assert missing in error
+    shutil.rmtree(newest)
+    assert train(example, "max_steps=3") == 0
+    assert [values["step"] for values in example.steps(0)] == [1, 2, 2, 3]
+
+
+def test_a_full_disk_ends_it_in_one_line(speech, tmp_path, train, capsys, monkeypatch):
+    def refuse(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    example = make_example(tmp_path, "full", speech, max_steps=1)
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert train(example) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"Error: cannot write {example.out_dir}/checkpoints")
+    assert os.strerror(errno.ENOSPC) in error
 
 
 def test_a_finished_training_ends_at_once(speech, tmp_path, train, capsys):

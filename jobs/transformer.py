@@ -40,7 +40,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(4 * dim, dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        widened: Tensor = self.down(functional.relu(self.up(hidden)))
+        widened: Tensor = self.down(functional.gelu(self.up(hidden)))
         return widened
 
 

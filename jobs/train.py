@@ -71,8 +71,8 @@ class Training:
         torch.manual_seed(self.seed)
         self.model = SpeechLM(config.model, **model_sizes(config)).to(world.device)
         parallelize(self.model, world.mesh, config)
-        # Below this epsilon the gradients of rare codes are rounding, which differs between layouts. Variants that work on
-        # all parameters in one go need them on one mesh.
+        # Below this epsilon the gradients of rare codes are rounding, which differs between layouts. Variants that work
+        # on all parameters in one go need them on one mesh.
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-6, foreach=False
         )

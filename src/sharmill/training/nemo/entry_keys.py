@@ -29,6 +29,7 @@ _KEYS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
         ("source_language", "target_language", "questions_path", "questions_language"),
     ),
     "nemo_sft_jsonl": (("paths",), ("language",)),
+    "tts_text": (("manifest_filepath",), ("language",)),
     "multimodal_conversation": (("manifest_filepath", "audio_locator_tag"), ("tarred_audio_filepaths",)),
     "share_gpt": (
         ("manifest_filepath", "audio_locator_tag", "audio_placeholders"),

@@ -19,6 +19,7 @@ from nemo.collections.common.data.lhotse.cutset import get_parser_fn
 from nemo.collections.common.data.lhotse.nemo_adapters import LazyNeMoTarredIterator, expand_sharded_filepaths
 from omegaconf import DictConfig
 
+import sharmill.training.nemo.tts_text  # noqa: F401  registers a type
 from sharmill.errors import ConfigError
 from sharmill.shar.layout import CUTS
 from sharmill.shar.reading.foreign import find_shards
@@ -31,6 +32,7 @@ _FILES = {
     "txt": ("paths",),
     "txt_jsonl": ("paths",),
     "nemo_sft_jsonl": ("paths",),
+    "tts_text": ("manifest_filepath",),
     "txt_pair": ("source_paths", "target_paths"),
     "multimodal_conversation": ("manifest_filepath", "tarred_audio_filepaths"),
     "share_gpt": ("manifest_filepath", "tarred_audio_filepaths"),

@@ -24,17 +24,17 @@ _SEEDS_PER_RANK: Final = 100_000
 # Types that NeMo reads as a stream wherever they lie. The others are streams if they are tarred.
 _STREAMS: Final = frozenset({
     "sharmill", "txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "multimodal_conversation", "share_gpt",
-    "share_gpt_webdataset", "parquet",
+    "share_gpt_webdataset", "parquet", "tts_text",
 })  # fmt: skip
 
 # The type of an entry of NeMo's whose examples our reader divides among ranks and workers, and the types that can be.
 DIVIDED: Final = "sharmill_divided"
 _DIVISIBLE: Final = frozenset({
     "txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "multimodal_conversation", "share_gpt", "nemo", "nemo_tarred",
-    "lhotse_shar",
+    "lhotse_shar", "tts_text",
 })  # fmt: skip
 
-_TEXTS: Final = frozenset({"txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl"})
+_TEXTS: Final = frozenset({"txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "tts_text"})
 
 # What NeMo takes from the top level for all sections of a multi_config, over what they say themselves.
 _SHARED: Final = (
@@ -201,7 +201,7 @@ def _check_entries(settings: Settings, handed_down: Settings) -> None:
     """Check the entries at all levels: NeMo takes a group for what it is not where a key is misspelt."""
     from nemo.collections.common.data.lhotse.cutset import get_known_config_data_types
 
-    types = [*get_known_config_data_types(), "sharmill"]
+    types = [*get_known_config_data_types(), "sharmill", "tts_text"]
     entries = settings.get("input_cfg")
     if entries is not None and not (isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)):
         raise ConfigError("input_cfg is a list of entries, each with its type", code="bad_config_value")

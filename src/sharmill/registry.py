@@ -121,14 +121,18 @@ class Registry:
         return f"there is no {self.kind} {name!r}: valid are {', '.join(names)} and python:package.module:Class{hint}"
 
 
-def nearest(name: str, valid: list[str]) -> str:
-    """Return the end of a sentence about a name that is not valid: the name probably meant, or all valid ones.
+def nearest(name: str, valid: list[str], otherwise: str | None = None) -> str:
+    """Return the end of a sentence about a name that is not valid: the name probably meant, or else all valid ones.
+
+    ``otherwise`` is said instead where there are too many for a line.
 
     >>> nearest("shufle", ["manifest", "shuffle"])
     "; did you mean 'shuffle'?"
     """
     close = difflib.get_close_matches(name, valid, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; the valid names are {', '.join(valid)}"
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; the valid names are {', '.join(valid)}" if otherwise is None else otherwise
 
 
 SOURCES: Final = Registry(

@@ -54,7 +54,13 @@ def test_unknown_keys_stay_errors():
 def test_the_documentations_spellings_are_read():
     tarred = {"type": "nemo_tarred", "manifest_filepath": "m_0.json", "tarred_audio_filepath": "a_0.tar"}
     pair = {"type": "txt_pair", "source_path": "s", "target_path": "t"}
-    settled = settle(input_cfg=[tarred, pair], use_multimodal_dataloading=True, prompt_format="plain", batch_size=4)
+    settled = settle(
+        input_cfg=[tarred, pair],
+        use_multimodal_dataloading=True,
+        prompt_format="plain",
+        batch_size=4,
+        token_equivalent_duration=0.1,
+    )
     assert settled["input_cfg"][0]["tarred_audio_filepaths"] == "a_0.tar"
     assert (settled["input_cfg"][1]["source_paths"], settled["input_cfg"][1]["target_paths"]) == ("s", "t")
     assert settled["use_multimodal_sampling"] is True
@@ -62,7 +68,8 @@ def test_the_documentations_spellings_are_read():
 
 def test_a_tag_that_yaml_takes_for_a_list():
     entry = {"type": "multimodal_conversation", "manifest_filepath": "m", "audio_locator_tag": ["audio"]}
-    assert settle(input_cfg=[entry], batch_size=1)["input_cfg"][0]["audio_locator_tag"] == "[audio]"
+    settled = settle(input_cfg=[entry], batch_size=1, prompt_format="plain")
+    assert settled["input_cfg"][0]["audio_locator_tag"] == "[audio]"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from sharmill.training import get_dataloader
 from sharmill.training.nemo.loader_settings import prepare_settings
 
 OURS = {"type": "sharmill", "dataset": "d"}
+SECTION = {"input_cfg": [OURS], "batch_size": 1}
 TEXT = {"type": "parquet", "manifest_filepath": "t"}  # read as a stream, and not divided
 
 
@@ -43,7 +44,11 @@ def test_a_part_of_a_recipe_refers_to_the_rest_of_it():
 
 
 def test_a_group_hands_down_its_shard_seed():
-    cfg = {"shard_seed": "randomized", "input_cfg": [{"type": "group", "shard_seed": 8, "input_cfg": [OURS]}, OURS]}
+    cfg = {
+        "batch_size": 1,
+        "shard_seed": "randomized",
+        "input_cfg": [{"type": "group", "shard_seed": 8, "input_cfg": [OURS]}, OURS],
+    }
     group, entry = prepare_settings(cfg, 0, 2)["input_cfg"]
     assert group["input_cfg"][0]["shard_seed"] == 8
     assert entry["shard_seed"] == "randomized"
@@ -60,7 +65,7 @@ def test_a_group_hands_down_its_shard_seed():
     ],
 )
 def test_randomized_outside_workers_is_the_seed(settings, expected):
-    cfg = {"input_cfg": [OURS], "seed": 6, "shard_seed": "randomized"} | settings
+    cfg = SECTION | {"seed": 6, "shard_seed": "randomized"} | settings
     assert prepare_settings(cfg, 1, 2)["shard_seed"] == expected
 
 
@@ -104,10 +109,7 @@ def test_randomized_outside_workers_is_the_seed(settings, expected):
 )
 def test_refused(settings, code, names):
     with raises(ConfigError, code, *names):
-        prepare_settings({"input_cfg": [OURS]} | settings, 0, 2)
-
-
-SECTION = {"input_cfg": [OURS], "batch_size": 1}
+        prepare_settings(SECTION | settings, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_a_section_may_say_what_the_top_level_says():
     ],
 )
 def test_accepted(settings):
-    assert prepare_settings({"input_cfg": [OURS]} | settings, 0, 2)["concurrent_bucketing"] is False
+    assert prepare_settings(SECTION | settings, 0, 2)["concurrent_bucketing"] is False
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])

@@ -22,6 +22,7 @@ IGNORED: Final = "ignored"
 # What becomes of a key: words for the documentation, or IGNORED, beginning with it, with the reason.
 FATES: Final[dict[str, str]] = {
     "use_multimodal_dataloading": "`use_multimodal_sampling`",
+    "shard_strategy": "`tarred_shard_strategy`",
     "tarred_audio_filepath": "`tarred_audio_filepaths`, in an entry as well",
     "source_path": "`source_paths` of `txt_pair`",
     "target_path": "`target_paths` of `txt_pair`",
@@ -40,13 +41,17 @@ FATES: Final[dict[str, str]] = {
     "augmentor": "ignored: use the loader's own augmentations, such as `noise_path` and `perturb_speed`",
     "bos_id": "ignored: the tokenizer's",
     "blank_index": "ignored: the model's",
+    "code_switched": "ignored: use `concatenate_samples`",
     "concat_sampling_probabilities": "ignored: use `weight` of entries",
+    "concat_sampling_scale": "ignored: use `limit_train_batches` of the trainer",
+    "concat_sampling_seed": "ignored: `seed`",
     "concat_sampling_technique": "ignored: use `weight` of entries",
     "concat_sampling_temperature": "ignored: use `reweight_temperature`",
     "concat_shuffle": "ignored: `shuffle` mixes all data",
     "defer_setup": "ignored: data are opened where they are read",
     "eos_id": "ignored: the tokenizer's",
     "int_values": "ignored: audio is floating-point",
+    "is_code_switched": "ignored: use `concatenate_samples`",
     "is_concat": "ignored: use `weight` of entries",
     "is_tarred": "ignored: `tarred_audio_filepaths` says it",
     "labels": "ignored: the tokenizer's",
@@ -60,9 +65,11 @@ FATES: Final[dict[str, str]] = {
     "semi_sort_sampler_seed": "ignored: `seed`",
     "shard_manifests": "ignored: manifests are read shard by shard",
     "shuffle_n": "ignored: `shuffle_buffer_size`",
+    "tarred_audio_index_filepaths": "ignored: tars are read from their begin",
     "trim": "ignored: audio is taken as it is",
     "trim_silence": "ignored: audio is taken as it is",
     "unk_index": "ignored: the tokenizer's",
+    "use_dali": "ignored: workers decode",
     "use_start_end_token": "ignored: the dataset class's",
 }
 
@@ -106,7 +113,8 @@ def drop_ignored(section: Settings) -> None:
 
 
 def _rename(settings: Settings) -> None:
-    renamed = {"tarred_audio_filepath": "tarred_audio_filepaths", "source_path": "source_paths",
+    renamed = {"shard_strategy": "tarred_shard_strategy",
+               "tarred_audio_filepath": "tarred_audio_filepaths", "source_path": "source_paths",
                "target_path": "target_paths", "use_multimodal_dataloading": "use_multimodal_sampling"}  # fmt: skip
     for old, new in renamed.items():
         if old in settings:
@@ -147,6 +155,9 @@ def _as_entries(section: Settings) -> int:
     elif "cuts_path" in paths:
         entry = {"type": "lhotse", "cuts_path": paths["cuts_path"]}
     else:
+        for key, value in paths.items():
+            if isinstance(value, str) and "," in value and "{" not in value:
+                paths[key] = value.split(",")
         entry = {"type": "nemo_tarred" if "tarred_audio_filepaths" in paths else "nemo", **paths}
     made = _split_lists(entry, weights)
     section["input_cfg"] = [made]

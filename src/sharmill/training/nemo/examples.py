@@ -26,6 +26,7 @@ from sharmill.shar.reading.foreign import find_shards
 from sharmill.shar.reading.iteration import ReadOptions, SharReader
 from sharmill.shar.reading.shard import POSITION
 from sharmill.storage import checksum_bytes
+from sharmill.training.nemo.setting_values import check_files
 
 # The keys that name the files of each type: the first one's lines are counted.
 _FILES = {
@@ -67,8 +68,12 @@ class _ExampleSource:
         self._tarred: LazyNeMoTarredIterator | None = None
         tarred = entry.get("tarred_audio_filepaths") is not None
         if self._kind in ("nemo", "nemo_tarred") and tarred and not entry.get("metadata_only", False):
+            check_files(self._kind, entry)
             # One manifest may be that of several tars, of which NeMo knows which line belongs to which.
-            self._tarred = self._parse(DictConfig(self._entry | {"shard_seed": 0}))[0].data
+            try:
+                self._tarred = self._parse(DictConfig(self._entry | {"shard_seed": 0}))[0].data
+            except AssertionError as error:  # names of files, and how they belong together
+                raise ConfigError(f"input_cfg: type {self._kind}: {error}", code="bad_config_value") from error
             self._shards: list[dict[str, Any]] = [{"shard": shard} for shard in self._tarred.shard_ids]
         elif self._kind == "lhotse_shar":
             self._shards = [{"shar_path": files} for files in _shar_files(entry["shar_path"])]
@@ -158,10 +163,7 @@ def entry_files(kind: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
             "must be as many of each",
             code="bad_config_value",
         )
-    for names in columns.values():
-        for name in names:
-            if "://" not in name and not name.startswith("pipe:") and not Path(name).exists():
-                raise ConfigError(f"input_cfg: type {kind}: there is no file {name}", code="missing_input")
+    check_files(kind, entry)
     return [dict(zip(columns, names, strict=True)) for names in zip(*columns.values(), strict=True)]
 
 

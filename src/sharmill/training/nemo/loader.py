@@ -11,6 +11,7 @@ from sharmill.errors import ConfigError
 from sharmill.registry import require_package
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES
 from sharmill.training.nemo.loader_settings import (
+    DIVIDED,
     SamplerOptions,
     Settings,
     prepare_settings,
@@ -19,6 +20,7 @@ from sharmill.training.nemo.loader_settings import (
     sources_of,
     tag_names,
 )
+from sharmill.training.nemo.setting_values import check_files, check_tokenizer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -105,9 +107,15 @@ def make_loader(
     from sharmill.training.nemo.input_type import collected
     from sharmill.training.nemo.resumable import CountingDataset, count_only_marked, mark_consumed, report_dropped
 
+    for entry in sources_of(settings):
+        if entry.get("type") not in ("sharmill", DIVIDED):
+            check_files(str(entry.get("type")), entry)
     with collected() as ours:
         counting = CountingDataset(dataset, ours) if resumable else dataset
-        source = get_lhotse_dataloader_from_config(settings, rank, world_size, counting, tokenizer)
+        try:
+            source = get_lhotse_dataloader_from_config(settings, rank, world_size, counting, tokenizer)
+        except AssertionError as error:  # NeMo and lhotse assert what they want of settings
+            raise ConfigError(f"NeMo's loader refuses the settings: {error}", code="bad_config_value") from error
     for cuts in ours:
         cuts.restart()
     sampler = source.dataset.sampler if isinstance(source.dataset, IterableDatasetWrapper) else source.sampler
@@ -124,9 +132,7 @@ def make_loader(
 
 def dataset_for(settings: Settings, tokenizer: Any, dataset: Dataset[Any] | None) -> Dataset[Any]:
     """Return the dataset class, the one that is given or one that fits the entries; check the tokenizer."""
-    prompted = any(section.get("prompt_format") is not None for section in sections_of(settings))
-    if prompted and not hasattr(tokenizer, "text_to_ids"):
-        raise ConfigError("prompt_format needs a tokenizer of NeMo, one with text_to_ids", code="bad_tokenizer")
+    check_tokenizer(sections_of(settings), tokenizer)
     return _default_dataset(settings, tokenizer) if dataset is None else dataset
 
 

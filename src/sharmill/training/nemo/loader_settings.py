@@ -9,23 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from sharmill.config import nearest
 from sharmill.errors import ConfigError
 from sharmill.training.nemo.classic import FATES, drop_ignored, translate
-from sharmill.training.nemo.entry_keys import check_keys_of_entry
+from sharmill.training.nemo.entry_keys import OF_ENTRY, check_keys_of_entry
+from sharmill.training.nemo.setting_values import check_batches, check_fusion, check_types
 
 Settings = dict[str, Any]
 
 # What lhotse adds to the seed of a worker process, per rank.
 _SEEDS_PER_RANK: Final = 100_000
-
-# Types that NeMo reads as a stream wherever they lie. The others are streams if they are tarred.
-_STREAMS: Final = frozenset({
-    "sharmill", "txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "multimodal_conversation", "share_gpt",
-    "share_gpt_webdataset", "parquet", "tts_text",
-})  # fmt: skip
 
 # The type of an entry of NeMo's whose examples our reader divides among ranks and workers, and the types that can be.
 DIVIDED: Final = "sharmill_divided"
@@ -34,7 +30,11 @@ _DIVISIBLE: Final = frozenset({
     "lhotse_shar", "tts_text",
 })  # fmt: skip
 
-_TEXTS: Final = frozenset({"txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "tts_text"})
+# Types that NeMo reads as a stream wherever they lie. The others are streams if they are tarred.
+_STREAMS: Final = frozenset({
+    "sharmill", DIVIDED, "txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "multimodal_conversation", "share_gpt",
+    "share_gpt_webdataset", "parquet", "tts_text",
+})  # fmt: skip
 
 # What NeMo takes from the top level for all sections of a multi_config, over what they say themselves.
 _SHARED: Final = (
@@ -56,6 +56,7 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
         raise ConfigError(f"there is no rank {rank} among {world_size} data-parallel ranks", code="bad_config_value")
     settings = resolve_settings(cfg)
     for section in sections_of(settings):
+        check_types(section)
         translate(section)
         for key in SamplerOptions.of_section(section).keys:
             del section[key]
@@ -64,7 +65,7 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     sections = sections_of(settings)
     for section in sections:
         _check_entries(section, {key: section.get(key) for key in ("audio_locator_tag", "token_equivalent_duration")})
-        _check_text(section)
+        check_batches(section, sources_of(section), [str(entry.get("type")) for entry in _entries(section)])
         # lhotse loses an error in the thread that would fill the buckets, and waits for it for ever.
         section.setdefault("concurrent_bucketing", False)
     common_seed = isinstance(settings.setdefault("seed", 0), int) or world_size == 1
@@ -174,7 +175,12 @@ def _check_keys(settings: Settings) -> None:
     at_top = [key for key, value in settings.items() if not any(value is section for section in sections)]
     for key in [*at_top, *(key for section in sections for key in section)]:
         if key not in known:
-            raise ConfigError(f"the loader has no setting {key!r}{nearest(key, [*known, *FATES])}", code="unknown_key")
+            where = (
+                ": it belongs to the entries of input_cfg"
+                if key in OF_ENTRY
+                else nearest(key, [*known, *FATES], "; docs/training.md says where all of them are listed")
+            )
+            raise ConfigError(f"the loader has no setting {key!r}{where}", code="unknown_key")
     if settings.get("multi_config", False):
         _check_levels(settings, at_top, sections)
 
@@ -190,6 +196,7 @@ def _check_levels(settings: Settings, at_top: list[str], sections: list[Settings
             f"with multi_config, {misplaced[0]} has no effect at the top level: set it in each section",
             code="bad_config_value",
         )
+    check_fusion(settings, [key for key in settings if any(settings[key] is section for section in sections)])
     for key in _SHARED:
         if any(key in section and section[key] != settings.get(key) for section in sections):
             raise ConfigError(
@@ -214,24 +221,14 @@ def _check_entries(settings: Settings, handed_down: Settings) -> None:
         _check_entries(entry, {**handed_down, **entry})
 
 
-def _check_text(section: Settings) -> None:
-    """Raise ConfigError for text that NeMo cannot measure."""
-    texts = [entry["type"] for entry in sources_of(section) if entry.get("type") in _TEXTS]
-    for key in ("use_multimodal_sampling", "prompt_format") if texts else ():
-        if not section.get(key):
-            raise ConfigError(
-                f"data of type {texts[0]} are counted in tokens: set use_multimodal_sampling: true and prompt_format, "
-                "which may be plain",
-                code="missing_key",
-            )
-
-
 def _inline_files(settings: Settings) -> None:
     """Put the contents of a file that ``input_cfg`` names in its place, at all levels."""
     from lhotse.serialization import load_yaml
     from omegaconf import OmegaConf
 
     if isinstance(path := settings.get("input_cfg"), str):
+        if "://" not in path and not Path(path).is_file():
+            raise ConfigError(f"input_cfg: there is no file {path}", code="missing_input")
         settings["input_cfg"] = OmegaConf.to_container(OmegaConf.create(load_yaml(path)), resolve=True)
     for entry in settings.get("input_cfg") or ():
         if isinstance(entry, dict):

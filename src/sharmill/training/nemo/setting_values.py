@@ -40,7 +40,8 @@ def check_types(section: Settings) -> None:
         if value is not None and not _is_number(value, int) and value not in _SEEDS:
             raise _bad(f"{key} is a whole number, trng or randomized", value)
     for name in _LIMITS:
-        least, most = (section.get(f"{side}_{name}") for side in ("min", "max"))
+        least: Any = section.get(f"min_{name}")
+        most: Any = section.get(f"max_{name}")
         if _is_number(least) and _is_number(most) and least > most:
             raise ConfigError(
                 f"min_{name}: {least} is above max_{name}: {most}, so that nothing passes", code="bad_config_value"
@@ -184,7 +185,7 @@ def _check_batch_size(section: Settings) -> None:
 
 def _check_ratios(section: Settings) -> None:
     """Check a list of limits, one for each bucket: NeMo looks at it with buckets of two dimensions alone."""
-    bins = section.get("bucket_duration_bins")
+    bins: Any = section.get("bucket_duration_bins")
     for key in ("max_tps", "max_tpt"):
         ratios = section.get(key)
         if not isinstance(ratios, list):

@@ -290,7 +290,7 @@ def test_the_limit_of_a_gpu_is_set_in_the_process_of_the_step(cuda):
     connection.close()
     answers = []
     fake = SimpleNamespace(recv=theirs.recv, send=answers.append)
-    step_process._answer_all(fake, "support.steps:short_of_cuda", Budget("cuda:1", 20 * 2**30, 80 * 2**30))
+    step_process._answer_all(fake, "support.steps:short_of_cuda", {}, Budget("cuda:1", 20 * 2**30, 80 * 2**30))
     assert answers == [("ready", ""), ("fits", ""), ("out_of_memory", "CUDA out of memory. Tried to allocate")]
     assert cuda.calls == [
         ("set_device", "cuda:1"), ("set_per_process_memory_fraction", 0.25, "cuda:1"),

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from support.errors import raises
 from support.pipelines import run_sharmill
+from support.recognizers import save_canary_tokenizers
 from support.training import AsIs, flat, take
 
 from sharmill.errors import ConfigError
@@ -240,15 +241,8 @@ def test_limits_of_tokens_are_proposed(mixed, speech, tmp_path):
 @pytest.fixture(scope="module")
 def canary(tmp_path_factory):
     """Names of the special tokenizer of Canary, and of one of English."""
-    from nemo.collections.common.tokenizers.canary_tokenizer import CanaryTokenizer
-    from nemo.collections.common.tokenizers.sentencepiece_tokenizer import create_spt_model
-
-    folder = tmp_path_factory.mktemp("canary")
-    CanaryTokenizer.build_special_tokenizer(["en", "de", "transcribe", "translate"], folder / "spl")
-    (folder / "text.txt").write_text("ab cd\nab\ncd ab cd\n")
-    create_spt_model(str(folder / "text.txt"), vocab_size=10, sample_size=-1, do_lower_case=False,
-                     output_dir=str(folder / "en"))  # fmt: skip
-    return [f"spl_tokens={folder}/spl/tokenizer.model", f"en={folder}/en/tokenizer.model"]
+    folders = save_canary_tokenizers(tmp_path_factory.mktemp("canary"))
+    return [f"{language}={folder}/tokenizer.model" for language, folder in folders.items()]
 
 
 PROMPT = "[{'role':'user','slots':{'source_lang':'en','target_lang':'en','task':'asr','pnc':'yes'}}]"

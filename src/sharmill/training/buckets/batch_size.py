@@ -20,12 +20,19 @@ RLIMIT_DATA, which counts what it and its libraries allocate, but neither shared
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sharmill.errors import ConfigError, FatalError
 from sharmill.training.buckets.step_process import Bucket, Budget, StepProcess, available_memory, format_memory
+
+# Of a file of bins: limits under which the batches were tried, and how lengths are counted.
+_OF_BINS = (
+    "use_multimodal_sampling", "token_equivalent_duration", "measure_total_length", "prompt_format", "max_tps",
+    "max_tpt",
+)  # fmt: skip
 
 
 class NothingFits(FatalError):
@@ -40,6 +47,7 @@ def tune_batch_sizes(
     max_batch_size: int = 4096,
     tolerance: float = 0.0,
     timeout: float | None = None,
+    step_options: Mapping[str, Any] | None = None,
     tell: Callable[[Bucket, int], None] = lambda bucket, size: None,
     tell_try: Callable[[Bucket, int, bool], None] = lambda bucket, size, fits: None,
 ) -> list[int]:
@@ -50,13 +58,14 @@ def tune_batch_sizes(
         max_batch_size: where to stop asking for more.
         tolerance: stop when the gap between what fits and what does not is at most this share of the latter.
         timeout: seconds that one size may take.
+        step_options: arguments of the class that the step is.
         tell: called with each result as soon as it is known, the longest bucket first.
         tell_try: called with each size that was tried, and whether it fits.
 
     Raises:
         FatalError: the step failed or took too long, or not even one item of a bucket fits.
     """
-    with StepProcess(step, budget, timeout) as process:
+    with StepProcess(step, budget, timeout, step_options) as process:
 
         def fits(size: int, bucket: Bucket) -> bool:
             found = process.fits(size, bucket)
@@ -174,23 +183,20 @@ def read_buckets(text: str) -> list[Bucket]:
     return [Bucket(*pair) for pair in pairs]
 
 
+def read_bin_settings(text: str) -> dict[str, Any]:
+    """Return what a file of ``sharmill bins`` says beside its bins that batches depend on; nothing of a list."""
+    values = {} if text.lstrip().startswith("[") else _read_file(text)
+    return {key: values[key] for key in _OF_BINS if key in values}
+
+
 def _read_bins(text: str) -> Any:
     if text.lstrip().startswith("["):
         try:
             return ast.literal_eval(text.strip())
         except (ValueError, SyntaxError) as error:
             raise ConfigError(f"{text} is not a list of bins: {error}", code="bad_config_value") from error
-    import yaml
-
-    try:
-        values = yaml.safe_load(Path(text).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the bins of {text}: {error}", code="missing_input") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{text} is not valid YAML: {' '.join(str(error).split())}", code="bad_config_file"
-        ) from error
-    if not isinstance(values, dict) or "bucket_duration_bins" not in values:
+    values = _read_file(text)
+    if "bucket_duration_bins" not in values:
         raise ConfigError(
             f"{text} has no key bucket_duration_bins; make it with: sharmill bins DATASET --closed", code="missing_key"
         )
@@ -204,15 +210,31 @@ def _read_bins(text: str) -> Any:
     return bins
 
 
+def _read_file(text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(text).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the bins of {text}: {error}", code="missing_input") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"{text} is not valid YAML: {' '.join(str(error).split())}", code="bad_config_file"
+        ) from error
+    return values if isinstance(values, dict) else {}
+
+
 def _is_bin(pair: tuple[Any, ...]) -> bool:
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in pair)
     return numbers and pair[0] > 0 and (len(pair) == 1 or (len(pair) == 2 and isinstance(pair[1], int)))
 
 
-def batch_sizes_to_yaml(step: str, buckets: Sequence[Bucket], sizes: Sequence[int], budget: Budget) -> str:
-    """Format the keys for NeMo's loader, below a comment with step and budget."""
+def batch_sizes_to_yaml(
+    step: str, buckets: Sequence[Bucket], sizes: Sequence[int], budget: Budget, more: Mapping[str, Any] | None = None
+) -> str:
+    """Format the keys for NeMo's loader, with ``more`` of them, below a comment with step and budget."""
     bins = [bucket.length if bucket.num_tokens is None else [bucket.length, bucket.num_tokens] for bucket in buckets]
     return (
         f"# the largest batches of {step} in {budget}\n"
         f"use_bucketing: true\nbucket_duration_bins: {bins}\nbucket_batch_size: {list(sizes)}\n"
-    )
+    ) + "".join(f"{key}: {json.dumps(value)}\n" for key, value in (more or {}).items())

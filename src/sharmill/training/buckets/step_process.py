@@ -15,7 +15,7 @@ import resource
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -62,13 +62,17 @@ class StepProcess:
         step: ``module:callable``.
         budget: the memory that the process may have.
         timeout: seconds for one size, or for loading the step.
+        options: arguments of the class that the step is.
 
     Attributes:
         last_lack: the message of the last error of memory.
     """
 
-    def __init__(self, step: str, budget: Budget, timeout: float | None = None) -> None:
+    def __init__(
+        self, step: str, budget: Budget, timeout: float | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
         self._step = step
+        self._options = dict(options or {})
         self._budget = budget
         self._timeout = timeout
         self._child: ChildProcess | None = None
@@ -100,7 +104,9 @@ class StepProcess:
         os.close(descriptor)
         self._output = Path(name)
         # Not a daemon: a step may have worker processes of its own.
-        self._child = ChildProcess(_serve, self._step, self._budget, name, name="sharmill-step", daemon=False)
+        self._child = ChildProcess(
+            _serve, self._step, self._options, self._budget, name, name="sharmill-step", daemon=False
+        )
         self._expect(self._answer(self._child), "ready", "loading it")
         return self._child
 
@@ -154,15 +160,15 @@ class StepProcess:
             self._output = None
 
 
-def _serve(connection: Connection, name: str, budget: Budget, output: str) -> None:
+def _serve(connection: Connection, name: str, options: dict[str, Any], budget: Budget, output: str) -> None:
     """Answer in the process, whose output goes to a file."""
     descriptor = os.open(output, os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    _answer_all(connection, name, budget)
+    _answer_all(connection, name, options, budget)
 
 
-def _answer_all(connection: Connection, name: str, budget: Budget) -> None:
+def _answer_all(connection: Connection, name: str, options: dict[str, Any], budget: Budget) -> None:
     """Load the step under the limit, then answer until the other end is closed."""
     try:
         if budget.device == "cpu":
@@ -173,7 +179,7 @@ def _answer_all(connection: Connection, name: str, budget: Budget) -> None:
             torch.cuda.set_device(budget.device)
             torch.cuda.set_per_process_memory_fraction(min(1.0, budget.size / budget.total), budget.device)
         step = load_callable(name, "step")
-        step = step() if isinstance(step, type) else step
+        step = step(**options) if isinstance(step, type) else step
     except ConfigError as error:
         connection.send(_describe(error) if is_out_of_memory(error) else ("wrong_use", str(error)))
         return

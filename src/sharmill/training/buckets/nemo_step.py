@@ -1,0 +1,224 @@
+"""A ready step of ``tune-batch`` for NeMo's models: one training step on a batch made of the model's input schema.
+
+The idea is that of NeMo's OOMptimizer (``scripts/speech_recognition/oomptimizer.py``): models say in
+``oomptimizer_schema`` which tensors their training step takes, with NeMo's neural types, and which of them are as long
+as the input and which as the output.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from nemo.core.classes import ModelPT
+from nemo.core.neural_types import AudioSignal, LabelsType, LengthsType, MaskType
+from nemo.utils import logging as nemo_logging
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from sharmill.errors import ConfigError, SharmillError
+from sharmill.models.families import first_line
+from sharmill.models.memory import is_out_of_memory
+from sharmill.training.tokenizers import load_callable
+
+# A training step measures word errors every so many steps; never here.
+_NEVER: Final = 10**9
+_DATA: Final = ("train_ds", "validation_ds", "test_ds")
+
+
+class NemoStep:
+    """Training steps of a model: see ``sharmill.training.buckets.batch_size`` for how they are called.
+
+    Args:
+        module_name: the full name of the model's class.
+        config_path: a YAML file with the model's configuration under ``model``.
+        pretrained_name: a .nemo file, or a name that NeMo can fetch; in place of a configuration.
+        tokens_per_second: of text, for bins of one dimension.
+        seconds_per_frame: of bins in tokens; None if they are in seconds.
+        in_total: bins of one dimension count text and frames together.
+        precision: ``bf16`` or ``fp32``.
+
+    Raises:
+        ConfigError: there is no such class, file or model, or it has no input schema.
+    """
+
+    def __init__(
+        self,
+        *,
+        module_name: str | None = None,
+        config_path: str | None = None,
+        pretrained_name: str | None = None,
+        tokens_per_second: float = 12.0,
+        seconds_per_frame: float | None = None,
+        in_total: bool = False,
+        precision: str = "fp32",
+    ) -> None:
+        model_class = None if module_name is None else _class_of(module_name)
+        self._name = module_name or str(pretrained_name)
+        try:
+            with nemo_logging.temp_verbosity(logging.ERROR):
+                self._model = _make_model(model_class, config_path, pretrained_name)
+        except SharmillError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            if isinstance(error, SystemError):
+                # So end extensions in C that found no memory.
+                raise MemoryError(first_line(error)) from error
+            told = f"{self._name} cannot be made of {config_path or pretrained_name}: {first_line(error)}"
+            raise ConfigError(told, code="bad_model") from error
+        self._schema = self._read_schema()
+        self._rate = self._sampling_rate()
+        self._tokens_per_second = tokens_per_second
+        self._seconds_per_frame = seconds_per_frame
+        self._in_total = in_total
+        self._autocast = precision == "bf16"
+        self._optimizer: torch.optim.Optimizer | None = None
+        trainer = Trainer(barebones=True, accelerator="cpu")
+        trainer.log_every_n_steps = _NEVER  # type: ignore[attr-defined]
+        self._model.trainer = trainer
+
+    def _read_schema(self) -> dict[str, Any]:
+        if not hasattr(type(self._model), "oomptimizer_schema"):
+            raise ConfigError(
+                f"{type(self._model).__name__} does not say what its training step takes (oomptimizer_schema): write a "
+                "step of your own and give it with --step",
+                code="bad_model",
+            )
+        letters = getattr(getattr(self._model, "decoder", None), "vocabulary", None)
+        if not hasattr(self._model, "tokenizer") and letters is not None:
+            # The schema asks all recognizers for a tokenizer, and those of letters have none.
+            self._model.tokenizer = SimpleNamespace(vocab_size=len(letters))  # type: ignore[assignment]
+        schema: dict[str, Any] = self._model.oomptimizer_schema  # type: ignore[assignment]
+        return schema
+
+    def _sampling_rate(self) -> int:
+        rate = getattr(self._model, "sampling_rate", None)
+        for key in ("preprocessor.sample_rate", "sample_rate"):
+            rate = rate or OmegaConf.select(self._model.cfg, key)  # type: ignore[arg-type]
+        if not rate:
+            raise ConfigError(f"{self._name} has no sample_rate in its configuration", code="bad_model")
+        return int(rate)
+
+    def __call__(self, batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+        """Run one step of forward, backward and optimizer."""
+        if self._optimizer is None:
+            self._model.to(device).train()
+            self._optimizer = _make_optimizer(self._model)
+            # Training steps log the learning rate.
+            self._model.trainer.optimizers = [self._optimizer]
+        self._optimizer.zero_grad(set_to_none=True)
+        batch = self._make_batch(batch_size, *self._lengths(length, num_tokens), device)
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=self._autocast):
+            output: Any = self._model.training_step(batch, 0)
+        (output["loss"] if isinstance(output, Mapping) else output).backward()
+        self._optimizer.step()
+
+    def _lengths(self, length: float, num_tokens: int | None) -> tuple[float, int]:
+        """Return seconds of audio and tokens of text that the longest item of a bucket has."""
+        frame = self._seconds_per_frame
+        if num_tokens is None and frame is not None and self._in_total:
+            length /= 1 + self._tokens_per_second * frame
+        seconds = length if frame is None else length * frame
+        return seconds, math.ceil(seconds * self._tokens_per_second) if num_tokens is None else num_tokens
+
+    def _make_batch(self, batch_size: int, seconds: float, num_tokens: int, device: str) -> Any:
+        sizes = {"input": max(1, round(seconds * self._rate)), "output": max(1, num_tokens)}
+        values = [self._make_tensor(one, batch_size, sizes).to(device) for one in self._schema["inputs"]]
+        if self._schema["cls"] is tuple:
+            return tuple(values)
+        names = [one["name"] for one in self._schema["inputs"]]
+        return self._schema["cls"](**dict(zip(names, values, strict=True)))
+
+    def _make_tensor(self, item: Mapping[str, Any], batch_size: int, sizes: Mapping[str, int]) -> torch.Tensor:
+        if item["type"] == "dummy":
+            return torch.zeros(batch_size, dtype=torch.int64)
+        kind, size = item["type"].elements_type, sizes[item["seq_length"]]
+        if isinstance(kind, AudioSignal):
+            return torch.randn(batch_size, size)
+        if isinstance(kind, LengthsType):
+            return torch.full((batch_size,), size)
+        if isinstance(kind, MaskType):
+            return torch.ones(batch_size, size, dtype=torch.bool)
+        if isinstance(kind, LabelsType):
+            labels = torch.randint(0, item["vocab_size"], (batch_size, size))
+            if (tag := getattr(self._model, "audio_locator_tag_id", None)) is not None:
+                # Each audio goes in the place of one such token.
+                labels[labels == tag] = 0
+                labels[:, 0] = tag
+            return labels
+        raise ConfigError(
+            f"{self._name} takes {type(kind).__name__}, of which no batch can be made here: write a step of your own "
+            "and give it with --step",
+            code="bad_model",
+        )
+
+
+def _class_of(name: str) -> type[LightningModule]:
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise ConfigError(
+            f"--module-name is {name!r}; it is the full name of a class, as nemo.collections.asr.models.EncDecCTCModel",
+            code="bad_callable",
+        )
+    found: Any = load_callable(f"{module}:{attribute}", "model")
+    if not (isinstance(found, type) and issubclass(found, LightningModule)):
+        raise ConfigError(f"--module-name: {name} is not a class of models", code="bad_callable")
+    return found
+
+
+def _make_model(model_class: Any, config_path: str | None, pretrained_name: str | None) -> LightningModule:
+    if pretrained_name is not None:
+        return _restore(model_class, pretrained_name)
+    try:
+        config: Any = OmegaConf.load(str(config_path))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {config_path}: {first_line(error)}", code="bad_config_file") from error
+    if not isinstance(config, DictConfig) or not isinstance(config.get("model"), DictConfig):
+        raise ConfigError(f"{config_path} has no section model", code="missing_key")
+    OmegaConf.resolve(config)
+    with open_dict(config.model):
+        for key in _DATA:
+            config.model.pop(key, None)
+    if issubclass(model_class, ModelPT):
+        return model_class(cfg=config.model)  # type: ignore[no-any-return]
+    return model_class(OmegaConf.to_container(config.model))  # type: ignore[no-any-return]
+
+
+def _restore(model_class: Any, name: str) -> LightningModule:
+    if name.endswith(".nemo"):
+        if not Path(name).is_file():
+            raise ConfigError(f"there is no file {name}", code="missing_input")
+        if model_class is None:
+            target = ModelPT.restore_from(name, return_config=True).get("target", "")
+            model_class = _class_of(str(target))
+        return model_class.restore_from(name, map_location="cpu")  # type: ignore[no-any-return]
+    from nemo.collections.asr.models import ASRModel
+
+    try:
+        return (model_class or ASRModel).from_pretrained(name)  # type: ignore[no-any-return]
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        told = f"the model {name} is neither a .nemo file nor can it be fetched: {first_line(error)}"
+        raise ConfigError(told, code="unreachable_model") from error
+
+
+def _make_optimizer(model: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of the model's configuration without its schedule, or AdamW."""
+    if isinstance(model, ModelPT):
+        settings: Any = OmegaConf.to_container(
+            model.cfg.get("optim") or OmegaConf.create({"name": "adamw", "lr": 1e-3})
+        )
+        model.setup_optimization({key: value for key, value in settings.items() if key != "sched"})
+        return model._optimizer
+    configured = model.configure_optimizers()
+    found: torch.optim.Optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+    return found

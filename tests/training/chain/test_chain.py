@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import random
 from collections import Counter
 
@@ -312,6 +313,42 @@ def test_what_cannot_be_is_refused(make, what):
 def test_chains_of_other_ranks_are_not_zipped():
     with raises(ConfigError, "split_wrong", "world_size"):
         Chain([1]).zip(Chain([1], world_size=2))
+
+
+def test_a_filter_that_nothing_passes_is_an_error():
+    with raises(ConfigError, "too_few_cuts", "none of 1000 examples"):
+        next(iter(Chain(range(10), infinite=True).filter(not_dropped_at_all)))
+    assert next(iter(Chain(range(1500), infinite=True).filter(last_of_1500))) == 1499
+    assert list(Chain(range(1500)).filter(not_dropped_at_all)) == []
+
+
+def not_dropped_at_all(number):
+    return False
+
+
+def last_of_1500(number):
+    return number == 1499
+
+
+def test_workers_that_stay_read_the_next_epoch():
+    loader = torch.utils.data.DataLoader(
+        Chain(range(20), shuffle=True), batch_size=None, num_workers=2, persistent_workers=True
+    )
+    first, second = list(loader), list(loader)
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+
+
+def test_a_chain_goes_to_workers_that_are_not_forked(tmp_path):
+    (tmp_path / "text.txt").write_text("one\ntwo\nthree\n")
+    steps = Chain(TextLines(tmp_path / "text.txt"), shuffle=True).parallel_map(key_of).shuffle(2).sort(2, key=str)
+    chain = steps.zip(Chain(range(5), infinite=True).filter(odd)).batch(2)
+    there = pickle.loads(pickle.dumps(chain))
+    assert list(there) == list(chain)
+
+
+def key_of(example):
+    return example["key"]
 
 
 def test_more_readers_than_items():

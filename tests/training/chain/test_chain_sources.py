@@ -159,6 +159,18 @@ def test_a_bad_archive_is_an_error_or_left_out(kind, words, tmp_path):
     assert found == (["a", "good"] if kind in ("cut", "header") else ["good"])
 
 
+def test_an_archive_that_changes_is_damaged(tmp_path):
+    write_tar(tmp_path / "one.tar", [("a.wav", VOICE), ("b.wav", VOICE)])
+    source = shards(tmp_path, ["one.tar"])
+    assert source.count(0) == 2
+    state = Chain(source).state_dict()
+    write_tar(tmp_path / "one.tar", [("a.wav", VOICE)])
+    with raises(DamagedShard, "damaged_shard", "one.tar was changed"):
+        list(Chain(source))
+    with raises(ConfigError, "wrong_state", "archives"):
+        Chain(shards(tmp_path, ["one.tar"])).load_state_dict(state)
+
+
 def test_compressed_archives_are_refused(tmp_path):
     (tmp_path / "one.tar").write_bytes(b"\x1f\x8b\x08 and more")
     with raises(ConfigError, "bad_manifest", "gzip"):

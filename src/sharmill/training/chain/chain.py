@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # As large as a shard can be: then it is one block.
 _WHOLE_FILES: Final = 1 << 40
+# After every so many examples that a filter drops in a row, they are compared with all that there are.
+_DROPPED_UNTIL_CHECK: Final = 1000
 
 
 class Chain(torch.utils.data.IterableDataset):
@@ -46,7 +48,7 @@ class Chain(torch.utils.data.IterableDataset):
         source: a ``RawList``, ``ShardList`` or ``TextLines``, or any iterable that can be read again.
         shuffle: another order each epoch, from ``seed``: of all examples of a file, ``mix_shards`` files at a time. An
             iterable without random access keeps its order.
-        rank, world_size: of the data-parallel process.
+        rank, world_size: of the data-parallel process; torch.distributed is not asked for them.
         infinite: begin the next epoch after each; else one iteration is an epoch.
         divide: by ``line``, or by ``file``: then each file, or archive, is read by one reader in an epoch; give at
             least as many as there are readers.
@@ -85,7 +87,7 @@ class Chain(torch.utils.data.IterableDataset):
             block_size=_WHOLE_FILES if divide == "file" else None,
         )  # fmt: skip
         shards = source if isinstance(source, ExampleSource) else Items(source)
-        own = _Source(SharReader(shards, options), options, on_error, max_errors)
+        own = _Source(SharReader(shards, options), shards.num_cuts, options, on_error, max_errors)
         self._sources: tuple[_Source, ...] = (own,)
         self._open: Callable[[], Examples] = own.examples
 
@@ -208,12 +210,20 @@ class _Source:
 
     draw: str
 
-    def __init__(self, reader: SharReader, options: ReadOptions, on_error: str, max_errors: int) -> None:
+    def __init__(
+        self,
+        reader: SharReader,
+        num_examples: Callable[[], int],
+        options: ReadOptions,
+        on_error: str,
+        max_errors: int,
+    ) -> None:
         if on_error not in ("raise", "skip"):
             raise ConfigError(f"on_error is {on_error!r}: it is 'raise' or 'skip'", code="bad_config_value")
         if max_errors < 0:
             raise ConfigError(f"max_errors is {max_errors}: it cannot be negative", code="bad_config_value")
         self.reader, self.options, self.skips, self._max_errors = reader, options, on_error == "skip", max_errors
+        self._num_examples = num_examples
         self._ended = False
         reader.count_only_marked()
 
@@ -239,6 +249,14 @@ class _Source:
                 f"{error}; more than max_errors={self._max_errors} examples of this rank and worker had errors"
             ) from error
         log.warning("an example is left out (%d of at most %d): %s", count, self._max_errors, error)
+
+    def check_dropped(self, count: int) -> None:
+        """Raise ConfigError where a filter drops so many in a row that an endless source has nothing for it."""
+        if self.options.infinite and count % _DROPPED_UNTIL_CHECK == 0 and count > 2 * self._num_examples():
+            raise ConfigError(
+                f"none of {count} examples in a row passes the filter, which is more than two epochs of them",
+                code="too_few_cuts",
+            )
 
     def leave(self) -> None:
         """End a pass: if not all was given out, as in a zip with something shorter, the next one goes on from here."""

@@ -277,7 +277,9 @@ class ShardList(ExampleSource):
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"archives": checksum_bytes(msgspec.json.encode([archive.path.name for archive in self._archives]))}
+        paths = [archive.path for archive in self._archives]
+        sizes = [(path.name, path.stat().st_size if path.is_file() else None) for path in paths]
+        return {"archives": checksum_bytes(msgspec.json.encode(sizes))}
 
     def count(self, shard: int) -> int:
         """Return the number of samples, of which the headers tell, and of damages."""
@@ -306,6 +308,8 @@ class _TarShard:
         self._stream: BinaryIO | None = None
 
     def read(self, number: int, position: tuple[int, ...]) -> Example:
+        if number >= len(self._items):
+            return Example.at(str(self._path), position, DamagedShard(f"{self._path} was changed while it was read"))
         item = self._items[number]
         if isinstance(item, TarDamage):
             return Example.at(str(self._path), position, DamagedShard(f"{self._path}: {item.sentence}"))

@@ -67,12 +67,17 @@ def map_examples(examples: Examples, fn: Guarded) -> Examples:
 
 
 def filter_examples(examples: Examples, keep: Guarded) -> Examples:
+    num_dropped = 0
     for example, result in _results(examples, keep):
-        if _is_good(example, result):
-            if result:
-                yield example
-            else:
-                consume(example)
+        if not _is_good(example, result):
+            continue
+        if result:
+            num_dropped = 0
+            yield example
+            continue
+        consume(example)
+        num_dropped += 1
+        example.origins[0].source.check_dropped(num_dropped)
 
 
 def _results(examples: Examples, fn: Guarded) -> Iterator[tuple[Example, Any]]:

@@ -162,6 +162,7 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
         stage.metrics = config.metrics
         stage.references = config.references
         stage.mixed_devices = config.executor.mixed_devices
+        stage.mixed_versions = config.executor.mixed_versions
         stage.unit_time_limit = config.executor.unit_time_limit
     return chosen
 

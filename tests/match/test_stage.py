@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.metadata import version
 from unittest import mock
 
 import numpy as np
@@ -646,3 +647,13 @@ def test_the_dataset_names_the_devices_that_chose_its_contexts_where_they_are_no
     assert run(WriteStage(project.configure(speaker_key="speaker", match={}))).ok
     record = json.loads((project.dataset / "dataset.json").read_text())
     assert record.get("match_devices", []) == named
+
+
+def test_the_dataset_names_the_versions_that_its_stages_mixed(project):
+    for name, pitch in (("a.wav", 200), ("b.wav", 330)):
+        add(project, name, pitch)
+    match(project)
+    (project.run_dir / "match" / "plan" / "earlier_versions.json").write_text('{"torch":["2.1"]}')
+    assert run(WriteStage(project.configure(speaker_key="speaker", match={}))).ok
+    record = json.loads((project.dataset / "dataset.json").read_text())
+    assert record["mixed_versions"] == {"torch": sorted(["2.1", version("torch")])}

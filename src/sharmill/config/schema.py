@@ -262,6 +262,9 @@ class ExecutorConfig:
     mixed_devices: bool = False
     """Let ranks on different kinds of device work on one stage, on SLURM too: CPU and GPU, or two types of GPU. Their
     embeddings and codes are not the same to the bit, so that by default a stage keeps to the kind that it began on."""
+    mixed_versions: bool = False
+    """Go on with a stage that was begun with other versions of packages, such as after a patch release. What it makes
+    may not have the bytes of one version alone; ``mixed_versions`` in ``dataset.json`` names these packages."""
     unit_time_limit: float | None = None
     """Seconds that an attempt at a unit may take, on SLURM too; a rank that takes longer is ended with a traceback in
     its log and replaced, and the unit is tried again after all others, three times in all. ``null``: no limit."""

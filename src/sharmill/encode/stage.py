@@ -26,7 +26,7 @@ from sharmill.engine.delays import spent_on
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load_plan
+from sharmill.engine.plan import load_plan, read_mixed_versions
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import decode_stored, load_stored_array, read_stored
@@ -158,7 +158,7 @@ class EncodeStage(Stage):
         codec = next((msgspec.convert(found, CodecRecord) for found in records.values()), None)
         if codec is not None:
             devices = sorted({commit.device_kind for commit in commits} - {""})
-            codec = msgspec.structs.replace(codec, devices=devices)
+            codec = msgspec.structs.replace(codec, devices=devices, mixed_versions=read_mixed_versions([self.dir]))
         codes = checksum_bytes(b"".join(file.xxh3.encode() for commit in commits for file in commit.files))
         counts = "" if codec is None else add_counts(self.dir, len(units), codec)
         write_atomic(encoded_file(self.dir), msgspec.json.encode(EncodedRecord(codec, codes, counts)))

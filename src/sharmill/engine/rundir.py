@@ -42,6 +42,11 @@ class StageDir:
         return self.plan / "units.jsonl"
 
     @property
+    def earlier_versions(self) -> Path:
+        """The versions of packages that some units were done with, before those of the identity."""
+        return self.plan / "earlier_versions.json"
+
+    @property
     def token_file(self) -> Path:
         return self.plan / "token"
 

@@ -66,6 +66,7 @@ class Stage(ABC):
         metrics: which curves its ranks write.
         references: those of the configuration to the environment, whose values are not to be stored.
         mixed_devices: ranks on different kinds of device may work on it.
+        mixed_versions: it goes on with other versions of packages than it began with.
         unit_time_limit: seconds after which an attempt at a unit ends its rank, or None.
         replaces_root: begun anew, it removes all of ``root`` that stages of this and of other runs have published.
         uses_gpu: one rank per visible GPU where there are any.
@@ -82,6 +83,7 @@ class Stage(ABC):
     metrics: MetricsConfig = MetricsConfig()
     references: References = References()
     mixed_devices: bool = False
+    mixed_versions: bool = False
     unit_time_limit: float | None = None
     uses_gpu: ClassVar[bool] = False
     looks_ahead: ClassVar[bool] = False

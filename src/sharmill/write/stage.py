@@ -17,7 +17,7 @@ from sharmill.config import Config
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import committed_files
-from sharmill.engine.plan import load_plan
+from sharmill.engine.plan import load_plan, read_mixed_versions
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import map_stored_array
@@ -149,6 +149,7 @@ class WriteStage(Stage):
             codecs=[],
             match_precision=self.config.match.precision if self.config.match else "fp32",
             match_devices=devices_of_match(self.config) if self.config.match else [],
+            mixed_versions=read_mixed_versions(self.run_dir.stage(name) for name in ("prepare", "match", "write")),
         )
 
 

@@ -99,7 +99,7 @@ def test_every_script_of_a_job_exports_the_safe_path_before_python_looks_into_th
 
 
 def test_the_script_of_a_cluster_of_ray(hostile, tmp_path):
-    """With a SLURM that knows one node and starts nothing."""
+    """With a SLURM that knows one machine as two nodes, and starts nothing."""
     for name, line in {"scontrol": "echo NodeAddr=127.0.0.1 x", "srun": "exit 1", "scancel": "exit 0"}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
@@ -108,6 +108,7 @@ def test_the_script_of_a_cluster_of_ray(hostile, tmp_path):
     said = run_in(
         hostile, "bash", str(REPOSITORY / "jobs/sbatch/ray.sbatch"), "all", PATH=f"{tmp_path}:{os.environ['PATH']}",
         SLURMD_NODENAME="node", SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(hostile), SHARMILL_PYTHON=sys.executable,
+        SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="node,other", SHARMILL_JOBS=str(REPOSITORY / "jobs"),
     )[1]  # fmt: skip
     assert "ended before the cluster was up" in said
     assert not (tmp_path / "ran").exists()

@@ -41,7 +41,7 @@ from sharmill.storage import (
 
 # The files of a unit in a stage's own folder: parts/000007.npy.
 _UNIT_FILE = re.compile(r"\d{6}\..+")
-_LOG = re.compile(r"driver\.log|rank-\d{3,}\.log")
+_LOG = re.compile(r"(driver|rank-\d{3,})(\.old)?\.log")
 _PLAN_ASIDE = re.compile(r"\.plan(-[0-9a-f]{32}|\.[0-9a-f]{32}\.tmp)")
 
 

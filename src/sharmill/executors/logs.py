@@ -17,6 +17,8 @@ from sharmill.errors import SharmillError
 from sharmill.storage import open_stored, stopping_errors
 
 _FURTHER_LINE = re.compile(r"\n(?!  |\n|$)")
+# A run that is relaunched for months would fill the disk.
+_MAX_BYTES = 16 << 20
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -52,9 +54,14 @@ class PrintableFormatter(logging.Formatter):
 
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Send this process's log records to ``path`` as well, for as long as the context lasts."""
+    """Send this process's log records to ``path`` as well, for as long as the context lasts.
+
+    A long log becomes ``NAME.old.log``, in the place of the one before.
+    """
     with stopping_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file() and path.stat().st_size > _MAX_BYTES:
+            path.replace(path.with_suffix(f".old{path.suffix}"))
         handler = _LogFile(path)
     handler.setFormatter(PrintableFormatter(_FORMAT))
     root = logging.getLogger()

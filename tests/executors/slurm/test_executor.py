@@ -155,6 +155,20 @@ def test_arrays_are_no_larger_than_the_cluster_allows_and_never_run_too_many_at_
     assert f"--array=0-{arrays[0] - 1}%{min(parallel[0], arrays[0])}\n" in executor.script(stage, len(bins))
 
 
+def test_the_files_of_old_jobs_go_and_those_of_the_last_stay(cluster, submit, tmp_path):
+    jobs = tmp_path / "run/jobs"
+    make_private_folder(jobs)
+    for number in range(100, 200):
+        for name in (f"{number}_0_0_log.out", f"{number}_submission.sh"):
+            (jobs / name).touch()
+    (jobs / "chain.log").touch()
+    cluster.script("sbatch", "echo Submitted batch job 200")
+    submit()
+    left = {int(path.name.split("_")[0]) for path in jobs.iterdir() if path.name[0].isdigit()}
+    assert left == set(range(151, 201))
+    assert (jobs / "chain.log").exists()
+
+
 def test_split_arrays_are_all_submitted(cluster, submit):
     """In the order of their numbers, and the driver job last."""
     ranks = [*(f"1_{n}" for n in range(3)), *(f"2_{n}" for n in range(3)), "3_0", "3_1"]

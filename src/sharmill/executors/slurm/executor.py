@@ -51,6 +51,9 @@ from sharmill.storage import make_folder, make_private_folder, remove_tree, writ
 
 log = logging.getLogger(__name__)
 
+_JOB_FILE = re.compile(r"(\d+)_")
+# About two runs of all stages; no rank of an earlier one is left.
+_MOST_JOBS = 50
 # A busy controller, or a limit on jobs in the queue; anything else that sbatch says is about what was asked for.
 _MAY_PASS = re.compile(
     r".*(timed out|temporarily|unable to contact|connection|communicat|(?:Max|Grp)Submit\w*Limit)",
@@ -152,6 +155,7 @@ class SlurmExecutor:
         with deferred_interrupts(), outside_own_job(), _cancelled_on_error(ranks), _cancelled_on_error(drivers):
             self._submit_ranks(stage, tasks, ranks)
             self._submit_driver_job(stage.name, ranks, drivers)
+        _forget_old_jobs(self.run_dir.jobs)
         message = (
             f"{stage.name}: {len(left)} units on {len(ranks)} ranks (job {', '.join(parent_ids(ranks))}), "
             f"then driver job {drivers[0]}"
@@ -272,6 +276,17 @@ def _cancelled_on_error(jobs: list[str]) -> Iterator[None]:
     except BaseException:
         scancel(parent_ids(jobs))
         raise
+
+
+def _forget_old_jobs(folder: Path) -> None:
+    """Remove the files of all but the last jobs: their scripts, input and output."""
+    files: dict[int, list[Path]] = {}
+    for path in folder.iterdir():
+        if (match := _JOB_FILE.match(path.name)) is not None:
+            files.setdefault(int(match[1]), []).append(path)
+    for number in sorted(files)[:-_MOST_JOBS]:
+        for path in files[number]:
+            path.unlink(missing_ok=True)
 
 
 def pack_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:

@@ -65,20 +65,6 @@ def test_killed_and_resumed_it_has_the_data_of_an_uninterrupted_training(example
         assert sorted(whole.ids_by_step(rank)) == list(range(1, 41))
 
 
-def test_it_learns(example) -> None:
-    learner = example("learner", max_steps=80, learning_rate=2e-2, checkpoint_every=80)
-    printed = learner.run(ranks=1)
-    steps = learner.steps(0)
-    printed_steps = [line for line in printed.splitlines() if line.startswith("train: step ")]
-    assert printed_steps[0].startswith("train: step 1 of 80, loss ")
-    assert printed_steps[-1].startswith("train: step 80 of 80, loss ")
-    assert "tokens per second" in printed_steps[-1]
-    first, last = steps[0]["loss"], sum(values["loss"] for values in steps[-5:]) / 5
-    assert last < first / 2
-    assert all(values["tokens_per_second"] > 0 and 0 <= values["wait_share"] <= 1 for values in steps)
-    assert all(values["samples"] == len(values["ids"]) for values in steps)
-
-
 @pytest.mark.parametrize("data", ["our reader", "NeMo's loader"])
 def test_told_to_leave_it_saves_and_goes_on_with_other_ranks_and_workers(
     example, speech: Path, tmp_path: Path, data: str
@@ -86,7 +72,9 @@ def test_told_to_leave_it_saves_and_goes_on_with_other_ranks_and_workers(
     loader = write_loader(tmp_path, speech, num_workers=2) if data == "NeMo's loader" else None
     options = {"batch_seconds": 1.5, "loader": loader, "seed": None}
     elastic = example("elastic", checkpoint_every=1000, max_steps=1000, **options)
-    process = elastic.start("num_workers=2")
+    # Ranks along tp read nothing with NeMo's loader: the first of them sends its batches.
+    size, tensor_parallel = (2, 1) if loader is None else (4, 2)
+    process = elastic.start("num_workers=2", f"tensor_parallel={tensor_parallel}", ranks=size)
     wait_for(lambda: len(elastic.steps(0)) >= 3, process)
     # As SLURM does it: every process gets the signal, those that read the data too.
     ranks = rank_pids(process)
@@ -96,7 +84,8 @@ def test_told_to_leave_it_saves_and_goes_on_with_other_ranks_and_workers(
     left_at = elastic.saved_step()
     assert left_at >= 3
     assert f"told to leave at step {left_at}" in printed
-    before = [cut_id for rank in range(2) for ids in elastic.ids_by_step(rank).values() for cut_id in ids]
+    readers = range(0, size, tensor_parallel)
+    before = [cut_id for rank in readers for ids in elastic.ids_by_step(rank).values() for cut_id in ids]
     every = Counter(cut.id for cut in open_shar(speech, []))
     # A worker that is ahead may have begun the second epoch by then, but none the third.
     assert len(before) < 1.5 * len(every), "it went on for too long before it left"
@@ -117,12 +106,13 @@ def test_an_error_ends_it_at_once(example, speech: Path, tmp_path: Path, where: 
     broken = example("broken", dataset=str(dataset), num_workers=2, max_steps=100_000, checkpoint_every=3)
     process = broken.start(ranks=1)
     wait_for(lambda: broken.saved_step() >= 3, process)
+    checkpoints = broken.out_dir / "checkpoints"
     if where == "in a step":
-        shutil.rmtree(broken.out_dir / "checkpoints")
-        (broken.out_dir / "checkpoints").touch()
+        checkpoints.rename(tmp_path / "away")
+        checkpoints.touch()
     else:
         for path in dataset.glob("codes_*/target_codes/*"):
             path.write_bytes(bytes(path.stat().st_size))
     printed, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode != 0
-    assert ("NotADirectoryError" if where == "in a step" else "codes.0000") in printed
+    assert (str(checkpoints) if where == "in a step" else "codes.0000") in printed

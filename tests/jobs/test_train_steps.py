@@ -31,6 +31,22 @@ def train():
     signal.signal(signal.SIGTERM, handler)
 
 
+@pytest.mark.slow
+def test_it_learns(speech, tmp_path, train, capsys):
+    keys = {"max_steps": 80, "learning_rate": 2e-2, "checkpoint_every": 80}
+    learner = make_example(tmp_path, "learner", speech, **keys)
+    assert train(learner) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train: step ")]
+    assert printed[0].startswith("train: step 1 of 80, loss ")
+    assert printed[-1].startswith("train: step 80 of 80, loss ")
+    assert "tokens per second" in printed[-1]
+    steps = learner.steps(0)
+    first, last = steps[0]["loss"], sum(values["loss"] for values in steps[-5:]) / 5
+    assert last < first / 2
+    assert all(values["tokens_per_second"] > 0 and 0 <= values["wait_share"] <= 1 for values in steps)
+    assert all(values["samples"] == len(values["ids"]) for values in steps)
+
+
 def test_it_saves_by_time_computes_in_bf16_and_draws_curves(speech, tmp_path, train):
     keys = {"checkpoint_every": 1000, "checkpoint_seconds": 1e-6, "keep": 10, "max_steps": 3}
     keys |= {"tensorboard": True, "validation": str(speech), "validate_every": 3}

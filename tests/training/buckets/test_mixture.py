@@ -100,6 +100,15 @@ def test_pairs_stay_together_where_lines_are_left_out(tmp_path):
     np.testing.assert_array_equal(found.tokens, 2 * found.lengths)
 
 
+def test_text_for_hybrid_asr_tts_is_measured_by_what_is_recognised(tmp_path):
+    lines = [{"text": "a" * n, "tts_text": "A, spoken."} for n in range(1, 41)]
+    (tmp_path / "text.json").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = tmp_path / "input_cfg.yaml"
+    config.write_text(yaml.safe_dump([{"type": "tts_text", "manifest_filepath": str(tmp_path / "text.json")}]))
+    assert sorted(read([config], token_bins=True, prompt_format="plain").lengths) == list(range(1, 41))
+    assert read([config], token_bins=True, prompt_format="plain", samples=8).looked_at == "looked at 8 of 40 examples"
+
+
 def test_tarred_manifests_need_no_tars(nemo_data):
     entry = {"type": "nemo_tarred", "manifest_filepath": str(nemo_data / "manifest__OP_0..2_CL_.json"),
              "tarred_audio_filepaths": "/nowhere/audio__OP_0..2_CL_.tar"}  # fmt: skip

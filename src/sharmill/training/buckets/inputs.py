@@ -32,7 +32,7 @@ _KEPT: Final = (
 )  # fmt: skip
 # Types whose examples are all cuts.
 _OF_CUTS: Final = frozenset({"group", "sharmill", "nemo", "nemo_tarred", "lhotse", "lhotse_shar", "parquet"})
-_OF_TEXT: Final = frozenset({"group", "txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl"})
+_OF_TEXT: Final = frozenset({"group", "txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "tts_text"})
 
 
 def open_input(

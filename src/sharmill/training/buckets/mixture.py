@@ -29,7 +29,7 @@ from sharmill.training.nemo.loader import get_dataloader
 from sharmill.training.nemo.loader_settings import Settings
 
 # Of which a line is an example, wherever it is written.
-_LINE_TYPES: Final = frozenset({"txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "nemo", "nemo_tarred"})
+_LINE_TYPES: Final = frozenset({"txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "tts_text", "nemo", "nemo_tarred"})
 _BATCH: Final = 64
 # NeMo checks data by assertions, and looks for keys as it goes.
 _OF_DATA: Final = (AssertionError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)

@@ -7,6 +7,7 @@ states, ``power_runs.py`` for the runs.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -14,8 +15,9 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +31,8 @@ from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TAR
 from support.crash_states import Crash, Recording, read_tree, write_tree
 from support.small_run import is_temporary, lasting, lasting_files
 
+# Crashes in one fork: making that takes as long as a relaunch.
+_AT_ONCE = 16
 # A relaunch that lasts longer hangs.
 _SECONDS_TO_RELAUNCH = 60
 _FIELDS = (TARGET_AUDIO, CONTEXT_AUDIO, TARGET_CODES, CONTEXT_CODES)
@@ -42,12 +46,14 @@ class PoweredRun:
         prepare: makes what is there before the run, in an empty folder.
         run: does the work in that folder; called again after a cut.
         datasets: the names of dataset directories, which are read after a cut and before the run is done again.
+        outcome: returns what must be the same in the end, by name.
     """
 
     name: str
     prepare: Callable[[Path], None]
     run: Callable[[Path], None]
     datasets: Sequence[str] = ()
+    outcome: Callable[[Path], dict[str, bytes]] = lasting_files
 
 
 @dataclass
@@ -82,13 +88,13 @@ class PowerCuts:
         self._reads = {name: [_read(before / name)] for name in run.datasets}
         # Imports what the run imports, once for all forks.
         run.run(self._work)
-        expected = lasting_files(self._work)
+        expected = run.outcome(self._work)
         write_tree(self._work, read_tree(before))
-        problems = _forked(lambda: self._record(folder / "log"))
-        assert not problems, problems
+        assert _forked(lambda: self._record(folder / "log")) == "recorded"
         self.recording = Recording(self._work, before, folder / "log")
         assert self.recording.end == read_tree(self._work), "an operation was not recorded"
-        self._expected = lasting_files(self._work)
+        self._expected = run.outcome(self._work)
+        self._usual = {name.rpartition("/")[2] for name in self._temporary()}
         assert self._expected == expected, "the run is not deterministic"
         for name, reads in self._reads.items():
             reads.append(_read(self._work / name))
@@ -98,19 +104,38 @@ class PowerCuts:
     def cut_all(self, seed: int, states: int, deadline: float) -> Cuts:
         """Cut the power at moments drawn from a seed, until there were so many distinct states or time is over."""
         found = Cuts(self._run.name, steps=len(self.recording.steps), problems=self.lost_at_ends())
-        for crash in self.recording.crashes(seed):
-            if found.distinct.total() >= states or time.monotonic() > deadline:
+        crashes = self.recording.crashes(seed)
+        while found.distinct.total() < states and time.monotonic() < deadline:
+            batch = list(islice(self._new(crashes, found), min(_AT_ONCE, states - found.distinct.total())))
+            if not batch:
                 break
-            found.tried += 1
-            state = self.recording.state(crash)
-            if self._is_known(state):
-                continue
-            found.distinct[crash.model] += 1
-            refused, problem = self.cut(crash)
-            found.refused += refused
-            if problem:
-                found.problems[str(crash)] = f"{self.recording.described[crash.after - 1]}: {problem}"
+            for crash, (refused, problem) in zip(batch, self._cut_many(batch), strict=True):
+                found.distinct[crash.model] += 1
+                found.refused += refused
+                if problem:
+                    found.problems[str(crash)] = f"{self.recording.described[crash.after - 1]}: {problem}"
         return found
+
+    def cut(self, crash: Crash) -> tuple[int, str]:
+        """Read and relaunch after a cut, in a fork; return how many readers refused, and the problem, if any."""
+        (found,) = self._cut_many([crash])
+        return found
+
+    def _cut_many(self, crashes: list[Crash]) -> list[tuple[int, str]]:
+        """Do what ``cut`` does for several crashes in one fork; those with a problem again in forks of their own."""
+        answer = _forked(lambda: json.dumps([self._outcome(crash) for crash in crashes]))
+        found = json.loads(answer) if answer else [[0, "the process has ended"]] * len(crashes)
+        if len(crashes) == 1:
+            return [(found[0][0], found[0][1])]
+        pairs = zip(crashes, found, strict=True)
+        return [self.cut(crash) if problem else (refused, "") for crash, (refused, problem) in pairs]
+
+    def _new(self, crashes: Iterable[Crash], found: Cuts) -> Iterator[Crash]:
+        """Yield the crashes that leave a state that was not there before."""
+        for crash in crashes:
+            found.tried += 1
+            if not self._is_known(self.recording.state(crash)):
+                yield crash
 
     def lost_at_ends(self) -> dict[str, str]:
         """Return what is lost of a stage, or of the run, if the power goes when it has ended."""
@@ -121,13 +146,6 @@ class PowerCuts:
             if lost:
                 problems[str(crash)] = f"what was done is lost: {', '.join(lost[:5])} of {len(lost)}"
         return problems
-
-    def cut(self, crash: Crash) -> tuple[int, str]:
-        """Read and relaunch after a cut; return how many readers refused, and the problem, if any."""
-        write_tree(self._work, self.recording.state(crash))
-        answer = _forked(self._relaunch)
-        refused, _, problem = answer.partition("\n")
-        return (int(refused), problem) if refused.isdigit() else (0, answer)
 
     def _is_known(self, state: dict[str, bytes | None]) -> bool:
         """Return True if there was this state before; what is said in logs and records of progress does not count."""
@@ -140,21 +158,36 @@ class PowerCuts:
     def _record(self, log: Path) -> str:
         ctypes.CDLL(None).record_disk(str(self._work).encode(), str(log).encode())
         self._run.run(self._work)
-        return ""
+        return "recorded"
 
-    def _relaunch(self) -> str:
-        refused = sum(self._check_reader(name, reads) for name, reads in self._reads.items())
-        with _after_reboot():
-            self._run.run(self._work)
-        found = lasting_files(self._work)
+    def _outcome(self, crash: Crash) -> tuple[int, str]:
+        refused = 0
+        signal.alarm(_SECONDS_TO_RELAUNCH)
+        write_tree(self._work, self.recording.state(crash))
+        try:
+            refused = sum(self._check_reader(name, reads) for name, reads in self._reads.items())
+            with _after_reboot():
+                self._run.run(self._work)
+        except SharmillError as error:
+            return refused, f"{error.code}: {error}"
+        except Exception:  # noqa: BLE001 - whatever it is, it is the outcome
+            return refused, traceback.format_exc()
+        return refused, "; ".join(self._differences())
+
+    def _differences(self) -> list[str]:
+        """How what is there differs from what an undisturbed run leaves: nothing may."""
+        found = self._run.outcome(self._work)
         wrong = [f"{name} is missing" for name in sorted(self._expected.keys() - found.keys())]
         wrong += [f"{name} is too much" for name in sorted(found.keys() - self._expected.keys())]
         both = sorted(found.keys() & self._expected.keys())
         wrong += [f"{name} has other bytes" for name in both if found[name] != self._expected[name]]
-        left = (path.relative_to(self._work).as_posix() for path in sorted(self._work.rglob("*")))
-        # A record of progress is written aside too, and only looked at.
-        wrong += [f"{name} is left over" for name in left if is_temporary(name) and "/progress/" not in name]
-        return f"{refused}\n{'; '.join(wrong)}"
+        left = [name for name in self._temporary() if name.rpartition("/")[2] not in self._usual]
+        return wrong + [f"{name} is left over" for name in sorted(left)]
+
+    def _temporary(self) -> set[str]:
+        """Names of temporary files and folders; a record of progress is written aside too, and only looked at."""
+        names = (path.relative_to(self._work).as_posix() for path in self._work.rglob("*"))
+        return {name for name in names if is_temporary(name) and "/progress/" not in name}
 
     def _check_reader(self, name: str, reads: list[Any]) -> int:
         """Return 1 where a reader refuses; raise where it gets what was never there."""
@@ -203,26 +236,23 @@ def _after_reboot() -> Any:
 
 
 def _forked(work: Callable[[], str]) -> str:
-    """Return the result of a function in a fork, or what has ended it."""
+    """Return the result of a function in a fork; nothing if that has ended before."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         # The child makes no use of the threads that it lacks.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        answer = "no answer"
         try:
-            signal.alarm(_SECONDS_TO_RELAUNCH)
             answer = work()
-        except SharmillError as error:
-            answer = f"{error.code}: {error}"
-        except BaseException:  # noqa: BLE001 - whatever it is, it is the outcome
-            answer = traceback.format_exc()
+            with os.fdopen(writing, "w") as stream:
+                stream.write(answer)
+        except BaseException:  # noqa: BLE001 - shown, and then the child ends
+            traceback.print_exc()
         finally:
-            os.write(writing, answer.encode()[:60_000])
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as stream:
-        answer = stream.read().decode()
-    _, status = os.waitpid(child, 0)
-    return answer if status == 0 else f"it ended with {status}"
+    with os.fdopen(reading) as stream:
+        answer = stream.read()
+    os.waitpid(child, 0)
+    return answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,6 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import torch
+import torch.distributed.checkpoint
 
 from sharmill.config import Config, ValidateConfig
 from sharmill.engine.listener import Listener
@@ -24,8 +28,10 @@ from sharmill.shar.sidecars import write_sidecars
 from sharmill.validate.findings import encode_report, read_report
 from sharmill.validate.redo import take_back_commits
 from support.growing import make_dataset
+from support.paths import REPOSITORY
 from support.power import PoweredRun
 from support.shar import PitchEncoder, Project, ToyCodec, voice
+from support.small_run import STAGES
 
 
 @contextmanager
@@ -123,13 +129,58 @@ def _lose_index(work: Path) -> None:
     (work / "a/shards.jsonl").unlink()
 
 
+def _run_stages(work: Path, *stages: str) -> None:
+    with _stand_ins():
+        for name in stages:
+            assert run_dataset(_config(work), Listener(), stages=[name]).ok
+
+
+def _of_stage(name: str, *before: str) -> PoweredRun:
+    """The run of one stage, behind those that are named."""
+    datasets = [] if name in ("prepare", "match") else ["dataset"]
+    return PoweredRun(name, lambda work: _run_stages(work, *before), lambda work: _run_stages(work, name), datasets)
+
+
+def _train(work: Path) -> None:
+    """Three steps of a training that saves its model after each, and goes on from what was saved."""
+    sys.path.insert(0, str(REPOSITORY / "jobs"))
+    from train_checkpoints import Checkpoints
+    from train_config import TrainConfig
+    from train_world import world_of
+
+    with world_of(TrainConfig(dataset="", out_dir=str(work), device="cpu")) as world:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        checkpoints = Checkpoints(work, 2, world)
+        if (record := checkpoints.read_record()) is not None:
+            checkpoints.load(model, optimizer)
+        for step in range(record["step"] if record else 0, 3):
+            model(torch.full((1, 4), float(step))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.save(model, optimizer, {"step": step + 1})
+
+
+def _trained(work: Path) -> dict[str, bytes]:
+    """The records and the weights of the last two checkpoints, whose files have ids of their own."""
+    found = {}
+    for path in sorted((work / "checkpoints").iterdir())[-2:]:
+        weights = torch.nn.Linear(4, 4).state_dict()
+        torch.distributed.checkpoint.load({"model": weights}, checkpoint_id=path, no_dist=True)
+        found[path.name] = (path / "record.json").read_bytes() + repr(weights).encode()
+    return found
+
+
 RUNS = [
     PoweredRun("pipeline", lambda work: None, _run_all, ["dataset"]),
+    *(_of_stage(name, *STAGES[:number]) for number, name in enumerate(STAGES)),
     PoweredRun("restart", lambda work: _run_all(work, seed=1), lambda work: _run_all(work, restart=True), ["dataset"]),
     PoweredRun("redo", _damage, _redo, ["dataset"]),
     PoweredRun("append", _make_datasets, lambda work: append_dataset(work / "a", work / "b"), "ab"),
     PoweredRun("merge", _make_datasets, _merge, "abc"),
     PoweredRun("split", _make_datasets, _split, ["a", "s/train", "s/valid"]),
     PoweredRun("index", _lose_index, lambda work: list(rebuild_index(work / "a")), "a"),
+    PoweredRun("train", lambda work: None, _train, outcome=_trained),
     PoweredRun("sidecars", _make_datasets, lambda work: write_sidecars(work / "a"), "a"),
 ]

@@ -25,6 +25,7 @@ from sharmill.storage import (
     fsync_directory,
     open_stored,
     refuse_strangers,
+    remove_asides,
     stopping_errors,
     write_atomic,
 )
@@ -96,6 +97,7 @@ def revoke(stage: Stage, indices: Collection[int]) -> None:
     They are kept aside, for what comes out then is to be the same. Interrupted in between, some units are done again
     and others not: the same call makes up for it. Only for the one process that directs a run.
     """
+    remove_asides(stage.dir.ledger)
     units = [unit for unit in load_plan(stage) if unit.index in indices]
     first = read_revoked(stage)
     for index, commit in read_ledger(stage.dir, units).items():

@@ -19,7 +19,7 @@ from sharmill.config import Config, ValidateConfig, to_yaml
 from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage
-from sharmill.engine.fence import require_own_output
+from sharmill.engine.fence import require_own_output, stop_ranks
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
@@ -279,6 +279,9 @@ def run_dataset(
             # That one looks for jobs by itself, and knows which belong to it.
             require_no_chain(run_dir, take_over=take_over)
         write_atomic(run_dir.config, to_yaml(config))
+        # Ranks of a submission that was taken over would go on publishing what comes of the input that was.
+        for stage in make_stages(config, config.stages[config.stages.index(stages[0]) :]) if restart and stages else ():
+            stop_ranks(stage)
         for stage in make_stages(config, stages):
             try:
                 result = run_stage(

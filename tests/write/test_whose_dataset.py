@@ -7,16 +7,20 @@ import json
 import os
 import pickle
 import shutil
+from unittest import mock
 
 import pytest
 from support.errors import raises
-from support.shar import Project, ToyCodec, codec_stages, loading, run, snapshot, voice
+from support.shar import PitchEncoder, Project, ToyCodec, codec_stages, loading, run, snapshot, voice
 
 from sharmill.engine.fence import claim_output, make_fence
+from sharmill.engine.listener import Listener
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import RejectLimit
 from sharmill.errors import ConfigError, FatalError
+from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.slurm.task import RankTask
+from sharmill.pipeline import run_dataset
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.storage import STAGING_NAME
 from sharmill.write.stage import WriteStage
@@ -161,6 +165,40 @@ class TestRestart:
         assert snapshot(project.dataset) == before
         assert not any((project.run_dir / name).exists() for name in ("survey", "encode/toy", "assemble/toy"))
         project.encode(project.configure(**OTHER_SHARDS))
+
+    @pytest.mark.parametrize("stage", ["prepare", "match"])
+    def test_ranks_that_write_what_came_of_an_earlier_stage_stop(self, project, stage):
+        """Those of a submission that was taken over."""
+        config = project.configure(**SHARDS)
+        (project.dataset / "cuts/cuts.000000.jsonl.gz").unlink()
+        write = WriteStage(config)
+        read_or_make_plan(write, restart=False)
+        make_fence(write)
+        task = pickle.loads(pickle.dumps(RankTask(write, 0, [0], "cpu", RejectLimit("write", write.dir.path, 5, 1))))
+        encoder = mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=PitchEncoder())
+        with encoder:
+            assert run_dataset(config, Listener(), stages=[stage], restart=True, executor=LocalExecutor(1)).ok
+        before = snapshot(project.dataset)
+        with raises(FatalError, "superseded_plan"):
+            task()
+        assert snapshot(project.dataset) == before
+        # What they had done stays: a run goes on from there.
+        with encoder:
+            assert run_dataset(config, Listener(), stages=["match", "write"], restart=True).ok
+
+    def test_a_damaged_plan_can_be_begun_anew(self, project):
+        """As the message about it advises."""
+        config = project.configure(**SHARDS)
+        project.encode(config)
+        before = snapshot(project.dataset)
+        assemble, write = codec_stages(config)[-1], WriteStage(config)
+        for stage in (assemble, write):
+            stage.dir.units.write_bytes(b"no units")
+            with raises(ConfigError, "damaged_run_dir", "--restart"):
+                run(stage)
+            assert run(stage, restart=True).ok
+        project.encode(config)
+        assert snapshot(project.dataset) == before
 
     def test_it_waits_for_another_run_that_adds_codes(self, project, tmp_path):
         config = project.configure(**SHARDS)

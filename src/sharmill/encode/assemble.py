@@ -14,7 +14,7 @@ from sharmill.encode.survey import SurveyStage
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import committed_files
-from sharmill.engine.plan import load_plan
+from sharmill.engine.plan import count_planned
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
@@ -93,7 +93,7 @@ class AssembleStage(Stage):
         return self.codec in [codec.name for codec in self._dataset.record().codecs]
 
     def discard(self) -> None:
-        self._dataset.remove_codec(self.codec, len(load_plan(self)))
+        self._dataset.remove_codec(self.codec, count_planned(self))
 
     def check_output(self) -> None:
         """Raise ConfigError where the dataset has codes of this name that this run has not made."""

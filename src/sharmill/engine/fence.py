@@ -102,6 +102,12 @@ def remove_fences(paths: StageDir, root: Path, keep: str = "") -> None:
     remove_asides(paths.path / "ranks")
 
 
+def stop_ranks(stage: Stage) -> None:
+    """Stop ranks that are at work for the stage's plan, which stays with what they have done: a later run goes on."""
+    for token in tokens_of(stage.dir):
+        remove_at_once(token_staging(stage.root, token))
+
+
 def refuse_linked_folders(stage: Stage) -> None:
     """Raise ConfigError where a folder of the stage, a log or a file of a cluster's jobs is a link or a stranger's.
 

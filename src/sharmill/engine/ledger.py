@@ -70,16 +70,21 @@ def read_ledger(paths: StageDir, units: Iterable[Unit]) -> dict[int, Commit]:
     return {commit.index: commit for commit in iterate_ledger(paths, {unit.index: unit.id for unit in units})}
 
 
-def iterate_ledger(paths: StageDir, ids: Mapping[int, str]) -> Iterator[Commit]:
-    """Yield the commits of units, whose ids are given by their indices; one at a time is held in memory.
+def iterate_ledger(paths: StageDir, ids: Mapping[int, str] | None = None) -> Iterator[Commit]:
+    """Yield the commits of units of the present plan; one at a time is held in memory.
 
     A unit that two attempts have ended has two, of the same output.
+
+    Args:
+        ids: the ids of the units that count, by their indices; by default all units of the plan.
     """
     paths = paths.of_present_plan()
     for path in sorted(paths.ledger.glob("*.jsonl")):
         for line in read_stored_lines(path):
             commit = _decode(path, line)
-            if commit is not None and commit.token == paths.token and ids.get(commit.index) == commit.id:
+            if commit is None or commit.token != paths.token:
+                continue
+            if ids is None or ids.get(commit.index) == commit.id:
                 yield commit
 
 
@@ -87,7 +92,8 @@ def committed_files(stage: Stage) -> list[PublishedFile]:
     """Return the files of all units that the stage's present plan has finished, those that were revoked too."""
     if not stage.dir.token_file.exists():
         return []
-    commits = [*read_ledger(stage.dir, load_plan(stage)).values(), *read_revoked(stage).values()]
+    # Without a look at the plan's units: it may be damaged, and is to be discarded then.
+    commits = [*iterate_ledger(stage.dir), *read_revoked(stage).values()]
     return [file for commit in commits for file in commit.files]
 
 

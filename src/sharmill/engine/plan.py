@@ -117,6 +117,14 @@ def load_plan(stage: Stage) -> list[Unit]:
     return list(iterate_plan(stage))
 
 
+def count_planned(stage: Stage) -> int | None:
+    """Return the number of units of a plan, or None where it is damaged: it is to be discarded all the same."""
+    try:
+        return len(load_plan(stage))
+    except (ConfigError, FileNotFoundError):
+        return None
+
+
 def iterate_plan(stage: Stage) -> Iterator[Unit]:
     """Return an iterator over the units of a plan that is known to exist."""
     path = stage.dir.units

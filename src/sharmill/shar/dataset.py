@@ -147,8 +147,11 @@ class ShardedDataset:
                 write_shards(self.directory, shards)
                 write_dataset(self.directory, record)
 
-    def remove(self, num_shards: int) -> None:
+    def remove(self, num_shards: int | None) -> None:
         """Remove all files of a dataset of so many shards, the index first; what others have put beside them stays.
+
+        Args:
+            num_shards: None for all shards that are there.
 
         Raises:
             ConfigError: a folder of a field is a link, or a stranger's; nothing was removed.
@@ -192,7 +195,7 @@ class ShardedDataset:
             write_shards(self.directory, added)
             write_dataset(self.directory, _with_codec(dataset, codec, record))
 
-    def remove_codec(self, codec: str, num_shards: int) -> None:
+    def remove_codec(self, codec: str, num_shards: int | None) -> None:
         """Remove the codes of a codec, if there are any, from the index first; raises as ``remove``."""
         if codec not in self.stored_codecs():
             return
@@ -213,9 +216,10 @@ class ShardedDataset:
         path = self.directory / file.file
         return path.is_file() and path.stat().st_size == file.size and checksum(path) == file.xxh3
 
-    def _remove_fields(self, fields: Sequence[str], num_shards: int) -> None:
+    def _remove_fields(self, fields: Sequence[str], num_shards: int | None) -> None:
         for field in fields:
-            files = {shard_file(field, shard) for shard in range(num_shards)}
+            shards = _shards_of(self._stored(field)) if num_shards is None else range(num_shards)
+            files = {shard_file(field, shard) for shard in shards}
             names = files | {sidecar for file in files for sidecar in sidecar_files(file)}
             folder = self.directory / field
             remove_asides(folder, {PurePosixPath(name).name for name in names})
@@ -237,6 +241,11 @@ class ShardedDataset:
         own = base_fields(contexts=dataset.has_contexts)
         base = [msgspec.structs.replace(s, fields={field: s.fields[field] for field in own}) for s in found]
         return base == list(shards) and msgspec.structs.replace(dataset, fields=record.fields, codecs=[]) == record
+
+
+def _shards_of(names: Iterable[str]) -> set[int]:
+    """Return the numbers that are in the names of files of shards."""
+    return {int(part) for name in names for part in name.split(".") if part.isdecimal()}
 
 
 def _has_no_files(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from sharmill.config import Config
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import committed_files
-from sharmill.engine.plan import load_plan, read_mixed_versions
+from sharmill.engine.plan import count_planned, read_mixed_versions
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import map_stored_array
@@ -104,7 +104,7 @@ class WriteStage(Stage):
         return self._dataset.index_files
 
     def discard(self) -> None:
-        self._dataset.remove(len(load_plan(self)))
+        self._dataset.remove(count_planned(self))
 
     def later(self) -> list[StageDir]:
         codes = (path for kind in ("assemble", "encode") for path in sorted((self.run_dir.path / kind).glob("*")))

@@ -164,6 +164,8 @@ class Chain:
             f"""    grep -qs '"state":"waiting"' {path} || return""",
             # On a full disk what was noted before stays.
             f"    printf '%s%s%s\\n' {shlex.quote(before)} \"${{setup_failure-}}\" {shlex.quote(after)} > {aside} &&",
+            # Else a loss of power may leave an empty file.
+            f"        sync {aside} &&",
             f"        mv -f {aside} {path}",
             "}",
             "trap note_failure EXIT",

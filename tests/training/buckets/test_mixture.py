@@ -105,7 +105,7 @@ def test_text_for_hybrid_asr_tts_is_measured_by_what_is_recognised(tmp_path):
     (tmp_path / "text.json").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = tmp_path / "input_cfg.yaml"
     config.write_text(yaml.safe_dump([{"type": "tts_text", "manifest_filepath": str(tmp_path / "text.json")}]))
-    assert sorted(read([config], token_bins=True, prompt_format="plain").lengths) == list(range(1, 41))
+    assert sorted(read([config], token_bins=True, prompt_format="plain").tokens) == list(range(1, 41))
     assert read([config], token_bins=True, prompt_format="plain", samples=8).looked_at == "looked at 8 of 40 examples"
 
 

@@ -32,7 +32,7 @@ from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.devices import visible_gpus
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
-from sharmill.executors.slurm.chain import require_no_chain
+from sharmill.executors.slurm.chain_state import require_no_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.grow.append import append_dataset, require_fitting
 from sharmill.match.choose import min_similarity

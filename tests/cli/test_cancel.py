@@ -15,7 +15,7 @@ from support.toy_stage import wait_until
 
 from sharmill.engine.locks import FolderLock, lock_owner
 from sharmill.engine.rundir import RunDir
-from sharmill.executors.slurm.chain import ChainState, read_state
+from sharmill.executors.slurm.chain_state import ChainState, read_state
 
 _HOLD = """
 import signal, sys, time

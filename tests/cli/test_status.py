@@ -32,7 +32,7 @@ from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.progress import RankProgress
 from sharmill.engine.worker import Worker
-from sharmill.executors.slurm.chain import ChainState
+from sharmill.executors.slurm.chain_state import ChainState
 from sharmill.executors.slurm.queue import QueuedJob, make_run_id
 from sharmill.prepare.stage import PrepareStage
 from sharmill.processes import state_and_start, this_kernel

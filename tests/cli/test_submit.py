@@ -13,7 +13,8 @@ from sharmill.config import to_yaml
 from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
 from sharmill.executors.local.executor import LocalExecutor
-from sharmill.executors.slurm.chain import Chain, ChainState
+from sharmill.executors.slurm.chain import Chain
+from sharmill.executors.slurm.chain_state import ChainState
 from sharmill.pipeline import run_dataset
 
 

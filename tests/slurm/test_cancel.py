@@ -6,7 +6,7 @@ import pytest
 from support.pipelines import run_sharmill
 from support.toy_cluster import assert_same_as_local, wait_for_units
 
-from sharmill.executors.slurm.chain import read_state, wait_for_end
+from sharmill.executors.slurm.chain_state import read_state, wait_for_end
 from sharmill.executors.slurm.queue import queued_jobs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -24,7 +24,7 @@ def test_a_chain_at_work_ends_and_goes_on_when_it_is_submitted_again(make_chain,
     assert read_state(chain.run_dir).state == "failed"
     chain.stage.mark("hurry")
     chain.start()
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     # Those that were under way are done again.
     assert chain.stage.redone() <= 8

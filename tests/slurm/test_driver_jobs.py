@@ -15,7 +15,7 @@ from sharmill.engine.attempts import Attempts
 from sharmill.engine.run import locked
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
-from sharmill.executors.slurm.chain import read_state, wait_for_end
+from sharmill.executors.slurm.chain_state import read_state, wait_for_end
 from sharmill.executors.slurm.queue import make_run_id, outside_own_job, queued_jobs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -52,7 +52,7 @@ def test_a_driver_job_that_meets_ranks_only_submits_one_behind_them(waiting_chai
     monkeypatch.delenv("SLURM_JOB_ID")
     wait_until(lambda: driver_jobs(waiting_chain) == state.jobs[-1:])
     waiting_chain.stage.mark("go")
-    assert wait_for_end(waiting_chain).state == "done"
+    assert wait_for_end(waiting_chain.run_dir).state == "done"
     assert_same_as_local(waiting_chain, tmp_path)
     assert waiting_chain.stage.redone() == 0
 
@@ -74,7 +74,7 @@ def test_a_driver_job_waits_until_the_run_directory_is_free(waiting_chain, tmp_p
         wait_until(lambda: driver_states(chain) == ["RUNNING"], 60)
         time.sleep(2)  # long enough to have failed; nothing tells that it waits
         assert driver_states(chain) == ["RUNNING"]
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
 
 
@@ -88,7 +88,7 @@ def test_a_rank_told_to_leave_comes_back_without_stale_state(make_chain, tmp_pat
     slurm("scancel", "--signal=USR2", rank)
     wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", rank), 60)
     chain.stage.mark("go")
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     attempts = Attempts(chain.stage.dir.attempts)
     assert attempts.setup_error == ""
@@ -122,17 +122,17 @@ def test_a_slow_dataset_does_not_hold_up_another(make_chain, tmp_path):
     quick = make_chain(folder=tmp_path / "quick", units=4, profile=make_profile(max_ranks=2))
     for chain in (slow, quick):
         chain.start()
-    assert wait_for_end(quick).state == "done"
+    assert wait_for_end(quick.run_dir).state == "done"
     assert read_state(slow.run_dir).state == "waiting"
     slow.stage.mark("go")
-    assert wait_for_end(slow).state == "done"
+    assert wait_for_end(slow.run_dir).state == "done"
 
 
 def test_restart_does_the_whole_stage_again(make_chain, tmp_path):
     chain = make_chain(units=4)
     chain.start()
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     replace(chain, restart=True).start()
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     assert chain.stage.redone() == 4

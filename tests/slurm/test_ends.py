@@ -10,7 +10,7 @@ from support.toy_cluster import SETUP, MortalStage, ToyChain, assert_same_as_loc
 from support.toy_stage import wait_until
 
 from sharmill.engine.rundir import RunDir
-from sharmill.executors.slurm.chain import read_state, wait_for_end
+from sharmill.executors.slurm.chain_state import read_state, wait_for_end
 from sharmill.executors.slurm.queue import queued_jobs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -40,21 +40,21 @@ def make_mortal(tmp_path, make_chain):
 @pytest.mark.parametrize("how", ["kill", "scancel", "error", "requeue"])
 def test_a_driver_job_that_ends_in_the_middle_is_continued_by_its_watcher_job(make_mortal, tmp_path, how):
     chain = make_mortal(how)
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert queued_jobs(chain.run_dir) == []
     assert_same_as_local(chain, tmp_path)
     assert chain.stage.redone() == 0
 
 
 def test_an_error_that_does_not_pass_is_noted_by_the_watcher_job(make_mortal):
-    state = wait_for_end(make_mortal("error", "error"))
+    state = wait_for_end(make_mortal("error", "error").run_dir)
     assert state.state == "failed"
     assert "OSError: [Errno 39] Directory not empty" in state.message
 
 
 def test_where_python_cannot_note_it_the_shell_of_the_watcher_job_does(make_mortal):
     chain = make_mortal("kill", "kill")
-    state = wait_for_end(chain)
+    state = wait_for_end(chain.run_dir)
     assert state.state == "failed"
     assert "so did the watcher job behind it" in state.message
     assert state.command == "sharmill submit all c.yaml"
@@ -65,7 +65,7 @@ def test_a_setup_line_that_ends_the_script_is_noted(make_chain):
     profile = make_profile()
     chain = make_chain(units=4, uses_gpu=True, profile=replace(profile, setup=[*SETUP, "exit 7"]))
     chain.start()
-    assert wait_for_end(chain).state == "failed"
+    assert wait_for_end(chain.run_dir).state == "failed"
 
 
 def test_the_watcher_job_leaves_the_queue_with_the_chain(make_chain):
@@ -73,7 +73,7 @@ def test_the_watcher_job_leaves_the_queue_with_the_chain(make_chain):
     chain.start()
     assert set(roles(chain)) == {"driver", "watcher"}
     chain.stage.mark("go")
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert queued_jobs(chain.run_dir) == []
 
 

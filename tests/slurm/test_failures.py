@@ -16,7 +16,7 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import executor as slurm_executor
-from sharmill.executors.slurm.chain import read_state, wait_for_end
+from sharmill.executors.slurm.chain_state import read_state, wait_for_end
 from sharmill.executors.slurm.queue import queued_jobs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -29,7 +29,7 @@ def done_units(chain) -> list[int]:
 def test_units_that_fail_or_kill_their_rank_are_named_and_the_others_are_done(make_chain):
     chain = make_chain(units=20, behaviour={3: "raise:no such voice", 7: "kill"})
     chain.start()
-    state = wait_for_end(chain)
+    state = wait_for_end(chain.run_dir)
     assert state.state == "failed"
     assert "2 units" in state.message
     assert "unit 3: ValueError: no such voice" in state.message
@@ -46,10 +46,10 @@ def test_units_that_fail_or_kill_their_rank_are_named_and_the_others_are_done(ma
 def test_units_that_were_given_up_have_new_attempts_after_a_new_submission(make_chain):
     chain = make_chain(units=6, behaviour={2: "raise"})
     chain.start()
-    assert wait_for_end(chain).state == "failed"
+    assert wait_for_end(chain.run_dir).state == "failed"
     chain.stage.behaviour.clear()
     chain.start()
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert len(output_bytes(chain.stage)) == 2 * 6 + 1
 
 
@@ -57,7 +57,7 @@ def test_units_that_were_given_up_have_new_attempts_after_a_new_submission(make_
 def test_an_error_that_all_units_would_meet_stops_the_stage(make_chain, does):
     chain = make_chain(units=40, everywhere=does, profile=make_profile(max_ranks=2))
     chain.start()
-    state = wait_for_end(chain)
+    state = wait_for_end(chain.run_dir)
     assert state.state == "failed"
     assert {"fatal": "disk", "config": "'x'"}[does] in state.message
     assert sum(chain.stage.attempts().values()) <= 2
@@ -66,7 +66,7 @@ def test_an_error_that_all_units_would_meet_stops_the_stage(make_chain, does):
 def test_ranks_that_cannot_be_set_up_are_tried_three_times(make_chain):
     chain = make_chain(units=4, setup_does="raise:no GPU here", profile=make_profile(max_ranks=1))
     chain.start()
-    state = wait_for_end(chain)
+    state = wait_for_end(chain.run_dir)
     assert state.state == "failed"
     assert "no GPU here" in state.message
     assert len(chain.stage.pids()) == 3
@@ -81,7 +81,7 @@ def test_a_second_submission_is_refused_while_the_first_is_in_the_queue(make_cha
         replace(chain, restart=True).start()
     assert read_state(chain.run_dir).state == "waiting"
     chain.stage.mark("go")
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
 
 
 def test_when_all_jobs_are_cancelled_waiting_ends_and_a_new_submission_goes_on(make_chain):
@@ -89,11 +89,11 @@ def test_when_all_jobs_are_cancelled_waiting_ends_and_a_new_submission_goes_on(m
     chain.start()
     slurm("scancel", *(job.id for job in queued_jobs(chain.run_dir)))
     with raises(FatalError, "jobs_gone"):
-        wait_for_end(chain)
+        wait_for_end(chain.run_dir)
     chain.stage.mark("go")
     wait_until(lambda: not queued_jobs(chain.run_dir), 60)
     chain.start()
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
 
 
 def test_what_slurm_refuses_leaves_no_job_behind(make_chain):
@@ -118,7 +118,7 @@ def test_arrays_above_the_clusters_limit_are_split(make_chain, monkeypatch):
     limits = [slurm("scontrol", "show", "job", f"{array}") for array in arrays]
     assert ["ArrayTaskThrottle=1" in limit for limit in limits] == [True, True, True], shown
     chain.stage.mark("go")
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert done_units(chain) == list(range(8))
 
 
@@ -127,7 +127,7 @@ def test_a_stage_with_too_many_rejects_stops_before_its_end(make_chain):
     chain = make_chain(**options, profile=make_profile(max_ranks=2))
     chain = replace(chain, dataset=replace(chain.dataset, max_reject_fraction=0.001))
     chain.start()
-    state = wait_for_end(chain)
+    state = wait_for_end(chain.run_dir)
     assert state.state == "failed"
     assert "max_reject_fraction=0.001" in state.message
     assert len(done_units(chain)) <= 4
@@ -157,7 +157,7 @@ def test_a_submission_killed_between_ranks_and_driver_job_goes_on_when_started_a
     assert killed.returncode == -9
     assert read_state(chain.run_dir).message == "the first jobs are being submitted"
     assert "still in the queue, then driver job" in chain.start().message
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert done_units(chain) == list(range(8))
     assert chain.stage.redone() == 0
 
@@ -166,7 +166,7 @@ def test_three_thousand_tiny_units_take_one_task_a_rank(make_chain, record_prope
     chain = make_chain(units=3000)
     state = chain.start()
     assert len(state.jobs) == 4 + 1
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert done_units(chain) == list(range(3000))
     began, ended = span(chain)
     print(f"\n{1000 * (ended - began) / 3000:.1f} ms a unit")

@@ -6,7 +6,7 @@ import pytest
 from support.gpu_faults import FULL, FaultyStage, FullStage
 from support.toy_cluster import ToyChain, ToyDataset, cancel_all, make_profile
 
-from sharmill.executors.slurm.chain import wait_for_end
+from sharmill.executors.slurm.chain_state import wait_for_end
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -19,7 +19,7 @@ def finish():
     def finish(stage):
         chains.append(ToyChain(ToyDataset(stage), make_profile(max_ranks=1)))
         chains[-1].start()
-        return wait_for_end(chains[-1])
+        return wait_for_end(chains[-1].run_dir)
 
     yield finish
     for chain in chains:

@@ -12,7 +12,7 @@ from support.toy_cluster import cancel_all, slurm
 
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
-from sharmill.executors.slurm.chain import require_no_chain
+from sharmill.executors.slurm.chain_state import require_no_chain
 from sharmill.executors.slurm.queue import job_comment, make_run_id, queued_jobs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]

@@ -20,7 +20,7 @@ from support.toy_cluster import (
 from support.toy_stage import wait_until
 
 from sharmill.engine.progress import read_progress
-from sharmill.executors.slurm.chain import wait_for_end
+from sharmill.executors.slurm.chain_state import wait_for_end
 from sharmill.executors.slurm.queue import queued_jobs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -37,7 +37,7 @@ def report(chain, record_property) -> int:
 def test_an_undisturbed_chain(make_chain, tmp_path, record_property):
     chain = make_chain(units=40)
     assert chain.start().state == "waiting"
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     assert report(chain, record_property) == 0
 
@@ -47,7 +47,7 @@ def test_scancel_of_one_array_task_costs_its_unit(make_chain, tmp_path, record_p
     chain.start()
     wait_for_units(chain, 4)
     slurm("scancel", running_ranks(chain)[0])
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     # It is done again by another rank, after all others have ended.
     assert report(chain, record_property) == 1
@@ -58,7 +58,7 @@ def test_kill_of_a_rank_costs_its_unit(make_chain, tmp_path, record_property):
     chain.start()
     wait_for_units(chain, 4)
     os.kill(read_progress(chain.stage.dir.progress)[0].pid, signal.SIGKILL)
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     # None, if it hit the moment between two units.
     assert report(chain, record_property) <= 1
@@ -76,7 +76,7 @@ def test_preempted_ranks_are_requeued_and_go_on(make_chain, tmp_path, record_pro
         wait_until(lambda rank=rank: restarts(rank), 90)
     slurm("scancel", intruder)
     chain.stage.mark("hurry")
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     assert report(chain, record_property) <= len(ranks)
 
@@ -86,7 +86,7 @@ def test_work_for_longer_than_the_time_limit(make_chain, tmp_path, record_proper
     chain = make_chain(units=72, seconds=2.5, profile=make_profile(timeout_min=1))
     ranks = [job for job in chain.start().jobs if "_" in job]
     wait_until(lambda: all(restarts(rank) for rank in ranks), 120)
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     assert report(chain, record_property) <= sum(map(restarts, ranks))
 
@@ -101,7 +101,7 @@ def test_a_node_crash_costs_the_units_of_its_ranks(make_chain, tmp_path, record_
     node = slurm("squeue", "--noheader", "--format=%N", f"--jobs={running_ranks(chain)[0]}").strip()
     lost = slurm("squeue", "--noheader", "--array", f"--nodelist={node}", "--format=%i").split()
     subprocess.run(["bash", KILL_NODE, node], check=True)
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     assert report(chain, record_property) <= len(lost)
 
@@ -129,6 +129,6 @@ def test_a_cancelled_driver_job_is_replaced_by_one_behind_the_ranks(make_chain, 
     chain.start()
     wait_for_units(chain, 2)
     slurm("scancel", *(job.id for job in queued_jobs(chain.run_dir) if job.role == "driver"))
-    assert wait_for_end(chain).state == "done"
+    assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     assert report(chain, record_property) == 0

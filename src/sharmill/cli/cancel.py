@@ -32,7 +32,7 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     What is done is kept: the command that began the run goes on from there.
     """
     from sharmill.engine.rundir import RunDir
-    from sharmill.executors.slurm.chain import cancel_chain
+    from sharmill.executors.slurm.chain_state import cancel_chain
 
     paths, console = RunDir(run_dir), make_console()
     if not paths.config.exists():

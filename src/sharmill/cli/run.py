@@ -85,7 +85,7 @@ def _run_one(
     from sharmill.cli.progress import ProgressListener
     from sharmill.cli.results import describe_result, print_paths, print_report, print_result
     from sharmill.engine.rundir import RunDir
-    from sharmill.executors.slurm.chain import require_no_chain
+    from sharmill.executors.slurm.chain_state import require_no_chain
     from sharmill.pilot.predict import expect_seconds
     from sharmill.pipeline import check_config, choose_stages, make_executor, make_stages, run_dataset
     from sharmill.report.last_step import report_on_run

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sharmill.engine.progress import RankProgress
     from sharmill.engine.rundir import RunDir
     from sharmill.engine.stage import Stage
-    from sharmill.executors.slurm.chain import ChainState
+    from sharmill.executors.slurm.chain_state import ChainState
     from sharmill.executors.slurm.queue import QueuedJob
 
 _MAX_FAILURES = 5
@@ -97,7 +97,7 @@ def _read_run(queue: QueueView) -> tuple[list[StageStatus], ChainState | None]:
     """Return the stages of a run directory, and its chain, which is failed where it waits for jobs that are gone."""
     from sharmill.cli.stage_status import read_stage, stages_in
     from sharmill.engine.rundir import RunDir
-    from sharmill.executors.slurm.chain import read_state
+    from sharmill.executors.slurm.chain_state import read_state
 
     queued = queue.holds_jobs()
     chain = read_state(RunDir(queue.path))
@@ -136,7 +136,7 @@ class QueueView:
     def holds_jobs(self) -> bool:
         """Ask, and return True if a chain waits for jobs, or if SLURM cannot be asked about them."""
         from sharmill.engine.rundir import RunDir
-        from sharmill.executors.slurm.chain import read_state
+        from sharmill.executors.slurm.chain_state import read_state
 
         self.ask()
         chain = read_state(RunDir(self.path))
@@ -155,7 +155,7 @@ def print_status(
     """
     from sharmill.cli.stage_status import read_stage, stages_in
     from sharmill.engine.rundir import RunDir
-    from sharmill.executors.slurm.chain import read_state
+    from sharmill.executors.slurm.chain_state import read_state
 
     paths = RunDir(run_dir)
     stages = stages_in(run_dir)

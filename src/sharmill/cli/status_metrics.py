@@ -10,7 +10,7 @@ from sharmill.registry import require_package
 
 if TYPE_CHECKING:
     from sharmill.cli.stage_status import StageStatus
-    from sharmill.executors.slurm.chain import ChainState
+    from sharmill.executors.slurm.chain_state import ChainState
 
 _STATES = ("not begun", "under way", "in the queue", "stopped", "silent", "failed", "done")
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from sharmill.config import Config
     from sharmill.engine.stage import Stage
     from sharmill.engine.unit import Unit
-    from sharmill.executors.slurm.chain import Chain, ChainState
+    from sharmill.executors.slurm.chain import Chain
+    from sharmill.executors.slurm.chain_state import ChainState
     from sharmill.executors.slurm.profile import ClusterProfile
     from sharmill.validate.findings import Report
 
@@ -108,7 +109,8 @@ def submit_all(
     are done again. ``commands`` are what submits each of them again, to be shown. ``outcomes`` gets, for each dataset,
     its name with the state of its chain or its error.
     """
-    from sharmill.executors.slurm.chain import Chain, require_no_chain
+    from sharmill.executors.slurm.chain import Chain
+    from sharmill.executors.slurm.chain_state import require_no_chain
     from sharmill.pipeline import DatasetRun, check_config, choose_stages
     from sharmill.validate.redo import take_back_commits
 
@@ -197,9 +199,9 @@ def _start(console: Console, chain: Chain) -> tuple[int, ChainState]:
 
 
 def _finish(console: Console, chain: Chain) -> tuple[int, ChainState]:
-    from sharmill.executors.slurm.chain import wait_for_end
+    from sharmill.executors.slurm.chain_state import wait_for_end
 
-    state = wait_for_end(chain)
+    state = wait_for_end(chain.run_dir)
     console.print(plain(f"{chain.name}: {state.state}: {state.message}"))
     return _status(state), state
 

@@ -10,7 +10,8 @@ from support.errors import raises
 
 from sharmill.errors import FatalError
 from sharmill.executors.slurm import chain as slurm_chain
-from sharmill.executors.slurm.chain import Chain, ChainState, read_state
+from sharmill.executors.slurm.chain import Chain
+from sharmill.executors.slurm.chain_state import ChainState, read_state
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent
 

@@ -19,7 +19,8 @@ from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import queue as slurm_queue
-from sharmill.executors.slurm.chain import Chain, ChainState, read_state, require_no_chain
+from sharmill.executors.slurm.chain import Chain
+from sharmill.executors.slurm.chain_state import ChainState, read_state, require_no_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, job_comment, make_run_id, queued_jobs

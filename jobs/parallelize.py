@@ -39,7 +39,7 @@ def parallelize(model: SpeechLM, mesh: DeviceMesh, config: TrainConfig) -> None:
     for module in (*model.transformer.blocks, model):
         sharded = fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
-        # Gloo has no other reductions than sums.
+        # The other reductions that FSDP asks for are NCCL's alone.
         sharded.set_force_sum_reduction_for_comms(True)
 
 

@@ -78,7 +78,7 @@ class Training:
         )
         if record is not None:
             self._load(record)
-        self.curves = Curves(self.out_dir, self.step) if config.tensorboard and world.rank == 0 else None
+        self.curves = Curves(config, self.step) if world.rank == 0 else None
 
     def _seed(self, record: dict[str, Any] | None) -> int:
         """Return the seed of the whole training: that of its checkpoints, if there are any."""
@@ -101,6 +101,8 @@ class Training:
             saved = self._run_steps(iter(self.data))
         finally:
             end_readers()
+            if self.curves is not None:
+                self.curves.close()
         if self.world.rank == 0:
             ended = "finished" if self.step == self.config.max_steps else "told to leave"
             print(f"train: {ended} at step {self.step}, saved at step {saved}", flush=True)
@@ -180,7 +182,13 @@ class Training:
                     text, codes = count_targets(batch)
                     sums += torch.stack([losses.text * text, losses.codes * codes, *sums.new_tensor([text, codes])])
         self.model.reshard()
-        text_loss, codes_loss = (world.add_up(sums)[:2] / sums[2:].clamp(min=1)).tolist()
+        *totals, num_tokens, num_codes = world.add_up(sums).tolist()
+        if not num_tokens + num_codes:
+            raise ConfigError(
+                f"validation: nothing in {self.config.validation} is predicted: look at its filters and limits",
+                code="too_few_cuts",
+            )
+        text_loss, codes_loss = totals[0] / max(1, num_tokens), totals[1] / max(1, num_codes)
         if world.rank == 0:
             values = {"step": self.step, "loss": text_loss + codes_loss}
             values |= {"text_loss": text_loss, "codes_loss": codes_loss}
@@ -240,9 +248,10 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     try:
         config = load_typed(TrainConfig, arguments[0], arguments[1:])
-        if config.tensorboard:
-            # On every rank, before any waits for another.
-            require_package("tensorboard", extra="nemo")
+        # On every rank, before any waits for another.
+        for package, is_asked in {"tensorboard": config.tensorboard, "wandb": config.wandb_project}.items():
+            if is_asked:
+                require_package(package, extra="nemo")
         with world_of(config) as world, alone_in(Path(config.out_dir), world):
             Training(config, world).run()
     except (ConfigError, FatalError) as error:

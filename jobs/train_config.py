@@ -55,7 +55,9 @@ class TrainConfig:
     """Batches of all ranks together that one step is made of, a multiple of the number of data-parallel ranks; ``null``
     is one of each. With ``canonical: N`` in the settings of ``loader`` and N here, steps do not depend on the ranks."""
     validation: str | None = None
-    """Dataset directory, with codes of the same codec, whose mean loss goes to ``validation.jsonl``."""
+    """Dataset directory with codes of the same codec, or YAML file with settings of the loader (its ``validation_ds``,
+    if it has one), whose mean loss goes to ``validation.jsonl``. All of it is read once, in the order of its files,
+    with slices of contexts by the ``seed`` of these settings (0)."""
     validate_every: int = 100
     """Steps between validations."""
     num_workers: int = 1
@@ -83,6 +85,11 @@ class TrainConfig:
     """Write the ids of the cuts of every step to ``steps.rank<n>.jsonl``."""
     tensorboard: bool = False
     """Write curves of losses, speed and waiting to ``tensorboard/``, as TensorBoard reads them."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases that gets the same curves, of all jobs in one run; ``null`` logs nothing. Without
+    network, ``WANDB_MODE=offline`` keeps them in ``wandb/`` for ``wandb sync``."""
+    wandb_name: str | None = None
+    """Name of the run there; by default that of ``out_dir``."""
     progress_seconds: float = 10.0
     """Seconds between lines with step, loss, speed and time left."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -54,12 +54,39 @@ def make_data(config: TrainConfig, mesh: DeviceMesh, *, seed: int) -> TrainingDa
 def validation_batches(config: TrainConfig, *, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
     """Yield this rank's part of ``validation`` once, the same batches each time; ranks may have unequal numbers."""
     assert config.validation is not None
+    if config.validation.endswith((".yaml", ".yml")):
+        yield from _mixed_validation(config, config.validation, rank, world_size)
+        return
     cuts = open_shar(
         config.validation, [TARGET_CODES, CONTEXT_CODES], codec=config.codec, rank=rank, world_size=world_size
     )
     tensors = _tensors(config, seed=0)
     for batch in _by_duration(cuts, config.batch_seconds):
         yield tensors[batch]
+
+
+def _mixed_validation(config: TrainConfig, path: str, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
+    """Yield this rank's part of what the settings in a file name, each example once."""
+    from sharmill.training import get_dataloader
+    from sharmill.training.nemo.loader_settings import sections_of, tag_names
+
+    settings = _load_settings(path, "validation_ds")
+    # Read by this process, and divided among the ranks as a stream is: without the copies that even out batches.
+    settings |= {"force_finite": True, "shuffle": False, "num_workers": 0}
+    for section in sections_of(settings):
+        section |= {"force_map_dataset": False, "force_iterable_dataset": True}
+    tensors = _tensors(config, settings.get("seed", 0), tag_names(settings))
+    yield from get_dataloader(settings, rank, world_size, _tokenizer(), dataset=tensors)
+
+
+def _load_settings(path: str, section: str) -> dict[str, Any]:
+    """Return a loader's settings, resolved: those of a section of a file, or of the file itself."""
+    from omegaconf import OmegaConf
+
+    from sharmill.training.nemo.loader_settings import resolve_settings
+
+    loaded: Any = OmegaConf.load(path)
+    return resolve_settings(loaded.get(section, loaded))
 
 
 def _tokenizer() -> PromptTokenizer:
@@ -184,12 +211,9 @@ class MixedData:
 
     def _settings(self) -> dict[str, Any]:
         """Return the loader's settings: the order of the data is the training's, all else is the job's."""
-        from omegaconf import OmegaConf
+        from sharmill.training.nemo.loader_settings import is_divisible, sources_of
 
-        from sharmill.training.nemo.loader_settings import is_divisible, resolve_settings, sources_of
-
-        loaded: Any = OmegaConf.load(str(self._config.loader))
-        settings = resolve_settings(loaded.get("train_ds", loaded))
+        settings = _load_settings(str(self._config.loader), "train_ds")
         settings |= {"seed": self._seed, "shard_seed": self._config.shard_seed}
         for entry in sources_of(settings) if self._config.resumable else ():
             if entry.get("type") == "sharmill" or is_divisible(entry):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from train_config import TrainConfig
+
+from sharmill.engine.trackers import Trackers
+from sharmill.storage import write_atomic
 
 
 class ProgressLines:
@@ -46,15 +53,30 @@ class ProgressLines:
 
 
 class Curves:
-    """Values over steps for TensorBoard; those of steps that are made once more are replaced."""
+    """Values over steps for TensorBoard and Weights & Biases, as the configuration asks for them.
 
-    def __init__(self, out_dir: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    In TensorBoard, values of steps that are made once more are replaced. In Weights & Biases all jobs of a training are
+    one run, whose id is in ``out_dir``; it keeps the first values of a step.
+    """
 
-        self._writer = SummaryWriter(str(out_dir / "tensorboard"), purge_step=step + 1)
+    def __init__(self, config: TrainConfig, step: int) -> None:
+        out_dir = Path(config.out_dir)
+        self._trackers = Trackers()
+        if config.tensorboard:
+            self._trackers.open_tensorboard(out_dir / "tensorboard", first_step=step + 1)
+        if config.wandb_project is not None:
+            run_id = out_dir / "wandb_id"
+            if not run_id.exists():
+                write_atomic(run_id, secrets.token_hex(8).encode())
+            name = config.wandb_name or out_dir.name
+            options = {"id": run_id.read_text(), "resume": "allow", "config": asdict(config)}
+            self._trackers.open_wandb(config.wandb_project, name, out_dir, **options)
 
     def add(self, group: str, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if name not in ("step", "ids"):
-                self._writer.add_scalar(f"{group}/{name}", value, values["step"])
-        self._writer.flush()
+        """Add the values of a step, but for its number and ids."""
+        numbers = {f"{group}/{name}": value for name, value in values.items() if name not in ("step", "ids")}
+        self._trackers.add(numbers, values["step"])
+
+    def close(self) -> None:
+        """Write what the curves still hold."""
+        self._trackers.close()

@@ -55,8 +55,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_metrics
-from sharmill.engine import metrics
-metrics._SECONDS_FOR_WANDB = 2.0
+from sharmill.engine import trackers
+trackers._SECONDS_FOR_WANDB = 2.0
 test_metrics.tell(test_metrics.MetricsConfig(wandb_project="speech"), Path(sys.argv[2]))
 print("went on")
 """
@@ -112,7 +112,7 @@ def test_a_sink_that_fails_is_dropped_after_one_warning(tmp_path, caplog):
     def broken(values, step):
         raise OSError("no space")
 
-    curves._sinks.append(broken)
+    curves.trackers._sinks.append(broken)
     for index in range(3):
         unit = make_unit(index, cost=1.0, size=0, params={})
         curves.commit(unit, commit_of(unit, {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -21,7 +22,7 @@ def corpora(tmp_path_factory):
 
 @pytest.fixture
 def train(corpora, tmp_path, monkeypatch):
-    """Returns a function: the example, trained in this process on a configuration whose paths lead to test data."""
+    """Returns a function: trains in this process, on settings of a loader whose paths lead to test data."""
     data = tmp_path / "data"
     (data / "text").mkdir(parents=True)
     for name, dataset in {"hifitts2": corpora.large, "libritts": corpora.large, "german": corpora.small}.items():
@@ -32,32 +33,76 @@ def train(corpora, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
 
-    def run(name, loader, **keys):
-        example = make_example(tmp_path, name, "data/libritts", **{"loader": loader, "checkpoint_every": 1000} | keys)
-        assert main([str(example.config)]) == 0
+    def run(settings, *overrides, **keys):
+        OmegaConf.save(settings, tmp_path / "loader.yaml")
+        options = {"loader": "loader.yaml", "checkpoint_every": 1000, "learning_rate": 1e-2}
+        example = make_example(tmp_path, "mixed", "data/libritts", **options | keys)
+        assert main([str(example.config), *overrides]) == 0
         return example
 
     yield run
     signal.signal(signal.SIGTERM, handler)
 
 
-def small(tmp_path, name):
-    """A configuration of the repository with buffers for few data."""
-    settings = OmegaConf.load(CONFIGS / f"{name}.yaml")
-    sections = (value for value in settings.values() if OmegaConf.is_dict(value) and "input_cfg" in value)
-    for section in sections:
-        for key in section.keys() & {"bucket_buffer_size", "shuffle_buffer_size"}:
-            section[key] = 10
-        section.num_workers = 0
-    settings.num_workers = 0
-    path = tmp_path / f"{name}.yaml"
-    OmegaConf.save(settings, path)
-    return str(path)
+def load(name):
+    """A configuration of the repository, for few data."""
+    small = {"bucket_buffer_size": 4, "shuffle_buffer_size": 4, "batch_tokens": 500, "num_workers": 0}
+    settings = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
+    for section in (settings, *settings.values()):
+        if isinstance(section, dict):
+            section |= {key: value for key, value in small.items() if key in section}
+    return settings
+
+
+def falls(example, name, count=5):
+    losses = [values[name] for values in example.steps(0) if values[name] > 0]
+    assert sum(losses[-count:]) < 0.9 * sum(losses[:count])
 
 
 @pytest.mark.slow
-def test_speech_and_text(train, tmp_path):
-    example = train("mixed", small(tmp_path, "speech_text"), max_steps=60, learning_rate=1e-2)
-    steps = example.steps(0)
-    for name in ("text_loss", "codes_loss"):
-        assert sum(values[name] for values in steps[-5:]) < 0.9 * sum(values[name] for values in steps[:5])
+def test_speech_text_and_pairs_go_on_at_the_exact_place(train):
+    settings = load("speech_text")
+    # In the order in which they are read; the first job ends within the first epoch of everything.
+    settings["train_ds"] |= {"shuffle_buffer_size": 1, "batch_tokens": 250}
+    example = train(settings, max_steps=3)
+    train(settings, "max_steps=60")
+    falls(example, "text_loss", 10)
+    falls(example, "codes_loss", 10)
+    assert [values["step"] for values in example.steps(0)] == list(range(1, 61))
+    before, ids = ([one for values in example.steps(0)[:end] for one in values["ids"]] for end in (3, 60))
+    # One of the 24 utterances failed a check. Of the 40 lines and 10 pairs, lines begin their second epoch before.
+    for kind, count in {"cut-": 23, "text-": 50}.items():
+        assert 0 < sum(one.startswith(kind) for one in before) < count
+        found = [one for one in ids if one.startswith(kind)]
+        first = found[:count] if kind == "cut-" else list(dict.fromkeys(found))
+        assert len(set(first)) == len(first) == count
+
+
+@pytest.mark.slow
+def test_conversations_of_audio_and_text_with_validation_on_them(train):
+    settings = load("conversation")
+    dialogs = settings["dialogs"] | {"batch_tokens": 100, "force_map_dataset": True}
+    OmegaConf.save({"validation_ds": dialogs}, "validation.yaml")
+    example = train(settings, max_steps=30, validation="validation.yaml", validate_every=15)
+    falls(example, "text_loss")
+    assert {values["codes_loss"] for values in example.steps(0)} == {0.0}, "audio that is heard is not predicted"
+    found = [json.loads(line) for line in (example.out_dir / "validation.jsonl").read_text().splitlines()]
+    assert [values["step"] for values in found] == [15, 30]
+    assert found[1]["text_loss"] < found[0]["text_loss"]
+
+
+@pytest.mark.slow
+def test_text_alone_with_curves_in_weights_and_biases(train, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = load("speech_text")
+    train_ds = settings["train_ds"]
+    train_ds["input_cfg"] = [entry for entry in train_ds["input_cfg"] if entry["type"] == "txt"]
+    keys = {"wandb_project": "speech", "checkpoint_every": 10}
+    example = train(settings, max_steps=20, **keys)
+    train(settings, "max_steps=30", **keys)
+    falls(example, "text_loss")
+    assert {values["codes_loss"] for values in example.steps(0)} == {0.0}
+    run_id = (example.out_dir / "wandb_id").read_text()
+    runs = sorted(example.out_dir.glob("wandb/offline-run-*"))
+    assert len(runs) == 2, "one for each job"
+    assert all(run.name.endswith(f"-{run_id}") for run in runs)

@@ -27,18 +27,17 @@ class TrainConfig:
     """Data, length, checkpoints and model of a training."""
 
     dataset: str
-    """Dataset directory to train on."""
+    """Dataset directory to train on; with ``loader``, the one whose codec the model has."""
     out_dir: str
     """Folder of checkpoints and logs."""
     codec: str | None = None
     """Codec whose codes are the model's tokens; needed where the dataset has several."""
     loader: str | None = None
-    """YAML file with settings of ``sharmill.training.get_dataloader``. NeMo's loader then makes the batches, of this
-    dataset and of text and conversations that the settings name; ``null`` is the reader with lhotse's sampler."""
+    """YAML file with settings of ``sharmill.training.get_dataloader``. NeMo's loader then makes the batches, of
+    whatever speech, text and conversations the settings name; ``null`` is the reader with lhotse's sampler."""
     resumable: bool = True
-    """With ``loader``: a job goes on in the data where the one before ended, in the order of ``order_seed``; data of
-    other types begin anew. Settings under which that is impossible are errors. ``false``: each job begins all data
-    anew."""
+    """With ``loader``: a job goes on in the data where the one before ended, in the order of ``order_seed``; data and
+    settings with which that is impossible are errors. ``false``: each job begins all data anew."""
     shard_seed: Literal["randomized", "trng"] | int = "randomized"
     """With ``loader``: NeMo's setting for the order of data of other types."""
     max_steps: int = 1000

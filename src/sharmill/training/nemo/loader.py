@@ -147,7 +147,10 @@ def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
 
     sources = sources_of(settings)
     if other := [source.get("of_type", source.get("type")) for source in sources if source.get("type") != "sharmill"]:
-        raise ConfigError(f"data of type {other[0]} need a dataset= that makes batches of them", code="needs_dataset")
+        raise ConfigError(
+            f"data of type {other[0]} need a dataset= that makes batches of them: a SpeechTextDataset, or your own",
+            code="needs_dataset",
+        )
     records = [read_dataset(Path(source["dataset"])) for source in sources]
     coded = [
         CodecForm.of_dataset(source["dataset"], source.get("codec"))

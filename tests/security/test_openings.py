@@ -106,6 +106,7 @@ ALLOWED = {
     "jobs/train.py:_validate": NO_FILE,
     "jobs/train_checkpoints.py:read_record": OWN,
     "jobs/train_data.py:_load_settings": USER,
+    "jobs/train_progress.py:__init__": OWN,
     "examples/codecs/snac_codec.py:__init__": EXAMPLE,
     "examples/conversations.py:read_conversations": EXAMPLE,
     "examples/measure_codec.py:code_with_opus": OPENED,

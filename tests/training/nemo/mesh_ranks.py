@@ -29,11 +29,14 @@ def main(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     from sharmill.training import get_dataloader, merge_data_states
 
+    # The same four processes, of which two share their data for context parallelism.
+    context = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     found = {}
     dp_rank = mesh["dp"].get_local_rank()
     for name, settings in json.loads((folder / "settings.json").read_text()).items():
-        resumable = "canonical" in settings
-        make = partial(get_dataloader, settings, dp_rank, 2, dataset=Codes(), device_mesh=mesh, resumable=resumable)
+        resumable = "canonical" in settings or name.startswith("resumable")
+        axes = context if name.endswith("cp") else mesh
+        make = partial(get_dataloader, settings, dp_rank, 2, dataset=Codes(), device_mesh=axes, resumable=resumable)
         loader = make()
         limit = None if settings.get("force_finite") else 6
         found[name] = [

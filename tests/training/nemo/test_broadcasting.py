@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def found(corpora, tmp_path_factory):
         "randomized": {"shard_seed": "randomized", "seed": 1},
         "in_epochs": {"shard_seed": "randomized", "seed": 1, "shuffle_buffer_size": 1},
         "trng": {"shard_seed": "trng"},
+        "resumable": {"shard_seed": "randomized", "seed": 1, "num_workers": 0, "shuffle_buffer_size": 1},
+        "resumable, cp": {"shard_seed": "randomized", "seed": 1, "num_workers": 0, "shuffle_buffer_size": 1},
         "canonical": {
             "shard_seed": "randomized",
             "seed": 1,
@@ -48,12 +51,26 @@ def found(corpora, tmp_path_factory):
     return {tuple(result.pop("coordinates")): result for result in results}
 
 
-@pytest.mark.parametrize("name", ["once", "randomized", "trng", "canonical"])
+@pytest.mark.parametrize("name", ["once", "randomized", "trng", "canonical", "resumable", "resumable, cp"])
 def test_tensor_parallel_ranks_see_equal_batches(found, name):
     for dp in (0, 1):
         assert found[dp, 0][name] == found[dp, 1][name]
         assert found[dp, 0][name][0]["shape"][2] == 3
         assert found[dp, 0][name][0]["sum"] > 0
+
+
+@pytest.mark.parametrize("name", ["resumable", "resumable, cp"])
+def test_ranks_of_a_mesh_go_on_where_they_were(found, name):
+    """12 batches of three are 36 of 24 cuts, one of which is filtered out: none comes twice in an epoch."""
+    resumed = f"{name}, resumed"
+    for dp in (0, 1):
+        assert found[dp, 0][resumed] == found[dp, 1][resumed]
+    before = [[one for batch in found[dp, 0][name] for one in batch["ids"]] for dp in (0, 1)]
+    after = [[one for batch in found[dp, 0][resumed] for one in batch] for dp in (0, 1)]
+    # Each rank has 11 or 12 cuts of an epoch.
+    counts = Counter(before[0] + before[1] + after[0] + after[1])
+    assert len(counts) == 23
+    assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_data_parallel_ranks_see_everything_once(found):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from omegaconf import OmegaConf
 from support.errors import raises
@@ -27,7 +29,8 @@ def test_the_doctor_says_who_reads_what(corpora):
     assert f"sharmill {corpora.large}: one order, of which each of 2 readers has its part" in said
     assert f"txt {corpora.text}: one order" in said
     assert "can be resumed exactly" in said
-    assert "12 batches of 2 to 2 examples" in said
+    assert "12 batches of 2 to 2 examples\n" in said
+    assert re.search(r"\naudio: \d+\.\d % of the batches is padding\ntokens: \d+\.\d % of", said)
     assert f"txt {corpora.text}: 40 examples, " in said
     assert "epochs in 1000 steps" in said
 
@@ -42,6 +45,27 @@ def test_the_doctor_names_what_stops_a_resume_and_what_costs(corpora):
     assert "buckets that no batch came from: 50.0 to the longest" in advice(cfg | buckets)
     with raises(ConfigError, "unknown_key", "'batch_sise'"):
         advice(cfg | {"batch_sise": 2})
+
+
+def test_the_doctor_knows_parts_epochs_and_padding(corpora, tmp_path):
+    cfg = {"input_cfg": [corpora.entry("large")]} | SETTINGS
+    assert "canonical: 4 parts" in advice(cfg | {"canonical": 4})
+    whole = {"force_map_dataset": True, "force_finite": True}
+    assert "takes one batch in 2" in advice(cfg | whole)
+    assert "the epoch of the first rank ends after 6 batches" in advice(cfg | whole)
+    # Pairs of n + 1 letters on both sides: a batch of all ten has 110 of 200 tokens.
+    pairs = {"type": "txt_pair", "source_paths": str(corpora.pairs[0]), "target_paths": str(corpora.pairs[1])}
+    tokens = {"use_multimodal_sampling": True, "prompt_format": "plain", "batch_size": 10, "shuffle": False}
+    said = advice({"input_cfg": [pairs]} | SETTINGS | tokens | {"shard_seed": 1}, ranks=1, tokenizer="bytes")
+    assert "audio" not in said
+    assert "\ntokens: 45.0 % of the batches is padding" in said
+
+
+def test_the_doctor_names_empty_buckets_of_two_dimensions(corpora):
+    """Cut n has n % 6 + 1 letters: none in the first bucket has more than six."""
+    bins = {"bucket_duration_bins": [[1.5, 6], [1.5, 90], [9.0, 6]], "bucket_batch_size": [2, 2, 2]}
+    cfg = {"input_cfg": [corpora.entry("large")]} | SETTINGS | bins | {"batch_size": None, "bucket_buffer_size": 8}
+    assert "buckets that no batch came from: [1.5, 90]" in advice(cfg, tokenizer="bytes")
 
 
 def test_settings_lie_below_train_ds(corpora, tmp_path):
@@ -71,7 +95,7 @@ def test_a_resume_is_verified_in_fresh_processes(corpora):
 
 def test_an_example_that_comes_twice_is_an_error(monkeypatch):
     state = {"readers": [{"epoch": 0}]}
-    part = TrialPart([[Seen((0, 0, 0, 5, 1, 2), 1.0)]], {})
+    part = TrialPart([[Seen((0, 0, 0, 5, 1, 2))]], {})
     monkeypatch.setattr(verify, "try_ranks", lambda *_: ([part], state))
     with raises(ConfigError, "wrong_state", "entry 0", "epoch 0", "before stop 1"):
         list(stop_and_resume({}, ranks=1, then=1, num_batches=1, num_stops=1, tokenizer=None))

@@ -29,13 +29,15 @@ def examine(settings: Settings, *, ranks: int, num_batches: int, tokenizer: str 
     for section in sections_of(settings):
         if ignored := [key for key in section if FATES.get(key, "").startswith(IGNORED)]:
             yield f"ignored: {', '.join(ignored)}"
-    prepared = prepare_settings(settings, 0, ranks)
+    prepared = prepare_settings({key: settings[key] for key in settings if key != "canonical"}, 0, ranks)
     workers = max(1, int(prepared.get("num_workers", 0)))
     map_style = any(is_map_style(section) for section in sections_of(prepared))
     yield f"{ranks} ranks with {workers} {'worker' if workers == 1 else 'workers'} each"
     sources = sources_of(prepared)
     for source in sources:
         yield f"{_name(source)}: {_readers(source, prepared, ranks, workers, map_style=map_style)}"
+    if (count := settings.get("canonical")) is not None:
+        yield f"canonical: {count} parts, so the same global batches on any number of readers that divides {count}"
     if map_style:
         yield (
             "map style: the main process of every rank reads all manifests, minutes for millions of lines; "
@@ -44,6 +46,8 @@ def examine(settings: Settings, *, ranks: int, num_batches: int, tokenizer: str 
     yield _resuming(settings, ranks, tokenizer)
     batches = try_rank(settings, 0, ranks, num_batches, tokenizer).batches
     yield from _filling(batches)
+    if 0 < len(batches) < num_batches:
+        yield f"the epoch of the first rank ends after {len(batches)} batches"
     yield from _buckets(prepared, batches)
     yield from _epochs(settings, sources, batches, ranks)
 
@@ -56,7 +60,7 @@ def _name(source: Settings) -> str:
 
 def _readers(source: Settings, prepared: Settings, ranks: int, workers: int, *, map_style: bool) -> str:
     if map_style:
-        return f"every rank draws the same order, and its sampler takes every {ranks}th batch" if ranks > 1 else "all"
+        return f"every rank draws the same order, and takes one batch in {ranks}" if ranks > 1 else "all"
     if source["type"] not in ("sharmill", DIVIDED):
         return f"each of {ranks * workers} readers reads all of it, in an order of its own"
     if prepared["shuffle"] and source["shard_seed"] == "trng" and not prepared.get("force_finite", False):
@@ -79,22 +83,39 @@ def _filling(batches: list[list[Seen]]) -> Iterator[str]:
     if not batches:
         yield "no batch: the data end before the first is full"
         return
-    padded = sum(len(batch) * max(seen.length for seen in batch) for batch in batches)
-    filled = sum(seen.length for batch in batches for seen in batch)
     sizes = sorted(len(batch) for batch in batches)
-    share = 100 * (1 - filled / padded) if padded else 0.0
-    yield f"{len(batches)} batches of {sizes[0]} to {sizes[-1]} examples; {share:.1f} % of them is padding"
+    yield f"{len(batches)} batches of {sizes[0]} to {sizes[-1]} examples"
+    seconds = [[piece for seen in batch for piece in seen.seconds] for batch in batches]
+    tokens = [[float(seen.tokens) for seen in batch if seen.tokens] for batch in batches]
+    for name, lengths in (("audio", seconds), ("tokens", tokens)):
+        if padded := sum(len(batch) * max(batch, default=0.0) for batch in lengths):
+            yield f"{name}: {100 * (1 - sum(map(sum, lengths)) / padded):.1f} % of the batches is padding"
 
 
 def _buckets(prepared: Settings, batches: list[list[Seen]]) -> Iterator[str]:
+    first = 0
     for section in sections_of(prepared):
-        bins = section.get("bucket_duration_bins")
-        if not bins or isinstance(bins[0], list):
+        bins, count = section.get("bucket_duration_bins"), len(sources_of(section))
+        own = range(first, first + count)
+        first += count
+        if not bins:
             continue
-        found = Counter(sum(seen.length > bound for bound in bins) for batch in batches for seen in batch)
-        if never := [number for number in range(len(bins) + 1) if not found[number]]:
-            ranges = [f"{bins[n - 1] if n else 0} to {bins[n] if n < len(bins) else 'the longest'}" for n in never]
-            yield f"buckets that no batch came from: {', '.join(ranges)}"
+        seen = [one for batch in batches for one in batch if one.place is None or one.place[0] in own]
+        if isinstance(bins[0], list):
+            filled = Counter(_bucket_in_two(bins, one.size) for one in seen)
+            never = [str(bound) for number, bound in enumerate(bins) if not filled[number]]
+        else:
+            filled = Counter(sum(one.length > bound for bound in bins) for one in seen)
+            closed = section.get("bucket_batch_size") is not None  # then longer examples are left out
+            never = [f"{bins[n - 1] if n else 0} to {bins[n] if n < len(bins) else 'the longest'}"
+                     for n in range(len(bins) + (not closed)) if not filled[n]]  # fmt: skip
+        if never:
+            yield f"buckets that no batch came from: {', '.join(never)}"
+
+
+def _bucket_in_two(bins: list[list[float]], size: tuple[float, int]) -> int:
+    """Return the number of the first bucket that has room for an example."""
+    return next((n for n, bound in enumerate(bins) if size[0] <= bound[0] and size[1] <= bound[1]), len(bins))
 
 
 def _epochs(settings: Settings, sources: list[Settings], batches: list[list[Seen]], ranks: int) -> Iterator[str]:

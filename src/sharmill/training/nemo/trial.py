@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -12,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lhotse.cut import Cut
 
 from sharmill.errors import ConfigError
 from sharmill.models.nemo_checkpoint import quiet_nemo
 from sharmill.processes import safe_path
 from sharmill.training.nemo.loader import get_dataloader
-from sharmill.training.nemo.loader_settings import Settings, resolve_settings, sections_of
+from sharmill.training.nemo.loader_settings import Settings, resolve_settings, sections_of, sources_of
 from sharmill.training.nemo.partition import READER
-from sharmill.training.nemo.resumable import merge_data_states, parts_of
+from sharmill.training.nemo.resumable import cuts_of, merge_data_states, parts_of
 from sharmill.training.tokenizers import PromptTokenizer, load_tokenizer
 
 # The place of an example: its reader, epoch, group, draw, block and item.
@@ -32,11 +34,17 @@ class Seen:
 
     Args:
         place: None for data that are not divided.
-        length: seconds of audio, or tokens with multimodal sampling.
+        seconds: of each of its pieces of audio.
+        tokens: of its text, or of all of it in a conversation; 0 where nothing was tokenized.
+        size: its length and its tokens as buckets of two dimensions compare them.
+        length: its length as other buckets compare it.
     """
 
     place: Place | None
-    length: float
+    seconds: tuple[float, ...] = ()
+    tokens: int = 0
+    size: tuple[float, int] = (0.0, 0)
+    length: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,7 @@ def try_rank(
     state: Mapping[str, Any] | None = None,
 ) -> TrialPart:
     """Return the batches that a rank gets first, or after a state."""
-    lengths = SeenExamples(any(section.get("use_multimodal_sampling") for section in sections_of(settings)))
+    lengths = SeenExamples(settings)
     loader = get_dataloader(
         settings, rank, world_size, None if tokenizer is None else PromptTokenizer(load_tokenizer(tokenizer)),
         dataset=lengths, resumable=resumable, state=state,
@@ -141,16 +149,34 @@ def places(parts: Sequence[TrialPart]) -> list[Place]:
 class SeenExamples(torch.utils.data.Dataset):
     """Batches of ``Seen``: no audio is loaded."""
 
-    def __init__(self, in_tokens: bool) -> None:
-        self._in_tokens = in_tokens
+    def __init__(self, settings: Settings) -> None:
+        self._sections = [section for section in sections_of(settings) for _ in sources_of(section)]
 
     def __getitem__(self, examples: Any) -> list[Seen]:
-        return [Seen(place_of(example), self._length(example)) for example in examples]
+        return [self._look_at(example) for example in examples]
 
-    def _length(self, example: Any) -> float:
-        if self._in_tokens or not hasattr(example, "duration"):
-            return float(getattr(example, "num_tokens", None) or getattr(example, "total_length", None) or 0)
-        return float(example.duration)
+    def _look_at(self, example: Any) -> Seen:
+        place = place_of(example)
+        section = self._sections[place[0] if place is not None and place[0] < len(self._sections) else 0]
+        seconds = tuple(cut.duration for cut in cuts_of(example))
+        in_tokens = section.get("use_multimodal_sampling", False)
+        if not isinstance(example, Cut):
+            if not in_tokens and getattr(example, "context_ids", None) is None:
+                return Seen(place, seconds)
+            total = section.get("measure_total_length", True)
+            size = (example.input_length, example.output_length)
+            return Seen(place, seconds, example.total_length, size, example.total_length if total else size[0])
+        ids = getattr(example, "input_ids", None)
+        tokens = (
+            len(ids)
+            if ids is not None
+            else sum(len(one.tokens) for one in example.supervisions if one.has_custom("tokens"))
+        )
+        length = example.duration
+        if in_tokens:
+            length = math.ceil(length / section["token_equivalent_duration"])
+        summed = in_tokens and section.get("measure_total_length", True)
+        return Seen(place, seconds, tokens, (length, tokens), length + tokens if summed else length)
 
 
 def place_of(example: Any) -> Place | None:

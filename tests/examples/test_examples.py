@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -112,6 +114,22 @@ def test_training_goes_on_with_the_cuts_that_are_left(built, tmp_path):
     assert len(first) == 4
     # Seven cuts in an epoch: the first three after the stop are those that are left of it.
     assert sorted(first + second[:3]) == sorted(cut.id for cut in open_shar(built.dataset, ["target_codes"]))
+
+
+def test_a_checkpoint_that_cannot_be_finished_leaves_the_one_before(built, tmp_path):
+    checkpoint = tmp_path / "checkpoint.pt"
+    train = runpy.run_path(str(REPOSITORY / "examples/train.py"))["main"]
+    train(str(built.dataset), checkpoint, 1)
+    before = checkpoint.read_bytes()
+
+    def write_half(state, target):
+        (target if hasattr(target, "write") else checkpoint.open("wb")).write(b"half")
+        raise KeyboardInterrupt
+
+    with mock.patch("torch.save", write_half), pytest.raises(KeyboardInterrupt):
+        train(str(built.dataset), checkpoint, 1)
+    assert checkpoint.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [checkpoint]
 
 
 @pytest.mark.slow

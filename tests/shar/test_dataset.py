@@ -6,6 +6,8 @@ import msgspec
 import pytest
 from support.shar import Project, ToyCodec, copy, snapshot, voice
 
+from sharmill.engine.locks import LOCK_NAME
+from sharmill.shar import index
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import FieldFile
 from sharmill.shar.layout import codec_fields, sorted_fields
@@ -89,3 +91,12 @@ def test_what_others_have_put_there_is_not_removed(dataset):
 def test_fields_are_listed_base_first():
     fields = ["codes_b/x", "cuts", "target_audio", "codes_a/y", "context_audio"]
     assert sorted_fields(fields) == ["cuts", "target_audio", "context_audio", "codes_a/y", "codes_b/x"]
+
+
+def test_the_lock_of_an_index_does_not_come_back_after_a_loss_of_power(tmp_path, monkeypatch):
+    """The checker would find it in a finished dataset."""
+    is_there = []
+    monkeypatch.setattr(index, "fsync_directory", lambda folder: is_there.append((folder / LOCK_NAME).exists()))
+    with index.changing_index(tmp_path):
+        assert (tmp_path / LOCK_NAME).exists()
+    assert is_there == [False]

@@ -27,6 +27,8 @@ from typing import Final
 
 JOURNAL: Final = "journal"
 POSIX: Final = "posix"
+# The bytes of each file by its name below a folder, None for a folder.
+State = Mapping[str, bytes | None]
 # Of bytes that were not synced.
 _LOSSES: Final = ("none", "all", "zeros", "first", "torn")
 _RANDOM_SUBSETS: Final = 4
@@ -125,7 +127,7 @@ class Recording:
         rounds = zip_longest(*(self._crashes_after(step, random.Random(f"{seed} {step}")) for step in steps))
         yield from (crash for one in rounds for crash in one if crash is not None)
 
-    def state(self, crash: Crash) -> dict[str, bytes | None]:
+    def state(self, crash: Crash) -> State:
         """Return what a crash leaves: the bytes of each file by its name below the root, None for a folder."""
         rng = random.Random(str(crash))
         names, files = self._open(crash.after)
@@ -267,7 +269,7 @@ class Recording:
         return folder, name
 
 
-def write_tree(root: Path, state: Mapping[str, bytes | None]) -> None:
+def write_tree(root: Path, state: State) -> None:
     """Make a folder hold what a crash has left."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
@@ -278,7 +280,7 @@ def write_tree(root: Path, state: Mapping[str, bytes | None]) -> None:
             (root / name).write_bytes(data)
 
 
-def read_tree(root: Path) -> dict[str, bytes | None]:
+def read_tree(root: Path) -> State:
     """Return what a folder holds: the bytes of each file by its name, None for a folder; folders before their files."""
     found = sorted(root.rglob("*"))
     return {path.relative_to(root).as_posix(): None if path.is_dir() else path.read_bytes() for path in found}
@@ -314,9 +316,7 @@ def _nodes(node: Node) -> Iterator[Node]:
         yield from _nodes(below)
 
 
-def _tree(
-    top: Node, names: Callable[[Node], dict[str, Node]], data: Callable[[Node], bytes]
-) -> dict[str, bytes | None]:
+def _tree(top: Node, names: Callable[[Node], dict[str, Node]], data: Callable[[Node], bytes]) -> State:
     found: dict[str, bytes | None] = {}
 
     def add(folder: Node, prefix: str) -> None:

@@ -28,7 +28,7 @@ import xxhash
 from sharmill.errors import SharmillError
 from sharmill.shar import open_shar
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
-from support.crash_states import Crash, Recording, read_tree, write_tree
+from support.crash_states import Crash, Recording, State, read_tree, write_tree
 from support.small_run import is_temporary, lasting, lasting_files
 
 # Crashes in one fork: making that takes as long as a relaunch.
@@ -106,7 +106,7 @@ class PowerCuts:
         found = Cuts(self._run.name, steps=len(self.recording.steps), problems=self.lost_at_ends())
         crashes = self.recording.crashes(seed)
         while found.distinct.total() < states and time.monotonic() < deadline:
-            batch = list(islice(self._new(crashes, found), min(_AT_ONCE, states - found.distinct.total())))
+            batch = dict(islice(self._new(crashes, found), min(_AT_ONCE, states - found.distinct.total())))
             if not batch:
                 break
             for crash, (refused, problem) in zip(batch, self._cut_many(batch), strict=True):
@@ -118,24 +118,25 @@ class PowerCuts:
 
     def cut(self, crash: Crash) -> tuple[int, str]:
         """Read and relaunch after a cut, in a fork; return how many readers refused, and the problem, if any."""
-        (found,) = self._cut_many([crash])
+        (found,) = self._cut_many({crash: self.recording.state(crash)})
         return found
 
-    def _cut_many(self, crashes: list[Crash]) -> list[tuple[int, str]]:
+    def _cut_many(self, crashes: dict[Crash, State]) -> list[tuple[int, str]]:
         """Do what ``cut`` does for several crashes in one fork; those with a problem again in forks of their own."""
-        answer = _forked(lambda: json.dumps([self._outcome(crash) for crash in crashes]))
+        answer = _forked(lambda: json.dumps([self._outcome(state) for state in crashes.values()]))
         found = json.loads(answer) if answer else [[0, "the process has ended"]] * len(crashes)
         if len(crashes) == 1:
             return [(found[0][0], found[0][1])]
         pairs = zip(crashes, found, strict=True)
         return [self.cut(crash) if problem else (refused, "") for crash, (refused, problem) in pairs]
 
-    def _new(self, crashes: Iterable[Crash], found: Cuts) -> Iterator[Crash]:
-        """Yield the crashes that leave a state that was not there before."""
+    def _new(self, crashes: Iterable[Crash], found: Cuts) -> Iterator[tuple[Crash, State]]:
+        """Yield the crashes that leave a state that was not there before, with that."""
         for crash in crashes:
             found.tried += 1
-            if not self._is_known(self.recording.state(crash)):
-                yield crash
+            state = self.recording.state(crash)
+            if not self._is_known(state):
+                yield crash, state
 
     def lost_at_ends(self) -> dict[str, str]:
         """Return what is lost of a stage, or of the run, if the power goes when it has ended."""
@@ -147,7 +148,7 @@ class PowerCuts:
                 problems[str(crash)] = f"what was done is lost: {', '.join(lost[:5])} of {len(lost)}"
         return problems
 
-    def _is_known(self, state: dict[str, bytes | None]) -> bool:
+    def _is_known(self, state: State) -> bool:
         """Return True if there was this state before; what is said in logs and records of progress does not count."""
         counting = {name: data for name, data in state.items() if not {"logs", "progress"} & set(name.split("/"))}
         digest = xxhash.xxh3_128_digest(msgspec.msgpack.encode(counting))
@@ -160,10 +161,10 @@ class PowerCuts:
         self._run.run(self._work)
         return "recorded"
 
-    def _outcome(self, crash: Crash) -> tuple[int, str]:
+    def _outcome(self, state: State) -> tuple[int, str]:
         refused = 0
         signal.alarm(_SECONDS_TO_RELAUNCH)
-        write_tree(self._work, self.recording.state(crash))
+        write_tree(self._work, state)
         try:
             refused = sum(self._check_reader(name, reads) for name, reads in self._reads.items())
             with _after_reboot():

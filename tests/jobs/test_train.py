@@ -104,15 +104,16 @@ def test_an_error_ends_it_at_once(example, speech: Path, tmp_path: Path, where: 
     dataset = tmp_path / "dataset"
     shutil.copytree(speech, dataset)
     broken = example("broken", dataset=str(dataset), num_workers=2, max_steps=100_000, checkpoint_every=3)
-    process = broken.start(ranks=1)
+    # Of two ranks one reads the damaged shard; the other, which waits for it, does not hide the cause.
+    process = broken.start(ranks=1 if where == "in a step" else 2)
     wait_for(lambda: broken.saved_step() >= 3, process)
     checkpoints = broken.out_dir / "checkpoints"
     if where == "in a step":
         checkpoints.rename(tmp_path / "away")
         checkpoints.touch()
     else:
-        for path in dataset.glob("codes_*/target_codes/*"):
-            path.write_bytes(bytes(path.stat().st_size))
+        path = min(dataset.glob("codes_*/target_codes/*"))
+        path.write_bytes(bytes(path.stat().st_size))
     printed, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode != 0
     assert (str(checkpoints) if where == "in a step" else "codes.0000") in printed

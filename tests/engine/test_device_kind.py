@@ -11,7 +11,7 @@ from support.toy_stage import run
 
 from sharmill.engine import device_kind
 from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load_plan
+from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.errors import DeviceError
 
 # A rank on the CPU sees no GPU.
@@ -40,7 +40,11 @@ def test_the_kind_is_never_seen_half_written(tmp_path, gpus, monkeypatch):
     created = mock.Mock(wraps=device_kind.create_atomic)
     monkeypatch.setattr(device_kind, "create_atomic", created)
     stage = KindStage(tmp_path, kinds=KINDS)
+    read_or_make_plan(stage, restart=False)
+    aside = stage.dir.ranks / f".device_kind.{'0' * 32}.tmp"  # of a rank that was killed
+    aside.touch()
     assert run(stage)[0].ok
+    assert not aside.exists()
     created.assert_called_once_with(stage.dir.of_present_plan().device_kind, b"cpu")
 
 

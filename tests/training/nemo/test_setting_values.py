@@ -50,6 +50,11 @@ def test_refused(settings, code, names):
         prepare_settings({"input_cfg": [OURS], "batch_size": 1} | settings, 0, 1)
 
 
+def test_conversions_that_give_cuts_need_no_prompt():
+    entry = {"type": "lhotse_magpietts_data_as_continuation", "input_cfg": [OURS]}
+    assert prepare_settings({"input_cfg": [entry], "batch_size": 1}, 0, 1)["input_cfg"][0]["type"] == entry["type"]
+
+
 @pytest.mark.parametrize(
     ("settings", "names"),
     [

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from sharmill.errors import ConfigError
-from sharmill.training.nemo.classic import CONVERTERS
 
 Settings = dict[str, Any]
 
 TEXTS: Final = frozenset({"txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "tts_text"})
-_CONVERSATIONS: Final = frozenset({"multimodal_conversation", "share_gpt", "share_gpt_webdataset", *CONVERTERS})
+_CONVERSATIONS: Final = frozenset({
+    "multimodal_conversation", "share_gpt", "share_gpt_webdataset", "lhotse_as_conversation", "sqa_as_conversation",
+    "s2s_as_conversation",
+})  # fmt: skip
 _FUSIONS: Final = ("round_robin", "randomized_round_robin", "zip")
 _LIMITS: Final = ("duration", "tps", "tokens", "tpt")
 _SEEDS: Final = ("trng", "randomized")

@@ -41,6 +41,16 @@ def test_context_slices_change_with_the_epoch(corpora):
     assert first["context_durations"].tolist() != second["context_durations"].tolist()
 
 
+def test_padding_to_a_length_makes_tensors_of_it(corpora):
+    """Of cuts of 1 s with 50 frames a second; BOS and EOS come on top."""
+    cfg = {"input_cfg": [corpora.entry("small")], "force_finite": True, "batch_size": 8, "pad_min_duration": 4.0}
+    (batch,) = take(get_dataloader(cfg, 0, 1))
+    assert batch["target_codes"].shape == (8, 3, 202)
+    assert batch["target_code_lens"].tolist() == [52] * 8
+    with pytest.raises(ValueError, match="may be padded at their end"):
+        take(get_dataloader(cfg | {"pad_direction": "both"}, 0, 1))
+
+
 def test_audio_has_the_codecs_rate(tmp_path):
     project = Project(tmp_path)
     for name in ("a.flac", "b.flac"):

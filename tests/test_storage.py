@@ -13,16 +13,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import xxhash
 from support.errors import raises
 
 from sharmill import storage as store
 from sharmill.engine.progress import RankProgress, _write_aside
 from sharmill.errors import ConfigError, FatalError
 from sharmill.storage import (
-    STAGING_NAME,
-    PublishedFile,
-    Staging,
     create_atomic,
     disk_errors,
     make_folder,
@@ -33,26 +29,14 @@ from sharmill.storage import (
     refuse_strangers,
     remove_asides,
     remove_at_once,
-    remove_dead_attempts,
     remove_tree,
     require_writable,
-    token_staging,
     write_atomic,
 )
 
 
 def names(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
-
-
-TOKEN = "0123456789abcdef"
-
-
-def open_staging(root, *folders):
-    """The staging of an attempt, with the folders that the planner makes."""
-    for folder in (token_staging(root, TOKEN), *(root / name for name in folders)):
-        folder.mkdir(parents=True, exist_ok=True)
-    return Staging(root, TOKEN, 3)
 
 
 def fail_after(written):
@@ -136,78 +120,6 @@ def test_a_file_is_created_once_and_whole(tmp_path, synced, monkeypatch, links):
     assert synced[-2:-1] == ["."] if links else True
 
 
-def test_staging_publishes_in_the_order_given(tmp_path, monkeypatch):
-    order = []
-    sync = store.fsync_directory
-    wanted = ["b/2", "a/1", "cuts/0"]
-
-    def record(folder):
-        order.append([name for name in wanted if (tmp_path / name).exists()])
-        sync(folder)
-
-    monkeypatch.setattr(store, "fsync_directory", record)
-    with open_staging(tmp_path, "a", "b", "cuts") as staging:
-        for name in reversed(wanted):
-            staging.path(name).write_bytes(name.encode())
-        assert [name for name in wanted if (tmp_path / name).exists()] == []
-        staging.publish(wanted)
-    assert order == [wanted[:1], wanted[:2], wanted[:3]]
-
-
-def test_published_files_are_described_by_size_and_checksum(tmp_path):
-    with open_staging(tmp_path, "a") as staging:
-        staging.path("a/b").write_bytes(b"content")
-        (published,) = staging.publish(["a/b"])
-    assert published == PublishedFile("a/b", 7, xxhash.xxh3_64_hexdigest(b"content"))
-
-
-def test_staging_leaves_nothing_after_an_error(tmp_path):
-    staging = open_staging(tmp_path)
-    with pytest.raises(ZeroDivisionError), staging:
-        fail_after(staging.path("a/b").write_bytes(b"half"))
-    assert names(tmp_path) == [STAGING_NAME, f"{STAGING_NAME}/{TOKEN}"]
-
-
-@pytest.mark.parametrize("when", ["begin", "path", "publish"])
-def test_staging_makes_no_folder_of_a_token_again(tmp_path, when):
-    """A rank of an older plan, whose folder has been removed, is stopped at whatever it does next."""
-    staging = open_staging(tmp_path, "a", "c")
-    if when != "begin":
-        staging.__enter__()
-        staging.path("a/b").write_bytes(b"old")
-    remove_at_once(token_staging(tmp_path, TOKEN))
-    does = {
-        "begin": staging.__enter__,
-        "path": lambda: staging.path("c/d"),
-        "publish": lambda: staging.publish(["a/b"]),
-    }
-    with pytest.raises(FileNotFoundError):
-        does[when]()
-    assert names(tmp_path) == [STAGING_NAME, "a", "c"]
-
-
-def test_staging_makes_no_folder_of_final_files(tmp_path):
-    with open_staging(tmp_path) as staging:
-        staging.path("a/b").write_bytes(b"x")
-        with pytest.raises(FileNotFoundError):
-            staging.publish(["a/b"])
-    assert not (tmp_path / "a").exists()
-
-
-def test_only_attempts_of_dead_processes_are_removed(tmp_path):
-    with subprocess.Popen(["sleep", "60"]) as alive, subprocess.Popen(["true"]) as dead:
-        dead.wait()
-        for pid in (alive.pid, dead.pid):
-            with mock.patch("os.getpid", return_value=pid):
-                open_staging(tmp_path).folder.mkdir()
-        with mock.patch.object(store, "gethostname", return_value="another-host"):
-            open_staging(tmp_path).folder.mkdir()
-        remove_dead_attempts(tmp_path, TOKEN)
-        left = [path.name for path in token_staging(tmp_path, TOKEN).iterdir()]
-        alive.kill()
-    assert sorted(f"-{alive.pid}-" in name or "-another-host-" in name for name in left) == [True, True]
-
-
 def test_a_folder_goes_at_once_though_another_process_fills_it(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -281,14 +193,6 @@ def test_a_probe_that_a_killed_process_left_is_taken_for_what_it_is(tmp_path):
     assert len(names(tmp_path)) == 1
     remove_asides(tmp_path)
     assert names(tmp_path) == []
-
-
-def test_two_attempts_at_a_unit_do_not_meet(tmp_path):
-    with open_staging(tmp_path) as first, open_staging(tmp_path) as second:
-        first.path("a").write_bytes(b"same")
-        second.path("a").write_bytes(b"same")
-        assert first.publish(["a"]) == second.publish(["a"])
-    assert (tmp_path / "a").read_bytes() == b"same"
 
 
 def test_publish_directory_brings_all_files_at_once(tmp_path):

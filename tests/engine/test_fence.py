@@ -26,7 +26,7 @@ from sharmill.engine.run import make_fence
 from sharmill.engine.worker import Worker
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.task import RankTask
-from sharmill.storage import STAGING_NAME, token_staging
+from sharmill.staging import STAGING_NAME, token_staging
 
 
 def other_run(stage, **options):

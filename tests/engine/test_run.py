@@ -16,7 +16,8 @@ from support.toy_stage import RECORDS_PER_UNIT, SlowStage, ToyStage, output_byte
 from sharmill.engine.progress import ProgressWriter, read_progress
 from sharmill.engine.run import locked, read_totals
 from sharmill.errors import REMEDIES, ConfigError, FatalError
-from sharmill.storage import STAGING_NAME, path_aside, token_staging
+from sharmill.staging import STAGING_NAME, token_staging
+from sharmill.storage import path_aside
 
 
 class TestAccounts:

@@ -12,7 +12,7 @@ from support.toy_stage import ToyStage, run
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.rundir import StageDir
 from sharmill.engine.unit import Commit, make_unit
-from sharmill.storage import PublishedFile
+from sharmill.staging import PublishedFile
 
 LIMIT_MS_PER_UNIT = 50.0
 

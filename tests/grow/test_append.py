@@ -24,7 +24,7 @@ from sharmill.grow.append import append_dataset, require_fitting
 from sharmill.grow.merge import merge_datasets
 from sharmill.shar import open_shar
 from sharmill.shar.dataset import ShardedDataset
-from sharmill.storage import STAGING_NAME
+from sharmill.staging import STAGING_NAME
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from sharmill.grow import placing
 from sharmill.grow.merge import merge_datasets
 from sharmill.shar import open_shar
 from sharmill.shar.dataset import ShardedDataset
-from sharmill.storage import STAGING_NAME
+from sharmill.staging import STAGING_NAME
 
 
 def test_the_shards_are_those_of_all_in_order(coded, tmp_path):

@@ -50,7 +50,7 @@ from sharmill.shar.index import read_dataset, read_shards
 from sharmill.shar.items import ItemTable
 from sharmill.sources.nemo import NemoSource
 from sharmill.sources.table import TableSource
-from sharmill.storage import Staging, token_staging
+from sharmill.staging import Staging, token_staging
 from sharmill.validate.accounts import hash_record
 from sharmill.validate.checked_dataset import check_index, read_checked_dataset
 from sharmill.validate.findings import encode_report, make_report, read_report

@@ -27,7 +27,8 @@ from sharmill.manifest import read_lines_at, records_checksum
 from sharmill.match.groups import index_manifest
 from sharmill.models.families import check_transformers_config
 from sharmill.pipeline import run_dataset
-from sharmill.storage import PublishedFile, write_atomic
+from sharmill.staging import PublishedFile
+from sharmill.storage import write_atomic
 from sharmill.write.order import index_matched
 
 DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000

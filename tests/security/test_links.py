@@ -27,7 +27,8 @@ from sharmill.grow.split import split_dataset
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.sidecars import write_sidecars
 from sharmill.sources.folder import FolderSource
-from sharmill.storage import STAGING_NAME, Staging, make_private_folder, open_stored, token_staging
+from sharmill.staging import STAGING_NAME, Staging, token_staging
+from sharmill.storage import make_private_folder, open_stored
 
 CODES = "codes_a/target_codes"
 

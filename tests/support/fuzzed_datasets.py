@@ -28,7 +28,7 @@ from sharmill.shar import open_shar
 from sharmill.shar.items import read_field
 from sharmill.shar.reading.loading import merge_loader_states
 from sharmill.shar.sidecars import write_sidecars
-from sharmill.storage import STAGING_NAME, Staging, token_staging
+from sharmill.staging import STAGING_NAME, Staging, token_staging
 from sharmill.validate.stage import ValidateStage
 from support.mutations import Target, mutate, mutate_values
 from support.shar import reindex

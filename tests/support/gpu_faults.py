@@ -10,7 +10,7 @@ from sharmill.engine.stage import Advance, Processor
 from sharmill.engine.unit import Output, Unit
 from sharmill.models.memory import MemoryGuard
 from sharmill.processes import usable_cores
-from sharmill.storage import Staging
+from sharmill.staging import Staging
 from support.toy_stage import GpuStage, ToyStage, output_bytes, run, wait_until
 
 ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"

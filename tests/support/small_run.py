@@ -25,7 +25,7 @@ from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_shards
 from sharmill.shar.layout import BASE_FIELDS, CONTEXT_CODES, CUTS, TARGET_CODES, codes_field, shard_file
-from sharmill.storage import STAGING_NAME
+from sharmill.staging import STAGING_NAME
 from support.models import save_encodec
 from support.paths import REPOSITORY
 

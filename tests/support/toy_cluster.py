@@ -23,7 +23,7 @@ from sharmill.engine.unit import Commit, Output, Totals, Unit
 from sharmill.executors.slurm.chain import Chain
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import queued_jobs, scancel
-from sharmill.storage import Staging
+from sharmill.staging import Staging
 from support.paths import SHARED
 from support.toy_stage import ToyStage, output_bytes, run, wait_until
 

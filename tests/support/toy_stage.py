@@ -27,7 +27,7 @@ from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.manifest import Reject
-from sharmill.storage import Staging
+from sharmill.staging import Staging
 
 RECORDS_PER_UNIT = 3
 

@@ -22,7 +22,7 @@ from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.slurm.task import RankTask
 from sharmill.pipeline import run_dataset
 from sharmill.shar.dataset import ShardedDataset
-from sharmill.storage import STAGING_NAME
+from sharmill.staging import STAGING_NAME
 from sharmill.write.stage import WriteStage
 
 

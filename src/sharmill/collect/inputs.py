@@ -21,7 +21,8 @@ from sharmill.sources import Located, Piece, SpeechSource, Unreadable
 from sharmill.sources.files import FileSource
 from sharmill.sources.folder import FolderSource
 from sharmill.sources.nemo import NemoSource
-from sharmill.storage import check_name, open_stored
+from sharmill.staging import check_name
+from sharmill.storage import open_stored
 
 _REJECTED_LINE: Final = f'{{"{REJECTED}":'.encode()
 # Name of the warnings of a recipe in the folder of the plan.

@@ -27,7 +27,8 @@ from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, FatalError, RejectRecord
 from sharmill.manifest import Reject, write_lines
 from sharmill.sources import Unreadable
-from sharmill.storage import Staging, open_atomic, open_regular, open_stored, remove_tree, write_atomic
+from sharmill.staging import Staging
+from sharmill.storage import open_atomic, open_regular, open_stored, remove_tree, write_atomic
 
 # Enough that commits cost little beside the work, and few enough that an interruption loses seconds.
 _RECORDS_PER_UNIT: Final = 2000

@@ -25,7 +25,8 @@ from sharmill.shar.index import CodecRecord, FieldFile
 from sharmill.shar.items import FieldWriter, Item
 from sharmill.shar.layout import CUTS, codec_fields, shard_file
 from sharmill.shar.lhotse_json import array_json, temporal_array_json
-from sharmill.storage import Staging, checksum
+from sharmill.staging import Staging
+from sharmill.storage import checksum
 
 
 class AssembleStage(Stage):

@@ -38,7 +38,8 @@ from sharmill.models.pieces import find_pieces
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
 from sharmill.shar.tar import open_field
-from sharmill.storage import Staging, checksum_bytes, write_atomic
+from sharmill.staging import Staging
+from sharmill.storage import checksum_bytes, write_atomic
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies.
 UNITS_WANTED = 64

@@ -24,7 +24,8 @@ from sharmill.shar.cut_lines import read_cut_ids
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.items import ItemTable
 from sharmill.shar.layout import CUTS
-from sharmill.storage import Staging, checksum, make_folder, open_atomic
+from sharmill.staging import Staging
+from sharmill.storage import checksum, make_folder, open_atomic
 
 _MAX_UINT32 = (1 << 32) - 1
 

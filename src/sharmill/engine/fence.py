@@ -25,8 +25,8 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.stored import NOT_JSON, read_stored
 from sharmill.errors import ConfigError, FatalError
 from sharmill.processes import user_name
+from sharmill.staging import STAGING_NAME, token_staging
 from sharmill.storage import (
-    STAGING_NAME,
     create_atomic,
     fsync_directory,
     make_folder,
@@ -36,7 +36,6 @@ from sharmill.storage import (
     remove_if_empty,
     require_writable,
     stopping_errors,
-    token_staging,
     write_atomic,
 )
 

@@ -20,8 +20,8 @@ from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import NOT_JSON, decode_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Unit
+from sharmill.staging import PublishedFile
 from sharmill.storage import (
-    PublishedFile,
     fsync_directory,
     open_stored,
     refuse_strangers,

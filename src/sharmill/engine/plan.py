@@ -25,8 +25,8 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.stored import decode_stored, read_stored, read_stored_lines
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError
+from sharmill.staging import STAGING_NAME
 from sharmill.storage import (
-    STAGING_NAME,
     fsync_directory,
     make_folder,
     path_aside,

@@ -24,16 +24,15 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.errors import ConfigError, FatalError
+from sharmill.staging import remove_dead_attempts, token_staging
 from sharmill.storage import (
     PROBE,
     open_atomic,
     open_stored,
     remove_asides,
     remove_at_once,
-    remove_dead_attempts,
     remove_tree,
     require_writable,
-    token_staging,
     write_atomic,
 )
 

@@ -15,7 +15,7 @@ from sharmill.config import MetricsConfig
 from sharmill.config.references import References
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.unit import Commit, Output, Totals, Unit
-from sharmill.storage import Staging
+from sharmill.staging import Staging
 
 # Called by a processor with the part of a unit's cost that it has done since the last call.
 Advance = Callable[[float], None]

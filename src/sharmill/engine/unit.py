@@ -9,7 +9,8 @@ import msgspec
 
 from sharmill.errors import FatalError
 from sharmill.manifest import Reject
-from sharmill.storage import PublishedFile, checksum_bytes
+from sharmill.staging import PublishedFile
+from sharmill.storage import checksum_bytes
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):

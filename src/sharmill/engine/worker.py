@@ -23,7 +23,8 @@ from sharmill.engine.progress import ProgressWriter, peak_memory_mb
 from sharmill.engine.stage import Advance, Processor, Stage
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.errors import ConfigError, DeviceError, FatalError, is_device_error
-from sharmill.storage import WRITE_ERRNOS, Staging, stopping_errors, write_atomic
+from sharmill.staging import Staging
+from sharmill.storage import WRITE_ERRNOS, stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from sharmill.grow.placing import Placed, add_up_shards, place_shard, renumber, 
 from sharmill.match.choose import min_similarity
 from sharmill.shar.index import DatasetRecord, ShardRecord, changing_index, write_dataset, write_shards
 from sharmill.shar.layout import CONTEXT_AUDIO, shard_file
+from sharmill.staging import STAGING_NAME
 from sharmill.storage import (
     PROBE,
-    STAGING_NAME,
     make_folder,
     refuse_strangers,
     remove_asides,

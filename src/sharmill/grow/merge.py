@@ -14,8 +14,8 @@ from sharmill.grow.parts import SourceDataset, require_alike, require_distinct_i
 from sharmill.grow.placing import Placed, add_up_shards, place_shard, renumber, seal_folders
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import DatasetRecord, write_dataset, write_shards
+from sharmill.staging import STAGING_NAME
 from sharmill.storage import (
-    STAGING_NAME,
     fsync_directory,
     make_folder,
     refuse_strangers,

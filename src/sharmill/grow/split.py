@@ -34,9 +34,8 @@ from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord, write_dataset, write_shards
 from sharmill.shar.items import FieldWriter, ItemTable
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
+from sharmill.staging import STAGING_NAME, Staging
 from sharmill.storage import (
-    STAGING_NAME,
-    Staging,
     checksum,
     checksum_bytes,
     disk_errors,

@@ -55,7 +55,8 @@ from sharmill.models.device import check_device
 from sharmill.models.measure import require_room
 from sharmill.prepare.stage import manifest_stem, prepared_manifest
 from sharmill.speaker_tag import tagged_speaker
-from sharmill.storage import Staging, open_atomic, open_stored, remove_tree
+from sharmill.staging import Staging
+from sharmill.storage import open_atomic, open_stored, remove_tree
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,8 @@ from sharmill.prepare.ids import (
 from sharmill.prepare.known import KnownRecords
 from sharmill.prepare.stats import HoursTable
 from sharmill.sources import Located, RawRecord, Source, Unreadable, record_text
-from sharmill.storage import Staging, open_atomic, open_stored, remove_tree, write_atomic
+from sharmill.staging import Staging
+from sharmill.storage import open_atomic, open_stored, remove_tree, write_atomic
 
 
 class PrepareStage(Stage):

@@ -33,16 +33,8 @@ from sharmill.shar.layout import (
     sidecar_files,
     sorted_fields,
 )
-from sharmill.storage import (
-    STAGING_NAME,
-    PublishedFile,
-    checksum,
-    is_probe,
-    refuse_strangers,
-    remove_asides,
-    remove_if_empty,
-    remove_tree,
-)
+from sharmill.staging import STAGING_NAME, PublishedFile
+from sharmill.storage import checksum, is_probe, refuse_strangers, remove_asides, remove_if_empty, remove_tree
 
 
 class ShardedDataset:

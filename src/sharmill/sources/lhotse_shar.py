@@ -21,7 +21,8 @@ from sharmill.shar.reading.foreign import find_shards
 from sharmill.sources import Located, Piece, RawRecord, Unreadable
 from sharmill.sources.files import ContainerSource
 from sharmill.sources.shar_records import AudioMembers, decode_stored_cut, describe_cut, place_cut
-from sharmill.storage import STAGING_NAME, checksum, checksum_bytes
+from sharmill.staging import STAGING_NAME
+from sharmill.storage import checksum, checksum_bytes
 
 _USUAL_FIELDS: Final = (TARGET_AUDIO, RECORDING)
 

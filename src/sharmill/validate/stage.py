@@ -15,7 +15,8 @@ from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
-from sharmill.storage import Staging, checksum, is_regular, open_atomic, remove_tree, write_atomic
+from sharmill.staging import Staging
+from sharmill.storage import checksum, is_regular, open_atomic, remove_tree, write_atomic
 from sharmill.validate.accounts import CUT_HASHES, CutHashes, ExpectedRecords, check_accounts
 from sharmill.validate.checked_dataset import CheckedDataset, Shard, check_index, check_strays, read_checked_dataset
 from sharmill.validate.findings import (

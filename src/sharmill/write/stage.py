@@ -44,7 +44,7 @@ from sharmill.shar.layout import (
     shard_file,
 )
 from sharmill.shar.lhotse_json import cut_json, recording_json
-from sharmill.storage import Staging
+from sharmill.staging import Staging
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
 from sharmill.write.order import divide_into_shards, index_matched, index_prepared, order_lines
 

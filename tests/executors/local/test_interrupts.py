@@ -20,7 +20,7 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import read_progress
 from sharmill.executors.signals import deferred_interrupts
-from sharmill.storage import token_staging
+from sharmill.staging import token_staging
 
 DRIVER = TESTS / "support" / "toy_driver.py"
 MESSAGE = "Interrupted. What is done is kept; run the same command again to go on."

@@ -28,7 +28,7 @@ from sharmill.executors.logs import logging_to
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.unit_queue import UnitQueue
 from sharmill.processes import ChildEnded, ChildProcess, end_by_force, join_all, usable_cores
-from sharmill.storage import remove_dead_attempts
+from sharmill.staging import remove_dead_attempts
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from sharmill.executors.logs import logging_to
 from sharmill.executors.ray.actor import ActorStart, RankActor
 from sharmill.executors.ray.cluster import RankNeeds, check_paths, connect, import_ray, in_working_dir_copy
 from sharmill.executors.unit_queue import UnitQueue
-from sharmill.storage import remove_dead_attempts, token_staging
+from sharmill.staging import remove_dead_attempts, token_staging
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from sharmill.shar.layout import (
     sidecar_files,
 )
 from sharmill.shar.reading.foreign import find_shards
-from sharmill.storage import STAGING_NAME, checksum_bytes
+from sharmill.staging import STAGING_NAME
+from sharmill.storage import checksum_bytes
 
 # Begins the names of both fields of contexts.
 _CONTEXT: Final = "context_"

@@ -195,7 +195,9 @@ def test_a_rank_that_is_silent_for_more_than_a_minute_is_marked(stage, noon):
     assert seen.rate == pytest.approx(2.0 / 941)
     assert seen.units_running == 1
     stage.dir.rank_progress(0).unlink()
-    assert read_stage(stage, queued=True).state == "silent"
+    assert read_stage(stage).state == "silent"
+    # Another job goes on with it.
+    assert read_stage(stage, queued=True).state == "in the queue"
 
 
 def test_a_rank_without_a_unit_is_loading_or_between_two(stage, noon):
@@ -414,3 +416,35 @@ def test_a_run_directory_that_cannot_be_written_has_the_time_of_this_machine(sta
     put_rank(stage, 0, started=time.time(), updated=time.time())
     assert read_stage(stage).now == pytest.approx(time.time(), abs=60)
     assert read_stage(stage).state == "under way"
+
+
+def test_a_chain_whose_first_jobs_are_not_submitted_yet_is_not_in_trouble(stage, waiting, call):
+    state = ChainState(state="waiting", message="the first jobs are being submitted", submitting=True)
+    write_atomic(stage.run_dir.chain, msgspec.json.encode(state))
+    with mock.patch("sharmill.executors.slurm.queue.queued_jobs", return_value=[]):
+        assert call("status", stage.run_dir.path, "--check")[0] == 0
+
+
+def test_one_bad_run_directory_hides_no_other(stage, call, tmp_path):
+    code, out, err = call(
+        "status", stage.run_dir.path, tmp_path / "gone", "--json", "--prometheus", tmp_path / "m.prom"
+    )
+    assert code == 2
+    assert list(json.loads(out)) == [str(stage.run_dir.path)]
+    assert "gone is not a run directory" in err
+    assert "sharmill_unread_run_dirs 1.0" in (tmp_path / "m.prom").read_text()
+    assert 'kind="done",run_dir' in (tmp_path / "m.prom").read_text()
+
+
+@pytest.mark.parametrize("options", [["--prometheus", "/no/such/folder/m.prom"], ["--watch", "--json"]])
+def test_what_cannot_be_is_one_line(stage, call, options):
+    code, _, err = call("status", stage.run_dir.path, *options)
+    assert code == 2
+    assert len(err.splitlines()) == 1
+
+
+def test_units_without_cost_let_nothing_be_expected(stage, noon):
+    spent = dataclasses.replace(stage_status._pace(*read_or_preview_units(stage)), rate=0.0)
+    put_rank(stage, 0, started=noon - 300, updated=noon, unit=1, unit_began=noon - 290)
+    with mock.patch.object(stage_status, "_pace", return_value=spent):
+        assert read_stage(stage).late == []

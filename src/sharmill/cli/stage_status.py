@@ -155,7 +155,7 @@ def _late_units(units: Sequence[Unit], ranks: Sequence[RankProgress], pace: Pace
     costs = {unit.index: unit.cost for unit in units}
     late = []
     for rank in ranks:
-        if pace is not None and rank.unit in costs:
+        if pace is not None and pace.rate and rank.unit in costs:
             # The rank's own clock, and that of the file system since.
             seconds = rank.updated - rank.unit_began + now - rank.written
             expected = costs[rank.unit] / pace.rate
@@ -212,9 +212,9 @@ def _state(finished: bool, ranks: Sequence[RankProgress], alive: bool, failed: b
         return "under way"
     if failed:
         return "failed"
-    if ranks:
-        return "silent"
-    return "in the queue" if queued else "stopped"
+    if queued:
+        return "in the queue"
+    return "silent" if ranks else "stopped"
 
 
 def read_failures(stage: Stage) -> list[FailedAttempt]:

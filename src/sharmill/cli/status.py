@@ -23,8 +23,9 @@ from sharmill.cli.console import (
     plain,
     print_json,
 )
-from sharmill.cli.exit_status import FAILED, OK
+from sharmill.cli.exit_status import FAILED, OK, status_of_error, worst
 from sharmill.errors import ConfigError, SharmillError
+from sharmill.executors.logs import describe_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,20 +67,27 @@ def status(
     if as_json and gpu_hour is not None:
         message = "--gpu-hour is of the text: --json has the seconds of each stage, and on_gpu, in pace"
         raise ConfigError(message, code="bad_usage")
+    if watch and (as_json or prometheus is not None):
+        raise ConfigError("--watch is for people: leave out --json and --prometheus", code="bad_usage")
     queues = [QueueView(Path(run_dir)) for run_dir in run_dirs]
-    if prometheus is not None:
-        from sharmill.cli.status_metrics import write_metrics
+    if as_json or prometheus is not None:
+        # One bad run directory hides no other.
+        runs, errors = _read_runs(queues)
+        if prometheus is not None:
+            from sharmill.cli.status_metrics import write_metrics
 
-        write_metrics(prometheus, {str(queue.path): _read_run(queue) for queue in queues})
-    if as_json:
-        found = {
-            str(queue.path): [
-                msgspec.to_builtins(one) | {"seconds_left": one.seconds_left} for one in _read_run(queue)[0]
-            ]
-            for queue in queues
-        }
-        # Of a single run directory there is nothing to tell apart.
-        print_json(found if len(queues) > 1 else next(iter(found.values())))
+            write_metrics(prometheus, runs, num_unread=len(errors))
+        if as_json and runs:
+            found = {
+                path: [msgspec.to_builtins(one) | {"seconds_left": one.seconds_left} for one in stages]
+                for path, (stages, _) in runs.items()
+            }
+            # Of a single run directory there is nothing to tell apart.
+            print_json(found if len(queues) > 1 else next(iter(found.values())))
+        for error in errors:
+            click.echo(f"Error: {describe_error(error)}", err=True)
+        if errors:
+            return worst(map(status_of_error, errors))
     else:
         console = make_console()
         with suppress(KeyboardInterrupt):
@@ -93,6 +101,19 @@ def status(
     return FAILED if check and any(_is_in_trouble(*_read_run(queue)) for queue in queues) else OK
 
 
+def _read_runs(
+    queues: Sequence[QueueView],
+) -> tuple[dict[str, tuple[list[StageStatus], ChainState | None]], list[SharmillError]]:
+    """Return what is known of each run directory, and the errors of those that cannot be read."""
+    runs, errors = {}, []
+    for queue in queues:
+        try:
+            runs[str(queue.path)] = _read_run(queue)
+        except SharmillError as error:
+            errors.append(error)
+    return runs, errors
+
+
 def _read_run(queue: QueueView) -> tuple[list[StageStatus], ChainState | None]:
     """Return the stages of a run directory, and its chain, which is failed where it waits for jobs that are gone."""
     from sharmill.cli.stage_status import read_stage, stages_in
@@ -101,7 +122,8 @@ def _read_run(queue: QueueView) -> tuple[list[StageStatus], ChainState | None]:
 
     queued = queue.holds_jobs()
     chain = read_state(RunDir(queue.path))
-    if chain is not None and chain.state == "waiting" and not queued:
+    # Planning and submitting the first jobs takes its time.
+    if chain is not None and chain.state == "waiting" and not chain.submitting and not queued:
         chain = msgspec.structs.replace(chain, state="failed")
     return [read_stage(stage, queued=queued) for stage in stages_in(queue.path)], chain
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sharmill.errors import ConfigError
 from sharmill.registry import require_package
 
 if TYPE_CHECKING:
@@ -15,14 +16,17 @@ if TYPE_CHECKING:
 _STATES = ("not begun", "under way", "in the queue", "stopped", "silent", "failed", "done")
 
 
-def write_metrics(path: Path, runs: Mapping[str, tuple[Sequence[StageStatus], ChainState | None]]) -> None:
+def write_metrics(
+    path: Path, runs: Mapping[str, tuple[Sequence[StageStatus], ChainState | None]], num_unread: int
+) -> None:
     """Write the progress of runs to a file, whole or not at all.
 
     Args:
         runs: stages and chain of each run, by its run directory.
+        num_unread: how many run directories could not be read.
 
     Raises:
-        ConfigError: prometheus_client is not installed.
+        ConfigError: prometheus_client is not installed, or the file cannot be written.
     """
     require_package("prometheus_client", extra="prometheus")
     from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
@@ -58,4 +62,8 @@ def write_metrics(path: Path, runs: Mapping[str, tuple[Sequence[StageStatus], Ch
             if stage.pace is not None:
                 spent.labels(run_dir, stage.name).set(stage.pace.seconds)
                 memory.labels(run_dir, stage.name).set(stage.pace.memory_mb * 2**20)
-    write_to_textfile(str(path), registry)
+    Gauge("sharmill_unread_run_dirs", "Run directories that cannot be read", registry=registry).set(num_unread)
+    try:
+        write_to_textfile(str(path), registry)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", code="bad_usage") from error

@@ -89,6 +89,10 @@ class Worker:
     ) -> None:
         self._closing.close()
 
+    def note_end(self) -> None:
+        """Note that this rank ends, for one that ends in the middle of a unit."""
+        self._progress.__exit__()
+
     def _open(self) -> Processor:
         try:
             return self.stage.open(self.device)

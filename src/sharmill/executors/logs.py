@@ -54,14 +54,10 @@ class PrintableFormatter(logging.Formatter):
 
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Send this process's log records to ``path`` as well, for as long as the context lasts.
-
-    A long log becomes ``NAME.old.log``, in the place of the one before.
-    """
+    """Send this process's log records to ``path`` as well, for as long as the context lasts."""
     with stopping_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file() and path.stat().st_size > _MAX_BYTES:
-            path.replace(path.with_suffix(f".old{path.suffix}"))
+        _make_room(path)
         handler = _LogFile(path)
     handler.setFormatter(PrintableFormatter(_FORMAT))
     root = logging.getLogger()
@@ -77,6 +73,14 @@ def logging_to(path: Path) -> Iterator[None]:
         # What could not be written is still in the buffer, and closing tries once more.
         with suppress(OSError):
             handler.close()
+
+
+def _make_room(path: Path) -> None:
+    """Have a long log become ``NAME.old.log``, in the place of the one before."""
+    # Another process may do so at the same time.
+    with suppress(FileNotFoundError):
+        if path.lstat().st_size > _MAX_BYTES:
+            path.replace(path.with_suffix(f".old{path.suffix}"))
 
 
 class _LogFile(logging.StreamHandler[TextIO]):
@@ -101,6 +105,7 @@ def redirect_output(path: Path) -> None:
     sys.stderr.flush()
     with stopping_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        _make_room(path)
         with open_stored(path, append=True) as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)

@@ -68,12 +68,23 @@ def test_one_that_has_waited_as_long_as_it_may_is_requeued(driver_job, scontrol,
 )
 def test_what_will_not_pass_ends_the_chain(driver_job, scontrol, monkeypatch, error, restarts, patience):
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-    monkeypatch.setattr(slurm_chain.time, "monotonic", iter([0.0, 200.0 if restarts != "0" else 1.0]).__next__)
+    times = [0.0] + 1000 * [200.0 if restarts != "0" else 1.0]
+    monkeypatch.setattr(slurm_chain.time, "monotonic", iter(times).__next__)
     meet(monkeypatch, error)
     with raises(type(error), error.code):
         replace(driver_job, patience=patience)()
     assert not scontrol.exists()
     assert read_state(driver_job.run_dir).state == "failed"
+
+
+def test_where_it_cannot_be_requeued_its_watcher_job_goes_on(driver_job, scontrol, monkeypatch, tmp_path):
+    (tmp_path / "bin/scontrol").write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+    monkeypatch.setattr(slurm_chain, "PATIENCE_SECONDS", 0.5)
+    meet(monkeypatch, SlurmSilent("SLURM does not answer squeue"))
+    with raises(SlurmSilent, "silent_cluster"):
+        replace(driver_job, patience=0.0)()
+    state = read_state(driver_job.run_dir)
+    assert (state.state, "its watcher job goes on" in state.message) == ("waiting", True)
 
 
 @pytest.mark.parametrize("state", ["done", "failed"])
@@ -88,8 +99,9 @@ def test_the_command_of_the_profile_is_told_of_the_end(driver_job, scontrol, tmp
     assert said.read_text() == f'it\'s "over" $(touch no)\ntoy {state} 3 {chain.run_dir.path}\n'
 
 
-def test_a_command_that_fails_changes_nothing(driver_job, scontrol, caplog):
-    chain = replace(driver_job, profile=replace(driver_job.profile, notify="echo no such user >&2; exit 3"))
+@pytest.mark.parametrize("command", ["echo no such user >&2; exit 3", "printf 'no such user \\xff' >&2; exit 3"])
+def test_a_command_that_fails_changes_nothing(driver_job, scontrol, caplog, command):
+    chain = replace(driver_job, profile=replace(driver_job.profile, notify=command))
     chain.run_dir.path.mkdir()
     chain._write(ChainState(state="done", message="all stages are done"))
     assert read_state(chain.run_dir).state == "done"

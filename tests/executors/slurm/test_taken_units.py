@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import time
+from unittest import mock
 
 import pytest
 from support.toy_cluster import SleepyStage
@@ -17,6 +19,7 @@ from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.engine.rejects import RejectLimit
 from sharmill.executors.slurm import taken_units
 from sharmill.executors.slurm import task as rank_task
+from sharmill.executors.slurm.taken_units import UnitsToDo
 from sharmill.executors.slurm.task import RankTask
 
 fork = multiprocessing.get_context("fork")
@@ -143,21 +146,87 @@ def test_one_rank_alone_waits_for_units_that_are_late(tmp_path):
     assert done(stage) == [0]
 
 
+def start(stage, rank, units):
+    process = fork.Process(target=make_task(stage, rank, units))
+    process.start()
+    return process
+
+
 @pytest.mark.usefixtures("soon")
 def test_a_rank_waits_until_the_units_of_others_are_done(tmp_path):
     stage = make_stage(tmp_path, 2, behaviour={1: "wait:go"})
-    slow = fork.Process(target=make_task(stage, 1, [1]))
-    slow.start()
+    slow = start(stage, 1, [1])
     wait_until(lambda: stage.begun()[1] == 1)
-    quick = fork.Process(target=make_task(stage, 0, [0]))
-    quick.start()
-    wait_until(lambda: (stage.dir.taken / "watch").exists())
+    quick = start(stage, 0, [0])
+    wait_until(lambda: done(stage) == [0] and (stage.dir.taken / "watch").exists())
+    quick.join(0.5)
+    assert quick.is_alive()
     stage.mark("go")
     slow.join()
     quick.join()
     assert (slow.exitcode, quick.exitcode) == (0, 0)
     assert done(stage) == [0, 1]
     assert stage.redone() == 0
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_rank_that_waited_and_was_requeued_goes_on_waiting_and_with_what_it_had_begun_again(tmp_path):
+    stage = make_stage(tmp_path, 3)
+    make_task(stage, 1, [0])  # nothing is done yet
+    take(stage, 1, rank=5, seconds_ago=100)
+    take(stage, 2, rank=5, seconds_ago=100)
+    take(stage, "1-again", rank=0)
+    take(stage, "watch", rank=0)
+    assert make_task(stage, 3, [0])() == 1
+    assert done(stage) == [0]
+    assert make_task(stage, 0, [])() == 0
+    assert done(stage) == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("soon")
+def test_the_rank_that_began_a_unit_once_more_does_not_leave_when_the_slow_one_ends_it_first(tmp_path):
+    stage = make_stage(tmp_path, 3, behaviour={1: "wait:go"})
+    take(stage, 1, rank=1, seconds_ago=100)
+    take(stage, 2, rank=2, seconds_ago=90)
+    again = start(stage, 0, [0])
+    wait_until(lambda: stage.begun()[1] == 1)
+    slow = UnitsToDo(stage, 1, [], lambda: False)
+    slow.done(load_plan(stage)[1])
+    stage.mark("go")
+    again.join()
+    assert again.exitcode == 0
+    assert done(stage) == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_unit_without_a_note_of_who_has_it_is_begun(tmp_path):
+    stage = make_stage(tmp_path, 2)
+    todo = UnitsToDo(stage, 0, [], lambda: False)
+    assert [unit.index for unit in todo._late_units()] == [0, 1] or stage.begun() == {}
+    assert sorted(path.name for path in stage.dir.taken.iterdir()) == ["0", "1", "watch"]
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_disk_that_does_not_answer_ends_the_waiting_in_the_end(tmp_path, monkeypatch, caplog):
+    stage = make_stage(tmp_path, 1)
+    todo = UnitsToDo(stage, 0, [], lambda: False)
+    monkeypatch.setattr(todo, "_look", mock.Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+    assert list(todo._late_units()) == []
+    assert caplog.text.count("cannot be looked at") == 10
+
+
+def test_tasks_that_wait_in_the_queue_end_when_nothing_is_left(tmp_path, monkeypatch):
+    cancelled = []
+    monkeypatch.setattr(rank_task, "cancel_pending", cancelled.append)
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "71")
+    stage = make_stage(tmp_path, 2, behaviour={1: "raise"})
+    take(stage, 1, rank=1)
+    take(stage, "watch", rank=1)
+    make_task(stage, 0, [0])()
+    assert cancelled == []
+    make_task(stage, 1, [1])()
+    assert done(stage) == [0]
+    assert cancelled == ["71"]
 
 
 @pytest.mark.usefixtures("soon")
@@ -183,3 +252,11 @@ def test_where_kinds_of_device_are_mixed_the_rank_that_comes_first_publishes(tmp
     assert len(published(stage)) == 2
     assert Attempts(stage.dir.attempts).counts[1] == 0
     assert Attempts(stage.dir.attempts).interruptions[1] == 1
+
+
+def test_a_later_process_of_the_same_rank_does_not_publish_for_the_one_before(tmp_path):
+    stage = make_stage(tmp_path, 2)
+    stage.mixed_devices = True
+    before, after = (UnitsToDo(stage, 0, [], lambda: False) for _ in range(2))
+    unit = load_plan(stage)[0]
+    assert (before.may_publish(unit), before.may_publish(unit), after.may_publish(unit)) == (True, True, False)

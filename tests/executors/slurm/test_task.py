@@ -68,10 +68,11 @@ def test_a_unit_that_had_most_of_the_time_there_is_for_one_is_not_excused(stage,
     task = make_task(stage, 0, [0, 1], limit=limit)
     task._attempts.begin(1)
     task._seconds_to_load = loading
-    task._current, task._begun = 1, time.monotonic() - seconds
+    task._in_flight.append(1)
+    task._begun = time.monotonic() - seconds
     fresh = task.checkpoint().function
     assert Attempts(stage.dir.attempts).counts[1] == count
-    assert fresh._current is None
+    assert not fresh._in_flight
     assert (fresh.rank, fresh.units, fresh.device, fresh.limit) == (0, [0, 1], "cpu", limit)
 
 

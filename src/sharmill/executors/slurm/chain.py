@@ -174,7 +174,7 @@ class Chain:
             for stage in self.dataset.make_stages():
                 remove_tree(stage.dir.attempts)
                 remove_tree(stage.dir.rounds)
-            self._write(ChainState(state="waiting", message="the first jobs are being submitted"))
+            self._write(ChainState(state="waiting", message="the first jobs are being submitted", submitting=True))
         try:
             return self._run_stages(wait_seconds=0.0)
         except BaseException as error:
@@ -198,9 +198,11 @@ class Chain:
                 raise
             except BaseException as error:
                 log.exception("job %s ends", os.environ.get("SLURM_JOB_ID"))
-                if time.monotonic() - began >= self.patience and self._begins_again(error):
+                is_waiting = time.monotonic() - began >= self.patience and self._may_wait_on(error)
+                if is_waiting and requeue(os.environ["SLURM_JOB_ID"], max(self.patience, PATIENCE_SECONDS)):
+                    self._note_end(error, state="waiting", then="it is requeued and waits on")
                     return
-                failed = self.is_watcher or isinstance(error, SharmillError)
+                failed = self.is_watcher or (isinstance(error, SharmillError) and not is_waiting)
                 self._note_end(error, state="failed" if failed else "waiting")
                 raise
             if state is None:
@@ -209,13 +211,14 @@ class Chain:
         if state.state == "failed":
             raise FatalError(state.message, code="units_failed")
 
-    def _begins_again(self, error: BaseException) -> bool:
-        """Requeue this job, and return True, where it has waited for SLURM as long as its time limit lets it."""
+    def _may_wait_on(self, error: BaseException) -> bool:
+        """Return True if the error is that SLURM does not answer or takes no jobs, and that not for half a day yet."""
         waited = self.patience * (1 + int(os.environ.get("SLURM_RESTART_COUNT", "0")))
-        if getattr(error, "code", "") not in ("silent_cluster", "jobs_refused") or waited >= _DRIVER_PATIENCE_SECONDS:
-            return False
-        self._note_end(error, state="waiting", then="it is requeued and waits on")
-        return requeue(os.environ["SLURM_JOB_ID"])
+        return (
+            isinstance(error, SharmillError)
+            and error.code in ("silent_cluster", "jobs_refused")
+            and waited < _DRIVER_PATIENCE_SECONDS
+        )
 
     def _run_driver_job(self) -> ChainState | None:
         """Return None if a later driver job is in the queue: then this one was requeued after it had submitted that."""
@@ -276,12 +279,14 @@ class Chain:
 
     def _write(self, state: ChainState) -> None:
         state = msgspec.structs.replace(state, command=self.command)
+        before = read_state(self.run_dir)
         write_atomic(self.run_dir.chain, msgspec.json.encode(state) + b"\n")
         if state.state != "waiting":
             # The watcher job of a driver job that has noted its end has nothing to do.
             with suppress(SharmillError):
                 scancel([job.id for job in queued_jobs(self.run_dir) if job.role == "watcher"])
-            self._notify(state)
+            if before is None or before.state != state.state:
+                self._notify(state)
 
     def _notify(self, state: ChainState) -> None:
         """Run the command of the profile; what becomes of it changes nothing."""
@@ -297,11 +302,12 @@ class Chain:
         }
         try:
             subprocess.run(
-                ["bash", "-c", self.profile.notify], env=os.environ | values, input=state.message + "\n", text=True,
+                ["bash", "-c", self.profile.notify], env=os.environ | values, input=f"{state.message}\n".encode(),
                 capture_output=True, check=True, timeout=_SECONDS_TO_NOTIFY,
             )  # fmt: skip
-        except (OSError, subprocess.SubprocessError) as error:
-            log.warning("notify: %s %s", error, getattr(error, "stderr", None) or "")
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            said = getattr(error, "stderr", None) or b""
+            log.warning("notify: %s %s", error, said.decode(errors="replace"))
 
 
 class _ChainListener(Listener):

@@ -26,13 +26,17 @@ _SECONDS_TO_CANCEL = 180.0
 
 
 class ChainState(msgspec.Struct, kw_only=True):
-    """State of a chain. ``jobs`` are those that were submitted last, ``command`` is what submits it again."""
+    """State of a chain. ``jobs`` are those that were submitted last, ``command`` is what submits it again.
+
+    ``submitting`` says that its first jobs are not in the queue yet.
+    """
 
     state: Literal["waiting", "done", "failed"]
     message: str
     jobs: list[str] = []
     findings: int = 0
     command: str = ""
+    submitting: bool = False
 
 
 def read_state(run_dir: RunDir) -> ChainState | None:

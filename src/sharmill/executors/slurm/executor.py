@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -155,7 +155,8 @@ class SlurmExecutor:
         with deferred_interrupts(), outside_own_job(), _cancelled_on_error(ranks), _cancelled_on_error(drivers):
             self._submit_ranks(stage, tasks, ranks)
             self._submit_driver_job(stage.name, ranks, drivers)
-        _forget_old_jobs(self.run_dir.jobs)
+        with suppress(OSError):
+            _forget_old_jobs(self.run_dir.jobs, {int(job) for job in parent_ids([*ranks, *drivers])})
         message = (
             f"{stage.name}: {len(left)} units on {len(ranks)} ranks (job {', '.join(parent_ids(ranks))}), "
             f"then driver job {drivers[0]}"
@@ -278,14 +279,15 @@ def _cancelled_on_error(jobs: list[str]) -> Iterator[None]:
         raise
 
 
-def _forget_old_jobs(folder: Path) -> None:
-    """Remove the files of all but the last jobs: their scripts, input and output."""
+def _forget_old_jobs(folder: Path, keep: Container[int]) -> None:
+    """Remove the files of all but the last jobs: their scripts, input and output. Numbers of jobs may begin anew."""
     files: dict[int, list[Path]] = {}
     for path in folder.iterdir():
-        if (match := _JOB_FILE.match(path.name)) is not None:
+        if (match := _JOB_FILE.match(path.name)) is not None and int(match[1]) not in keep:
             files.setdefault(int(match[1]), []).append(path)
-    for number in sorted(files)[:-_MOST_JOBS]:
-        for path in files[number]:
+    by_age = sorted(files.values(), key=lambda paths: max(path.lstat().st_mtime for path in paths))
+    for paths in by_age[:-_MOST_JOBS]:
+        for path in paths:
             path.unlink(missing_ok=True)
 
 

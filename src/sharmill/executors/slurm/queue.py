@@ -149,14 +149,20 @@ def scancel(job_ids: Sequence[str]) -> None:
             subprocess.run(["scancel", *job_ids], capture_output=True, check=False, timeout=60)
 
 
-def requeue(job_id: str) -> bool:
+def requeue(job_id: str, patience: float = PATIENCE_SECONDS) -> bool:
     """Ask SLURM to end a job and to put it back into the queue; return False where it does not take the order."""
     try:
-        subprocess.run(["scontrol", "requeue", job_id], capture_output=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
+        _ask(["scontrol", "requeue", job_id], patience)
+    except (SlurmSilent, ConfigError) as error:
         log.warning("job %s cannot be requeued: %s", job_id, error)
         return False
     return True
+
+
+def cancel_pending(job_id: str) -> None:
+    """Ask SLURM to end the tasks of an array that have not begun; no error where it does not answer."""
+    with suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(["scancel", "--state=PENDING", job_id], capture_output=True, check=False, timeout=60)
 
 
 def max_array_size(patience: float = PATIENCE_SECONDS) -> int:

@@ -9,10 +9,12 @@ hanging rank does not hold up all others, and no unit is begun a third time.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from uuid import uuid4
 
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.ledger import read_ledger
@@ -23,12 +25,17 @@ from sharmill.engine.unit import Unit
 from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.storage import clock_of, stopping_errors
 
-# A unit is late on another rank after so many times what it would take this one, and never before this many seconds.
+log = logging.getLogger(__name__)
+
+# A unit is late on another rank after so many times what is usual, and never before this many seconds.
 _LATE = 3.0
 _LEAST_SECONDS = 60.0
 _SECONDS_BETWEEN_LOOKS = 5.0
 # Looking may take at most one part in so many of the time.
 _LOOKING_SHARE = 50.0
+# A shared disk that does not answer for so many looks will not do so soon.
+_MOST_FAILED_LOOKS = 10
+_WATCH = "watch"
 
 
 class UnitsToDo:
@@ -41,47 +48,50 @@ class UnitsToDo:
         self._attempts = Attempts(stage.dir.attempts)
         # Units that may have ended a rank before come last, so that they keep no others from being done.
         self._own = deque(sorted(own, key=self._num_attempts))
-        self._mine: set[int] = set()
-        self._cost = self._seconds = 0.0
+        self._tried: set[int] = set()
+        self._again: set[int] = set()
 
     def __iter__(self) -> Iterator[Unit]:
         yield from self._own_units()
-        for unit in sorted(self._missing(), key=lambda unit: (self._num_attempts(unit), -unit.cost)):
-            if self._may_begin(unit):
-                yield unit
-                yield from self._own_units()
+        yield from self._free_units()
         yield from self._late_units()
 
     def is_empty(self) -> bool:
-        """Return True if nothing is left that this rank could begin now: then no model need be loaded."""
-        return not (any(map(self._is_free, self._own)) or any(map(self._is_free, self._missing())))
+        """Return True if nothing is left that this rank could do: then no model need be loaded."""
+        if any(map(self._is_free, self._own)):
+            return False
+        missing = self._missing()
+        return not (any(map(self._is_free, missing)) or (missing and self._taken.is_mine(_WATCH)))
 
     def following(self) -> Unit | None:
         """Return the unit that will probably be next, if it is one of the rank's own."""
         return self._own[0] if self._own else None
 
     def interruptions(self, unit: Unit) -> int:
-        """Return how often attempts at a unit were broken off before this rank began."""
+        """Return how often attempts at a unit were broken off, as far as this rank has seen."""
         return self._attempts.interruptions[unit.index]
 
     def failed(self, unit: Unit) -> None:
         """Have a unit come once more, after the rank's others."""
         self._own.append(unit)
 
-    def done(self, unit: Unit, seconds: float) -> None:
-        """Note that a unit is done, and how long it took this rank."""
-        self._cost += unit.cost
-        self._seconds += seconds
-        if self._taken.exists(_again(unit.index)):
+    def done(self, unit: Unit) -> None:
+        """Note that a unit is done, so that the rank that was late with it leaves."""
+        if unit.index in self._again:
             self._taken.take(_done(unit.index))
 
-    def is_done_elsewhere(self, index: int) -> bool:
-        """Return True if a rank that began a unit once more has ended it."""
-        return self._taken.exists(_done(index))
+    def may_leave(self, index: int) -> bool:
+        """Return True if the rank is late with a unit which another has done, and has nothing else left."""
+        return index not in self._again and not self._own and self._taken.exists(_done(index))
 
     def may_publish(self, unit: Unit) -> bool:
-        """Return True if this rank publishes a unit. Where kinds of device are mixed, bytes may be others' as well."""
-        return not self._stage.mixed_devices or self._taken.take(f"{unit.index}-published")
+        """Return True if this process publishes a unit; with mixed kinds of device, others may have other bytes."""
+        return not self._stage.mixed_devices or self._taken.take(f"{unit.index}-published", by_process=True)
+
+    def are_all_over(self) -> bool:
+        """Return True if no rank can do anything more for the stage: each unit is done, or was given up."""
+        counts = Attempts(self._stage.dir.attempts).counts
+        return all(counts[unit.index] >= MAX_ATTEMPTS for unit in self._uncommitted())
 
     def _num_attempts(self, unit: Unit) -> int:
         return self._attempts.counts[unit.index] + self._attempts.interruptions[unit.index]
@@ -92,7 +102,7 @@ class UnitsToDo:
     def _may_begin(self, unit: Unit) -> bool:
         if self._attempts.counts[unit.index] >= MAX_ATTEMPTS or not self._taken.take(str(unit.index)):
             return False
-        self._mine.add(unit.index)
+        self._tried.add(unit.index)
         self._attempts.counts[unit.index] += 1
         return True
 
@@ -102,70 +112,126 @@ class UnitsToDo:
             if self._may_begin(unit):
                 yield unit
 
-    def _missing(self) -> list[Unit]:
-        """Return the units that nobody has ended and this rank, since it began, has not tried."""
+    def _free_units(self) -> Iterator[Unit]:
+        """Yield units that no rank has begun, the largest first."""
+        listed: set[str] = set()
+        for unit in sorted(self._missing(), key=lambda unit: (self._num_attempts(unit), -unit.cost)):
+            if str(unit.index) not in listed and self._may_begin(unit):
+                yield unit
+                yield from self._own_units()
+                # Others have begun some meanwhile, and asking for one after the other is work for the file system.
+                listed = self._taken.names()
+
+    def _uncommitted(self) -> list[Unit]:
         units = load_plan(self._stage)
         done = read_ledger(self._stage.dir, units)
-        return [unit for unit in units if unit.index not in done and unit.index not in self._mine]
+        return [unit for unit in units if unit.index not in done]
+
+    def _missing(self) -> list[Unit]:
+        """Return the units that nobody has ended and that this process has not tried."""
+        return [unit for unit in self._uncommitted() if unit.index not in self._tried]
 
     def _late_units(self) -> Iterator[Unit]:
-        """Yield the units that other ranks are late with; one rank waits for these, until all others are done."""
-        if not self._cost or not self._seconds or not self._taken.take("watch"):
+        """Yield the units that other ranks are late with. One rank waits for these, until all others are done."""
+        failed_looks = 0
+        if not self._taken.take(_WATCH):
             return
         while not self._is_stopped():
             began = time.monotonic()
-            self._attempts = Attempts(self._stage.dir.attempts)
-            counts = self._attempts.counts
-            running = [
-                unit
-                for unit in self._missing()
-                if counts[unit.index] < MAX_ATTEMPTS and not self._taken.exists(_again(unit.index))
-            ]
-            if not running:
-                return
-            now = clock_of(self._stage.dir.taken)
-            late = next((unit for unit in running if self._is_late(unit, now)), None)
-            if late is not None and self._taken.take(_again(late.index)):
-                self._mine.add(late.index)
+            try:
+                is_over, late = self._look()
+                failed_looks = 0
+            except OSError as error:
+                failed_looks += 1
+                log.warning("the units of other ranks cannot be looked at: %s", error)
+                is_over, late = failed_looks == _MOST_FAILED_LOOKS, None
+            if late is not None:
                 yield late
                 yield from self._own_units()
+            elif is_over:
+                return
             else:
                 time.sleep(max(_SECONDS_BETWEEN_LOOKS, _LOOKING_SHARE * (time.monotonic() - began)))
 
-    def _is_late(self, unit: Unit, now: float) -> bool:
-        expected = unit.cost * self._seconds / self._cost
-        return now - self._taken.time_of(str(unit.index)) > max(_LEAST_SECONDS, _LATE * expected)
+    def _look(self) -> tuple[bool, Unit | None]:
+        """Return whether no unit of another rank is to be waited for, and one to begin now, if there is one."""
+        self._attempts = Attempts(self._stage.dir.attempts)
+        units = load_plan(self._stage)
+        commits = read_ledger(self._stage.dir, units)
+        seconds = sum(commit.seconds for commit in commits.values())
+        cost = sum(units[index].cost for index in commits)
+        running = [
+            unit
+            for unit in units
+            if unit.index not in commits
+            and unit.index not in self._tried
+            and self._attempts.counts[unit.index] < MAX_ATTEMPTS
+            and self._taken.is_free(_again(unit.index))
+        ]
+        now = clock_of(self._stage.dir.taken)
+        for unit in running:
+            taken_at = self._taken.time_of(str(unit.index))
+            if taken_at is None:
+                if self._may_begin(unit):
+                    return False, unit
+                continue
+            is_late = cost and now - taken_at > max(_LEAST_SECONDS, _LATE * unit.cost * seconds / cost)
+            # It may have been done since the ledger was read.
+            if is_late and self._taken.take(_again(unit.index)) and not read_ledger(self._stage.dir, [unit]):
+                self._tried.add(unit.index)
+                self._again.add(unit.index)
+                return False, unit
+        return not running, None
 
 
 class _TakenFiles:
-    """The files of what ranks have taken, as one rank makes and reads them."""
+    """The files of what ranks have taken, as a process of one rank makes and reads them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
         self._rank = str(rank).encode()
+        self._process = f"{rank} {uuid4().hex}".encode()
 
-    def take(self, name: str) -> bool:
-        """Take what a name stands for; return True if it is this rank's, now or since before it was requeued."""
+    def take(self, name: str, *, by_process: bool = False) -> bool:
+        """Take what a name stands for; return True if it is this rank's, now or since before it was requeued.
+
+        Args:
+            by_process: it is for this process alone: an earlier one of the rank may live on, on a node that was lost.
+        """
         path = self._folder / name
+        mine = self._process if by_process else self._rank
         with stopping_errors(path):
             try:
                 with path.open("xb") as stream:
-                    stream.write(self._rank)
+                    stream.write(mine)
                 return True
             except FileExistsError:
-                return read_stored(path) == self._rank
+                return read_stored(path) == mine
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+
+    def is_mine(self, name: str) -> bool:
+        path = self._folder / name
+        return path.exists() and read_stored(path) == self._rank
 
     def is_free(self, name: str) -> bool:
         """Return True if this rank could take it."""
-        path = self._folder / name
-        return not path.exists() or read_stored(path) == self._rank
+        return self.is_mine(name) or not self.exists(name)
 
     def exists(self, name: str) -> bool:
         return (self._folder / name).exists()
 
-    def time_of(self, name: str) -> float:
-        """Return the time at which it was taken, by the clock of the file system."""
-        return (self._folder / name).stat().st_mtime
+    def names(self) -> set[str]:
+        """Return what is taken by any rank."""
+        return {path.name for path in self._folder.iterdir()}
+
+    def time_of(self, name: str) -> float | None:
+        """Return the time at which it was taken, by the clock of the file system, or None where it is not."""
+        try:
+            return (self._folder / name).stat().st_mtime
+        except FileNotFoundError:
+            return None
 
 
 def _again(index: int) -> str:

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from threading import Thread
@@ -34,6 +34,7 @@ from sharmill.engine.worker import MAX_BROKEN_DEVICES, Worker
 from sharmill.errors import ConfigError, SharmillError
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to
+from sharmill.executors.slurm.queue import cancel_pending
 from sharmill.executors.slurm.taken_units import UnitsToDo
 from sharmill.models.device import check_device
 from sharmill.processes import limit_cores, state_and_start
@@ -71,7 +72,8 @@ class RankTask:
     def __post_init__(self) -> None:
         self._told_to_leave = False
         self._attempts = AttemptLog(self.stage.dir.attempts)
-        self._current: int | None = None
+        # The unit in flight, if there is one; signals and threads take it out, in one operation.
+        self._in_flight: deque[int] = deque(maxlen=1)
         self._begun = 0.0
         self._seconds_to_load = 0.0
         self._next_look = 0.0
@@ -89,6 +91,9 @@ class RankTask:
                 previous = signal.signal(signal.SIGTERM, self._expect_the_end)
                 self._run(todo)
                 signal.signal(signal.SIGTERM, previous)
+            if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None and todo.are_all_over():
+                # The driver job behind the array would wait until each had its turn, to find nothing left.
+                cancel_pending(array)
         return len(self.units) - len(self._outstanding())
 
     def checkpoint(self) -> DelayedSubmission:
@@ -107,13 +112,19 @@ class RankTask:
         log.warning("rank %d will be killed", self.rank)
 
     def _excuse_current(self) -> None:
+        current = self._take_current()
         most = self.limit - _SECONDS_OF_EARLY_SIGNAL - self._seconds_to_load
         enough = _MOST_OF_THE_TIME * max(most, _LEAST_OF_THE_LIMIT * self.limit)
-        if self._current is not None and time.monotonic() - self._begun < enough:
+        if current is not None and time.monotonic() - self._begun < enough:
             # The folder of the notes may have gone with the plan.
             with suppress(FileNotFoundError):
-                self._attempts.give_up(self._current)
-        self._current = None
+                self._attempts.give_up(current)
+
+    def _take_current(self) -> int | None:
+        """Return the unit in flight, to one caller alone: of its end, a signal and another rank's end of it."""
+        with suppress(IndexError):
+            return self._in_flight.pop()
+        return None
 
     def _run(self, todo: UnitsToDo) -> None:
         ready = False
@@ -129,7 +140,7 @@ class RankTask:
             ) as worker:  # fmt: skip
                 ready = True
                 self._seconds_to_load = _seconds_since_start()
-                Thread(target=self._leave_when_overtaken, args=[todo], name="overtaken", daemon=True).start()
+                Thread(target=self._leave_when_overtaken, args=[worker, todo], name="overtaken", daemon=True).start()
                 self._work(worker, todo)
         except FileNotFoundError:
             require_current(self.stage)
@@ -153,33 +164,43 @@ class RankTask:
                 break
             self._attempts.begin(unit.index)
             self._begun = time.monotonic()
-            self._current = unit.index
+            self._in_flight.append(unit.index)
             outcome = worker.run(unit, todo.following())
             if self._told_to_leave:
                 # The request to leave arrives as SystemExit within the unit, which ended that unit only.
                 sys.exit(1)
-            self._current = None
+            is_ours = self._take_current() is not None
             if isinstance(outcome, BrokenDevice):
                 self._leave(outcome, excused=todo.interruptions(unit) < MAX_BROKEN_DEVICES)
             if isinstance(outcome, Overtaken):
-                self._attempts.give_up(unit.index)
+                if is_ours:
+                    self._attempts.give_up(unit.index)
             elif isinstance(outcome, FailedAttempt):
                 self._attempts.fail(outcome)
                 todo.failed(unit)
             else:
-                todo.done(unit, outcome.seconds)
+                todo.done(unit)
                 if outcome.num_rejected:
                     self._check_rejects()
 
-    def _leave_when_overtaken(self, todo: UnitsToDo) -> None:
-        """End this process when another rank has ended its unit: there is nothing else left, and it may hang."""
+    def _leave_when_overtaken(self, worker: Worker, todo: UnitsToDo) -> None:
+        """End this process when another rank has ended the unit that it is late with, and it has nothing else left.
+
+        It may hang, and all others would wait for it.
+        """
         while True:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
             with suppress(OSError):
-                if (current := self._current) is not None and todo.is_done_elsewhere(current):
-                    log.warning("rank %d leaves unit %d, which another rank has done meanwhile", self.rank, current)
-                    self._excuse_current()
-                    os._exit(0)
+                current = next(iter(self._in_flight), None)
+                if current is None or not todo.may_leave(current):
+                    continue
+                if (taken := self._take_current()) != current:
+                    self._in_flight.extend([] if taken is None else [taken])
+                    continue
+                log.warning("rank %d leaves unit %d, which another rank has done meanwhile", self.rank, current)
+                self._attempts.give_up(current)
+                worker.note_end()
+                os._exit(0)
 
     def _leave(self, outcome: FailedAttempt, *, excused: bool) -> NoReturn:
         """Have this rank requeued, since nothing works on its device in this process; the attempt counts or not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -320,6 +321,7 @@ def wrong(name, folder):
         "unknown key": [entry | {"wieght": 1}],
         "tags unread": [entry | {"manifest_filepath": str(folder / "gone.json")}],
         "unmeasured": [{"type": "txt", "paths": str(text)}],
+        "command": [{"type": "txt", "paths": "pipe:cat a.txt"}],
         "prompt for text": [{"type": "txt", "paths": str(text)}],
         "broken line": [entry | {"manifest_filepath": str(broken(folder / "broken.json"))}],
         "no keys of a prompt": [entry],
@@ -337,11 +339,13 @@ def wrong(name, folder):
         "missing in a list": ["[[gone.json,1]]"],
         "half of a list": [f"[[{good},0.7],[{good}]]"],
         "no list": ["[[a"],
+        "empty list": ["[]"],
         "empty": [empty],
         "several kinds": [good, text],
         "beside a yaml": [folder / "other.yaml", good],
         "no yaml": [folder / "not.yaml"],
         "no settings": [folder / "other.yaml"],
+        "fifo": [folder / "fifo.yaml"],
     }.get(name, [good])
 
 
@@ -373,6 +377,9 @@ PLAIN_PROMPT = {"prompt_format": "plain", "prompt": "[{'role': 'user', 'slots': 
         ("missing in a list", {}, "no_dataset", ["gone.json"]),
         ("half of a list", {}, "bad_config_value", ["others have none"]),
         ("no list", {}, "bad_usage", ["is not a list of manifests"]),
+        ("empty list", {}, "bad_usage", ["is not a list of manifests", "[[a.json,0.7]"]),
+        ("fifo", {}, "bad_config_file", ["not a regular file"]),
+        ("command", {"token_bins": True, "tokenizer": ("bytes",)}, "bad_config_value", ["is a command"]),
         ("empty", {}, "bad_manifest", ["empty.json", "line of JSON"]),
         ("several kinds", {}, "bad_usage", ["good.json (nemo)", "a.txt (txt)"]),
         ("beside a yaml", {}, "bad_usage", ["nothing else beside it"]),
@@ -391,6 +398,7 @@ PLAIN_PROMPT = {"prompt_format": "plain", "prompt": "[{'role': 'user', 'slots': 
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_told_in_one_line(tmp_path, name, options, code, told):
+    os.mkfifo(tmp_path / "fifo.yaml")
     sources = wrong(name, tmp_path)
     if code is None:
         assert len(read(sources, **options).seconds) == 2

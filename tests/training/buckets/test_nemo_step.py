@@ -171,7 +171,7 @@ def test_models_of_nemo_take_a_whole_step(models, name):
         ({"module_name": "nemo.collections.asr.models.Nope"}, "bad_callable", ["Nope"]),
         ({"module_name": "collections.Counter"}, "bad_callable", ["collections.Counter is not a class of models"]),
         ({"module_name": f"{HERE}.NoSchema"}, "bad_model", ["NoSchema", "oomptimizer_schema", "--step"]),
-        ({"module_name": f"{HERE}.Recorder", "config_path": "gone.yaml"}, "bad_config_file", ["gone.yaml"]),
+        ({"module_name": f"{HERE}.Recorder", "config_path": "gone.yaml"}, "missing_input", ["gone.yaml"]),
         ({"module_name": f"{HERE}.Recorder", "config_path": "broken.yaml"}, "bad_config_file", ["broken.yaml"]),
         ({"module_name": f"{HERE}.Recorder", "config_path": "other.yaml"}, "missing_key", ["no section model"]),
         ({"module_name": f"{HERE}.Recorder", "config_path": "no_rate.yaml"}, "bad_model", ["no sample_rate"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import os
 import re
 
 import pytest
@@ -11,6 +13,8 @@ from support.errors import raises
 from sharmill.errors import ConfigError
 from sharmill.training.nemo import verify
 from sharmill.training.nemo.doctor import examine
+from sharmill.training.nemo.examples import count_lines
+from sharmill.training.nemo.loader_settings import resolve_settings
 from sharmill.training.nemo.trial import Seen, TrialPart, read_train_settings
 from sharmill.training.nemo.verify import stop_and_resume
 
@@ -81,8 +85,63 @@ def test_settings_lie_below_train_ds(corpora, tmp_path):
     path.write_text("trainer: {}\n")
     with raises(ConfigError, "bad_config_file", "train_ds"):
         read_train_settings(path)
-    with raises(ConfigError, "bad_config_file", "none.yaml"):
+    with raises(ConfigError, "missing_input", "none.yaml"):
         read_train_settings(tmp_path / "none.yaml")
+
+
+def test_another_section_is_read(corpora, tmp_path):
+    path = tmp_path / "train.yaml"
+    entry = [corpora.entry("small")]
+    path.write_text(OmegaConf.to_yaml({"train_ds": {"input_cfg": []}, "validation_ds": {"input_cfg": entry}}))
+    assert read_train_settings(path, "validation_ds")["input_cfg"] == entry
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "told"),
+    [
+        ("- 1\n", "bad_config_file", "is a list"),
+        ("train_ds: [1]\n", "bad_config_file", "train_ds has no settings"),
+        ("train_ds: 1\n", "bad_config_file", "train_ds has no settings"),
+        ("input_cfg: ${nope}\n", "bad_config_value", "at input_cfg: Interpolation key 'nope' not found"),
+        ("train_ds: ${nope}\n", "bad_config_value", "at train_ds: Interpolation key 'nope' not found"),
+        ("input_cfg: ${no_resolver:1}\n", "bad_config_value", "no_resolver"),
+        ("input_cfg: ${open\n", "bad_config_file", "cannot read"),
+        ("a: b: c\n", "bad_config_file", "cannot read"),
+        ("\x00", "bad_config_file", "cannot read"),
+        ("[" * 5000, "bad_config_file", "cannot read"),
+    ],
+)
+def test_what_is_no_settings_is_told_in_one_line(tmp_path, text, code, told):
+    path = tmp_path / "train.yaml"
+    path.write_text(text)
+    with raises(ConfigError, code, "train.yaml", told) as caught:
+        read_train_settings(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "train.yaml")
+    with raises(ConfigError, "bad_config_file", "not a regular file"):
+        read_train_settings(tmp_path / "train.yaml")
+    with raises(ConfigError, "bad_manifest", "not a regular file"):
+        count_lines(str(tmp_path / "train.yaml"))
+
+
+def test_no_command_is_run_to_count_lines(tmp_path):
+    with raises(ConfigError, "bad_config_value", "is a command"):
+        count_lines(f"pipe:echo > {tmp_path}/run; echo a")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a\nb\n"))
+    assert count_lines(str(tmp_path / "a.txt.gz")) == 2
+
+
+def test_files_of_an_input_cfg_are_read_likewise(tmp_path):
+    (tmp_path / "list.yaml").write_text("- type: ${nope}\n")
+    with raises(ConfigError, "bad_config_value", "list.yaml", "nope"):
+        resolve_settings({"input_cfg": str(tmp_path / "list.yaml")})
+    os.mkfifo(tmp_path / "fifo.yaml")
+    with raises(ConfigError, "bad_config_file", "not a regular file"):
+        resolve_settings({"input_cfg": str(tmp_path / "fifo.yaml")})
 
 
 @pytest.mark.slow

@@ -22,11 +22,11 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from sharmill.errors import ConfigError, FatalError
 from sharmill.training.buckets.step_process import Bucket, Budget, StepProcess, available_memory, format_memory
+from sharmill.training.yaml_files import read_yaml, resolve
 
 # Of a file of bins: limits under which the batches were tried, and how lengths are counted.
 _OF_BINS = (
@@ -211,16 +211,7 @@ def _read_bins(text: str) -> Any:
 
 
 def _read_file(text: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        values = yaml.safe_load(Path(text).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the bins of {text}: {error}", code="missing_input") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{text} is not valid YAML: {' '.join(str(error).split())}", code="bad_config_file"
-        ) from error
+    values = resolve(read_yaml(text), text)
     return values if isinstance(values, dict) else {}
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from lhotse.serialization import open_best
 from nemo.collections.common.data.lhotse.cutset import get_known_config_data_types
 from nemo.collections.common.data.lhotse.nemo_adapters import expand_sharded_filepaths
+from omegaconf import ListConfig
 
 from sharmill.errors import ConfigError
 from sharmill.shar.layout import DATASET_FILE
@@ -19,8 +19,10 @@ from sharmill.training.buckets.mixture import Reading
 from sharmill.training.buckets.prompts import ExamplePrompt, load_nemo_tokenizer, resolve_format
 from sharmill.training.buckets.report import frame_shift
 from sharmill.training.nemo.classic import translate
+from sharmill.training.nemo.examples import open_lines
 from sharmill.training.nemo.loader_settings import Settings, resolve_settings, sources_of, types_in
 from sharmill.training.nemo.trial import read_train_settings
+from sharmill.training.yaml_files import read_yaml
 
 # Those of a training that say which examples there are, and how they are measured.
 _KEPT: Final = (
@@ -115,12 +117,12 @@ def _listed(text: str) -> Settings:
     """Read ``[[a.json,0.7],[b.json,0.3]]``."""
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{text} is not a list of manifests: {' '.join(str(error).split())}", code="bad_usage"
-        ) from error
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, list) or not found:
+        raise ConfigError(f"{text} is not a list of manifests: write [[a.json,0.7],[b.json,0.3]]", code="bad_usage")
     for item in found:
-        path, *weight = item if isinstance(item, list) else [item]
+        path, *weight = item if isinstance(item, list) and item else [item]
         if (
             not isinstance(path, str)
             or len(weight) > 1
@@ -134,11 +136,8 @@ def _listed(text: str) -> Settings:
 
 
 def _of_yaml(path: Path, section: str | None) -> Settings:
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}", code="bad_config_file") from error
-    settings = resolve_settings({"input_cfg": str(path)}) if isinstance(found, list) else read_train_settings(path)
+    listed = isinstance(read_yaml(path), ListConfig)
+    settings = resolve_settings({"input_cfg": str(path)}) if listed else read_train_settings(path)
     if not settings.get("multi_config", False):
         if section is not None:
             raise ConfigError(f"--section is for a multi_config, which {path} is not", code="bad_usage")
@@ -163,7 +162,7 @@ def _kind_of(source: str) -> str:
     if ".json" not in paths[0]:
         return "txt"
     try:
-        with open_best(paths[0]) as lines:
+        with open_lines(paths[0]) as lines:
             record: Any = json.loads(next(line for line in lines if line.strip()))
     except (OSError, ValueError, StopIteration) as error:
         raise ConfigError(f"{paths[0]} does not begin with a line of JSON", code="bad_manifest") from error

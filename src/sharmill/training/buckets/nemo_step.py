@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
-import yaml
 from lightning.pytorch import LightningModule, Trainer
 from nemo.core.classes import ModelPT
 from nemo.core.neural_types import AudioSignal, LabelsType, LengthsType, MaskType
@@ -26,6 +25,7 @@ from sharmill.errors import ConfigError, SharmillError
 from sharmill.models.families import first_line
 from sharmill.models.memory import is_out_of_memory
 from sharmill.training.tokenizers import load_callable
+from sharmill.training.yaml_files import read_yaml, resolve
 
 # A training step measures word errors every so many steps; never here.
 _NEVER: Final = 10**9
@@ -177,13 +177,10 @@ def _class_of(name: str) -> type[LightningModule]:
 def _make_model(model_class: Any, config_path: str | None, pretrained_name: str | None) -> LightningModule:
     if pretrained_name is not None:
         return _restore(model_class, pretrained_name)
-    try:
-        config: Any = OmegaConf.load(str(config_path))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {config_path}: {first_line(error)}", code="bad_config_file") from error
+    config: Any = read_yaml(str(config_path))
     if not isinstance(config, DictConfig) or not isinstance(config.get("model"), DictConfig):
         raise ConfigError(f"{config_path} has no section model", code="missing_key")
-    OmegaConf.resolve(config)
+    config = OmegaConf.create(resolve(config, str(config_path)))
     with open_dict(config.model):
         for key in _DATA:
             config.model.pop(key, None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from sharmill.config import nearest
@@ -17,6 +16,7 @@ from sharmill.errors import ConfigError
 from sharmill.training.nemo.classic import FATES, drop_ignored, translate
 from sharmill.training.nemo.entry_keys import OF_ENTRY, check_keys_of_entry
 from sharmill.training.nemo.setting_values import check_batches, check_fusion, check_types
+from sharmill.training.yaml_files import read_yaml, resolve
 
 Settings = dict[str, Any]
 
@@ -126,13 +126,27 @@ class SamplerOptions:
         return filters
 
 
-def resolve_settings(cfg: Mapping[str, Any]) -> Settings:
-    """Return a copy of the settings, with the contents of the files that ``input_cfg`` names in their place."""
-    from omegaconf import OmegaConf
+def resolve_settings(cfg: Mapping[str, Any], origin: str = "the settings") -> Settings:
+    """Return a copy of the settings, with the contents of the files that ``input_cfg`` names in their place.
 
-    # A part of a larger configuration refers to it: ${model.sample_rate}.
-    node = cfg if OmegaConf.is_config(cfg) else OmegaConf.create(cfg)  # type: ignore[call-overload]
-    settings: Settings = OmegaConf.to_container(node, resolve=True)  # type: ignore[assignment,arg-type]
+    Args:
+        origin: names them in messages.
+
+    Raises:
+        ConfigError: they are no mapping, an interpolation leads nowhere, or a file that they name cannot be read.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        # A part of a larger configuration refers to it: ${model.sample_rate}.
+        node = cfg if OmegaConf.is_config(cfg) else OmegaConf.create(cfg)  # type: ignore[call-overload]
+    except OmegaConfBaseException as error:
+        said = str(error).partition("\n")[0]
+        raise ConfigError(f"{origin} cannot be read: {said}", code="bad_config_value") from error
+    settings: Settings = resolve(node, origin)  # type: ignore[arg-type]
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{origin} are no mapping of settings", code="bad_config_value")
     for section in sections_of(settings):
         _inline_files(section)
     return settings
@@ -227,10 +241,11 @@ def _inline_files(settings: Settings) -> None:
     from omegaconf import OmegaConf
 
     if isinstance(path := settings.get("input_cfg"), str):
-        if "://" not in path and not Path(path).is_file():
-            raise ConfigError(f"input_cfg: there is no file {path}", code="missing_input")
-        settings["input_cfg"] = OmegaConf.to_container(OmegaConf.create(load_yaml(path)), resolve=True)
-    for entry in settings.get("input_cfg") or ():
+        # NeMo's own reader fetches an address.
+        loaded = OmegaConf.create(load_yaml(path)) if "://" in path else read_yaml(path)
+        settings["input_cfg"] = resolve(loaded, path)
+    entries = settings.get("input_cfg")
+    for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, dict):
             _inline_files(entry)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from lhotse.cut import Cut
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from sharmill.errors import ConfigError
 from sharmill.models.nemo_checkpoint import quiet_nemo
@@ -23,6 +25,7 @@ from sharmill.training.nemo.loader_settings import Settings, resolve_settings, s
 from sharmill.training.nemo.partition import READER
 from sharmill.training.nemo.resumable import cuts_of, merge_data_states, parts_of
 from sharmill.training.tokenizers import PromptTokenizer, load_tokenizer
+from sharmill.training.yaml_files import read_yaml
 
 # The place of an example: its reader, epoch, group, draw, block and item.
 Place = tuple[int, ...]
@@ -55,30 +58,36 @@ class TrialPart:
     state: Mapping[str, Any] | None = None
 
 
-def read_train_settings(path: Path) -> Settings:
-    """Return the loader's settings of a YAML file: those below ``train_ds`` where NeMo's recipes have it, or its own.
+def read_train_settings(path: str | Path, section: str = "train_ds") -> Settings:
+    """Return a loader's settings in a YAML file: those below ``section`` where NeMo's recipes have it, or all of it.
 
     Raises:
         ConfigError: it is no such file.
     """
-    import yaml
-    from omegaconf import OmegaConf
-
-    try:
-        loaded = OmegaConf.load(path)
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", code="bad_config_file") from error
-    for key in ("model.train_ds.dataset", "model.train_ds", "train_ds", "data.train_ds"):
-        if (found := OmegaConf.select(loaded, key)) is not None:
+    loaded = read_yaml(path)
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path} is a list, not the settings of a loader", code="bad_config_file")
+    for key in (f"model.{section}.dataset", f"model.{section}", section, f"data.{section}"):
+        if (found := _at(loaded, key)) is not None:
+            if not isinstance(found, DictConfig):
+                raise ConfigError(f"{path}: {key} has no settings of a loader", code="bad_config_file")
             loaded = found
             break
-    settings = resolve_settings(loaded)  # type: ignore[arg-type]
-    if not any(section.keys() & {"input_cfg", "manifest_filepath", "shar_path", "cuts_path"}
-               for section in sections_of(settings)):  # fmt: skip
+    settings = resolve_settings(loaded, str(path))  # type: ignore[arg-type]
+    if not any(one.keys() & {"input_cfg", "manifest_filepath", "shar_path", "cuts_path"}
+               for one in sections_of(settings)):  # fmt: skip
         raise ConfigError(
-            f"{path} has no settings of a loader: neither input_cfg nor train_ds with one", code="bad_config_file"
+            f"{path} has no settings of a loader: neither input_cfg nor {section} with one", code="bad_config_file"
         )
     return settings
+
+
+def _at(loaded: DictConfig, key: str) -> Any:
+    """Return what is at a dotted key, or None; an interpolation on the way that leads nowhere is nothing."""
+    try:
+        return OmegaConf.select(loaded, key)
+    except OmegaConfBaseException:
+        return None
 
 
 def try_rank(

@@ -120,6 +120,9 @@ class TestIdentity:
         last.mixed_versions = True
         assert run(last)[0].ok
         assert read_mixed_versions([last.dir]) == {"torch": ["2.1", "2.2"]}
+        (last.root / "first/000001.txt").unlink()
+        assert run(last)[0].ok
+        assert read_mixed_versions([last.dir]) == {"torch": ["2.1", "2.2", "2.3"]}
 
     def test_another_setting_is_refused_whatever_the_versions(self, tmp_path):
         assert not run(VersionedStage(tmp_path, behaviour={2: "raise"}, version="2.1"))[0].ok

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -100,7 +101,7 @@ def launch(options: argparse.Namespace) -> None:
         command = ["sbatch", "--parsable", *chosen, *options.sbatch, *behind, str(_SCRIPT), options.config]
         command += [*options.overrides, "shard_seed=randomized"]
         if options.dry_run:
-            print(" ".join(command))
+            print(shlex.join(command))
             before = "JOB_BEFORE"
             continue
         note = {"job": submit(command), "after": before}

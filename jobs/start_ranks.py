@@ -5,12 +5,20 @@ python jobs/start_ranks.py --nnodes=2 --node-rank=0 --nproc-per-node=8 --rdzv-ba
 
 The options are torchrun's. The backend ``bound`` is its static rendezvous, in which nothing is unpickled, but the first
 node binds ADDRESS alone: 127.0.0.1 where there is one node, and then PORT may be 0 for any free one.
+
+On SIGTERM the ranks get it too, and this waits for them as long as they take, where torchrun kills them after 30
+seconds: a large checkpoint takes longer, and SLURM has its own limit.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import sys
+from contextlib import suppress
 from ipaddress import ip_address
+from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -81,6 +89,20 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     )  # fmt: skip
 
 
+def hand_on(number: int, frame: object) -> None:
+    """Send a signal to the ranks, and go on; before there are any, end by it."""
+    lists = Path("/proc/self/task").glob("*/children")
+    ranks = [int(pid) for children in lists for pid in children.read_text().split()]
+    if not ranks:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    for pid in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, hand_on)
     rendezvous_handler_registry.register("bound", make_handler)
-    main()
+    # torch takes the others.
+    main(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])

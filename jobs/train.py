@@ -67,6 +67,9 @@ class Training:
         self.step: int = 0 if record is None else record["step"]
         # Data that begin anew in each job are to come in another order then.
         self.data = make_data(config, world.mesh, seed=self.seed + (0 if config.resumable else self.step))
+        if config.validation is not None:
+            # Wrong data are an error now, not hundreds of steps later.
+            next(validation_batches(config, rank=world.data_rank, world_size=world.data_size), None)
         # The same weights on all ranks, before each keeps its part of them.
         torch.manual_seed(self.seed)
         self.model = SpeechLM(config.model, **model_sizes(config)).to(world.device)
@@ -104,7 +107,7 @@ class Training:
             if self.curves is not None:
                 self.curves.close()
         if self.world.rank == 0:
-            ended = "finished" if self.step == self.config.max_steps else "told to leave"
+            ended = "finished" if self._is_done() else "told to leave"
             print(f"train: {ended} at step {self.step}, saved at step {saved}", flush=True)
 
     def _run_steps(self, batches: Iterator[dict[str, Any]]) -> int:
@@ -128,14 +131,14 @@ class Training:
                     progress.add(self.step, described["loss"], losses.num_positions)
                 if self.curves is not None:
                     self.curves.add("train", described)
-                if self.config.validation is not None and self.step % self.config.validate_every == 0:
-                    self._validate(drawn[-1])
-                leave = self.world.any(self.leave)
-                if leave or self._is_time_to_save():
+                leave, is_late = self.world.any(self.leave, self._is_late())
+                if leave or is_late or self.step % self.config.checkpoint_every == 0 or self._is_done():
                     self._save()
                     saved = self.step
                 if leave:
                     break
+                if self.config.validation is not None and self.step % self.config.validate_every == 0:
+                    self._validate(drawn[-1])
         return saved
 
     def _train(self, batches: list[dict[str, Any]]) -> Losses:
@@ -176,7 +179,7 @@ class Training:
         batches = validation_batches(self.config, rank=world.data_rank, world_size=world.data_size)
         sums = torch.zeros(4, dtype=torch.float64, device=world.device)
         with torch.no_grad():
-            while world.any((batch := next(batches, None)) is not None):
+            while world.any((batch := next(batches, None)) is not None)[0]:
                 losses = self._losses(spare if batch is None else batch)
                 if batch is not None:
                     text, codes = count_targets(batch)
@@ -198,12 +201,13 @@ class Training:
                 self.curves.add("validation", values)
             print(f"train: step {self.step:,}, validation loss {values['loss']:.4f}", flush=True)
 
-    def _is_time_to_save(self) -> bool:
+    def _is_late(self) -> bool:
+        """Return True on rank 0, whose clock decides for all, when a checkpoint is due by time."""
         seconds = self.config.checkpoint_seconds
-        # One clock decides for all ranks.
-        is_late = seconds is not None and self.world.rank == 0 and time.monotonic() - self.saved_at >= seconds
-        is_late = seconds is not None and self.world.any(is_late)
-        return is_late or self.step % self.config.checkpoint_every == 0 or self.step == self.config.max_steps
+        return seconds is not None and self.world.rank == 0 and time.monotonic() - self.saved_at >= seconds
+
+    def _is_done(self) -> bool:
+        return self.step == self.config.max_steps
 
     def _begin(self) -> dict[str, Any]:
         return {"begin": self.step, "seed": self.seed, "rank": self.world.rank, "world_size": self.world.size}

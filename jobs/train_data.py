@@ -71,12 +71,23 @@ def _mixed_validation(config: TrainConfig, path: str, rank: int, world_size: int
     from sharmill.training.nemo.loader_settings import sections_of, tag_names
 
     settings = _load_settings(path, "validation_ds")
+    # NeMo would draw the other seeds anew in each process, also in those that are to have the same batches.
+    seed = found if isinstance(found := settings.get("seed"), int) else 0
     # Read by this process, and divided among the ranks as a stream is: without the copies that even out batches.
-    settings |= {"force_finite": True, "shuffle": False, "num_workers": 0}
+    settings |= {"force_finite": True, "shuffle": False, "num_workers": 0, "seed": seed, "shard_seed": seed}
+    settings.pop("canonical", None)
     for section in sections_of(settings):
         section |= {"force_map_dataset": False, "force_iterable_dataset": True}
-    tensors = _tensors(config, settings.get("seed", 0), tag_names(settings))
+        _fix_seeds(section, seed)
+    tensors = _tensors(config, seed, tag_names(settings))
     yield from get_dataloader(settings, rank, world_size, _tokenizer(), dataset=tensors)
+
+
+def _fix_seeds(settings: dict[str, Any], seed: int) -> None:
+    """Set the seeds that a section has, and those of its entries and groups."""
+    settings |= {name: seed for name in ("seed", "shard_seed") if name in settings}
+    for entry in settings.get("input_cfg") or ():
+        _fix_seeds(entry, seed)
 
 
 def _load_settings(path: str, section: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a training shows of its progress: lines and curves."""
+"""Lines and curves that show the progress of a training."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class World:
 
     @property
     def data_size(self) -> int:
-        """How many ranks read different data."""
+        """The number of ranks that read different data."""
         return self.mesh["dp"].size()
 
     def gather(self, value: Any) -> list[Any]:
@@ -63,11 +63,11 @@ class World:
         dist.all_reduce(values, group=self.mesh["dp"].get_group())
         return values
 
-    def any(self, value: bool) -> bool:
-        """Return True on every rank if it is true on any: so all ranks decide alike."""
-        flag = torch.tensor(int(value), device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+    def any(self, *values: bool) -> list[bool]:
+        """Return for each value, on every rank, if it is true on any: so all ranks decide alike."""
+        flags = torch.tensor([int(value) for value in values], device=self.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return [bool(flag) for flag in flags.tolist()]
 
 
 @contextmanager

@@ -29,7 +29,7 @@ MODEL = ModelConfig(dim=16, num_layers=2, num_heads=2)
 
 
 def train_rank(config: str, *stages: list[str]) -> None:
-    """What a rank runs: trainings one after the other, each with its overrides."""
+    """Run a rank's trainings one after the other, each with its overrides."""
     sys.exit(max(main([config, *overrides]) for overrides in stages))
 
 
@@ -107,7 +107,7 @@ def test_every_cut_comes_once_per_epoch_from_four_ranks_to_two_in_either_layout(
 
 
 def check_gradients() -> None:
-    """What a rank runs: gradients are those of the whole model on all batches, clipped alike."""
+    """Check on a rank that gradients are those of the whole model on all batches, clipped alike."""
     layout = TrainConfig(dataset="", out_dir="", device="cpu", tensor_parallel=2, model=MODEL)
     # An odd number of positions, which two ranks cannot divide; and one rank has text alone.
     batches = [make_batch(HEARD, [*TTS, (Kind.TEXT, 1, False)]), make_batch(TEXT, seed=2)]

@@ -11,6 +11,8 @@ from support.corpora import make_corpora
 from support.example import make_example
 from support.paths import REPOSITORY
 from train import main
+from train_config import TrainConfig
+from train_data import validation_batches
 
 CONFIGS = REPOSITORY / "configs/training"
 
@@ -89,6 +91,20 @@ def test_conversations_of_audio_and_text_with_validation_on_them(train):
     found = [json.loads(line) for line in (example.out_dir / "validation.jsonl").read_text().splitlines()]
     assert [values["step"] for values in found] == [15, 30]
     assert found[1]["text_loss"] < found[0]["text_loss"]
+
+
+def test_validation_has_the_same_batches_in_every_process(corpora, tmp_path):
+    """Entries are mixed by a seed, which NeMo would draw anew each time; ``canonical`` is left out."""
+    entries = [corpora.entry("large", weight=0.5, shard_seed="trng"), corpora.entry("small", weight=0.5)]
+    settings = {"input_cfg": entries, "batch_duration": 3.0, "canonical": 4, "seed": "trng"}
+    (tmp_path / "validation.yaml").write_text(json.dumps({"validation_ds": settings}))
+    config = TrainConfig(dataset=str(corpora.large), out_dir="", validation=str(tmp_path / "validation.yaml"))
+    once, again, third = (
+        [batch["ids"] for batch in validation_batches(config, rank=0, world_size=1)] for _ in range(3)
+    )
+    # One of the 24 utterances failed a check.
+    assert len({cut_id for ids in once for cut_id in ids}) == sum(map(len, once)) == 23 + 8
+    assert once == again == third
 
 
 @pytest.mark.slow

@@ -50,8 +50,8 @@ def test_the_clock_is_read_when_the_gpu_has_done_its_step(tmp_path, monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", wait_for_gpu)
 
     class AloneOnGpu(World):
-        def any(self, value):
-            return value
+        def any(self, *values):
+            return list(values)
 
     class QueuedTraining(Training):
         def __init__(self):

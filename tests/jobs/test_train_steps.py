@@ -154,6 +154,33 @@ def test_checkpoints_of_another_model_are_refused(speech, tmp_path, train, capsy
     assert error.count("\n") == 1
 
 
+def test_validation_data_that_are_not_there_are_refused_before_the_first_step(speech, tmp_path, train, capsys):
+    example = make_example(tmp_path, "unseen", speech, max_steps=1, validation=str(tmp_path / "absent"))
+    assert train(example) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Error: ")
+    assert str(tmp_path / "absent") in error
+    assert error.count("\n") == 1
+    assert example.steps(0) == []
+
+
+def test_told_to_leave_it_saves_and_does_not_validate(speech, tmp_path, train, monkeypatch):
+    keys = {"validation": str(speech), "validate_every": 1, "checkpoint_every": 100}
+    example = make_example(tmp_path, "leaves", speech, **keys)
+    step = Training._train
+
+    def signalled(training, batches):
+        if training.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(training, batches)
+
+    monkeypatch.setattr(Training, "_train", signalled)
+    assert train(example) == 0
+    assert example.saved_step() == 2
+    validated = (example.out_dir / "validation.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in validated] == [1]
+
+
 def test_two_trainings_in_one_folder_are_refused(speech, tmp_path, train, capsys, monkeypatch):
     monkeypatch.setattr("train_world._SECONDS_TO_WAIT_FOR_LOCK", 0.1)
     example = make_example(tmp_path, "done", speech, max_steps=1)

@@ -149,14 +149,6 @@ def is_strangers(status: os.stat_result, folder: Path) -> bool:
     return status.st_uid != above.st_uid and bool(above.st_mode & stat.S_IWOTH)
 
 
-def is_regular(path: Path) -> bool:
-    """Return True if there is a regular file of this name; False too where it cannot be the name of one."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
 def checksum(path: Path) -> str:
     """xxh3-64 of the bytes of a regular file, in hexadecimal; raises as ``open_regular``."""
     with open_regular(path, buffering=0) as stream:
@@ -369,6 +361,16 @@ def remove_tree(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def remove_for_good(paths: Iterable[Path]) -> None:
+    """Remove files and directories as ``remove_tree`` does, so that no loss of power brings them back."""
+    removed = list(paths)
+    for path in removed:
+        remove_tree(path)
+    for folder in sorted({path.parent for path in removed}):
+        if folder.is_dir():
+            fsync_directory(folder)
 
 
 def is_probe(path: Path) -> bool:

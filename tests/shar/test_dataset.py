@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from support.shar import Project, ToyCodec, copy, snapshot, voice
 
+from sharmill import storage
 from sharmill.engine.locks import LOCK_NAME
 from sharmill.shar import index
 from sharmill.shar.dataset import ShardedDataset
@@ -91,6 +92,18 @@ def test_what_others_have_put_there_is_not_removed(dataset):
 def test_fields_are_listed_base_first():
     fields = ["codes_b/x", "cuts", "target_audio", "codes_a/y", "context_audio"]
     assert sorted_fields(fields) == ["cuts", "target_audio", "context_audio", "codes_a/y", "codes_b/x"]
+
+
+def test_what_is_removed_does_not_come_back_after_a_loss_of_power(dataset, monkeypatch):
+    """The run has no plan of it by then, and would refuse it as another's."""
+    fields, left = dataset.record().fields, {}
+
+    def look(folder):
+        left[folder] = [path.name for path in folder.iterdir() if path.is_file()]
+
+    monkeypatch.setattr(storage, "fsync_directory", look)
+    dataset.remove(2)
+    assert left == {folder: [] for folder in (dataset.directory, *(dataset.directory / field for field in fields))}
 
 
 def test_the_lock_of_an_index_does_not_come_back_after_a_loss_of_power(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from sharmill.errors import ConfigError, FatalError, RejectRecord
 from sharmill.manifest import Reject, write_lines
 from sharmill.sources import Unreadable
 from sharmill.staging import Staging
-from sharmill.storage import open_atomic, open_regular, open_stored, remove_tree, write_atomic
+from sharmill.storage import open_atomic, open_regular, open_stored, remove_for_good, remove_tree, write_atomic
 
 # Enough that commits cost little beside the work, and few enough that an interruption loses seconds.
 _RECORDS_PER_UNIT: Final = 2000
@@ -143,8 +143,7 @@ class ManifestStage(Stage):
             with suppress(ConfigError, FileNotFoundError):
                 splits.update(unit.params["split"] for unit in iterate_plan(self))
             files = [self.destination.of_split(split) for split in splits - {""}]
-            for path in (*files, self.destination.rejects, self.destination.recipe_log):
-                remove_tree(path)
+            remove_for_good((*files, self.destination.rejects, self.destination.recipe_log))
 
     def _refuse_foreign(self, path: Path) -> None:
         """Raise ConfigError where a file that the user has not named is there and of no manifest of this name."""

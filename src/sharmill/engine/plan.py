@@ -33,6 +33,7 @@ from sharmill.storage import (
     publish_directory,
     remove_asides,
     remove_at_once,
+    remove_for_good,
     remove_if_empty,
     remove_tree,
     stopping_errors,
@@ -135,16 +136,16 @@ def discard_stage(stage: Stage, keep: str) -> None:
     """Remove the stage's plan, ledger and output, and the plans of the stages whose output goes with that.
 
     The output is that of this run: it is claimed for the plan to come, whose token is ``keep``. First of all go the
-    folders that ranks write to, so that none of these plans can publish any more. The output goes before the plan, so
-    that a process that dies in between leaves no output that belongs to nothing: by the ledger its units are to be
-    done again.
+    folders that ranks write to, so that none of these plans can publish any more. The output goes before the plan, for
+    good, so that neither a process that dies in between nor a loss of power leaves output that belongs to nothing: by
+    the ledger its units are to be done again.
     """
     later = stage.later()
     with stopping_errors(stage.dir.path):
         gone = {token for paths in (stage.dir, *later) for token in tokens_of(paths)} - {keep}
         for paths in (stage.dir, *later):
             remove_fences(paths, stage.root, keep)
-        remove_tree(stage.dir.done)
+        remove_for_good([stage.dir.done])
         # Without a plan, what lies where the stage publishes is not this run's to remove.
         if stage.dir.token_file.exists():
             stage.discard()
@@ -206,6 +207,8 @@ def _remove_own_files(paths: StageDir) -> None:
         if _LOG.fullmatch(path.name):
             remove_tree(path)
     remove_if_empty(paths.logs)
+    # What came back without the plan would be refused as a stranger's.
+    fsync_directory(paths.path)
     remove_at_once(paths.plan)
 
 

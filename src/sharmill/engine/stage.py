@@ -161,7 +161,7 @@ class Stage(ABC):
         """Raise ConfigError where ``root`` holds what the present plan of this run has not published."""
 
     def discard(self) -> None:  # noqa: B027 - most stages publish below their own folder only
-        """Remove what the stage has published beside the files of units in its own folder (for ``--restart``).
+        """Remove for good what the stage has published beside the files of units in its own folder, on a restart.
 
         It is called when ``check_output`` found nothing, as long as the plan is there.
         """

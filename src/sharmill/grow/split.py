@@ -41,8 +41,8 @@ from sharmill.storage import (
     disk_errors,
     refuse_strangers,
     remove_asides,
+    remove_for_good,
     remove_if_empty,
-    remove_tree,
 )
 
 _SECONDS = {TARGET_AUDIO: "seconds", CONTEXT_AUDIO: "context_seconds"}
@@ -168,8 +168,7 @@ class SplitStage(Stage):
         return [self.root / name / file for name in ("train", *self.shares) for file in (SHARDS_FILE, DATASET_FILE)]
 
     def discard(self) -> None:
-        for path in (*self.products(), *(self.root / file.name for file in committed_files(self))):
-            remove_tree(path)
+        remove_for_good((*self.products(), *(self.root / file.name for file in committed_files(self))))
 
     def check_output(self) -> None:
         """Raise ConfigError where the folder holds what this split has not written."""

@@ -56,7 +56,7 @@ from sharmill.models.measure import require_room
 from sharmill.prepare.stage import manifest_stem, prepared_manifest
 from sharmill.speaker_tag import tagged_speaker
 from sharmill.staging import Staging
-from sharmill.storage import open_atomic, open_stored, remove_tree
+from sharmill.storage import open_atomic, open_stored, remove_for_good
 
 log = logging.getLogger(__name__)
 
@@ -193,8 +193,7 @@ class MatchStage(Stage):
             # Of a stranger's plan the limits may be a path.
             if found.parent == self.run_dir.manifests:
                 paths.add(found)
-        for path in paths:
-            remove_tree(path)
+        remove_for_good(paths)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from sharmill.prepare.known import KnownRecords
 from sharmill.prepare.stats import HoursTable
 from sharmill.sources import Located, RawRecord, Source, Unreadable, record_text
 from sharmill.staging import Staging
-from sharmill.storage import open_atomic, open_stored, remove_tree, write_atomic
+from sharmill.storage import open_atomic, open_stored, remove_for_good, write_atomic
 
 
 class PrepareStage(Stage):
@@ -107,8 +107,7 @@ class PrepareStage(Stage):
         return [prepared_manifest(self.config), self.run_dir.stats]
 
     def discard(self) -> None:
-        for path in (*self.products(), self._duplicates):
-            remove_tree(path)
+        remove_for_good((*self.products(), self._duplicates))
 
     def make_check(self) -> RecordCheck:
         """Return the checks of a record, by the configuration."""

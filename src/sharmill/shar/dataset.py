@@ -34,7 +34,7 @@ from sharmill.shar.layout import (
     sorted_fields,
 )
 from sharmill.staging import STAGING_NAME, PublishedFile
-from sharmill.storage import checksum, is_probe, refuse_strangers, remove_asides, remove_if_empty, remove_tree
+from sharmill.storage import checksum, is_probe, refuse_strangers, remove_asides, remove_for_good, remove_if_empty
 
 
 class ShardedDataset:
@@ -150,8 +150,7 @@ class ShardedDataset:
         """
         fields = [*(field for codec in self.stored_codecs() for field in codec_fields(codec)), *BASE_FIELDS]
         refuse_strangers(self.directory, (self.directory / field for field in fields))
-        for path in self.index_files:
-            remove_tree(path)
+        remove_for_good(self.index_files)
         self._remove_fields(fields, num_shards)
 
     def stored_codecs(self) -> list[str]:
@@ -215,9 +214,8 @@ class ShardedDataset:
             names = files | {sidecar for file in files for sidecar in sidecar_files(file)}
             folder = self.directory / field
             remove_asides(folder, {PurePosixPath(name).name for name in names})
-            for path in folder.iterdir() if folder.is_dir() else ():
-                if f"{field}/{path.name}" in names:
-                    remove_tree(path)
+            found = folder.iterdir() if folder.is_dir() else ()
+            remove_for_good(path for path in found if f"{field}/{path.name}" in names)
             remove_if_empty(folder, *(() if folder.parent == self.directory else (folder.parent,)))
 
     def _has_index_of(self, record: DatasetRecord, shards: Sequence[ShardRecord]) -> bool:

@@ -92,6 +92,14 @@ class CheckedDataset:
         return next((codec for codec in self.codecs if field in codec_fields(codec.name)), None)
 
 
+def is_regular(path: Path) -> bool:
+    """Return True if there is a regular file of this name; False too where it cannot be the name of one."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def read_checked_dataset(directory: Path) -> CheckedDataset:
     """Read the index of a directory, or list its shards where there is none.
 

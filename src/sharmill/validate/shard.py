@@ -15,9 +15,9 @@ from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.items import Item, ItemTable
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
-from sharmill.storage import checksum, is_regular
+from sharmill.storage import checksum
 from sharmill.validate.accounts import hash_cut
-from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard
+from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard, is_regular
 from sharmill.validate.contract import MALFORMED, check_contract
 from sharmill.validate.findings import Finding
 from sharmill.validate.foreign import check_foreign

@@ -16,9 +16,16 @@ from sharmill.engine.stored import read_stored
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
 from sharmill.staging import Staging
-from sharmill.storage import checksum, is_regular, open_atomic, remove_tree, write_atomic
+from sharmill.storage import checksum, open_atomic, remove_for_good, write_atomic
 from sharmill.validate.accounts import CUT_HASHES, CutHashes, ExpectedRecords, check_accounts
-from sharmill.validate.checked_dataset import CheckedDataset, Shard, check_index, check_strays, read_checked_dataset
+from sharmill.validate.checked_dataset import (
+    CheckedDataset,
+    Shard,
+    check_index,
+    check_strays,
+    is_regular,
+    read_checked_dataset,
+)
 from sharmill.validate.findings import (
     Finding,
     Report,
@@ -147,8 +154,7 @@ class ValidateStage(Stage):
         return [self.findings_file, self.report_file]
 
     def discard(self) -> None:
-        for path in self.products():
-            remove_tree(path)
+        remove_for_good(self.products())
 
     def findings(self) -> list[Finding]:
         """Read the findings of the finished validation."""

@@ -43,6 +43,11 @@ IN_TOKENS = {"use_multimodal_sampling": True, "batch_size": 1}
         ({"input_cfg": [SPOKEN]}, "missing_key", ["multimodal_conversation", "prompt_format"]),
         ({"input_cfg": [SPOKEN], "prompt_format": "plain"} | IN_TOKENS, "missing_key", ["token_equivalent_duration"]),
         (IN_TOKENS, "missing_key", ["token_equivalent_duration"]),
+        (
+            {"input_cfg": [SPOKEN | {"token_equivalent_duration": 0.1}, OURS], "prompt_format": "plain"} | IN_TOKENS,
+            "missing_key",
+            ["token_equivalent_duration"],
+        ),
     ],
 )
 def test_refused(settings, code, names):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import gzip
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from omegaconf import OmegaConf
 from support.errors import raises
 
 from sharmill.errors import ConfigError
+from sharmill.shar import open_shar
 from sharmill.training.nemo import verify
 from sharmill.training.nemo.doctor import examine
 from sharmill.training.nemo.examples import count_lines
 from sharmill.training.nemo.loader_settings import resolve_settings
-from sharmill.training.nemo.trial import Seen, TrialPart, read_train_settings
+from sharmill.training.nemo.trial import Seen, SeenExamples, TrialPart, read_train_settings
 from sharmill.training.nemo.verify import stop_and_resume
 
 SETTINGS = {"batch_size": 2, "shuffle": True, "shard_seed": "randomized", "seed": 1, "shuffle_buffer_size": 3}
@@ -155,6 +157,56 @@ def test_a_resume_is_verified_in_fresh_processes(corpora):
 def test_an_example_that_comes_twice_is_an_error(monkeypatch):
     state = {"readers": [{"epoch": 0}]}
     part = TrialPart([[Seen((0, 0, 0, 5, 1, 2))]], {})
+    monkeypatch.setattr(verify, "check_ranks", lambda *_: None)
     monkeypatch.setattr(verify, "try_ranks", lambda *_: ([part], state))
     with raises(ConfigError, "wrong_state", "entry 0", "epoch 0", "before stop 1"):
         list(stop_and_resume({}, ranks=1, then=1, num_batches=1, num_stops=1, tokenizer=None))
+
+
+@pytest.mark.parametrize(("lost", "unstopped_epoch"), [(0, 1), (1, 1), (0, 0)])
+def test_an_epoch_is_compared_with_one_without_stops(monkeypatch, lost, unstopped_epoch):
+    """Two turns of two examples each, or one lost; the same epoch at once has four."""
+
+    def some(begin, end):
+        return [TrialPart([[Seen((0, 0, 0, 0, 0, item)) for item in range(begin, end)]], {})]
+
+    def tried(_, __, world_size, ___, ____, state):
+        if world_size == 1:
+            return some(0, 4), {"readers": [{"epoch": unstopped_epoch}]}
+        return (some(2, 4 - lost), {"readers": [{"epoch": 1}]}) if state else (some(0, 2), {"readers": [{"epoch": 0}]})
+
+    monkeypatch.setattr(verify, "check_ranks", lambda *_: None)
+    monkeypatch.setattr(verify, "try_ranks", tried)
+    told = stop_and_resume({}, ranks=2, then=3, num_batches=1, num_stops=1, tokenizer=None)
+    if lost:
+        with raises(ConfigError, "wrong_state", "4 examples in an epoch without stops", "[3]"):
+            list(told)
+        return
+    compared = "as many as" if unstopped_epoch else "not compared with an epoch"
+    assert list(told)[-1] == f"entry 0: 1 whole epochs of 4 examples, none twice, {compared} without stops"
+
+
+@pytest.mark.parametrize("settings", [{"canonical": 4}, {"input_cfg": [{"type": "nonsense"}]}])
+def test_both_numbers_of_ranks_are_checked_first(corpora, monkeypatch, settings):
+    """In this process, since another one imports NeMo for seconds."""
+    monkeypatch.setattr(verify, "fresh_python", lambda: ThreadPoolExecutor(1))
+    monkeypatch.setattr(verify, "try_ranks", None)
+    cfg = {"input_cfg": [corpora.entry("small")]} | SETTINGS | settings
+    told = {"canonical": ("split_wrong", "3 readers"), "input_cfg": ("unknown_name", "nonsense")}
+    with raises(ConfigError, *told[next(iter(settings))]):
+        next(stop_and_resume(cfg, ranks=2, then=3, num_batches=1, num_stops=1, tokenizer=None))
+
+
+def test_an_undivided_entry_before_others_changes_no_lengths(corpora):
+    """Reader 0 is that of the second sampler, since a pipe has no reader."""
+    pipe = {"type": "txt", "paths": "pipe:echo a"}
+    tokens = {"use_multimodal_sampling": True, "prompt_format": "plain", "batch_size": 2}
+    sections = {
+        "text": {"input_cfg": [pipe], **tokens},
+        "speech": {"input_cfg": [corpora.entry("small")], "batch_size": 2},
+    }
+    seen = SeenExamples({"multi_config": True, "shuffle": True, **sections})
+    (cut, *_) = open_shar(corpora.small, [])
+    cut.shar_reader = 0
+    (found,) = seen[[cut]]
+    assert (found.place[0], found.length) == (0, cut.duration)

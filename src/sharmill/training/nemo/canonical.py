@@ -33,7 +33,7 @@ def get_canonical_dataloader(
     """
     settings = resolve_settings(cfg)
     count, num_workers = settings.pop("canonical"), settings.pop("num_workers", 0)
-    _check_count(count, world_size, num_workers)
+    check_count(count, world_size, num_workers)
     for section in sections_of(settings):
         # In step, lhotse draws buckets by the number of the worker.
         section["bucketing_strategy"] = "fully_randomized"
@@ -61,7 +61,8 @@ def get_canonical_dataloader(
     )
 
 
-def _check_count(count: Any, world_size: int, num_workers: int) -> None:
+def check_count(count: Any, world_size: int, num_workers: int) -> None:
+    """Raise ConfigError where so many parts cannot be divided among the ranks and their workers."""
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"canonical is a number of parts, not {count!r}", code="bad_config_value")
     readers = world_size * max(1, num_workers)

@@ -78,8 +78,7 @@ def check_batches(section: Settings, sources: Sequence[Settings], types: Sequenc
     spoken = [kind for kind in types if kind in _CONVERSATIONS]
     if spoken and prompt is None and section.get("pretokenize", True):
         raise ConfigError(f"data of type {spoken[0]} need prompt_format", code="missing_key")
-    audio = [source for source in sources if source.get("type") not in TEXTS]
-    if section.get("use_multimodal_sampling") and audio and not _has_token_duration(section, audio, bool(spoken)):
+    if section.get("use_multimodal_sampling") and not _has_token_duration(section, sources):
         raise ConfigError(
             "with use_multimodal_sampling, audio is counted in tokens: set token_equivalent_duration, the seconds of "
             "one",
@@ -210,9 +209,21 @@ def _check_prompt(name: str) -> None:
         raise ConfigError(f"prompt_format: {error}", code="unknown_name") from error
 
 
-def _has_token_duration(section: Settings, audio: Sequence[Settings], in_conversations: bool) -> bool:
+def _has_token_duration(section: Settings, sources: Sequence[Settings]) -> bool:
+    """Return True if what is not text has a length in tokens; that of an entry is for its conversations alone."""
     key = "token_equivalent_duration"
-    return section.get(key) is not None or (in_conversations and any(one.get(key) is not None for one in audio))
+    if section.get(key) is not None or all(source.get("type") in TEXTS for source in sources):
+        return True
+    return not _has_plain_audio(section) and any(source.get(key) is not None for source in sources)
+
+
+def _has_plain_audio(entry: Settings) -> bool:
+    """Return True if an entry, or the settings of a sampler, has audio outside conversations."""
+    if entry.get("type") in _CONVERSATIONS:
+        return False
+    if entry.get("input_cfg") is None:
+        return entry.get("type") not in TEXTS
+    return any(map(_has_plain_audio, entry["input_cfg"]))
 
 
 def _in_two(bins: Any) -> bool:

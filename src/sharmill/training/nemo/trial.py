@@ -20,8 +20,16 @@ from omegaconf.errors import OmegaConfBaseException
 from sharmill.errors import ConfigError
 from sharmill.models.nemo_checkpoint import quiet_nemo
 from sharmill.processes import safe_path
+from sharmill.training.nemo.canonical import check_count
 from sharmill.training.nemo.loader import get_dataloader
-from sharmill.training.nemo.loader_settings import Settings, resolve_settings, sections_of, sources_of
+from sharmill.training.nemo.loader_settings import (
+    DIVIDED,
+    Settings,
+    prepare_settings,
+    resolve_settings,
+    sections_of,
+    sources_of,
+)
 from sharmill.training.nemo.partition import READER
 from sharmill.training.nemo.resumable import cuts_of, merge_data_states, parts_of
 from sharmill.training.tokenizers import PromptTokenizer, load_tokenizer
@@ -118,6 +126,20 @@ def fresh_python() -> Iterator[Executor]:
         yield fresh
 
 
+def check_ranks(fresh: Executor, settings: Settings, world_sizes: Sequence[int]) -> None:
+    """Raise ConfigError where the settings do not go with one of these numbers of ranks."""
+    fresh.submit(_check_ranks, settings, world_sizes).result()
+
+
+def _check_ranks(settings: Settings, world_sizes: Sequence[int]) -> None:
+    with quiet_nemo():
+        for world_size in world_sizes:
+            if settings.get("canonical") is None:
+                prepare_settings(settings, 0, world_size)
+            else:
+                check_count(settings["canonical"], world_size, settings.get("num_workers", 0))
+
+
 def try_ranks(
     fresh: Executor,
     settings: Settings,
@@ -156,17 +178,26 @@ def places(parts: Sequence[TrialPart]) -> list[Place]:
 
 
 class SeenExamples(torch.utils.data.Dataset):
-    """Batches of ``Seen``: no audio is loaded."""
+    """Batches of ``Seen``: no audio is loaded.
+
+    Examples of entries that are not divided have no place, and are measured as the first sampler does.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        self._sections = [section for section in sections_of(settings) for _ in sources_of(section)]
+        prepared = prepare_settings({key: value for key, value in settings.items() if key != "canonical"}, 0, 1)
+        self._first, *_ = sections_of(prepared)
+        # Readers have the numbers of the divided entries, across all samplers.
+        self._sections = [
+            section for section in sections_of(prepared) for source in sources_of(section)
+            if source.get("type") in ("sharmill", DIVIDED)
+        ]  # fmt: skip
 
     def __getitem__(self, examples: Any) -> list[Seen]:
         return [self._look_at(example) for example in examples]
 
     def _look_at(self, example: Any) -> Seen:
         place = place_of(example)
-        section = self._sections[place[0] if place is not None and place[0] < len(self._sections) else 0]
+        section = self._first if place is None else self._sections[place[0]]
         seconds = tuple(cut.duration for cut in cuts_of(example))
         in_tokens = section.get("use_multimodal_sampling", False)
         if not isinstance(example, Cut):

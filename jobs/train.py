@@ -36,12 +36,12 @@ from parallelize import clip_gradients, parallelize
 from speech_lm import Losses, SpeechLM, count_targets
 from train_checkpoints import Checkpoints
 from train_config import TrainConfig
-from train_data import end_readers, make_data, model_sizes, validation_batches
+from train_data import data_kind, end_readers, make_data, model_sizes, validation_batches
 from train_progress import Curves, ProgressLines
 from train_world import World, alone_in, world_of
 
 from sharmill.config import load_typed
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import ConfigError, SharmillError
 from sharmill.registry import require_package
 
 
@@ -228,16 +228,23 @@ class Training:
     def _save(self) -> None:
         data = self.data.merge(self.world.gather_data(self.data.state_dict()))
         self.saved_at = time.monotonic()
-        record = {"step": self.step, "seed": self.seed, "sizes": self.sizes, "data": data}
+        record = {"step": self.step, "seed": self.seed, "sizes": self.sizes}
+        record |= {"data_kind": data_kind(self.config), "data": data}
         self.checkpoints.save(self.model, self.optimizer, record)
 
     def _load(self, record: dict[str, Any]) -> None:
+        if record["data_kind"] != (kind := data_kind(self.config)):
+            raise ConfigError(
+                f"{self.out_dir} has checkpoints of a training {record['data_kind']!r}, and this one is {kind!r}: its "
+                "place in the data means nothing here; use the same again, or another out_dir",
+                code="wrong_state",
+            )
         if record["sizes"] != self.sizes:
             raise ConfigError(
                 f"{self.out_dir} has checkpoints of another model, {record['sizes']}: use another out_dir",
                 code="wrong_state",
             )
-        self.checkpoints.load(self.model, self.optimizer)
+        self.checkpoints.load(self.model, self.optimizer, record["files"])
         if record["data"] is not None:
             self.data.load_state_dict(record["data"])
 
@@ -258,7 +265,7 @@ def main(arguments: list[str]) -> int:
                 require_package(package, extra="nemo")
         with world_of(config) as world, alone_in(Path(config.out_dir), world):
             Training(config, world).run()
-    except (ConfigError, FatalError) as error:
+    except SharmillError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     return 0

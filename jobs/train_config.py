@@ -27,7 +27,7 @@ class TrainConfig:
     """Data, length, checkpoints and model of a training."""
 
     dataset: str
-    """Dataset directory to train on; with ``loader``, the one whose codec the model has."""
+    """Dataset directory to train on, with or without contexts; with ``loader``, the one whose codec the model has."""
     out_dir: str
     """Folder of checkpoints and logs."""
     codec: str | None = None
@@ -37,7 +37,8 @@ class TrainConfig:
     whatever speech, text and conversations the settings name; ``null`` is the reader with lhotse's sampler."""
     resumable: bool = True
     """With ``loader``: a job goes on in the data where the one before ended, in the order of ``order_seed``; data and
-    settings with which that is impossible are errors. ``false``: each job begins all data anew."""
+    settings with which that is impossible are errors. ``false``: each job begins all data anew. All jobs of a training
+    have the same."""
     shard_seed: Literal["randomized", "trng"] | int = "randomized"
     """With ``loader``: NeMo's setting for the order of data of other types."""
     max_steps: int = 1000
@@ -49,7 +50,8 @@ class TrainConfig:
     keep: int = 2
     """Number of checkpoints that are kept."""
     batch_seconds: float = 60.0
-    """Target audio of a batch on each rank, in seconds, padding included."""
+    """Target audio of a batch on each rank, in seconds, padding included, also of a dataset in ``validation``. With
+    ``loader`` the settings there say how large a batch is."""
     batches_per_step: int | None = None
     """Batches of all ranks together that one step is made of, a multiple of the number of data-parallel ranks; ``null``
     is one of each. With ``canonical: N`` in the settings of ``loader`` and N here, steps do not depend on the ranks."""
@@ -60,7 +62,7 @@ class TrainConfig:
     validate_every: int = 100
     """Steps between validations."""
     num_workers: int = 1
-    """Processes that read data, per rank."""
+    """Processes that read data, per rank. With ``loader`` the ``num_workers`` of its settings count."""
     order_seed: int = 0
     """Seed of the order of the data; one for the whole training."""
     seed: int | None = None

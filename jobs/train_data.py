@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from lhotse import CutSet
@@ -16,6 +17,7 @@ from train_config import TrainConfig
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
+from sharmill.shar.index import read_dataset
 from sharmill.shar.layout import CONTEXT_CODES, TARGET_CODES
 from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
 from sharmill.training.codes import CodecForm
@@ -47,8 +49,15 @@ def make_data(config: TrainConfig, mesh: DeviceMesh, *, seed: int) -> TrainingDa
     """Return the batches that the configuration asks for: the same ones on all ranks along ``tp``."""
     if config.loader is not None:
         return MixedData(config, mesh, seed=seed)
-    tensors = _tensors(config, seed)
+    tensors = _tensors(config, seed, context=CONTEXT_CODES in _fields(config))
     return ExactData(config, tensors, rank=mesh["dp"].get_local_rank(), world_size=mesh["dp"].size())
+
+
+def data_kind(config: TrainConfig) -> str:
+    """Return what the place in the data is a place in: between kinds no job can go on."""
+    if config.loader is None:
+        return "without loader"
+    return "loader and resumable: true" if config.resumable else "loader and resumable: false"
 
 
 def validation_batches(config: TrainConfig, *, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
@@ -57,10 +66,9 @@ def validation_batches(config: TrainConfig, *, rank: int, world_size: int) -> It
     if config.validation.endswith((".yaml", ".yml")):
         yield from _mixed_validation(config, config.validation, rank, world_size)
         return
-    cuts = open_shar(
-        config.validation, [TARGET_CODES, CONTEXT_CODES], codec=config.codec, rank=rank, world_size=world_size
-    )
-    tensors = _tensors(config, seed=0)
+    fields = _fields(config)
+    cuts = open_shar(config.validation, fields, codec=config.codec, rank=rank, world_size=world_size)
+    tensors = _tensors(config, seed=0, context=CONTEXT_CODES in fields)
     for batch in _by_duration(cuts, config.batch_seconds):
         yield tensors[batch]
 
@@ -70,7 +78,7 @@ def _mixed_validation(config: TrainConfig, path: str, rank: int, world_size: int
     from sharmill.training import get_dataloader
     from sharmill.training.nemo.loader_settings import sections_of, tag_names
 
-    settings = _load_settings(path, "validation_ds")
+    settings = _load_settings("validation", path, "validation_ds")
     # NeMo would draw the other seeds anew in each process, also in those that are to have the same batches.
     seed = found if isinstance(found := settings.get("seed"), int) else 0
     # Read by this process, and divided among the ranks as a stream is: without the copies that even out batches.
@@ -79,7 +87,7 @@ def _mixed_validation(config: TrainConfig, path: str, rank: int, world_size: int
     for section in sections_of(settings):
         section |= {"force_map_dataset": False, "force_iterable_dataset": True}
         _fix_seeds(section, seed)
-    tensors = _tensors(config, seed, tag_names(settings))
+    tensors = _tensors(config, seed, context=_has_contexts(settings), tags=tag_names(settings))
     yield from get_dataloader(settings, rank, world_size, _tokenizer(), dataset=tensors)
 
 
@@ -87,27 +95,74 @@ def _fix_seeds(settings: dict[str, Any], seed: int) -> None:
     """Set the seeds that a section has, and those of its entries and groups."""
     settings |= {name: seed for name in ("seed", "shard_seed") if name in settings}
     for entry in settings.get("input_cfg") or ():
-        _fix_seeds(entry, seed)
+        if isinstance(entry, dict):
+            _fix_seeds(entry, seed)
 
 
-def _load_settings(path: str, section: str) -> dict[str, Any]:
+def _load_settings(key: str, path: str, section: str) -> dict[str, Any]:
     """Return a loader's settings, resolved: those of a section of a file, or of the file itself."""
-    from omegaconf import OmegaConf
+    import yaml
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     from sharmill.training.nemo.loader_settings import resolve_settings
 
-    loaded: Any = OmegaConf.load(path)
-    return resolve_settings(loaded.get(section, loaded))
+    try:
+        loaded = OmegaConf.load(path)
+        found = loaded.get(section, loaded) if isinstance(loaded, DictConfig) else None
+        if isinstance(found, DictConfig) and found:
+            return resolve_settings(found)
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"{key}: cannot read {path}: {' '.join(str(error).split())}", code="bad_config_file"
+        ) from error
+    raise ConfigError(f"{key}: {path} has no mapping with settings of a loader", code="bad_config_file")
+
+
+def _has_contexts(settings: Mapping[str, Any]) -> bool:
+    """Return False if utterances come without context codes.
+
+    Raises:
+        ConfigError: some have them and others have none.
+    """
+    from sharmill.training.nemo.loader_settings import sections_of
+
+    found = {has for section in sections_of(dict(settings)) for has in _contexts_of(section)}
+    if len(found) > 1:
+        raise ConfigError(
+            "input_cfg: some datasets have context codes and others have none: name the same fields in all entries",
+            code="unlike_datasets",
+        )
+    return False not in found
+
+
+def _contexts_of(settings: Mapping[str, Any]) -> Iterator[bool]:
+    for entry in settings.get("input_cfg") or ():
+        if isinstance(entry, dict) and entry.get("type") != "lhotse_as_conversation":
+            if entry.get("type") == "sharmill" and "dataset" in entry:
+                yield _dataset_has_contexts(entry["dataset"]) and CONTEXT_CODES in (
+                    entry.get("fields") or [CONTEXT_CODES]
+                )
+            yield from _contexts_of(entry)
+
+
+def _dataset_has_contexts(dataset: str) -> bool:
+    return read_dataset(Path(dataset)).has_contexts
 
 
 def _tokenizer() -> PromptTokenizer:
     return PromptTokenizer(load_tokenizer("bytes"), bos=_TEXT_BOS, eos=_TEXT_EOS)
 
 
-def _tensors(config: TrainConfig, seed: int, tags: Sequence[str] = ()) -> SpeechTextDataset:
+def _fields(config: TrainConfig) -> list[str]:
+    return [TARGET_CODES, CONTEXT_CODES] if _dataset_has_contexts(config.dataset) else [TARGET_CODES]
+
+
+def _tensors(config: TrainConfig, seed: int, *, context: bool, tags: Sequence[str] = ()) -> SpeechTextDataset:
     return SpeechTextDataset(
         CodecForm.of_dataset(config.dataset, config.codec),
         _tokenizer(),
+        context=context,
         tags=tags,
         text_bos_id=_TEXT_BOS,
         text_eos_id=_TEXT_EOS,
@@ -133,7 +188,7 @@ class ExactData:
     def __init__(self, config: TrainConfig, tensors: SpeechTextDataset, *, rank: int, world_size: int) -> None:
         cuts = open_shar(
             config.dataset,
-            [TARGET_CODES, CONTEXT_CODES],
+            _fields(config),
             codec=config.codec,
             shuffle=True,
             seed=config.order_seed,
@@ -210,7 +265,7 @@ class MixedData:
                 self._mesh["dp"].get_local_rank(),
                 self._mesh["dp"].size(),
                 _tokenizer(),
-                dataset=_tensors(self._config, self._seed, tag_names(settings)),
+                dataset=_tensors(self._config, self._seed, context=_has_contexts(settings), tags=tag_names(settings)),
                 device_mesh=self._mesh,
                 resumable=self._config.resumable,
                 state=self._state,
@@ -224,7 +279,7 @@ class MixedData:
         """Return the loader's settings: the order of the data is the training's, all else is the job's."""
         from sharmill.training.nemo.loader_settings import is_divisible, sources_of
 
-        settings = _load_settings(str(self._config.loader), "train_ds")
+        settings = _load_settings("loader", str(self._config.loader), "train_ds")
         settings |= {"seed": self._seed, "shard_seed": self._config.shard_seed}
         for entry in sources_of(settings) if self._config.resumable else ():
             if entry.get("type") == "sharmill" or is_divisible(entry):

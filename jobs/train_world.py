@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from train_config import TrainConfig
 
 from sharmill.engine.locks import FolderLock
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, FatalError, SharmillError
 
 # The job before may be on its way out.
 _SECONDS_TO_WAIT_FOR_LOCK = 5.0
@@ -75,7 +75,7 @@ def world_of(config: TrainConfig) -> Iterator[World]:
     """Join the other ranks that torchrun started; without it there is one rank.
 
     Raises:
-        ConfigError: the ranks cannot be divided by ``tensor_parallel``.
+        ConfigError: the ranks cannot be divided by ``tensor_parallel``, or there are fewer GPUs on the node than ranks.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if size % config.tensor_parallel:
@@ -86,6 +86,13 @@ def world_of(config: TrainConfig) -> Iterator[World]:
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
+        # Every rank of the node finds this, and none waits for another.
+        ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+        if gpus < ranks:
+            raise ConfigError(
+                f"device: {ranks} ranks on this node need a GPU each, and torch finds {gpus}; device=cpu needs none",
+                code="bad_config_value",
+            )
         torch.cuda.set_device(device)
     backend = "nccl" if use_cuda else "gloo"
     if size > 1:
@@ -106,16 +113,21 @@ def alone_in(out_dir: Path, world: World) -> Iterator[None]:
     """Keep other trainings out of a folder: two would write over each other's checkpoints.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is one, or it is no folder.
+        FatalError: the lock cannot be written.
     """
-    refused = ""
+    refused: SharmillError | None = None
     with ExitStack() as stack:
         if world.rank == 0:
-            out_dir.mkdir(parents=True, exist_ok=True)
             try:
+                out_dir.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(FolderLock(out_dir, wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK))
             except ConfigError as error:
-                refused = str(error)
-        if messages := [message for message in world.gather(refused) if message]:
-            raise ConfigError(f"{messages[0]}, or use another out_dir", code="locked")
+                refused = ConfigError(f"{error}, or use another out_dir", code=error.code)
+            except FatalError as error:
+                refused = error
+            except OSError as error:
+                refused = ConfigError(f"out_dir: cannot use {out_dir}: {error.strerror}", code="disk")
+        if errors := [error for error in world.gather(refused) if error is not None]:
+            raise errors[0]
         yield

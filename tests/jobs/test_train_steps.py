@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.errors import raises
 from support.example import make_example
+from support.shar import Project, voice
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train import Training, main
 from train_config import TrainConfig
@@ -126,6 +127,33 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(speech, tmp
     assert [values["step"] for values in example.steps(0)] == [1, 2, 2, 3]
 
 
+def test_a_checkpoint_with_other_bytes_than_were_written_is_refused(speech, tmp_path, train, capsys):
+    example = make_example(tmp_path, "flipped", speech, max_steps=1)
+    assert train(example) == 0
+    newest = example.out_dir / "checkpoints" / "step-000000001"
+    path = newest / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    capsys.readouterr()
+    assert train(example, "max_steps=2") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"Error: {newest} is damaged: __0_0.distcp ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("record", "said"), [("[]", "step"), ("{}", "step"), ('{"step": 1, "seed": 1}', "sizes")])
+def test_a_damaged_record_is_named_in_one_line(speech, tmp_path, train, capsys, record, said):
+    example = make_example(tmp_path, "record", speech, max_steps=2)
+    newest = example.out_dir / "checkpoints" / "step-000000001"
+    newest.mkdir(parents=True)
+    (newest / "record.json").write_text(record)
+    assert train(example) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"Error: {newest} is damaged: record.json has no {said} ")
+    assert error.count("\n") == 1
+
+
 def test_a_full_disk_ends_it_in_one_line(speech, tmp_path, train, capsys, monkeypatch):
     def refuse(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -179,6 +207,55 @@ def test_told_to_leave_it_saves_and_does_not_validate(speech, tmp_path, train, m
     assert example.saved_step() == 2
     validated = (example.out_dir / "validation.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in validated] == [1]
+
+
+def test_checkpoints_of_another_kind_of_data_are_refused(speech, tmp_path, train, capsys):
+    example = make_example(tmp_path, "kinds", speech, max_steps=1)
+    assert train(example) == 0
+    capsys.readouterr()
+    assert train(example, "loader=loader.yaml", "resumable=false") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"Error: {example.out_dir} has checkpoints of a training 'without loader', and this one is")
+    assert "'loader and resumable: false'" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "cannot read"), ("a: [", "cannot read"), ("[1, 2]", "has no mapping")]
+)
+@pytest.mark.parametrize("key", ["loader", "validation"])
+def test_settings_that_cannot_be_read_are_named_in_one_line(speech, tmp_path, train, capsys, key, text, said):
+    path = tmp_path / "settings.yaml"
+    if text is not None:
+        path.write_text(text)
+    assert train(make_example(tmp_path, "unread", speech, **{key: str(path)})) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"Error: {key}: ")
+    assert said in error
+    assert str(path) in error
+    assert error.count("\n") == 1
+
+
+def test_folders_and_devices_that_cannot_be_used_are_refused_in_one_line(speech, tmp_path, train, capsys, monkeypatch):
+    example = make_example(tmp_path, "nowhere", speech, max_steps=1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert train(example, "device=cuda") == 2
+    assert capsys.readouterr().err.startswith("Error: device: 1 ranks on this node need a GPU each, and torch finds 0")
+    example.out_dir.touch()
+    assert train(example) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"Error: out_dir: cannot use {example.out_dir}: ")
+    assert error.count("\n") == 1
+
+
+def test_a_dataset_without_contexts_is_trained_on(tmp_path, train):
+    project = Project(tmp_path / "plain")
+    for number in range(4):
+        project.add(f"{number}.wav", voice(0.5, seed=number), text=f"number {number}")
+    project.encode(project.write(match=None))
+    example = make_example(tmp_path, "alone", project.dataset, max_steps=2, validation=str(project.dataset))
+    assert train(example, "validate_every=1") == 0
+    assert [values["step"] for values in example.steps(0)] == [1, 2]
 
 
 def test_two_trainings_in_one_folder_are_refused(speech, tmp_path, train, capsys, monkeypatch):

@@ -273,6 +273,7 @@ def test_items_that_cannot_be_sent_raise_in_their_place():
     ("options", "what"),
     [
         ({"num_workers": 0}, "at least 1"),
+        ({"num_workers": 2, "prefetch": 4.5}, "prefetch is 4.5: it is a whole number"),
         ({"num_workers": 4, "prefetch": 3}, "prefetch is 3, which leaves some of the 4 workers without work"),
         ({"kind": "fiber"}, "'thread' or 'process'"),
     ],

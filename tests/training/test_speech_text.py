@@ -16,9 +16,11 @@ from nemo.collections.common.data.lhotse.text_adapters import (
     TextTurn,
 )
 from nemo.collections.common.prompts.plain import PlainPromptFormatter
+from support.errors import raises
 from support.shar import ToyCodec
 from support.training import Letters, take
 
+from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.training import ContextSpeechDataset, SpeechTextDataset, get_dataloader
 from sharmill.training.codes import CodecForm
@@ -204,30 +206,34 @@ def test_what_is_not_the_assistants_turn_last_is_given(form):
 
 
 def test_text_without_a_prompt_format_is_refused(form):
-    with pytest.raises(ValueError, match=r"'text-[0-9a-f]+' came without input_ids: set prompt_format"):
+    with raises(ConfigError, "missing_key", "'text-", "came without input_ids: set prompt_format"):
         SpeechTextDataset(form, LETTERS)[CutSet.from_items([TextExample("a")])]
 
 
 def test_what_cannot_be_made_is_refused(form, cuts, heard, corpora):
     spoken = conversation(("user", "a"), ("assistant", heard[0]))
-    with pytest.raises(ValueError, match=r"assistant in conversation 'c1' has no target_codes, .*cannot be predicted"):
+    with raises(ConfigError, "unknown_field", "assistant in conversation 'c1' has no target_codes, and audio cannot"):
         batch_of([spoken], form)
     odd = conversation(("user", f"what is {LOCATOR}"), ("user", heard[0]), ("assistant", "a"))
-    with pytest.raises(ValueError, match=r"'c1' has 1 audio turns and 2 times the tokens of '<audio>'"):
+    with raises(ConfigError, "bad_config_value", "'c1' has a text turn of user with '<audio>' in it", "take it out"):
         batch_of([odd], form)
+    lost = fastcopy(prompted(conversation(("user", heard[0]), ("assistant", "a"))))
+    lost.input_ids = lost.input_ids[1:]
+    with raises(ConfigError, "bad_config_value", "1 audio turns and 0 times the tokens of '<audio>'"):
+        SpeechTextDataset(form, LETTERS).spans_of(lost)
     bare = next(iter(open_shar(corpora.small, [])))
     with pytest.raises(ValueError, match=r"of a conversation has neither target_codes nor target_audio: name one"):
         batch_of([conversation(("user", bare), ("assistant", "a"))], form)
-    with pytest.raises(ValueError, match="has no target_codes: name them in fields"):
+    with raises(ConfigError, "unknown_field", "has no target_codes: name them in fields"):
         batch_of([bare], form, context=False)
-    with pytest.raises(ValueError, match="has no context_codes: name them in fields"):
+    with raises(ConfigError, "unknown_field", "has no context_codes: name them in fields", "context=False"):
         batch_of([bare], form)
     with pytest.raises(ValueError, match="is a MixedCut; sequences are made of MonoCuts"):
         SpeechTextDataset(form, LETTERS)[CutSet.from_cuts([cuts[0].pad(duration=2.0)])]
     with pytest.raises(ValueError, match="without examples"):
         batch_of([], form)
     other = CodecForm(sampling_rate=16000, samples_per_frame=320, codebook_size=64, num_codebooks=4)
-    with pytest.raises(ValueError, match="have 3 codebooks, and the codec has 4"):
+    with raises(ConfigError, "bad_codec", "have 3 codebooks, and the codec has 4"):
         batch_of(cuts[:1], other)
-    with pytest.raises(ValueError, match="num_codebooks"):
+    with raises(ConfigError, "bad_codec", "num_codebooks"):
         SpeechTextDataset(fastcopy(form, num_codebooks=None), LETTERS)

@@ -68,9 +68,11 @@ def parallel_map(
     """
     if kind not in ("thread", "process"):
         raise ConfigError(f"kind is {kind!r}: it is 'thread' or 'process'", code="bad_config_value")
-    if num_workers < 1:
-        raise ConfigError(f"num_workers is {num_workers}: there must be at least 1", code="bad_config_value")
+    if type(num_workers) is not int or num_workers < 1:
+        raise ConfigError(f"num_workers is {num_workers!r}: a whole number, at least 1", code="bad_config_value")
     prefetch = 4 * num_workers if prefetch is None else prefetch
+    if type(prefetch) is not int:
+        raise ConfigError(f"prefetch is {prefetch!r}: it is a whole number", code="bad_config_value")
     if prefetch < num_workers:
         raise ConfigError(
             f"prefetch is {prefetch}, which leaves some of the {num_workers} workers without work",

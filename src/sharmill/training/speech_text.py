@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sharmill.errors import ConfigError
 from sharmill.shar.layout import CONTEXT_CODES, CONTEXT_UNALIGNED, TARGET_AUDIO, TARGET_CODES
 from sharmill.storage import checksum_bytes
 from sharmill.training.codes import CodecForm, ContextDraws, load_target, mark_codes
@@ -92,7 +93,8 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         seed: of the slices of contexts.
 
     Raises:
-        ValueError: the codec's form lacks the number of codebooks, or limits do not go together.
+        ConfigError: the codec's form lacks the number of codebooks.
+        ValueError: limits do not go together.
 
     Example:
         >>> dataset = SpeechTextDataset(CodecForm.of_dataset("data/libritts"), tokenizer)  # doctest: +SKIP
@@ -116,7 +118,9 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         seed: int = 0,
     ) -> None:
         if codec.num_codebooks is None:
-            raise ValueError("the CodecForm has no num_codebooks, which a batch of text alone needs as well")
+            raise ConfigError(
+                "the CodecForm has no num_codebooks, which a batch of text alone needs as well", code="bad_codec"
+            )
         self.codec = codec
         self.num_codebooks = codec.num_codebooks
         self.tokenizer: Tokenizers = getattr(tokenizer, "text_to_ids", tokenizer)
@@ -134,7 +138,8 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         """Return the batch of these examples.
 
         Raises:
-            ValueError: an example lacks what the batch needs; the message names it.
+            ConfigError: the loader's settings, or the fields of the dataset, do not give what the batch needs.
+            ValueError: an example is not what a sequence can be made of; the message names it.
         """
         batch_examples = list(examples)
         if not batch_examples:
@@ -153,9 +158,10 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         if isinstance(example, Cut):
             return [span for span in self._utterance(example) if len(span.predicted)]
         if getattr(example, "input_ids", None) is None:
-            raise ValueError(
+            raise ConfigError(
                 f"{_id_of(example)!r} came without input_ids: set prompt_format in the loader's settings, which may be "
-                "plain"
+                "plain",
+                code="missing_key",
             )
         return list(self._conversation(example))
 
@@ -172,16 +178,20 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
             yield _text_span(tokens, np.ones(len(tokens), dtype=bool))
         if self.context:
             if not holds(cut, CONTEXT_CODES):
-                raise ValueError(
-                    f"cut {cut.id!r} has no {CONTEXT_CODES}: name them in fields, encode the dataset, or give "
-                    "context=False"
+                raise ConfigError(
+                    f"cut {cut.id!r} has no {CONTEXT_CODES}: name them in fields, encode the dataset, or make the "
+                    "SpeechTextDataset with context=False for data without contexts",
+                    code="unknown_field",
                 )
             codes = load_array(cut, CONTEXT_CODES)
             part = self._draws.draw(cut, codes.shape[-1], self.codec.frame_shift)
             marked = mark_codes(part.of_frames(codes), self.codec, self.codec.context_marks, cut)
             yield self._codes_span(marked, cut, predicted=False)
         if not holds(cut, TARGET_CODES):
-            raise ValueError(f"cut {cut.id!r} has no {TARGET_CODES}: name them in fields, or encode the dataset")
+            raise ConfigError(
+                f"cut {cut.id!r} has no {TARGET_CODES}: name them in fields, or encode the dataset",
+                code="unknown_field",
+            )
         yield self._codes_span(load_target(cut, self.codec), cut, predicted=True)
 
     def _conversation(self, example: Any) -> Iterator[Span]:
@@ -205,10 +215,16 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
             firsts = range(len(tokens) - len(ids) + 1)
             places = [(first, first + len(ids)) for first in firsts if tokens[first : first + len(ids)].tolist() == ids]
         if len(places) != len(turns):
-            raise ValueError(
-                f"conversation {_id_of(example)!r} has {len(turns)} audio turns and {len(places)} times the tokens of "
-                f"{turns[0].audio_locator_tag!r}: make the audio_locator_tag a special token of the tokenizer"
+            tag = turns[0].audio_locator_tag
+            texts = [turn for turn in example.turns if tag in str(getattr(turn, "value", ""))]
+            told = (
+                f"a text turn of {texts[0].role} with {tag!r} in it, which stands for audio: take it out of the text, "
+                "or set an audio_locator_tag that no text has"
+                if texts
+                else f"{len(turns)} audio turns and {len(places)} times the tokens of {tag!r}: make the "
+                "audio_locator_tag a special token of the tokenizer"
             )
+            raise ConfigError(f"conversation {_id_of(example)!r} has {told}", code="bad_config_value")
         return places
 
     def _audio_turn(self, cut: MonoCut, predicted: bool, example: Any) -> Span:
@@ -216,9 +232,10 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         if holds(cut, TARGET_CODES):
             return self._codes_span(load_target(cut, self.codec), cut, predicted=predicted)
         if predicted:
-            raise ValueError(
+            raise ConfigError(
                 f"an audio turn of the assistant in conversation {_id_of(example)!r} has no {TARGET_CODES}, and audio "
-                "cannot be predicted: make it of a dataset with codes, or leave it out"
+                "cannot be predicted: make it of a dataset with codes, or leave it out",
+                code="unknown_field",
             )
         samples = _samples_of(cut, self.codec.sampling_rate)
         size = self.codec.samples_per_frame
@@ -227,8 +244,9 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
 
     def _codes_span(self, marked: np.ndarray, cut: MonoCut, *, predicted: bool) -> Span:
         if len(marked) != self.num_codebooks:
-            raise ValueError(
-                f"the codes of cut {cut.id!r} have {len(marked)} codebooks, and the codec has {self.num_codebooks}"
+            raise ConfigError(
+                f"the codes of cut {cut.id!r} have {len(marked)} codebooks, and the codec has {self.num_codebooks}",
+                code="bad_codec",
             )
         mask = np.full(marked.shape[1], predicted)
         # What begins the codes is given, as it is when a model is used.

@@ -205,3 +205,13 @@ def test_lines_of_text(tmp_path):
         {"key": "b0.txt:2", "txt": "two"},
         {"key": "b1.txt:1", "txt": "größe"},
     ]
+
+
+def test_a_state_of_other_lines_of_the_same_size_is_refused(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n")
+    chain = Chain(TextLines(path))
+    next(iter(chain))
+    path.write_text("one\nsix\n")
+    with raises(ConfigError, "wrong_state", "files"):
+        Chain(TextLines(path)).load_state_dict(chain.state_dict())

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from numbers import Integral, Real
 from typing import Any, Final, Literal
 
 import torch
@@ -139,9 +140,13 @@ class Chain(torch.utils.data.IterableDataset):
         """Put examples of similar lengths into lists: ``sizes[n]`` of those shorter than ``bounds[n]``, and of those
         that reach the last bound as many as the last size says.
         """
-        if len(sizes) != len(bounds) + 1 or list(bounds) != sorted(set(bounds)) or min(sizes) < 1:
+        for size in sizes:
+            _at_least_1("a size of bucket", size)
+        numbers = all(isinstance(bound, Real) for bound in bounds)
+        if not numbers or len(sizes) != len(bounds) + 1 or list(bounds) != sorted(set(bounds)):
             raise ConfigError(
-                f"bucket has bounds {list(bounds)} and sizes {list(sizes)}: bounds rise, and there is one size more",
+                f"bucket has bounds {list(bounds)} and sizes {list(sizes)}: bounds are numbers that rise, and there is "
+                "one size more",
                 code="bad_config_value",
             )
         return self._then(steps.bucket_examples, bounds=bounds, sizes=sizes, length=length)
@@ -220,8 +225,8 @@ class _Source:
     ) -> None:
         if on_error not in ("raise", "skip"):
             raise ConfigError(f"on_error is {on_error!r}: it is 'raise' or 'skip'", code="bad_config_value")
-        if max_errors < 0:
-            raise ConfigError(f"max_errors is {max_errors}: it cannot be negative", code="bad_config_value")
+        if not _is_whole(max_errors) or max_errors < 0:
+            raise ConfigError(f"max_errors is {max_errors!r}: it is a whole number from 0", code="bad_config_value")
         self.reader, self.options, self.skips, self._max_errors = reader, options, on_error == "skip", max_errors
         self._num_examples = num_examples
         self._ended = False
@@ -265,6 +270,11 @@ class _Source:
 
 
 def _at_least_1(name: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{name} is {value}: it must be at least 1", code="bad_config_value")
+    if not _is_whole(value) or value < 1:
+        raise ConfigError(f"{name} is {value!r}: it is a whole number of at least 1", code="bad_config_value")
     return value
+
+
+def _is_whole(value: object) -> bool:
+    """Return True for whole numbers, NumPy's as well."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -77,8 +77,9 @@ def _mixed_validation(config: TrainConfig, path: str, rank: int, world_size: int
     """Yield this rank's part of what the settings in a file name, each example once."""
     from sharmill.training import get_dataloader
     from sharmill.training.nemo.loader_settings import sections_of, tag_names
+    from sharmill.training.nemo.trial import read_train_settings
 
-    settings = _load_settings("validation", path, "validation_ds")
+    settings = read_train_settings(path, "validation_ds")
     # NeMo would draw the other seeds anew in each process, also in those that are to have the same batches.
     seed = found if isinstance(found := settings.get("seed"), int) else 0
     # Read by this process, and divided among the ranks as a stream is: without the copies that even out batches.
@@ -97,26 +98,6 @@ def _fix_seeds(settings: dict[str, Any], seed: int) -> None:
     for entry in settings.get("input_cfg") or ():
         if isinstance(entry, dict):
             _fix_seeds(entry, seed)
-
-
-def _load_settings(key: str, path: str, section: str) -> dict[str, Any]:
-    """Return a loader's settings, resolved: those of a section of a file, or of the file itself."""
-    import yaml
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from sharmill.training.nemo.loader_settings import resolve_settings
-
-    try:
-        loaded = OmegaConf.load(path)
-        found = loaded.get(section, loaded) if isinstance(loaded, DictConfig) else None
-        if isinstance(found, DictConfig) and found:
-            return resolve_settings(found)
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(
-            f"{key}: cannot read {path}: {' '.join(str(error).split())}", code="bad_config_file"
-        ) from error
-    raise ConfigError(f"{key}: {path} has no mapping with settings of a loader", code="bad_config_file")
 
 
 def _has_contexts(settings: Mapping[str, Any]) -> bool:
@@ -278,8 +259,9 @@ class MixedData:
     def _settings(self) -> dict[str, Any]:
         """Return the loader's settings: the order of the data is the training's, all else is the job's."""
         from sharmill.training.nemo.loader_settings import is_divisible, sources_of
+        from sharmill.training.nemo.trial import read_train_settings
 
-        settings = _load_settings("loader", str(self._config.loader), "train_ds")
+        settings = read_train_settings(str(self._config.loader))
         settings |= {"seed": self._seed, "shard_seed": self._config.shard_seed}
         for entry in sources_of(settings) if self._config.resumable else ():
             if entry.get("type") == "sharmill" or is_divisible(entry):

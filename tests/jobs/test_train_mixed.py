@@ -8,11 +8,14 @@ import signal
 import pytest
 from omegaconf import OmegaConf
 from support.corpora import make_corpora
+from support.errors import raises
 from support.example import make_example
 from support.paths import REPOSITORY
 from train import main
 from train_config import TrainConfig
 from train_data import validation_batches
+
+from sharmill.errors import ConfigError
 
 CONFIGS = REPOSITORY / "configs/training"
 
@@ -105,6 +108,20 @@ def test_validation_has_the_same_batches_in_every_process(corpora, tmp_path):
     # One of the 24 utterances failed a check.
     assert len({cut_id for ids in once for cut_id in ids}) == sum(map(len, once)) == 23 + 8
     assert once == again == third
+
+
+def test_entries_with_and_without_contexts_are_not_mixed(corpora, tmp_path):
+    entries = [corpora.entry("large"), corpora.entry("small") | {"fields": ["target_codes"]}]
+    config = TrainConfig(dataset=str(corpora.large), out_dir="", validation=str(tmp_path / "validation.yaml"))
+
+    def read(entries):
+        settings = {"input_cfg": entries, "batch_duration": 3.0}
+        (tmp_path / "validation.yaml").write_text(json.dumps(settings))
+        return list(validation_batches(config, rank=0, world_size=1))
+
+    with raises(ConfigError, "unlike_datasets", "input_cfg"):
+        read(entries)
+    assert sum(len(batch["ids"]) for batch in read(entries[1:])) == 8
 
 
 @pytest.mark.slow

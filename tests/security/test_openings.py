@@ -95,7 +95,7 @@ ALLOWED = {
     "training/buckets/step_process.py:_cause_of_death": OWN,
     "training/buckets/step_process.py:_left_in_groups": SYSTEM,
     "training/buckets/step_process.py:_limit_memory": NO_FILE,
-    "training/buckets/step_process.py:_serve": SYSTEM,
+    "training/buckets/step_process.py:_run_steps": SYSTEM,
     "training/buckets/step_process.py:available_memory": SYSTEM,
     "training/nemo/examples.py:open_lines": OPENED,
     "training/yaml_files.py:read_yaml": OPENED,

@@ -171,7 +171,7 @@ class _WorkerProcesses(Generic[T, R]):
         self._workers: list[ChildProcess] = []
         self._free: SimpleQueue[ChildProcess] = SimpleQueue()
         for _ in range(num_workers):
-            self._workers.append(ChildProcess(_serve, function, name="sharmill-map"))
+            self._workers.append(ChildProcess(_map_items, function, name="sharmill-map"))
             self._free.put(self._workers[-1])
 
     def __call__(self, item: T) -> R:
@@ -206,7 +206,7 @@ class _RemoteTraceback(Exception):
     """The traceback of an error in the other process, shown as the cause of the error here."""
 
 
-def _serve(connection: Connection, function: bytes) -> None:
+def _map_items(connection: Connection, function: bytes) -> None:
     """Answer in the process until it is told to end."""
     # One core each: OpenMP's threads wait for one another by spinning, so that those of several workers would collide.
     os.environ["OMP_NUM_THREADS"] = "1"

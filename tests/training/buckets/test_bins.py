@@ -419,7 +419,7 @@ class _Ids:
 
 
 class _Bytes:
-    """What NeMo asks of a tokenizer."""
+    """The two methods that NeMo asks of a tokenizer."""
 
     def text_to_ids(self, text, language=None):
         return list(text.encode())

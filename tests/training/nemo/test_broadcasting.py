@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("mesh_ranks.py")
 
 @pytest.fixture(scope="module")
 def found(corpora, tmp_path_factory):
-    """What each of the four ranks got, by its coordinates (dp, tp)."""
+    """The batches that each of the four ranks got, by its coordinates (dp, tp)."""
     folder = tmp_path_factory.mktemp("mesh")
     random = {"shuffle": True, "shuffle_buffer_size": 20, "num_workers": 1}
     settings = {

@@ -163,7 +163,7 @@ def test_strategies_of_shards_and_buckets(corpora):
 
 
 def test_buckets_of_two_dimensions_with_a_batch_duration(corpora):
-    """What ``sharmill bins --sub-buckets`` prints: batches have as many cuts as fit at the bucket's bound."""
+    """Bins as ``sharmill bins --sub-buckets`` prints them: batches have as many cuts as fit at the bucket's bound."""
     bins = [[1.0, 3], [1.0, 6], [2.8, 3], [2.8, 6]]
     cfg = {"input_cfg": [corpora.entry("large")], "bucket_duration_bins": bins, "batch_duration": 5.6, "shard_seed": 1,
            "bucket_buffer_size": 60}  # fmt: skip

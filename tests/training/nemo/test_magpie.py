@@ -37,7 +37,7 @@ def load(entry, dataset, **settings):
 
 
 def find(codes, window):
-    """Where a window of codes (codebooks, frames) lies in codes."""
+    """Return the place of a window of codes (codebooks, frames) in codes."""
     length = window.shape[1]
     return [i for i in range(codes.shape[1] - length + 1) if torch.equal(codes[:, i : i + length], window)]
 

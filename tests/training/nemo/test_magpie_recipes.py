@@ -47,7 +47,7 @@ def speech(tmp_path_factory, codec):
 
 
 def shar_path(dataset):
-    """What docs/nemo-magpie.md gives the key ``shar_path``."""
+    """The value that docs/nemo-magpie.md gives the key ``shar_path``."""
     return {
         "cuts": f"{dataset}/cuts/cuts.{{000000..000001}}.jsonl.gz",
         "target_codes": f"{dataset}/codes_tiny/target_codes/codes.{{000000..000001}}.tar",

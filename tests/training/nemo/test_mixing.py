@@ -32,7 +32,7 @@ MULTIMODAL = {
 
 
 def shares(loader, batches=200):
-    """How often examples come from the large dataset, the small one and text."""
+    """Count how often examples come from the large dataset, the small one and text."""
     names = [
         "small" if "klein" in one else "large" if one.startswith("cut-") else "text"
         for one in flat(take(loader, batches))

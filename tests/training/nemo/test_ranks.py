@@ -1,4 +1,4 @@
-"""Who reads what: ranks and workers, finite and endless, map-style and streaming, and the seeds."""
+"""The parts that readers get: ranks and workers, finite and endless, map-style and streaming, and the seeds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_map_style_ranks_share_the_batches(corpora, order, bucketing):
 
 
 def test_map_style_ranks_have_as_many_batches_each(corpora):
-    """Where a rank would be left without a last batch, lhotse gives it a copy with another id."""
+    """A rank that would be left without a last batch gets a copy from lhotse, with another id."""
     cfg = {"input_cfg": [corpora.entry("small")], "batch_size": 7, "force_finite": True, "force_map_dataset": True}
     found = [take(get_dataloader(cfg, rank, 3, dataset=Ids())) for rank in range(3)]
     assert [len(one) for one in found] == [1, 1, 1]

@@ -22,7 +22,7 @@ SAMPLERS = {"by_size": {"batch_size": 3, "shuffle_buffer_size": 5}, "in_buckets"
 
 
 def session(cfg, world_size, batches, state, tokenizer=None):
-    """What some ranks use before they are stopped, and the state then; ``batches`` is a number for each rank."""
+    """Use batches on some ranks, a number for each, and return the cuts in them with the state then."""
     used, states = [], []
     for rank in range(world_size):
         loader = get_dataloader(cfg, rank, world_size, tokenizer, dataset=AsIs(), resumable=True, state=state)

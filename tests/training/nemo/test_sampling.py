@@ -1,4 +1,4 @@
-"""How NeMo's loader batches and filters our cuts: with values."""
+"""Batches and filters of NeMo's loader over our cuts, with values."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def settings_of(models, data, *, data_parallel=2):
 
 @pytest.fixture(scope="module")
 def found(speech, conversations, tmp_path_factory):
-    """What two ranks found: both models, the duplex one on both kinds of data, and one that is tensor-parallel."""
+    """The results of two ranks: both models, the duplex one on both kinds of data, and one that is tensor-parallel."""
     folder = tmp_path_factory.mktemp("ranks")
     with quiet_nemo():
         models = save_models(folder)

@@ -20,7 +20,7 @@ from sharmill.training.buckets.prompts import ExamplePrompt, load_nemo_tokenizer
 from sharmill.training.buckets.report import frame_shift
 from sharmill.training.nemo.classic import translate
 from sharmill.training.nemo.examples import open_lines
-from sharmill.training.nemo.loader_settings import Settings, resolve_settings, sources_of, types_in
+from sharmill.training.nemo.loader_settings import Settings, resolve_settings, section_names, sources_of, types_in
 from sharmill.training.nemo.trial import read_train_settings
 from sharmill.training.yaml_files import read_yaml
 
@@ -142,7 +142,7 @@ def _of_yaml(path: Path, section: str | None) -> Settings:
         if section is not None:
             raise ConfigError(f"--section is for a multi_config, which {path} is not", code="bad_usage")
         return settings
-    names = [key for key, value in settings.items() if isinstance(value, dict) and key != "sampler_weights"]
+    names = section_names(settings)
     if section not in names:
         raise ConfigError(
             f"{path} has a sampler for each of {', '.join(names)}: choose one with --section", code="bad_usage"

@@ -105,7 +105,7 @@ class StepProcess:
         self._output = Path(name)
         # Not a daemon: a step may have worker processes of its own.
         self._child = ChildProcess(
-            _serve, self._step, self._options, self._budget, name, name="sharmill-step", daemon=False
+            _run_steps, self._step, self._options, self._budget, name, name="sharmill-step", daemon=False
         )
         self._expect(self._answer(self._child), "ready", "loading it")
         return self._child
@@ -160,7 +160,7 @@ class StepProcess:
             self._output = None
 
 
-def _serve(connection: Connection, name: str, options: dict[str, Any], budget: Budget, output: str) -> None:
+def _run_steps(connection: Connection, name: str, options: dict[str, Any], budget: Budget, output: str) -> None:
     """Answer in the process, whose output goes to a file."""
     descriptor = os.open(output, os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):

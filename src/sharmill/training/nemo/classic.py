@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sharmill.errors import ConfigError
+from sharmill.training.nemo.setting_values import bad_value
 
 Settings = dict[str, Any]
 
@@ -95,7 +96,7 @@ def translate(section: Settings) -> None:
     _translate_2d(section)
     strategy = section.pop("tarred_shard_strategy", None)
     if strategy not in (None, "scatter", "replicate"):
-        raise _bad("tarred_shard_strategy is scatter or replicate", strategy)
+        raise bad_value("tarred_shard_strategy is scatter or replicate", strategy)
     if strategy is not None:
         section.setdefault("shard_seed", "randomized" if strategy == "scatter" else "trng")
     entries = section.get("input_cfg")
@@ -148,7 +149,9 @@ def _as_entries(section: Settings) -> int:
     paths = {key: section.pop(key) for key in _PATHS if section.get(key) is not None}
     if section.get("input_cfg") is not None or not paths:
         if weights is not None:
-            raise _bad("bucketing_weights belong to a list of manifests; entries of input_cfg have a weight", weights)
+            raise bad_value(
+                "bucketing_weights belong to a list of manifests; entries of input_cfg have a weight", weights
+            )
         return 0
     if "shar_path" in paths:
         entry = {"type": "lhotse_shar", "shar_path": paths["shar_path"]}
@@ -172,16 +175,16 @@ def _split_lists(entry: Settings, passes: Sequence[float] | None) -> Settings:
         return entry
     tars = entry.get("tarred_audio_filepaths")
     if tars is not None and (not isinstance(tars, list) or len(tars) != len(listed)):
-        raise _bad(f"tarred_audio_filepaths has as many items as manifest_filepath, {len(listed)}", tars)
+        raise bad_value(f"tarred_audio_filepaths has as many items as manifest_filepath, {len(listed)}", tars)
     if passes is not None and len(passes) != len(listed):
-        raise _bad(f"bucketing_weights has as many numbers as there are manifests, {len(listed)}", passes)
+        raise bad_value(f"bucketing_weights has as many numbers as there are manifests, {len(listed)}", passes)
     outer: Settings = {name: entry[name] for name in ("weight", "tags") if name in entry}
     inner = {name: value for name, value in entry.items() if name not in (key, "tarred_audio_filepaths", *outer)}
     made: list[Settings] = []
     for number, item in enumerate(listed):
         path, *weight = item if isinstance(item, list) else [item]
         if not isinstance(path, str) or len(weight) > 1 or not all(isinstance(one, (int, float)) for one in weight):
-            raise _bad(f"{key} is a path, or a list of paths or of [path, weight]", item)
+            raise bad_value(f"{key} is a path, or a list of paths or of [path, weight]", item)
         one = {**inner, key: path}
         if tars is not None:
             one["tarred_audio_filepaths"] = tars[number][0] if isinstance(tars[number], list) else tars[number]
@@ -213,7 +216,7 @@ def _translate_buckets(section: Settings, num_manifests: int) -> None:
         section.setdefault("num_buckets", max(2, round(1 / (factor or 0.1))))
     strategy = section.get("bucketing_strategy")
     if strategy not in (None, "fixed_order", "synced_randomized", "fully_randomized"):
-        raise _bad("bucketing_strategy is synced_randomized or fully_randomized", strategy)
+        raise bad_value("bucketing_strategy is synced_randomized or fully_randomized", strategy)
     if strategy == "fixed_order":
         log.warning("the loader ignores bucketing_strategy: fixed_order: buckets are drawn, on all ranks in step")
     sizes = section.pop("bucketing_batch_size", None)
@@ -222,12 +225,12 @@ def _translate_buckets(section: Settings, num_manifests: int) -> None:
     count = len(section.get("bucket_duration_bins") or ()) or num_manifests or section.get("num_buckets", 0)
     if isinstance(sizes, int):
         if count < 1:
-            raise _bad("bucketing_batch_size needs bucket_duration_bins or num_buckets", sizes)
+            raise bad_value("bucketing_batch_size needs bucket_duration_bins or num_buckets", sizes)
         sizes = [sizes * (count - number) for number in range(count)]
     if section.get("bucket_duration_bins") is None:
         longest, shortest = section.get("max_duration"), max(0.0, section.get("min_duration") or 0.0)
         if longest is None or math.isinf(longest):
-            raise _bad("bucketing_batch_size needs bucket_duration_bins or max_duration", sizes)
+            raise bad_value("bucketing_batch_size needs bucket_duration_bins or max_duration", sizes)
         step = (longest - shortest) / len(sizes)
         section["bucket_duration_bins"] = [round(shortest + step * (n + 1), 3) for n in range(len(sizes))]
     section |= {"bucket_batch_size": sizes, "num_buckets": len(sizes)}
@@ -258,7 +261,3 @@ def _translate_2d(section: Settings) -> None:
         most = math.inf if limit is None else max(1, int(limit / penalized))
         sizes.append(int(min(most, section.get("batch_size") or math.inf)))
     section |= {"bucket_batch_size": sizes, "num_buckets": len(bins)}
-
-
-def _bad(rule: str, found: Any) -> ConfigError:
-    return ConfigError(f"{rule}, not {found!r}", code="bad_config_value")

@@ -156,7 +156,12 @@ def sections_of(settings: Settings) -> list[Settings]:
     """Return the settings of each sampler: those of a ``multi_config``, or the settings themselves."""
     if not settings.get("multi_config", False):
         return [settings]
-    return [value for key, value in settings.items() if isinstance(value, dict) and key != "sampler_weights"]
+    return [settings[name] for name in section_names(settings)]
+
+
+def section_names(settings: Settings) -> list[str]:
+    """Return the names of the samplers of a ``multi_config``."""
+    return [key for key, value in settings.items() if isinstance(value, dict) and key != "sampler_weights"]
 
 
 def sources_of(settings: Settings) -> list[Settings]:
@@ -210,7 +215,7 @@ def _check_levels(settings: Settings, at_top: list[str], sections: list[Settings
             f"with multi_config, {misplaced[0]} has no effect at the top level: set it in each section",
             code="bad_config_value",
         )
-    check_fusion(settings, [key for key in settings if any(settings[key] is section for section in sections)])
+    check_fusion(settings, section_names(settings))
     for key in _SHARED:
         if any(key in section and section[key] != settings.get(key) for section in sections):
             raise ConfigError(

@@ -40,7 +40,7 @@ def check_types(section: Settings) -> None:
     for key in ("seed", "shard_seed"):
         value = section.get(key)
         if value is not None and not _is_number(value, int) and value not in _SEEDS:
-            raise _bad(f"{key} is a whole number, trng or randomized", value)
+            raise bad_value(f"{key} is a whole number, trng or randomized", value)
     for name in _LIMITS:
         least: Any = section.get(f"min_{name}")
         most: Any = section.get(f"max_{name}")
@@ -105,12 +105,12 @@ def check_tokenizer(sections: Sequence[Settings], tokenizer: Any) -> None:
 def check_fusion(settings: Settings, names: Sequence[str]) -> None:
     """Check how the samplers of a ``multi_config`` are put together; ``names`` are those of its sections."""
     if (fusion := settings.get("sampler_fusion", _FUSIONS[0])) not in _FUSIONS:
-        raise _bad(f"sampler_fusion is one of {', '.join(_FUSIONS)}", fusion)
+        raise bad_value(f"sampler_fusion is one of {', '.join(_FUSIONS)}", fusion)
     weights = settings.get("sampler_weights")
     if weights is None:
         return
     if not isinstance(weights, dict) or set(weights) != set(names) or not all(map(_is_number, weights.values())):
-        raise _bad(f"sampler_weights has a number for each of {', '.join(names)}", weights)
+        raise bad_value(f"sampler_weights has a number for each of {', '.join(names)}", weights)
 
 
 def check_files(kind: str, entry: Mapping[str, Any]) -> None:
@@ -165,7 +165,9 @@ def _check_bins(section: Settings) -> None:
         isinstance(bound, list) and len(bound) == 2 and all(map(_is_number, bound)) for bound in bins
     )
     if not bins or not (flat or pairs) or any(after <= before for before, after in pairwise(bins)):
-        raise _bad("bucket_duration_bins is a list of numbers, or of [length, tokens], each above the one before", bins)
+        raise bad_value(
+            "bucket_duration_bins is a list of numbers, or of [length, tokens], each above the one before", bins
+        )
 
 
 def _check_batch_size(section: Settings) -> None:
@@ -192,7 +194,7 @@ def _check_ratios(section: Settings) -> None:
         if not isinstance(ratios, list):
             continue
         if not _in_two(bins) or not section.get("bucketing_2d_strict_mode", True):
-            raise _bad(
+            raise bad_value(
                 f"{key} is a number; a list of them is for bucket_duration_bins of two dimensions in strict mode",
                 ratios,
             )
@@ -234,5 +236,6 @@ def _is_number(value: Any, kind: Any = (int, float)) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _bad(rule: str, found: Any) -> ConfigError:
+def bad_value(rule: str, found: Any) -> ConfigError:
+    """Return the error of a value that is not what ``rule`` says of it."""
     return ConfigError(f"{rule}, not {found!r}", code="bad_config_value")

@@ -2,8 +2,8 @@
 
 python examples/train_lightning.py DATASET OUT_DIR [--steps 40] [--ranks 1]
 
-Give the command again with more steps: it goes on from OUT_DIR/last.ckpt, on as many ranks as it is told, with the
-cuts that are left of the epoch.
+A checkpoint is saved after each validation and at the end. Give the command again, after a stop or with more steps: it
+goes on from OUT_DIR/last.ckpt, on as many ranks as it is told, with the cuts that are left of the epoch.
 """
 
 import argparse
@@ -56,7 +56,8 @@ class Speech(L.LightningDataModule):
         return Stream(self.loader)
 
     def val_dataloader(self) -> Iterable[dict]:
-        once = {"force_finite": True, "force_map_dataset": True}
+        # Each rank has its part, so that no cut comes twice; one rank may have a batch more than another.
+        once = {"force_finite": True, "shuffle": False}
         return get_dataloader(self.settings | once, self.trainer.global_rank, self.trainer.world_size)
 
     def state_dict(self) -> dict:
@@ -72,9 +73,12 @@ class Speech(L.LightningDataModule):
 
 
 class SpeechModel(L.LightningModule):
-    def __init__(self, form: CodecForm) -> None:
+    """A tiny model, which saves a checkpoint after each validation."""
+
+    def __init__(self, form: CodecForm, checkpoint: Path) -> None:
         super().__init__()
         self.model = NextFrame(form)
+        self.checkpoint = checkpoint
 
     def training_step(self, batch: dict, number: int) -> torch.Tensor:
         print(f"rank {self.global_rank} trains on {' '.join(batch['ids'])}")
@@ -85,6 +89,9 @@ class SpeechModel(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.print(f"step {self.global_step}: validation {self.trainer.callback_metrics['validation']:.3f}")
+
+    def on_validation_end(self) -> None:
+        self.trainer.save_checkpoint(self.checkpoint)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=1e-2)
@@ -112,7 +119,7 @@ def main() -> None:
         enable_progress_bar=False,
     )
     last = options.out_dir / "last.ckpt"
-    model = SpeechModel(CodecForm.of_dataset(options.dataset))
+    model = SpeechModel(CodecForm.of_dataset(options.dataset), last)
     trainer.fit(model, Speech(options.dataset), ckpt_path=last if last.exists() else None)
     trainer.save_checkpoint(last)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import launch_training
@@ -53,11 +54,12 @@ def test_the_profile_says_what_a_job_asks_for(config: Path, sbatch: Path, tmp_pa
 
 
 def test_a_dry_run_submits_nothing(config: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch_training.main(["-n", "2", "--dry-run", str(config)]) == 0
+    assert launch_training.main(["-n", "2", "--dry-run", str(config), "wandb_name=two words"]) == 0
     assert not sbatch.exists()
     first, second = capsys.readouterr().out.splitlines()
     assert "--dependency" not in first
     assert "--dependency=afterany:JOB_BEFORE" in second
+    assert "wandb_name=two words" in shlex.split(second), "it can be pasted"
 
 
 @pytest.mark.parametrize(

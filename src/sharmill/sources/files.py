@@ -215,7 +215,7 @@ def open_input(path: Path, kind: str) -> BinaryIO:
         reason = error.strerror if isinstance(error, OSError) else error
         where = "" if path.is_absolute() else f"the path is relative to {Path.cwd()}; run from its folder, or "
         raise ConfigError(
-            f"cannot read the {kind} {path}: {reason}; {where}correct {kind} in sources", code="missing_input"
+            f"cannot read the {kind} {path}: {reason}; {where}correct its path", code="missing_input"
         ) from error
 
 

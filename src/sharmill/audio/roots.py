@@ -115,7 +115,7 @@ class AudioRoot:
             where = "" if self.path.is_absolute() else f", which is relative to {Path.cwd()},"
             found = "is not a folder" if self.path.exists() else "does not exist"
             raise ConfigError(
-                f"the audio root {self.path}{where} {found}; correct its path, or run from the folder "
+                f"the audio root {self.path}{where} {found}; correct audio_root, or run from the folder "
                 "that it is relative to",
                 code="missing_input",
             )

@@ -58,7 +58,7 @@ class PoweredRun:
 
 @dataclass
 class Cuts:
-    """What was found by cutting the power of a run.
+    """Findings of cutting the power of a run.
 
     Attributes:
         steps: the number of steps of the run that were recorded.
@@ -176,7 +176,7 @@ class PowerCuts:
         return refused, "; ".join(self._differences())
 
     def _differences(self) -> list[str]:
-        """How what is there differs from what an undisturbed run leaves: nothing may."""
+        """Differences between what is there and what an undisturbed run leaves: there may be none."""
         found = self._run.outcome(self._work)
         wrong = [f"{name} is missing" for name in sorted(self._expected.keys() - found.keys())]
         wrong += [f"{name} is too much" for name in sorted(found.keys() - self._expected.keys())]

@@ -63,7 +63,7 @@ class RankProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """What is different for one stage, or for the driver jobs; ``null`` is the value of ``gpu`` or ``cpu``."""
+    """Values that one stage, or the driver jobs, have of their own; ``null`` is the value of ``gpu`` or ``cpu``."""
 
     partition: str | None = None
     """Partition to submit to."""
@@ -90,7 +90,7 @@ class StageProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfiles:
-    """What single stages, and the driver jobs, have instead of ``gpu`` or ``cpu``."""
+    """Values that single stages and the driver jobs have instead of those of ``gpu`` or ``cpu``."""
 
     prepare: StageProfile = field(default_factory=StageProfile)
     match: StageProfile = field(default_factory=StageProfile)

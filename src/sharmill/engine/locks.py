@@ -42,6 +42,8 @@ from sharmill.storage import open_regular, stopping_errors
 log = logging.getLogger(__name__)
 
 LOCK_NAME = ".sharmill-lock"
+# A disk may fail once, and what is left then stays until the next lock.
+_REMOVALS = 2
 LEASE_SECONDS = 120.0
 # Words before the number of the job that a process belongs to.
 SLURM_JOB: Final = "SLURM job "
@@ -160,7 +162,8 @@ class FolderLock:
             self._wait_and_enter()
             # What processes left that were killed while they entered; nobody can enter meanwhile.
             for aside in self.path.parent.glob(f"{LOCK_NAME}.*"):
-                shutil.rmtree(aside, ignore_errors=True)
+                for _ in range(_REMOVALS):
+                    shutil.rmtree(aside, ignore_errors=True)
         self._toucher.start()
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:

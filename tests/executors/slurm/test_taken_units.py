@@ -84,6 +84,15 @@ def test_a_rank_that_was_requeued_goes_on_with_what_it_had_taken(tmp_path):
     assert done(stage) == [0, 1, 2]
 
 
+def test_a_rank_that_was_requeued_leaves_what_another_has_begun_once_more(tmp_path):
+    stage = make_stage(tmp_path, 2)
+    take(stage, 1, rank=0)
+    take(stage, "1-again", rank=4)
+    take(stage, "watch", rank=4)
+    make_task(stage, 0, [0, 1])()
+    assert done(stage) == [0]
+
+
 def test_where_nothing_is_left_no_model_is_loaded(tmp_path):
     stage = make_stage(tmp_path, 2)
     take(stage, 0, rank=1)

@@ -50,6 +50,11 @@ class UnitsToDo:
         self._own = deque(sorted(own, key=self._num_attempts))
         self._tried: set[int] = set()
         self._again: set[int] = set()
+        # What this rank had taken when its process ended.
+        listed = self._taken.names()
+        self._left = {
+            unit.index for unit in self._own if str(unit.index) in listed and self._taken.is_mine(str(unit.index))
+        }
 
     def __iter__(self) -> Iterator[Unit]:
         yield from self._own_units()
@@ -101,6 +106,9 @@ class UnitsToDo:
 
     def _may_begin(self, unit: Unit) -> bool:
         if self._attempts.counts[unit.index] >= MAX_ATTEMPTS or not self._taken.take(str(unit.index)):
+            return False
+        if unit.index in self._left and not self._taken.is_free(_again(unit.index)):
+            # An earlier process of this rank had it, and another rank has begun it once more since.
             return False
         self._tried.add(unit.index)
         self._attempts.counts[unit.index] += 1

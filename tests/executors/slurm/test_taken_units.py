@@ -84,12 +84,13 @@ def test_a_rank_that_was_requeued_goes_on_with_what_it_had_taken(tmp_path):
     assert done(stage) == [0, 1, 2]
 
 
-def test_a_rank_that_was_requeued_leaves_what_another_has_begun_once_more(tmp_path):
+@pytest.mark.parametrize("own", [[0, 1], [0]])
+def test_a_rank_that_was_requeued_leaves_what_another_has_begun_once_more(tmp_path, own):
     stage = make_stage(tmp_path, 2)
     take(stage, 1, rank=0)
     take(stage, "1-again", rank=4)
     take(stage, "watch", rank=4)
-    make_task(stage, 0, [0, 1])()
+    make_task(stage, 0, own)()
     assert done(stage) == [0]
 
 

@@ -50,11 +50,6 @@ class UnitsToDo:
         self._own = deque(sorted(own, key=self._num_attempts))
         self._tried: set[int] = set()
         self._again: set[int] = set()
-        # What this rank had taken when its process ended.
-        listed = self._taken.names()
-        self._left = {
-            unit.index for unit in self._own if str(unit.index) in listed and self._taken.is_mine(str(unit.index))
-        }
 
     def __iter__(self) -> Iterator[Unit]:
         yield from self._own_units()
@@ -91,10 +86,15 @@ class UnitsToDo:
 
     def may_publish(self, unit: Unit) -> bool:
         """Return True if this process publishes a unit; with mixed kinds of device, others may have other bytes."""
-        return not self._stage.mixed_devices or self._taken.take(f"{unit.index}-published", by_process=True)
+        return not self._stage.mixed_devices or self._taken.take_alone(f"{unit.index}-published")
 
     def are_all_over(self) -> bool:
-        """Return True if no rank can do anything more for the stage: each unit is done, or was given up."""
+        """Return True if no rank can do anything more for the stage: each unit is done, or was given up.
+
+        Only the rank that waits for the others looks.
+        """
+        if not self._taken.is_mine(_WATCH):
+            return False
         counts = Attempts(self._stage.dir.attempts).counts
         return all(counts[unit.index] >= MAX_ATTEMPTS for unit in self._uncommitted())
 
@@ -105,10 +105,11 @@ class UnitsToDo:
         return self._attempts.counts[unit.index] < MAX_ATTEMPTS and self._taken.is_free(str(unit.index))
 
     def _may_begin(self, unit: Unit) -> bool:
-        if self._attempts.counts[unit.index] >= MAX_ATTEMPTS or not self._taken.take(str(unit.index)):
+        if self._attempts.counts[unit.index] >= MAX_ATTEMPTS:
             return False
-        if unit.index in self._left and not self._taken.is_free(_again(unit.index)):
-            # An earlier process of this rank had it, and another rank has begun it once more since.
+        name = str(unit.index)
+        # What an earlier process of this rank had taken, another rank may have begun once more since.
+        if not self._taken.make(name) and not (self._taken.is_mine(name) and self._taken.is_free(_again(unit.index))):
             return False
         self._tried.add(unit.index)
         self._attempts.counts[unit.index] += 1
@@ -200,24 +201,30 @@ class _TakenFiles:
         self._rank = str(rank).encode()
         self._process = f"{rank} {uuid4().hex}".encode()
 
-    def take(self, name: str, *, by_process: bool = False) -> bool:
-        """Take what a name stands for; return True if it is this rank's, now or since before it was requeued.
+    def take(self, name: str) -> bool:
+        """Take what a name stands for; return True if it is this rank's, now or since before it was requeued."""
+        return self.make(name) or self.is_mine(name)
 
-        Args:
-            by_process: it is for this process alone: an earlier one of the rank may live on, on a node that was lost.
-        """
+    def take_alone(self, name: str) -> bool:
+        """Do so for this process: an earlier one of the rank may live on, on a node that was lost."""
+        return self._make(name, self._process) or read_stored(self._folder / name) == self._process
+
+    def make(self, name: str) -> bool:
+        """Take what nobody has taken; return False where somebody has, be it this rank."""
+        return self._make(name, self._rank)
+
+    def _make(self, name: str, content: bytes) -> bool:
         path = self._folder / name
-        mine = self._process if by_process else self._rank
         with stopping_errors(path):
             try:
                 with path.open("xb") as stream:
-                    stream.write(mine)
-                return True
+                    stream.write(content)
             except FileExistsError:
-                return read_stored(path) == mine
+                return False
             except OSError:
                 path.unlink(missing_ok=True)
                 raise
+        return True
 
     def is_mine(self, name: str) -> bool:
         path = self._folder / name

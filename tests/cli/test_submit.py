@@ -13,7 +13,7 @@ from sharmill.config import to_yaml
 from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
 from sharmill.executors.local.executor import LocalExecutor
-from sharmill.executors.slurm.chain import Chain
+from sharmill.executors.slurm.chain import JobChain
 from sharmill.executors.slurm.chain_state import ChainState
 from sharmill.pipeline import run_dataset
 
@@ -104,7 +104,7 @@ def test_json_of_chains_has_their_state_or_their_error(make_config, capsys, monk
             return ChainState(state="waiting", message="submitted", jobs=["7", "8"])
         raise ConfigError("no", code="bad_usage")
 
-    monkeypatch.setattr(Chain, "start", start)
+    monkeypatch.setattr(JobChain, "start", start)
     status, out, _ = submit(capsys, "prepare", one, other, "--json")
     first, second = json.loads(out)
     assert status == 2

@@ -20,7 +20,7 @@ from sharmill.engine.run import Executor, locked, read_totals, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Stage
 from sharmill.engine.unit import Commit, Output, Totals, Unit
-from sharmill.executors.slurm.chain import Chain
+from sharmill.executors.slurm.chain import JobChain
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import queued_jobs, scancel
 from sharmill.staging import Staging
@@ -110,7 +110,7 @@ class ToyDataset:
 
 
 @dataclass(frozen=True)
-class ToyChain(Chain):
+class ToyChain(JobChain):
     @property
     def stage(self) -> SleepyStage:
         assert isinstance(self.dataset, ToyDataset)

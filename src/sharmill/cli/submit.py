@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sharmill.config import Config
     from sharmill.engine.stage import Stage
     from sharmill.engine.unit import Unit
-    from sharmill.executors.slurm.chain import Chain
+    from sharmill.executors.slurm.chain import JobChain
     from sharmill.executors.slurm.chain_state import ChainState
     from sharmill.executors.slurm.profile import ClusterProfile
     from sharmill.validate.findings import Report
@@ -109,13 +109,13 @@ def submit_all(
     are done again. ``commands`` are what submits each of them again, to be shown. ``outcomes`` gets, for each dataset,
     its name with the state of its chain or its error.
     """
-    from sharmill.executors.slurm.chain import Chain
+    from sharmill.executors.slurm.chain import JobChain
     from sharmill.executors.slurm.chain_state import require_no_chain
     from sharmill.pipeline import DatasetRun, check_config, choose_stages
     from sharmill.validate.redo import take_back_commits
 
     chains = [
-        Chain(DatasetRun(config, tuple(choose_stages(config, stages))), profile, restart, command)
+        JobChain(DatasetRun(config, tuple(choose_stages(config, stages))), profile, restart, command)
         for config, command in zip(configs, commands, strict=True)
     ]
     if redo is not None:
@@ -152,7 +152,7 @@ def show_submission(
     """Print and return the sbatch scripts and the balance of the first stage of a dataset that has something to do, or
     that none has; what comes after it depends on its outcome."""
     from sharmill.cli.stage_status import read_or_preview_units
-    from sharmill.executors.slurm.chain import Chain
+    from sharmill.executors.slurm.chain import JobChain
     from sharmill.pipeline import DatasetRun, check_config, choose_stages, make_stages
 
     chosen = choose_stages(config, stages)
@@ -161,7 +161,7 @@ def show_submission(
     if config.append_to is not None and run.is_whole:
         line = f"{config.name}: once all stages are done, its shards are appended to {config.append_to}"
         console.print(plain(line), soft_wrap=True)
-    executor = Chain(run, profile).executor()
+    executor = JobChain(run, profile).executor()
     for stage in make_stages(config, chosen):
         units, done = read_or_preview_units(stage)
         left = [unit for unit in units if unit.index not in done]
@@ -192,13 +192,13 @@ def _describe_balance(stage: Stage, bins: Sequence[Sequence[Unit]], arrays: Sequ
     ]
 
 
-def _start(console: Console, chain: Chain) -> tuple[int, ChainState]:
+def _start(console: Console, chain: JobChain) -> tuple[int, ChainState]:
     state = chain.start()
     console.print(plain(f"{chain.name}: {state.message}"))
     return _status(state) if state.state != "waiting" else OK, state
 
 
-def _finish(console: Console, chain: Chain) -> tuple[int, ChainState]:
+def _finish(console: Console, chain: JobChain) -> tuple[int, ChainState]:
     from sharmill.executors.slurm.chain_state import wait_for_end
 
     state = wait_for_end(chain.run_dir)
@@ -213,7 +213,7 @@ def _status(state: ChainState) -> int:
 
 
 def _guarded(
-    console: Console, chain: Chain, step: Callable[[Console, Chain], tuple[int, ChainState]]
+    console: Console, chain: JobChain, step: Callable[[Console, JobChain], tuple[int, ChainState]]
 ) -> tuple[int, dict[str, Any]]:
     """Return the exit status of a step, and the state after it, or its error."""
     try:

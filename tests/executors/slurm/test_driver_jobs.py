@@ -10,7 +10,7 @@ from support.errors import raises
 
 from sharmill.errors import FatalError
 from sharmill.executors.slurm import chain as slurm_chain
-from sharmill.executors.slurm.chain import Chain
+from sharmill.executors.slurm.chain import JobChain
 from sharmill.executors.slurm.chain_state import ChainState, read_state
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent
@@ -32,7 +32,7 @@ def scontrol(tmp_path, monkeypatch):
 def driver_job(tmp_path):
     """The driver job of a chain, under a time limit of ten minutes."""
     dataset = SimpleNamespace(name="toy", run_dir=tmp_path / "run")
-    chain = Chain(dataset, ClusterProfile(cpu=RankProfile(timeout_min=10)), command="sharmill submit all c.yaml")
+    chain = JobChain(dataset, ClusterProfile(cpu=RankProfile(timeout_min=10)), command="sharmill submit all c.yaml")
     return chain.executor().driver_job
 
 
@@ -44,7 +44,7 @@ def meet(monkeypatch, error):
     def run(self):
         raise error
 
-    monkeypatch.setattr(Chain, "_run_driver_job", run)
+    monkeypatch.setattr(JobChain, "_run_driver_job", run)
 
 
 def test_one_that_has_waited_as_long_as_it_may_is_requeued(driver_job, scontrol, monkeypatch):

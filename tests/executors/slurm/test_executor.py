@@ -19,7 +19,7 @@ from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import queue as slurm_queue
-from sharmill.executors.slurm.chain import Chain
+from sharmill.executors.slurm.chain import JobChain
 from sharmill.executors.slurm.chain_state import ChainState, read_state, require_no_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
@@ -265,7 +265,7 @@ class TestSetupLines:
         monkeypatch.chdir(folder)
         cluster.script("srun", "echo the rank runs")
         dataset = SimpleNamespace(name=name, run_dir=folder / "run")
-        executor = Chain(dataset, ClusterProfile(), command=f"sharmill submit {name}").executor()
+        executor = JobChain(dataset, ClusterProfile(), command=f"sharmill submit {name}").executor()
         make_private_folder(executor.run_dir.jobs)
         write_atomic(executor.run_dir.chain, msgspec.json.encode(ChainState(state="waiting", message="jobs")))
         watcher = "\n".join([*executor.watcher_setup, "exit 1"])
@@ -299,7 +299,7 @@ class TestSetupLines:
     def waiting(self, tmp_path):
         """A chain that waits for jobs."""
         dataset = SimpleNamespace(name="toy", run_dir=tmp_path / "run")
-        chain = Chain(dataset, ClusterProfile(), command="sharmill submit all c.yaml")
+        chain = JobChain(dataset, ClusterProfile(), command="sharmill submit all c.yaml")
         chain.run_dir.path.mkdir()
         write_atomic(chain.run_dir.chain, msgspec.json.encode(ChainState(state="waiting", message="jobs")))
         return chain

@@ -17,7 +17,7 @@ from support.training import AsIs, flat, take
 
 from sharmill.errors import ConfigError
 from sharmill.training import get_dataloader
-from sharmill.training.buckets.inputs import open_input
+from sharmill.training.buckets.inputs import open_inputs
 from sharmill.training.buckets.mixture import read_mixture
 from sharmill.training.buckets.prompts import load_nemo_tokenizer
 from sharmill.training.buckets.report import BinsOptions, MixtureOptions, estimate_report
@@ -38,7 +38,7 @@ def read(sources, *, tokenizer=("bytes",), samples=100_000, limits=(0.0, float("
     options = {"token_bins": False, "seconds_per_frame": None, "prompt_format": None, "prompt": None, "section": None,
                "samples": samples} | options  # fmt: skip
     return read_mixture(
-        open_input([str(source) for source in sources], tokenizer, **options),
+        open_inputs([str(source) for source in sources], tokenizer, **options),
         min_duration=limits[0], max_duration=limits[1],
     )  # fmt: skip
 

@@ -95,7 +95,7 @@ class ChainedDataset(Protocol):
 
 
 @dataclass(frozen=True)
-class Chain:
+class JobChain:
     """The chain of one dataset; as a callable, its next driver job.
 
     A driver job that does not end well has a watcher job behind it, which is a driver job that goes on in its place:

@@ -37,7 +37,7 @@ _OF_CUTS: Final = frozenset({"group", "sharmill", "nemo", "nemo_tarred", "lhotse
 _OF_TEXT: Final = frozenset({"group", "txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "tts_text"})
 
 
-def open_input(
+def open_inputs(
     sources: Sequence[str],
     tokenizer: Sequence[str],
     *,

@@ -112,10 +112,10 @@ def estimate_report(
             lengths = lengths.in_frames(options.seconds_per_frame)
         return report_bins(lengths, options)
     require_package("nemo")
-    from sharmill.training.buckets.inputs import open_input
+    from sharmill.training.buckets.inputs import open_inputs
     from sharmill.training.buckets.mixture import read_mixture
 
-    reading = open_input(
+    reading = open_inputs(
         texts, tokenizer, token_bins=token_bins, seconds_per_frame=options.seconds_per_frame,
         prompt_format=mixture.prompt_format, prompt=mixture.prompt, section=mixture.section, samples=mixture.samples,
     )  # fmt: skip

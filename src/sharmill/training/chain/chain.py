@@ -22,7 +22,7 @@ from sharmill.shar.reading.iteration import ReadOptions, SharReader
 from sharmill.training.chain import steps
 from sharmill.training.chain.guarded import Guarded
 from sharmill.training.chain.sources import ExampleSource, Items
-from sharmill.training.chain.steps import Examples, num_frames
+from sharmill.training.chain.steps import Examples, count_frames
 from sharmill.training.parallel import parallel_map
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Chain(torch.utils.data.IterableDataset):
         """Draw each example from a buffer of ``size``, by the seed and the epoch of the source."""
         return self._then(steps.shuffle_examples, size=_at_least_1("size", size))
 
-    def sort(self, size: int, key: Callable[[Any], Any] = num_frames, *, reverse: bool = False) -> Chain:
+    def sort(self, size: int, key: Callable[[Any], Any] = count_frames, *, reverse: bool = False) -> Chain:
         """Sort every ``size`` examples among themselves."""
         return self._then(steps.sort_examples, size=_at_least_1("size", size), key=key, reverse=reverse)
 
@@ -128,7 +128,7 @@ class Chain(torch.utils.data.IterableDataset):
         """Put every ``size`` examples into a list; the last one of an epoch may be shorter."""
         return self._then(steps.batch_examples, is_full=partial(steps.has_size, size=_at_least_1("size", size)))
 
-    def dynamic_batch(self, max_frames: int, length: Callable[[Any], int] = num_frames) -> Chain:
+    def dynamic_batch(self, max_frames: int, length: Callable[[Any], int] = count_frames) -> Chain:
         """Put examples into lists whose padded length, the longest times their number, is at most ``max_frames``.
 
         An example that is longer is in a batch of its own.
@@ -136,7 +136,7 @@ class Chain(torch.utils.data.IterableDataset):
         _at_least_1("max_frames", max_frames)
         return self._then(steps.dynamic_batch_examples, max_frames=max_frames, length=length)
 
-    def bucket(self, bounds: Sequence[int], sizes: Sequence[int], length: Callable[[Any], int] = num_frames) -> Chain:
+    def bucket(self, bounds: Sequence[int], sizes: Sequence[int], length: Callable[[Any], int] = count_frames) -> Chain:
         """Put examples of similar lengths into lists: ``sizes[n]`` of those shorter than ``bounds[n]``, and of those
         that reach the last bound as many as the last size says.
         """

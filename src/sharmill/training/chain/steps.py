@@ -17,7 +17,7 @@ from sharmill.training.parallel import parallel_map
 Examples = Generator[Example, None, None]
 
 
-def num_frames(example: Mapping[str, Any]) -> int:
+def count_frames(example: Mapping[str, Any]) -> int:
     """Return the number of frames of an example's ``feat`` (frames, mels)."""
     return len(example["feat"])
 

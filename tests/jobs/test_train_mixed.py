@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from omegaconf import OmegaConf
-from support.corpora import make_corpora
+from support.corpora import link_data, make_corpora
 from support.errors import raises
 from support.example import make_example
 from support.paths import REPOSITORY
@@ -28,13 +28,7 @@ def corpora(tmp_path_factory):
 @pytest.fixture
 def train(corpora, tmp_path, monkeypatch):
     """Returns a function: trains in this process, on settings of a loader whose paths lead to test data."""
-    data = tmp_path / "data"
-    (data / "text").mkdir(parents=True)
-    for name, dataset in {"hifitts2": corpora.large, "libritts": corpora.large, "german": corpora.small}.items():
-        (data / name).symlink_to(dataset)
-    for name, path in zip(("books", "questions", "answers"), (corpora.text, *corpora.pairs), strict=True):
-        (data / f"text/{name}.txt").symlink_to(path)
-    (data / "dialogs").symlink_to(corpora.conversations.parent)
+    link_data(corpora, tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
 

@@ -85,3 +85,13 @@ def _conversations(folder: Path) -> Path:
         lines.append(json.dumps({"id": f"conversation{number}", "conversations": turns}) + "\n")
     manifest.write_text("".join(lines))
     return manifest
+
+
+def link_data(corpora: Corpora, folder: Path) -> None:
+    """Make the folder of data that the configurations for training name, of these corpora."""
+    (folder / "text").mkdir(parents=True)
+    for name, dataset in {"hifitts2": corpora.large, "libritts": corpora.large, "german": corpora.small}.items():
+        (folder / name).symlink_to(dataset)
+    for name, path in zip(("books", "questions", "answers"), (corpora.text, *corpora.pairs), strict=True):
+        (folder / f"text/{name}.txt").symlink_to(path)
+    (folder / "dialogs").symlink_to(corpora.conversations.parent)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lhotse.dataset import AudioSamples
 from omegaconf import OmegaConf
+from support.corpora import link_data
 from support.paths import REPOSITORY
 from support.training import AsIs, Letters, flat, number, numbers, take
 
@@ -19,13 +20,7 @@ CONFIGS = REPOSITORY / "configs/training"
 @pytest.fixture
 def config(corpora, tmp_path, monkeypatch):
     """Returns a function: name -> the configuration, whose paths lead to the test data; buffers are small."""
-    data = tmp_path / "data"
-    (data / "text").mkdir(parents=True)
-    for name, dataset in {"hifitts2": corpora.large, "libritts": corpora.large, "german": corpora.small}.items():
-        (data / name).symlink_to(dataset)
-    for name, path in zip(("books", "questions", "answers"), (corpora.text, *corpora.pairs), strict=True):
-        (data / f"text/{name}.txt").symlink_to(path)
-    (data / "dialogs").symlink_to(corpora.conversations.parent)
+    link_data(corpora, tmp_path / "data")
     monkeypatch.chdir(tmp_path)
 
     def load(name):

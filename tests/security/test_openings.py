@@ -97,7 +97,6 @@ ALLOWED = {
     "training/buckets/step_process.py:_limit_memory": NO_FILE,
     "training/buckets/step_process.py:_run_steps": SYSTEM,
     "training/buckets/step_process.py:available_memory": SYSTEM,
-    "training/nemo/examples.py:open_lines": OPENED,
     "training/yaml_files.py:read_yaml": OPENED,
     "validate/accounts.py:identity": INPUT,
     "validate/shard.py:_read_files": INDEX,

@@ -19,7 +19,7 @@ from sharmill.training.buckets.mixture import Reading
 from sharmill.training.buckets.prompts import ExamplePrompt, load_nemo_tokenizer, resolve_format
 from sharmill.training.buckets.report import frame_shift
 from sharmill.training.nemo.classic import translate
-from sharmill.training.nemo.examples import open_lines
+from sharmill.training.nemo.examples import open_listed
 from sharmill.training.nemo.loader_settings import Settings, resolve_settings, section_names, sources_of, types_in
 from sharmill.training.nemo.trial import read_train_settings
 from sharmill.training.yaml_files import read_yaml
@@ -162,7 +162,7 @@ def _kind_of(source: str) -> str:
     if ".json" not in paths[0]:
         return "txt"
     try:
-        with open_lines(paths[0]) as lines:
+        with open_listed(paths[0]) as lines:
             record: Any = json.loads(next(line for line in lines if line.strip()))
     except (OSError, ValueError, StopIteration) as error:
         raise ConfigError(f"{paths[0]} does not begin with a line of JSON", code="bad_manifest") from error

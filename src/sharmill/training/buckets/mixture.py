@@ -23,7 +23,7 @@ from sharmill.errors import ConfigError, SharmillError
 from sharmill.shar import open_shar
 from sharmill.training.buckets.lengths import Lengths
 from sharmill.training.buckets.prompts import ExamplePrompt
-from sharmill.training.nemo.examples import count_lines, entry_files, open_lines
+from sharmill.training.nemo.examples import count_lines, entry_files, open_listed
 from sharmill.training.nemo.loader import get_dataloader
 from sharmill.training.nemo.loader_settings import Settings
 
@@ -147,7 +147,7 @@ def _thin(entry: Settings, wanted: int, folder: Path) -> tuple[Settings, int]:
 
 def _copy_lines(path: str, numbers: np.ndarray, target: str) -> None:
     """Append the lines of these ascending numbers to another file."""
-    with open_lines(path) as lines, Path(target).open("ab") as output:
+    with open_listed(path) as lines, Path(target).open("ab") as output:
         wanted = iter(numbers.tolist())
         number = next(wanted, None)
         for at, line in enumerate(lines):

@@ -8,7 +8,6 @@ of other readers are made and passed over, so more files than readers are read w
 from __future__ import annotations
 
 import copy
-import gzip
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +25,8 @@ from sharmill.shar.layout import CUTS
 from sharmill.shar.reading.foreign import find_shards
 from sharmill.shar.reading.iteration import ReadOptions, SharReader
 from sharmill.shar.reading.shard import POSITION
-from sharmill.storage import checksum_bytes, open_regular
+from sharmill.sources.json_lines import open_lines
+from sharmill.storage import checksum_bytes
 from sharmill.training.nemo.setting_values import check_files
 
 # The keys that name the files of each type: the first one's lines are counted.
@@ -150,11 +150,11 @@ class _ExampleShard:
 
 def count_lines(path: str) -> int:
     """Count the lines of a file, which may be compressed or remote."""
-    with open_lines(path) as stream:
+    with open_listed(path) as stream:
         return sum(1 for _ in stream)
 
 
-def open_lines(path: str) -> IO[bytes]:
+def open_listed(path: str) -> IO[bytes]:
     """Open a file of lines, which may be compressed; an address is fetched, as NeMo does, but no command is run.
 
     Raises:
@@ -166,13 +166,7 @@ def open_lines(path: str) -> IO[bytes]:
         )
     if "://" in path:
         return open_best(path, "rb")  # type: ignore[no-any-return]
-    try:
-        stream = open_regular(path)
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no file {path}", code="missing_input") from error
-    except ValueError as error:
-        raise ConfigError(f"cannot read {path}: {error}", code="bad_manifest") from error
-    return gzip.open(stream) if path.endswith(".gz") else stream  # type: ignore[return-value]
+    return open_lines(Path(path))
 
 
 def entry_files(kind: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml con
 # Further options of pytest, as in `make test PYTEST="-x --durations=30"`.
 PYTEST :=
 
-.PHONY: demo test test-slow test-all test-cluster test-gpu torture lint bench docs venv clean
+.PHONY: demo test test-slow test-all test-cluster test-slurm test-ray test-gpu torture lint bench docs venv clean
 
 demo: venv
 	$(BIN)/sharmill demo demo
@@ -32,9 +32,14 @@ test-slow: venv
 test-all: venv
 	$(BIN)/python -m pytest -m "not slurm and not ray" $(PYTEST)
 
-# Those on SLURM skip, and say so, where no cluster answers.
-test-cluster: venv
-	$(BIN)/python -m pytest -m "slurm or ray" $(PYTEST)
+test-cluster: test-slurm test-ray
+
+# They skip, and say so, where no controller answers.
+test-slurm: venv
+	$(BIN)/python -m pytest -m slurm $(PYTEST)
+
+test-ray: venv
+	$(BIN)/python -m pytest -m "ray and not slurm" $(PYTEST)
 
 # All that needs a GPU, in minutes and without network, with a report as text and in build/test-gpu.json. Skips without.
 test-gpu: venv

@@ -74,6 +74,9 @@ REMEDIES: Final[dict[str, str]] = {
     "bad_context": "correct the keys context_audio_..., loosen the limits of match, or set match.contexts to choose",
 }
 
+# Reasons that may lie with the node, which does not see the input, and not with the record.
+REASONS_OF_NODES: Final = frozenset({"missing_audio"})
+
 # Reasons that say nothing about the input: they do not count for max_reject_fraction.
 HARMLESS_REASONS: Final = frozenset({"already_there"})
 

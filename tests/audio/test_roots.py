@@ -6,7 +6,7 @@ import pytest
 from support.errors import raises
 
 from sharmill.audio.roots import AudioRoots, normalise_path
-from sharmill.errors import ConfigError, RejectRecord
+from sharmill.errors import ConfigError, DeviceError, RejectRecord
 from sharmill.manifest import Segment
 
 
@@ -68,9 +68,25 @@ def test_roots_are_numbered_over_all_sources(tmp_path):
 
 def test_roots_of_a_source_do_not_lie_within_each_other(tmp_path):
     (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.wav").touch()
     with raises(ConfigError, "bad_config_value", "inner"):
         AudioRoots.of([[str(tmp_path), str(tmp_path / "inner")]]).check()
     AudioRoots.of([str(tmp_path), str(tmp_path / "inner")]).check()
+
+
+@pytest.mark.parametrize(("present", "says"), [(False, "does not exist"), (True, "is empty")])
+def test_a_root_that_is_not_mounted_is_an_error_of_the_node_for_a_rank(tmp_path, present, says):
+    root = tmp_path / "audio"
+    if present:
+        root.mkdir()
+    roots = AudioRoots.of([str(root), "https://host/audio"])
+    with raises(ConfigError, "missing_input", f"{root} {says}"):
+        roots.check()
+    with raises(DeviceError, "unlike_nodes", f"does not see the audio: the audio root {root} {says}"):
+        roots.check_node()
+    root.mkdir(exist_ok=True)
+    (root / "a.wav").touch()
+    roots.check_node()
 
 
 def test_home_folder_as_a_root(tmp_path, monkeypatch):

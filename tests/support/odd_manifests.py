@@ -64,5 +64,5 @@ WHOLE_INPUTS = [
     _instead("a manifest that may not be read", lambda path: (path.write_bytes(GOOD_LINE), path.chmod(0)),
              "Permission denied"),
     WholeInput("an audio root that is a file", 2, _root_is_a_file, "audio"),
-    WholeInput("an empty audio root", 1, _empty_root, "missing_audio 1"),
+    WholeInput("an empty audio root", 2, _empty_root, "is empty"),
 ]  # fmt: skip

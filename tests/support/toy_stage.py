@@ -24,7 +24,7 @@ from sharmill.engine.run import locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import ConfigError, DeviceError, FatalError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.manifest import Reject
 from sharmill.staging import Staging
@@ -327,6 +327,22 @@ class SlowStage(ToyStage):
             advance(unit.cost / 1000)
             time.sleep(0.01)
         return super().work(unit, staging, advance)
+
+
+class GoesBlind(ToyStage):
+    """The rank of unit 2 does not see the audio any more while it does that."""
+
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        if unit.index == 2 and not self.marked("blind"):
+            self.mark("blind", str(os.getpid()))
+            output = _do_reject(self, unit, "missing_audio")
+            self.mark("attempts", f"2 {os.getpid()}")
+            return output
+        return super().work(unit, staging, advance)
+
+    def check_node(self) -> None:
+        if str(os.getpid()) in self.marked("blind"):
+            raise DeviceError("this node does not see the audio", place="node a", code="unlike_nodes")
 
 
 class DiesIdle(ToyStage):

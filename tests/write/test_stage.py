@@ -18,7 +18,7 @@ from sharmill.audio.encoding import encode
 from sharmill.audio.files import read
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, DeviceError
 from sharmill.manifest import AudioNotes, Utterance
 from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.shar import open_shar
@@ -437,7 +437,7 @@ def test_a_rank_that_does_not_see_the_audio_root_rejects_nothing(project):
     project.match_by_hand(config)
     project.root.rename(project.root.with_name("elsewhere"))
     for stage in (WriteStage(config), MatchStage(config)):
-        with raises(ConfigError, "missing_input", f"the audio root {project.root} does not exist"):
+        with raises(DeviceError, "unlike_nodes", f"the audio root {project.root} does not exist"):
             run(stage)
         assert not stage.dir.rejects.exists()
     project.root.with_name("elsewhere").rename(project.root)

@@ -11,13 +11,15 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from errno import ENOENT
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from socket import gethostname
 from typing import Final
 from urllib.parse import unquote
 
 from sharmill.audio.fetch import copy_of, fetch, is_url, origin, url_below
-from sharmill.errors import ConfigError, RejectRecord
+from sharmill.errors import ConfigError, DeviceError, RejectRecord
 from sharmill.manifest import Segment
 
 # A part of a URL's path goes up whatever query or parameter is behind it.
@@ -110,15 +112,26 @@ class AudioRoot:
         return cls(Path(os.path.expanduser(path)))  # noqa: PTH111
 
     def check(self) -> None:
-        """Raise ConfigError where the folder is not there; a URL is not asked for."""
-        if not self.url and not self.path.is_dir():
+        """Raise ConfigError where the folder is not there, or has nothing in it; a URL is not asked for."""
+        if not self.url and (fault := self._fault()):
             where = "" if self.path.is_absolute() else f", which is relative to {Path.cwd()},"
-            found = "is not a folder" if self.path.exists() else "does not exist"
             raise ConfigError(
-                f"the audio root {self.path}{where} {found}; correct audio_root, or run from the folder "
+                f"the audio root {self.path}{where} {fault}; correct audio_root, or run from the folder "
                 "that it is relative to",
                 code="missing_input",
             )
+
+    def _fault(self) -> str:
+        try:
+            with os.scandir(self.path) as entries:
+                # A disk that is not mounted leaves an empty folder.
+                return "" if next(entries, None) is not None else "is empty"
+        except PermissionError:
+            return ""  # its files may be readable
+        except NotADirectoryError:
+            return "is not a folder"
+        except OSError as error:
+            return "does not exist" if error.errno == ENOENT else f"cannot be read ({error.strerror})"
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -203,6 +216,15 @@ class AudioRoots:
                         f"the audio root {inner.path} lies within {outer.path}; name the outer one only",
                         code="bad_config_value",
                     )
+
+    def check_node(self) -> None:
+        """Raise DeviceError where this node does not see a folder: all records there would be rejected, one by one."""
+        for root in self.roots:
+            try:
+                root.check()
+            except ConfigError as error:
+                message = f"this node does not see the audio: {error}"
+                raise DeviceError(message, place=f"node {gethostname()}", code="unlike_nodes") from error
 
     def fetches(self, source: int) -> bool:
         """Return True if a root of a source is a URL."""

@@ -140,6 +140,9 @@ class Stage(ABC):
         Files that the processor needs beside them may be written to ``folder``, which will be ``self.dir.plan``.
         """
 
+    def check_node(self) -> None:  # noqa: B027 - most stages read what earlier ones have left
+        """Raise DeviceError ``unlike_nodes`` where the node of this process does not see the input of the stage."""
+
     @abstractmethod
     def open(self, device: str) -> Processor:
         """Load the model, once per rank, and return what does the units. ``device`` is ``cpu`` or ``cuda``."""

@@ -22,7 +22,7 @@ from sharmill.engine.outcomes import BrokenDevice, FailedAttempt, Overtaken
 from sharmill.engine.progress import ProgressWriter, peak_memory_mb
 from sharmill.engine.stage import Advance, Processor, Stage
 from sharmill.engine.unit import Commit, Output, Unit
-from sharmill.errors import ConfigError, DeviceError, FatalError, is_device_error
+from sharmill.errors import REASONS_OF_NODES, ConfigError, DeviceError, FatalError, is_device_error
 from sharmill.staging import Staging
 from sharmill.storage import WRITE_ERRNOS, stopping_errors, write_atomic
 
@@ -95,9 +95,10 @@ class Worker:
 
     def _open(self) -> Processor:
         try:
+            self.stage.check_node()
             return self.stage.open(self.device)
         except DeviceError as error:
-            raise self._device_error(str(error)) from error
+            raise self._device_error(str(error), error.code, error.place) from error
         except (ConfigError, FatalError):
             raise
         except (Exception, SystemExit) as error:
@@ -123,9 +124,9 @@ class Worker:
             )
             raise self._device_error(reason, code="other_device")
 
-    def _device_error(self, reason: str, code: str | None = None) -> DeviceError:
+    def _device_error(self, reason: str, code: str | None = None, place: str = "") -> DeviceError:
         device = "the CPU" if self.device == "cpu" else f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
-        place = f"{device} of {socket.gethostname()}"
+        place = place or f"{device} of {socket.gethostname()}"
         log = self.stage.dir.rank_log(self.rank)
         message = f"{self.stage.name}: a rank cannot be set up on {place}: {reason}; see {log}"
         return DeviceError(message, place=place, code=code)
@@ -137,6 +138,7 @@ class Worker:
         on its device.
 
         Raises:
+            DeviceError: this node does not see the input any more; others may.
             ConfigError, FatalError: going on with other units makes no sense.
         """
         log.info("unit %d begins: %d records, %.1f s of audio", unit.index, unit.size, unit.cost)
@@ -193,6 +195,8 @@ class Worker:
             with stopping_errors(staging.folder, WRITE_ERRNOS):
                 output = self._processor.process(unit, staging, self._follow(unit))
             output.check_accounts(unit)
+            if REASONS_OF_NODES & {reject.reason for reject in output.rejects}:
+                self.stage.check_node()
             if not self._may_publish(unit):
                 return None
             with spent_on("disk"):

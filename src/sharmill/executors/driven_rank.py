@@ -19,6 +19,8 @@ from sharmill.executors.unit_queue import UnitQueue
 
 log = logging.getLogger(__name__)
 
+# Codes of errors that another try in the same place would end with as well.
+FINAL_CODES = frozenset({"other_device", "unlike_nodes"})
 # A rank whose units fail one after the other may itself be what is broken, as after an error on its GPU.
 _FAILURES_IN_A_ROW = 2
 

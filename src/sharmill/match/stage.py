@@ -144,9 +144,10 @@ class MatchStage(Stage):
                 yield make_unit(number, cost=span.seconds, size=size, params=params)
                 number += 1
 
+    def check_node(self) -> None:
+        segment_roots(self.config).check_node()
+
     def open(self, device: str) -> Processor:
-        # On a node without this disk every record would be rejected for missing audio.
-        segment_roots(self.config).check()
         kind = check_device(device)
         return MatchProcessor(self.config, self.dir.plan, self.make_embedder(device), kind)
 

@@ -53,6 +53,7 @@ def read_pilot(config: Config, size: int, seed: int) -> PilotRecords:
         ConfigError: a source cannot be used.
     """
     check = PrepareStage(config).make_check()
+    check.roots.check()
     pieces = [
         (number, piece)
         for number, source in enumerate(config.sources)

@@ -55,7 +55,7 @@ class PrepareStage(Stage):
         self._sources = config.sources
 
     def identity(self) -> dict[str, Any]:
-        self.make_check()
+        self.make_check().roots.check()
         append_to = self.config.append_to
         # Where it lies, and not what it has: it has more once the new shards are appended.
         grows = {} if append_to is None else {"append_to": identify_folder(Path(append_to), self.run_dir.path)}
@@ -78,6 +78,9 @@ class PrepareStage(Stage):
                 params = {"source": number, "piece": piece.params}
                 yield make_unit(index, cost=float(piece.num_records), size=piece.num_records, params=params)
                 index += 1
+
+    def check_node(self) -> None:
+        self.make_check().roots.check_node()
 
     def open(self, device: str) -> Processor:
         return PrepareProcessor(self._sources, self.make_check())
@@ -111,12 +114,10 @@ class PrepareStage(Stage):
 
     def make_check(self) -> RecordCheck:
         """Return the checks of a record, by the configuration."""
-        roots = AudioRoots.of((source.audio_root for source in self._sources), self.run_dir.copies)
-        roots.check()
         return RecordCheck(
             config=self.config.prepare,
             filters=parse_filters(self.config.prepare.filters),
-            roots=roots,
+            roots=AudioRoots.of((source.audio_root for source in self._sources), self.run_dir.copies),
             speakers=[source.speaker_rule(self.config.name) for source in self._sources],
             channels=[source.default_channel() for source in self._sources],
             keep_ids=[source.keeps_ids() for source in self._sources],

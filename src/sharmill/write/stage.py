@@ -89,9 +89,10 @@ class WriteStage(Stage):
             cost = round(float(index.seconds[order[start:stop]].sum(dtype=np.float64)), 3)
             yield make_unit(number, cost=cost, size=stop - start, params={"start": start, "stop": stop})
 
+    def check_node(self) -> None:
+        segment_roots(self.config).check_node()
+
     def open(self, device: str) -> Processor:
-        # On a node without this disk every record would be rejected for missing audio.
-        segment_roots(self.config).check()
         return WriteProcessor(self.config, self.dir.plan)
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:

@@ -13,6 +13,7 @@ from support.errors import raises
 from support.toy_stage import (
     DiesBesideAnIdleRank,
     DiesIdle,
+    GoesBlind,
     HalfBroken,
     RecordingListener,
     SlowStage,
@@ -23,7 +24,7 @@ from support.toy_stage import (
     run,
 )
 
-from sharmill.errors import FatalError
+from sharmill.errors import DeviceError, FatalError
 
 
 @pytest.fixture(autouse=True)
@@ -155,6 +156,20 @@ class TestStarts:
     def test_setup_that_dies_once_is_tried_again(self, tmp_path):
         stage = ToyStage(tmp_path, setup_does="kill_once")
         assert run(stage, 2)[0].ok
+
+    def test_a_rank_that_sees_its_input_no_more_is_given_up_alone(self, tmp_path):
+        stage = GoesBlind(tmp_path)
+        result, heard = run(stage, 2)
+        assert (result.ok, result.totals.rejects, heard.failed) == (True, {}, {})
+        assert stage.attempts()[2] == 2
+        [sentence] = result.given_up
+        assert "this node does not see the audio" in sentence
+
+    def test_where_no_rank_sees_its_input_nothing_is_rejected(self, tmp_path):
+        stage = GoesBlind(tmp_path)
+        with raises(DeviceError, "unlike_nodes", "does not see the audio"):
+            run(stage)
+        assert not stage.dir.rejects.exists()
 
     def test_a_rank_that_cannot_start_is_given_up_and_the_others_go_on(self, tmp_path, monkeypatch):
         monkeypatch.setattr("sharmill.executors.devices.visible_gpus", lambda: ("0", "1"))

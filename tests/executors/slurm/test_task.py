@@ -14,6 +14,7 @@ from support.errors import raises
 from support.gpu_faults import BreakingStage
 from support.paths import REPOSITORY
 from support.toy_cluster import SleepyStage
+from support.toy_stage import GoesBlind
 
 from sharmill import processes
 from sharmill.engine.attempts import AttemptLog, Attempts
@@ -107,6 +108,19 @@ def test_a_rank_whose_device_breaks_is_requeued_and_its_unit_excused_three_times
     assert stage.attempts() == {0: 1, 1: 6}
     assert "device-side assert" in Attempts(stage.dir.attempts).errors[1].message
     assert not Attempts(stage.dir.attempts).stopped
+
+
+def test_a_rank_that_sees_its_input_no_more_leaves_its_units_to_others(tmp_path):
+    stage = GoesBlind(tmp_path, units=4)
+    read_or_make_plan(stage, restart=False)
+    make_fence(stage)
+    with raises(DeviceError, "unlike_nodes", "does not see the audio"):
+        make_task(stage, 0, [0, 1, 2, 3])()
+    attempts = Attempts(stage.dir.attempts)
+    assert (attempts.counts[2], attempts.interruptions[2], attempts.stopped) == (0, 1, "")
+    assert "does not see the audio" in attempts.setup_error
+    (stage.marks / "blind").write_text("another process")
+    assert make_task(stage, 1, [0, 1, 2, 3])() == 4
 
 
 def test_units_that_may_have_ended_a_rank_come_last(stage):

@@ -22,7 +22,7 @@ from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import Worker
 from sharmill.errors import DeviceError, FatalError
 from sharmill.executors.devices import Device, plan_devices, usable_gpus
-from sharmill.executors.driven_rank import Answer, DrivenRank, FailedStarts, Ready
+from sharmill.executors.driven_rank import FINAL_CODES, Answer, DrivenRank, FailedStarts, Ready
 from sharmill.executors.local.rank_process import RankStart, rank_main
 from sharmill.executors.logs import logging_to
 from sharmill.executors.signals import deferred_interrupts
@@ -188,8 +188,9 @@ class _Pool:
             rank.handle_answer(answer, self.queue)
         except DeviceError as error:
             self._remove(rank)
+            rank.report_lost_unit(self.queue, str(error), self.stage, excused=True)
             self.device_error = error
-            self._count_failed_start(rank.number, str(error), final=error.code == "other_device")
+            self._count_failed_start(rank.number, str(error), final=error.code in FINAL_CODES)
             return
         if isinstance(answer, Ready):
             self.failed_starts.reset(rank.number)

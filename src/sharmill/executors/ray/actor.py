@@ -111,15 +111,25 @@ class RankActor:
         for folder in start.must_exist:
             while not folder.is_dir():
                 if time.monotonic() > deadline:
-                    raise _unlike(
-                        f"node {host} does not see {folder}: run_dir and dataset_dir must lie on file systems that all "
-                        "nodes share"
-                    )
+                    raise _does_not_see(folder)
                 time.sleep(0.5)
 
     def _stop(self, error: ConfigError | FatalError) -> SharmillError:
         log.warning("rank %d stops", self._start.number, exc_info=error)
+        if error.code == "superseded_plan":
+            # The driver knows its plan. If that is the present one, this node has lost sight of it.
+            gone = [folder for folder in self._start.must_exist if not folder.is_dir()]
+            return _does_not_see(*gone)
+        if error.code == "unlike_nodes":
+            return _unlike(str(error))
         return as_answer(error)
+
+
+def _does_not_see(*folders: Path) -> DeviceError:
+    return _unlike(
+        f"node {socket.gethostname()} does not see {' and '.join(map(str, folders)) or 'its plan for some time'}: "
+        "run_dir and dataset_dir must lie on file systems that all nodes share"
+    )
 
 
 def _unlike(message: str) -> DeviceError:

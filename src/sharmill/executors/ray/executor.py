@@ -21,6 +21,7 @@ from typing import Any
 
 import sharmill
 from sharmill.config import Config
+from sharmill.engine.fence import require_current
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import INTERVAL_SECONDS, mark_ended, read_progress
@@ -29,7 +30,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
 from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import DeviceError, FatalError
-from sharmill.executors.driven_rank import Answer, DrivenRank, FailedStarts, Ready
+from sharmill.executors.driven_rank import FINAL_CODES, Answer, DrivenRank, FailedStarts, Ready
 from sharmill.executors.logs import logging_to
 from sharmill.executors.ray.actor import ActorStart, RankActor
 from sharmill.executors.ray.cluster import RankNeeds, check_paths, connect, import_ray, in_working_dir_copy
@@ -256,9 +257,13 @@ class _Pool:
 
     def _remove_unusable(self, rank: _Rank, error: DeviceError) -> None:
         """Take away an actor that cannot use its GPU or node; after some of them, the last keeps its place."""
-        del self.ranks[rank.number]
+        # To a rank, a plan that has been replaced and a disk that has gone from its node look the same.
+        require_current(self.stage)
         log.warning("rank %d: %s", rank.number, error)
-        self.failed_starts.add(str(error), error.place, final=error.code in ("other_device", "unlike_nodes"))
+        rank.give_back(self.queue)
+        del self.ranks[rank.number]
+        rank.report_lost_unit(self.queue, str(error), self.stage, excused=True)
+        self.failed_starts.add(str(error), error.place, final=error.code in FINAL_CODES)
         if not self.failed_starts.too_many(error.place):
             self._ray.kill(rank.actor)
             return

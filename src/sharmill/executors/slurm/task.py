@@ -31,7 +31,7 @@ from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
 from sharmill.engine.worker import MAX_BROKEN_DEVICES, Worker
-from sharmill.errors import ConfigError, SharmillError
+from sharmill.errors import ConfigError, DeviceError, SharmillError
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to
 from sharmill.executors.slurm.queue import cancel_pending
@@ -151,10 +151,12 @@ class RankTask:
                 sys.exit(1)
             if error.code == "superseded_plan":
                 raise
-            # A rank that cannot be set up may lie on a broken node; anything else would meet the others as well.
-            if ready or isinstance(error, ConfigError):
+            # A rank that cannot be set up, or sees its input no more, may lie on a broken node; anything else would
+            # meet the others as well.
+            if isinstance(error, ConfigError) or (ready and not isinstance(error, DeviceError)):
                 self._attempts.stop(error)
             else:
+                self._excuse_current()
                 self._attempts.fail_setup(str(error))
             raise
 

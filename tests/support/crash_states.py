@@ -18,49 +18,21 @@ Consistency Bugs with Bounded Black-Box Crash Testing", OSDI 2018) tries those, 
 from __future__ import annotations
 
 import random
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Final
+
+from support.recorded_steps import Name, Node, RecordedSteps, Renaming, State, Sync, Writing, tree_of
 
 JOURNAL: Final = "journal"
 POSIX: Final = "posix"
-# The bytes of each file by its name below a folder, None for a folder.
-State = Mapping[str, bytes | None]
+NODE: Final = "node"
 # Of bytes that were not synced.
 _LOSSES: Final = ("none", "all", "zeros", "first", "torn")
 _RANDOM_SUBSETS: Final = 4
-
-
-@dataclass(eq=False)
-class Node:
-    """A file, or a folder with its names, as the recorded process sees it."""
-
-    is_folder: bool = False
-    names: dict[str, Node] = field(default_factory=dict)
-    data: bytes = b""
-
-
-# A step about names is what each of them means from then on, None for nothing.
-Name = tuple[Node, str]
-Renaming = dict[Name, Node | None]
-
-
-@dataclass(frozen=True, eq=False)
-class Writing:
-    """A step about bytes: those of a file from then on."""
-
-    file: Node
-    data: bytes
-
-
-@dataclass(frozen=True, eq=False)
-class Sync:
-    """An fsync of a file or of a folder."""
-
-    node: Node
+# Of those between an fsync that is left out and the next that does the same.
+_MOMENTS_WITHOUT: Final = 6
 
 
 @dataclass(frozen=True)
@@ -74,47 +46,72 @@ class Crash:
         loss: what is lost of the bytes that were not synced: ``none``, ``all``, all but the length (``zeros``), all but
             the first writes (``first``), and in these a part of the last one (``torn``).
         file: the only file that loses bytes, by its number among those that may; -1 for all of them.
+        process: of the node that alone is lost; -1 where the power goes everywhere.
+        since: the number of steps after which that node is lost; the other processes go on, up to ``after``.
     """
 
     after: int
     names: str = "none"
     loss: str = "none"
     file: int = -1
+    process: int = -1
+    since: int = 0
 
     @property
     def model(self) -> str:
         """The model of crashes that has this one."""
-        return JOURNAL if self.names == "none" else POSIX
+        return NODE if self.process >= 0 else JOURNAL if self.names == "none" else POSIX
 
     def __str__(self) -> str:
-        return f"{self.after},{self.names},{self.loss},{self.file}"
+        of_node = f",{self.process},{self.since}" if self.process >= 0 else ""
+        return f"{self.after},{self.names},{self.loss},{self.file}{of_node}"
 
     @classmethod
     def parse(cls, text: str) -> Crash:
         """Return the crash of this text."""
-        after, names, loss, file = text.split(",")
-        return cls(int(after), names, loss, int(file))
+        after, names, loss, *numbers = text.split(",")
+        return cls(int(after), names, loss, *map(int, numbers))
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """A folder as it is after some steps, if nothing more is done.
+
+    Attributes:
+        lasting: the names in each folder that are so for good.
+        data: the bytes of each file, all that was written.
+        names: the steps about names that may be lost, in their order.
+        files: of each file that may lose bytes those that were synced, and the steps that wrote later.
+    """
+
+    lasting: Mapping[Node, Mapping[str, Node]]
+    data: Mapping[Node, bytes]
+    names: tuple[int, ...]
+    files: Mapping[Node, tuple[bytes, tuple[int, ...]]]
 
 
 class Recording:
-    """The steps that a process has done below a folder.
+    """What a loss of power may leave of recorded steps.
 
     Args:
-        root: the folder.
-        before: a copy of it from before the first step.
-        log: the recording, by ``record_disk`` of faulty_disk.c.
+        without: sites whose fsyncs do nothing, as if the program had none there.
     """
 
-    def __init__(self, root: Path, before: Path, log: Path) -> None:
-        self._root = root
-        self._top = _load(before)
-        self._names = {node: dict(node.names) for node in _nodes(self._top) if node.is_folder}
-        self._data = {node: node.data for node in _nodes(self._top) if not node.is_folder}
-        self.steps: list[Renaming | Writing | Sync] = []
-        self.described: list[str] = []
-        for operation in _read(log):
-            self._note(*operation)
-        self.end = _tree(self._top, lambda node: node.names, lambda node: node.data)
+    def __init__(self, recorded: RecordedSteps, without: Collection[str] = ()) -> None:
+        self._recorded = recorded
+        self._without = without
+        self.steps = recorded.steps
+        self.described = recorded.described
+        moment = _Moment(recorded.names, recorded.data, (), {})
+        self._moments = [moment]
+        for number in range(len(self.steps)):
+            moment = self._next(moment, number)
+            self._moments.append(moment)
+
+    @property
+    def sites(self) -> list[str]:
+        """The places in the program from which there are fsyncs."""
+        return sorted({step.site for step in self.steps if isinstance(step, Sync) and step.site})
 
     def crashes(self, seed: int) -> Iterator[Crash]:
         """Yield crashes: one after each step, the steps in an order drawn from the seed, then a second one, and so on.
@@ -124,30 +121,73 @@ class Recording:
         rng = random.Random(seed)
         steps = list(range(1, len(self.steps) + 1))
         rng.shuffle(steps)
-        rounds = zip_longest(*(self._crashes_after(step, random.Random(f"{seed} {step}")) for step in steps))
+        rounds = zip_longest(*(self.crashes_after(step, random.Random(f"{seed} {step}")) for step in steps))
         yield from (crash for one in rounds for crash in one if crash is not None)
+
+    def crashes_after(self, after: int, rng: random.Random) -> Iterator[Crash]:
+        """Yield the crashes after a step, those of the models by turns."""
+        moment = self._moments[after]
+        subsets = ["all", *(f"random:{seed}" for seed in range(_RANDOM_SUBSETS))]
+        subsets += [f"{kind}:{number}" for kind in ("drop", "keep") for number in range(len(moment.names))]
+        posix = [Crash(after, subset, loss) for subset in (subsets if moment.names else ()) for loss in _LOSSES]
+        journal = [Crash(after)]
+        journal += [Crash(after, "none", loss, file) for loss in _LOSSES[1:] for file in range(-1, len(moment.files))]
+        node = list(self._losses_of_nodes(after))
+        for crashes in (posix, journal, node):
+            rng.shuffle(crashes)
+        for turn in zip_longest(*rng.sample([posix, journal, node], 3)):
+            yield from filter(None, turn)
+
+    def crashes_without(self, other: Recording) -> Iterator[Crash]:
+        """Yield crashes that are possible since sites were left out, and were not in the recording with them.
+
+        Of what an fsync has made last there, each step is lost: most of all just before something else makes it last.
+        """
+        late, early = [], []
+        for number in (number for site in self._without for number in self._of_site(site)):
+            settled = {*other._moments[number].names} - {*other._moments[number + 1].names}
+            bytes_of = {*other._moments[number].files} - {*other._moments[number + 1].files}
+            afters = []
+            for after in range(number + 1, len(self.steps) + 1):
+                moment = self._moments[after]
+                if settled.isdisjoint(moment.names) and bytes_of.isdisjoint(moment.files):
+                    break
+                afters.append(after)
+            few = {*afters[-1:], *afters[:: max(1, len(afters) // _MOMENTS_WITHOUT)]}
+            for after in sorted(few, reverse=True):
+                found = late if after == afters[-1] else early
+                found.append([*self._losses_of(after, settled, bytes_of)])
+        for crashes in (late, early):
+            yield from (crash for turn in zip_longest(*crashes) for crash in turn if crash is not None)
+
+    def _losses_of(self, after: int, settled: Collection[int], files: Collection[Node]) -> Iterator[Crash]:
+        """Yield the losses of some of the steps about names, or of bytes of some files, after a step."""
+        moment = self._moments[after]
+        for index, number in enumerate(moment.names):
+            if number in settled:
+                yield from (Crash(after, f"drop:{index}", loss) for loss in ("none", "all"))
+        for index, file in enumerate(moment.files):
+            if file in files:
+                yield from (Crash(after, "none", loss, index) for loss in _LOSSES[1:])
+        yield Crash(after, "all", "all")
+        for index, number in enumerate(moment.names):
+            if number not in settled:
+                yield from (Crash(after, f"keep:{index}", loss) for loss in ("none", "all"))
+        yield from (Crash(after, f"random:{seed}", loss) for seed in range(_RANDOM_SUBSETS) for loss in _LOSSES)
 
     def state(self, crash: Crash) -> State:
         """Return what a crash leaves: the bytes of each file by its name below the root, None for a folder."""
         rng = random.Random(str(crash))
-        names, files = self._open(crash.after)
-        lost = self._lost(crash, names, rng)
-        folders = {node: dict(found) for node, found in self._names.items()}
-        data = dict(self._data)
-        for number, step in enumerate(self.steps[: crash.after]):
-            if isinstance(step, Writing):
-                data[step.file] = step.data
-            elif isinstance(step, dict) and number not in lost:
-                for (folder, name), node in step.items():
-                    found = folders.setdefault(folder, {})
-                    if node is None:
-                        found.pop(name, None)
-                    else:
-                        found[name] = node
-        for number, (file, (synced, written)) in enumerate(files.items()):
+        moment = self._moments[crash.after]
+        if crash.process >= 0:
+            moment = self._without_process(crash)
+        lost = self._lost(crash, moment.names, rng)
+        folders = self._apply(moment.lasting, [number for number in moment.names if number not in lost])
+        data = dict(moment.data)
+        for number, (file, (synced, written)) in enumerate(moment.files.items()):
             if crash.file in (-1, number):
-                data[file] = _lose(crash.loss, synced, written, rng)
-        return _tree(self._top, lambda node: folders.get(node, {}), lambda node: data.get(node, b""))
+                data[file] = _lose(crash.loss, synced, [self._written(step) for step in written], rng)
+        return tree_of(self._recorded.top, lambda node: folders.get(node, {}), lambda node: data.get(node, b""))
 
     def ends(self) -> Iterator[Crash]:
         """Yield the loss of all that was not synced, at the end of each stage, and of the run."""
@@ -157,44 +197,92 @@ class Recording:
             yield Crash(number + 1, "all", "all")
         yield Crash(len(self.steps), "all", "all")
 
-    def _crashes_after(self, after: int, rng: random.Random) -> Iterator[Crash]:
-        """Yield the crashes after a step, those of the two models by turns."""
-        names, files = self._open(after)
-        subsets = ["all", *(f"random:{seed}" for seed in range(_RANDOM_SUBSETS))]
-        subsets += [f"{kind}:{number}" for kind in ("drop", "keep") for number in range(len(names))]
-        posix = [Crash(after, subset, loss) for subset in (subsets if names else ()) for loss in _LOSSES]
-        journal = [Crash(after)]
-        journal += [Crash(after, "none", loss, file) for loss in _LOSSES[1:] for file in range(-1, len(files))]
-        rng.shuffle(posix)
-        rng.shuffle(journal)
-        for pair in zip_longest(*rng.sample([posix, journal], 2)):
-            yield from filter(None, pair)
+    def _next(self, moment: _Moment, number: int) -> _Moment:
+        """Return the moment after one more step.
 
-    def _open(self, after: int) -> tuple[list[int], dict[Node, tuple[bytes, list[bytes]]]]:
-        """Return the steps about names that may be lost, and of each file that may lose bytes the synced and the later.
-
-        A step is synced with any of its folders, and with a later step about one of its names.
+        A step about names is synced with any of its folders, and with a later step about one of its names.
         """
-        names: list[int] = []
-        files: dict[Node, tuple[bytes, list[bytes]]] = {}
-        for number, step in enumerate(self.steps[:after]):
+        step = self.steps[number]
+        if isinstance(step, dict):
+            return replace(moment, names=(*moment.names, number))
+        if isinstance(step, Writing):
+            synced, written = moment.files.get(step.file, (moment.data.get(step.file, b""), ()))
+            files = {**moment.files, step.file: (synced, (*written, number))}
+            return replace(moment, data={**moment.data, step.file: step.data}, files=files)
+        if step.site in self._without:
+            return moment
+        if not step.node.is_folder:
+            return replace(moment, files={file: found for file, found in moment.files.items() if file is not step.node})
+        wanted = [n for n in moment.names if any(folder is step.node for folder, _ in self._of(n))]
+        kept = self._needed(moment.names, wanted)
+        lasting = self._apply(moment.lasting, sorted(kept))
+        return replace(moment, lasting=lasting, names=tuple(n for n in moment.names if n not in kept))
+
+    def _apply(self, folders: Mapping[Node, Mapping[str, Node]], numbers: list[int]) -> dict[Node, Mapping[str, Node]]:
+        """Return the names in folders after steps about names."""
+        changed: dict[Node, dict[str, Node]] = {}
+        for number in numbers:
+            for (folder, name), node in self._of(number).items():
+                found = changed.get(folder)
+                if found is None:
+                    found = changed[folder] = dict(folders.get(folder, {}))
+                if node is None:
+                    found.pop(name, None)
+                else:
+                    found[name] = node
+        return {**folders, **changed}
+
+    def _losses_of_nodes(self, after: int) -> Iterator[Crash]:
+        """Yield the losses of one rank's node after which others go on up to this step: ranks, not their driver.
+
+        The driver would notice, so that its later steps need not be those that were recorded.
+        """
+        processes = self._recorded.processes
+        begin = after
+        while begin and processes[begin - 1] != 0:
+            begin -= 1
+        for process in sorted({*processes[begin:after]}):
+            own = [n + 1 for n in range(begin, after) if processes[n] == process]
+            for since in own:
+                yield from (Crash(after, "none", loss, -1, process, since) for loss in _LOSSES)
+
+    def _without_process(self, crash: Crash) -> _Moment:
+        """Return the moment to which others have got since a process was lost, of which nothing but bytes is lost.
+
+        The names are those that the server has; what others do to names that the lost process would have made first is
+        left out.
+        """
+        moment = self._moments[crash.since]
+        processes = self._recorded.processes
+        about: set[Name] = set()
+        names, data = list(moment.names), dict(moment.data)
+        for number in range(crash.since, crash.after):
+            step = self.steps[number]
             if isinstance(step, dict):
-                names.append(number)
-            elif isinstance(step, Writing):
-                files.setdefault(step.file, (self._data.get(step.file, b""), []))[1].append(step.data)
-            elif step.node.is_folder:
-                kept = self._needed(names, [n for n in names if any(folder is step.node for folder, _ in self._of(n))])
-                names = [number for number in names if number not in kept]
-            elif step.node in files and files[step.node][1]:
-                files[step.node] = files[step.node][1][-1], []
-        return names, {file: found for file, found in files.items() if found[1]}
+                if processes[number] == crash.process or not about.isdisjoint(step):
+                    about.update(step)
+                else:
+                    names.append(number)
+            elif isinstance(step, Writing) and processes[number] != crash.process:
+                data[step.file] = step.data
+        files = {file: (synced, own) for file, (synced, written) in moment.files.items()
+                 if (own := tuple(n for n in written if processes[n] == crash.process))}  # fmt: skip
+        return _Moment(self._apply(moment.lasting, names), data, (), files)
+
+    def _of_site(self, site: str) -> list[int]:
+        return [n for n, step in enumerate(self.steps) if isinstance(step, Sync) and step.site == site]
 
     def _of(self, number: int) -> Renaming:
         step = self.steps[number]
         assert isinstance(step, dict)
         return step
 
-    def _needed(self, names: list[int], wanted: list[int]) -> set[int]:
+    def _written(self, number: int) -> bytes:
+        step = self.steps[number]
+        assert isinstance(step, Writing)
+        return step.data
+
+    def _needed(self, names: tuple[int, ...], wanted: list[int]) -> set[int]:
         """Return the wanted steps and the earlier ones about the same names, and those about the names of these."""
         needed = set(wanted)
         about: set[Name] = set()
@@ -204,7 +292,7 @@ class Recording:
                 about.update(self._of(number))
         return needed
 
-    def _lost(self, crash: Crash, names: list[int], rng: random.Random) -> set[int]:
+    def _lost(self, crash: Crash, names: tuple[int, ...], rng: random.Random) -> set[int]:
         kind, _, number = crash.names.partition(":")
         if kind == "none":
             return set()
@@ -219,71 +307,6 @@ class Recording:
                 lost.add(name)
                 about.update(self._of(name))
         return lost
-
-    def _note(self, name: str, path: str, other: str, offset: int, data: bytes) -> None:
-        """Add the steps of a recorded operation."""
-        self.described.append(f"{name} {self._below(path)} {self._below(other)}".rstrip())
-        folder, own = self._find(path)
-        node = folder.names.get(own) if own else self._top
-        if name in ("create", "mkdir"):
-            self._rename({(folder, own): Node(is_folder=name == "mkdir")})
-        elif name == "unlink":
-            self._rename({(folder, own): None})
-        elif name in ("rename", "link"):
-            assert node is not None
-            gone: Renaming = {(folder, own): None} if name == "rename" else {}
-            self._rename({**gone, self._find(other): node})
-        elif name == "fsync":
-            assert node is not None
-            self._add(Sync(node))
-        else:
-            assert node is not None
-            before = node.data.ljust(offset, b"\0")
-            now = data if name == "content" else before[:offset] + data + before[offset + len(data) :]
-            if now != node.data:
-                node.data = now
-                self._add(Writing(node, now))
-        # What led to the last step.
-        self.described[len(self.steps) :] = []
-
-    def _rename(self, step: Renaming) -> None:
-        for (folder, name), node in step.items():
-            if node is None:
-                del folder.names[name]
-            else:
-                folder.names[name] = node
-        self._add(step)
-
-    def _add(self, step: Renaming | Writing | Sync) -> None:
-        self.steps.append(step)
-
-    def _below(self, path: str) -> str:
-        return path.removeprefix(str(self._root)).lstrip("/")
-
-    def _find(self, path: str) -> Name:
-        """Return the folder of a name, and the name in it."""
-        *parents, name = self._below(path).split("/")
-        folder = self._top
-        for parent in parents:
-            folder = folder.names[parent]
-        return folder, name
-
-
-def write_tree(root: Path, state: State) -> None:
-    """Make a folder hold what a crash has left."""
-    shutil.rmtree(root, ignore_errors=True)
-    root.mkdir()
-    for name, data in state.items():
-        if data is None:
-            (root / name).mkdir()
-        else:
-            (root / name).write_bytes(data)
-
-
-def read_tree(root: Path) -> State:
-    """Return what a folder holds: the bytes of each file by its name, None for a folder; folders before their files."""
-    found = sorted(root.rglob("*"))
-    return {path.relative_to(root).as_posix(): None if path.is_dir() else path.read_bytes() for path in found}
 
 
 def _lose(loss: str, synced: bytes, written: list[bytes], rng: random.Random) -> bytes:
@@ -302,35 +325,3 @@ def _lose(loss: str, synced: bytes, written: list[bytes], rng: random.Random) ->
     before, now = states[last - 1], states[last]
     begin = len(before) if now.startswith(before) else 0
     return now[: rng.randint(begin, max(begin, len(now) - 1))]
-
-
-def _load(folder: Path) -> Node:
-    if not folder.is_dir():
-        return Node(data=folder.read_bytes())
-    return Node(is_folder=True, names={path.name: _load(path) for path in folder.iterdir()})
-
-
-def _nodes(node: Node) -> Iterator[Node]:
-    yield node
-    for below in node.names.values():
-        yield from _nodes(below)
-
-
-def _tree(top: Node, names: Callable[[Node], dict[str, Node]], data: Callable[[Node], bytes]) -> State:
-    found: dict[str, bytes | None] = {}
-
-    def add(folder: Node, prefix: str) -> None:
-        for name, node in sorted(names(folder).items()):
-            found[prefix + name] = None if node.is_folder else data(node)
-            add(node, f"{prefix}{name}/")
-
-    add(top, "")
-    return found
-
-
-def _read(log: Path) -> Iterator[tuple[str, str, str, int, bytes]]:
-    """Yield the operations of a recording: name, path, other path, offset, bytes."""
-    with log.open("rb") as stream:
-        for line in stream:
-            name, path, other, offset, size = line.decode().rstrip("\n").split("\t")
-            yield name, path, other, int(offset), stream.read(int(size))

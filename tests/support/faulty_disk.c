@@ -15,8 +15,10 @@
  * Operations are counted over all processes, in the file FAULTY_DISK_COUNT; FAULTY_DISK_LOG gets a line for each that
  * fails, or for every one where nothing fails: its number, its name, its path.
  *
- * A process that has called record_disk(FOLDER, LOG) notes instead all that it does to names and bytes below the folder,
- * in order, each after it was done; crash_states.py says what may be left of that when the power goes.
+ * A process that has called record_disk(FOLDER, LOG), or was started with these in RECORD_DISK_FOLDER and RECORD_DISK_LOG,
+ * notes instead all that it does to names and bytes below the folder, in order, each after it was done; no other process
+ * that records into the same log does anything there in between. What a thread told record_site is noted with its fsyncs.
+ * recorded_steps.py reads the log, and crash_states.py says what may be left of that when the power goes.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -47,7 +49,11 @@ static struct count *count;
 static const char *folder, *kind, *log_path;
 static long at;
 
+void record_disk(const char *below, const char *log);
+
 __attribute__((constructor)) static void prepare(void) {
+    if (getenv("RECORD_DISK_FOLDER") && getenv("RECORD_DISK_LOG"))
+        record_disk(getenv("RECORD_DISK_FOLDER"), getenv("RECORD_DISK_LOG"));
     const char *path = getenv("FAULTY_DISK_COUNT");
     folder = getenv("FAULTY_DISK_FOLDER");
     kind = getenv("FAULTY_DISK_KIND");
@@ -110,6 +116,29 @@ static int absolute(int directory, const char *path, char *whole) {
 static const char *recorded_folder;
 static int record = -1;
 static pthread_mutex_t recording = PTHREAD_MUTEX_INITIALIZER;
+static __thread char site[512];
+
+/* One thread of one process at a time: threads by the mutex, processes by a lock of the log. */
+static void lock_record(int kind) {
+    struct flock whole = {.l_type = kind, .l_whence = SEEK_SET};
+    if (kind == F_WRLCK)
+        pthread_mutex_lock(&recording);
+    while (fcntl(record, F_SETLKW, &whole))
+        if (errno != EINTR)
+            abort();
+    if (kind == F_UNLCK)
+        pthread_mutex_unlock(&recording);
+}
+
+/* Called by a thread: the place in the program from which it is about to sync. */
+void record_site(const char *name) {
+    snprintf(site, sizeof site, "%s", name);
+}
+
+/* A child by fork has one thread, which does not hold the mutex. */
+static void begin_child(void) {
+    pthread_mutex_init(&recording, NULL);
+}
 
 /* The folder itself, or a path below it. */
 static int is_recorded(const char *path) {
@@ -121,19 +150,26 @@ static int is_recorded(const char *path) {
 void record_disk(const char *below, const char *log) {
     recorded_folder = strdup(below);
     record = (int)syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
-    if (record < 0)
+    if (record < 0 || pthread_atfork(NULL, NULL, begin_child))
         abort();
 }
 
-/* One line, and the bytes behind it: name, path, other path, offset, number of bytes. */
+/* One line, and the bytes behind it: name, path, other path, offset, number of bytes, process, site. */
 static void note_change(const char *name, const char *path, const char *other, off64_t offset, const void *data, size_t size) {
-    char line[2 * PATH_MAX + 128];
+    char line[2 * PATH_MAX + 1024];
     if (!is_recorded(path))
         return;
-    int length = snprintf(line, sizeof line, "%s\t%s\t%s\t%lld\t%zu\n", name, path, other, (long long)offset, size);
+    int length = snprintf(line, sizeof line, "%s\t%s\t%s\t%lld\t%zu\t%d\t%s\n", name, path, other, (long long)offset, size,
+                          getpid(), strcmp(name, "fsync") ? "" : site);
     struct iovec parts[] = {{line, length}, {(void *)data, size}};
     if (syscall(SYS_writev, record, parts, 2) != (ssize_t)(length + size))
         abort();
+}
+
+/* A name in a folder that is recorded. */
+static int concerns(int directory, const char *path) {
+    char whole[PATH_MAX];
+    return absolute(directory, path, whole) && is_recorded(whole);
 }
 
 static void note_name(const char *name, int directory, const char *path, const char *other) {
@@ -157,6 +193,11 @@ static int path_of(int file, char *path) {
     path[length < 0 ? 0 : length] = 0;
     return length > 0 && is_recorded(path) && !fstat(file, &status)
         && status.st_nlink && (S_ISREG(status.st_mode) || S_ISDIR(status.st_mode));
+}
+
+static int concerns_file(int file) {
+    char path[PATH_MAX];
+    return path_of(file, path);
 }
 
 /* All bytes of an open file: some were written in ways that are not seen here, as by stdio. */
@@ -205,23 +246,26 @@ static int fault_of(const char *name, int file, int traits) {
 }
 
 #define REAL(type, name, ...) static type (*real)(__VA_ARGS__); if (!real) real = dlsym(RTLD_NEXT, name)
-/* The result of a call, and a note of it where it has succeeded; calls of threads come one after the other. */
-#define NOTED(type, call, note) do { \
-    if (record < 0) return call; \
-    pthread_mutex_lock(&recording); \
+/* The result of a call, and a note of it where it has succeeded, if it concerns the folder: what blocks, as a pipe does,
+ * does not. Such calls of all threads and processes come one after the other. */
+#define NOTED(concerns, type, call, note) do { \
+    if (record < 0 || !(concerns)) return call; \
+    lock_record(F_WRLCK); \
     type done = call; \
     int saved = errno; \
     if (done != -1) { note; } \
+    lock_record(F_UNLCK); \
     errno = saved; \
-    pthread_mutex_unlock(&recording); \
     return done; } while (0)
 #define FAIL(found) do { int error = (found); if (error) { errno = error; return -1; } } while (0)
 
 static int open_any(int directory, const char *path, int flags, mode_t mode) {
     if (flags & (O_WRONLY | O_RDWR | O_CREAT))
         FAIL(fault_at("open", directory, path, flags & O_CREAT ? NEEDS_ROOM : 0));
-    int is_new = record >= 0 && flags & O_CREAT && faccessat(directory, path, F_OK, AT_SYMLINK_NOFOLLOW);
-    NOTED(int, (int)syscall(SYS_openat, directory, path, flags, mode),
+    int is_new = 0;
+    if (record < 0 || !(flags & (O_CREAT | O_TRUNC)) || !concerns(directory, path))
+        return (int)syscall(SYS_openat, directory, path, flags, mode);
+    NOTED(1, int, (is_new = faccessat(directory, path, F_OK, AT_SYMLINK_NOFOLLOW), (int)syscall(SYS_openat, directory, path, flags, mode)),
           if (is_new) note_name("create", directory, path, ""); else if (flags & O_TRUNC) note_content(done));
 }
 
@@ -244,19 +288,19 @@ ssize_t read(int file, void *data, size_t size) {
 ssize_t write(int file, const void *data, size_t size) {
     FAIL(fault_of("write", file, NEEDS_ROOM));
     REAL(ssize_t, "write", int, const void *, size_t);
-    NOTED(ssize_t, real(file, data, size), note_written(file, data, done, -1));
+    NOTED(concerns_file(file), ssize_t, real(file, data, size), note_written(file, data, done, -1));
 }
 
 ssize_t writev(int file, const struct iovec *parts, int number) {
     FAIL(fault_of("write", file, NEEDS_ROOM));
     REAL(ssize_t, "writev", int, const struct iovec *, int);
-    NOTED(ssize_t, real(file, parts, number), note_content(file));
+    NOTED(concerns_file(file), ssize_t, real(file, parts, number), note_content(file));
 }
 
 ssize_t pwrite64(int file, const void *data, size_t size, off64_t offset) {
     FAIL(fault_of("write", file, NEEDS_ROOM));
     REAL(ssize_t, "pwrite64", int, const void *, size_t, off64_t);
-    NOTED(ssize_t, real(file, data, size, offset), note_written(file, data, done, offset));
+    NOTED(concerns_file(file), ssize_t, real(file, data, size, offset), note_written(file, data, done, offset));
 }
 
 int flock(int file, int operation) {
@@ -275,19 +319,19 @@ int flock(int file, int operation) {
 int fsync(int file) {
     FAIL(fault_of("fsync", file, SYNCS));
     REAL(int, "fsync", int);
-    NOTED(int, real(file), note_sync(file));
+    NOTED(concerns_file(file), int, real(file), note_sync(file));
 }
 
 int fdatasync(int file) {
     FAIL(fault_of("fsync", file, SYNCS));
     REAL(int, "fdatasync", int);
-    NOTED(int, real(file), note_sync(file));
+    NOTED(concerns_file(file), int, real(file), note_sync(file));
 }
 
 int rename(const char *from, const char *to) {
     FAIL(fault_at("rename", AT_FDCWD, to, 0));
     REAL(int, "rename", const char *, const char *);
-    NOTED(int, real(from, to), note_names("rename", AT_FDCWD, from, AT_FDCWD, to));
+    NOTED(concerns(AT_FDCWD, from), int, real(from, to), note_names("rename", AT_FDCWD, from, AT_FDCWD, to));
 }
 
 int mkdir(const char *path, mode_t mode) {
@@ -296,45 +340,45 @@ int mkdir(const char *path, mode_t mode) {
     if (stat(path, &status))
         FAIL(fault_at("mkdir", AT_FDCWD, path, NEEDS_ROOM));
     REAL(int, "mkdir", const char *, mode_t);
-    NOTED(int, real(path, mode), note_name("mkdir", AT_FDCWD, path, ""));
+    NOTED(concerns(AT_FDCWD, path), int, real(path, mode), note_name("mkdir", AT_FDCWD, path, ""));
 }
 
 int unlink(const char *path) {
     FAIL(fault_at("unlink", AT_FDCWD, path, 0));
     REAL(int, "unlink", const char *);
-    NOTED(int, real(path), note_name("unlink", AT_FDCWD, path, ""));
+    NOTED(concerns(AT_FDCWD, path), int, real(path), note_name("unlink", AT_FDCWD, path, ""));
 }
 
 int unlinkat(int directory, const char *path, int flags) {
     FAIL(fault_at(flags & AT_REMOVEDIR ? "rmdir" : "unlink", directory, path, 0));
     REAL(int, "unlinkat", int, const char *, int);
-    NOTED(int, real(directory, path, flags), note_name("unlink", directory, path, ""));
+    NOTED(concerns(directory, path), int, real(directory, path, flags), note_name("unlink", directory, path, ""));
 }
 
 int rmdir(const char *path) {
     FAIL(fault_at("rmdir", AT_FDCWD, path, 0));
     REAL(int, "rmdir", const char *);
-    NOTED(int, real(path), note_name("unlink", AT_FDCWD, path, ""));
+    NOTED(concerns(AT_FDCWD, path), int, real(path), note_name("unlink", AT_FDCWD, path, ""));
 }
 
 /* What follows never fails: it is noted only. */
 
 int close(int file) {
     int is_written = record >= 0 && file != record && (fcntl(file, F_GETFL) & O_ACCMODE) != O_RDONLY;
-    if (is_written) {
-        pthread_mutex_lock(&recording);
+    if (is_written && concerns_file(file)) {
+        lock_record(F_WRLCK);
         note_content(file);
-        pthread_mutex_unlock(&recording);
+        lock_record(F_UNLCK);
     }
     return (int)syscall(SYS_close, file);
 }
 
 int ftruncate64(int file, off64_t size) {
     REAL(int, "ftruncate64", int, off64_t);
-    NOTED(int, real(file, size), note_content(file));
+    NOTED(concerns_file(file), int, real(file, size), note_content(file));
 }
 
 int link(const char *from, const char *to) {
     REAL(int, "link", const char *, const char *);
-    NOTED(int, real(from, to), note_names("link", AT_FDCWD, from, AT_FDCWD, to));
+    NOTED(concerns(AT_FDCWD, from), int, real(from, to), note_names("link", AT_FDCWD, from, AT_FDCWD, to));
 }

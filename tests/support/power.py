@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 import traceback
 import warnings
@@ -28,7 +29,9 @@ import xxhash
 from sharmill.errors import SharmillError
 from sharmill.shar import open_shar
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
-from support.crash_states import Crash, Recording, State, read_tree, write_tree
+from support.crash_states import Crash, Recording
+from support.paths import REPOSITORY
+from support.recorded_steps import RecordedSteps, State, read_tree, write_tree
 from support.small_run import is_temporary, lasting, lasting_files
 
 # Crashes in one fork: making that takes as long as a relaunch.
@@ -45,6 +48,7 @@ class PoweredRun:
     Attributes:
         prepare: makes what is there before the run, in an empty folder.
         run: does the work in that folder; called again after a cut.
+        recorded: does the same work and is recorded instead, as by several processes.
         datasets: the names of dataset directories, which are read after a cut and before the run is done again.
         outcome: returns what must be the same in the end, by name.
     """
@@ -53,6 +57,7 @@ class PoweredRun:
     prepare: Callable[[Path], None]
     run: Callable[[Path], None]
     datasets: Sequence[str] = ()
+    recorded: Callable[[Path], None] | None = None
     outcome: Callable[[Path], dict[str, bytes]] = lasting_files
 
 
@@ -91,8 +96,9 @@ class PowerCuts:
         expected = run.outcome(self._work)
         write_tree(self._work, read_tree(before))
         assert _forked(lambda: self._record(folder / "log")) == "recorded"
-        self.recording = Recording(self._work, before, folder / "log")
-        assert self.recording.end == read_tree(self._work), "an operation was not recorded"
+        self._recorded = RecordedSteps(self._work, before, folder / "log")
+        assert self._recorded.end == read_tree(self._work), "an operation was not recorded"
+        self.recording = Recording(self._recorded)
         self._expected = run.outcome(self._work)
         self._usual = {name.rpartition("/")[2] for name in self._temporary()}
         assert self._expected == expected, "the run is not deterministic"
@@ -103,7 +109,7 @@ class PowerCuts:
 
     def cut_all(self, seed: int, states: int, deadline: float) -> Cuts:
         """Cut the power at moments drawn from a seed, until there were so many distinct states or time is over."""
-        found = Cuts(self._run.name, steps=len(self.recording.steps), problems=self.lost_at_ends())
+        found = Cuts(self._run.name, steps=len(self.recording.steps), problems=_lost_at_ends(self.recording))
         crashes = self.recording.crashes(seed)
         while found.distinct.total() < states and time.monotonic() < deadline:
             batch = dict(islice(self._new(crashes, found), min(_AT_ONCE, states - found.distinct.total())))
@@ -127,8 +133,10 @@ class PowerCuts:
         found = json.loads(answer) if answer else [[0, "the process has ended"]] * len(crashes)
         if len(crashes) == 1:
             return [(found[0][0], found[0][1])]
-        pairs = zip(crashes, found, strict=True)
-        return [self.cut(crash) if problem else (refused, "") for crash, (refused, problem) in pairs]
+        return [
+            self._cut_many({crash: state})[0] if problem else (refused, "")
+            for (crash, state), (refused, problem) in zip(crashes.items(), found, strict=True)
+        ]
 
     def _new(self, crashes: Iterable[Crash], found: Cuts) -> Iterator[tuple[Crash, State]]:
         """Yield the crashes that leave a state that was not there before, with that."""
@@ -138,15 +146,26 @@ class PowerCuts:
             if not self._is_known(state):
                 yield crash, state
 
-    def lost_at_ends(self) -> dict[str, str]:
-        """Return what is lost of a stage, or of the run, if the power goes when it has ended."""
-        problems = {}
-        for crash in self.recording.ends():
-            there, left = self.recording.state(Crash(crash.after)), self.recording.state(crash)
-            lost = sorted(name for name in lasting(there) if there[name] != left.get(name, b"absent"))
-            if lost:
-                problems[str(crash)] = f"what was done is lost: {', '.join(lost[:5])} of {len(lost)}"
-        return problems
+    def break_without(self, site: str, states: int) -> str:
+        """Return what breaks, and in which state, if the fsyncs from one site do nothing; empty where nothing does.
+
+        Args:
+            states: at most so many that were not there before are tried.
+        """
+        recording = Recording(self._recorded, [site])
+        if lost := _lost_at_ends(recording):
+            return "; ".join(f"{crash}: {problem}" for crash, problem in lost.items())
+        crashes, left = recording.crashes_without(self.recording), states
+        while left > 0:
+            new = ((crash, recording.state(crash)) for crash in crashes)
+            batch = dict(islice((pair for pair in new if not self._is_known(pair[1])), min(_AT_ONCE, left)))
+            if not batch:
+                break
+            left -= len(batch)
+            for crash, (_, problem) in zip(batch, self._cut_many(batch), strict=True):
+                if problem:
+                    return f"{crash}: {recording.described[crash.after - 1]}: {problem}"
+        return ""
 
     def _is_known(self, state: State) -> bool:
         """Return True if there was this state before; what is said in logs and records of progress does not count."""
@@ -157,8 +176,18 @@ class PowerCuts:
         return is_known
 
     def _record(self, log: Path) -> str:
-        ctypes.CDLL(None).record_disk(str(self._work).encode(), str(log).encode())
-        self._run.run(self._work)
+        library = ctypes.CDLL(None)
+        # For processes that this one starts.
+        os.environ.update(RECORD_DISK_FOLDER=str(self._work), RECORD_DISK_LOG=str(log))
+        library.record_disk(str(self._work).encode(), str(log).encode())
+        sync = os.fsync
+
+        def noted(file: int) -> None:
+            library.record_site(site_of_caller().encode())
+            sync(file)
+
+        with mock.patch("os.fsync", new=noted):
+            (self._run.recorded or self._run.run)(self._work)
         return "recorded"
 
     def _outcome(self, state: State) -> tuple[int, str]:
@@ -199,6 +228,17 @@ class PowerCuts:
         return 0
 
 
+def _lost_at_ends(recording: Recording) -> dict[str, str]:
+    """Return what is lost of a stage, or of the run, if the power goes when it has ended."""
+    problems = {}
+    for crash in recording.ends():
+        there, left = recording.state(Crash(crash.after)), recording.state(crash)
+        lost = sorted(name for name in lasting(there) if there[name] != left.get(name, b"absent"))
+        if lost:
+            problems[str(crash)] = f"what was done is lost: {', '.join(lost[:5])} of {len(lost)}"
+    return problems
+
+
 def _is_part(found: dict[str, dict[str, str]], whole: dict[str, dict[str, str]]) -> bool:
     """Return True if these are all cuts of a dataset; the codes may be still to come."""
     return found.keys() == whole.keys() and all(values.items() <= whole[cut].items() for cut, values in found.items())
@@ -216,6 +256,22 @@ def _read(directory: Path) -> dict[str, dict[str, str]] | None:
             raise
         return None
     return found
+
+
+def site_of_caller() -> str:
+    """Return from where in the program a sync is done: the functions of storage, and the one that calls these."""
+    found = []
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(REPOSITORY / "src") or path.is_relative_to(REPOSITORY / "jobs"):
+            name = f"{path.stem}.{frame.f_code.co_name}"
+            # A function that calls itself, as for the folder above, is one place.
+            found += [] if found[-1:] == [name] else [name]
+            if path.stem != "storage":
+                break
+        frame = frame.f_back
+    return " < ".join(found)
 
 
 class _Clock:

@@ -9,6 +9,7 @@ import pytest
 import xxhash
 
 from sharmill import staging as staging_module
+from sharmill.ports import process
 from sharmill.staging import STAGING_NAME, PublishedFile, Staging, remove_dead_attempts, token_staging
 from sharmill.storage import remove_at_once
 
@@ -93,9 +94,9 @@ def test_only_attempts_of_dead_processes_are_removed(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as alive, subprocess.Popen(["true"]) as dead:
         dead.wait()
         for pid in (alive.pid, dead.pid):
-            with mock.patch("os.getpid", return_value=pid):
+            with mock.patch.object(process, "getpid", return_value=pid):
                 open_staging(tmp_path).folder.mkdir()
-        with mock.patch.object(staging_module, "gethostname", return_value="another-host"):
+        with mock.patch.object(process, "gethostname", return_value="another-host"):
             open_staging(tmp_path).folder.mkdir()
         remove_dead_attempts(tmp_path, TOKEN)
         left = [path.name for path in token_staging(tmp_path, TOKEN).iterdir()]

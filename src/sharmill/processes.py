@@ -1,6 +1,6 @@
 """Child processes that talk to this one over a pipe: start, send, receive, describe how one ended, end by force.
 
-Also who runs a process, and since when, as Linux tells it.
+Also the user of a process, and the cores that it may use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -86,38 +85,6 @@ def user_name() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return f"user {os.getuid()}"  # without an entry in the list of users, as in containers
-
-
-def state_and_start(pid: int) -> tuple[str, int]:
-    """Return the state of a process as one letter, and the time of its start in clock ticks since the machine's.
-
-    Raises:
-        OSError: there is no such process, or it is hidden from this user.
-    """
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return fields[0].decode(), int(fields[19])
-
-
-@cache
-def this_kernel() -> str:
-    """Return what tells the place of this process from all others: the boot of its kernel, and its PID namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-
-
-def is_gone(pid: int, started: int) -> bool:
-    """Return True if a process of this kernel, which began at ``started`` as ``state_and_start`` says, has ended."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass  # another user's
-    try:
-        state, found = state_and_start(pid)
-    except OSError:
-        return False  # hidden from this user, or just ended: the next look tells
-    return state in "ZX" or found != started
 
 
 class ChildEnded(Exception):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from socket import gethostname
 from uuid import uuid4
 
+from sharmill.ports import process
 from sharmill.storage import checksum, fsync_directory, fsync_file, refuse_strangers, remove_tree, stopping_errors
 
 STAGING_NAME = ".sharmill-staging"
@@ -45,7 +43,8 @@ class Staging:
 
     def __init__(self, root: Path, token: str, unit_index: int) -> None:
         self.root = root
-        self.folder = token_staging(root, token) / f"{unit_index:06d}-{gethostname()}-{os.getpid()}-{uuid4().hex}"
+        by = f"{process.gethostname()}-{process.getpid()}"
+        self.folder = token_staging(root, token) / f"{unit_index:06d}-{by}-{uuid4().hex}"
 
     def __enter__(self) -> Staging:
         with stopping_errors(self.folder):
@@ -67,7 +66,7 @@ class Staging:
         if not names:
             return []
         # The disk gets all files at once, and writes while their checksums are computed.
-        with stopping_errors(self.root), ThreadPoolExecutor(len(names), "fsync") as pool:
+        with stopping_errors(self.root), process.ThreadPoolExecutor(len(names), "fsync") as pool:
             flushed = [pool.submit(fsync_file, self.folder / name) for name in names]
             published = [self._describe(name) for name in names]
             for future in flushed:
@@ -92,10 +91,6 @@ def token_staging(root: Path, token: str) -> Path:
 
 def remove_dead_attempts(root: Path, token: str) -> None:
     """Remove what processes of this host that have ended left aside for a plan. Others may be at work for it."""
-    for folder in token_staging(root, token).glob(f"*-{gethostname()}-*-*"):
-        try:
-            os.kill(int(folder.name.split("-")[-2]), 0)
-        except ProcessLookupError:
+    for folder in token_staging(root, token).glob(f"*-{process.gethostname()}-*-*"):
+        if process.is_gone(int(folder.name.split("-")[-2])):
             remove_tree(folder)
-        except PermissionError:
-            continue

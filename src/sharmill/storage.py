@@ -12,8 +12,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
-import time
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -158,20 +156,6 @@ def checksum(path: Path) -> str:
 def checksum_bytes(data: bytes) -> str:
     """xxh3-64 of ``data``, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
-
-
-def clock_of(folder: Path) -> float:
-    """Return the time of the file system that a folder is on, in Unix seconds, as it stands at files written now.
-
-    Nodes' clocks may be minutes apart. Where this user cannot write there, it is the time of this machine.
-    """
-    try:
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"\n")
-            probe.flush()
-            return os.fstat(probe.fileno()).st_mtime
-    except OSError:
-        return time.time()
 
 
 def fsync_directory(path: Path) -> None:

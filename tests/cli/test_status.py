@@ -34,8 +34,9 @@ from sharmill.engine.progress import RankProgress
 from sharmill.engine.worker import Worker
 from sharmill.executors.slurm.chain_state import ChainState
 from sharmill.executors.slurm.queue import QueuedJob, make_run_id
+from sharmill.ports import clock
+from sharmill.ports.process import state_and_start, this_kernel
 from sharmill.prepare.stage import PrepareStage
-from sharmill.processes import state_and_start, this_kernel
 from sharmill.storage import write_atomic
 
 NOW = datetime(2026, 3, 1, 12, 0, 0)
@@ -51,7 +52,7 @@ class NoonClock(datetime):
 def noon(monkeypatch):
     """The time at which the status is asked for, in Unix seconds."""
     monkeypatch.setattr(status, "datetime", NoonClock)
-    monkeypatch.setattr(stage_status, "clock_of", lambda folder: NOW.timestamp())
+    monkeypatch.setattr(clock, "of_folder", lambda folder: NOW.timestamp())
     return NOW.timestamp()
 
 
@@ -412,7 +413,7 @@ def test_a_run_directory_that_cannot_be_written_has_the_time_of_this_machine(sta
     def refuse(**options):
         raise PermissionError
 
-    monkeypatch.setattr("sharmill.storage.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("sharmill.ports.clock.tempfile.TemporaryFile", refuse)
     put_rank(stage, 0, started=time.time(), updated=time.time())
     assert read_stage(stage).now == pytest.approx(time.time(), abs=60)
     assert read_stage(stage).state == "under way"

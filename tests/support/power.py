@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,7 @@ import msgspec
 import xxhash
 
 from sharmill.errors import SharmillError
+from sharmill.ports import process
 from sharmill.shar import open_shar
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
 from support.crash_states import Crash, Recording
@@ -275,7 +277,7 @@ def site_of_caller() -> str:
 
 
 class _Clock:
-    """In the place of the module ``time``: waiting is over at once."""
+    """In the place of the module ``clock``: waiting is over at once."""
 
     def __init__(self) -> None:
         self._waited = 0.0
@@ -287,9 +289,14 @@ class _Clock:
         self._waited += max(seconds, 20.0)
 
 
-def _after_reboot() -> Any:
+@contextmanager
+def _after_reboot() -> Iterator[None]:
     """Make locks of before those of another kernel, whose leases are waited for in no time."""
-    return mock.patch.multiple("sharmill.engine.locks", this_kernel=lambda: "after the reboot", time=_Clock())
+    with (
+        mock.patch.object(process, "this_kernel", return_value="after the reboot"),
+        mock.patch("sharmill.engine.locks.clock", _Clock()),
+    ):
+        yield
 
 
 def _forked(work: Callable[[], str]) -> str:

@@ -59,7 +59,7 @@ def _end_owner(run_dir: RunDir, ray_address: str | None, ended_jobs: Sequence[st
         ConfigError: it can be ended only from elsewhere, or by another user.
     """
     from sharmill.engine.locks import RAY_JOB, SLURM_JOB, lock_owner
-    from sharmill.processes import is_gone
+    from sharmill.ports.process import is_gone
 
     owner = lock_owner(run_dir.path)
     if owner is None or (owner.is_here and is_gone(owner.pid, owner.started)):

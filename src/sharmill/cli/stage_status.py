@@ -22,7 +22,7 @@ from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError
 from sharmill.pipeline import make_stages
-from sharmill.storage import clock_of
+from sharmill.ports import clock
 
 # Of ranks and of units.
 _SLOWEST = 3
@@ -127,7 +127,7 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
         rejects.update(commit.rejects)
     failed = {error.index for error in read_failures(stage)} - set(commits)
     ranks = [] if totals else [rank for rank in read_progress(stage.dir.progress) if not rank.ended]
-    now = clock_of(stage.dir.path)
+    now = clock.of_folder(stage.dir.path)
     alive = [rank for rank in ranks if not rank.is_silent(now)]
     pace = _pace(units, commits)
     return StageStatus(

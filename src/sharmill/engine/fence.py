@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import socket
 from collections.abc import Container, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import NOT_JSON, read_stored
 from sharmill.errors import ConfigError, FatalError
+from sharmill.ports import process
 from sharmill.processes import user_name
 from sharmill.staging import STAGING_NAME, token_staging
 from sharmill.storage import (
@@ -151,7 +151,7 @@ def claim_output(stage: Stage, token: str, *, alone: bool = False) -> None:
             raise _claimed(root, path, found)
     held = _holds_claims(stage)
     since = datetime.now(UTC).isoformat(timespec="seconds")
-    host, run = socket.gethostname(), str(stage.run_dir.path.resolve())
+    host, run = process.gethostname(), str(stage.run_dir.path.resolve())
     text = msgspec.json.encode(Claim(token=token, run=run, host=host, user=user_name(), since=since)) + b"\n"
     make_folder(root / STAGING_NAME)
     paths = [_claim_file(root, folder) for folder in folders]

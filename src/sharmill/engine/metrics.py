@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from sharmill.config import MetricsConfig
 from sharmill.engine.trackers import Trackers
 from sharmill.engine.unit import Commit, Unit
+from sharmill.ports import clock
 
 
 class MetricsLog:
     """Curves of one rank over its units, in ``folder``, which is there as long as the plan is the present one."""
 
     def __init__(self, config: MetricsConfig, stage_name: str, folder: Path, rank: int) -> None:
-        self._started = time.monotonic()
+        self._started = clock.monotonic()
         self._units = 0
         self._audio_seconds = 0.0
         self._rejects = 0
@@ -30,7 +30,7 @@ class MetricsLog:
         self._units += 1
         self._audio_seconds += unit.cost
         self._rejects += commit.num_rejected
-        elapsed = max(time.monotonic() - self._started, 1e-6)
+        elapsed = max(clock.monotonic() - self._started, 1e-6)
         values = {
             "audio_hours": self._audio_seconds / 3600,
             "audio_hours_per_hour": self._audio_seconds / elapsed,

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +12,7 @@ import msgspec
 
 from sharmill.engine.stored import NOT_JSON
 from sharmill.errors import ConfigError
-from sharmill.processes import is_gone, state_and_start, this_kernel
+from sharmill.ports import clock, process
 from sharmill.storage import open_stored, path_aside
 
 INTERVAL_SECONDS = 10.0
@@ -72,7 +69,7 @@ class RankProgress(msgspec.Struct, kw_only=True):
         """
         if now - self.written > SILENT_SECONDS:
             return True
-        return self.kernel == this_kernel() and is_gone(self.pid, self.process_started)
+        return self.kernel == process.this_kernel() and process.is_gone(self.pid, self.process_started)
 
 
 _decoder = msgspec.json.Decoder(RankProgress)
@@ -82,19 +79,19 @@ class ProgressWriter:
     """Keeps ``path`` up to date from a thread of its own, so that a long unit does not look like a dead rank."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        now = time.time()
+        now = clock.time()
         self.path = path
         self.record = RankProgress(
             rank=rank,
-            pid=os.getpid(),
-            host=socket.gethostname(),
+            pid=process.getpid(),
+            host=process.gethostname(),
             started=now,
-            kernel=this_kernel(),
-            process_started=state_and_start(os.getpid())[1],
+            kernel=process.this_kernel(),
+            process_started=process.state_and_start(process.getpid())[1],
         )
-        self._stop = threading.Event()
-        self._changed = threading.Event()
-        self._thread = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
+        self._stop = process.Event()
+        self._changed = process.Event()
+        self._thread = process.Thread(target=self._keep_writing, name="progress", daemon=True)
 
     def __enter__(self) -> ProgressWriter:
         self._write()
@@ -112,7 +109,7 @@ class ProgressWriter:
     def begin(self, unit: int) -> None:
         """Note that an attempt at a unit begins."""
         self.record.unit = unit
-        self.record.unit_began = time.time()
+        self.record.unit_began = clock.time()
         self._changed.set()
 
     def advance(self, done: float) -> None:
@@ -140,7 +137,7 @@ class ProgressWriter:
                 self._write()
 
     def _write(self) -> None:
-        self.record.updated = time.time()
+        self.record.updated = clock.time()
         self.record.peak_memory_mb = peak_memory_mb()
         _write_aside(self.path, self.record)
 

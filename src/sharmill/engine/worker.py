@@ -5,8 +5,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import socket
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from sharmill.engine.progress import ProgressWriter, peak_memory_mb
 from sharmill.engine.stage import Advance, Processor, Stage
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.errors import REASONS_OF_NODES, ConfigError, DeviceError, FatalError, is_device_error
+from sharmill.ports import clock, process
 from sharmill.staging import Staging
 from sharmill.storage import WRITE_ERRNOS, stopping_errors, write_atomic
 
@@ -72,7 +71,7 @@ class Worker:
                 better.
         """
         require_current(self.stage)
-        started = time.monotonic()
+        started = clock.monotonic()
         with ExitStack() as stack:
             stack.enter_context(self._progress)
             self._processor = stack.enter_context(closing(self._open()))
@@ -81,7 +80,7 @@ class Worker:
             stack.callback(self._metrics.close)
             self._closing = stack.pop_all()
         log.info("rank %d is ready for %s on %s after %.1f s", self.rank, self.stage.name, self.device,
-                 time.monotonic() - started)  # fmt: skip
+                 clock.monotonic() - started)  # fmt: skip
         return self
 
     def __exit__(
@@ -126,7 +125,7 @@ class Worker:
 
     def _device_error(self, reason: str, code: str | None = None, place: str = "") -> DeviceError:
         device = "the CPU" if self.device == "cpu" else f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
-        place = place or f"{device} of {socket.gethostname()}"
+        place = place or f"{device} of {process.gethostname()}"
         log = self.stage.dir.rank_log(self.rank)
         message = f"{self.stage.name}: a rank cannot be set up on {place}: {reason}; see {log}"
         return DeviceError(message, place=place, code=code)
@@ -175,21 +174,21 @@ class Worker:
     def _follow(self, unit: Unit) -> Advance:
         """Return what the processor calls as it gets on with the unit."""
         done = 0.0
-        reported = time.monotonic()
+        reported = clock.monotonic()
 
         def advance(cost: float) -> None:
             nonlocal done, reported
             done = min(done + cost, unit.cost)
             self._progress.advance(done)
-            if self._report is not None and time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
-                reported = time.monotonic()
+            if self._report is not None and clock.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
+                reported = clock.monotonic()
                 self._report(unit, done)
 
         return advance
 
     def _attempt(self, unit: Unit) -> Commit | None:
         """Return the commit, or None where another rank has published the unit."""
-        started = time.monotonic()
+        started = clock.monotonic()
         take_delays()  # those of an attempt that failed
         with Staging(self.stage.root, self.stage.token, unit.index) as staging:
             with stopping_errors(staging.folder, WRITE_ERRNOS):
@@ -213,11 +212,11 @@ class Worker:
             num_out=output.num_out,
             rejects=_count_reasons(output),
             stats=output.stats,
-            seconds=round(time.monotonic() - started, 3),
+            seconds=round(clock.monotonic() - started, 3),
             rank=self.rank,
             device_kind=self._processor.device_kind,
             delays=take_delays(),
-            host=socket.gethostname(),
+            host=process.gethostname(),
             memory_mb=round(peak_memory_mb()),
             memory_asked_mb=self._memory_asked_mb,
         )

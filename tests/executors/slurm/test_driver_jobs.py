@@ -14,6 +14,7 @@ from sharmill.executors.slurm.chain import JobChain
 from sharmill.executors.slurm.chain_state import ChainState, read_state
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent
+from sharmill.ports import clock
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_one_that_has_waited_as_long_as_it_may_is_requeued(driver_job, scontrol,
 def test_what_will_not_pass_ends_the_chain(driver_job, scontrol, monkeypatch, error, restarts, patience):
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     times = [0.0] + 1000 * [200.0 if restarts != "0" else 1.0]
-    monkeypatch.setattr(slurm_chain.time, "monotonic", iter(times).__next__)
+    monkeypatch.setattr(clock, "monotonic", iter(times).__next__)
     meet(monkeypatch, error)
     with raises(type(error), error.code):
         replace(driver_job, patience=patience)()

@@ -138,7 +138,7 @@ def test_units_that_were_excused_come_last_too(stage):
 
 
 def test_the_time_to_load_begins_with_the_process(stage):
-    script = "import time; time.sleep(1); from sharmill.executors.slurm import task; print(task._seconds_since_start())"
+    script = "import time; time.sleep(1); from sharmill.ports import process; print(process.seconds_since_start())"
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert 1 <= float(printed) < 120
 

@@ -8,10 +8,8 @@ hold up another.
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,6 +41,7 @@ from sharmill.executors.slurm.queue import (
     require_slurm,
     scancel,
 )
+from sharmill.ports import clock, process
 from sharmill.storage import make_private_folder, path_aside, remove_tree, write_atomic
 
 log = logging.getLogger(__name__)
@@ -187,7 +186,7 @@ class JobChain:
         """Run the stages in a driver job, or in a watcher job if the driver job before it has noted no end."""
         make_private_folder(self.run_dir.jobs)
         with logging_to(self.run_dir.chain_log):
-            began = time.monotonic()
+            began = clock.monotonic()
             before = read_state(self.run_dir)
             if self.is_watcher and before is not None and before.state != "waiting":
                 return
@@ -197,9 +196,9 @@ class JobChain:
                 # Told to leave, and requeued.
                 raise
             except BaseException as error:
-                log.exception("job %s ends", os.environ.get("SLURM_JOB_ID"))
-                is_waiting = time.monotonic() - began >= self.patience and self._may_wait_on(error)
-                if is_waiting and requeue(os.environ["SLURM_JOB_ID"], max(self.patience, PATIENCE_SECONDS)):
+                log.exception("job %s ends", process.environ.get("SLURM_JOB_ID"))
+                is_waiting = clock.monotonic() - began >= self.patience and self._may_wait_on(error)
+                if is_waiting and requeue(process.environ["SLURM_JOB_ID"], max(self.patience, PATIENCE_SECONDS)):
                     self._note_end(error, state="waiting", then="it is requeued and waits on")
                     return
                 failed = self.is_watcher or (isinstance(error, SharmillError) and not is_waiting)
@@ -213,7 +212,7 @@ class JobChain:
 
     def _may_wait_on(self, error: BaseException) -> bool:
         """Return True if the error is that SLURM does not answer or takes no jobs, and that not for half a day yet."""
-        waited = self.patience * (1 + int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+        waited = self.patience * (1 + int(process.environ.get("SLURM_RESTART_COUNT", "0")))
         return (
             isinstance(error, SharmillError)
             and error.code in ("silent_cluster", "jobs_refused")
@@ -272,7 +271,7 @@ class JobChain:
         """Note an error that ends this process; if another job is to go on, the state is that of waiting for it."""
         message = "; ".join(error.lines) if isinstance(error, SharmillError) else f"{type(error).__name__}: {error}"
         if state == "waiting":
-            message = f"driver job {os.environ.get('SLURM_JOB_ID')} ended with {message}; {then}"
+            message = f"driver job {process.environ.get('SLURM_JOB_ID')} ended with {message}; {then}"
         # On a disk that takes no note the log and the queue have to tell.
         with suppress(SharmillError, OSError):
             self._write(ChainState(state=state, message=message))
@@ -291,7 +290,7 @@ class JobChain:
     def _notify(self, state: ChainState) -> None:
         """Run the command of the profile; what becomes of it changes nothing."""
         # Who submits sees the end of what ends at once.
-        if self.profile.notify is None or "SLURM_JOB_ID" not in os.environ:
+        if self.profile.notify is None or "SLURM_JOB_ID" not in process.environ:
             return
         values = {
             "SHARMILL_NAME": self.name,
@@ -302,8 +301,8 @@ class JobChain:
         }
         try:
             subprocess.run(
-                ["bash", "-c", self.profile.notify], env=os.environ | values, input=f"{state.message}\n".encode(),
-                capture_output=True, check=True, timeout=_SECONDS_TO_NOTIFY,
+                ["bash", "-c", self.profile.notify], env={**process.environ, **values},
+                input=f"{state.message}\n".encode(), capture_output=True, check=True, timeout=_SECONDS_TO_NOTIFY,
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             said = getattr(error, "stderr", None) or b""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Literal
 
 import msgspec
@@ -12,6 +11,7 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.slurm.queue import SlurmSilent, describe_jobs, parent_ids, queued_jobs, scancel
+from sharmill.ports import clock
 from sharmill.processes import user_name
 from sharmill.storage import write_atomic
 
@@ -81,11 +81,11 @@ def cancel_chain(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> l
         FatalError: jobs are still there after ``wait_seconds``.
     """
     ended: set[str] = set()
-    deadline = time.monotonic() + wait_seconds
+    deadline = clock.monotonic() + wait_seconds
     while jobs := queued_jobs(run_dir):
         if not ended:
             _note_cancelled(run_dir)
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             raise FatalError(
                 f"{describe_jobs(jobs)} are still in the queue {wait_seconds:.0f} s after scancel; ask again with "
                 f"sharmill status {run_dir.path}, or end them: scancel {' '.join(parent_ids([j.id for j in jobs]))}",
@@ -97,7 +97,7 @@ def cancel_chain(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> l
         roles = {parent_ids([job.id])[0]: order.index(job.role) for job in jobs}
         ended.update(ids)
         scancel(sorted(ids, key=lambda number: roles[number]))
-        time.sleep(_POLL_SECONDS)
+        clock.sleep(_POLL_SECONDS)
     if ended:
         # A driver job may have noted that it waits for what it had submitted.
         _note_cancelled(run_dir)
@@ -123,17 +123,17 @@ def wait_for_end(run_dir: RunDir) -> ChainState:
         state = read_state(run_dir)
         assert state is not None
         if state.state != "waiting":
-            ended = ended or time.monotonic()
-            if time.monotonic() - ended > _SECONDS_TO_LEAVE_QUEUE or not _may_have_jobs(run_dir):
+            ended = ended or clock.monotonic()
+            if clock.monotonic() - ended > _SECONDS_TO_LEAVE_QUEUE or not _may_have_jobs(run_dir):
                 return state
-        elif time.monotonic() >= next_question:
-            next_question = time.monotonic() + _SECONDS_BETWEEN_QUESTIONS
+        elif clock.monotonic() >= next_question:
+            next_question = clock.monotonic() + _SECONDS_BETWEEN_QUESTIONS
             if _is_deserted(run_dir, state):
                 raise FatalError(
                     f"the jobs have ended before the work did; see {run_dir.jobs}, and submit again to go on",
                     code="jobs_gone",
                 )
-        time.sleep(_POLL_SECONDS)
+        clock.sleep(_POLL_SECONDS)
 
 
 def _is_deserted(run_dir: RunDir, state: ChainState) -> bool:
@@ -141,7 +141,7 @@ def _is_deserted(run_dir: RunDir, state: ChainState) -> bool:
     for _ in range(2):
         if _may_have_jobs(run_dir):
             return False
-        time.sleep(_POLL_SECONDS)
+        clock.sleep(_POLL_SECONDS)
         if read_state(run_dir) != state:
             return False
     return True

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from sharmill.engine.unit import Unit
 from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.signals import deferred_interrupts
+from sharmill.executors.slurm import scheduler
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import (
     PATIENCE_SECONDS,
@@ -106,14 +106,12 @@ class SlurmExecutor:
         """Return the sbatch script of the first array of a stage's ranks, to be shown."""
         array, parallel = self.arrays(stage, num_ranks)[0]
         parameters = self._parameters(stage.name, "rank", self._ranks_of(stage))
-        executor = self._submitit(parameters | {"array_parallelism": parallel}, self.profile.python)
-        executor.parameters["map_count"] = len(array)
-        return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
+        request = self._request(parameters | {"array_parallelism": parallel}, self.profile.python)
+        return scheduler.script(request, num_tasks=len(array))
 
     def driver_script(self, stage: Stage) -> str:
         """Return the sbatch script of the driver job behind a stage's ranks, to be shown."""
-        executor = self._submitit(self._driver_parameters(stage.name, "driver", "afterany:RANKS"), None)
-        return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
+        return scheduler.script(self._request(self._driver_parameters(stage.name, "driver", "afterany:RANKS"), None))
 
     def bins(self, stage: Stage, units: Sequence[Unit]) -> list[list[Unit]]:
         """Return the units of each rank: as many ranks as the profile allows, each with units, balanced by cost."""
@@ -188,7 +186,7 @@ class SlurmExecutor:
 
     def _submit(self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]) -> list[str]:
         """Submit one job, or one array, and return the numbers of its tasks."""
-        failed_job_error = _import_submitit().core.utils.FailedJobError
+        failed_job_error = scheduler.failed_job_error()
         # If sbatch gives up waiting and the job is there nevertheless, it does no harm: its tasks end because they find
         # nothing to run, or do the same units as others.
         may_pass = retry_if_exception_type(failed_job_error) & retry_if_exception_message(match=_MAY_PASS)
@@ -203,17 +201,10 @@ class SlurmExecutor:
     ) -> list[str]:
         # The pickled tasks have the configuration with all that the environment gave it.
         make_private_folder(self.run_dir.jobs)
-        executor = self._submitit(parameters, python)
-        # What submitit prints of sbatch's message the error has as well.
-        with redirect_stderr(StringIO()), executor.batch():
-            jobs = [executor.submit(task) for task in tasks]
-        return [job.job_id for job in jobs]
+        return scheduler.submit(self._request(parameters, python), tasks)
 
-    def _submitit(self, parameters: dict[str, Any], python: str | None) -> Any:
-        requeues = self.profile.max_requeues
-        executor = _submitit_executor()(self.run_dir.jobs, max_num_timeout=requeues, python=python)
-        executor.update_parameters(**parameters)
-        return executor
+    def _request(self, parameters: dict[str, Any], python: str | None) -> scheduler.JobRequest:
+        return scheduler.JobRequest(self.run_dir.jobs, parameters, python, self.profile.max_requeues)
 
     def _parameters(self, name: str, role: Role, profile: RankProfile) -> dict[str, Any]:
         cluster = self.profile
@@ -247,26 +238,6 @@ class SlurmExecutor:
             message = f"{stage.name}: the ranks ended {MAX_ATTEMPTS} times without beginning a unit: {reason}"
             raise FatalError(message, code="no_ranks")
         write_atomic(mark, " ".join([*before, str(now)]).encode())
-
-
-def _import_submitit() -> Any:
-    try:
-        import submitit
-    except ImportError as error:
-        message = "submitit is not installed: pip install 'sharmill[slurm]'"
-        raise ConfigError(message, code="missing_package") from error
-    return submitit
-
-
-def _submitit_executor() -> Any:
-    """Return submitit's class without its demand for srun, so that scripts can be shown on machines without SLURM."""
-
-    class Submitter(_import_submitit().SlurmExecutor):  # type: ignore[misc]
-        @classmethod
-        def affinity(cls) -> int:
-            return 1
-
-    return Submitter
 
 
 @contextmanager

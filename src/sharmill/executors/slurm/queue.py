@@ -7,22 +7,22 @@ them, whatever path led there, and also if the submission died before it could n
 from __future__ import annotations
 
 import logging
-import os
 import re
 import secrets
-import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from tenacity import Retrying, before_sleep_log, retry_if_exception, stop_before_delay, wait_exponential
+from tenacity import RetryCallState, Retrying, before_sleep_log, retry_if_exception, wait_exponential
 from tenacity.retry import retry_base
 
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import read_stored
 from sharmill.errors import ConfigError, FatalError
+from sharmill.executors.slurm import scheduler
+from sharmill.ports import clock, process
 from sharmill.storage import write_atomic
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class QueuedJob:
 
 def require_slurm() -> None:
     """Raise ConfigError where jobs cannot be submitted."""
-    if shutil.which("sbatch") is None:
+    if not scheduler.is_here("sbatch"):
         raise ConfigError("there is no sbatch here; are you on a SLURM cluster?", code="no_cluster")
 
 
@@ -100,7 +100,7 @@ def queued_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[Que
         ConfigError: there is no SLURM here.
         SlurmSilent: nobody answers.
     """
-    return [job for job in _find_jobs(run_dir, patience) if job.id != os.environ.get("SLURM_JOB_ID")]
+    return [job for job in _find_jobs(run_dir, patience) if job.id != process.environ.get("SLURM_JOB_ID")]
 
 
 def competing_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[QueuedJob]:
@@ -109,7 +109,7 @@ def competing_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[
     For a driver job these are ranks and later driver jobs: those before it have only not quite ended.
     """
     found = _find_jobs(run_dir, patience)
-    own = [job for job in found if job.id == os.environ.get("SLURM_JOB_ID")]
+    own = [job for job in found if job.id == process.environ.get("SLURM_JOB_ID")]
     if not own:
         return found
     return [job for job in found if job.role == "rank" or (job.role == "driver" and job.number > own[0].number)]
@@ -146,7 +146,7 @@ def scancel(job_ids: Sequence[str]) -> None:
     """Ask SLURM to end jobs; no error where it does not answer."""
     if job_ids:
         with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(["scancel", *job_ids], capture_output=True, check=False, timeout=60)
+            scheduler.run(["scancel", *job_ids], timeout=60.0)
 
 
 def requeue(job_id: str, patience: float = PATIENCE_SECONDS) -> bool:
@@ -162,7 +162,7 @@ def requeue(job_id: str, patience: float = PATIENCE_SECONDS) -> bool:
 def cancel_pending(job_id: str) -> None:
     """Ask SLURM to end the tasks of an array that have not begun; no error where it does not answer."""
     with suppress(OSError, subprocess.SubprocessError):
-        subprocess.run(["scancel", "--state=PENDING", job_id], capture_output=True, check=False, timeout=60)
+        scheduler.run(["scancel", "--state=PENDING", job_id], timeout=60.0)
 
 
 def max_array_size(patience: float = PATIENCE_SECONDS) -> int:
@@ -171,7 +171,7 @@ def max_array_size(patience: float = PATIENCE_SECONDS) -> int:
     Raises:
         SlurmSilent: nobody answers.
     """
-    if shutil.which("scontrol") is None:
+    if not scheduler.is_here("scontrol"):
         return _DEFAULT_MAX_ARRAY - 1
     shown = _ask(["scontrol", "show", "config"], patience)
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", shown, re.MULTILINE)
@@ -185,36 +185,36 @@ def outside_own_job() -> Iterator[None]:
 
     Outside of a job they are the user's own settings and stay, and where SLURM's configuration lies stays in any case.
     """
-    if "SLURM_JOB_ID" not in os.environ:
+    if "SLURM_JOB_ID" not in process.environ:
         yield
         return
     prefixes = ("SLURM_", "SBATCH_", "SRUN_")
-    own = {name: value for name, value in os.environ.items() if name.startswith(prefixes) and name != "SLURM_CONF"}
+    own = {name: value for name, value in process.environ.items() if name.startswith(prefixes) and name != "SLURM_CONF"}
     for name in own:
-        del os.environ[name]
+        del process.environ[name]
     try:
         yield
     finally:
         # Requeueing this job, if it has to leave, needs them.
-        os.environ.update(own)
+        process.environ.update(own)
 
 
 def retrying(patience: float, retry: retry_base) -> Retrying:
     """Return what tries again, at growing intervals, for ``patience`` seconds: a controller may be away for hours."""
+    deadline = clock.monotonic() + patience
+
+    def is_over(state: RetryCallState) -> bool:
+        return clock.monotonic() + state.upcoming_sleep >= deadline
+
     pauses = wait_exponential(multiplier=_PAUSE_SECONDS, max=_LONGEST_PAUSE_SECONDS)
     warn = before_sleep_log(log, logging.WARNING)
-    return Retrying(stop=stop_before_delay(patience), wait=pauses, retry=retry, before_sleep=warn, reraise=True)
+    return Retrying(stop=is_over, wait=pauses, retry=retry, before_sleep=warn, reraise=True, sleep=clock.sleep)
 
 
 def _ask(command: list[str], patience: float) -> str:
     """Return what a command prints."""
-    # The user's own settings of squeue would hide jobs of others.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
-        return retrying(patience, retry_if_exception(_may_pass))(
-            subprocess.run, command, capture_output=True, check=True, timeout=min(60.0, patience), env=environment,
-            text=True, errors="replace",
-        ).stdout  # fmt: skip
+        return retrying(patience, retry_if_exception(_may_pass))(scheduler.run, command, min(60.0, patience))
     except FileNotFoundError as error:
         message = f"there is no {command[0]} here; are you on a SLURM cluster?"
         raise ConfigError(message, code="no_cluster") from error

@@ -6,7 +6,6 @@ whole is looked at, and where it failed the script ends with one line in the job
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import msgspec
 
 from sharmill.engine.stored import read_stored
 from sharmill.errors import SharmillError
+from sharmill.ports import process
 
 _FAILED: Final = "sharmill: the setup line failed with status "
 _SAYS_WHY: Final = re.compile(
@@ -50,7 +50,7 @@ def checked_lines(lines: Sequence[str]) -> list[str]:
 
 def find_reason(jobs: Path) -> str:
     """Return what the newest log of a job in a folder says of its end, in one line; "" where none says anything."""
-    own = os.environ.get("SLURM_JOB_ID", "none")
+    own = process.environ.get("SLURM_JOB_ID", "none")
     logs = [path for path in jobs.glob("*_log.err") if not path.name.startswith(f"{own}_")]
     for path in sorted(logs, key=lambda path: path.stat().st_mtime, reverse=True)[:_MOST_LOGS]:
         try:

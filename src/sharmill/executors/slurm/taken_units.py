@@ -10,7 +10,6 @@ hanging rank does not hold up all others, and no unit is begun a third time.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,7 +22,8 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.stored import read_stored
 from sharmill.engine.unit import Unit
 from sharmill.engine.worker import MAX_ATTEMPTS
-from sharmill.storage import clock_of, stopping_errors
+from sharmill.ports import clock
+from sharmill.storage import stopping_errors
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class UnitsToDo:
         if not self._taken.take(_WATCH):
             return
         while not self._is_stopped():
-            began = time.monotonic()
+            began = clock.monotonic()
             try:
                 is_over, late = self._look()
                 failed_looks = 0
@@ -160,7 +160,7 @@ class UnitsToDo:
             elif is_over:
                 return
             else:
-                time.sleep(max(_SECONDS_BETWEEN_LOOKS, _LOOKING_SHARE * (time.monotonic() - began)))
+                clock.sleep(max(_SECONDS_BETWEEN_LOOKS, _LOOKING_SHARE * (clock.monotonic() - began)))
 
     def _look(self) -> tuple[bool, Unit | None]:
         """Return whether no unit of another rank is to be waited for, and one to begin now, if there is one."""
@@ -177,7 +177,7 @@ class UnitsToDo:
             and self._attempts.counts[unit.index] < MAX_ATTEMPTS
             and self._taken.is_free(_again(unit.index))
         ]
-        now = clock_of(self._stage.dir.taken)
+        now = clock.of_folder(self._stage.dir.taken)
         for unit in running:
             taken_at = self._taken.time_of(str(unit.index))
             if taken_at is None:

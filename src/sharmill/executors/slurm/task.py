@@ -11,14 +11,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 import signal
 import sys
-import time
 from collections import Counter, deque
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from threading import Thread
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,7 +34,8 @@ from sharmill.executors.logs import logging_to
 from sharmill.executors.slurm.queue import cancel_pending
 from sharmill.executors.slurm.taken_units import UnitsToDo
 from sharmill.models.device import check_device
-from sharmill.processes import limit_cores, state_and_start
+from sharmill.ports import clock, process
+from sharmill.processes import limit_cores
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
@@ -88,10 +86,10 @@ class RankTask:
             self._attempts = AttemptLog(self.stage.dir.attempts)
             todo = UnitsToDo(self.stage, self.rank, self._outstanding(), lambda: self._attempts.stopped)
             if not todo.is_empty():
-                previous = signal.signal(signal.SIGTERM, self._expect_the_end)
+                previous = process.set_handler(signal.SIGTERM, self._expect_the_end)
                 self._run(todo)
-                signal.signal(signal.SIGTERM, previous)
-            if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None and todo.are_all_over():
+                process.set_handler(signal.SIGTERM, previous)
+            if (array := process.environ.get("SLURM_ARRAY_JOB_ID")) is not None and todo.are_all_over():
                 # The driver job behind the array would wait until each had its turn, to find nothing left.
                 cancel_pending(array)
         return len(self.units) - len(self._outstanding())
@@ -115,7 +113,7 @@ class RankTask:
         current = self._take_current()
         most = self.limit - _SECONDS_OF_EARLY_SIGNAL - self._seconds_to_load
         enough = _MOST_OF_THE_TIME * max(most, _LEAST_OF_THE_LIMIT * self.limit)
-        if current is not None and time.monotonic() - self._begun < enough:
+        if current is not None and clock.monotonic() - self._begun < enough:
             # The folder of the notes may have gone with the plan.
             with suppress(FileNotFoundError):
                 self._attempts.give_up(current)
@@ -128,19 +126,20 @@ class RankTask:
 
     def _run(self, todo: UnitsToDo) -> None:
         ready = False
-        if (cores := os.environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
+        if (cores := process.environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
             # A cluster need not bind tasks to their cores.
             limit_cores(int(cores))
         try:
             check_device(self.device)
-            asked = os.environ.get("SLURM_MEM_PER_NODE", "")
+            asked = process.environ.get("SLURM_MEM_PER_NODE", "")
             with Worker(
                 self.stage, self.rank, self.device, may_publish=todo.may_publish,
                 memory_asked_mb=float(asked) if asked.isdecimal() else 0.0,
             ) as worker:  # fmt: skip
                 ready = True
-                self._seconds_to_load = _seconds_since_start()
-                Thread(target=self._leave_when_overtaken, args=[worker, todo], name="overtaken", daemon=True).start()
+                self._seconds_to_load = process.seconds_since_start()
+                leave = self._leave_when_overtaken
+                process.Thread(target=leave, args=[worker, todo], name="overtaken", daemon=True).start()
                 self._work(worker, todo)
         except FileNotFoundError:
             require_current(self.stage)
@@ -165,7 +164,7 @@ class RankTask:
             if self._attempts.stopped:
                 break
             self._attempts.begin(unit.index)
-            self._begun = time.monotonic()
+            self._begun = clock.monotonic()
             self._in_flight.append(unit.index)
             outcome = worker.run(unit, todo.following())
             if self._told_to_leave:
@@ -191,7 +190,7 @@ class RankTask:
         It may hang, and all others would wait for it.
         """
         while True:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            clock.sleep(_SECONDS_BETWEEN_LOOKS)
             with suppress(OSError):
                 current = next(iter(self._in_flight), None)
                 if current is None or not todo.may_leave(current):
@@ -202,7 +201,7 @@ class RankTask:
                 log.warning("rank %d leaves unit %d, which another rank has done meanwhile", self.rank, current)
                 self._attempts.give_up(current)
                 worker.note_end()
-                os._exit(0)
+                process.end_at_once(0)
 
     def _leave(self, outcome: FailedAttempt, *, excused: bool) -> NoReturn:
         """Have this rank requeued, since nothing works on its device in this process; the attempt counts or not."""
@@ -219,7 +218,7 @@ class RankTask:
 
     def _check_rejects(self) -> None:
         """Raise FatalError if more is rejected than the configuration allows; the ledger is read now and then."""
-        began = time.monotonic()
+        began = clock.monotonic()
         if began < self._next_look:
             return
         reasons: Counter[str] = Counter()
@@ -227,7 +226,7 @@ class RankTask:
         for commit in commits:
             reasons.update(commit.rejects)
         self.rejects.check(reasons, sum(commit.num_in for commit in commits))
-        now = time.monotonic()
+        now = clock.monotonic()
         self._next_look = now + max(_SECONDS_BETWEEN_LEDGERS, _LEDGER_SHARE * (now - began))
 
     def _outstanding(self) -> list[Unit]:
@@ -236,9 +235,3 @@ class RankTask:
         mine = [units[index] for index in self.units]
         commits = read_ledger(self.stage.dir, mine)
         return [u for u in mine if u.index not in commits or not outputs_in_place(commits[u.index], self.stage)]
-
-
-def _seconds_since_start() -> float:
-    """Return the age of this process, imports included."""
-    _, started = state_and_start(os.getpid())
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")

@@ -19,6 +19,7 @@ from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
 from sharmill.executors.devices import Device
 from sharmill.executors.driven_rank import Answer, Ready, as_answer
 from sharmill.executors.logs import logging_to, redirect_output
+from sharmill.executors.ray import actors
 from sharmill.processes import limit_cores
 
 log = logging.getLogger(__name__)
@@ -88,10 +89,8 @@ class RankActor:
 
     def close(self) -> None:
         """End the process once the progress record says so."""
-        import ray
-
         self._stack.close()
-        ray.actor.exit_actor()
+        actors.end_this()
 
     def _check_node(self) -> None:
         """Refuse a node that differs from the driver, which would otherwise show as output that has vanished."""
@@ -137,7 +136,5 @@ def _unlike(message: str) -> DeviceError:
 
 
 def _place() -> str:
-    """Return the node in words; several may be on one host."""
-    import ray
-
-    return f"node {socket.gethostname()} ({ray.get_runtime_context().get_node_id()[:8]})"
+    """Return the node in words."""
+    return f"node {socket.gethostname()} ({actors.this_node()[:8]})"

@@ -9,13 +9,13 @@ import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from tenacity import Retrying, before_sleep_log, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from sharmill.config import Config
 from sharmill.errors import ConfigError
+from sharmill.executors.ray import actors
+from sharmill.executors.ray.actors import import_ray
 from sharmill.storage import open_regular
 
 log = logging.getLogger(__name__)
@@ -38,38 +38,13 @@ class RankNeeds:
     def device(self) -> str:
         return "cuda" if self.gpus else "cpu"
 
-    def options(self) -> dict[str, Any]:
-        """Return them as ``ray.remote`` takes them. Nothing is restarted by Ray: the driver redoes what is lost."""
-        return {
-            "num_cpus": self.cores,
-            "num_gpus": self.gpus,
-            "max_restarts": 0,
-            "max_task_retries": 0,
-            "scheduling_strategy": "SPREAD",
-        }
-
     def capacity(self) -> int:
         """Return the number of ranks that fit on the present nodes, were nothing else running on them."""
-        nodes = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
+        nodes = actors.nodes()
         room = [int(node.get("CPU", 0) // self.cores) for node in nodes]
         if self.gpus:
             room = [min(cores, int(node.get("GPU", 0) // self.gpus)) for cores, node in zip(room, nodes, strict=True)]
         return sum(room)
-
-
-def import_ray() -> ModuleType:
-    """Ray, which is imported where it is used only.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(
-            "executor.kind=ray needs a package: pip install 'sharmill[ray]'", code="missing_package"
-        ) from error
-    return ray
 
 
 def connect(address: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -32,8 +31,10 @@ from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import DeviceError, FatalError
 from sharmill.executors.driven_rank import FINAL_CODES, Answer, DrivenRank, FailedStarts, Ready
 from sharmill.executors.logs import logging_to
+from sharmill.executors.ray import actors
 from sharmill.executors.ray.actor import ActorStart, RankActor
-from sharmill.executors.ray.cluster import RankNeeds, check_paths, connect, import_ray, in_working_dir_copy
+from sharmill.executors.ray.actors import ActorLost, ActorUnreachable
+from sharmill.executors.ray.cluster import RankNeeds, check_paths, connect, in_working_dir_copy
 from sharmill.executors.unit_queue import UnitQueue
 from sharmill.staging import remove_dead_attempts, token_staging
 
@@ -44,7 +45,6 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 # A node on which actors cannot start would otherwise be tried without a pause.
 _SECONDS_BETWEEN_BAD_STARTS = 30.0
 _SECONDS_UNTIL_WARNING = 60.0
-_NODE_DIED = "its node has died"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RayExecutor:
         Raises:
             ConfigError: relative paths would lead into a folder that Ray removes, or Ray is not installed.
         """
-        import_ray()
+        actors.import_ray()
         check_paths(config)
         wanted = config.executor
         return cls(workers=wanted.workers, address=wanted.address, cores=wanted.cores, device=wanted.device)
@@ -103,7 +103,7 @@ class _Rank(DrivenRank):
 
     actor: Any
     call: Any
-    out_of_reach: Exception | None = None
+    out_of_reach: ActorUnreachable | None = None
 
 
 @dataclass
@@ -130,9 +130,7 @@ class _Pool:
     next_progress: float = 0.0
 
     def __post_init__(self) -> None:
-        self._ray = import_ray()
         self._pickled = pickle.dumps(self.stage)
-        self._actor_class = self._ray.remote(**self.needs.options())(RankActor)
         self._began = time.monotonic()
         self._limit_as_of = (float("-inf"), 0)
 
@@ -146,10 +144,10 @@ class _Pool:
                 self._poll_all()
             self._dismiss(self.ranks.values())
             if farewells := [rank.call for rank in self.leaving]:
-                self._ray.wait(farewells, num_returns=len(farewells), timeout=_SECONDS_TO_LEAVE)
+                actors.wait(farewells, len(farewells), _SECONDS_TO_LEAVE)
         finally:
             for rank in [*self.ranks.values(), *self.leaving, *self.holding]:
-                self._ray.kill(rank.actor)
+                actors.kill(rank.actor)
 
     def _limit(self) -> int:
         """Return how many actors there may be: one more than there is room for where the configuration has no number.
@@ -183,8 +181,8 @@ class _Pool:
             version=sharmill.__version__,
             given_up=frozenset(self.given_up),
         )
-        actor = self._actor_class.remote(start)
-        self.ranks[number] = _Rank(number=number, actor=actor, call=actor.set_up.remote())
+        actor = actors.start(RankActor, start, cores=self.needs.cores, gpus=self.needs.gpus)
+        self.ranks[number] = _Rank(number=number, actor=actor, call=actors.call(actor, "set_up"))
 
     def _report_progress(self) -> None:
         """Tell the listener what the progress records say; an actor that does a unit cannot be asked."""
@@ -205,7 +203,7 @@ class _Pool:
         set_aside_beyond = len(self.ranks) if self.stage.looks_ahead else None
         for rank in self.ranks.values():
             if rank.ready and rank.unit is None and rank.take_unit(self.queue, set_aside_beyond) is not None:
-                rank.call = rank.actor.run.remote(rank.unit, rank.following)
+                rank.call = actors.call(rank.actor, "run", rank.unit, rank.following)
 
     def _dismiss_idle(self) -> None:
         """End the actors without a unit when none waits, but the first, which stays in case a unit fails."""
@@ -218,9 +216,9 @@ class _Pool:
         if not calls:
             time.sleep(_SECONDS_BETWEEN_LOOKS)  # until the next start
             return
-        answered, _ = self._ray.wait(list(calls), num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
+        answered = actors.wait(list(calls), 1, _SECONDS_BETWEEN_LOOKS)
         if answered:
-            answered, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0)
+            answered = actors.wait(list(calls), len(calls), 0.0)
         elif not any(rank.ready for rank in self.ranks.values()):
             self._warn_of_no_room()
         for call in answered:
@@ -228,11 +226,11 @@ class _Pool:
 
     def _poll(self, rank: _Rank, call: Any) -> None:
         try:
-            answer: Answer = self._ray.get(call)
-        except self._ray.exceptions.ActorUnavailableError as error:
+            answer: Answer = actors.answer(call)
+        except ActorUnreachable as error:
             self._ask_again(rank, error)
             return
-        except self._ray.exceptions.RayError as error:
+        except ActorLost as error:
             self._remove_dead(rank, error)
             return
         if rank.out_of_reach is not None:
@@ -250,7 +248,7 @@ class _Pool:
             rank.give_back(self.queue)
             if rank.is_broken:
                 # It would perhaps never end by itself, and keep its GPU.
-                self._ray.kill(rank.actor)
+                actors.kill(rank.actor)
                 del self.ranks[rank.number]
             else:
                 self._dismiss([rank])
@@ -265,7 +263,7 @@ class _Pool:
         rank.report_lost_unit(self.queue, str(error), self.stage, excused=True)
         self.failed_starts.add(str(error), error.place, final=error.code in FINAL_CODES)
         if not self.failed_starts.too_many(error.place):
-            self._ray.kill(rank.actor)
+            actors.kill(rank.actor)
             return
         self.holding.append(rank)
         if error.place not in self.given_up:
@@ -274,26 +272,25 @@ class _Pool:
         if not any(other.ready for other in self.ranks.values()) and len(self.holding) >= self.needs.capacity():
             raise error
 
-    def _ask_again(self, rank: _Rank, error: Exception) -> None:
+    def _ask_again(self, rank: _Rank, error: ActorUnreachable) -> None:
         """Ask an actor out of reach for an answer: Ray does not know yet whether it or its node has died."""
         if rank.out_of_reach is not None:
             self._remove_dead(rank, error)
             return
         rank.out_of_reach = error
-        rank.call = rank.actor.answer.remote()
+        rank.call = actors.call(rank.actor, "answer")
 
-    def _remove_dead(self, rank: _Rank, error: Exception) -> None:
+    def _remove_dead(self, rank: _Rank, error: ActorLost) -> None:
         # An actor that cannot be reached may still run. It must not go on beside the one that takes its place.
-        self._ray.kill(rank.actor)
+        actors.kill(rank.actor)
         rank.give_back(self.queue)
         del self.ranks[rank.number]
-        how = self._describe(error)
+        how = str(error)
         log.warning("rank %d: %s", rank.number, how, exc_info=error)
-        excused = _NODE_DIED in how or isinstance(error, self._ray.exceptions.ActorUnavailableError)
         # Ray goes on placing actors on a node for some seconds after it has died.
-        if not rank.ready and not excused:
+        if not rank.ready and not error.excused:
             self._count_failed_start(how)
-        rank.report_lost_unit(self.queue, how, self.stage, str(error), excused=excused)
+        rank.report_lost_unit(self.queue, how, self.stage, error.details, excused=error.excused)
 
     def _count_failed_start(self, how: str) -> None:
         """Count it, and give up only when no actor is left: one node may be broken, while others are loading."""
@@ -314,10 +311,10 @@ class _Pool:
         for rank in list(ranks):
             del self.ranks[rank.number]
             if rank.ready:
-                rank.call = rank.actor.close.remote()
+                rank.call = actors.call(rank.actor, "close")
                 self.leaving.append(rank)
             else:
-                self._ray.kill(rank.actor)
+                actors.kill(rank.actor)
 
     def _warn_of_no_room(self) -> None:
         if time.monotonic() - self._began > _SECONDS_UNTIL_WARNING:
@@ -326,12 +323,3 @@ class _Pool:
                       "them; each needs %d cores and %d GPUs, and there is room for %d; waiting", self.stage.name,
                       _SECONDS_UNTIL_WARNING, self.stage.dir.logs, self.needs.cores, self.needs.gpus,
                       self.needs.capacity())  # fmt: skip
-
-    def _describe(self, error: Exception) -> str:
-        """Return Ray's explanation in one line."""
-        if isinstance(error, self._ray.exceptions.RayTaskError):
-            return f"the actor failed: {type(error.cause).__name__}: {' '.join(str(error.cause).split())}"
-        text = " ".join(str(error).split())
-        reason = re.split(r"The actor (?:is dead|died) because ", text)[-1]
-        reason, _, _ = reason.partition(" Some common causes include")
-        return f"the actor died: {reason[:400].rstrip('. ')}"

@@ -41,6 +41,15 @@ def parse(path, data: bytes) -> list[tuple[str, bytes]]:
     return members_of(path)
 
 
+def what_is_found(path) -> object:
+    """Returns the spans of an archive and what is wrong behind them, as text."""
+    try:
+        with TarTable(path, salvage=True) as table:
+            return table.names, table.offsets, [table.place(index) for index in range(len(table))], str(table.damage)
+    except DamagedShard as error:
+        return str(error)
+
+
 @pytest.fixture
 def tar(tmp_path):
     return tmp_path / "field.000000.tar"
@@ -184,6 +193,29 @@ def test_a_flipped_bit_outside_the_data_is_damage_or_changes_nothing(tar):
             pass
     # A digit of the checksum may become a space, and the space after it a NUL.
     assert harmless < 10
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    members=st.lists(st.tuples(st.sampled_from(["a.npy", "b.json", "ü.flac"]), st.binary(max_size=1100)), max_size=4),
+    changes=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), max_size=2),
+    cut=st.integers(0, 1600) | st.just(0),
+)
+def test_headers_looked_at_all_at_once_say_what_the_walk_says(tmp_path_factory, members, changes, cut):
+    data = bytearray(archive(members))
+    for place, value in changes:
+        data[place % len(data)] = value
+    path = tmp_path_factory.mktemp("tars") / "field.tar"
+    path.write_bytes(data[: len(data) - cut])
+    found = what_is_found(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sharmill.shar.tar._MOST_BYTES_AT_ONCE", 0)
+        assert what_is_found(path) == found
+
+
+def test_a_header_within_the_data_of_a_member_is_data(tar):
+    inner = header() + BODY + END
+    assert parse(tar, archive([("a", inner), ("b", b"")])) == [("a", inner), ("b", b"")]
 
 
 def test_a_flipped_bit_in_a_long_name_breaks_the_pair(tmp_path):

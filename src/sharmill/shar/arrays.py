@@ -90,10 +90,10 @@ def array_layout(data: bytes, where: str) -> tuple[np.dtype, tuple[int, ...], bo
     """
     try:
         # Most arrays of a dataset share a few headers, and numpy parses one as Python.
-        dtype, shape, _, start = layout = _parse_header(bytes(data[: _header_end(data)]))
-        size = len(data) - start
-        if size != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{size} bytes are not an array of shape {shape} and type {dtype}")
+        layout, size = _parse_header(bytes(data[: _header_end(data)]))
+        if len(data) != size:
+            dtype, shape, _, start = layout
+            raise ValueError(f"{len(data) - start} bytes are not an array of shape {shape} and type {dtype}")
         return layout
     except _NO_HEADER as error:
         raise DamagedShard(f"{where}: {error}") from error
@@ -106,8 +106,8 @@ def _header_end(data: bytes) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _parse_header(header: bytes) -> tuple[np.dtype, tuple[int, ...], bool, int]:
-    """Return type, shape, Fortran order and the position of the numbers."""
+def _parse_header(header: bytes) -> tuple[tuple[np.dtype, tuple[int, ...], bool, int], int]:
+    """Return type, shape, Fortran order and the position of the numbers, and the size of the whole file."""
     stream = io.BytesIO(header)
     version = np.lib.format.read_magic(stream)
     if version not in _READ_HEADER:
@@ -117,4 +117,5 @@ def _parse_header(header: bytes) -> tuple[np.dtype, tuple[int, ...], bool, int]:
         raise ValueError("the array has pickled objects")
     if min(shape, default=0) < 0 or not dtype.itemsize:
         raise ValueError(f"there is no array of shape {shape} and type {dtype}")
-    return dtype, shape, column_major, stream.tell()
+    start = stream.tell()
+    return (dtype, shape, column_major, start), start + math.prod(shape) * dtype.itemsize

@@ -140,10 +140,10 @@ def pair_names(path: Path, names: list[str]) -> tuple[str, str]:
     Raises:
         DamagedShard: they do not belong together.
     """
-    first, *second = names or [""]
+    first = names[0] if names else ""
     cut_id, _, extension = first.rpartition(".")
     expected = f"{cut_id}.{_second_extension(extension)}"
-    if second != [expected]:
+    if names[1:] != [expected]:
         raise DamagedShard(f"{path}: member {first!r} has no {expected!r} beside it")
     return cut_id, extension
 

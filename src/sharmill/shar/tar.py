@@ -22,12 +22,19 @@ from sharmill.shar.tar_headers import (
     PAX_HEADER,
     iterate_pax,
     parse_number,
+    parse_octal,
     parse_pax_size,
     plain_name,
 )
 from sharmill.storage import open_regular
 
 _END = bytes(2 * BLOCK)
+# What is looked at before the first member can be read: of larger archives, as those of audio, only the headers are.
+_MOST_BYTES_AT_ONCE: Final = 64 << 20
+# Places in a header.
+_CHECKSUM: Final = slice(148, 156)
+_MAGIC: Final = slice(257, 262)
+_PREFIX: Final = 345
 _REGULAR = (b"0", b"\0")
 
 
@@ -147,6 +154,13 @@ class _Parser:
 
         Where the archive is damaged, they are those before the damage, which is returned too.
         """
+        if (plain := self._plain_spans(len(self._data))) is not None:
+            try:
+                self._take(BLOCK, "a header")
+                self._check_end()
+            except DamagedShard as error:
+                return plain, error
+            return plain, None
         spans, damage = [], None
         try:
             for span in self._walk():
@@ -166,15 +180,56 @@ class _Parser:
         Raises:
             DamagedShard: the last of them does not end there.
         """
-        members = []
-        for name, _, start, size in self._walk():
-            members.append((name, start, size))
-            if end is not None and self._position >= end:
-                break
-        self._check_headers()
+        members = None if end is None else self._plain_spans(end)
+        if members is None:
+            members = []
+            for span in self._walk():
+                members.append(span)
+                if end is not None and self._position >= end:
+                    break
+            self._check_headers()
         if end is not None and self._position != end:
             raise self._damage("no member ends where the index says; write it anew with sharmill sidecars")
-        return members
+        return [(name, start, size) for name, _, start, size in members]
+
+    def _plain_spans(self, limit: int) -> list[tuple[str, int, int, int]] | None:
+        """Move to behind the members before ``limit`` and return their spans, if each has one plain header.
+
+        All headers are found and checked at once, which takes a fifth of the time of the walk. Where anything is
+        otherwise, nothing is moved and None returned: the walk knows all that there may be, and names what is wrong.
+        """
+        begin, length = self._position, limit - self._position
+        if begin % BLOCK or not BLOCK <= length <= _MOST_BYTES_AT_ONCE:
+            return None
+        blocks = np.frombuffer(self._data, np.uint8, length // BLOCK * BLOCK, begin).reshape(-1, BLOCK)
+        places = np.flatnonzero(blocks[:, _MAGIC.start] == ord("u"))
+        headers = blocks[places]
+        sizes, digits_are_octal = parse_octal(headers[:, 124:135])
+        sums, sums_are_octal = parse_octal(headers[:, 148:154])
+        total = headers.sum(axis=1, dtype=np.uint32) - headers[:, _CHECKSUM].sum(axis=1, dtype=np.uint32)
+        is_plain = (
+            digits_are_octal & sums_are_octal & (sums == total + 8 * ord(" "))
+            & (headers[:, _MAGIC] == np.frombuffer(b"ustar", np.uint8)).all(axis=1)
+            & (headers[:, 135] == 0) & (headers[:, 154] == 0) & (headers[:, 155] == ord(" "))
+            & (headers[:, 156] == ord("0")) & (headers[:, 0] != 0) & (headers[:, _PREFIX] == 0)
+        )  # fmt: skip
+        # Each header lies where the member before it ends.
+        ends = places + 1 + -(-sizes // BLOCK)
+        if not (len(places) and places[0] == 0 and is_plain.all() and (places[1:] == ends[:-1]).all()):
+            return None
+        if ends[-1] > len(blocks) or blocks[ends[-1] : ends[-1] + 1].any():
+            return None
+        filled = (sizes % BLOCK).astype(np.uint16)
+        last, filled = blocks[ends[filled > 0] - 1], filled[filled > 0]
+        if (last * (np.arange(BLOCK, dtype=np.uint16) >= filled[:, None])).any():
+            return None
+        self._position = begin + int(ends[-1]) * BLOCK
+        names = np.ascontiguousarray(headers[:, :_MAX_NAME]).view(f"S{_MAX_NAME}").ravel().tolist()
+        offsets = (begin + places * BLOCK).tolist()
+        return [
+            (name.decode("utf-8", "surrogateescape"), offset, offset + BLOCK, size)
+            for name, offset, size in zip(names, offsets, sizes.tolist(), strict=True)
+        ]
 
     def _walk(self) -> Iterator[tuple[str, int, int, int]]:
         offset = self._position
@@ -232,7 +287,7 @@ class _Parser:
         blocks = np.frombuffer(self._data, np.uint8, len(self._data) // BLOCK * BLOCK).reshape(-1, BLOCK)
         headers = blocks[np.array(self._headers, np.int64) // BLOCK]  # a copy
         del blocks  # or the file could not be closed
-        fields = headers[:, 148:156]
+        fields = headers[:, _CHECKSUM]
         found = headers.sum(axis=1, dtype=np.int64) - fields.sum(axis=1, dtype=np.int64) + 8 * ord(" ")
         for position, expected, field in zip(self._headers, found.tolist(), fields, strict=True):
             if parse_number(field.tobytes()) != expected:

@@ -208,11 +208,13 @@ def nemo_checkpoints() -> bool:
 
 
 def nemo_codec_parts() -> bool:
+    from sharmill.models.families import BUILTIN_FILE
     from sharmill.models.nemo_checkpoint import quiet_nemo
-    from sharmill.models.nemo_codec import build_untrained_model
 
     with quiet_nemo():
-        model = build_untrained_model()
+        from nemo.collections.tts.models import AudioCodecModel
+
+        model = AudioCodecModel.restore_from(str(BUILTIN_FILE), map_location="cpu")
     parts = ("audio_encoder", "vector_quantizer", "quantize", "semantic_codec", "samples_per_frame", "num_codebooks")
     return all(hasattr(model, part) for part in parts)
 
@@ -261,7 +263,7 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("resemblyzer", "weights in pretrained.pt", "models/resemblyzer_encoder.py", resemblyzer_weights),
     ("nemo_toolkit", "loading of checkpoints", "models/nemo_checkpoint.py", nemo_checkpoints),
     ("nemo_toolkit", "parts of AudioCodecModel", "models/nemo_codec.py", nemo_codec_parts),
-    ("torch", "weights of weight_norm", "models/nemo_codec.py", torch_weight_norm),
+    ("torch", "weights of weight_norm", "models/shipped_codecs.py", torch_weight_norm),
     ("torch", "switch of the TorchScript fuser", "models/arithmetic.py", torch_fuser),
     ("torch", "sizes of tensors that are made", "models/tensors.py", torch_sizes),
 ]  # fmt: skip

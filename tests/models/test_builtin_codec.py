@@ -83,9 +83,10 @@ def test_plain_nemo_loads_it(builtin, sentence):
     with torch.inference_mode():
         codes, _ = model.encode(audio=audio, audio_len=num_samples)
     assert torch.equal(codes, builtin.encode(audio, num_samples))
+    assert builtin.checksum == load_codec(f"nemo:{BUILTIN_FILE}").checksum
 
 
-def test_it_loads_with_a_python_that_knows_no_filters_of_archives(monkeypatch):
+def test_nemo_loads_it_with_a_python_that_knows_no_filters_of_archives(monkeypatch):
     """As Debian 12 has it, 3.11.2, where NeMo's way to unpack a checkpoint is a TypeError."""
     extract = tarfile.TarFile.extract
 
@@ -94,5 +95,5 @@ def test_it_loads_with_a_python_that_knows_no_filters_of_archives(monkeypatch):
 
     monkeypatch.delattr(tarfile, "data_filter")
     monkeypatch.setattr(tarfile.TarFile, "extract", of_old)
-    assert load_codec("builtin").num_codebooks == 8
+    assert load_codec(f"nemo:{BUILTIN_FILE}").num_codebooks == 8
     assert tarfile.TarFile.extract is of_old

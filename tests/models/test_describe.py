@@ -161,8 +161,7 @@ def test_a_directory_of_another_model_is_refused(function, encodec_directory, te
 @pytest.mark.parametrize(
     ("function", "name", "package"),
     [
-        (describe_codec, "builtin", "nemo"),
-        (load_codec, "builtin", "nemo"),
+        (load_codec, "nemo:x", "nemo"),
         (load_speaker_encoder, "nemo:titanet_large", "nemo"),
         (load_codec, "transformers:facebook/encodec_24khz", "transformers"),
     ],

@@ -7,7 +7,8 @@ import torch
 from support.errors import raises
 
 from sharmill.errors import ConfigError, is_device_error
-from sharmill.models.families import ModelName
+from sharmill.models.families import BUILTIN_FILE, ModelName
+from sharmill.models.nemo_checkpoint import quiet_nemo
 
 ASSERT = "CUDA error: device-side assert triggered"
 
@@ -54,7 +55,10 @@ class TestLoading:
     )
     def test_the_first_kernel_of_a_nemo_codec(self, error, monkeypatch):
         nemo_codec = pytest.importorskip("sharmill.models.nemo_codec")
-        model = nemo_codec.build_untrained_model()
+        with quiet_nemo():
+            from nemo.collections.tts.models import AudioCodecModel
+
+            model = AudioCodecModel.restore_from(str(BUILTIN_FILE), map_location="cpu")
 
         def forward(*arguments, **options):
             raise error or RuntimeError("Padding size should be less")
@@ -62,10 +66,10 @@ class TestLoading:
         monkeypatch.setattr(model.audio_encoder, "forward", forward)
         if error is None:
             with raises(ConfigError, "bad_model", "Padding size"):
-                nemo_codec._NemoCodec(model, "nemo:x")
+                nemo_codec._NemoCodec(model, "nemo:x", "cpu")
         else:
             with pytest.raises(type(error)):
-                nemo_codec._NemoCodec(model, "nemo:x")
+                nemo_codec._NemoCodec(model, "nemo:x", "cpu")
 
     @pytest.mark.parametrize("family", ["nemo", "transformers"])
     def test_a_checkpoint(self, family, monkeypatch):

@@ -11,7 +11,7 @@ from support.models import make_audio
 from sharmill.errors import ConfigError
 from sharmill.models import SpeakerEncoder, load_speaker_encoder
 from sharmill.models.nemo_checkpoint import quiet_nemo
-from sharmill.models.resemblyzer_encoder import partial_starts
+from sharmill.models.resemblyzer_encoder import mel_filters, partial_starts
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,12 @@ def test_resemblyzer_equals_embed_utterance_in_a_mixed_batch(resemblyzer, voice_
     assert embeddings.dtype == torch.float32
     cosines = (embeddings * torch.from_numpy(expected)).sum(dim=1)
     torch.testing.assert_close(cosines, torch.ones(len(seconds)), atol=1e-5, rtol=0)
+
+
+def test_mel_filters_are_those_of_librosa():
+    from librosa.filters import mel
+
+    assert mel_filters().tobytes() == mel(sr=16000, n_fft=400, n_mels=40).tobytes()
 
 
 def test_partial_utterances_are_those_of_resemblyzer(voice_encoder):

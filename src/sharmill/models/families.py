@@ -116,26 +116,24 @@ def _load_resemblyzer(target: str, device: str) -> SpeakerEncoder:
 
 def _describe_builtin(target: str) -> dict[str, str]:
     _no_target("builtin", target)
-    require_package("nemo")
     return {"checksum": file_checksum(BUILTIN_FILE)}
 
 
 def _load_builtin(target: str, device: str) -> Codec:
     _no_target("builtin", target)
-    from sharmill.models.nemo_codec import load_nemo_codec
+    from sharmill.models.shipped_codecs import load_builtin_codec
 
-    return load_nemo_codec(ModelName(name="builtin", target=str(BUILTIN_FILE), path=BUILTIN_FILE), device)
+    return load_builtin_codec(device)
 
 
 def _describe_untrained(target: str) -> dict[str, str]:
     _no_target("untrained", target)
-    require_package("nemo")
     return {"checksum": file_checksum(UNTRAINED_CONFIG)}
 
 
 def _load_untrained(target: str, device: str) -> Codec:
     _no_target("untrained", target)
-    from sharmill.models.nemo_codec import load_untrained_codec
+    from sharmill.models.shipped_codecs import load_untrained_codec
 
     return load_untrained_codec(device)
 

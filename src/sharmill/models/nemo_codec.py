@@ -1,27 +1,20 @@
-"""Codes of NeMo's AudioCodecModel, and the two codecs that ship with the project: a trained one, and one that is not.
-
-The codes of the untrained one have the right shapes, rates and types, depend on the audio and are the same everywhere.
-They mean nothing: never train on them.
-"""
+"""Codes of NeMo's AudioCodecModel."""
 
 from __future__ import annotations
 
-import logging
-import math
 from typing import TYPE_CHECKING, Final
 
 import torch
-from omegaconf import OmegaConf
 
 from sharmill.errors import ConfigError, is_device_error
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.families import UNTRAINED_CONFIG, first_line
+from sharmill.models.families import first_line
 from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
 from sharmill.models.tensors import find_reach, right_padding_matters, weights_checksum
 
 if TYPE_CHECKING:
     from nemo.collections.tts.models import AudioCodecModel
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from sharmill.models.families import ModelName
 
@@ -36,7 +29,7 @@ class _NemoCodec(CodecBackend):
     Causal encoders do not see the padding of a batch, the others do: this is found out when the model is loaded.
     """
 
-    def __init__(self, model: AudioCodecModel, name: str, device: str = "cpu", *, trained: bool = True) -> None:
+    def __init__(self, model: AudioCodecModel, name: str, device: str) -> None:
         if model.vector_quantizer is None:
             raise ConfigError(f"{name} has no quantizer, so it has no codes: use another codec", code="bad_model")
         if model.semantic_codec is not None:
@@ -60,7 +53,6 @@ class _NemoCodec(CodecBackend):
             num_codebooks=int(model.num_codebooks),
             codebook_size=int(model.codebook_size),
             checksum=weights_checksum(weights),
-            trained=trained,
             equal_lengths_only=right_padding_matters(self._encoded, short, 3 * short),
             min_frames=min_frames,
             decoded_sampling_rate=None if self._decoder is None else int(model.output_sample_rate),
@@ -113,52 +105,3 @@ def load_nemo_codec(name: ModelName, device: str) -> _NemoCodec:
         from nemo.collections.tts.models import AudioCodecModel
     model = restore_model(AudioCodecModel, name, _ENCODING_PARTS, optional=("audio_decoder",))
     return _NemoCodec(model, name.name, device)
-
-
-_logger = logging.getLogger(__name__)
-
-# Keeps the variance through layers with leaky rectifiers (He et al., https://arxiv.org/abs/1502.01852).
-_LAYER_GAIN: Final = math.sqrt(2.0)
-_GRID: Final = 1 << 11
-
-
-def load_untrained_codec(device: str) -> _NemoCodec:
-    """Build the untrained codec, and warn that it is one.
-
-    Raises:
-        ConfigError: if NeMo is not installed.
-    """
-    _logger.warning("codec 'untrained': its codes are for trying out the pipeline only, never train on them")
-    return _NemoCodec(build_untrained_model(), "untrained", device, trained=False)
-
-
-def build_untrained_model() -> AudioCodecModel:
-    """Return the NeMo model behind the untrained codec, the same in every process; leave the random state alone."""
-    config = OmegaConf.load(UNTRAINED_CONFIG)
-    with quiet_nemo(), torch.random.fork_rng(devices=[]):
-        from nemo.collections.tts.models import AudioCodecModel
-
-        model = AudioCodecModel(cfg=config.model)
-    _seed_weights(model.audio_encoder, int(config.seed), float(config.input_gain))
-    model.audio_decoder = None  # its weights are not seeded, and nothing could be heard
-    model.freeze()
-    return model.eval()
-
-
-def _seed_weights(encoder: nn.Module, seed: int, input_gain: float) -> None:
-    """Set weights whose bits depend on the seed alone.
-
-    The directions are integers divided by a power of two, and the norms constants: no logarithm, sum or root, whose
-    last bit would depend on the processor, enters the checksum. Without biases the output is proportional to the
-    audio, and the gain of the first layer brings speech into the range of the quantizer.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    gains = {"pre_conv.conv": _LAYER_GAIN * input_gain}
-    with torch.no_grad():
-        for name, module in encoder.named_modules():
-            if not hasattr(module, "parametrizations"):
-                continue
-            norm, direction = module.parametrizations.weight.original0, module.parametrizations.weight.original1
-            direction.copy_(torch.randint(-_GRID, _GRID, direction.shape, generator=generator) / _GRID)
-            norm.fill_(gains.get(name, _LAYER_GAIN))
-            module.bias.zero_()

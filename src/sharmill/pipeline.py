@@ -19,7 +19,7 @@ from sharmill.config import Config, ValidateConfig, to_yaml
 from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage
-from sharmill.engine.fence import require_own_output, stop_ranks
+from sharmill.engine.fence import claim_for_run, release_run, require_own_output, stop_ranks
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
@@ -273,34 +273,48 @@ def run_dataset(
         check_config(config, stages, restart=restart)
         if isinstance(executor, LocalExecutor):
             executor.require_devices(_unfinished(config, stages, restart=restart))
-    results: list[tuple[Stage, StageResult]] = []
     with disk_errors(run_dir.path), locked(run_dir, wait_seconds):
         if not isinstance(executor, SlurmExecutor):
             # That one looks for jobs by itself, and knows which belong to it.
             require_no_chain(run_dir, take_over=take_over)
         write_atomic(run_dir.config, to_yaml(config))
-        # Ranks of a submission that was taken over would go on publishing what comes of the input that was.
-        for stage in make_stages(config, config.stages[config.stages.index(stages[0]) :]) if restart and stages else ():
-            stop_ranks(stage)
-        for stage in make_stages(config, stages):
-            try:
-                result = run_stage(
-                    stage, executor, listener, max_reject_fraction=config.max_reject_fraction, restart=restart
-                )
-            except BaseException as error:
-                # The error that ended the stage is the one to be raised.
-                with suppress(FatalError, OSError):
-                    _merge_rejects(config)
-                if isinstance(error, ConfigError) and error.code == "changed_plan":
-                    command = _restart_command(config, stages, stage)
-                    raise ConfigError(f"{error}: {command}", code=error.code) from error
-                raise
-            _merge_rejects(config)
-            results.append((stage, result))
-            if not result.ok:
-                break
+        try:
+            claim_for_run(make_stages(config, stages), restart=restart)
+            results = _run_stages(config, stages, executor, listener, restart=restart)
+        finally:
+            if not isinstance(executor, SlurmExecutor):
+                # Those of a chain stay until that has come to an end.
+                release_run(run_dir)
         _check_accounts(config, results)
     return DatasetResult(config, results)
+
+
+def _run_stages(
+    config: Config, stages: Sequence[str], executor: Executor, listener: Listener, *, restart: bool
+) -> list[tuple[Stage, StageResult]]:
+    """Run stages until one has units that failed or is submitted, and return how each ended."""
+    results = []
+    # Ranks of a submission that was taken over would go on publishing what comes of the input that was.
+    for stage in make_stages(config, config.stages[config.stages.index(stages[0]) :]) if restart and stages else ():
+        stop_ranks(stage)
+    for stage in make_stages(config, stages):
+        try:
+            result = run_stage(
+                stage, executor, listener, max_reject_fraction=config.max_reject_fraction, restart=restart
+            )
+        except BaseException as error:
+            # The error that ended the stage is the one to be raised.
+            with suppress(FatalError, OSError):
+                _merge_rejects(config)
+            if isinstance(error, ConfigError) and error.code == "changed_plan":
+                command = _restart_command(config, stages, stage)
+                raise ConfigError(f"{error}: {command}", code=error.code) from error
+            raise
+        _merge_rejects(config)
+        results.append((stage, result))
+        if not result.ok:
+            break
+    return results
 
 
 def _restart_command(config: Config, stages: Sequence[str], changed: Stage) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -218,10 +219,22 @@ class TestClaims:
         plan(stage)
         other = other_run(stage)
         shutil.rmtree(stage.run_dir.path)
-        with raises(ConfigError, "claimed", "not there any more", "remove"):
+        claims = list((stage.root / STAGING_NAME).glob("*.claim"))
+        for claim in claims:
+            # Here its removal would be known.
+            claim.write_text(json.dumps(json.loads(claim.read_bytes()) | {"host": "node7"}))
+        with raises(ConfigError, "claimed", "not there any more", "sharmill cancel", "remove"):
             run(other)
         release_output(stage.root, [stage.token])
         assert run(other)[0].ok
+
+    def test_of_a_run_that_was_removed_here_go_with_its_staging(self, tmp_path):
+        stage = ToyStage(tmp_path)
+        plan(stage)
+        other = other_run(stage)
+        shutil.rmtree(stage.run_dir.path)
+        assert run(other)[0].ok
+        assert not (stage.root / STAGING_NAME).exists()
 
     def test_only_one_of_many_gets_it(self, tmp_path):
         stages = [ToyStage(tmp_path / str(number)) for number in range(8)]

@@ -29,8 +29,10 @@ _SECONDS_TO_END: Final = 60.0
 def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     """End what is at work in a run directory: jobs, or a process.
 
-    What is done is kept: the command that began the run goes on from there.
+    What is done is kept: the command that began the run goes on from there. A dataset directory in which the run has
+    published nothing yet is free for others.
     """
+    from sharmill.engine.fence import release_unused
     from sharmill.engine.rundir import RunDir
     from sharmill.executors.slurm.chain_state import cancel_chain
 
@@ -45,8 +47,12 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
         console.print(plain(f"ended: {ended}"))
     if not jobs and not ended:
         console.print(plain(f"nothing is at work in {run_dir}"))
+    claims = release_unused(paths)
+    if claims:
+        line = f"{claims[0].parent.parent} has files of this run, so its claims stay: {' '.join(map(str, claims))}"
+        console.print(plain(line), soft_wrap=True)
     if as_json:
-        print_json({"slurm_jobs": jobs, "ended": [ended] if ended else []})
+        print_json({"slurm_jobs": jobs, "ended": [ended] if ended else [], "claims": [str(path) for path in claims]})
     return OK
 
 

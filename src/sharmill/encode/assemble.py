@@ -54,6 +54,11 @@ class AssembleStage(Stage):
         return self._dataset.codec_fields(self.codec)
 
     @property
+    def claims(self) -> tuple[Path, Sequence[str]]:
+        # Before there is a dataset it is not known whether it has contexts.
+        return self.root, codec_fields(self.codec)
+
+    @property
     def encoded(self) -> StageDir:
         """The folder of the stage that has encoded the segments."""
         return self.run_dir.stage(f"encode/{self.codec}")

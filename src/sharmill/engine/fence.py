@@ -5,23 +5,25 @@ are named by it: ``ranks/<token>`` in the stage's folder of the run directory, a
 final files. Only the process that directs the run makes these; a restart removes them before anything else, so that
 every late write and rename of an older rank fails.
 
-Where stages of several runs publish into one directory, a run claims its folders there as long as it is at work.
+Where stages of several runs publish into one directory, a run claims its folders there as long as it is at work: all
+of them when it begins or is submitted, and each stage its own again for its plan.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from sharmill.engine.rundir import StageDir
+from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.stored import NOT_JSON, read_stored
+from sharmill.engine.stored import NOT_JSON, decode_stored, read_stored
 from sharmill.errors import ConfigError, FatalError
 from sharmill.ports import process
 from sharmill.processes import user_name
@@ -39,6 +41,8 @@ from sharmill.storage import (
     write_atomic,
 )
 
+log = logging.getLogger(__name__)
+
 _TOKEN = re.compile(r"[0-9a-f]{16}")
 
 
@@ -50,6 +54,13 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     user: str
     since: str
+
+
+class RunClaim(msgspec.Struct, frozen=True):
+    """The token of the claims that a run has made for stages without a plan, and the directory that these are in."""
+
+    token: str
+    directory: str
 
 
 def new_token() -> str:
@@ -144,22 +155,16 @@ def claim_output(stage: Stage, token: str, *, alone: bool = False) -> None:
     if not folders:
         return
     require_writable(root)
-    own = _own_tokens(stage) | {token for later in stage.later() for token in tokens_of(later)}
-    for path in _claim_files(root) if alone else ():
-        found = _read_claim(path)
-        if found is not None and found.token not in own:
-            raise _claimed(root, path, found)
+    if alone:
+        _require_alone(stage)
     held = _holds_claims(stage)
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    host, run = process.gethostname(), str(stage.run_dir.path.resolve())
-    text = msgspec.json.encode(Claim(token=token, run=run, host=host, user=user_name(), since=since)) + b"\n"
+    text, own = _claim_text(stage.run_dir, token), _own_tokens(stage) | _run_token(stage.run_dir)
     make_folder(root / STAGING_NAME)
     paths = [_claim_file(root, folder) for folder in folders]
     made: list[Path] = []
     try:
         for path in paths:
-            if not path.exists():
-                _create(path, text, root)
+            if _create(path, text, own):
                 made.append(path)
             elif not _names(path, [token]):
                 write_atomic(path, text)
@@ -172,6 +177,50 @@ def claim_output(stage: Stage, token: str, *, alone: bool = False) -> None:
             path.unlink(missing_ok=True)
         remove_if_empty(root / STAGING_NAME)
         raise
+
+
+def claim_for_run(stages: Sequence[Stage], *, restart: bool) -> None:
+    """Claim the folders of all these stages of a run that are not done, before any of them begins.
+
+    Each stage takes its claims over with its plan, see ``claim_output``; ``release_run`` removes the others.
+
+    Raises:
+        ConfigError: another run has claimed one of them.
+    """
+    for stage in stages:
+        root, folders = stage.claims
+        if not folders or (stage.dir.done.exists() and not restart):
+            continue
+        require_writable(root)
+        if stage.replaces_root and (restart or not stage.dir.token_file.exists()):
+            _require_alone(stage)
+        _holds_claims(stage)
+        text = _claim_text(stage.run_dir, _make_run_claim(stage.run_dir, root))
+        own = _own_tokens(stage) | _run_token(stage.run_dir)
+        for folder in folders:
+            _create(_claim_file(root, folder), text, own)
+
+
+def release_run(run_dir: RunDir) -> None:
+    """Remove the claims of a run that none of its stages has taken over."""
+    if (claim := _read_run_claim(run_dir)) is not None:
+        release_output(Path(claim.directory), [claim.token])
+
+
+def release_unused(run_dir: RunDir) -> list[Path]:
+    """Remove the claims of a run that is given up, and return those that stay, since the run has published files there.
+
+    As long as those are there, the directory can be used by no other run anyway.
+    """
+    if (claim := _read_run_claim(run_dir)) is None:
+        return []
+    root = Path(claim.directory)
+    paths = [path.parent for pattern in ("*/ranks", "*/*/ranks") for path in run_dir.path.glob(pattern)]
+    own = {claim.token} | {token for path in paths for token in tokens_of(StageDir(path))}
+    claims = {path: found.token for path in _claim_files(root) if (found := _read_claim(path)) and found.token in own}
+    used = {token for path, token in claims.items() if any(_claimed_folder(path).glob("*"))}
+    release_output(root, own - used)
+    return [path for path, token in claims.items() if token in used]
 
 
 def release_output(root: Path, tokens: Iterable[str]) -> None:
@@ -194,32 +243,74 @@ def release_output(root: Path, tokens: Iterable[str]) -> None:
 def refuse_claims(root: Path) -> None:
     """Raise ConfigError where a run is at work on any folder of a dataset directory, or means to go on with it."""
     for path in _claim_files(root):
-        if (found := _read_claim(path)) is not None:
-            raise _claimed(root, path, found)
+        _refuse_claim(path, own=())
 
 
 def _holds_claims(stage: Stage) -> bool:
-    """Return True if this run has claimed all folders of a stage, and raise ConfigError if another run has one."""
+    """Return True if the stage has claimed all its folders for a plan, and raise ConfigError if another run has one."""
     root, folders = stage.claims
     if not folders:
         return True
+    plans = _own_tokens(stage)
     held = []
     for folder in folders:
         path = _claim_file(root, folder)
-        found = _read_claim(path)
         # A copied or a moved run directory has its tokens with it: no path tells whose a claim is.
-        if found is not None and found.token not in _own_tokens(stage):
-            raise _claimed(root, path, found)
-        held.append(found is not None)
+        _refuse_claim(path, plans | _run_token(stage.run_dir))
+        held.append(_names(path, plans))
     return all(held)
+
+
+def _require_alone(stage: Stage) -> None:
+    """Raise ConfigError where another run has claimed any folder of the directory that the stage publishes in."""
+    root, _ = stage.claims
+    own = _own_tokens(stage) | {token for later in stage.later() for token in tokens_of(later)}
+    for path in _claim_files(root):
+        _refuse_claim(path, own | _run_token(stage.run_dir))
 
 
 def _own_tokens(stage: Stage) -> set[str]:
     return {token for paths in (stage.dir, *stage.sharers()) for token in tokens_of(paths)}
 
 
+def _run_token(run_dir: RunDir) -> set[str]:
+    claim = _read_run_claim(run_dir)
+    return set() if claim is None else {claim.token}
+
+
+def _read_run_claim(run_dir: RunDir) -> RunClaim | None:
+    if not run_dir.claim.exists():
+        return None
+    claim = decode_stored(run_dir.claim, read_stored(run_dir.claim), RunClaim)
+    # It is the name of a folder.
+    if not _TOKEN.fullmatch(claim.token):
+        message = f"{run_dir.claim} is damaged: it has no token; remove it, and the claims of this run"
+        raise ConfigError(message, code="damaged_run_dir")
+    return claim
+
+
+def _make_run_claim(run_dir: RunDir, root: Path) -> str:
+    """Return the token of a run's claims in a directory; it is stored before any claim has it."""
+    claim, directory = _read_run_claim(run_dir), str(root.resolve())
+    if claim is None or claim.directory != directory:
+        release_run(run_dir)
+        claim = RunClaim(new_token(), directory)
+        write_atomic(run_dir.claim, msgspec.json.encode(claim) + b"\n")
+    return claim.token
+
+
+def _claim_text(run_dir: RunDir, token: str) -> bytes:
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    host, run = process.gethostname(), str(run_dir.path.resolve())
+    return msgspec.json.encode(Claim(token=token, run=run, host=host, user=user_name(), since=since)) + b"\n"
+
+
 def _claim_file(root: Path, folder: str) -> Path:
     return root / STAGING_NAME / f"{folder.replace('/', '+')}.claim"
+
+
+def _claimed_folder(path: Path) -> Path:
+    return path.parent.parent / path.stem.replace("+", "/")
 
 
 def _claim_files(root: Path) -> list[Path]:
@@ -244,8 +335,12 @@ def _names(path: Path, tokens: Container[str]) -> bool:
     return False
 
 
-def _create(path: Path, text: bytes, root: Path) -> None:
-    """Create a claim, unless another run has just done so."""
+def _create(path: Path, text: bytes, own: Container[str]) -> bool:
+    """Create a claim, unless there is one that names one of the run's own tokens; return True if it was created.
+
+    Raises:
+        ConfigError: another run has just claimed the same.
+    """
     with stopping_errors(path):
         while True:
             make_folder(path.parent)
@@ -254,18 +349,34 @@ def _create(path: Path, text: bytes, root: Path) -> None:
                 try:
                     create_atomic(path, text)
                 except FileExistsError:
-                    if (found := _read_claim(path)) is not None:
-                        raise _claimed(root, path, found) from None
+                    _refuse_claim(path, own)
+                    if _names(path, own):
+                        return False
                 else:
-                    return
+                    return True
 
 
-def _claimed(root: Path, path: Path, claim: Claim) -> ConfigError:
+def _refuse_claim(path: Path, own: Container[str]) -> None:
+    """Raise ConfigError where there is a claim that names none of these tokens; one whose run was removed goes."""
+    claim, root = _read_claim(path), path.parent.parent
+    if claim is None or claim.token in own:
+        return
+    run, folder = Path(claim.run), _claimed_folder(path).relative_to(root)
+    if (
+        not run.exists()
+        and run.parent.exists()
+        and claim.host == process.gethostname()
+        and _TOKEN.fullmatch(claim.token)
+    ):
+        # Ranks that were left have lost their ledger, and lose their staging folder with the claim.
+        log.warning("%s has gone, and so does its claim %s", run, path)
+        release_output(root, [claim.token])
+        return
     files = [str(other) for other in _claim_files(root) if _names(other, [claim.token])]
     gone = "" if Path(claim.run).exists() else ", a run directory that is not there any more"
-    return ConfigError(
-        f"{root} is claimed: {claim.user} on {claim.host} has been writing {path.stem.replace('+', '/')} there since "
+    raise ConfigError(
+        f"{root} is claimed: {claim.user} on {claim.host} has been at work on {folder} there since "
         f"{claim.since}, from {claim.run}{gone}. Wait until that run is finished, or choose another dataset_dir; if it "
-        f"will never go on, remove {' '.join(files) or path}",
+        f"will never go on: sharmill cancel {claim.run}, or remove {' '.join(files) or path}",
         code="claimed",
     )

@@ -160,6 +160,11 @@ class RunDir:
         return self.path / "id"
 
     @property
+    def claim(self) -> Path:
+        """The token of the run's claims on the dataset directory, until its stages have plans."""
+        return self.path / "claim.json"
+
+    @property
     def config(self) -> Path:
         return self.path / "resolved_config.yaml"
 

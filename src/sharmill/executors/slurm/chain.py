@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from sharmill.engine.attempts import Attempts
+from sharmill.engine.fence import release_run
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.run import Executor, locked
@@ -281,6 +282,7 @@ class JobChain:
         before = read_state(self.run_dir)
         write_atomic(self.run_dir.chain, msgspec.json.encode(state) + b"\n")
         if state.state != "waiting":
+            release_run(self.run_dir)
             # The watcher job of a driver job that has noted its end has nothing to do.
             with suppress(SharmillError):
                 scancel([job.id for job in queued_jobs(self.run_dir) if job.role == "watcher"])

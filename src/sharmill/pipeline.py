@@ -43,7 +43,15 @@ from sharmill.models.device import check_device
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.stage import PrepareStage
 from sharmill.report.last_step import report_on_run
-from sharmill.storage import disk_errors, open_atomic, open_stored, require_writable, write_atomic
+from sharmill.storage import (
+    PROBE,
+    disk_errors,
+    open_atomic,
+    open_stored,
+    remove_asides,
+    require_writable,
+    write_atomic,
+)
 from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.findings import Report
 from sharmill.validate.stage import ValidateStage
@@ -411,6 +419,7 @@ def certify_models(config: Config) -> tuple[Path, Certificate]:
     path = RunDir(Path(config.run_dir)).certificate
     with disk_errors(path.parent):
         require_writable(path.parent)
+        remove_asides(path.parent, {path.name, PROBE})
         write_atomic(path, msgspec.json.format(msgspec.json.encode(certificate), indent=2) + b"\n")
     return path, certificate
 

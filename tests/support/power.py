@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -38,6 +39,7 @@ from support.small_run import is_temporary, lasting, lasting_files
 
 # Crashes in one fork: making that takes as long as a relaunch.
 _AT_ONCE = 16
+_STORAGE = REPOSITORY / "src/sharmill/storage.py"
 # A relaunch that lasts longer hangs.
 _SECONDS_TO_RELAUNCH = 60
 _FIELDS = (TARGET_AUDIO, CONTEXT_AUDIO, TARGET_CODES, CONTEXT_CODES)
@@ -50,6 +52,7 @@ class PoweredRun:
     Attributes:
         prepare: makes what is there before the run, in an empty folder.
         run: does the work in that folder; called again after a cut.
+        codec: whose codes are read, where there are several.
         recorded: does the same work and is recorded instead, as by several processes.
         datasets: the names of dataset directories, which are read after a cut and before the run is done again.
         outcome: returns what must be the same in the end, by name.
@@ -59,6 +62,7 @@ class PoweredRun:
     prepare: Callable[[Path], None]
     run: Callable[[Path], None]
     datasets: Sequence[str] = ()
+    codec: str | None = None
     recorded: Callable[[Path], None] | None = None
     outcome: Callable[[Path], dict[str, bytes]] = lasting_files
 
@@ -92,7 +96,7 @@ class PowerCuts:
         self._work.mkdir(parents=True)
         run.prepare(self._work)
         before = shutil.copytree(self._work, folder / "before")
-        self._reads = {name: [_read(before / name)] for name in run.datasets}
+        self._reads = {name: [self._read(before / name)] for name in run.datasets}
         # Imports what the run imports, once for all forks.
         run.run(self._work)
         expected = run.outcome(self._work)
@@ -102,10 +106,10 @@ class PowerCuts:
         assert self._recorded.end == read_tree(self._work), "an operation was not recorded"
         self.recording = Recording(self._recorded)
         self._expected = run.outcome(self._work)
-        self._usual = {name.rpartition("/")[2] for name in self._temporary()}
-        assert self._expected == expected, "the run is not deterministic"
+        self._usual = {_without_token(name) for name in self._temporary()}
+        assert self._expected == expected, f"the run is not deterministic: {self._differences(expected)}"
         for name, reads in self._reads.items():
-            reads.append(_read(self._work / name))
+            reads.append(self._read(self._work / name))
             assert reads[-1] is not None
         self._seen: set[bytes] = set()
 
@@ -204,16 +208,16 @@ class PowerCuts:
             return refused, f"{error.code}: {error}"
         except Exception:  # noqa: BLE001 - whatever it is, it is the outcome
             return refused, traceback.format_exc()
-        return refused, "; ".join(self._differences())
+        return refused, "; ".join(self._differences(self._expected))
 
-    def _differences(self) -> list[str]:
+    def _differences(self, expected: dict[str, bytes]) -> list[str]:
         """Differences between what is there and what an undisturbed run leaves: there may be none."""
         found = self._run.outcome(self._work)
-        wrong = [f"{name} is missing" for name in sorted(self._expected.keys() - found.keys())]
-        wrong += [f"{name} is too much" for name in sorted(found.keys() - self._expected.keys())]
-        both = sorted(found.keys() & self._expected.keys())
-        wrong += [f"{name} has other bytes" for name in both if found[name] != self._expected[name]]
-        left = [name for name in self._temporary() if name.rpartition("/")[2] not in self._usual]
+        wrong = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
+        wrong += [f"{name} is too much" for name in sorted(found.keys() - expected.keys())]
+        both = sorted(found.keys() & expected.keys())
+        wrong += [f"{name} has other bytes" for name in both if found[name] != expected[name]]
+        left = [name for name in self._temporary() if _without_token(name) not in self._usual]
         return wrong + [f"{name} is left over" for name in sorted(left)]
 
     def _temporary(self) -> set[str]:
@@ -223,11 +227,24 @@ class PowerCuts:
 
     def _check_reader(self, name: str, reads: list[Any]) -> int:
         """Return 1 where a reader refuses; raise where it gets what was never there."""
-        found = _read(self._work / name)
+        found = self._read(self._work / name)
         if found is None:
             return 1
         assert any(_is_part(found, whole) for whole in reads if whole is not None), f"a reader gets {found}"
         return 0
+
+    def _read(self, directory: Path) -> dict[str, dict[str, str]] | None:
+        """Return of each cut of a dataset the digests of what it holds; None where a reader refuses, in one line."""
+        found = {}
+        try:
+            for cut in open_shar(directory, codec=self._run.codec):
+                values = {name: getattr(cut, f"load_{name}")() for name in _FIELDS if cut.has_custom(name)}
+                found[cut.id] = {name: xxhash.xxh3_64_hexdigest(value.tobytes()) for name, value in values.items()}
+        except SharmillError as error:
+            if "\n" in str(error):
+                raise
+            return None
+        return found
 
 
 def _lost_at_ends(recording: Recording) -> dict[str, str]:
@@ -241,23 +258,14 @@ def _lost_at_ends(recording: Recording) -> dict[str, str]:
     return problems
 
 
+def _without_token(name: str) -> str:
+    """Return a name without the random part that it has in one run."""
+    return re.sub("[0-9a-f]{16,}", "*", name)
+
+
 def _is_part(found: dict[str, dict[str, str]], whole: dict[str, dict[str, str]]) -> bool:
     """Return True if these are all cuts of a dataset; the codes may be still to come."""
     return found.keys() == whole.keys() and all(values.items() <= whole[cut].items() for cut, values in found.items())
-
-
-def _read(directory: Path) -> dict[str, dict[str, str]] | None:
-    """Return of each cut of a dataset the digests of what it holds; None where a reader refuses, in one line."""
-    found = {}
-    try:
-        for cut in open_shar(directory):
-            values = {name: getattr(cut, f"load_{name}")() for name in _FIELDS if cut.has_custom(name)}
-            found[cut.id] = {name: xxhash.xxh3_64_hexdigest(value.tobytes()) for name, value in values.items()}
-    except SharmillError as error:
-        if "\n" in str(error):
-            raise
-        return None
-    return found
 
 
 def site_of_caller() -> str:
@@ -267,10 +275,10 @@ def site_of_caller() -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(REPOSITORY / "src") or path.is_relative_to(REPOSITORY / "jobs"):
-            name = f"{path.stem}.{frame.f_code.co_name}"
+            name = f"{path.parent.name}/{path.stem}.{frame.f_code.co_name}"
             # A function that calls itself, as for the folder above, is one place.
             found += [] if found[-1:] == [name] else [name]
-            if path.stem != "storage":
+            if path != _STORAGE:
                 break
         frame = frame.f_back
     return " < ".join(found)

@@ -1,4 +1,4 @@
-"""The runs whose power is cut: the pipeline, and what changes a finished dataset. The models are stand-ins."""
+"""The runs whose power is cut: the pipeline, what comes before, what changes datasets. Models are stand-ins."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 import torch.distributed.checkpoint
 
+from sharmill.collect.run import ManifestOptions, make_manifest
 from sharmill.config import Config, ValidateConfig
 from sharmill.engine.listener import Listener
+from sharmill.engine.run import Executor
 from sharmill.errors import ConfigError
+from sharmill.executors.local.executor import LocalExecutor
+from sharmill.export.run import export_dataset
 from sharmill.grow.append import append_dataset
 from sharmill.grow.merge import merge_datasets
 from sharmill.grow.split import split_dataset
-from sharmill.pipeline import run_dataset, validate_dataset
-from sharmill.shar.layout import TARGET_AUDIO, shard_file
+from sharmill.pilot.calibrate import run_pilot
+from sharmill.pipeline import certify_models, run_dataset, validate_dataset
+from sharmill.shar.layout import TARGET_AUDIO, TARGET_CODES, codes_field, shard_file
 from sharmill.shar.rebuild import rebuild_index
 from sharmill.shar.sidecars import write_sidecars
 from sharmill.validate.findings import encode_report, read_report
@@ -31,7 +37,8 @@ from sharmill.validate.redo import take_back_commits
 from support.growing import make_dataset
 from support.paths import REPOSITORY
 from support.power import PoweredRun
-from support.shar import PitchEncoder, Project, ToyCodec, voice
+from support.power_ranks import ForkedTasks
+from support.shar import PitchEncoder, Project, ToyCodec, put, voice
 from support.small_run import STAGES
 
 
@@ -57,9 +64,20 @@ def _load_codec(*arguments: Any) -> ToyCodec:
 _version = cache(version)
 
 
-@cache
-def _config(work: Path, **write: Any) -> Config:
+_TOY = {"name": "toy", "model": "builtin"}
+_CODECS = {"encode": {"codecs": [_TOY, {"name": "other", "model": "builtin"}]}}
+# Stages without models, so that ranks that are started anew need no stand-ins.
+_PLAIN: dict[str, Any] = {"match": None, "encode": {"codecs": []}}
+_OTHER_SEED = {"write": {"shard_size": 3, "seed": 1}}
+
+
+def _config(work: Path, changes: dict[str, Any] | None = None) -> Config:
     """The configuration of six utterances of two voices, and of one that is not there, in two shards."""
+    return _make_config(work, json.dumps(changes or {}))
+
+
+@cache
+def _make_config(work: Path, changes: str) -> Config:
     project = Project(work.parent)
     is_new = not project.root.exists()
     for number in range(6):
@@ -67,25 +85,27 @@ def _config(work: Path, **write: Any) -> Config:
         project.add(f"{number}.wav", samples, duration=0.3, speaker=f"s{number % 2}")
     project.add("absent.wav", duration=0.3)
     project.run_dir, project.dataset = work / "run", work / "dataset"
-    return project.configure(
-        prepare={"min_duration": 0.0, "unit_records": 4}, match={"min_duration": 0.0, "unit_seconds": 0.6},
-        write={"shard_size": 3} | write, encode={"codecs": [{"name": "toy", "model": "builtin"}]},
-        executor={"workers": 1, "device": "cpu"},
-    )  # fmt: skip
+    values: dict[str, Any] = {
+        "prepare": {"min_duration": 0.0, "unit_records": 4}, "match": {"min_duration": 0.0, "unit_seconds": 0.6},
+        "write": {"shard_size": 3}, "encode": {"codecs": [_TOY]}, "executor": {"workers": 1, "device": "cpu"},
+    }  # fmt: skip
+    return project.configure(**values | json.loads(changes))
 
 
-def _run_all(work: Path, *, restart: bool = False, **write: Any) -> None:
+def _run_all(
+    work: Path, changes: dict[str, Any] | None = None, *, restart: bool = False, executor: Executor | None = None
+) -> None:
     with _stand_ins():
-        result = run_dataset(_config(work, **write), Listener(), restart=restart)
+        result = run_dataset(_config(work, changes), Listener(), restart=restart, executor=executor)
     assert result.ok
     assert result.report is not None
     assert result.report.findings == []
 
 
-def _damage(work: Path) -> None:
-    """Leaves a finished dataset with a damaged shard, and the report about it."""
+def _damage(work: Path, field: str) -> None:
+    """Leaves a finished dataset with a damaged shard of a field, and the report about it."""
     _run_all(work)
-    shard = work / "dataset" / shard_file(TARGET_AUDIO, 1)
+    shard = work / "dataset" / shard_file(field, 1)
     shard.write_bytes(bytes(shard.stat().st_size))
     report = validate_dataset(work / "dataset", work.parent / "scratch", Listener(), ValidateConfig(), workers=1)
     assert report.errors
@@ -136,6 +156,41 @@ def _run_stages(work: Path, *stages: str) -> None:
             assert run_dataset(_config(work), Listener(), stages=[name]).ok
 
 
+def _put_speech(work: Path) -> None:
+    """Leaves three recordings of two speakers, two of them with texts, and a file that is none."""
+    for name in ("anna/one", "anna/two", "ben/three"):
+        put(work / f"speech/{name}.wav", voice(0.3, seed=len(name)))
+        (work / f"speech/{name}.txt").write_text(f"the text of {name}\n")
+    (work / "speech/ben/three.txt").unlink()
+    (work / "speech/ben/four.wav").write_bytes(b"no audio")
+
+
+def _collect(work: Path) -> None:
+    with _unless_done():
+        options = ManifestOptions(keys={"speaker": "{path[0]}", "language": "en"}, vocabulary=str(work / "words.txt"))
+        make_manifest([str(work / "speech")], str(work / "speech.json"), options, Listener(), workers=1)
+
+
+def _judge_models(work: Path) -> None:
+    """A pilot, and a certificate without comparisons."""
+    comparing = mock.patch.multiple(
+        "sharmill.models.certificate", certify_codec=lambda *_: iter(()), certify_encoder=lambda *_: iter(())
+    )
+    with _stand_ins(), comparing:
+        run_pilot(_config(work), size=4, measure=False)
+        certify_models(_config(work))
+
+
+def _judgements(work: Path) -> dict[str, bytes]:
+    """The outcome of the pilot without the rates, which are measured, and the certificate."""
+    calibration = msgspec.json.decode((work / "run/calibration.json").read_bytes())
+    del calibration["rates"]
+    return {
+        "run/calibration.json": msgspec.json.encode(calibration),
+        "run/certificate.json": (work / "run/certificate.json").read_bytes(),
+    }
+
+
 def _of_stage(name: str, *before: str) -> PoweredRun:
     """The run of one stage, behind those that are named."""
     datasets = [] if name in ("prepare", "match") else ["dataset"]
@@ -183,10 +238,20 @@ RUNS = [
     PoweredRun("append", _make_datasets, lambda work: append_dataset(work / "a", work / "b"), "ab"),
     PoweredRun("merge", _make_datasets, _merge, "abc"),
     PoweredRun("sidecars", _make_datasets, lambda work: write_sidecars(work / "a"), "a"),
+    PoweredRun("export", _make_datasets, lambda work: export_dataset(work / "a", "nemo_codes", work / "x"), "a"),
+    PoweredRun("calibrate, certify", lambda work: None, _judge_models, outcome=_judgements),
     PoweredRun("train", lambda work: None, _train, outcome=_trained),
+    PoweredRun("manifest", _put_speech, _collect),
     *(_of_stage(name, *STAGES[:number]) for number, name in enumerate(STAGES)),
     PoweredRun("split", _make_datasets, _split, ["a", "s/train", "s/valid"]),
-    PoweredRun("redo", _damage, _redo, ["dataset"]),
+    PoweredRun("redo", lambda work: _damage(work, TARGET_AUDIO), _redo, ["dataset"]),
+    PoweredRun("redo codes", lambda work: _damage(work, codes_field("toy", TARGET_CODES)), _redo, ["dataset"]),
+    PoweredRun("add codec", _run_all, lambda work: _run_all(work, _CODECS), ["dataset"], "toy"),
+    PoweredRun("workers", lambda work: None, lambda work: _run_all(work, _PLAIN), ["dataset"],
+               recorded=lambda work: _run_all(work, _PLAIN, executor=LocalExecutor(2, "cpu"))),
+    PoweredRun("array tasks", lambda work: None, _run_all, ["dataset"],
+               recorded=lambda work: _run_all(work, executor=ForkedTasks())),
     PoweredRun("pipeline", lambda work: None, _run_all, ["dataset"]),
-    PoweredRun("restart", lambda work: _run_all(work, seed=1), lambda work: _run_all(work, restart=True), ["dataset"]),
-]
+    PoweredRun("restart", lambda work: _run_all(work, _OTHER_SEED), lambda work: _run_all(work, restart=True),
+               ["dataset"]),
+]  # fmt: skip

@@ -71,32 +71,36 @@ class RecordedSteps:
         self.processes: list[int] = []
         numbers: dict[str, int] = {}
         for name, path, other, offset, data, process, site in _read(log):
-            step = self._step(name, path, other, offset, data, site)
-            if step is not None:
+            for step in self._do(name, path, other, offset, data, site):
                 self.steps.append(step)
                 self.described.append(f"{name} {self._below(path)} {self._below(other)}".rstrip())
                 self.processes.append(numbers.setdefault(process, len(numbers)))
         self.end = tree_of(self.top, lambda node: node.names, lambda node: node.data)
 
-    def _step(self, name: str, path: str, other: str, offset: int, data: bytes, site: str) -> Step | None:
-        """Return the step of a recorded operation, after doing it; None where it changes nothing."""
+    def _do(self, name: str, path: str, other: str, offset: int, data: bytes, site: str) -> Iterator[Step]:
+        """Do a recorded operation, and yield its steps: none where it changes nothing."""
         folder, own = self._find(path)
         if name in ("create", "mkdir"):
-            return self._rename({(folder, own): Node(is_folder=name == "mkdir")})
+            yield self._rename({(folder, own): Node(is_folder=name == "mkdir")})
+            return
         if name == "unlink":
-            return self._rename({(folder, own): None})
+            yield self._rename({(folder, own): None})
+            return
+        if own and own not in folder.names:
+            # Made by a call that is not seen, as that of a library in C++.
+            yield self._rename({(folder, own): Node()})
         node = folder.names[own] if own else self.top
         if name in ("rename", "link"):
             gone: Renaming = {(folder, own): None} if name == "rename" else {}
-            return self._rename({**gone, self._find(other): node})
-        if name == "fsync":
-            return Sync(node, site)
-        before = node.data.ljust(offset, b"\0")
-        now = data if name == "content" else before[:offset] + data + before[offset + len(data) :]
-        if now == node.data:
-            return None
-        node.data = now
-        return Writing(node, now)
+            yield self._rename({**gone, self._find(other): node})
+        elif name == "fsync":
+            yield Sync(node, site)
+        else:
+            before = node.data.ljust(offset, b"\0")
+            now = data if name == "content" else before[:offset] + data + before[offset + len(data) :]
+            if now != node.data:
+                node.data = now
+                yield Writing(node, now)
 
     def _rename(self, step: Renaming) -> Renaming:
         for (folder, name), node in step.items():

@@ -28,7 +28,7 @@ from sharmill.sources.files import find_files, names_several, read_ends
 from sharmill.sources.folder import FolderSource
 from sharmill.sources.nemo import NemoSource
 from sharmill.sources.table import TableSource
-from sharmill.storage import disk_errors, refuse_strangers, remove_asides, remove_if_empty, require_writable
+from sharmill.storage import PROBE, disk_errors, refuse_strangers, remove_asides, remove_if_empty, require_writable
 
 _OF_CORPUS: Final = ("speaker", "language", "dataset", "channel")
 _SOURCES: Final[dict[str, type[SpeechSource]]] = {"folder": FolderSource, "table": TableSource, "nemo": NemoSource}
@@ -83,6 +83,7 @@ def make_manifest(
     stage = ManifestStage(_make_inputs(sources, roots, root, options), destination)
     try:
         with disk_errors(destination.state), locked(stage.run_dir):
+            _remove_leftovers(destination)
             if not restart:
                 _refuse_other_arguments(stage)
             result = run_stage(stage, LocalExecutor(workers), listener, max_reject_fraction=1.0, restart=restart)
@@ -135,6 +136,9 @@ def _check_destination(destination: Destination, sources: Sequence[str], *, rest
         raise ConfigError(f"--output {path} is a folder; name a file in it", code="bad_usage")
     if any(Path(source).exists() and path.exists() and path.samefile(source) for source in sources):
         raise ConfigError(f"--output {path} is one of the sources; name another file", code="bad_usage")
+    if not destination.state.exists():
+        # No other process is at work on it.
+        _remove_leftovers(destination)
     if not restart and not destination.state.exists():
         named = (path, destination.info, destination.rejects, destination.recipe_log, destination.vocabulary)
         there = next((file for file in named if file is not None and file.exists()), None)
@@ -144,12 +148,19 @@ def _check_destination(destination: Destination, sources: Sequence[str], *, rest
             advice = "move it away, or name another file" if kept else "name another file, or replace it with --restart"
             raise ConfigError(f"{there} is there already; {advice}", code="foreign_output")
     require_writable(path.parent)
-    remove_asides(path.parent, {destination.state.name})
     refuse_strangers(path.parent, [destination.state])
     if destination.vocabulary is not None:
         if destination.vocabulary.is_dir():
             raise ConfigError(f"--vocabulary {destination.vocabulary} is a folder; name a file", code="bad_usage")
         require_writable(destination.vocabulary.parent)
+
+
+def _remove_leftovers(destination: Destination) -> None:
+    """Remove what killed processes have left aside of a manifest, of its companions and of its state."""
+    files = (destination.path, destination.info, destination.rejects, destination.recipe_log, destination.state)
+    remove_asides(destination.path.parent, {PROBE, *(path.name for path in files)})
+    if destination.vocabulary is not None:
+        remove_asides(destination.vocabulary.parent, {PROBE, destination.vocabulary.name})
 
 
 def _refuse_other_arguments(stage: ManifestStage) -> None:

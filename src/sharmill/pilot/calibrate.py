@@ -31,7 +31,7 @@ from sharmill.pilot.records import PilotRecords, read_pilot
 from sharmill.pilot.small_run import run_small
 from sharmill.pilot.voices import Voices
 from sharmill.speaker_tag import tagged_speaker
-from sharmill.storage import disk_errors, require_writable, write_atomic
+from sharmill.storage import PROBE, disk_errors, remove_asides, require_writable, write_atomic
 
 _QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 _BINS = 50
@@ -119,6 +119,7 @@ def run_pilot(
     path = RunDir(Path(config.run_dir)).calibration
     with disk_errors(path.parent):
         require_writable(path.parent)
+        remove_asides(path.parent, {path.name, PROBE})
     tell("reading the speaker groups of all records")
     records = read_pilot(config, size, seed)
     if not records.num_records:

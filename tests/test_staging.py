@@ -1,8 +1,11 @@
-"""Folders of attempts, and what is published out of them."""
+"""Folders of ranks, and what is published out of them."""
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -22,32 +25,54 @@ TOKEN = "0123456789abcdef"
 
 
 def open_staging(root, *folders):
-    """The staging of an attempt, with the folders that the planner makes."""
+    """The staging of a rank, with the folders that the planner makes."""
     for folder in (token_staging(root, TOKEN), *(root / name for name in folders)):
         folder.mkdir(parents=True, exist_ok=True)
-    return Staging(root, TOKEN, 3)
+    return Staging(root, TOKEN)
 
 
 def raise_after(written):
     return written // 0
 
 
-def test_staging_publishes_in_the_order_given(tmp_path, monkeypatch):
-    order = []
-    sync = staging_module.fsync_directory
-    wanted = ["b/2", "a/1", "cuts/0"]
+def watch_publishing(monkeypatch):
+    """Returns a list that gets what is renamed and which folders are synced from now on, in order."""
+    steps = []
+    replace, sync = Path.replace, os.fsync
 
-    def record(folder):
-        order.append([name for name in wanted if (tmp_path / name).exists()])
-        sync(folder)
+    def note_rename(path, to):
+        steps.append(f"{to.parent.name}/{to.name}")
+        return replace(path, to)
 
-    monkeypatch.setattr(staging_module, "fsync_directory", record)
+    def note_sync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            steps.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        sync(descriptor)
+
+    monkeypatch.setattr(Path, "replace", note_rename)
+    monkeypatch.setattr(os, "fsync", note_sync)
+    return steps
+
+
+def test_what_comes_before_the_last_file_is_on_disk_before_that_is_published(tmp_path, monkeypatch):
+    wanted = ["b/2", "a/1", "b/3", "cuts/0"]
     with open_staging(tmp_path, "a", "b", "cuts") as staging:
         for name in reversed(wanted):
             staging.path(name).write_bytes(name.encode())
         assert [name for name in wanted if (tmp_path / name).exists()] == []
+        steps = watch_publishing(monkeypatch)
         staging.publish(wanted)
-    assert order == [wanted[:1], wanted[:2], wanted[:3]]
+    assert steps == ["b/2", "a/1", "b/3", "b", "a", "cuts/0", "cuts"]
+    assert {name: (tmp_path / name).read_text() for name in wanted} == {name: name for name in wanted}
+
+
+def test_a_folder_of_several_files_is_synced_once(tmp_path, monkeypatch):
+    with open_staging(tmp_path, "parts") as staging:
+        for name in ("parts/0", "parts/1"):
+            staging.path(name).write_bytes(b"")
+        steps = watch_publishing(monkeypatch)
+        staging.publish(["parts/0", "parts/1"])
+    assert steps == ["parts/0", "parts/1", "parts"]
 
 
 def test_published_files_are_described_by_size_and_checksum(tmp_path):
@@ -74,12 +99,23 @@ def test_staging_makes_no_folder_of_a_token_again(tmp_path, when):
     remove_at_once(token_staging(tmp_path, TOKEN))
     does = {
         "begin": staging.__enter__,
-        "path": lambda: staging.path("c/d"),
+        "path": lambda: staging.path("c/d").write_bytes(b"old"),
         "publish": lambda: staging.publish(["a/b"]),
     }
     with pytest.raises(FileNotFoundError):
         does[when]()
     assert names(tmp_path) == [STAGING_NAME, "a", "c"]
+
+
+def test_what_an_attempt_has_not_published_is_removed_before_the_next_one(tmp_path):
+    with open_staging(tmp_path, "a") as staging:
+        for name in ("a/1", "a/2"):
+            staging.path(name).write_bytes(b"x")
+        staging.publish(["a/2"])
+        staging.path("a/never-written")
+        staging.clear()
+        assert list(staging.folder.iterdir()) == []
+    assert names(tmp_path / "a") == ["2"]
 
 
 def test_staging_makes_no_folder_of_final_files(tmp_path):
@@ -90,7 +126,7 @@ def test_staging_makes_no_folder_of_final_files(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_only_attempts_of_dead_processes_are_removed(tmp_path):
+def test_only_folders_of_dead_processes_are_removed(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as alive, subprocess.Popen(["true"]) as dead:
         dead.wait()
         for pid in (alive.pid, dead.pid):

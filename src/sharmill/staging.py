@@ -1,14 +1,18 @@
-"""Publishing of units: each attempt writes its files in a folder of its own and renames them when all are there."""
+"""Publishing of units: a rank writes files in a folder of its own, and renames those of a unit when all are there."""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import BinaryIO
 from uuid import uuid4
 
 from sharmill.ports import process
-from sharmill.storage import checksum, fsync_directory, fsync_file, refuse_strangers, remove_tree, stopping_errors
+from sharmill.storage import checksum_stream, is_strangers, open_regular, refuse_strangers, remove_tree, stopping_errors
 
 STAGING_NAME = ".sharmill-staging"
 
@@ -33,18 +37,19 @@ class PublishedFile:
 
 
 class Staging:
-    """Folder in which one attempt at one unit writes its files before they are published below ``root``.
+    """Folder in which one process writes the files of its units, one unit at a time, before they are published.
 
-    It lies on the file system of ``root``, so that publishing is a rename. Each attempt has its own folder: two
-    attempts at one unit do not meet before the rename, and then both bring the same bytes. Parents are never made: the
-    folder of the plan's token, and those of the final files, are there as long as the plan is valid, and are missed
-    (FileNotFoundError) as soon as it is not.
+    It lies on the file system of ``root``, below which they are published, so that this is a rename. Each process has
+    its own: two attempts at one unit do not meet before the rename, and then both bring the same bytes. Parents are
+    never made: the folder of the plan's token, and those of the final files, are there as long as the plan is valid,
+    and are missed (FileNotFoundError) as soon as it is not. In a folder for each attempt, with the folders of the final
+    files in it, making and removing these would be most of what a unit asks of the file system.
     """
 
-    def __init__(self, root: Path, token: str, unit_index: int) -> None:
+    def __init__(self, root: Path, token: str) -> None:
         self.root = root
-        by = f"{process.gethostname()}-{process.getpid()}"
-        self.folder = token_staging(root, token) / f"{unit_index:06d}-{by}-{uuid4().hex}"
+        self.folder = token_staging(root, token) / f"rank-{process.gethostname()}-{process.getpid()}-{uuid4().hex}"
+        self._begun: set[Path] = set()
 
     def __enter__(self) -> Staging:
         with stopping_errors(self.folder):
@@ -56,32 +61,70 @@ class Staging:
 
     def path(self, name: str) -> Path:
         """Return the path at which to write the file that will be published as ``root / name``."""
-        check_name(name)
-        for parent in reversed(PurePath(name).parents[:-1]):
-            (self.folder / parent).mkdir(exist_ok=True)
-        return self.folder / name
+        path = self._aside(name)
+        self._begun.add(path)
+        return path
 
     def publish(self, names: list[str]) -> list[PublishedFile]:
-        """Publish the files in the order given; a reader may rely on the last one to mean that all are there."""
+        """Publish the files in the order given.
+
+        Where the last one lies in a folder of its own, a reader may rely on it to mean that all are there.
+        """
         if not names:
             return []
-        # The disk gets all files at once, and writes while their checksums are computed.
-        with stopping_errors(self.root), process.ThreadPoolExecutor(len(names), "fsync") as pool:
-            flushed = [pool.submit(fsync_file, self.folder / name) for name in names]
-            published = [self._describe(name) for name in names]
-            for future in flushed:
-                future.result()
-            # Folders that were the run's own when it was planned may have been replaced since.
-            refuse_strangers(self.root, ((self.root / name).parent for name in names))
-            for name in names:
-                final = self.root / name
-                (self.folder / name).replace(final)
-                fsync_directory(final.parent)
+        finals = [self.root / name for name in names]
+        with stopping_errors(self.root), ExitStack() as stack:
+            streams = [stack.enter_context(open_regular(self._aside(name), buffering=0)) for name in names]
+            # The disk gets all files at once, and writes while their checksums are computed.
+            with process.ThreadPoolExecutor(len(names), "fsync") as pool:
+                flushed = [pool.submit(os.fsync, stream.fileno()) for stream in streams]
+                published = [_describe(name, stream) for name, stream in zip(names, streams, strict=True)]
+                for future in flushed:
+                    future.result()
+            parents = dict.fromkeys(final.parent for final in finals)
+            folders = {folder: self._open_folder(folder, stack) for folder in parents}
+            for name, final in zip(names, finals, strict=True):
+                if final == finals[-1]:
+                    for folder, descriptor in folders.items():
+                        if folder != final.parent:
+                            os.fsync(descriptor)
+                self._aside(name).replace(final)
+                self._begun.discard(self._aside(name))
+            os.fsync(folders[finals[-1].parent])
         return published
 
-    def _describe(self, name: str) -> PublishedFile:
-        path = self.folder / name
-        return PublishedFile(name=name, size=path.stat().st_size, xxh3=checksum(path))
+    def clear(self) -> None:
+        """Remove the files that an attempt has begun and not published."""
+        with suppress(OSError):
+            while self._begun:
+                self._begun.pop().unlink(missing_ok=True)
+
+    def _aside(self, name: str) -> Path:
+        check_name(name)
+        return self.folder / name.replace("/", "+")
+
+    def _open_folder(self, folder: Path, stack: ExitStack) -> int:
+        """Open a folder of final files, to be synced, until ``stack`` is left.
+
+        Raises:
+            ConfigError: it is a link or a stranger's: what was the run's own when it was planned was replaced since.
+        """
+        refuse_strangers(self.root, folder.parents)
+        flags = os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if folder != self.root else 0)
+        try:
+            descriptor = os.open(folder, flags)
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                refuse_strangers(self.root, [folder])
+            raise
+        stack.callback(os.close, descriptor)
+        if is_strangers(os.fstat(descriptor), folder.parent):
+            refuse_strangers(self.root, [folder])
+        return descriptor
+
+
+def _describe(name: str, stream: BinaryIO) -> PublishedFile:
+    return PublishedFile(name=name, size=os.fstat(stream.fileno()).st_size, xxh3=checksum_stream(stream))
 
 
 def token_staging(root: Path, token: str) -> Path:

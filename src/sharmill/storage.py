@@ -150,7 +150,12 @@ def is_strangers(status: os.stat_result, folder: Path) -> bool:
 def checksum(path: Path) -> str:
     """xxh3-64 of the bytes of a regular file, in hexadecimal; raises as ``open_regular``."""
     with open_regular(path, buffering=0) as stream:
-        return hashlib.file_digest(cast("Any", stream), xxhash.xxh3_64).hexdigest()
+        return checksum_stream(stream)
+
+
+def checksum_stream(stream: BinaryIO) -> str:
+    """xxh3-64 of what is left of a stream, in hexadecimal."""
+    return hashlib.file_digest(cast("Any", stream), xxhash.xxh3_64).hexdigest()
 
 
 def checksum_bytes(data: bytes) -> str:

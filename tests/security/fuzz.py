@@ -149,7 +149,7 @@ class Corpus:
             stage.identity()
             processor = stage.open("cpu")
             for unit in stage.plan(self.folder / "planned"):
-                with Staging(self.folder / "planned", "0" * 16, unit.index) as staging:
+                with Staging(self.folder / "planned", "0" * 16) as staging:
                     output = processor.process(unit, staging, lambda amount: None)
                     for line in staging.path(output.files[0]).read_bytes().splitlines():
                         with suppress(RejectRecord):

@@ -106,7 +106,7 @@ class TestRunDirectory:
     @pytest.mark.parametrize("name", ["/etc/passwd", "../../mine", "a/../../mine", ""])
     def test_names_of_a_plan_that_lead_out_are_neither_read_nor_written(self, tmp_path, name):
         token_staging(tmp_path / "data", "0" * 16).mkdir(parents=True)
-        with Staging(tmp_path / "data", "0" * 16, 0) as staging, pytest.raises(ValueError, match="no name below"):
+        with Staging(tmp_path / "data", "0" * 16) as staging, pytest.raises(ValueError, match="no name below"):
             staging.path(name)
         source = FolderSource(audio_root=str(tmp_path))
         listed = FolderInput(source=source, prefix="", dataset="x")
@@ -137,7 +137,7 @@ class TestRunDirectory:
     def test_a_folder_that_becomes_a_link_while_ranks_are_at_work(self, tmp_path):
         (tmp_path / "data/cuts").mkdir(parents=True)
         token_staging(tmp_path / "data", "0" * 16).mkdir(parents=True)
-        with Staging(tmp_path / "data", "0" * 16, 0) as staging:
+        with Staging(tmp_path / "data", "0" * 16) as staging:
             staging.path("cuts/a").write_bytes(b"new")
             behind = put_elsewhere(tmp_path / "data/cuts")
             with raises(ConfigError, "foreign_output", "cuts is a link"):

@@ -95,7 +95,7 @@ class DatasetTargets:
         stage.identity()
         processor = stage.open("cpu")
         for unit in stage.plan(planned):
-            with Staging(planned, _TOKEN, unit.index) as staging:
+            with Staging(planned, _TOKEN) as staging:
                 try:
                     processor.process(unit, staging, lambda amount: None)
                 except SharmillError as error:

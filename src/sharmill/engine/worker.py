@@ -13,7 +13,7 @@ from types import TracebackType
 
 from sharmill.engine.delays import spent_on, take_delays
 from sharmill.engine.device_kind import claim_device_kind
-from sharmill.engine.fence import require_current
+from sharmill.engine.fence import require_current, superseded
 from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.metrics import MetricsLog
 from sharmill.engine.outcomes import BrokenDevice, FailedAttempt, Overtaken
@@ -60,6 +60,7 @@ class Worker:
         self._memory_asked_mb = memory_asked_mb
         self._ledger = LedgerWriter(stage.dir.ledger)
         self._progress = ProgressWriter(stage.dir.rank_progress(rank), rank)
+        self._staging = Staging(stage.root, stage.token)
         self._closing = ExitStack()
 
     def __enter__(self) -> Worker:
@@ -73,6 +74,7 @@ class Worker:
         require_current(self.stage)
         started = clock.monotonic()
         with ExitStack() as stack:
+            stack.enter_context(self._staging)
             stack.enter_context(self._progress)
             self._processor = stack.enter_context(closing(self._open()))
             self._keep_to_one_kind()
@@ -141,7 +143,9 @@ class Worker:
             ConfigError, FatalError: going on with other units makes no sense.
         """
         log.info("unit %d begins: %d records, %.1f s of audio", unit.index, unit.size, unit.cost)
-        require_current(self.stage)
+        # That of the plan's token goes before all else where the plan is replaced.
+        if not self._staging.folder.is_dir():
+            raise superseded(self.stage)
         self._progress.begin(unit.index)
         self._processor.expect(following)
         try:
@@ -190,16 +194,18 @@ class Worker:
         """Return the commit, or None where another rank has published the unit."""
         started = clock.monotonic()
         take_delays()  # those of an attempt that failed
-        with Staging(self.stage.root, self.stage.token, unit.index) as staging:
-            with stopping_errors(staging.folder, WRITE_ERRNOS):
-                output = self._processor.process(unit, staging, self._follow(unit))
+        try:
+            with stopping_errors(self._staging.folder, WRITE_ERRNOS):
+                output = self._processor.process(unit, self._staging, self._follow(unit))
             output.check_accounts(unit)
             if REASONS_OF_NODES & {reject.reason for reject in output.rejects}:
                 self.stage.check_node()
             if not self._may_publish(unit):
                 return None
             with spent_on("disk"):
-                files = staging.publish(output.files)
+                files = self._staging.publish(output.files)
+        finally:
+            self._staging.clear()
         if output.rejects:
             lines = b"".join(reject.to_json() + b"\n" for reject in output.rejects)
             write_atomic(self.stage.dir.unit_rejects(unit.index), lines, parents=False)

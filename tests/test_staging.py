@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import xxhash
 
-from sharmill import staging as staging_module
 from sharmill.ports import process
 from sharmill.staging import STAGING_NAME, PublishedFile, Staging, remove_dead_attempts, token_staging
 from sharmill.storage import remove_at_once

@@ -29,7 +29,7 @@ from sharmill.models.device import check_device
 from sharmill.staging import Staging
 check_device(task.device)
 processor = task.stage.open(task.device)
-staging = Staging(Path(sys.argv[2]), "token", 0)
+staging = Staging(Path(sys.argv[2]), "token")
 staging.folder.parent.mkdir(parents=True)
 with staging:
     output = processor.process(load_plan(task.stage)[0], staging, lambda cost: None)

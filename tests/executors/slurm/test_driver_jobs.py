@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 from support.errors import raises
+from tenacity import retry_if_exception_type
 
-from sharmill.errors import FatalError
+from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import chain as slurm_chain
 from sharmill.executors.slurm.chain import JobChain
 from sharmill.executors.slurm.chain_state import ChainState, read_state
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-from sharmill.executors.slurm.queue import SlurmSilent
+from sharmill.executors.slurm.queue import SlurmSilent, retrying
 from sharmill.ports import clock
 
 
@@ -107,3 +108,35 @@ def test_a_command_that_fails_changes_nothing(driver_job, scontrol, caplog, comm
     chain._write(ChainState(state="done", message="all stages are done"))
     assert read_state(chain.run_dir).state == "done"
     assert "no such user" in caplog.text
+
+
+def test_a_wait_lasts_as_long_as_it_was_to_and_no_longer(monkeypatch):
+    """Else a driver job that gave up a little early would be taken for one that did not wait, and end its chain."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    monkeypatch.setattr(clock, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    def refuse():
+        raise OSError("busy")
+
+    with pytest.raises(OSError, match="busy"):
+        retrying(1080.0, retry_if_exception_type(OSError))(refuse)
+    assert now[0] == 1080.0
+
+
+def test_a_submission_whose_place_another_process_takes_notes_its_end(driver_job, scontrol, monkeypatch, tmp_path):
+    """In between it does not hold the run directory, which a ``sharmill run`` may enter."""
+    for name in ("sbatch", "squeue"):
+        (tmp_path / "bin" / name).write_text("#!/bin/bash\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    driver_job.dataset.make_stages = list
+
+    def refuse(executor, listener, *, restart, wait_seconds):
+        raise ConfigError("another sharmill process is at work", code="locked")
+
+    driver_job.dataset.run = refuse
+    with raises(ConfigError, "locked"):
+        driver_job.start()
+    state = read_state(driver_job.run_dir)
+    assert (state.state, state.message) == ("failed", "another sharmill process is at work")

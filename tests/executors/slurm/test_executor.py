@@ -25,6 +25,7 @@ from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, job_comment, make_run_id, queued_jobs
 from sharmill.executors.slurm.setup_lines import checked_lines, find_reason
+from sharmill.ports import clock
 from sharmill.storage import make_private_folder, write_atomic
 
 
@@ -205,7 +206,9 @@ class TestGuard:
         require_no_chain(run_dir, take_over=True)
 
     def test_a_silent_controller_lets_nobody_in_unless_they_take_over(self, cluster, run_dir, monkeypatch):
-        monkeypatch.setattr(slurm_queue, "_PAUSE_SECONDS", 99.0)
+        now = [0.0]
+        monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+        monkeypatch.setattr(clock, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
         cluster.script("squeue", "", fails=99, says="Unable to contact slurm controller")
         with raises(ConfigError, "silent_cluster", "Unable to contact", "sharmill run --take-over"):
             require_no_chain(run_dir)

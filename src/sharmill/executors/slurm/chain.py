@@ -43,6 +43,7 @@ from sharmill.executors.slurm.queue import (
     scancel,
 )
 from sharmill.ports import clock, process
+from sharmill.processes import user_name
 from sharmill.storage import make_private_folder, path_aside, remove_tree, write_atomic
 
 log = logging.getLogger(__name__)
@@ -174,12 +175,15 @@ class JobChain:
             for stage in self.dataset.make_stages():
                 remove_tree(stage.dir.attempts)
                 remove_tree(stage.dir.rounds)
-            self._write(ChainState(state="waiting", message="the first jobs are being submitted", submitting=True))
+            by = f"process {process.getpid()} of {user_name()} on {process.gethostname()}"
+            message = f"the first jobs are being submitted by {by}"
+            begun = self._write(ChainState(state="waiting", message=message, submitting=True))
         try:
             return self._run_stages(wait_seconds=0.0)
         except BaseException as error:
-            # These are about the jobs or the process of another submission, which has noted its own state.
-            if not (isinstance(error, SharmillError) and error.code in ("jobs_in_queue", "locked")):
+            # These are about the jobs or the process of another submission, which notes its own state.
+            is_others = isinstance(error, SharmillError) and error.code in ("jobs_in_queue", "locked")
+            if not is_others or read_state(self.run_dir) == begun:
                 self._note_end(error, state="failed")
             raise
 
@@ -277,7 +281,8 @@ class JobChain:
         with suppress(SharmillError, OSError):
             self._write(ChainState(state=state, message=message))
 
-    def _write(self, state: ChainState) -> None:
+    def _write(self, state: ChainState) -> ChainState:
+        """Note a state, with the command of this chain, and return it."""
         state = msgspec.structs.replace(state, command=self.command)
         before = read_state(self.run_dir)
         write_atomic(self.run_dir.chain, msgspec.json.encode(state) + b"\n")
@@ -288,6 +293,7 @@ class JobChain:
                 scancel([job.id for job in queued_jobs(self.run_dir) if job.role == "watcher"])
             if before is None or before.state != state.state:
                 self._notify(state)
+        return state
 
     def _notify(self, state: ChainState) -> None:
         """Run the command of the profile; what becomes of it changes nothing."""
@@ -318,7 +324,7 @@ class _ChainListener(Listener):
     as well, may otherwise have written a later state before.
     """
 
-    def __init__(self, write: Callable[[ChainState], None]) -> None:
+    def __init__(self, write: Callable[[ChainState], object]) -> None:
         self._write = write
 
     def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:

@@ -204,11 +204,15 @@ def retrying(patience: float, retry: retry_base) -> Retrying:
     deadline = clock.monotonic() + patience
 
     def is_over(state: RetryCallState) -> bool:
-        return clock.monotonic() + state.upcoming_sleep >= deadline
+        return clock.monotonic() >= deadline
+
+    def pause(state: RetryCallState) -> float:
+        # The last attempt is at the end, so that who asks has waited as long as it was to.
+        return max(0.0, min(pauses(state), deadline - clock.monotonic()))
 
     pauses = wait_exponential(multiplier=_PAUSE_SECONDS, max=_LONGEST_PAUSE_SECONDS)
     warn = before_sleep_log(log, logging.WARNING)
-    return Retrying(stop=is_over, wait=pauses, retry=retry, before_sleep=warn, reraise=True, sleep=clock.sleep)
+    return Retrying(stop=is_over, wait=pause, retry=retry, before_sleep=warn, reraise=True, sleep=clock.sleep)
 
 
 def _ask(command: list[str], patience: float) -> str:

@@ -1,0 +1,169 @@
+"""The dataset of simulated clusters: two stages, whose units write what is known without running them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sharmill.engine.fence import stop_ranks
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import StageResult
+from sharmill.engine.run import Executor, locked, run_stage
+from sharmill.engine.rundir import RunDir, StageDir
+from sharmill.engine.stage import Advance, Processor, Stage, add_up
+from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.executors.slurm.chain_state import require_no_chain
+from sharmill.executors.slurm.executor import SlurmExecutor
+from sharmill.ports import clock, process
+from sharmill.staging import Staging
+from sharmill.storage import disk_errors, remove_for_good, write_atomic
+
+NAMES = ("first", "second")
+RECORDS_PER_UNIT = 3
+FIELDS = ("audio", "cuts")
+
+# Of the schedule at work: attempts at units by plan, and the processes that direct the run.
+attempts: list[tuple[str, str, int]] = []
+directors: list[int] = []
+second_writers: list[tuple[int, int]] = []
+
+
+def content(stage: str, option: int, unit: int, field: str) -> bytes:
+    """Return the bytes of a file of a unit."""
+    return f"{field} of unit {unit} of {stage} with option {option}\n".encode()
+
+
+class SimStage(Stage):
+    """A stage of few units; ``poison`` are units that end their rank each time."""
+
+    kind: ClassVar[str] = "sim"
+
+    def __init__(
+        self, folder: Path, name: str, units: int, option: int, seconds: float, poison: frozenset[int]
+    ) -> None:
+        self.run_dir = RunDir(folder / "run")
+        self.root = folder / "out"
+        self.folders = tuple(f"{name}_{field}" for field in FIELDS)
+        self._name = name
+        self.units = units
+        self.option = option
+        self.seconds = seconds
+        self.poison = poison
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def identity(self) -> dict[str, Any]:
+        return {"option": self.option, "units": self.units}
+
+    def plan(self, folder: Path) -> Iterator[Unit]:
+        for index in range(self.units):
+            yield make_unit(index, cost=float(index % 3 + 1), size=RECORDS_PER_UNIT, params={"index": index})
+
+    def open(self, device: str) -> Processor:
+        clock.sleep(self.seconds / 4)
+        return _SimProcessor(self)
+
+    def products(self) -> list[Path]:
+        return [self.root / f"{self.name}.txt"]
+
+    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
+        commits = list(commits)
+        write_atomic(
+            self.products()[0], b"".join((self.root / commit.files[-1].name).read_bytes() for commit in commits)
+        )
+        return add_up(commits)
+
+    def discard(self) -> None:
+        names = NAMES[NAMES.index(self.name) :]
+        files = [path for name in names for field in FIELDS for path in (self.root / f"{name}_{field}").glob("*")]
+        remove_for_good([*files, *(self.root / f"{name}.txt" for name in names)])
+
+    def later(self) -> list[StageDir]:
+        return [self.run_dir.stage(name) for name in NAMES[NAMES.index(self.name) + 1 :]]
+
+
+class _SimProcessor(Processor):
+    def __init__(self, stage: SimStage) -> None:
+        self.stage = stage
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        stage = self.stage
+        attempts.append((stage.name, stage.token, unit.index))
+        names = [f"{folder}/{unit.index:06d}.txt" for folder in stage.folders]
+        for field, name in zip(FIELDS, names, strict=True):
+            # A node may be slow.
+            clock.sleep(stage.seconds * unit.cost * (8.0 if process.gethostname() == "n3" else 1.0) / len(FIELDS))
+            staging.path(name).write_bytes(content(stage.name, stage.option, unit.index, field))
+        if unit.index in stage.poison:
+            process.end_at_once(11)
+        return Output(files=names, num_out=unit.size, stats={"seconds": 60.0})
+
+
+@dataclass(frozen=True)
+class SimDataset:
+    """The dataset, as chains take it, and as ``sharmill run`` would."""
+
+    folder: Path
+    units: int = 4
+    option: int = 1
+    seconds: float = 20.0
+    poison: frozenset[int] = frozenset()
+    take_over: bool = False
+    name: str = "toy"
+    num_errors: int = 0
+    appended: str = ""
+    stages: tuple[tuple[Stage, StageResult], ...] = ()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def make_stages(self) -> list[Stage]:
+        return [SimStage(self.folder, name, self.units, self.option, self.seconds, self.poison) for name in NAMES]
+
+    def run(self, executor: Executor, listener: Listener, *, restart: bool, wait_seconds: float) -> SimDataset:
+        """Do what ``pipeline.run_dataset`` does."""
+        results: list[tuple[Stage, StageResult]] = []
+        with disk_errors(self.run_dir), locked(RunDir(self.run_dir), wait_seconds), _directing():
+            if not isinstance(executor, SlurmExecutor):
+                require_no_chain(RunDir(self.run_dir), take_over=self.take_over)
+            for stage in self.make_stages() if restart else ():
+                stop_ranks(stage)
+            for stage in self.make_stages():
+                result = run_stage(stage, executor, listener, max_reject_fraction=0.5, restart=restart)
+                results.append((stage, result))
+                if not result.ok:
+                    break
+        return SimDataset(self.folder, self.units, self.option, self.seconds, self.poison, stages=tuple(results))
+
+    def show(self) -> None:
+        """Show nothing."""
+
+
+@contextmanager
+def _directing() -> Iterator[None]:
+    """Note that this process directs the run, and with it any other that does so at the same time."""
+    pid = process.getpid()
+    second_writers.extend((pid, other) for other in directors if not process.is_gone(other))
+    directors.append(pid)
+    try:
+        yield
+    finally:
+        directors.remove(pid)
+
+
+def expected_files(dataset: SimDataset) -> dict[str, bytes]:
+    """Return the files of an undisturbed run by name."""
+    files: dict[str, bytes] = {}
+    for name in NAMES:
+        for field in FIELDS:
+            for unit in range(dataset.units):
+                files[f"{name}_{field}/{unit:06d}.txt"] = content(name, dataset.option, unit, field)
+        last: Sequence[bytes] = [content(name, dataset.option, unit, FIELDS[-1]) for unit in range(dataset.units)]
+        files[f"{name}.txt"] = b"".join(last)
+    return files

@@ -1,0 +1,69 @@
+"""Simulate SLURM by seed: ``python tests/simulation/slurm.py --seed N``.
+
+``--schedules N`` and ``--minutes M`` go on with the seeds behind it; ``--twice`` looks whether a seed says all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from simulation.kernel import make_folder
+from simulation.world import Outcome, simulate
+
+
+def describe(outcome: Outcome, *, trace: bool) -> str:
+    """Return lines about a schedule: what was done to it, what did not hold, and all that happened."""
+    lines = [f"seed {outcome.seed}: {outcome.state} after {outcome.seconds:.0f} s, {outcome.operations} operations"]
+    lines += [f"  disturbance: {text}" for text in outcome.disturbances]
+    lines += [f"  PROBLEM: {text}" for text in outcome.problems]
+    return "\n".join([*lines, *(outcome.trace if trace else [])])
+
+
+def main() -> int:
+    """Simulate, print the schedules in which something did not hold, and return 1 if there were any."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--schedules", type=int, default=None)
+    parser.add_argument("--minutes", type=float, default=None)
+    parser.add_argument("--trace", action="store_true", help="print all that happens in a schedule with problems")
+    parser.add_argument("--twice", action="store_true", help="simulate each twice; a difference is a problem")
+    options = parser.parse_args()
+    count = options.schedules or (1 if options.minutes is None else 1 << 60)
+    folder = make_folder()
+    began, cpu_began = time.monotonic(), time.process_time()
+    states: Counter[str] = Counter()
+    operations = failed = done = 0
+    try:
+        for seed in range(options.seed, options.seed + count):
+            outcome = simulate(seed, folder)
+            if options.twice and simulate(seed, folder).trace != outcome.trace:
+                outcome.problems.append("replayed, it goes otherwise")
+            done += 1
+            states[outcome.state] += 1
+            operations += outcome.operations
+            failed += bool(outcome.problems)
+            if outcome.problems or count == 1:
+                print(describe(outcome, trace=options.trace or count == 1), flush=True)
+            if options.minutes is not None and time.monotonic() - began > 60 * options.minutes:
+                break
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    seconds = time.process_time() - cpu_began
+    print(f"{done} schedules, {failed} with problems, {operations} file operations in {seconds:.1f} s of one core "
+          f"({60 * done / seconds:.0f} a minute); {dict(states)}")  # fmt: skip
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        # The order of sets is a part of what happens.
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
+    sys.exit(main())

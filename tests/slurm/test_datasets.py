@@ -26,8 +26,9 @@ RANKS = {"cores": 1, "memory_gb": 1.5, "timeout_min": 60, "device": "cpu"}
 
 @pytest.fixture
 def profile(tmp_path):
-    """Three ranks on the gpu partition, four on cpu, as in configs/clusters/test.yaml."""
+    """Three ranks on the gpu partition, four on cpu, as in configs/clusters/test.yaml; all stages have ranks."""
     values = {
+        "driver_units": 0,
         "max_parallel": 8,
         "signal_s": 30,
         "gpu": RANKS | {"partition": "gpu", "max_ranks": 3, "gpus": 1},
@@ -71,12 +72,15 @@ def test_an_append_ends_in_the_dataset_that_grows(tmp_path, make_config, corpus,
     )
     assert run_sharmill("run", old).returncode == 0
     dataset = tmp_path / "old/dataset"
+    # The driver job behind no ranks does all stages, since none needs a GPU.
+    profile.write_text(yaml.safe_dump(yaml.safe_load(profile.read_text()) | {"driver_units": 50}))
     more = make_config(tmp_path / "new", **plain, append_to=str(dataset), max_reject_fraction=0.7)
     shown = run_sharmill("submit", "all", more, "--profile", profile, "--dry-run")
     assert f"once all stages are done, its shards are appended to {dataset}" in shown.stdout
     shown = run_sharmill("submit", "all", more, "--profile", profile, "--wait")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert f"all stages are done; {dataset}: appended the shards" in " ".join(shown.stdout.split())
+    assert len(list((tmp_path / "new/run/jobs").glob("*_submission.sh"))) == 2
     ids = {cut.id for cut in open_shar(dataset, [])}
     assert ids > {cut.id for cut in open_shar(tmp_path / "new/dataset", [])}
     assert len(ids) == ShardedDataset(dataset).record().num_cuts

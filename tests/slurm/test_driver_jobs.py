@@ -57,6 +57,15 @@ def test_a_driver_job_that_meets_ranks_only_submits_one_behind_them(waiting_chai
     assert waiting_chain.stage.redone() == 0
 
 
+def test_one_that_is_killed_within_a_small_stage_leaves_the_rest_to_ranks(make_chain, tmp_path):
+    chain = make_chain(units=4, behaviour={3: "kill_once"}, profile=make_profile(driver_units=4))
+    chain.start()
+    assert sorted(job.role for job in queued_jobs(chain.run_dir)) == ["driver", "watcher"]
+    assert wait_for_end(chain.run_dir).state == "done"
+    assert_same_as_local(chain, tmp_path)
+    assert chain.stage.redone() == 1
+
+
 def test_a_submission_that_lost_the_race_submits_nothing(waiting_chain):
     """Both have looked at the queue when it was empty; the second gets the lock after the first."""
     before = queued_jobs(waiting_chain.run_dir)

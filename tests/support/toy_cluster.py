@@ -123,10 +123,12 @@ def slurm(*command: Any) -> str:
 
 
 def make_profile(**changes: Any) -> ClusterProfile:
-    """Four ranks that need little; ``partition`` and the other values of ranks go to them."""
+    """Four ranks that need little, for stages of any size; ``partition`` and the other values of ranks go to them."""
     cluster = {key: changes.pop(key) for key in list(changes) if key in ClusterProfile.__dataclass_fields__}
     ranks = RankProfile(**({"partition": "cpu", "max_ranks": 4, "memory_gb": 0.25, "timeout_min": 60} | changes))
-    return ClusterProfile(**({"cpu": ranks, "gpu": replace(ranks), "signal_s": 30, "setup": SETUP} | cluster))
+    return ClusterProfile(
+        **({"cpu": ranks, "gpu": replace(ranks), "signal_s": 30, "setup": SETUP, "driver_units": 0} | cluster)
+    )
 
 
 def cancel_all(run_dir: RunDir) -> None:

@@ -167,11 +167,15 @@ def show_submission(
         left = [unit for unit in units if unit.index not in done]
         if not left:
             continue
-        bins = executor.bins(stage, left)
-        balance = _describe_balance(stage, bins, executor.arrays(stage, len(bins)))
+        if workers := executor.driver_workers(stage, left):
+            balance = [f"{len(left)} units in the driver job itself, on {workers} workers"]
+            scripts = [executor.driver_script(stage, behind_ranks=False)]
+        else:
+            bins = executor.bins(stage, left)
+            balance = _describe_balance(stage, bins, executor.arrays(stage, len(bins)))
+            scripts = [executor.script(stage, len(bins)), executor.driver_script(stage, behind_ranks=True)]
         for line in balance:
             console.print(plain(f"{config.name}, {stage.name}: {line}"))
-        scripts = [executor.script(stage, len(bins)), executor.driver_script(stage)]
         for script in scripts:
             # As it is: a script with wrapped lines would be another one.
             for line in script.split("\n"):

@@ -37,39 +37,6 @@ def no_limit() -> RejectLimit:
     return RejectLimit("toy", Path("rejects"), expected_in=24, max_fraction=1.0)
 
 
-class Cluster:
-    """Stands in for the commands of SLURM; each notes that it was called, and fails as often as it is told to."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.script("scontrol", "echo 'MaxArraySize            = 4'")
-        # submitit looks for srun, and takes a machine without one for no cluster.
-        self.script("srun", "exit 1")
-        self.script("squeue", "true")
-        self.script("scancel", 'echo "$@" >> cancelled')
-        self.script("sbatch", "echo Submitted batch job $(wc -l < sbatch.calls)")
-
-    def script(self, name: str, does: str, *, fails: int = 0, says: str = "") -> None:
-        path = self.folder / name
-        path.write_text(
-            f"#!/bin/bash\ncd {self.folder}\necho call >> {name}.calls\n"
-            f'if (( $(wc -l < {name}.calls) <= {fails} )); then echo "{says}" >&2; exit 1; fi\n{does}\n'
-        )
-        path.chmod(0o755)
-
-    def calls(self, name: str) -> int:
-        return len((self.folder / f"{name}.calls").read_text().splitlines())
-
-
-@pytest.fixture
-def cluster(tmp_path, monkeypatch):
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_queue, "_PAUSE_SECONDS", 0.01)
-    return Cluster(folder)
-
-
 @pytest.fixture
 def run_dir(tmp_path):
     """A run directory from which jobs were submitted."""

@@ -119,14 +119,16 @@ class JobChain:
         # Job scripts name it: a link may lead elsewhere by then.
         return RunDir(self.dataset.run_dir.resolve())
 
-    def executor(self) -> SlurmExecutor:
-        """Return the executor that submits this chain's jobs."""
+    def executor(self, *, in_driver_job: bool = False) -> SlurmExecutor:
+        """Return the executor that submits this chain's jobs, and does small stages itself in a driver job."""
         # Only the first run begins anew.
         patience = _SHARE_OF_TIME_LIMIT * 60.0 * self.profile.for_stage("driver", uses_gpu=False).timeout_min
         driver_job = replace(self, restart=False, is_watcher=False, patience=min(patience, _DRIVER_PATIENCE_SECONDS))
         watcher_job = replace(driver_job, is_watcher=True)
         setup = self._note_failure_in_shell()
-        return SlurmExecutor(self.profile, self.run_dir, driver_job, watcher_job, self.name, setup, self.patience)
+        return SlurmExecutor(
+            self.profile, self.run_dir, driver_job, watcher_job, self.name, setup, self.patience, in_driver_job
+        )
 
     def _note_failure_in_shell(self) -> tuple[str, ...]:
         """Return shell lines that note the failure of a watcher job whose Python could not do so.
@@ -179,7 +181,7 @@ class JobChain:
             message = f"the first jobs are being submitted by {by}"
             begun = self._write(ChainState(state="waiting", message=message, submitting=True))
         try:
-            return self._run_stages(wait_seconds=0.0)
+            return self._run_stages(self.executor(), wait_seconds=0.0)
         except BaseException as error:
             # These are about the jobs or the process of another submission, which notes its own state.
             is_others = isinstance(error, SharmillError) and error.code in ("jobs_in_queue", "locked")
@@ -233,7 +235,7 @@ class JobChain:
         if others:
             with locked(self.run_dir, _SECONDS_TO_WAIT_FOR_LOCK):
                 return self._submit_driver_job(others)
-        return self._run_stages(wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK)
+        return self._run_stages(self.executor(in_driver_job=True), wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK)
 
     def _submit_driver_job(self, behind: Sequence[QueuedJob]) -> ChainState:
         """Leave the work to jobs that are in the queue already, and only submit the driver job behind them."""
@@ -243,9 +245,9 @@ class JobChain:
         self._write(state)
         return state
 
-    def _run_stages(self, wait_seconds: float) -> ChainState:
+    def _run_stages(self, executor: SlurmExecutor, wait_seconds: float) -> ChainState:
         outcome = self.dataset.run(
-            self.executor(), _ChainListener(self._write), restart=self.restart, wait_seconds=wait_seconds
+            executor, _ChainListener(self._write), restart=self.restart, wait_seconds=wait_seconds
         )
         if not outcome.stages:
             state = ChainState(state="done", message="there is no stage to run")

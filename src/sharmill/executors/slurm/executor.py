@@ -1,7 +1,8 @@
 """The SLURM executor, on submitit: one task of a job array is one rank.
 
 It does not wait. It submits the ranks and, behind them, a driver job that runs the same stages again: what is missing
-then is submitted anew, and what is complete is finalized. So no process has to live as long as the work does.
+then is submitted anew, and what is complete is finalized. So no process has to live as long as the work does. What is
+too little to wait in the queue for the driver job does itself, as the local executor would.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from sharmill.engine.stored import read_stored
 from sharmill.engine.unit import Unit
 from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import ConfigError, FatalError
+from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.slurm import scheduler
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
@@ -47,6 +49,7 @@ from sharmill.executors.slurm.queue import (
 )
 from sharmill.executors.slurm.setup_lines import checked_lines, find_reason
 from sharmill.executors.slurm.task import RankTask
+from sharmill.processes import limit_cores
 from sharmill.storage import make_folder, make_private_folder, remove_tree, write_atomic
 
 log = logging.getLogger(__name__)
@@ -67,6 +70,7 @@ class SlurmExecutor:
 
     All nodes share the file system of ``run_dir``. ``watcher_setup`` are shell lines that begin the watcher job, and
     ``patience`` is how many seconds to go on trying where SLURM does not answer or takes no more jobs.
+    ``in_driver_job`` says that this process is one.
     """
 
     profile: ClusterProfile
@@ -76,6 +80,7 @@ class SlurmExecutor:
     job_name: str
     watcher_setup: tuple[str, ...] = ()
     patience: float = PATIENCE_SECONDS
+    in_driver_job: bool = False
 
     def __post_init__(self) -> None:
         # It is in lines of the sbatch script.
@@ -85,6 +90,8 @@ class SlurmExecutor:
         self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener
     ) -> Finished | Submitted:
         """Submit the units, or return those that failed for good once no other is left; see ``engine.run.Executor``.
+
+        Few units are done in the driver job. If that is killed, they wait for ranks in the next round.
 
         Raises:
             ConfigError: jobs of this dataset are in the queue.
@@ -96,11 +103,20 @@ class SlurmExecutor:
         left = [unit for unit in units if attempts.counts[unit.index] < MAX_ATTEMPTS]
         if not left:
             return Finished({unit.index: _describe_failure(stage, unit, attempts) for unit in units})
-        self._require_progress(stage, attempts)
+        workers = 0 if stage.dir.rounds.exists() else self.driver_workers(stage, left)
+        if self.in_driver_job or not workers:
+            self._require_progress(stage, attempts)
         make_run_id(self.run_dir)
         if others := competing_jobs(self.run_dir, self.patience):
             raise ConfigError(f"{describe_jobs(others)} of this dataset appeared in the queue", code="jobs_in_queue")
-        return self._submit_stage(stage, left, rejects)
+        if not workers:
+            return self._submit_stage(stage, left, rejects)
+        if not self.in_driver_job:
+            driver_job = self.submit_driver_job([], stage.name)
+            return Submitted(f"{stage.name}: {len(left)} units in driver job {driver_job} itself", [driver_job])
+        log.info("%s: %d units are done here, on %d workers", stage.name, len(left), workers)
+        limit_cores(self.profile.for_stage("driver", uses_gpu=False).cores)
+        return LocalExecutor(workers, device="cpu").run(stage, left, rejects, listener)
 
     def script(self, stage: Stage, num_ranks: int) -> str:
         """Return the sbatch script of the first array of a stage's ranks, to be shown."""
@@ -109,9 +125,17 @@ class SlurmExecutor:
         request = self._request(parameters | {"array_parallelism": parallel}, self.profile.python)
         return scheduler.script(request, num_tasks=len(array))
 
-    def driver_script(self, stage: Stage) -> str:
-        """Return the sbatch script of the driver job behind a stage's ranks, to be shown."""
-        return scheduler.script(self._request(self._driver_parameters(stage.name, "driver", "afterany:RANKS"), None))
+    def driver_script(self, stage: Stage, *, behind_ranks: bool) -> str:
+        """Return the sbatch script of the driver job behind a stage's ranks, to be shown; or of one without ranks."""
+        dependency = "afterany:RANKS" if behind_ranks else None
+        return scheduler.script(self._request(self._driver_parameters(stage.name, "driver", dependency), None))
+
+    def driver_workers(self, stage: Stage, units: Sequence[Unit]) -> int:
+        """Return the number of workers with which a driver job does a stage itself, or 0 where ranks are to do it."""
+        workers = 0 if stage.uses_gpu else self.profile.driver_workers(self._ranks_of(stage))
+        hours = sum(unit.cost for unit in units) / 3600 if stage.cost_unit == "seconds of audio" else 0.0
+        fits = len(units) <= self.profile.driver_units * workers and hours <= self.profile.driver_hours
+        return min(workers, len(units)) if fits else 0
 
     def bins(self, stage: Stage, units: Sequence[Unit]) -> list[list[Unit]]:
         """Return the units of each rank: as many ranks as the profile allows, each with units, balanced by cost."""
@@ -131,11 +155,11 @@ class SlurmExecutor:
     def _max_parallel(self, stage: Stage) -> int:
         return self._ranks_of(stage).max_parallel or self.profile.max_parallel
 
-    def submit_driver_job(self, behind: Sequence[QueuedJob]) -> str:
-        """Submit the driver job behind jobs that are in the queue already, and return its number."""
+    def submit_driver_job(self, behind: Sequence[QueuedJob], name: str = "others") -> str:
+        """Submit the driver job behind jobs that are in the queue already, if any, and return its number."""
         submitted: list[str] = []
         with deferred_interrupts(), outside_own_job(), _cancelled_on_error(submitted):
-            self._submit_driver_job("others", [job.id for job in behind], submitted)
+            self._submit_driver_job(name, [job.id for job in behind], submitted)
         return submitted[0]
 
     def _submit_stage(self, stage: Stage, left: list[Unit], rejects: RejectLimit) -> Submitted:
@@ -170,19 +194,20 @@ class SlurmExecutor:
 
     def _submit_driver_job(self, name: str, behind: list[str], submitted: list[str]) -> None:
         """Submit a driver job and its watcher job, and add their numbers to ``submitted``."""
-        driver = self._driver_parameters(name, "driver", "afterany:" + ":".join(parent_ids(behind)))
+        dependency = "afterany:" + ":".join(parent_ids(behind)) if behind else None
+        driver = self._driver_parameters(name, "driver", dependency)
         submitted += self._submit(driver, None, [self.driver_job])
         watcher = self._driver_parameters(name, "watcher", "afternotok:" + submitted[-1])
         watcher["additional_parameters"]["kill-on-invalid-dep"] = "yes"
         watcher["setup"] = [*self.watcher_setup, *watcher.get("setup", [])]
         submitted += self._submit(watcher, None, [self.watcher_job])
 
-    def _driver_parameters(self, name: str, role: Role, dependency: str) -> dict[str, Any]:
+    def _driver_parameters(self, name: str, role: Role, dependency: str | None) -> dict[str, Any]:
         """Return the parameters of a driver job; behind ranks ``afterany``, for the ledger says what is left to do."""
         parameters = self._parameters(f"{name}-{role}", role, self.profile.for_stage("driver", False))
         # It submits jobs, so it runs outside of a container, with the interpreter that runs here.
         parameters.pop("srun_args", None)
-        return parameters | {"use_srun": False, "dependency": dependency}
+        return parameters | {"use_srun": False} | ({"dependency": dependency} if dependency else {})
 
     def _submit(self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]) -> list[str]:
         """Submit one job, or one array, and return the numbers of its tasks."""

@@ -124,6 +124,11 @@ class ClusterProfile:
     """How often one rank may be requeued for its time limit."""
     python: str | None = None
     """Python interpreter of the ranks; ``null`` is the one that submits. In a container, the interpreter inside it."""
+    driver_units: int = 4
+    """A stage on the CPU with at most so many units per worker is done by the driver job itself, instead of by ranks
+    that have to wait in the queue. It has as many workers as its cores and memory are enough for. ``0``: none is."""
+    driver_hours: float = 10.0
+    """Most hours of audio of a stage that a driver job does itself."""
     setup: list[str] = field(default_factory=list)
     """Shell lines that run before a rank or a driver job starts, such as ``module load cuda``. Each is a whole
     command, of several lines with ``|``. Where one fails, the job ends: add ``|| true`` to one that may."""
@@ -139,6 +144,8 @@ class ClusterProfile:
     def __post_init__(self) -> None:
         if self.max_parallel < 1 or self.max_requeues < 0 or self.signal_s < 1:
             raise ValueError("max_parallel and signal_s must be positive, max_requeues not negative")
+        if self.driver_units < 0 or self.driver_hours < 0:
+            raise ValueError("driver_units and driver_hours must not be negative")
         for name, ranks in self._all_ranks():
             if self.signal_s >= ranks.timeout_min * 60:
                 raise ValueError(
@@ -151,6 +158,14 @@ class ClusterProfile:
         own = getattr(self.stages, name.split("/")[0], StageProfile())
         changed = {field.name: value for field in fields(own) if (value := getattr(own, field.name)) is not None}
         return replace(ranks, **(changed | {"extra": {**ranks.extra, **own.extra}}))
+
+    def driver_workers(self, ranks: RankProfile) -> int:
+        """Return as how many ranks of a stage a driver job could work, by its cores and memory."""
+        if self.python is not None or self.container_image is not None:
+            # It has other packages than the ranks, and so perhaps other bytes.
+            return 0
+        driver = self.for_stage("driver", uses_gpu=False)
+        return min(driver.cores // ranks.cores, int(driver.memory_gb / ranks.memory_gb))
 
     def _all_ranks(self) -> Iterator[tuple[str, RankProfile]]:
         """Yield the profiles that the keys give, with the key of each, which has to say so where one is refused."""

@@ -1,0 +1,115 @@
+"""Small stages, which the driver job does itself."""
+
+from __future__ import annotations
+
+import pytest
+from support.toy_stage import ToyStage, output_bytes, run
+
+from sharmill.engine.ledger import read_ledger
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import Submitted
+from sharmill.engine.plan import load_plan, read_or_make_plan
+from sharmill.engine.run import locked, run_stage
+from sharmill.engine.rundir import RunDir
+from sharmill.executors.slurm.executor import SlurmExecutor
+from sharmill.executors.slurm.profile import ClusterProfile, RankProfile, StageProfile, StageProfiles
+
+
+class GpuStage(ToyStage):
+    uses_gpu = True
+
+
+def do_nothing() -> None:
+    pass
+
+
+class InterruptedStage(ToyStage):
+    """Ends the process that does it in its second unit, once."""
+
+    def work(self, unit, staging, advance):
+        if len(self.marked("attempts")) == 1:
+            self.mark("attempts", "interrupted")
+            raise KeyboardInterrupt
+        return super().work(unit, staging, advance)
+
+
+@pytest.fixture(autouse=True)
+def own_cores(monkeypatch):
+    """The limit of cores is one of the process."""
+    monkeypatch.setattr("sharmill.processes._own_cores", None)
+
+
+def make_executor(folder, *, in_driver_job=False, **profile) -> SlurmExecutor:
+    return SlurmExecutor(
+        ClusterProfile(**profile), RunDir(folder / "run"), do_nothing, do_nothing, "toy", patience=0.2,
+        in_driver_job=in_driver_job,
+    )  # fmt: skip
+
+
+def run_on(executor: SlurmExecutor, stage: ToyStage):
+    with locked(stage.run_dir):
+        return run_stage(stage, executor, Listener(), max_reject_fraction=1.0)
+
+
+def test_is_left_to_a_driver_job_that_waits_for_nothing(cluster, tmp_path):
+    stage = ToyStage(tmp_path, units=4)
+    submitted = run_on(make_executor(tmp_path), stage).submitted
+    assert submitted == Submitted("toy: 4 units in driver job 1 itself", ["1"])
+    # The driver job, and its watcher job.
+    assert cluster.calls("sbatch") == 2
+    assert [script.count("--dependency") for script in cluster.scripts()] == [0, 1]
+
+
+def test_has_the_bytes_of_a_local_run_and_submits_nothing(cluster, tmp_path):
+    stage, local = ToyStage(tmp_path, units=4), ToyStage(tmp_path / "local", units=4)
+    assert run_on(make_executor(tmp_path, in_driver_job=True), stage).ok
+    assert run(local)[0].ok
+    assert output_bytes(stage) == output_bytes(local)
+    assert sorted(read_ledger(stage.dir, load_plan(stage))) == [0, 1, 2, 3]
+    assert not cluster.was_called("sbatch")
+
+
+def test_goes_on_by_ranks_when_a_driver_job_was_killed_within(cluster, tmp_path):
+    stage = InterruptedStage(tmp_path, units=4)
+    with pytest.raises(KeyboardInterrupt):
+        run_on(make_executor(tmp_path, in_driver_job=True), stage)
+    assert len(read_ledger(stage.dir, load_plan(stage))) == 1
+    submitted = run_on(make_executor(tmp_path, in_driver_job=True), stage).submitted
+    assert submitted.message.startswith("toy: 3 units on 3 ranks")
+
+
+def test_that_fails_is_tried_three_times(cluster, tmp_path):
+    stage = ToyStage(tmp_path, units=4, behaviour={2: "raise"})
+    result = run_on(make_executor(tmp_path, in_driver_job=True), stage)
+    assert list(result.failures) == [2]
+    assert [line.split()[0] for line in stage.marked("attempts")].count("2") == 3
+
+
+@pytest.mark.parametrize(
+    ("units", "profile", "workers"),
+    [
+        (4, {}, 1),
+        (5, {}, 0),
+        (5, {"driver_units": 5}, 1),
+        (1, {"driver_units": 0}, 0),
+        (4, {"driver_hours": 10.0 / 3600}, 1),
+        (4, {"driver_hours": 9.0 / 3600}, 0),
+        (8, {"stages": StageProfiles(driver=StageProfile(cores=2, memory_gb=8))}, 2),
+        (1, {"stages": StageProfiles(driver=StageProfile(cores=2, memory_gb=8))}, 1),
+        (4, {"stages": StageProfiles(driver=StageProfile(cores=2, memory_gb=7))}, 1),
+        (4, {"stages": StageProfiles(driver=StageProfile(memory_gb=3.9))}, 0),
+        (4, {"cpu": RankProfile(cores=2), "stages": StageProfiles(driver=StageProfile(cores=1))}, 0),
+        (4, {"python": "/other/python"}, 0),
+        (4, {"container_image": "image.sqsh"}, 0),
+    ],
+)
+def test_is_what_few_units_cores_memory_and_the_same_python_make(tmp_path, units, profile, workers):
+    stage = ToyStage(tmp_path, units=units)
+    planned = read_or_make_plan(stage, restart=False)
+    assert make_executor(tmp_path, **profile).driver_workers(stage, planned) == workers
+
+
+def test_never_is_one_on_gpus(tmp_path):
+    stage = GpuStage(tmp_path, units=1)
+    planned = read_or_make_plan(stage, restart=False)
+    assert make_executor(tmp_path).driver_workers(stage, planned) == 0

@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -75,6 +76,7 @@ class Cuts:
         steps: the number of steps of the run that were recorded.
         tried: the number of crashes, some of which leave the same state.
         distinct: the number of states, by the model of crashes that has them.
+        seconds: how long all of it took.
         refused: how often a reader refused a dataset directory before the relaunch.
         problems: of each crash that shows one, what it is.
     """
@@ -84,6 +86,7 @@ class Cuts:
     tried: int = 0
     distinct: Counter[str] = field(default_factory=Counter)
     refused: int = 0
+    seconds: float = 0.0
     problems: dict[str, str] = field(default_factory=dict)
 
 
@@ -116,7 +119,7 @@ class PowerCuts:
     def cut_all(self, seed: int, states: int, deadline: float) -> Cuts:
         """Cut the power at moments drawn from a seed, until there were so many distinct states or time is over."""
         found = Cuts(self._run.name, steps=len(self.recording.steps), problems=_lost_at_ends(self.recording))
-        crashes = self.recording.crashes(seed)
+        crashes, began = self.recording.crashes(seed), time.monotonic()
         while found.distinct.total() < states and time.monotonic() < deadline:
             batch = dict(islice(self._new(crashes, found), min(_AT_ONCE, states - found.distinct.total())))
             if not batch:
@@ -126,6 +129,7 @@ class PowerCuts:
                 found.refused += refused
                 if problem:
                     found.problems[str(crash)] = f"{self.recording.described[crash.after - 1]}: {problem}"
+        found.seconds = time.monotonic() - began
         return found
 
     def cut(self, crash: Crash) -> tuple[int, str]:
@@ -297,11 +301,25 @@ class _Clock:
         self._waited += max(seconds, 20.0)
 
 
+class _AtOnce(Executor):
+    """In the place of a pool of threads."""
+
+    def __init__(self, size: int, name: str = "") -> None:
+        pass
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*arguments, **options))
+        return done
+
+
 @contextmanager
 def _after_reboot() -> Iterator[None]:
     """Make locks of before those of another kernel, whose leases are waited for in no time."""
     with (
         mock.patch.object(process, "this_kernel", return_value="after the reboot"),
+        # Threads that wait for each other take longer than the work.
+        mock.patch.object(process, "ThreadPoolExecutor", new=_AtOnce),
         mock.patch("sharmill.engine.locks.clock", _Clock()),
     ):
         yield

@@ -28,7 +28,7 @@ from sharmill.grow.append import append_dataset
 from sharmill.grow.merge import merge_datasets
 from sharmill.grow.split import split_dataset
 from sharmill.pilot.calibrate import run_pilot
-from sharmill.pipeline import certify_models, run_dataset, validate_dataset
+from sharmill.pipeline import DatasetRun, certify_models, run_dataset, validate_dataset
 from sharmill.shar.layout import TARGET_AUDIO, TARGET_CODES, codes_field, shard_file
 from sharmill.shar.rebuild import rebuild_index
 from sharmill.shar.sidecars import write_sidecars
@@ -37,9 +37,9 @@ from sharmill.validate.redo import take_back_commits
 from support.growing import make_dataset
 from support.paths import REPOSITORY
 from support.power import PoweredRun
-from support.power_ranks import ForkedTasks
+from support.power_ranks import ForkedTasks, run_chain
 from support.shar import PitchEncoder, Project, ToyCodec, put, voice
-from support.small_run import STAGES
+from support.small_run import STAGES, lasting_files
 
 
 @contextmanager
@@ -156,6 +156,11 @@ def _run_stages(work: Path, *stages: str) -> None:
             assert run_dataset(_config(work), Listener(), stages=[name]).ok
 
 
+def _submit(work: Path, *, is_forking: bool = False) -> None:
+    with _stand_ins(), mock.patch.object(DatasetRun, "show"):
+        run_chain(DatasetRun(_config(work)), is_forking=is_forking)
+
+
 def _put_speech(work: Path) -> None:
     """Leaves three recordings of two speakers, two of them with texts, and a file that is none."""
     for name in ("anna/one", "anna/two", "ben/three"):
@@ -179,6 +184,11 @@ def _judge_models(work: Path) -> None:
     with _stand_ins(), comparing:
         run_pilot(_config(work), size=4, measure=False)
         certify_models(_config(work))
+
+
+def _done_by_jobs(work: Path) -> dict[str, bytes]:
+    """The files of a run, without its random id."""
+    return {name: data for name, data in lasting_files(work).items() if name != "run/id"}
 
 
 def _judgements(work: Path) -> dict[str, bytes]:
@@ -251,6 +261,8 @@ RUNS = [
                recorded=lambda work: _run_all(work, _PLAIN, executor=LocalExecutor(2, "cpu"))),
     PoweredRun("array tasks", lambda work: None, _run_all, ["dataset"],
                recorded=lambda work: _run_all(work, executor=ForkedTasks())),
+    PoweredRun("chain of jobs", lambda work: None, _submit, ["dataset"], outcome=_done_by_jobs,
+               recorded=lambda work: _submit(work, is_forking=True)),
     PoweredRun("pipeline", lambda work: None, _run_all, ["dataset"]),
     PoweredRun("restart", lambda work: _run_all(work, _OTHER_SEED), lambda work: _run_all(work, restart=True),
                ["dataset"]),

@@ -32,7 +32,9 @@ from support.paths import REPOSITORY
 STAGES = ("prepare", "match", "write", "encode", "validate")
 CODEC = "tiny"
 # Of one run only: who did what and when. Each of them may differ from run to run.
-_PERSONAL = {"attempts", "ledger", "logs", "progress", "taken", "token", "resolved_config.yaml"}
+_PERSONAL = {
+    "attempts", "claim.json", "jobs", "ledger", "logs", "progress", "resolved_config.yaml", "rounds", "taken", "token",
+}  # fmt: skip
 # It has the times of the dataset's files.
 _PERSONAL_FILES = {"run/validate/plan/identity.json"}
 _INDEX = {"dataset.json", "shards.jsonl"}

@@ -135,7 +135,8 @@ def _remove_leftovers(stage: Stage) -> None:
     remove_dead_attempts(stage.root, stage.token)
     remove_asides(stage.root, {PROBE})
     paths = stage.run_dir
-    remove_asides(paths.path, {path.name for path in (paths.config, paths.rejects, paths.stats)} | {PROBE})
+    own = (paths.id, paths.claim, paths.config, paths.rejects, paths.stats)
+    remove_asides(paths.path, {path.name for path in own} | {PROBE})
     for folder in (paths.manifests, stage.dir.path, stage.dir.merged):
         remove_asides(folder)
 

@@ -44,7 +44,7 @@ from sharmill.executors.slurm.queue import (
 )
 from sharmill.ports import clock, process
 from sharmill.processes import user_name
-from sharmill.storage import make_private_folder, path_aside, remove_tree, write_atomic
+from sharmill.storage import make_private_folder, path_aside, remove_asides, remove_tree, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +174,7 @@ class JobChain:
             elif others:
                 # Ranks whose driver job is gone, or was never submitted: let them finish, for their work counts.
                 return self._submit_driver_job(others)
+            remove_asides(self.run_dir.path, {self.run_dir.chain.name})
             for stage in self.dataset.make_stages():
                 remove_tree(stage.dir.attempts)
                 remove_tree(stage.dir.rounds)

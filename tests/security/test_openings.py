@@ -109,6 +109,7 @@ ALLOWED = {
     "jobs/train_checkpoints.py:read_record": OWN,
     "jobs/train_progress.py:__init__": OWN,
     "examples/codecs/snac_codec.py:__init__": EXAMPLE,
+    "examples/codecs/xcodec2_codec.py:__init__": EXAMPLE,
     "examples/conversations.py:read_conversations": EXAMPLE,
     "examples/measure_codec.py:code_with_opus": OPENED,
     "examples/measure_codec.py:main": EXAMPLE,

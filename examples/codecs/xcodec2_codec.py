@@ -1,0 +1,76 @@
+"""X-Codec-2 and NeuCodec, as transformers has them: pip install 'sharmill[transformers]'
+
+    encode:
+      codecs:
+        - {name: xcodec2, model: "python:xcodec2_codec:XCodec2:HKUSTAudio/xcodec2-hf"}
+        - {name: neucodec, model: "python:xcodec2_codec:NeuCodec:neuphonic/neucodec"}
+
+with this folder on PYTHONPATH; behind the class stands a name on the hub, or a directory with config.json,
+preprocessor_config.json and model.safetensors.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from transformers import AutoFeatureExtractor, NeuCodecModel, Xcodec2Model
+
+from sharmill.errors import ConfigError
+from sharmill.models.codec_backend import CodecBackend, CodecSpec
+from sharmill.models.tensors import weights_checksum
+
+
+class XCodec2(CodecBackend):
+    """X-Codec-2: one codebook over what an acoustic and a semantic encoder see, and audio at the rate of its input."""
+
+    _model_class: ClassVar = Xcodec2Model
+    # The feature extractor adds a sample of silence and fills the audio up to whole frames, which makes one frame too
+    # many of whole frames: so they come without their last sample.
+    _samples_left_out: ClassVar = 1
+
+    def __init__(self, target: str, device: str) -> None:
+        self._extractor = AutoFeatureExtractor.from_pretrained(target)
+        model, report = self._model_class.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
+        if missing := sorted(report["missing_keys"]):
+            raise ConfigError(
+                f"{target} lacks {len(missing)} weights of {self._model_class.__name__}, the first is {missing[0]}: "
+                "take a model that was saved by transformers",
+                code="bad_model",
+            )
+        self._model = model.eval().to(device)
+        rate, samples_per_frame = int(self._extractor.sampling_rate), int(self._extractor.hop_length)
+        spec = CodecSpec(
+            name=f"{model.config.model_type}:{target}",
+            sampling_rate=rate,
+            samples_per_frame=samples_per_frame,
+            num_codebooks=1,
+            codebook_size=len(model.quantizer.quantizer.codebook),
+            checksum=weights_checksum(model.state_dict()),
+            # Its convolutions look both ways.
+            equal_lengths_only=True,
+            decoded_sampling_rate=rate * model.config.hop_length // samples_per_frame,
+        )
+        super().__init__(spec, device)
+
+    def encode_frames(self, audio: torch.Tensor, num_frames: torch.Tensor) -> torch.Tensor:
+        """Return the codes (batch, 1, frames)."""
+        items = list(audio[:, : audio.shape[1] - self._samples_left_out].cpu())
+        # The extractor makes numpy arrays on the CPU, which have no bfloat16.
+        with torch.autocast("cpu", enabled=False):
+            features = self._extractor(items, sampling_rate=self.sampling_rate, return_tensors="pt")
+        return self._model.encode(**features.to(self.device)).audio_codes
+
+    def decode_frames(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the audio (1, samples) of the codes (1, 1, frames)."""
+        return self._model.decode(codes).audio_values[:, 0]
+
+
+class NeuCodec(XCodec2):
+    """NeuCodec: X-Codec-2's layers with a decoder to 24 kHz; its semantic features have one frame less than the audio.
+
+    So the frame of silence that the feature extractor adds is what the last frame needs.
+    """
+
+    _model_class: ClassVar = NeuCodecModel
+    _samples_left_out: ClassVar = 0

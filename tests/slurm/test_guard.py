@@ -6,6 +6,7 @@ import os
 import shutil
 
 import pytest
+import yaml
 from support.errors import raises
 from support.pipelines import run_sharmill
 from support.toy_cluster import cancel_all, slurm
@@ -14,6 +15,8 @@ from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.slurm.chain_state import require_no_chain
 from sharmill.executors.slurm.queue import job_comment, make_run_id, queued_jobs
+from sharmill.processes import user_name
+from sharmill.staging import STAGING_NAME
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -67,3 +70,22 @@ def test_a_run_directory_with_a_percent_sign_is_refused_before_any_work(make_cha
     with raises(ConfigError, "bad_config_value", "100%accurate/run has a '%' in it"):
         chain.start()
     assert not chain.run_dir.path.exists()
+
+
+def test_a_second_submission_for_a_dataset_is_refused_until_the_first_is_cancelled(tmp_path, make_config):
+    profile = tmp_path / "profile.yaml"
+    ranks = {"partition": "cpu", "max_ranks": 2, "memory_gb": 0.25, "extra": {"hold": True}}
+    profile.write_text(yaml.safe_dump({"cpu": ranks}))
+    first = make_config(tmp_path / "first", dataset_dir=str(tmp_path / "dataset"))
+    second = make_config(tmp_path / "second", dataset_dir=str(tmp_path / "dataset"))
+    submitted = run_sharmill("submit", "all", first, "--profile", profile)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    for command in (["submit", "all", second, "--profile", profile], ["run", second]):
+        refused = run_sharmill(*command, env=os.environ | {"COLUMNS": "1000"})
+        assert refused.returncode == 2, refused.stdout + refused.stderr
+        assert f"is claimed: {user_name()} on {os.uname().nodename}" in refused.stdout + refused.stderr
+        assert f"from {tmp_path / 'first' / 'run'}" in refused.stdout + refused.stderr
+    assert not (tmp_path / "second" / "run" / "prepare").exists()
+    assert run_sharmill("cancel", tmp_path / "first" / "run").returncode == 0
+    assert not (tmp_path / "dataset" / STAGING_NAME).exists()
+    assert run_sharmill("submit", "all", second, "--profile", profile).returncode == 0

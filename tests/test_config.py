@@ -142,7 +142,7 @@ def test_wrong_choice_names_the_valid_values(override, choices, write):
         ("encode.codecs=[{name: a, model: x}, {name: a, model: y}]", "encode: two codecs have the same name"),
         ("encode.codecs=[{name: a/b, model: x}]", "encode.codecs[0]: codec name 'a/b' must be letters"),
         ("executor.workers=0", "executor: workers must be 'auto' or a number from 1"),
-        ("executor.unit_time_limit=0", "executor: unit_time_limit must be positive or null"),
+        ("executor.unit_time_limit=0", "executor: unit_time_limit must be positive, auto or null"),
     ],
 )
 def test_value_out_of_range(override, names, write):

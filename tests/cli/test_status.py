@@ -268,13 +268,25 @@ def test_a_unit_that_takes_far_longer_than_the_others_is_named_and_no_time_left_
     # Two records at one in two seconds; a file of 30 s ago says that the unit had taken 30 s.
     os.utime(stage.dir.rank_progress(0), (noon - 30, noon - 30))
     assert read_stage(stage).late == []
-    assert read_stage(stage).seconds_left is not None
-    put_rank(stage, 0, started=noon - 300, updated=noon - 100, unit=1, unit_began=noon - 190, cost_done=2.0)
+    # It takes longer than it should already, and will hardly end at once.
+    assert read_stage(stage).seconds_left >= 60
+    put_rank(
+        stage,
+        0,
+        started=noon - 300,
+        updated=noon - 100,
+        unit=1,
+        unit_began=noon - 190,
+        unit_limit=1800.0,
+        cost_done=2.0,
+    )
     os.utime(stage.dir.rank_progress(0), (noon - 30, noon - 30))
     (late,) = read_stage(stage).late
     assert (late.unit, late.rank, late.seconds, late.expected) == (1, 0, 120.0, 4.0)
     assert read_stage(stage).seconds_left is None
-    assert "unit 1 has taken rank 0 0:02:00, where 0:00:04 is usual" in shown(stage)
+    text = shown(stage)
+    assert "unit 1 has taken rank 0 0:02:00, where 0:00:04 is usual" in text
+    assert "it is ended after 0:30:00" in text
 
 
 def test_the_memory_of_ranks_stands_beside_what_was_asked_for(stage, noon, monkeypatch):

@@ -80,12 +80,12 @@ def test_a_second_submission_for_a_dataset_is_refused_until_the_first_is_cancell
     second = make_config(tmp_path / "second", dataset_dir=str(tmp_path / "dataset"))
     submitted = run_sharmill("submit", "all", first, "--profile", profile)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-    for command in (["submit", "all", second, "--profile", profile], ["run", second]):
-        refused = run_sharmill(*command, env=os.environ | {"COLUMNS": "1000"})
-        assert refused.returncode == 2, refused.stdout + refused.stderr
-        assert f"is claimed: {user_name()} on {os.uname().nodename}" in refused.stdout + refused.stderr
-        assert f"from {tmp_path / 'first' / 'run'}" in refused.stdout + refused.stderr
+    command = ["submit", "all", second, "--profile", profile]
+    refused = run_sharmill(*command, env=os.environ | {"COLUMNS": "1000"})
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert f"is claimed: {user_name()} on {os.uname().nodename}" in refused.stdout
+    assert f"from {tmp_path / 'first' / 'run'}" in refused.stdout
     assert not (tmp_path / "second" / "run" / "prepare").exists()
     assert run_sharmill("cancel", tmp_path / "first" / "run").returncode == 0
     assert not (tmp_path / "dataset" / STAGING_NAME).exists()
-    assert run_sharmill("submit", "all", second, "--profile", profile).returncode == 0
+    assert run_sharmill(*command).returncode == 0

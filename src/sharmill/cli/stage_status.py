@@ -26,6 +26,7 @@ from sharmill.ports import clock
 
 # Of ranks and of units.
 _SLOWEST = 3
+_TIMES_OVERDUE = 2.0
 _TIMES_LATE = 10.0
 _LEAST_SECONDS_LATE = 60.0
 # Beyond a hundred years.
@@ -59,12 +60,13 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class LateUnit:
-    """A unit that has taken a rank far longer than its cost lets expect, in seconds."""
+    """A unit that has taken a rank far longer than its cost lets expect, in seconds; ``limit`` is when it is ended."""
 
     unit: int
     rank: int
     seconds: float
     expected: float
+    limit: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,8 @@ class StageStatus:
 
     Costs are in ``cost_unit``; ``cost_done`` includes what is done of the units under way, and ``rate`` is how much all
     ranks do in a second. ``ranks`` are those that have not ended; ``rejects`` counts by reason. ``now`` is by the clock
-    of the file system, as the times at which ranks wrote.
+    of the file system, as the times at which ranks wrote. ``late`` are units that take ten times as long as usual, and
+    ``longest_overdue`` is the time of one that takes twice as long.
     """
 
     name: str
@@ -91,6 +94,7 @@ class StageStatus:
     now: float = 0.0
     pace: Pace | None = None
     late: list[LateUnit] = field(default_factory=list)
+    longest_overdue: float = 0.0
 
     @property
     def units_left(self) -> int:
@@ -102,7 +106,8 @@ class StageStatus:
         if not self.rate or self.state != "under way" or self.late:
             return None
         seconds = (self.cost - self.cost_done) / self.rate
-        return seconds if abs(seconds) < _MAX_SECONDS else None
+        # What has taken longer than it should will hardly end at once.
+        return max(seconds, self.longest_overdue) if abs(seconds) < _MAX_SECONDS else None
 
 
 def stages_of_run(config: Config) -> list[Stage]:
@@ -130,6 +135,7 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
     now = clock.of_folder(stage.dir.path)
     alive = [rank for rank in ranks if not rank.is_silent(now)]
     pace = _pace(units, commits)
+    overdue = _overdue_units(units, alive, pace, now)
     return StageStatus(
         name=stage.name,
         cost_unit=stage.cost_unit,
@@ -146,22 +152,28 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
         ranks=ranks,
         now=now,
         pace=pace,
-        late=_late_units(units, alive, pace, now),
+        late=[unit for unit in overdue if unit.seconds > max(_LEAST_SECONDS_LATE, _TIMES_LATE * unit.expected)],
+        longest_overdue=max((unit.seconds for unit in overdue), default=0.0),
     )
 
 
-def _late_units(units: Sequence[Unit], ranks: Sequence[RankProgress], pace: Pace | None, now: float) -> list[LateUnit]:
-    """Return the units under way that take ten times as long as the others did, and a minute at least."""
+def _overdue_units(
+    units: Sequence[Unit], ranks: Sequence[RankProgress], pace: Pace | None, now: float
+) -> list[LateUnit]:
+    """Return the units under way that take twice as long as the others did."""
     costs = {unit.index: unit.cost for unit in units}
-    late = []
+    overdue = []
     for rank in ranks:
         if pace is not None and pace.rate and rank.unit in costs:
             # The rank's own clock, and that of the file system since.
             seconds = rank.updated - rank.unit_began + now - rank.written
             expected = costs[rank.unit] / pace.rate
-            if seconds > max(_LEAST_SECONDS_LATE, _TIMES_LATE * expected):
-                late.append(LateUnit(unit=rank.unit, rank=rank.rank, seconds=seconds, expected=expected))
-    return late
+            if seconds > _TIMES_OVERDUE * expected:
+                late = LateUnit(
+                    unit=rank.unit, rank=rank.rank, seconds=seconds, expected=expected, limit=rank.unit_limit
+                )
+                overdue.append(late)
+    return overdue
 
 
 def _pace(units: Sequence[Unit], commits: Mapping[int, Commit]) -> Pace | None:

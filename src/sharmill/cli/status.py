@@ -341,9 +341,14 @@ def _queue_lines(queue: QueueView, chain: ChainState | None) -> Iterator[Text]:
 
 def _late_line(stage: str, late: LateUnit) -> Text:
     seconds, expected = describe_time(late.seconds), describe_time(late.expected)
+    end = (
+        "executor.unit_time_limit ends units that hang"
+        if late.limit is None
+        else f"it is ended after {describe_time(late.limit)}"
+    )
     return plain(
         f"{stage}: unit {late.unit} has taken rank {late.rank} {seconds}, where {expected} is usual, so the time left "
-        "is not known; executor.unit_time_limit ends units that hang",
+        f"is not known; {end}",
         style="red",
     )
 

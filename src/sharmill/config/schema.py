@@ -265,14 +265,17 @@ class ExecutorConfig:
     mixed_versions: bool = False
     """Go on with a stage that was begun with other versions of packages, such as after a patch release. What it makes
     may not have the bytes of one version alone; ``mixed_versions`` in ``dataset.json`` names these packages."""
-    unit_time_limit: float | None = None
+    unit_time_limit: float | Literal["auto"] | None = "auto"
     """Seconds that an attempt at a unit may take, on SLURM too; a rank that takes longer is ended with a traceback in
-    its log and replaced, and the unit is tried again after all others, three times in all. ``null``: no limit."""
+    its log and replaced, and the unit is tried again after all others, three times in all. ``auto``: thirty times what
+    the units that the rank has done let expect, and half an hour at least; for a rank's first unit ten seconds for each
+    second of audio or record, and an hour at least. ``null``: no limit, as for a debugger."""
 
     def __post_init__(self) -> None:
         _require(self.workers == "auto" or int(self.workers) >= 1, "workers must be 'auto' or a number from 1")
         _require(self.cores >= 1, "cores must be at least 1")
-        _require(self.unit_time_limit is None or self.unit_time_limit > 0, "unit_time_limit must be positive or null")
+        limit = self.unit_time_limit
+        _require(limit in (None, "auto") or float(limit) > 0, "unit_time_limit must be positive, auto or null")
         _require(self.kind == "ray" or (self.address, self.cores) == ("auto", 1), "address and cores are for kind: ray")
 
 

@@ -21,6 +21,8 @@ from sharmill.storage import open_stored, stopping_errors, write_atomic
 log = logging.getLogger(__name__)
 
 _NO_UNIT = -1
+# A unit that takes its node down each time has to come to an end; no other is interrupted this often.
+MOST_INTERRUPTIONS = 10
 
 
 class _Note(msgspec.Struct, omit_defaults=True):
@@ -75,7 +77,8 @@ class Attempts:
     """The attempts of all ranks: how often each unit was begun, and the last error of those that failed with one.
 
     Attributes:
-        interruptions: how often the attempts at each unit were broken off for no fault of its own; not in ``counts``.
+        interruptions: how often the attempts at each unit were broken off for no fault of its own; the first ten of
+            these are not in ``counts``.
         stopped: the reason why no rank can go on, or nothing; ``stopped_code`` is the error's code.
         setup_error: the reason why one of the ranks could not work, or nothing.
     """
@@ -103,8 +106,9 @@ class Attempts:
         elif note.message:
             self.errors[note.unit] = FailedAttempt(note.unit, note.message, note.traceback)
         else:
-            self.counts[note.unit] += -1 if note.given_up else 1
             self.interruptions[note.unit] += note.given_up
+            is_excused = note.given_up and self.interruptions[note.unit] <= MOST_INTERRUPTIONS
+            self.counts[note.unit] += -1 if is_excused else not note.given_up
 
 
 def _stopped_path(folder: Path) -> Path:

@@ -30,8 +30,8 @@ class RankProgress(msgspec.Struct, kw_only=True):
 
     Times are Unix seconds by the rank's own clock, which may be minutes from others; ``written`` alone is by that of
     the file system, set when the record is read. ``cost_done`` is the cost of the units done, and ``unit_cost_done``
-    what is done of the cost of the unit in flight. ``kernel`` and ``process_started`` tell if ``pid`` still is this
-    process.
+    what is done of the cost of the unit in flight, whose attempt may take ``unit_limit`` seconds. ``kernel`` and
+    ``process_started`` tell if ``pid`` still is this process.
     """
 
     rank: int
@@ -41,6 +41,7 @@ class RankProgress(msgspec.Struct, kw_only=True):
     updated: float = 0.0
     unit: int | None = None
     unit_began: float = 0.0
+    unit_limit: float | None = None
     units_done: int = 0
     cost_done: float = 0.0
     unit_cost_done: float = 0.0
@@ -58,6 +59,7 @@ class RankProgress(msgspec.Struct, kw_only=True):
             self.cost_done,
             self.unit_cost_done,
             self.peak_memory_mb,
+            self.unit_limit or 0.0,
         )
         if not all(abs(number) < _MAX_NUMBER for number in numbers):
             raise ValueError("a time or a cost is out of range")
@@ -106,9 +108,10 @@ class ProgressWriter:
         self.record.ended = True
         self._write()
 
-    def begin(self, unit: int) -> None:
-        """Note that an attempt at a unit begins."""
+    def begin(self, unit: int, limit: float | None) -> None:
+        """Note that an attempt at a unit begins, which may take ``limit`` seconds."""
         self.record.unit = unit
+        self.record.unit_limit = limit
         self.record.unit_began = clock.time()
         self._changed.set()
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from types import TracebackType
 
 from sharmill.engine.delays import spent_on, take_delays
@@ -19,6 +18,7 @@ from sharmill.engine.metrics import MetricsLog
 from sharmill.engine.outcomes import BrokenDevice, FailedAttempt, Overtaken
 from sharmill.engine.progress import ProgressWriter, peak_memory_mb
 from sharmill.engine.stage import Advance, Processor, Stage
+from sharmill.engine.time_limit import TimeLimit, ended_after
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.errors import REASONS_OF_NODES, ConfigError, DeviceError, FatalError, is_device_error
 from sharmill.ports import clock, process
@@ -40,7 +40,7 @@ class Worker:
 
     ``report`` is called about once a second with the cost of the unit in flight that is done so far. ``may_publish``
     is asked before a unit is published, which another rank may have done as well. ``memory_asked_mb`` is what the
-    rank's job has asked for, to be noted beside what it uses.
+    rank's job has asked for, to be noted beside what it uses. ``in_driver``: this process directs the run as well.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Worker:
         report: Callable[[Unit, float], None] | None = None,
         may_publish: Callable[[Unit], bool] = lambda unit: True,
         memory_asked_mb: float = 0.0,
+        in_driver: bool = False,
     ) -> None:
         self.stage = stage
         self.rank = rank
@@ -58,6 +59,8 @@ class Worker:
         self._report = report
         self._may_publish = may_publish
         self._memory_asked_mb = memory_asked_mb
+        self._in_driver = in_driver
+        self._limit = TimeLimit(stage.unit_time_limit)
         self._ledger = LedgerWriter(stage.dir.ledger)
         self._progress = ProgressWriter(stage.dir.rank_progress(rank), rank)
         self._staging = Staging(stage.root, stage.token)
@@ -146,10 +149,11 @@ class Worker:
         # That of the plan's token goes before all else where the plan is replaced.
         if not self._staging.folder.is_dir():
             raise superseded(self.stage)
-        self._progress.begin(unit.index)
+        limit = self._limit.of(unit)
+        self._progress.begin(unit.index, limit)
         self._processor.expect(following)
         try:
-            with _time_limit(self.stage.unit_time_limit):
+            with ended_after(limit, in_driver=self._in_driver):
                 commit = self._attempt(unit)
         except (ConfigError, FatalError):
             raise
@@ -170,6 +174,7 @@ class Worker:
             self._progress.give_up()
             return Overtaken(unit.index, "another rank has published it", "")
         self._progress.end(unit.cost)
+        self._limit.note(unit, commit.seconds)
         self._metrics.commit(unit, commit)
         log.info("unit %d is done in %.1f s: %d out, rejects %s", unit.index, commit.seconds, commit.num_out,
                  commit.rejects)  # fmt: skip
@@ -228,19 +233,6 @@ class Worker:
         )
         self._ledger.append(commit)
         return commit
-
-
-@contextmanager
-def _time_limit(seconds: float | None) -> Iterator[None]:
-    """End this process after so many seconds, even in native code that holds Python's lock, and print where it was."""
-    if seconds is None:
-        yield
-        return
-    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _count_reasons(output: Output) -> dict[str, int]:

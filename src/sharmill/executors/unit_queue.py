@@ -6,6 +6,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 
+from sharmill.engine.attempts import MOST_INTERRUPTIONS
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.rejects import RejectLimit
@@ -13,9 +14,6 @@ from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import MAX_ATTEMPTS
 
 log = logging.getLogger(__name__)
-
-# A unit that takes its node down each time has to come to an end; no other is interrupted this often.
-_MOST_INTERRUPTIONS = 10
 
 
 class UnitQueue:
@@ -88,7 +86,7 @@ class UnitQueue:
         self.failures[unit.index] = error
         self._listener.unit_failed(unit, error, attempts)
 
-    def interrupted(self, unit: Unit, error: FailedAttempt, most: int = _MOST_INTERRUPTIONS) -> None:
+    def interrupted(self, unit: Unit, error: FailedAttempt, most: int = MOST_INTERRUPTIONS) -> None:
         """Take a unit back whose attempt was broken off, probably for no fault of the unit: it waits again.
 
         Where that has happened more often than ``most``, the attempt counts.

@@ -137,6 +137,18 @@ def test_units_that_were_excused_come_last_too(stage):
     assert list(stage.begun()) == [1, 0]
 
 
+def test_a_unit_is_excused_ten_times(stage):
+    log = AttemptLog(stage.dir.attempts)
+    for _ in range(12):
+        log.begin(0)
+        log.give_up(0)
+    found = Attempts(stage.dir.attempts)
+    assert (found.counts[0], found.interruptions[0]) == (2, 12)
+    log.begin(0)
+    assert make_task(stage, 0, [0, 1])() == 1
+    assert list(stage.begun()) == [1]
+
+
 def test_the_time_to_load_begins_with_the_process(stage):
     script = "import time; time.sleep(1); from sharmill.ports import process; print(process.seconds_since_start())"
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

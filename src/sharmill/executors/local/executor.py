@@ -18,6 +18,7 @@ from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import mark_ended
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
+from sharmill.engine.time_limit import TimeLimit
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import Worker
 from sharmill.errors import DeviceError, FatalError
@@ -57,8 +58,9 @@ class LocalExecutor:
         devices = plan_devices(self.workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=cores)[: len(units)]
         queue = UnitQueue(units, rejects, listener)
         try:
+            is_exact = isinstance(stage.unit_time_limit, float | int)
             # A time limit ends the rank, and an error of a GPU does: that must not be this process then.
-            if len(devices) == 1 and devices[0].kind == "cpu" and stage.unit_time_limit is None:
+            if len(devices) == 1 and devices[0].kind == "cpu" and not is_exact:
                 _run_inline(stage, devices[0], queue, listener)
                 return Finished(queue.failures)
             pool = _Pool(stage, devices, queue, listener)
@@ -76,7 +78,7 @@ def _run_inline(stage: Stage, device: Device, queue: UnitQueue, listener: Listen
     with (
         device.only_visible(),
         logging_to(stage.dir.rank_log(0)),
-        Worker(stage, 0, device.kind, queue.advanced) as worker,
+        Worker(stage, 0, device.kind, queue.advanced, in_driver=True) as worker,
     ):
         listener.loading(0)
         while unit := queue.take():
@@ -146,7 +148,7 @@ class _Pool:
         # An interrupt in here would leave a process that nobody knows of.
         with deferred_interrupts():
             child = ChildProcess(rank_main, start, name=f"sharmill-rank-{number}", daemon=False)
-            self.ranks[number] = _Rank(number=number, child=child)
+            self.ranks[number] = _Rank(number=number, limit=TimeLimit(self.stage.unit_time_limit), child=child)
 
     def _report_loading(self) -> None:
         loading = sum(not rank.ready for rank in self.ranks.values())

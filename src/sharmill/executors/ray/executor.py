@@ -26,6 +26,7 @@ from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import INTERVAL_SECONDS, mark_ended, read_progress
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
+from sharmill.engine.time_limit import TimeLimit
 from sharmill.engine.unit import Unit
 from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import DeviceError, FatalError
@@ -182,7 +183,8 @@ class _Pool:
             given_up=frozenset(self.given_up),
         )
         actor = actors.start(RankActor, start, cores=self.needs.cores, gpus=self.needs.gpus)
-        self.ranks[number] = _Rank(number=number, actor=actor, call=actors.call(actor, "set_up"))
+        limit = TimeLimit(self.stage.unit_time_limit)
+        self.ranks[number] = _Rank(number=number, limit=limit, actor=actor, call=actors.call(actor, "set_up"))
 
     def _report_progress(self) -> None:
         """Tell the listener what the progress records say; an actor that does a unit cannot be asked."""

@@ -18,7 +18,7 @@ from typing import Any
 from tenacity import retry_if_exception_message, retry_if_exception_type
 
 from sharmill.config.loading import check_one_line
-from sharmill.engine.attempts import Attempts
+from sharmill.engine.attempts import MOST_INTERRUPTIONS, Attempts
 from sharmill.engine.balance import pack
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import FailedAttempt, Finished, Submitted
@@ -255,7 +255,7 @@ class SlurmExecutor:
     def _require_progress(self, stage: Stage, attempts: Attempts) -> None:
         """Raise FatalError where ranks end again and again without beginning a unit: nothing would ever end that."""
         mark = stage.dir.rounds
-        now = sum(attempts.counts.values())
+        now = sum(attempts.counts.values()) + sum(attempts.interruptions.values())
         before = read_stored(mark).decode(errors="replace").split() if mark.exists() else []
         if len(before) >= MAX_ATTEMPTS and set(before[-MAX_ATTEMPTS:]) == {str(now)}:
             reason = attempts.setup_error or find_reason(self.run_dir.jobs)
@@ -298,9 +298,10 @@ def pack_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
 def _describe_failure(stage: Stage, unit: Unit, attempts: Attempts) -> FailedAttempt:
     if unit.index in attempts.errors:
         return attempts.errors[unit.index]
+    excused = min(attempts.interruptions[unit.index], MOST_INTERRUPTIONS)
     message = (
-        f"its rank ended {attempts.counts[unit.index]} times in the middle of it (killed, out of memory, out of time, "
-        f"or the node was lost); see {stage.dir.logs}"
+        f"its rank ended {attempts.counts[unit.index] + excused} times in the middle of it (killed, out of memory, out "
+        f"of time, or the node was lost); see {stage.dir.logs}"
     )
     return FailedAttempt(unit.index, message, message)
 

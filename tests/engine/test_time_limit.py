@@ -1,0 +1,87 @@
+"""The limit of an attempt at a unit: from its cost and what its rank has done, or set."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from support.toy_stage import ToyStage, run
+
+from sharmill.engine import time_limit
+from sharmill.engine.time_limit import TimeLimit
+from sharmill.engine.unit import make_unit
+
+
+def unit(cost):
+    return make_unit(0, cost=cost, size=1, params={})
+
+
+@pytest.mark.parametrize("setting", [None, 7.5])
+def test_what_is_set_counts_alone(setting):
+    limit = TimeLimit(setting)
+    limit.note(unit(1.0), 1000.0)
+    assert limit.of(unit(1e6)) == setting
+
+
+def test_the_first_unit_has_an_hour_and_ten_seconds_for_each_of_its_cost():
+    limit = TimeLimit("auto")
+    assert (limit.of(unit(10.0)), limit.of(unit(1000.0))) == (3600.0, 10000.0)
+
+
+def test_later_ones_have_thirty_times_what_is_to_be_expected_and_half_an_hour_at_least():
+    limit = TimeLimit("auto")
+    limit.note(unit(100.0), 50.0)
+    limit.note(unit(100.0), 150.0)
+    assert (limit.of(unit(10.0)), limit.of(unit(500.0))) == (1800.0, 15000.0)
+
+
+def test_no_unit_has_less_than_three_times_the_longest():
+    limit = TimeLimit("auto")
+    limit.note(unit(1.0), 5000.0)
+    limit.note(unit(1e6), 5000.0)
+    assert limit.of(unit(1.0)) == 15000.0
+
+
+def test_units_without_cost_have_the_least():
+    limit = TimeLimit("auto")
+    limit.note(unit(0.0), 5.0)
+    assert limit.of(unit(0.0)) == 3600.0
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """A limit that hangs in tests can wait for."""
+    monkeypatch.setattr(time_limit, "_LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(time_limit, "_LEAST_SECONDS_OF_FIRST", 0.5)
+    monkeypatch.setattr(time_limit, "_SECONDS_OF_COST", 0.0)
+
+
+def test_a_unit_that_hangs_in_the_only_rank_fails_three_times_after_all_others(tmp_path, short):
+    stage = ToyStage(tmp_path, units=3, behaviour={0: "wait:never"})
+    stage.unit_time_limit = "auto"
+    result, _ = run(stage, 1)
+    assert {index: error.message for index, error in result.failures.items()} == {
+        0: "UnitTimedOut: it took longer than executor.unit_time_limit of 0.5 s"
+    }
+    assert stage.attempts()[0] == 3
+    assert [int(line.split()[0]) for line in stage.marked("attempts")][-2:] == [0, 0]
+
+
+_HANG = """
+import sys
+from pathlib import Path
+from support.toy_stage import ToyStage, run
+from sharmill.engine import time_limit
+time_limit._LEAST_SECONDS_OF_FIRST, time_limit._SECONDS_OF_COST, time_limit._SECONDS_TO_FAIL = 0.2, 0.0, 0.2
+stage = ToyStage(Path(sys.argv[1]), units=1, behaviour={0: "hold_gil"})
+stage.unit_time_limit = "auto"
+run(stage, 1)
+"""
+
+
+def test_native_code_that_sees_no_exception_ends_the_process_with_a_traceback(tmp_path):
+    done = subprocess.run([sys.executable, "-c", _HANG, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "_do_hold_gil" in done.stderr

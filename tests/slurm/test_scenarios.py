@@ -7,10 +7,12 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from support.toy_cluster import (
     KILL_NODE,
+    SETUP,
     assert_same_as_local,
     make_profile,
     running_ranks,
@@ -21,6 +23,7 @@ from support.toy_stage import wait_until
 
 from sharmill.engine.progress import read_progress
 from sharmill.executors.slurm.chain_state import wait_for_end
+from sharmill.executors.slurm.profile import StageProfile, StageProfiles
 from sharmill.executors.slurm.queue import queued_jobs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -65,10 +68,14 @@ def test_kill_of_a_rank_costs_its_unit(make_chain, tmp_path, record_property):
 
 
 def test_preempted_ranks_are_requeued_and_go_on(make_chain, tmp_path, record_property):
-    chain = make_chain(units=120, seconds=3.0, profile=make_profile(partition="scavenge"))
-    chain.start()
+    """As with configs/clusters/preemptible.yaml, the driver job is where nothing is preempted."""
+    stages = StageProfiles(driver=StageProfile(partition="cpu"))
+    chain = make_chain(units=120, seconds=3.0, profile=make_profile(partition="scavenge", stages=stages))
+    driver_job = chain.start().jobs[-1]
     wait_for_units(chain, 4)
     ranks = running_ranks(chain)
+    shown = slurm("squeue", "--noheader", "--format=%P", f"--jobs={driver_job},{ranks[0]}")
+    assert sorted(shown.split()) == ["cpu", "scavenge"]
     intruder = slurm(
         "sbatch", "--parsable", "--partition=cpu", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"
     ).strip()
@@ -79,6 +86,22 @@ def test_preempted_ranks_are_requeued_and_go_on(make_chain, tmp_path, record_pro
     assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     assert report(chain, record_property) <= len(ranks)
+
+
+def test_ranks_in_an_image_of_apptainer(make_chain, tmp_path):
+    """By a stand-in, which runs what follows the image."""
+    apptainer = tmp_path / "bin/apptainer"
+    apptainer.parent.mkdir()
+    apptainer.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/calls\nexec "${{@:4}}"\n')
+    apptainer.chmod(0o755)
+    setup = [*SETUP, f"export PATH={apptainer.parent}:$PATH"]
+    python = f"apptainer exec --nv image.sif {sys.executable}"
+    chain = make_chain(units=4, profile=make_profile(max_ranks=2, python=python, setup=setup, driver_units=4))
+    chain.start()
+    assert wait_for_end(chain.run_dir).state == "done"
+    assert_same_as_local(chain, tmp_path)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.startswith(f"exec --nv image.sif {sys.executable} -u -m submitit") for call in calls] == [True, True]
 
 
 def test_work_for_longer_than_the_time_limit(make_chain, tmp_path, record_property):

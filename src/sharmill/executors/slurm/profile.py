@@ -123,7 +123,8 @@ class ClusterProfile:
     max_requeues: int = 100
     """How often one rank may be requeued for its time limit."""
     python: str | None = None
-    """Python interpreter of the ranks; ``null`` is the one that submits. In a container, the interpreter inside it."""
+    """Python interpreter of the ranks, or the beginning of a command such as ``apptainer exec --nv IMAGE python``;
+    ``null`` is the one that submits. In a container of pyxis, the interpreter inside it."""
     driver_units: int = 4
     """A stage on the CPU with at most so many units per worker is done by the driver job itself, instead of by ranks
     that have to wait in the queue. It has as many workers as its cores and memory are enough for. ``0``: none is."""

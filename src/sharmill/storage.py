@@ -220,6 +220,8 @@ def create_atomic(path: Path, data: bytes) -> None:
         FileExistsError: there is one; of several processes that try, one succeeds.
     """
     with stopping_errors(path):
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         aside = path_aside(path)
         try:
             with aside.open("xb") as stream:
@@ -237,7 +239,8 @@ def create_atomic(path: Path, data: bytes) -> None:
                     os.fsync(stream.fileno())
         finally:
             aside.unlink(missing_ok=True)
-        fsync_directory(path.parent)
+            # Also where another process was faster: what is aside would come back, and nobody looks for it there.
+            fsync_directory(path.parent)
 
 
 def publish_directory(aside: Path, final: Path) -> None:

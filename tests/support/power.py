@@ -7,6 +7,7 @@ states, ``power_runs.py`` for the runs.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import re
@@ -333,6 +334,8 @@ def _forked(work: Callable[[], str]) -> str:
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
+        # It ends soon, and pages that it does not touch are its parent's.
+        gc.disable()
         try:
             answer = work()
             with os.fdopen(writing, "w") as stream:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint
 
 from sharmill.collect.run import ManifestOptions, make_manifest
-from sharmill.config import Config, ValidateConfig
+from sharmill.config import Config, ValidateConfig, to_yaml
 from sharmill.engine.listener import Listener
 from sharmill.engine.run import Executor
 from sharmill.errors import ConfigError
@@ -44,11 +44,12 @@ from support.small_run import STAGES, lasting_files
 
 @contextmanager
 def _stand_ins() -> Iterator[None]:
-    """Makes an encoder that hears pitch and a codec that hears loudness what is loaded, and looks for versions once."""
+    """Makes an encoder that hears pitch and a codec that hears loudness what is loaded; YAML is made once."""
     with (
         mock.patch("sharmill.match.stage.load_speaker_encoder", new=_load_encoder),
         mock.patch("sharmill.encode.stage.load_codec", new=_load_codec),
         mock.patch("sharmill.engine.identity.version", new=_version),
+        mock.patch("sharmill.pipeline.to_yaml", new=_to_yaml),
     ):
         yield
 
@@ -62,6 +63,14 @@ def _load_codec(*arguments: Any) -> ToyCodec:
 
 
 _version = cache(version)
+_yamls: dict[int, bytes] = {}
+
+
+def _to_yaml(config: Config) -> bytes:
+    """The text of a configuration, made once: each of them lives as long as the process."""
+    if id(config) not in _yamls:
+        _yamls[id(config)] = to_yaml(config)
+    return _yamls[id(config)]
 
 
 _TOY = {"name": "toy", "model": "builtin"}

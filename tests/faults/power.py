@@ -91,8 +91,9 @@ def main() -> int:
                 return 0
             now = time.monotonic()
             found.append(cuts.cut_all(options.seed, options.states, now + (ends - now) / (len(chosen) - number)))
+        print(f"{run.name}: {found[-1].distinct.total()} distinct states, {round(found[-1].seconds)} s", flush=True)
         for crash, problem in found[-1].problems.items():
-            print(f"--runs {run.name} --replay {crash}: {problem}", flush=True)
+            print(f"--runs '{run.name}' --replay {crash}: {problem}", flush=True)
     print_table(found)
     return int(any(cuts.problems for cuts in found))
 

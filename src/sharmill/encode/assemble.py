@@ -90,7 +90,14 @@ class AssembleStage(Stage):
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
-        files = [self._files(commit) for commit in commits]
+        folders = self.folders
+        files = [
+            {
+                field: FieldFile(file.name, file.size, file.xxh3)
+                for field, file in zip(folders, commit.files, strict=True)
+            }
+            for commit in commits
+        ]
         self._dataset.add_codec(self.codec, read_encoded(self.encoded).codec, files)
         return add_up(commits)
 
@@ -111,10 +118,6 @@ class AssembleStage(Stage):
                 code="foreign_output",
             )
 
-    def _files(self, commit: Commit) -> dict[str, FieldFile]:
-        files = [FieldFile(file.name, file.size, file.xxh3) for file in commit.files]
-        return dict(zip(self.folders, files, strict=True))
-
 
 class AssembleProcessor(Processor):
     """The assembly of shards in one rank."""
@@ -125,6 +128,7 @@ class AssembleProcessor(Processor):
         self._codec: CodecRecord = encoded.codec
         self._codes = SegmentCodes(stage.encoded, encoded.codec)
         self._numbers = stage.survey.numbers()
+        self._folders = stage.folders
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         file, expected = unit.params["cuts"]
@@ -139,7 +143,7 @@ class AssembleProcessor(Processor):
         numbers = np.array(self._numbers[:, start : start + unit.size])
         codes = dict(self._codes.read(np.unique(numbers)))
         frame_shift = self._codec.samples_per_frame / self._codec.sampling_rate
-        files = [shard_file(field, unit.index) for field in self._stage.folders]
+        files = [shard_file(field, unit.index) for field in self._folders]
         for field, (file, row) in enumerate(zip(files, numbers.tolist(), strict=True)):
             with FieldWriter(staging.path(file)) as writer:
                 for cut_id, number in zip(ids, row, strict=True):

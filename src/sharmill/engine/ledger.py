@@ -140,18 +140,41 @@ def _decode(path: Path, line: bytes) -> Commit | None:
         return None
 
 
-def outputs_in_place(commit: Commit, stage: Stage) -> bool:
-    """Return True if the files of a commit are there with the recorded sizes, and its rejects if it has any.
+def find_lost(stage: Stage, commits: Collection[Commit], *, is_finished: bool = False) -> set[int]:
+    """Return the units whose files are not there any more with the sizes of their commits, or whose rejects are not.
+
+    Args:
+        is_finished: the stage was finished with these files. Then their folders are listed, which tells what was
+            removed since, or replaced by a link, and asks a shared file system for little; else each file's size is.
 
     Raises:
         ConfigError: a folder on the way to one of them is a link, or a stranger's.
     """
-    refuse_strangers(stage.root, {(stage.root / file.name).parent for file in commit.files})
+    refuse_strangers(stage.root, {(stage.root / file.name).parent for commit in commits for file in commit.files})
+    listed: dict[Path, set[str]] = {}
+
+    def is_there(path: Path, size: int | None) -> bool:
+        if is_finished:
+            if path.parent not in listed:
+                listed[path.parent] = _regular_files(path.parent)
+            return path.name in listed[path.parent]
+        try:
+            status = path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return S_ISREG(status.st_mode) and size in (status.st_size, None)
+
+    return {
+        commit.index
+        for commit in commits
+        if not all(is_there(stage.root / file.name, file.size) for file in commit.files)
+        or (commit.num_rejected and not is_there(stage.dir.unit_rejects(commit.index), None))
+    }
+
+
+def _regular_files(folder: Path) -> set[str]:
     try:
-        for file in commit.files:
-            status = (stage.root / file.name).lstat()
-            if status.st_size != file.size or not S_ISREG(status.st_mode):
-                return False
+        with os.scandir(folder) as entries:
+            return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
     except (FileNotFoundError, NotADirectoryError):
-        return False
-    return not commit.num_rejected or stage.dir.unit_rejects(commit.index).is_file()
+        return set()

@@ -12,7 +12,7 @@ import msgspec
 
 from sharmill.engine.device_kind import settle_device_kind
 from sharmill.engine.fence import claim_output, make_fence, release_output
-from sharmill.engine.ledger import outputs_in_place, read_ledger, read_revoked, revoke
+from sharmill.engine.ledger import find_lost, read_ledger, read_revoked, revoke
 from sharmill.engine.listener import Listener
 from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
 from sharmill.engine.outcomes import FailedAttempt, Finished, StageResult, Submitted
@@ -145,10 +145,9 @@ def _outstanding(
     stage: Stage, units: Sequence[Unit], done: Mapping[int, Commit], *, check: Sequence[Unit]
 ) -> tuple[dict[int, Commit], list[Unit]]:
     """Return the commits whose files are in place, and the units without one; only files of ``check`` are looked at."""
-    commits = dict(done)
-    for unit in check:
-        if unit.index in commits and not outputs_in_place(commits[unit.index], stage):
-            del commits[unit.index]
+    found = [done[unit.index] for unit in check if unit.index in done]
+    lost = find_lost(stage, found, is_finished=stage.dir.done.exists())
+    commits = {index: commit for index, commit in done.items() if index not in lost}
     return commits, [unit for unit in units if unit.index not in commits]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 from typing import Final, TypeVar
 
 from sharmill.errors import ConfigError, DamagedShard
@@ -92,12 +93,13 @@ class CheckedDataset:
         return next((codec for codec in self.codecs if field in codec_fields(codec.name)), None)
 
 
-def is_regular(path: Path) -> bool:
-    """Return True if there is a regular file of this name; False too where it cannot be the name of one."""
+def size_of(path: Path) -> int | None:
+    """Return the size of a regular file; None where there is none, or where it cannot be the name of one."""
     try:
-        return path.is_file()
+        status = path.stat()
     except (OSError, ValueError):
-        return False
+        return None
+    return status.st_size if S_ISREG(status.st_mode) else None
 
 
 def read_checked_dataset(directory: Path) -> CheckedDataset:

@@ -17,7 +17,7 @@ from sharmill.shar.items import Item, ItemTable
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
 from sharmill.storage import checksum
 from sharmill.validate.accounts import hash_cut
-from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard, is_regular
+from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard, size_of
 from sharmill.validate.contract import MALFORMED, check_contract
 from sharmill.validate.findings import Finding
 from sharmill.validate.foreign import check_foreign
@@ -88,11 +88,11 @@ class ShardCheck:
                 sentence = f"{SHARDS_FILE} has {file} where {shard_file(name, shard.index)} belongs"
                 add(shard.finding("wrong_name", name, sentence))
             path = self.subject.directory / file
-            if not is_regular(path):
+            size = size_of(path)
+            if size is None:
                 add(shard.finding("missing_file", name, "the file is not there", file=file))
                 continue
             try:
-                size = path.stat().st_size
                 checked.stats["files"] += 1
                 checked.stats["bytes"] += size
                 recorded = shard.record.fields[name] if shard.record else None

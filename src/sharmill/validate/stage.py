@@ -23,8 +23,8 @@ from sharmill.validate.checked_dataset import (
     Shard,
     check_index,
     check_strays,
-    is_regular,
     read_checked_dataset,
+    size_of,
 )
 from sharmill.validate.findings import (
     Finding,
@@ -187,7 +187,7 @@ class ValidateStage(Stage):
         if shard.record is not None:
             return round(shard.record.target_seconds + shard.record.context_seconds, 3)
         paths = [self.dataset_dir / file for file in shard.files.values()]
-        return round(sum(path.stat().st_size for path in paths if is_regular(path)) * _SECONDS_PER_BYTE, 3)
+        return round(sum(size_of(path) or 0 for path in paths) * _SECONDS_PER_BYTE, 3)
 
 
 class ValidateProcessor(Processor):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sharmill.engine.attempts import AttemptLog
 from sharmill.engine.fence import require_current, superseded
-from sharmill.engine.ledger import outputs_in_place, read_ledger
+from sharmill.engine.ledger import find_lost, read_ledger
 from sharmill.engine.outcomes import BrokenDevice, FailedAttempt, Overtaken
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rejects import RejectLimit
@@ -92,7 +92,7 @@ class RankTask:
             if (array := process.environ.get("SLURM_ARRAY_JOB_ID")) is not None and todo.are_all_over():
                 # The driver job behind the array would wait until each had its turn, to find nothing left.
                 cancel_pending(array)
-        return len(self.units) - len(self._outstanding())
+        return len(read_ledger(self.stage.dir, self._own_units()))
 
     def checkpoint(self) -> DelayedSubmission:
         """Return what is run after the requeue; submitit calls this in the rank's process when it has to leave."""
@@ -231,7 +231,11 @@ class RankTask:
 
     def _outstanding(self) -> list[Unit]:
         """Return what is left of this rank's units, largest first as they were packed."""
-        units = load_plan(self.stage)
-        mine = [units[index] for index in self.units]
+        mine = self._own_units()
         commits = read_ledger(self.stage.dir, mine)
-        return [u for u in mine if u.index not in commits or not outputs_in_place(commits[u.index], self.stage)]
+        lost = find_lost(self.stage, commits.values())
+        return [unit for unit in mine if unit.index not in commits or unit.index in lost]
+
+    def _own_units(self) -> list[Unit]:
+        units = load_plan(self.stage)
+        return [units[index] for index in self.units]

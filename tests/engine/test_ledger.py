@@ -157,9 +157,23 @@ class TestOutputsInPlace:
         assert heard.done == [2]
         assert output_bytes(stage) == before
 
-    def test_a_committed_unit_whose_file_has_another_size_is_done_again(self, tmp_path):
+    def test_a_file_that_became_a_link_is_made_again(self, tmp_path):
         stage = ToyStage(tmp_path)
         run(stage)
+        before = output_bytes(stage)
+        path = stage.root / "last" / "000002.txt"
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+        _, heard = run(stage)
+        assert heard.done == [2]
+        assert not path.is_symlink()
+        assert output_bytes(stage) == before
+
+    def test_a_committed_unit_whose_file_has_another_size_is_done_again(self, tmp_path):
+        """As long as the stage is not finished: from then on, what reads a file compares its checksum."""
+        stage = ToyStage(tmp_path)
+        run(stage)
+        stage.dir.done.unlink()
         before = output_bytes(stage)
         with (stage.root / "first" / "000004.txt").open("ab") as stream:
             stream.write(b"more")

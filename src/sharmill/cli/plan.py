@@ -42,7 +42,7 @@ def plan(
     """Show what would run, and what it would cost.
 
     Nothing of it is run. Units, hours, balance and disk are those of each stage whose input is there already; time, GPU
-    hours, core hours, disk and files those of all stages, once rates are known: from sharmill calibrate, or from an
+    hours, core hours, disk and inodes those of all stages, once rates are known: from sharmill calibrate, or from an
     earlier run.
     """
     from sharmill.config import load_config

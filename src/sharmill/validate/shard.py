@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import xxhash
 
@@ -15,9 +16,9 @@ from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.items import Item, ItemTable
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
-from sharmill.storage import checksum
+from sharmill.storage import checksum_stream, open_regular
 from sharmill.validate.accounts import hash_cut
-from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard, size_of
+from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard
 from sharmill.validate.contract import MALFORMED, check_contract
 from sharmill.validate.findings import Finding
 from sharmill.validate.foreign import check_foreign
@@ -88,20 +89,22 @@ class ShardCheck:
                 sentence = f"{SHARDS_FILE} has {file} where {shard_file(name, shard.index)} belongs"
                 add(shard.finding("wrong_name", name, sentence))
             path = self.subject.directory / file
-            size = size_of(path)
-            if size is None:
-                add(shard.finding("missing_file", name, "the file is not there", file=file))
-                continue
             try:
-                checked.stats["files"] += 1
-                checked.stats["bytes"] += size
-                recorded = shard.record.fields[name] if shard.record else None
-                if recorded is not None and size != recorded.size:
-                    # Not read for its checksum: it may be sparse, and a terabyte.
-                    add(shard.finding("wrong_size", name, f"{size} bytes instead of {recorded.size}", file=file))
-                elif recorded is not None and checksum(path) != recorded.xxh3:
-                    sentence = "the bytes have changed since they were written"
-                    add(shard.finding("wrong_checksum", name, sentence, file=file))
+                stream = _open(path)
+                if stream is None:
+                    add(shard.finding("missing_file", name, "the file is not there", file=file))
+                    continue
+                with stream:
+                    size = os.fstat(stream.fileno()).st_size
+                    checked.stats["files"] += 1
+                    checked.stats["bytes"] += size
+                    recorded = shard.record.fields[name] if shard.record else None
+                    if recorded is not None and size != recorded.size:
+                        # Not read for its checksum: it may be sparse, and a terabyte.
+                        add(shard.finding("wrong_size", name, f"{size} bytes instead of {recorded.size}", file=file))
+                    elif recorded is not None and checksum_stream(stream) != recorded.xxh3:
+                        sentence = "the bytes have changed since they were written"
+                        add(shard.finding("wrong_checksum", name, sentence, file=file))
                 contents[name] = read_contents(path, name)
             except DamagedShard as error:
                 add(shard.finding("damaged", name, str(error), file=file))
@@ -110,6 +113,14 @@ class ShardCheck:
                     raise
                 add(shard.finding("damaged", name, f"it cannot be read: {error.strerror}", file=file))
         return contents
+
+
+def _open(path: Path) -> BinaryIO | None:
+    """Open a regular file; return None where there is none, or where it cannot be the name of one."""
+    try:
+        return open_regular(path, buffering=0)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
 
 
 def read_contents(path: Path, name: str) -> list[Any]:

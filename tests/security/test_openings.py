@@ -99,7 +99,6 @@ ALLOWED = {
     "training/buckets/step_process.py:available_memory": SYSTEM,
     "training/yaml_files.py:read_yaml": OPENED,
     "validate/accounts.py:identity": INPUT,
-    "validate/shard.py:_read_files": INDEX,
     "validate/stage.py:identity": INDEX,
     "jobs/launch_training.py:launch": OWN,
     "jobs/start_ranks.py:hand_on": SYSTEM,

@@ -148,6 +148,7 @@ CODES: Final[dict[str, str]] = {
     "too_many_rejects": "more records are rejected than max_reject_fraction allows",
     "units_failed": "units failed for good",
     # Clusters
+    "jobs_elsewhere": "the chain of a dataset waits for jobs of another cluster",
     "jobs_gone": "the jobs of a dataset have ended before the work did",
     "jobs_in_queue": "jobs of the dataset are still in the queue",
     "jobs_refused": "the scheduler does not accept a job",

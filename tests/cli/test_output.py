@@ -124,7 +124,7 @@ def test_json_of_a_manifest_and_of_cancel(done, tmp_path, capsys):
 def test_json_of_plan_and_status_is_all_that_is_printed(done, capsys):
     (predicted,) = json.loads(call(capsys, "plan", done.path, "--json"))
     assert (predicted["name"], predicted["is_planned"], predicted["rank_seconds"]) == ("prepare", True, 0.0)
-    first, *others = json.loads(call(capsys, "status", done.run_dir, "--json"))
+    first, *others = json.loads(call(capsys, "status", done.run_dir, "--json"))["stages"]
     assert (first["name"], first["state"], first["units_done"]) == ("prepare", "done", 2)
     assert {other["state"] for other in others} == {"not begun"}
 

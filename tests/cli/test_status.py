@@ -241,8 +241,15 @@ def test_json_has_the_same_states(stage, waiting, call, jobs, state):
     queued = [QueuedJob("8", "PENDING", "Priority", "ann", role) for role in jobs]
     with mock.patch("sharmill.executors.slurm.queue.queued_jobs", return_value=queued):
         code, out, _ = call("status", stage.run_dir.path, "--json")
-    found = {one["name"]: one["state"] for one in json.loads(out)}
+    shown = json.loads(out)
+    found = {one["name"]: one["state"] for one in shown["stages"]}
     assert code == 0
+    # A chain whose jobs are gone has failed.
+    assert shown["chain"]["state"] == ("waiting" if jobs else "failed")
+    assert [(job["id"], job["state"], job["reason"]) for job in shown["jobs"]] == [("8", "PENDING", "Priority")] * len(
+        jobs
+    )
+    assert shown["problem"] == ""
     assert found["prepare"] == state
     assert found["match"] == "not begun"
 
@@ -302,7 +309,7 @@ def test_several_run_directories_are_shown_one_after_the_other(stage, call):
     path = stage.run_dir.path
     code, out, _ = call("status", path, f"{path}/", "--json")
     assert code == 0
-    assert [one["name"] for one in json.loads(out)[str(path)]][:2] == ["prepare", "match"]
+    assert [one["name"] for one in json.loads(out)[str(path)]["stages"]][:2] == ["prepare", "match"]
     code, out, _ = call("status", path, path)
     assert out.count("not begun") == 2 * out.split(str(path))[1].count("not begun") > 0
 

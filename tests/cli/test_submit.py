@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 
 import pytest
@@ -67,16 +68,17 @@ def test_the_scripts_of_the_ranks_and_of_the_job_behind_them_are_shown(make_conf
     status, out, _ = show(capsys, make_config("a")[1], "--profile", profile)
     assert status == 0
     assert "1 units on 1 ranks" in out
-    assert out.count("#!/bin/bash") == 2
+    assert out.count("#!/bin/bash") == 3
     assert "#SBATCH --dependency=afterany:RANKS" in out
+    assert "#SBATCH --dependency=afternotok:DRIVER" in out
 
 
 def test_the_script_of_the_driver_job_that_does_few_units_itself_is_shown(make_config, capsys):
     status, out, _ = show(capsys, make_config("a")[1])
     assert status == 0
     assert "1 units in the driver job itself" in out
-    assert out.count("#!/bin/bash") == 1
-    assert "dependency" not in out
+    assert out.count("#!/bin/bash") == 2
+    assert re.findall("--dependency=.*", out) == ["--dependency=afternotok:DRIVER"]
 
 
 def test_one_that_is_bad_hides_no_other(make_config, capsys):
@@ -85,7 +87,7 @@ def test_one_that_is_bad_hides_no_other(make_config, capsys):
     status, out, err = show(capsys, path, good)
     assert status == 2
     assert "audio_root" in err
-    assert out.count("#!/bin/bash") == 1
+    assert out.count("#!/bin/bash") == 2
 
 
 def test_one_that_is_finished_is_named(make_config, capsys):
@@ -103,7 +105,7 @@ def test_json_of_what_would_be_submitted(make_config, capsys):
     assert status == 2
     assert (first["name"], first["code"]) == (bad.name, "missing_input")
     assert second["stage"] == "prepare"
-    assert [script.startswith("#!/bin/bash") for script in second["scripts"]] == [True]
+    assert [script.startswith("#!/bin/bash") for script in second["scripts"]] == [True, True]
     assert second["balance"] == ["1 units in the driver job itself, on 1 workers"]
 
 

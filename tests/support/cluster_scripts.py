@@ -10,7 +10,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.script("scontrol", "echo 'MaxArraySize            = 4'")
+        self.script("scontrol", "echo 'ClusterName             = here'; echo 'MaxArraySize            = 4'")
         # submitit looks for srun, and takes a machine without one for no cluster.
         self.script("srun", "exit 1")
         self.script("squeue", "true")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -78,10 +78,8 @@ def status(
 
             write_metrics(prometheus, runs, num_unread=len(errors))
         if as_json and runs:
-            found = {
-                path: [msgspec.to_builtins(one) | {"seconds_left": one.seconds_left} for one in stages]
-                for path, (stages, _) in runs.items()
-            }
+            found = {str(queue.path): _describe_run(queue, *runs[str(queue.path)]) for queue in queues
+                     if str(queue.path) in runs}  # fmt: skip
             # Of a single run directory there is nothing to tell apart.
             print_json(found if len(queues) > 1 else next(iter(found.values())))
         for error in errors:
@@ -128,6 +126,16 @@ def _read_run(queue: QueueView) -> tuple[list[StageStatus], ChainState | None]:
     return [read_stage(stage, queued=queued) for stage in stages_in(queue.path)], chain
 
 
+def _describe_run(queue: QueueView, stages: Sequence[StageStatus], chain: ChainState | None) -> dict[str, Any]:
+    """Return what is known of a run directory, as JSON has it; ``jobs`` are those of SLURM's queue."""
+    return {
+        "stages": [msgspec.to_builtins(one) | {"seconds_left": one.seconds_left} for one in stages],
+        "chain": msgspec.to_builtins(chain),
+        "jobs": [dataclasses.asdict(job) for job in queue.jobs],
+        "problem": queue.problem,
+    }
+
+
 def _is_in_trouble(stages: Sequence[StageStatus], chain: ChainState | None) -> bool:
     failed = any(stage.state in ("failed", "silent") or stage.late for stage in stages)
     return failed or (chain is not None and chain.state == "failed")
@@ -145,12 +153,15 @@ class QueueView:
     def ask(self) -> None:
         """Bring ``jobs`` up to date, or say in ``problem`` why they are not known."""
         from sharmill.engine.rundir import RunDir
+        from sharmill.executors.slurm.chain_state import require_same_cluster
         from sharmill.executors.slurm.queue import queued_jobs
 
         if time.monotonic() < self.next_question:
             return
         try:
             self.jobs, self.problem = queued_jobs(RunDir(self.path), patience=_SECONDS_TO_ASK), ""
+            if not self.jobs:
+                require_same_cluster(RunDir(self.path))
         except SharmillError as error:
             self.jobs, self.problem = [], str(error)
         self.next_question = time.monotonic() + _SECONDS_BETWEEN_QUESTIONS

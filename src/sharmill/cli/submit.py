@@ -36,12 +36,13 @@ if TYPE_CHECKING:
 @click.option("--profile", type=click.Path(path_type=str), help="What ranks need: a YAML file in configs/clusters.")
 @restart_option
 @redo_option
+@click.option("--take-over", is_flag=True, help="Submit although jobs may be left that nobody here can be asked about.")
 @click.option("--wait", is_flag=True, help="Wait until all datasets are done, and return how that ended.")
 @click.option("--dry-run", is_flag=True, help="Show the sbatch scripts and the balance; submit nothing.")
 @json_option
 def submit(
-    arguments: tuple[str, ...], cluster: str, profile: str | None, restart: bool, redo: str | None, wait: bool,
-    dry_run: bool, as_json: bool,
+    arguments: tuple[str, ...], cluster: str, profile: str | None, restart: bool, redo: str | None,
+    take_over: bool, wait: bool, dry_run: bool, as_json: bool,
 ) -> int:  # fmt: skip
     """Run stages on a cluster, each dataset in a chain of its own.
 
@@ -60,7 +61,7 @@ def submit(
     configs = [load_config(path, overrides) for path in paths]
     named = read_redo_report(redo, configs, restart=restart)
     if cluster != "slurm":
-        return run_configs(configs, stages, restart=restart, redo=named, as_json=as_json)
+        return run_configs(configs, stages, restart=restart, redo=named, take_over=take_over, as_json=as_json)
     require_package("submitit", extra="slurm")
     loaded = load_profile(profile) if profile else ClusterProfile()
     console = make_console()
@@ -83,8 +84,9 @@ def submit(
         for path in paths
     ]
     statuses = submit_all(
-        console, configs, stages, loaded, restart=restart, wait=wait, redo=named, commands=again, outcomes=outcomes
-    )
+        console, configs, stages, loaded, restart=restart, wait=wait, redo=named, commands=again, outcomes=outcomes,
+        take_over=take_over,
+    )  # fmt: skip
     if as_json:
         print_json(outcomes)
     return worst(statuses)
@@ -101,6 +103,7 @@ def submit_all(
     redo: Report | None,
     commands: Sequence[str],
     outcomes: list[dict[str, Any]],
+    take_over: bool = False,
 ) -> list[int]:
     """Submit stages (None: all) of each dataset and return the exit statuses: of the submissions, or with ``wait`` of
     the ends.
@@ -115,13 +118,15 @@ def submit_all(
     from sharmill.validate.redo import take_back_commits
 
     chains = [
-        JobChain(DatasetRun(config, tuple(choose_stages(config, stages))), profile, restart, command)
+        JobChain(
+            DatasetRun(config, tuple(choose_stages(config, stages))), profile, restart, command, take_over=take_over
+        )
         for config, command in zip(configs, commands, strict=True)
     ]
     if redo is not None:
         for config, chain in zip(configs, chains, strict=True):
             # Ranks that are still at work would add to what is taken back.
-            require_no_chain(chain.run_dir)
+            require_no_chain(chain.run_dir, take_over=take_over)
             check_config(config, stages)
             take_back_commits(config, redo, choose_stages(config, stages))
     started = [_guarded(console, chain, _start) for chain in chains]
@@ -174,6 +179,7 @@ def show_submission(
             bins = executor.bins(stage, left)
             balance = _describe_balance(stage, bins, executor.arrays(stage, len(bins)))
             scripts = [executor.script(stage, len(bins)), executor.driver_script(stage, behind_ranks=True)]
+        scripts.append(executor.watcher_script(stage))
         for line in balance:
             console.print(plain(f"{config.name}, {stage.name}: {line}"))
         for script in scripts:

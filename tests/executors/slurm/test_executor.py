@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 from pathlib import Path
@@ -10,8 +11,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from support.errors import raises
+from support.toy_cluster import ToyDataset
 from support.toy_stage import ToyStage
 
+from sharmill.cli.status import QueueView
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Submitted
 from sharmill.engine.plan import read_or_make_plan
@@ -20,7 +23,7 @@ from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import queue as slurm_queue
 from sharmill.executors.slurm.chain import JobChain
-from sharmill.executors.slurm.chain_state import ChainState, read_state, require_no_chain
+from sharmill.executors.slurm.chain_state import ChainState, cancel_chain, read_state, require_no_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, job_comment, make_run_id, queued_jobs
@@ -191,6 +194,23 @@ class TestGuard:
         with raises(ConfigError, "jobs_in_queue", "7_1", "bob", "scancel 7"):
             require_no_chain(run_dir, take_over=True)
 
+    def test_a_chain_that_waits_on_another_cluster_is_refused_unless_it_is_taken_over(self, cluster, run_dir):
+        state = ChainState(state="waiting", message="", jobs=["7_0", "7_1", "8"], cluster="elsewhere")
+        write_atomic(run_dir.chain, msgspec.json.encode(state))
+        chain = JobChain(ToyDataset(ToyStage(run_dir.path.parent)), ClusterProfile())
+        wanted = (ConfigError, "jobs_elsewhere", "the cluster elsewhere (jobs 7, 8)", "this one is here", "--take-over")
+        for ask in (chain.start, lambda: require_no_chain(run_dir), lambda: cancel_chain(run_dir)):
+            with raises(*wanted):
+                ask()
+        require_no_chain(run_dir, take_over=True)
+        dataclasses.replace(chain, take_over=True).start()
+        assert read_state(run_dir).cluster == "here"
+        require_no_chain(run_dir)
+        queue = QueueView(run_dir.path)
+        write_atomic(run_dir.chain, msgspec.json.encode(state))
+        assert queue.holds_jobs()
+        assert "the cluster elsewhere" in queue.problem
+
     def test_comments_of_others_are_nothing(self, cluster, run_dir):
         cluster.script(
             "squeue",
@@ -256,12 +276,14 @@ class TestSetupLines:
             "the setup line failed with status 1: echo 'EnvironmentNameNotFound: no environment' >&2; false "
             f"(EnvironmentNameNotFound: no environment); {tmp_path / 'run/jobs/7_0_0_log.err'}"
         )
+        # It is not what later ranks that say nothing ended with.
+        assert find_reason(tmp_path / "run/jobs", (tmp_path / "run/jobs/7_0_0_log.err").stat().st_mtime + 1) == ""
 
     def test_after_three_rounds_the_message_says_why(self, run_script, cluster, submit, tmp_path):
         cluster.script("sbatch", "echo Submitted batch job 7")
-        run_script("no_such_module load cuda")
         for _ in range(3):
             submit()
+        run_script("no_such_module load cuda")
         with raises(FatalError, "no_ranks", "failed with status 127: no_such_module load cuda", "command not found"):
             submit()
 

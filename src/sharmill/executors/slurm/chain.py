@@ -28,12 +28,13 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.logs import logging_to
-from sharmill.executors.slurm.chain_state import ChainState, read_state, require_no_chain
+from sharmill.executors.slurm.chain_state import ChainState, read_state, require_no_chain, require_same_cluster
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile
 from sharmill.executors.slurm.queue import (
     PATIENCE_SECONDS,
     QueuedJob,
+    cluster_name,
     competing_jobs,
     describe_jobs,
     make_run_id,
@@ -100,7 +101,8 @@ class JobChain:
     """The chain of one dataset; as a callable, its next driver job.
 
     A driver job that does not end well has a watcher job behind it, which is a driver job that goes on in its place:
-    once, since what ends that one as well will not pass. ``command`` submits the chain again.
+    once, since what ends that one as well will not pass. ``command`` submits the chain again. ``take_over``: the user
+    says that no jobs are left on another cluster.
     """
 
     dataset: ChainedDataset
@@ -109,6 +111,7 @@ class JobChain:
     command: str = ""
     is_watcher: bool = False
     patience: float = PATIENCE_SECONDS
+    take_over: bool = False
 
     @property
     def name(self) -> str:
@@ -169,8 +172,10 @@ class JobChain:
         with locked(self.run_dir):
             make_run_id(self.run_dir)
             others = competing_jobs(self.run_dir)
+            if not others and not self.take_over:
+                require_same_cluster(self.run_dir)
             if self.restart or any(job.role != "rank" for job in others):
-                require_no_chain(self.run_dir)
+                require_no_chain(self.run_dir, take_over=self.take_over)
             elif others:
                 # Ranks whose driver job is gone, or was never submitted: let them finish, for their work counts.
                 return self._submit_driver_job(others)
@@ -180,7 +185,7 @@ class JobChain:
                 remove_tree(stage.dir.rounds)
             by = f"process {process.getpid()} of {user_name()} on {process.gethostname()}"
             message = f"the first jobs are being submitted by {by}"
-            begun = self._write(ChainState(state="waiting", message=message, submitting=True))
+            begun = self._write(ChainState(state="waiting", message=message, submitting=True, cluster=cluster_name()))
         try:
             return self._run_stages(self.executor(), wait_seconds=0.0)
         except BaseException as error:
@@ -286,8 +291,9 @@ class JobChain:
 
     def _write(self, state: ChainState) -> ChainState:
         """Note a state, with the command of this chain, and return it."""
-        state = msgspec.structs.replace(state, command=self.command)
         before = read_state(self.run_dir)
+        cluster = state.cluster or (before.cluster if before is not None else "")
+        state = msgspec.structs.replace(state, command=self.command, cluster=cluster)
         write_atomic(self.run_dir.chain, msgspec.json.encode(state) + b"\n")
         if state.state != "waiting":
             release_run(self.run_dir)

@@ -10,7 +10,7 @@ import msgspec
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.errors import ConfigError, FatalError, SharmillError
-from sharmill.executors.slurm.queue import SlurmSilent, describe_jobs, parent_ids, queued_jobs, scancel
+from sharmill.executors.slurm.queue import SlurmSilent, cluster_name, describe_jobs, parent_ids, queued_jobs, scancel
 from sharmill.ports import clock
 from sharmill.processes import user_name
 from sharmill.storage import write_atomic
@@ -28,7 +28,7 @@ _SECONDS_TO_CANCEL = 180.0
 class ChainState(msgspec.Struct, kw_only=True):
     """State of a chain. ``jobs`` are those that were submitted last, ``command`` is what submits it again.
 
-    ``submitting`` says that its first jobs are not in the queue yet.
+    ``submitting`` says that its first jobs are not in the queue yet. ``cluster`` is where its jobs are.
     """
 
     state: Literal["waiting", "done", "failed"]
@@ -37,6 +37,7 @@ class ChainState(msgspec.Struct, kw_only=True):
     findings: int = 0
     command: str = ""
     submitting: bool = False
+    cluster: str = ""
 
 
 def read_state(run_dir: RunDir) -> ChainState | None:
@@ -68,6 +69,21 @@ def require_no_chain(run_dir: RunDir, *, take_over: bool = False) -> None:
             f"{run_dir.path}) or end them: scancel {' '.join(parent_ids([job.id for job in jobs]))}",
             code="jobs_in_queue",
         )
+    if not take_over:
+        require_same_cluster(run_dir)
+
+
+def require_same_cluster(run_dir: RunDir) -> None:
+    """Raise ConfigError if the chain of a run directory waits for jobs of a cluster that is not the one here."""
+    state = read_state(run_dir)
+    if state is None or state.state != "waiting" or not state.cluster or (here := cluster_name()) == state.cluster:
+        return
+    jobs = f" (jobs {', '.join(parent_ids(state.jobs))})" if state.jobs else ""
+    raise ConfigError(
+        f"its chain waits on the cluster {state.cluster}{jobs}, and this one is {here or 'none'}: sharmill cancel "
+        f"{run_dir.path} ends it there; if you know that no job is left, add --take-over",
+        code="jobs_elsewhere",
+    )
 
 
 def cancel_chain(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> list[str]:
@@ -76,7 +92,7 @@ def cancel_chain(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> l
     Jobs that end may have submitted others before, so the queue is asked until it has none.
 
     Raises:
-        ConfigError: there is no SLURM here to be asked.
+        ConfigError: there is no SLURM here to be asked, or the jobs are on another cluster.
         SlurmSilent: nobody answers.
         FatalError: jobs are still there after ``wait_seconds``.
     """
@@ -98,7 +114,9 @@ def cancel_chain(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> l
         ended.update(ids)
         scancel(sorted(ids, key=lambda number: roles[number]))
         clock.sleep(_POLL_SECONDS)
-    if ended:
+    if not ended:
+        require_same_cluster(run_dir)
+    else:
         # A driver job may have noted that it waits for what it had submitted.
         _note_cancelled(run_dir)
     return sorted(ended, key=int)

@@ -130,6 +130,10 @@ class SlurmExecutor:
         dependency = "afterany:RANKS" if behind_ranks else None
         return scheduler.script(self._request(self._driver_parameters(stage.name, "driver", dependency), None))
 
+    def watcher_script(self, stage: Stage) -> str:
+        """Return the sbatch script of the watcher job behind a driver job, to be shown."""
+        return scheduler.script(self._request(self._watcher_parameters(stage.name, "DRIVER"), None))
+
     def driver_workers(self, stage: Stage, units: Sequence[Unit]) -> int:
         """Return the number of workers with which a driver job does a stage itself, or 0 where ranks are to do it."""
         workers = 0 if stage.uses_gpu else self.profile.driver_workers(self._ranks_of(stage))
@@ -197,10 +201,13 @@ class SlurmExecutor:
         dependency = "afterany:" + ":".join(parent_ids(behind)) if behind else None
         driver = self._driver_parameters(name, "driver", dependency)
         submitted += self._submit(driver, None, [self.driver_job])
-        watcher = self._driver_parameters(name, "watcher", "afternotok:" + submitted[-1])
+        submitted += self._submit(self._watcher_parameters(name, submitted[-1]), None, [self.watcher_job])
+
+    def _watcher_parameters(self, name: str, driver_job: str) -> dict[str, Any]:
+        watcher = self._driver_parameters(name, "watcher", f"afternotok:{driver_job}")
         watcher["additional_parameters"]["kill-on-invalid-dep"] = "yes"
         watcher["setup"] = [*self.watcher_setup, *watcher.get("setup", [])]
-        submitted += self._submit(watcher, None, [self.watcher_job])
+        return watcher
 
     def _driver_parameters(self, name: str, role: Role, dependency: str | None) -> dict[str, Any]:
         """Return the parameters of a driver job; behind ranks ``afterany``, for the ledger says what is left to do."""
@@ -258,7 +265,7 @@ class SlurmExecutor:
         now = sum(attempts.counts.values()) + sum(attempts.interruptions.values())
         before = read_stored(mark).decode(errors="replace").split() if mark.exists() else []
         if len(before) >= MAX_ATTEMPTS and set(before[-MAX_ATTEMPTS:]) == {str(now)}:
-            reason = attempts.setup_error or find_reason(self.run_dir.jobs)
+            reason = attempts.setup_error or find_reason(self.run_dir.jobs, mark.stat().st_mtime)
             reason = reason or f"see the logs in {self.run_dir.jobs} and {stage.dir.logs}"
             message = f"{stage.name}: the ranks ended {MAX_ATTEMPTS} times without beginning a unit: {reason}"
             raise FatalError(message, code="no_ranks")

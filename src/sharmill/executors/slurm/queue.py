@@ -171,12 +171,26 @@ def max_array_size(patience: float = PATIENCE_SECONDS) -> int:
     Raises:
         SlurmSilent: nobody answers.
     """
-    if not scheduler.is_here("scontrol"):
-        return _DEFAULT_MAX_ARRAY - 1
-    shown = _ask(["scontrol", "show", "config"], patience)
-    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", shown, re.MULTILINE)
+    found = _setting("MaxArraySize", patience)
     # The largest index is one less than MaxArraySize, and so is the largest number of tasks from index 0 on.
-    return (int(match[1]) if match else _DEFAULT_MAX_ARRAY) - 1
+    return (int(found) if found.isdecimal() else _DEFAULT_MAX_ARRAY) - 1
+
+
+def cluster_name(patience: float = PATIENCE_SECONDS) -> str:
+    """Return the name of the cluster, "" where there is none.
+
+    Raises:
+        SlurmSilent: nobody answers.
+    """
+    return _setting("ClusterName", patience)
+
+
+def _setting(name: str, patience: float) -> str:
+    """Return a value of SLURM's configuration, "" where it has none or there is no SLURM to ask."""
+    if not scheduler.is_here("scontrol"):
+        return ""
+    match = re.search(rf"^{name}\s*=\s*(\S+)", _ask(["scontrol", "show", "config"], patience), re.MULTILINE)
+    return match[1] if match else ""
 
 
 @contextmanager

@@ -48,11 +48,15 @@ def checked_lines(lines: Sequence[str]) -> list[str]:
     ]
 
 
-def find_reason(jobs: Path) -> str:
-    """Return what the newest log of a job in a folder says of its end, in one line; "" where none says anything."""
+def find_reason(jobs: Path, since: float = 0.0) -> str:
+    """Return what the newest log of a job in a folder says of its end, in one line; "" where none says anything.
+
+    Logs of before ``since``, by the clock of the file system, are of other rounds and stages.
+    """
     own = process.environ.get("SLURM_JOB_ID", "none")
     logs = [path for path in jobs.glob("*_log.err") if not path.name.startswith(f"{own}_")]
-    for path in sorted(logs, key=lambda path: path.stat().st_mtime, reverse=True)[:_MOST_LOGS]:
+    by_age = sorted(((path.stat().st_mtime, path) for path in logs), reverse=True)
+    for path in [path for written, path in by_age if written >= since][:_MOST_LOGS]:
         try:
             text = read_stored(path).decode(errors="replace")
         except (OSError, SharmillError):

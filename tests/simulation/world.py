@@ -128,6 +128,11 @@ class World:
 
     # Disturbances.
 
+    def note_kill(self, job: SimJob) -> None:
+        """Note that a job is killed, whose attempt may count, or not; behind a watcher job there is no other."""
+        self.excuses += 1
+        self.is_gentle &= job.role != "watcher"
+
     def _draw_disturbances(self) -> None:
         draw = self.kernel.random
         kinds = list(_DISTURBANCES)
@@ -251,13 +256,13 @@ def _lose_node(world: World) -> None:
 
 def _kill(world: World) -> None:
     if (job := world.choose_job()) is not None and job.process is not None:
-        world.excuses += 1
+        world.note_kill(job)
         world.kernel.kill(job.process)
 
 
 def _kill_at_operation(world: World) -> None:
     if (job := world.choose_job()) is not None and job.process is not None:
-        world.excuses += 1
+        world.note_kill(job)
         job.process.operations_left = world.kernel.random.randrange(60)
 
 

@@ -39,10 +39,10 @@ def own_cores(monkeypatch):
     monkeypatch.setattr("sharmill.processes._own_cores", None)
 
 
-def make_executor(folder, *, in_driver_job=False, **profile) -> SlurmExecutor:
+def make_executor(folder, *, small_stages="driver", **profile) -> SlurmExecutor:
     return SlurmExecutor(
         ClusterProfile(**profile), RunDir(folder / "run"), do_nothing, do_nothing, "toy", patience=0.2,
-        in_driver_job=in_driver_job,
+        small_stages=small_stages,
     )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def test_is_left_to_a_driver_job_that_waits_for_nothing(cluster, tmp_path):
 
 def test_has_the_bytes_of_a_local_run_and_submits_nothing(cluster, tmp_path):
     stage, local = ToyStage(tmp_path, units=4), ToyStage(tmp_path / "local", units=4)
-    assert run_on(make_executor(tmp_path, in_driver_job=True), stage).ok
+    assert run_on(make_executor(tmp_path, small_stages="here"), stage).ok
     assert run(local)[0].ok
     assert output_bytes(stage) == output_bytes(local)
     assert sorted(read_ledger(stage.dir, load_plan(stage))) == [0, 1, 2, 3]
@@ -72,15 +72,20 @@ def test_has_the_bytes_of_a_local_run_and_submits_nothing(cluster, tmp_path):
 def test_goes_on_by_ranks_when_a_driver_job_was_killed_within(cluster, tmp_path):
     stage = InterruptedStage(tmp_path, units=4)
     with pytest.raises(KeyboardInterrupt):
-        run_on(make_executor(tmp_path, in_driver_job=True), stage)
+        run_on(make_executor(tmp_path, small_stages="here"), stage)
     assert len(read_ledger(stage.dir, load_plan(stage))) == 1
-    submitted = run_on(make_executor(tmp_path, in_driver_job=True), stage).submitted
+    submitted = run_on(make_executor(tmp_path, small_stages="here"), stage).submitted
     assert submitted.message.startswith("toy: 3 units on 3 ranks")
+
+
+def test_is_left_to_ranks_by_a_watcher_job(cluster, tmp_path):
+    submitted = run_on(make_executor(tmp_path, small_stages="ranks"), ToyStage(tmp_path, units=4)).submitted
+    assert submitted.message.startswith("toy: 4 units on 4 ranks")
 
 
 def test_that_fails_is_tried_three_times(cluster, tmp_path):
     stage = ToyStage(tmp_path, units=4, behaviour={2: "raise"})
-    result = run_on(make_executor(tmp_path, in_driver_job=True), stage)
+    result = run_on(make_executor(tmp_path, small_stages="here"), stage)
     assert list(result.failures) == [2]
     assert [line.split()[0] for line in stage.marked("attempts")].count("2") == 3
 

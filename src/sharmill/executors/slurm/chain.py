@@ -122,15 +122,15 @@ class JobChain:
         # Job scripts name it: a link may lead elsewhere by then.
         return RunDir(self.dataset.run_dir.resolve())
 
-    def executor(self, *, in_driver_job: bool = False) -> SlurmExecutor:
-        """Return the executor that submits this chain's jobs, and does small stages itself in a driver job."""
+    def executor(self, small_stages: Literal["driver", "ranks", "here"] = "driver") -> SlurmExecutor:
+        """Return the executor that submits this chain's jobs; see its ``small_stages``."""
         # Only the first run begins anew.
         patience = _SHARE_OF_TIME_LIMIT * 60.0 * self.profile.for_stage("driver", uses_gpu=False).timeout_min
         driver_job = replace(self, restart=False, is_watcher=False, patience=min(patience, _DRIVER_PATIENCE_SECONDS))
         watcher_job = replace(driver_job, is_watcher=True)
         setup = self._note_failure_in_shell()
         return SlurmExecutor(
-            self.profile, self.run_dir, driver_job, watcher_job, self.name, setup, self.patience, in_driver_job
+            self.profile, self.run_dir, driver_job, watcher_job, self.name, setup, self.patience, small_stages
         )
 
     def _note_failure_in_shell(self) -> tuple[str, ...]:
@@ -241,7 +241,9 @@ class JobChain:
         if others:
             with locked(self.run_dir, _SECONDS_TO_WAIT_FOR_LOCK):
                 return self._submit_driver_job(others)
-        return self._run_stages(self.executor(in_driver_job=True), wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK)
+        # Behind a watcher job is no other, so it is to be short.
+        executor = self.executor("ranks" if self.is_watcher else "here")
+        return self._run_stages(executor, wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK)
 
     def _submit_driver_job(self, behind: Sequence[QueuedJob]) -> ChainState:
         """Leave the work to jobs that are in the queue already, and only submit the driver job behind them."""

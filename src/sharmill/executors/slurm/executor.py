@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tenacity import retry_if_exception_message, retry_if_exception_type
 
@@ -70,7 +70,8 @@ class SlurmExecutor:
 
     All nodes share the file system of ``run_dir``. ``watcher_setup`` are shell lines that begin the watcher job, and
     ``patience`` is how many seconds to go on trying where SLURM does not answer or takes no more jobs.
-    ``in_driver_job`` says that this process is one.
+    ``small_stages`` says who does a stage with few units: a driver job to be submitted, ranks, or this process, which
+    is a driver job.
     """
 
     profile: ClusterProfile
@@ -80,7 +81,7 @@ class SlurmExecutor:
     job_name: str
     watcher_setup: tuple[str, ...] = ()
     patience: float = PATIENCE_SECONDS
-    in_driver_job: bool = False
+    small_stages: Literal["driver", "ranks", "here"] = "driver"
 
     def __post_init__(self) -> None:
         # It is in lines of the sbatch script.
@@ -103,15 +104,16 @@ class SlurmExecutor:
         left = [unit for unit in units if attempts.counts[unit.index] < MAX_ATTEMPTS]
         if not left:
             return Finished({unit.index: _describe_failure(stage, unit, attempts) for unit in units})
-        workers = 0 if stage.dir.rounds.exists() else self.driver_workers(stage, left)
-        if self.in_driver_job or not workers:
+        is_small = self.small_stages != "ranks" and not stage.dir.rounds.exists()
+        workers = self.driver_workers(stage, left) if is_small else 0
+        if self.small_stages == "here" or not workers:
             self._require_progress(stage, attempts)
         make_run_id(self.run_dir)
         if others := competing_jobs(self.run_dir, self.patience):
             raise ConfigError(f"{describe_jobs(others)} of this dataset appeared in the queue", code="jobs_in_queue")
         if not workers:
             return self._submit_stage(stage, left, rejects)
-        if not self.in_driver_job:
+        if self.small_stages == "driver":
             driver_job = self.submit_driver_job([], stage.name)
             return Submitted(f"{stage.name}: {len(left)} units in driver job {driver_job} itself", [driver_job])
         log.info("%s: %d units are done here, on %d workers", stage.name, len(left), workers)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import example_codecs
 from support.errors import raises
+from support.example_codecs import save_s3
 from support.manifests import speaker_tag, write_manifest
 from support.models import make_audio
 from support.paths import REPOSITORY
@@ -18,7 +19,7 @@ from support.pipelines import write_config
 from support.shar import put, voice
 
 from sharmill.cli.main import main
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, UnitFailed
 from sharmill.models import certificate, load_codec
 from sharmill.models.certificate import make_probe
 from sharmill.shar import open_shar
@@ -28,15 +29,19 @@ FOLDER = REPOSITORY / "examples" / "codecs"
 CODECS = {
     "snac": ("snac", example_codecs.save_snac, 128, 7, 64, None),
     "xcodec2": ("transformers", example_codecs.save_xcodec2, 320, 1, 4**8, 16000),
+    "s3_v1": ("s3tokenizer", lambda folder: save_s3("speech_tokenizer_v1"), 320, 1, 4096, None),
+    "s3_v1_25hz": ("s3tokenizer", lambda folder: save_s3("speech_tokenizer_v1_25hz"), 640, 1, 4096, None),
+    "s3_v2_25hz": ("s3tokenizer", lambda folder: save_s3("speech_tokenizer_v2_25hz"), 640, 1, 3**8, None),
     "neucodec": ("transformers", example_codecs.save_neucodec, 320, 1, 4**8, 24000),
 }
 
 
 @pytest.fixture(autouse=True)
-def codec_folder(monkeypatch):
+def codec_folder(tmp_path, monkeypatch):
     logging.getLogger("transformers").setLevel(logging.ERROR)
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setenv("PYTHONPATH", str(FOLDER), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
     for path in FOLDER.glob("*.py"):
         sys.modules.pop(path.stem, None)
@@ -113,6 +118,35 @@ def test_weights_that_an_x_codec_2_lacks_are_named(tmp_path):
         load_codec(name)
 
 
+@pytest.mark.parametrize("name", ["speech_tokenizer_v1", "speech_tokenizer_v1_25hz", "speech_tokenizer_v2_25hz"])
+def test_an_s3_tokenizer_is_the_one_that_was_saved_and_has_its_codes(name):
+    need("s3tokenizer")
+    import s3tokenizer
+    from support import small_s3
+
+    model = small_s3.save(name)
+    audio, num_samples = make_audio([16000])
+    codes = load_codec(f"python:support.small_s3:S3Codec:{name}").encode(audio, num_samples)
+    mel = s3tokenizer.log_mel_spectrogram(audio[0])
+    expected, num_codes = model(mel[None], torch.tensor([mel.shape[1]]))
+    assert int(num_codes) == codes.shape[2]
+    torch.testing.assert_close(codes[:, 0], expected.long())
+
+
+def test_an_s3_tokenizer_refuses_what_the_package_would_read_as_another_model(tmp_path):
+    need("s3tokenizer")
+    with raises(ConfigError, "unknown_name", "speech_tokenizer_v1_25hz"):
+        load_codec(f"python:s3_codec:S3Codec:{tmp_path}/speech_tokenizer_v1_25hz.onnx")
+
+
+def test_an_s3_tokenizer_refuses_audio_of_which_the_package_would_lose_codes(tmp_path):
+    need("s3tokenizer")
+    codec = load_codec(save_s3("speech_tokenizer_v2_25hz"))
+    audio, num_samples = make_audio([30 * 16000 + 1])
+    with raises(UnitFailed, "bad_config_value", "takes at most 30 s", "prepare.max_duration=30"):
+        codec.encode(audio, num_samples)
+
+
 @pytest.mark.slow
 def test_all_go_through_a_certificate_and_a_run_and_are_read_back(tmp_path, monkeypatch):
     for package, *_ in CODECS.values():
@@ -127,7 +161,8 @@ def test_all_go_through_a_certificate_and_a_run_and_are_read_back(tmp_path, monk
         for number, duration in enumerate(seconds)
     ]
     manifest = write_manifest(tmp_path / "manifest.json", records)
-    models = {name: save(tmp_path / name) for name, (_, save, *_) in CODECS.items()}
+    names = ["snac", "xcodec2", "neucodec", "s3_v2_25hz"]
+    models = {name: CODECS[name][1](tmp_path / name) for name in names}
     codecs = [{"name": name, "model": model} for name, model in models.items()]
     config = write_config(
         tmp_path, manifest, tmp_path / "audio", tmp_path, match=None, encode={"codecs": codecs}, write={"shard_size": 2}

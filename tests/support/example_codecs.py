@@ -1,6 +1,6 @@
 """Small models of the codecs in examples/codecs/, in the form in which the published ones are loaded.
 
-Every function writes to a folder and returns the configuration's name of the codec that is there.
+Every function writes a model and returns the name that a configuration has for its codec.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ def save_snac(folder: Path, **changes: Any) -> str:
     (folder / "config.json").write_text(json.dumps(config))
     torch.save(weights, folder / "pytorch_model.bin")
     return f"python:snac_codec:SnacCodec:{folder}"
+
+
+def save_s3(name: str) -> str:
+    """An S3 tokenizer of the name of a published one, in the package's cache below XDG_CACHE_HOME."""
+    from support import small_s3
+
+    small_s3.save(name)
+    return f"python:support.small_s3:S3Codec:{name}"
 
 
 def save_xcodec2(folder: Path) -> str:

@@ -1,0 +1,62 @@
+"""S3 tokenizers, the speech tokens of CosyVoice: pip install s3tokenizer
+
+    encode:
+      codecs: [{name: s3, model: "python:s3_codec:S3Codec:speech_tokenizer_v2_25hz"}]
+
+with this folder on PYTHONPATH. Behind the class stands one of speech_tokenizer_v1 (50 Hz), speech_tokenizer_v1_25hz
+(CosyVoice) and speech_tokenizer_v2_25hz (CosyVoice 2). The package downloads it from ModelScope to
+~/.cache/s3tokenizer, or $XDG_CACHE_HOME/s3tokenizer, and reads it there afterwards, by its checksum.
+"""
+
+from __future__ import annotations
+
+import s3tokenizer
+import torch
+
+from sharmill.errors import ConfigError, UnitFailed
+from sharmill.models.codec_backend import CodecBackend, CodecSpec
+from sharmill.models.tensors import weights_checksum
+
+# Samples per frame of audio at 16 kHz.
+_MODELS = {"speech_tokenizer_v1": 320, "speech_tokenizer_v1_25hz": 640, "speech_tokenizer_v2_25hz": 640}
+# The package cuts longer audio into windows that overlap, and loses codes where the last one has less than 4 s.
+_MOST_SECONDS = 30
+
+
+class S3Codec(CodecBackend):
+    """S3 tokenizer: one codebook of what is said; it has no decoder, and takes at most 30 s."""
+
+    def __init__(self, target: str, device: str) -> None:
+        if target not in _MODELS:
+            # The package takes paths too, and would read speech_tokenizer_v1_25hz by its path as a model of 50 Hz.
+            raise ConfigError(
+                f"there is no S3 tokenizer {target!r}: valid are {', '.join(_MODELS)}", code="unknown_name"
+            )
+        self._model = s3tokenizer.load_model(target).eval().to(device)
+        spec = CodecSpec(
+            name=f"s3:{target}",
+            sampling_rate=16000,
+            samples_per_frame=_MODELS[target],
+            num_codebooks=1,
+            codebook_size=self._model.config.n_codebook_size,
+            checksum=weights_checksum(self._model.state_dict()),
+        )
+        super().__init__(spec, device)
+
+    def encode_frames(self, audio: torch.Tensor, num_frames: torch.Tensor) -> torch.Tensor:
+        """Return the codes (batch, 1, frames); each item has a spectrogram of its own, and the model masks padding."""
+        lengths = (num_frames * self.samples_per_frame).tolist()
+        if max(lengths) > _MOST_SECONDS * self.sampling_rate:
+            raise UnitFailed(
+                f"{self.spec.name} takes at most {_MOST_SECONDS} s, and a segment has "
+                f"{max(lengths) / self.sampling_rate:.2f}: set prepare.max_duration={_MOST_SECONDS}",
+                code="bad_config_value",
+            )
+        # A spectrogram in bfloat16 is another one.
+        with torch.autocast(self.device.type, enabled=False):
+            mels = [
+                s3tokenizer.log_mel_spectrogram(item[:length], self._model.config.n_mels)
+                for item, length in zip(audio, lengths, strict=True)
+            ]
+            padded, mel_lengths = s3tokenizer.padding(mels)
+        return self._model(padded, mel_lengths.to(self.device))[0][:, None]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
-import time
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -17,6 +14,7 @@ from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import MAX_ATTEMPTS, MAX_BROKEN_DEVICES
 from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
 from sharmill.executors.unit_queue import UnitQueue
+from sharmill.ports import clock, process
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +28,8 @@ _FAILURES_IN_A_ROW = 2
 class Ready:
     """The first answer of a rank: it has loaded its model."""
 
-    host: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=lambda: process.gethostname())
+    pid: int = field(default_factory=lambda: process.getpid())
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class DrivenRank:
 
         The one behind it is set aside where so many more wait: the last ones go to whichever rank is free first.
         """
-        self.unit, self.unit_began = self.following or queue.take(), time.monotonic()
+        self.unit, self.unit_began = self.following or queue.take(), clock.monotonic()
         self.following = None
         if set_aside_beyond is not None and len(queue) > set_aside_beyond:
             self.following = queue.take()
@@ -133,7 +131,7 @@ class DrivenRank:
         if self.unit is None:
             return
         limit = self.limit.of(self.unit)
-        if limit is not None and time.monotonic() - self.unit_began >= limit and not excused:
+        if limit is not None and clock.monotonic() - self.unit_began >= limit and not excused:
             how = f"it took longer than executor.unit_time_limit of {limit:g} s"
         message = f"{how}; its log is {stage.dir.rank_log(self.number)}"
         lost = queue.interrupted if excused else queue.failed

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import socket
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from sharmill.executors.devices import Device
 from sharmill.executors.driven_rank import Answer, Ready, as_answer
 from sharmill.executors.logs import logging_to, redirect_output
 from sharmill.executors.ray import actors
+from sharmill.ports import clock, process
 from sharmill.processes import limit_cores
 
 log = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ class RankActor:
 
     def _check_node(self) -> None:
         """Refuse a node that differs from the driver, which would otherwise show as output that has vanished."""
-        start, host = self._start, socket.gethostname()
+        start, host = self._start, process.gethostname()
         if sharmill.__version__ != start.version:
             raise _unlike(f"node {host} has sharmill {sharmill.__version__}, but the driver has {start.version}")
         try:
@@ -106,12 +105,12 @@ class RankActor:
                 "work in one that all nodes share"
             ) from error
         # A node that is given up had its time.
-        deadline = time.monotonic() + (0.0 if _place() in start.given_up else _SECONDS_UNTIL_VISIBLE)
+        deadline = clock.monotonic() + (0.0 if _place() in start.given_up else _SECONDS_UNTIL_VISIBLE)
         for folder in start.must_exist:
             while not folder.is_dir():
-                if time.monotonic() > deadline:
+                if clock.monotonic() > deadline:
                     raise _does_not_see(folder)
-                time.sleep(0.5)
+                clock.sleep(0.5)
 
     def _stop(self, error: ConfigError | FatalError) -> SharmillError:
         log.warning("rank %d stops", self._start.number, exc_info=error)
@@ -126,7 +125,7 @@ class RankActor:
 
 def _does_not_see(*folders: Path) -> DeviceError:
     return _unlike(
-        f"node {socket.gethostname()} does not see {' and '.join(map(str, folders)) or 'its plan for some time'}: "
+        f"node {process.gethostname()} does not see {' and '.join(map(str, folders)) or 'its plan for some time'}: "
         "run_dir and dataset_dir must lie on file systems that all nodes share"
     )
 
@@ -137,4 +136,4 @@ def _unlike(message: str) -> DeviceError:
 
 def _place() -> str:
     """Return the node in words."""
-    return f"node {socket.gethostname()} ({actors.this_node()[:8]})"
+    return f"node {process.gethostname()} ({actors.this_node()[:8]})"

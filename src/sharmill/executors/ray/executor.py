@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -37,6 +36,7 @@ from sharmill.executors.ray.actor import ActorStart, RankActor
 from sharmill.executors.ray.actors import ActorLost, ActorUnreachable
 from sharmill.executors.ray.cluster import RankNeeds, check_paths, connect, in_working_dir_copy
 from sharmill.executors.unit_queue import UnitQueue
+from sharmill.ports import clock
 from sharmill.staging import remove_dead_attempts, token_staging
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class _Pool:
 
     def __post_init__(self) -> None:
         self._pickled = pickle.dumps(self.stage)
-        self._began = time.monotonic()
+        self._began = clock.monotonic()
         self._limit_as_of = (float("-inf"), 0)
 
     def run(self) -> None:
@@ -158,13 +158,13 @@ class _Pool:
         if self.workers != "auto":
             return int(self.workers)
         as_of, limit = self._limit_as_of
-        if time.monotonic() - as_of > _SECONDS_BETWEEN_LOOKS:
+        if clock.monotonic() - as_of > _SECONDS_BETWEEN_LOOKS:
             limit = self.needs.capacity() + 1
-            self._limit_as_of = (time.monotonic(), limit)
+            self._limit_as_of = (clock.monotonic(), limit)
         return limit
 
     def _ask_for_ranks(self) -> None:
-        if time.monotonic() < self.next_start:
+        if clock.monotonic() < self.next_start:
             return
         useful = len(self.queue) + sum(rank.unit is not None for rank in self.ranks.values())
         for _ in range(min(useful, self._limit()) - len(self.ranks)):
@@ -193,9 +193,9 @@ class _Pool:
         if loading != self.num_loading:
             self.num_loading = loading
             self.listener.loading(loading)
-        if time.monotonic() < self.next_progress:
+        if clock.monotonic() < self.next_progress:
             return
-        self.next_progress = time.monotonic() + INTERVAL_SECONDS
+        self.next_progress = clock.monotonic() + INTERVAL_SECONDS
         for record in read_progress(self.stage.dir.progress):
             rank = self.ranks.get(record.rank)
             if rank is not None and rank.unit is not None and record.unit == rank.unit.index:
@@ -216,7 +216,7 @@ class _Pool:
     def _poll_all(self) -> None:
         calls = {rank.call: rank for rank in self.ranks.values() if rank.unit or not rank.ready}
         if not calls:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)  # until the next start
+            clock.sleep(_SECONDS_BETWEEN_LOOKS)  # until the next start
             return
         answered = actors.wait(list(calls), 1, _SECONDS_BETWEEN_LOOKS)
         if answered:
@@ -299,7 +299,7 @@ class _Pool:
         failed_starts = self.failed_starts.add(how)
         if not self.failed_starts.too_many():
             return
-        self.next_start = time.monotonic() + _SECONDS_BETWEEN_BAD_STARTS
+        self.next_start = clock.monotonic() + _SECONDS_BETWEEN_BAD_STARTS
         all_failed = not self.ranks or failed_starts >= MAX_ATTEMPTS * self._limit()
         if all_failed and not any(rank.ready for rank in self.ranks.values()):
             raise FatalError(
@@ -319,7 +319,7 @@ class _Pool:
                 actors.kill(rank.actor)
 
     def _warn_of_no_room(self) -> None:
-        if time.monotonic() - self._began > _SECONDS_UNTIL_WARNING:
+        if clock.monotonic() - self._began > _SECONDS_UNTIL_WARNING:
             self._began = float("inf")
             log.error("%s: no actor is ready after %.0f s: they are loading (see %s), or the cluster has no room for "
                       "them; each needs %d cores and %d GPUs, and there is room for %d; waiting", self.stage.name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -129,7 +128,7 @@ class Worker:
             raise self._device_error(reason, code="other_device")
 
     def _device_error(self, reason: str, code: str | None = None, place: str = "") -> DeviceError:
-        device = "the CPU" if self.device == "cpu" else f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
+        device = "the CPU" if self.device == "cpu" else f"GPU {process.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
         place = place or f"{device} of {process.gethostname()}"
         log = self.stage.dir.rank_log(self.rank)
         message = f"{self.stage.name}: a rank cannot be set up on {place}: {reason}; see {log}"

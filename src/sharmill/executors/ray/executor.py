@@ -46,6 +46,7 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 # A node on which actors cannot start would otherwise be tried without a pause.
 _SECONDS_BETWEEN_BAD_STARTS = 30.0
 _SECONDS_UNTIL_WARNING = 60.0
+_SECONDS_FOR_OTHER_NODES = 600.0
 
 
 @dataclass(frozen=True)
@@ -129,16 +130,19 @@ class _Pool:
     failed_starts: FailedStarts = field(default_factory=FailedStarts)
     next_start: float = 0.0
     next_progress: float = 0.0
+    was_ready: bool = False
+    all_held_since: float = float("inf")
 
     def __post_init__(self) -> None:
         self._pickled = pickle.dumps(self.stage)
         self._began = clock.monotonic()
-        self._limit_as_of = (float("-inf"), 0)
+        self._capacity_as_of = (float("-inf"), 0)
 
     def run(self) -> None:
         try:
             while self.queue or any(rank.unit or rank.following for rank in self.ranks.values()):
                 self._ask_for_ranks()
+                self._require_usable_nodes()
                 self._report_progress()
                 self._hand_out()
                 self._dismiss_idle()
@@ -155,13 +159,15 @@ class _Pool:
 
         That one waits for nodes that join, and for others on the cluster to end.
         """
-        if self.workers != "auto":
-            return int(self.workers)
-        as_of, limit = self._limit_as_of
+        return self._capacity() + 1 if self.workers == "auto" else int(self.workers)
+
+    def _capacity(self) -> int:
+        """Return how many actors have room on the present nodes, as it was some seconds ago."""
+        as_of, capacity = self._capacity_as_of
         if clock.monotonic() - as_of > _SECONDS_BETWEEN_LOOKS:
-            limit = self.needs.capacity() + 1
-            self._limit_as_of = (clock.monotonic(), limit)
-        return limit
+            capacity = self.needs.capacity()
+            self._capacity_as_of = (clock.monotonic(), capacity)
+        return capacity
 
     def _ask_for_ranks(self) -> None:
         if clock.monotonic() < self.next_start:
@@ -246,6 +252,7 @@ class _Pool:
             return
         if isinstance(answer, Ready):
             self.failed_starts.reset()
+            self.was_ready = True
         if rank.needs_replacing():
             rank.give_back(self.queue)
             if rank.is_broken:
@@ -271,8 +278,35 @@ class _Pool:
         if error.place not in self.given_up:
             self.given_up[error.place] = error
             log.error("%s is given up", error.place)
-        if not any(other.ready for other in self.ranks.values()) and len(self.holding) >= self.needs.capacity():
-            raise error
+
+    def _require_usable_nodes(self) -> None:
+        """Raise the reason of the last that was given up where nothing else is left, and nothing comes in its place."""
+        if not self._nothing_is_usable():
+            self.all_held_since = float("inf")
+            return
+        now = clock.monotonic()
+        self.all_held_since = min(self.all_held_since, now)
+        # Where ranks have worked, the nodes that are lost may be replaced, as spot instances are.
+        patience = _SECONDS_FOR_OTHER_NODES if self.was_ready else 0.0
+        if now - self.all_held_since >= patience:
+            self._forget_lost_holders()
+            self._capacity_as_of = (float("-inf"), 0)
+            if self._nothing_is_usable():
+                raise list(self.given_up.values())[-1]
+
+    def _nothing_is_usable(self) -> bool:
+        if not self.holding or any(rank.ready for rank in self.ranks.values()):
+            return False
+        return len(self.holding) >= self._capacity()
+
+    def _forget_lost_holders(self) -> None:
+        """Forget actors that kept GPUs or nodes which are gone by now."""
+        calls = {actors.call(rank.actor, "answer"): rank for rank in self.holding}
+        for call in actors.wait(list(calls), len(calls), _SECONDS_TO_LEAVE):
+            try:
+                actors.answer(call)
+            except ActorLost:
+                self.holding.remove(calls[call])
 
     def _ask_again(self, rank: _Rank, error: ActorUnreachable) -> None:
         """Ask an actor out of reach for an answer: Ray does not know yet whether it or its node has died."""

@@ -1,0 +1,35 @@
+"""Schedules on a simulated Ray; ``make torture`` has more of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from support.properties import examples
+
+SCRIPT = Path(__file__).parent / "ray_schedules.py"
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a process of its own, since Python keeps the hook that tells of file operations."""
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False, env=environment
+    )
+
+
+def test_every_schedule_comes_to_its_end():
+    ended = simulate("--seed", "1", "--schedules", str(examples(120)))
+    assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
+
+
+def test_a_seed_is_replayed_to_the_letter():
+    ended = simulate("--seed", "36", "--schedules", "5", "--twice")
+    assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
+
+
+def test_defects_that_are_put_back_are_found():
+    ended = simulate("--defects")
+    assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]

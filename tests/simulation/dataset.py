@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from sharmill.engine.run import Executor, locked, run_stage
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.errors import ConfigError
 from sharmill.executors.slurm.chain_state import require_no_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.ports import clock, process
@@ -27,7 +28,7 @@ FIELDS = ("audio", "cuts")
 
 # Of the schedule at work: attempts at units by plan, and the processes that direct the run.
 attempts: list[tuple[str, str, int]] = []
-directors: list[int] = []
+directors: list[tuple[str, int]] = []
 second_writers: list[tuple[int, int]] = []
 
 
@@ -37,21 +38,21 @@ def content(stage: str, option: int, unit: int, field: str) -> bytes:
 
 
 class SimStage(Stage):
-    """A stage of few units; ``poison`` are units that end their rank each time."""
+    """A stage of few units; ``behaviour`` says what the first does to its rank: ``kill``, ``hang`` or nothing."""
 
     kind: ClassVar[str] = "sim"
 
     def __init__(
-        self, folder: Path, name: str, units: int, option: int, seconds: float, poison: frozenset[int]
+        self, folder: Path, name: str, units: int, option: int, seconds: float, behaviour: str, run: str
     ) -> None:
-        self.run_dir = RunDir(folder / "run")
+        self.run_dir = RunDir(folder / run)
         self.root = folder / "out"
         self.folders = tuple(f"{name}_{field}" for field in FIELDS)
         self._name = name
         self.units = units
         self.option = option
         self.seconds = seconds
-        self.poison = poison
+        self.behaviour = behaviour
 
     @property
     def name(self) -> str:
@@ -70,6 +71,11 @@ class SimStage(Stage):
 
     def products(self) -> list[Path]:
         return [self.root / f"{self.name}.txt"]
+
+    def check_output(self) -> None:
+        paths = [path for folder in self.folders for path in (self.root / folder).glob("*")]
+        if paths and not self.dir.token_file.exists():
+            raise ConfigError(f"{paths[0]} is another run's", code="foreign_output")
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
@@ -99,8 +105,10 @@ class _SimProcessor(Processor):
             # A node may be slow.
             clock.sleep(stage.seconds * unit.cost * (8.0 if process.gethostname() == "n3" else 1.0) / len(FIELDS))
             staging.path(name).write_bytes(content(stage.name, stage.option, unit.index, field))
-        if unit.index in stage.poison:
+        if unit.index == 0 and stage.behaviour == "kill":
             process.end_at_once(11)
+        if unit.index == 0 and stage.behaviour == "hang":
+            clock.sleep(1e7)
         return Output(files=names, num_out=unit.size, stats={"seconds": 60.0})
 
 
@@ -112,8 +120,9 @@ class SimDataset:
     units: int = 4
     option: int = 1
     seconds: float = 20.0
-    poison: frozenset[int] = frozenset()
+    behaviour: str = ""
     take_over: bool = False
+    run_name: str = "run"
     name: str = "toy"
     num_errors: int = 0
     appended: str = ""
@@ -121,15 +130,18 @@ class SimDataset:
 
     @property
     def run_dir(self) -> Path:
-        return self.folder / "run"
+        return self.folder / self.run_name
 
     def make_stages(self) -> list[Stage]:
-        return [SimStage(self.folder, name, self.units, self.option, self.seconds, self.poison) for name in NAMES]
+        return [
+            SimStage(self.folder, name, self.units, self.option, self.seconds, self.behaviour, self.run_name)
+            for name in NAMES
+        ]
 
     def run(self, executor: Executor, listener: Listener, *, restart: bool, wait_seconds: float) -> SimDataset:
         """Do what ``pipeline.run_dataset`` does."""
         results: list[tuple[Stage, StageResult]] = []
-        with disk_errors(self.run_dir), locked(RunDir(self.run_dir), wait_seconds), _directing():
+        with disk_errors(self.run_dir), locked(RunDir(self.run_dir), wait_seconds), _directing(self.run_dir):
             if not isinstance(executor, SlurmExecutor):
                 require_no_chain(RunDir(self.run_dir), take_over=self.take_over)
             for stage in self.make_stages() if restart else ():
@@ -139,22 +151,22 @@ class SimDataset:
                 results.append((stage, result))
                 if not result.ok:
                     break
-        return SimDataset(self.folder, self.units, self.option, self.seconds, self.poison, stages=tuple(results))
+        return replace(self, stages=tuple(results))
 
     def show(self) -> None:
         """Show nothing."""
 
 
 @contextmanager
-def _directing() -> Iterator[None]:
+def _directing(run_dir: Path) -> Iterator[None]:
     """Note that this process directs the run, and with it any other that does so at the same time."""
-    pid = process.getpid()
-    second_writers.extend((pid, other) for other in directors if not process.is_gone(other))
-    directors.append(pid)
+    this = (str(run_dir), process.getpid())
+    second_writers.extend((this[1], pid) for run, pid in directors if run == this[0] and not process.is_gone(pid))
+    directors.append(this)
     try:
         yield
     finally:
-        directors.remove(pid)
+        directors.remove(this)
 
 
 def expected_files(dataset: SimDataset) -> dict[str, bytes]:

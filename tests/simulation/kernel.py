@@ -98,7 +98,7 @@ class Kernel:
         on_rename: called with the process, the source and the goal of each rename that will succeed.
     """
 
-    def __init__(self, seed: int, folder: Path, max_seconds: float = 1e6, max_operations: int = 200_000) -> None:
+    def __init__(self, seed: int, folder: Path, max_seconds: float = 1e6, max_operations: int = 40_000) -> None:
         self.random = random.Random(seed)
         self.folder = str(folder)
         self.now = 0.0
@@ -106,7 +106,7 @@ class Kernel:
         self.processes: dict[int, SimProcess] = {}
         self.operations = 0
         self.on_rename: Callable[[SimProcess, str, str], None] = lambda process, source, goal: None
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._agenda: list[tuple[float, int, Callable[[], None], Task | None, int]] = []
         self._number = 0
         self._skews: dict[str, float] = {}
         self._hub = getcurrent()
@@ -124,7 +124,7 @@ class Kernel:
     def at(self, delay: float, action: Callable[[], None]) -> None:
         """Have something happen after so many seconds."""
         self._number += 1
-        heapq.heappush(self._agenda, (self.now + delay, self._number, action))
+        heapq.heappush(self._agenda, (self.now + delay, self._number, action, None, 0))
 
     def run(self) -> None:
         """Let everything happen that is to happen.
@@ -132,10 +132,21 @@ class Kernel:
         Raises:
             Stuck: it does not end.
         """
-        while self._agenda:
-            self.now, _, action = heapq.heappop(self._agenda)
-            self._require_end()
-            action()
+        try:
+            while self._agenda:
+                when, _, action, task, turn = heapq.heappop(self._agenda)
+                if task is None:
+                    self.now = when
+                    self._require_end()
+                    action()
+                elif task.turn == turn and not task.process.is_dead and not task.is_over:
+                    self.now = when
+                    self._require_end()
+                    self.current = task
+                    task.greenlet.switch()
+                    self.current = None
+        finally:
+            self.current = None
 
     def _require_end(self) -> None:
         if self.now > self._max_seconds or self.operations > self._max_operations:
@@ -252,13 +263,8 @@ class Kernel:
     def wake(self, task: Task, delay: float = 0.0) -> None:
         """Have a task go on after so many seconds; what was to wake it before does not count any more."""
         task.turn += 1
-        self.at(delay, partial(self._resume, task, task.turn))
-
-    def _resume(self, task: Task, turn: int) -> None:
-        if task.turn == turn and not task.process.is_dead and not task.is_over:
-            self.current = task
-            task.greenlet.switch()
-            self.current = None
+        self._number += 1
+        heapq.heappush(self._agenda, (self.now + delay, self._number, _nothing, task, task.turn))
 
     def wait(self, seconds: float | None) -> None:
         """Give way for so many seconds, or until something wakes the task; signals are handled in between."""
@@ -377,6 +383,10 @@ class Kernel:
             for task in one.tasks:
                 if task.greenlet and not task.greenlet.dead:
                     self._remove_frames(task)
+
+
+def _nothing() -> None:
+    pass
 
 
 _installed: list[Kernel] = []

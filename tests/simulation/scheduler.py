@@ -31,7 +31,13 @@ State = Literal["PENDING", "RUNNING", "COMPLETING", "COMPLETED", "FAILED", "CANC
 
 @dataclass(eq=False)
 class SimJob:
-    """A job, or a task of an array. ``turn`` tells its present run from those before a requeue."""
+    """A job, or a task of an array.
+
+    Attributes:
+        turn: tells its present run from those before a requeue.
+        countdown: how often it may still be requeued for its time limit.
+        second: the same process once more, where a node has started it twice.
+    """
 
     id: str
     number: int
@@ -45,6 +51,7 @@ class SimJob:
     node: str = ""
     is_requeued: bool = False
     process: SimProcess | None = None
+    second: SimProcess | None = None
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -77,6 +84,10 @@ class Scheduler:
         max_jobs: most jobs in the queue, as MaxSubmitJobs.
         queue_seconds: mean wait of a job that may begin.
         lost_nodes: nodes that the controller takes for dead.
+        broken: roles of jobs that do not get as far as their work.
+        next_lives_for: so many file operations the next job lives for; None for no limit.
+        on_watcher_killed: called when a signal has ended a watcher job.
+        on_submit: called with the role of jobs before they are taken into the queue.
     """
 
     kernel: Kernel
@@ -87,6 +98,10 @@ class Scheduler:
     queue_seconds: float = 20.0
     jobs: dict[str, SimJob] = field(default_factory=dict)
     lost_nodes: set[str] = field(default_factory=set)
+    broken: set[str] = field(default_factory=set)
+    next_lives_for: int | None = None
+    on_submit: Callable[[str], None] = lambda role: None
+    on_watcher_killed: Callable[[], None] = lambda: None
     last_number: int = 100
 
     # What ``sharmill.executors.slurm.scheduler`` has.
@@ -106,6 +121,7 @@ class Scheduler:
             raise FailedJobError("sbatch: error: Batch job submission failed: Unable to contact slurm controller")
         if len(self.queue()) + len(tasks) > self.max_jobs:
             raise FailedJobError("sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed")
+        self.on_submit(request.parameters["additional_parameters"]["comment"].rpartition(":")[2])
         self.last_number += 1
         array = self.last_number
         ids = [f"{array}_{index}" for index in range(len(tasks))] if len(tasks) > 1 else [str(array)]
@@ -233,6 +249,7 @@ class Scheduler:
             f"{job.role} {job.id}", job.node, partial(self._submitit, job, job.turn), environ=environ,
             on_end=partial(self._process_ended, job, job.turn),
         )  # fmt: skip
+        job.process.operations_left, self.next_lives_for = self.next_lives_for, None
 
     # What runs in a job.
 
@@ -240,6 +257,8 @@ class Scheduler:
         """Do what submitit does in a job's process."""
         kernel = self.kernel
         kernel.sleep(kernel.random.uniform(0.5, 8.0))
+        if job.role in self.broken:
+            sys.exit(1)
         with kernel.outside():
             function = pickle.loads(job.payload)
         began, owner = kernel.now, kernel.running
@@ -353,6 +372,10 @@ class Scheduler:
 
     def _after_processes(self, job: SimJob, state: State, ended: SimProcess) -> None:
         assert ended.status is not None
+        if job.second is not None:
+            self.kernel.at(4 * _KILL_WAIT, partial(self.kernel.kill, job.second))
+        if job.role == "watcher" and ended.status < 0:
+            self.on_watcher_killed()
         if job.role == "watcher" and ended.status not in (0, 255):
             self._note_failure(job)
         if job.is_requeued:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from simulation.defects import DEFECTS
 from simulation.kernel import make_folder
 from simulation.world import Outcome, simulate
 
@@ -27,6 +28,27 @@ def describe(outcome: Outcome, *, trace: bool) -> str:
     return "\n".join([*lines, *(outcome.trace if trace else [])])
 
 
+def show_defects() -> int:
+    """Print the schedule that shows each defect; return 1 unless each shows, and only where it is put back."""
+    folder = make_folder()
+    missed = 0
+    try:
+        for defect in DEFECTS:
+            began = time.process_time()
+            found = defect.find(folder)
+            last = defect.within if found is None else found.seed + 1
+            without = [seed for seed in range(last) if simulate(seed, folder, defect.choice).problems]
+            shown = "NOT FOUND" if found is None else f"seed {found.seed}: {found.problems[0]}"
+            print(f"{defect.name}\n    {shown}", flush=True)
+            if without:
+                print(f"    FOUND WITHOUT IT, by the seeds {without}")
+            print(f"    {time.process_time() - began:.1f} s", flush=True)
+            missed += found is None or bool(without)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return int(missed > 0)
+
+
 def main() -> int:
     """Simulate, print the schedules in which something did not hold, and return 1 if there were any."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -34,11 +56,15 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=None)
     parser.add_argument("--minutes", type=float, default=None)
     parser.add_argument("--trace", action="store_true", help="print all that happens in a schedule with problems")
+    parser.add_argument("--defects", action="store_true", help="put defects back, and say which schedule shows each")
     parser.add_argument("--twice", action="store_true", help="simulate each twice; a difference is a problem")
     options = parser.parse_args()
+    if options.defects:
+        return show_defects()
     count = options.schedules or (1 if options.minutes is None else 1 << 60)
     folder = make_folder()
     began, cpu_began = time.monotonic(), time.process_time()
+    largest = 0
     states: Counter[str] = Counter()
     operations = failed = done = 0
     try:
@@ -49,6 +75,7 @@ def main() -> int:
             done += 1
             states[outcome.state] += 1
             operations += outcome.operations
+            largest = max(largest, outcome.operations)
             failed += bool(outcome.problems)
             if outcome.problems or count == 1:
                 print(describe(outcome, trace=options.trace or count == 1), flush=True)
@@ -57,8 +84,8 @@ def main() -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = time.process_time() - cpu_began
-    print(f"{done} schedules, {failed} with problems, {operations} file operations in {seconds:.1f} s of one core "
-          f"({60 * done / seconds:.0f} a minute); {dict(states)}")  # fmt: skip
+    print(f"{done} schedules, {failed} with problems, {operations} file operations, at most {largest} in one, in "
+          f"{seconds:.1f} s of one core ({60 * done / seconds:.0f} a minute); {dict(states)}")  # fmt: skip
     return int(failed > 0)
 
 

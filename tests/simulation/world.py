@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,8 +15,10 @@ from unittest import mock
 import msgspec
 
 from sharmill.cli.stage_status import read_stage
+from sharmill.engine.attempts import MOST_INTERRUPTIONS
 from sharmill.engine.ledger import iterate_ledger
 from sharmill.engine.listener import Listener
+from sharmill.engine.progress import SILENT_SECONDS
 from sharmill.engine.run import read_totals
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.worker import MAX_ATTEMPTS
@@ -24,11 +26,12 @@ from sharmill.errors import SharmillError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.slurm import scheduler as scheduler_port
 from sharmill.executors.slurm.chain import JobChain
-from sharmill.executors.slurm.chain_state import cancel_chain, read_state
+from sharmill.executors.slurm.chain_state import read_state, wait_for_end
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile, StageProfile, StageProfiles
 from sharmill.staging import STAGING_NAME
 from simulation import dataset as toy
 from simulation.dataset import RECORDS_PER_UNIT, SimDataset, expected_files
+from simulation.disturbances import DISTURBANCES
 from simulation.kernel import Kernel, SimProcess, Stuck
 from simulation.scheduler import Scheduler, SimJob
 
@@ -52,31 +55,45 @@ class Outcome:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a schedule is drawn from: disturbances by name, all by default, and what becomes of the first unit."""
+
+    disturbances: Sequence[str] = ()
+    behaviour: str | None = None
+
+
 @dataclass
 class World:
     """The cluster, the dataset and what is done to them in one schedule."""
 
     seed: int
     folder: Path
+    choice: Choice
     kernel: Kernel = field(init=False)
     cluster: Scheduler = field(init=False)
     dataset: SimDataset = field(init=False)
     problems: list[str] = field(default_factory=list)
     disturbances: list[str] = field(default_factory=list)
     is_gentle: bool = True
-    options: set[int] = field(default_factory=lambda: {1})
     excuses: int = 0
+    may_double: bool = False
+    waited_for: str = ""
+    driver_units: int = 0
 
     def __post_init__(self) -> None:
         self.kernel = Kernel(self.seed, self.folder)
         self.cluster = Scheduler(self.kernel)
         draw = self.kernel.random
         self.cluster.queue_seconds = draw.choice([1.0, 20.0, 20.0, 300.0])
-        poison = frozenset([0]) if draw.random() < 0.1 else frozenset[int]()
+        self.driver_units = draw.choice([0, 0, 4])
+        drawn = draw.choice(["", "", "", "", "", "", "", "", "kill", "hang"])
         self.dataset = SimDataset(
-            self.folder, units=draw.choice([2, 3, 5]), seconds=draw.choice([1.0, 5.0, 15.0]), poison=poison
-        )
+            self.folder, units=draw.choice([2, 3, 5]), seconds=draw.choice([1.0, 5.0, 15.0]),
+            behaviour=drawn if self.choice.behaviour is None else self.choice.behaviour,
+        )  # fmt: skip
         self.kernel.on_rename = self._check_rename
+        self.cluster.on_submit, self.cluster.on_watcher_killed = self._check_submit, self._expect_failure
 
     @property
     def run_dir(self) -> RunDir:
@@ -88,7 +105,7 @@ class World:
             log.clear()
         with self._installed():
             try:
-                self.kernel.spawn("submission", "login", partial(self._submit, self.dataset))
+                self.kernel.spawn("submission", "login", partial(self._submit_first, self.kernel.random.random() < 0.2))
                 self._draw_disturbances()
                 self.kernel.run()
                 self._check_quiet()
@@ -111,40 +128,45 @@ class World:
 
     def chain(self, dataset: SimDataset, *, restart: bool = False) -> JobChain:
         """Return the chain that a submission starts."""
-        return JobChain(dataset, PROFILE, restart, "sharmill submit all c.yaml")
+        profile = replace(PROFILE, driver_units=self.driver_units)
+        return JobChain(dataset, profile, restart, "sharmill submit all c.yaml")
 
-    def _submit(self, dataset: SimDataset, *, restart: bool = False) -> None:
+    def _submit_first(self, waits: bool) -> None:
         try:
-            state = self.chain(dataset, restart=restart).start()
+            self.submit(self.dataset)
         except SharmillError:
             # Whoever submits is told.
             self.is_gentle = False
             raise
+        if waits:
+            self.waited_for = wait_for_end(self.run_dir).state
+            self.kernel.note(f"submit --wait returns: {self.waited_for}")
+
+    def submit(self, dataset: SimDataset, *, restart: bool = False) -> None:
+        """Do what ``sharmill submit`` does."""
+        state = self.chain(dataset, restart=restart).start()
         self.kernel.note(f"submitted: {state.message}")
 
-    def _run_here(self, option: int, *, take_over: bool) -> None:
-        dataset = replace(self.dataset, option=option, take_over=take_over)
+    def run_here(self, option: int, *, take_over: bool) -> None:
+        """Do what ``sharmill run --restart`` does."""
+        dataset = replace(self.dataset, option=option, take_over=take_over, behaviour="")
         dataset.run(LocalExecutor(1), Listener(), restart=True, wait_seconds=0.0)
 
     # Disturbances.
 
-    def note_kill(self, job: SimJob) -> None:
-        """Note that a job is killed, whose attempt may count, or not; behind a watcher job there is no other."""
-        self.excuses += 1
-        self.is_gentle &= job.role != "watcher"
-
     def _draw_disturbances(self) -> None:
         draw = self.kernel.random
-        kinds = list(_DISTURBANCES)
-        for _ in range(draw.choice([0, 1, 1, 2, 3])):
+        kinds = list(self.choice.disturbances or DISTURBANCES)
+        # Of those that are named, one at least.
+        for _ in range(max(draw.choice([0, 1, 1, 2, 3]), bool(self.choice.disturbances))):
             name = draw.choice(kinds)
-            when = draw.expovariate(1.0 / 200.0)
+            when = draw.expovariate(1.0 / (10.0 * self.cluster.queue_seconds + 20.0 * self.dataset.seconds))
             self.disturbances.append(f"{name} at {when:.0f} s")
             self.kernel.at(when, partial(self._disturb, name))
 
     def _disturb(self, name: str) -> None:
         self.kernel.note(f"disturbance: {name}")
-        _DISTURBANCES[name](self)
+        DISTURBANCES[name](self)
 
     def running_jobs(self) -> list[SimJob]:
         """Return the jobs that run, in the order of their numbers."""
@@ -168,6 +190,17 @@ class World:
         if token not in present:
             self.problems.append(f"{owner.name} publishes {goal} for the plan {token}, which is not the present one")
 
+    def _expect_failure(self) -> None:
+        """Note that the watcher job has been killed too: nobody goes on by himself."""
+        self.is_gentle = False
+
+    def _check_submit(self, role: str) -> None:
+        """No ranks are submitted beside others of the dataset, unless an answer was lost or a node is out of reach."""
+        ranks = [job for job in self.cluster.queue() if job.role == role == "rank"]
+        run_id = self.run_dir.id.read_bytes().decode()
+        if ranks and not self.may_double and all(run_id in job.comment for job in ranks):
+            self.problems.append(f"ranks are submitted beside {ranks[0].id}")
+
     def _check_quiet(self) -> None:
         """Check what the schedule has left, when nothing goes on any more."""
         if alive := self.kernel.alive():
@@ -179,10 +212,12 @@ class World:
         is_done = self._is_done()
         if state is not None and state.state == "done" and not is_done:
             self.problems.append("the chain is done, and its stages are not")
-        if self.is_gentle and not self.dataset.poison and (state is None or state.state != "done"):
+        if self.is_gentle and (state is None or state.state != ("failed" if self.dataset.behaviour else "done")):
             self.problems.append(f"the chain has not come to its end: {state}")
-        if self.dataset.poison and self.is_gentle and (state is None or state.state != "failed"):
-            self.problems.append(f"a unit that ends its rank each time has not failed: {state}")
+        elif state is not None and state.state == "waiting" and not state.submitting:
+            self.problems.append(f"the chain waits, and has no jobs: {state}")
+        if self.waited_for and self.is_gentle and (state is None or state.state != self.waited_for):
+            self.problems.append(f"submit --wait has said {self.waited_for}, and it is {state}")
 
     def _is_done(self) -> bool:
         return all(read_totals(stage) is not None for stage in self.dataset.make_stages())
@@ -192,27 +227,29 @@ class World:
             self.problems.append(f"two processes direct the run at once: {toy.second_writers}")
         counts = Counter(toy.attempts)
         for (stage, token, unit), number in counts.items():
-            if number > 2 * MAX_ATTEMPTS + 2 * self.excuses + 4:
+            if number > 2 * MAX_ATTEMPTS + MOST_INTERRUPTIONS + 2 * self.excuses:
                 self.problems.append(f"{number} attempts at unit {unit} of {stage} with plan {token}")
         for stage in self.dataset.make_stages():
+            # A rank that was killed shows as alive for a minute.
+            self.kernel.now += 2 * SILENT_SECONDS
             status = read_stage(stage)
-            if status.state == "under way" and self.kernel.now > 0 and not self.kernel.alive() and False:
+            if status.state == "under way":
                 self.problems.append(f"{stage.name} is shown as under way, and nobody is at work")
 
     def _go_on(self) -> None:
         """Submit again, as an operator does, and check that this ends with the output of an undisturbed run."""
         self.cluster.away_until, self.cluster.answers_lost, self.cluster.max_jobs = 0.0, 0, 100
-        self.cluster.queue_seconds = 5.0
-        self.dataset = replace(self.dataset, poison=frozenset(), option=self._planned_option())
+        self.cluster.queue_seconds, self.cluster.next_lives_for = 5.0, None
+        self.cluster.broken.clear()
+        self.dataset = replace(self.dataset, behaviour="", option=self._planned_option())
         for attempt in range(3):
-            last = self.kernel.spawn(f"submission again {attempt}", "login", partial(self._submit, self.dataset))
+            self.kernel.spawn(f"submission again {attempt}", "login", partial(self.submit, self.dataset))
             self.kernel.run()
             if self._is_done():
                 break
         else:
             self.problems.append(f"submitted again, it is not done: {read_state(self.run_dir)}")
             return
-        del last
         self._check_output()
 
     def _planned_option(self) -> int:
@@ -241,116 +278,13 @@ class World:
                 self.problems.append(f"the ledger of {stage.name} has the units {units}")
 
 
-def _preempt(world: World) -> None:
-    if (job := world.choose_job()) is not None:
-        world.excuses += 1
-        world.cluster.preempt(job, with_warning=world.kernel.random.random() < 0.5)
-
-
-def _lose_node(world: World) -> None:
-    world.excuses += 3
-    world.cluster.lose_node(
-        world.kernel.random.choice(list(world.cluster.nodes)), is_dead=world.kernel.random.random() < 0.5
-    )
-
-
-def _kill(world: World) -> None:
-    if (job := world.choose_job()) is not None and job.process is not None:
-        world.note_kill(job)
-        world.kernel.kill(job.process)
-
-
-def _kill_at_operation(world: World) -> None:
-    if (job := world.choose_job()) is not None and job.process is not None:
-        world.note_kill(job)
-        job.process.operations_left = world.kernel.random.randrange(60)
-
-
-def _controller_away(world: World) -> None:
-    world.cluster.away_until = world.kernel.now + world.kernel.random.choice([20.0, 200.0, 4000.0])
-
-
-def _lose_answers(world: World) -> None:
-    world.cluster.answers_lost += world.kernel.random.choice([1, 1, 2])
-
-
-def _few_jobs(world: World) -> None:
-    world.cluster.max_jobs = world.kernel.random.choice([1, 3])
-
-    def allow() -> None:
-        world.cluster.max_jobs = 100
-
-    world.kernel.at(world.kernel.random.choice([60.0, 2000.0]), allow)
-
-
-def _start_twice(world: World) -> None:
-    if (job := world.choose_job()) is not None:
-        world.excuses += 1
-        first = job.process
-        world.cluster.start_process(job)
-        job.process = first
-
-
-def _requeue(world: World) -> None:
-    if (job := world.choose_job()) is not None:
-        world.excuses += 1
-        world.cluster.requeue(job)
-
-
-def _cancel_ranks(world: World) -> None:
-    for job in world.running_jobs():
-        if job.role == "rank":
-            world.excuses += 1
-            world.cluster.cancel(job)
-
-
-def _submit_again(world: World) -> None:
-    world.kernel.spawn("second submission", "login2", partial(world._submit, world.dataset))
-
-
-def _restart_here(world: World) -> None:
-    world.kernel.spawn(
-        "sharmill run --restart", "login2", partial(world._run_here, world.dataset.option, take_over=False)
-    )
-
-
-def _take_over(world: World) -> None:
-    """Restart with another configuration where the controller does not answer, so that nobody can be asked."""
-    world.is_gentle = False
-    world.cluster.away_until = max(world.cluster.away_until, world.kernel.now + 200.0)
-    world.kernel.spawn("sharmill run --restart --take-over", "login2", partial(world._run_here, 2, take_over=True))
-
-
-def _cancel(world: World) -> None:
-    world.is_gentle = False
-    world.kernel.spawn("sharmill cancel", "login2", partial(cancel_chain, world.run_dir))
-
-
-_DISTURBANCES: dict[str, Callable[[World], None]] = {
-    "preemption": _preempt,
-    "node lost": _lose_node,
-    "kill -9": _kill,
-    "kill -9 at an operation": _kill_at_operation,
-    "controller away": _controller_away,
-    "answers lost": _lose_answers,
-    "MaxSubmitJobs": _few_jobs,
-    "started twice": _start_twice,
-    "requeue": _requeue,
-    "ranks cancelled": _cancel_ranks,
-    "second submission": _submit_again,
-    "run --restart": _restart_here,
-    "run --restart --take-over": _take_over,
-    "cancel": _cancel,
-}
-
-
-def simulate(seed: int, folder: Path) -> Outcome:
+def simulate(seed: int, folder: Path, choice: Choice = Choice()) -> Outcome:
     """Run the schedule of a seed in a new folder below ``folder``, which is removed."""
     place = folder / f"{seed}"
     place.mkdir()
     logging.disable(logging.CRITICAL)
     try:
-        return World(seed, place).run()
+        return World(seed, place, choice).run()
     finally:
         logging.disable(logging.NOTSET)
         shutil.rmtree(place, ignore_errors=True)

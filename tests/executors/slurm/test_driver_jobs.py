@@ -14,7 +14,7 @@ from sharmill.executors.slurm import chain as slurm_chain
 from sharmill.executors.slurm.chain import JobChain
 from sharmill.executors.slurm.chain_state import ChainState, read_state
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-from sharmill.executors.slurm.queue import SlurmSilent, retrying
+from sharmill.executors.slurm.queue import SlurmSilent, competing_jobs, job_comment, make_run_id, retrying
 from sharmill.ports import clock
 
 
@@ -140,3 +140,16 @@ def test_a_submission_whose_place_another_process_takes_notes_its_end(driver_job
         driver_job.start()
     state = read_state(driver_job.run_dir)
     assert (state.state, state.message) == ("failed", "another sharmill process is at work")
+
+
+def test_a_driver_job_that_is_told_to_end_knows_itself_among_the_jobs(driver_job, scontrol, tmp_path):
+    """It takes its time to end; taken for another's, its watcher job would stop it, and be cancelled."""
+    run_dir = driver_job.run_dir
+    run_dir.path.mkdir()
+    make_run_id(run_dir)
+    driver, watcher = job_comment(run_dir, "driver"), job_comment(run_dir, "watcher")
+    (tmp_path / "bin/squeue").write_text(
+        f"#!/bin/bash\necho '17|COMPLETING|None|bob|{driver}'\necho '18|PENDING|Dependency|bob|{watcher}'\n"
+    )
+    (tmp_path / "bin/squeue").chmod(0o755)
+    assert competing_jobs(run_dir) == []

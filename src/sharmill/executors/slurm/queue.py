@@ -123,10 +123,14 @@ def _find_jobs(run_dir: RunDir, patience: float) -> list[QueuedJob]:
     ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|.*\bsharmill:{_run_id(run_dir)}:(\w+)"
     found = [QueuedJob(*columns) for columns in re.findall(ours, shown, re.MULTILINE)]
     # A driver job that is completing does nothing any more, and a watcher job whose driver job is done never begins.
+    # This process itself may be told to end, which takes a while.
+    own = process.environ.get("SLURM_JOB_ID")
     return [
         job
         for job in found
-        if job.role == "rank" or (job.state != "COMPLETING" and job.reason != "DependencyNeverSatisfied")
+        if job.role == "rank"
+        or job.id == own
+        or (job.state != "COMPLETING" and job.reason != "DependencyNeverSatisfied")
     ]
 
 

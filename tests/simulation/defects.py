@@ -1,0 +1,159 @@
+"""Defects that clusters have shown, each put back into the shipped code, and the schedules that show it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from sharmill.engine import attempts, fence, locks, plan, run, worker
+from sharmill.executors.slurm import chain, chain_state, executor, queue, task
+from simulation import dataset
+from simulation.world import Choice, Outcome, simulate
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A defect: what is exchanged, ``(owner, name, what takes its place)``, and which schedules are drawn.
+
+    ``within`` is the number of seeds of which at least one shows it.
+    """
+
+    name: str
+    patches: tuple[tuple[Any, str, Any], ...]
+    choice: Choice
+    within: int = 20
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Have the shipped code with the defect."""
+        patched = [mock.patch.object(owner, name, other) for owner, name, other in self.patches]
+        try:
+            for one in patched:
+                one.start()
+            yield
+        finally:
+            mock.patch.stopall()
+
+    def find(self, folder: Path) -> Outcome | None:
+        """Return the first schedule in which something does not hold, or None."""
+        with self.put_back():
+            outcomes = (simulate(seed, folder, self.choice) for seed in range(self.within))
+            return next((outcome for outcome in outcomes if outcome.problems), None)
+
+
+def _nothing(*arguments: Any, **options: Any) -> None:
+    pass
+
+
+def _no_jobs(*arguments: Any) -> list[queue.QueuedJob]:
+    return []
+
+
+def _submit_no_watcher(self: executor.SlurmExecutor, name: str, behind: list[str], submitted: list[str]) -> None:
+    driver = self._driver_parameters(name, "driver", "afterany:" + ":".join(executor.parent_ids(behind)))
+    submitted += self._submit(driver, None, [self.driver_job])
+
+
+_is_dead = locks.FolderLock._is_dead
+
+
+def _is_dead_here_only(self: locks.FolderLock, seen: locks._Seen) -> bool:
+    return seen.owner.is_here and _is_dead(self, seen)
+
+
+_retrying = queue.retrying
+
+
+def _give_up_early(patience: float, retry: Any) -> Any:
+    # As tenacity's own stop_before_delay does.
+    return _retrying(patience * 0.8, retry)
+
+
+_executor = chain.JobChain.executor
+
+
+def _impatient(self: chain.JobChain, **options: bool) -> executor.SlurmExecutor:
+    made = _executor(self, **options)
+    return replace(
+        made, driver_job=replace(made.driver_job, patience=0.0), watcher_job=replace(made.watcher_job, patience=0.0)
+    )
+
+
+DEFECTS = (
+    Defect(
+        "ranks of a replaced plan go on publishing",
+        (
+            (plan, "remove_fences", _nothing), (dataset, "stop_ranks", _nothing), (fence, "remove_at_once", _nothing),
+            (worker, "require_current", _nothing), (task, "require_current", _nothing),
+        ),
+        Choice(("run --restart --take-over",), ""),
+    ),
+    Defect(
+        "the guard sees no jobs",
+        ((queue, "_find_jobs", lambda run_dir, patience: []),),
+        Choice(("second submission",), ""),
+    ),
+    Defect(
+        "a dataset directory is not claimed while a run is at work on it",
+        ((plan, "claim_output", _nothing), (run, "claim_output", _nothing)),
+        Choice(("submission of another run",), ""),
+    ),
+    Defect(
+        "no watcher job behind a driver job",
+        ((executor.SlurmExecutor, "_submit_driver_job", _submit_no_watcher),),
+        Choice(("kill -9 of the next job", "kill -9"), ""),
+    ),
+    Defect(
+        "nothing notes the end of a driver job",
+        ((chain.JobChain, "_note_end", _nothing), (executor.SlurmExecutor, "_submit_driver_job", _submit_no_watcher)),
+        Choice(("ranks cannot start",), ""),
+    ),
+    Defect(
+        "a submission or a driver job does not see the jobs beside which it must submit none",
+        ((chain, "competing_jobs", _no_jobs), (executor, "competing_jobs", _no_jobs)),
+        Choice(("requeue", "submission --restart", "second submission"), ""),
+    ),
+    Defect(
+        "a lock that holds nobody back",
+        ((locks.FolderLock, "__enter__", _nothing), (locks.FolderLock, "__exit__", _nothing)),
+        Choice(("second submission", "started twice"), ""),
+    ),
+    Defect(
+        "a lock of a process that was killed on another host holds for ever",
+        ((locks.FolderLock, "_is_dead", _is_dead_here_only),),
+        Choice(("kill -9 of the next job",), ""),
+        within=60,
+    ),
+    Defect(
+        "a driver job does not wait for a controller that is away",
+        ((chain.JobChain, "executor", _impatient), (chain.JobChain, "_may_wait_on", lambda self, error: False)),
+        Choice(("controller away",), ""),
+    ),
+    Defect(
+        "who waits gives up a little early, and is taken for one that did not wait",
+        ((queue, "retrying", _give_up_early), (executor, "retrying", _give_up_early)),
+        Choice(("MaxSubmitJobs",), ""),
+        within=40,
+    ),
+    Defect(
+        "a unit that hangs is excused each time",
+        ((task, "_MOST_OF_THE_TIME", math.inf), (attempts, "MOST_INTERRUPTIONS", math.inf)),
+        Choice((), "hang"),
+        within=3,
+    ),
+    Defect(
+        "ranks that never begin a unit are submitted for ever",
+        ((executor.SlurmExecutor, "_require_progress", _nothing),),
+        Choice(("ranks cannot start",), ""),
+    ),
+    Defect(
+        "cancelling a chain leaves its state as it was",
+        ((chain_state, "_note_cancelled", _nothing),),
+        Choice(("cancel",), ""),
+    ),
+)  # fmt: skip

@@ -106,7 +106,7 @@ class SlurmExecutor:
             return Finished({unit.index: _describe_failure(stage, unit, attempts) for unit in units})
         is_small = self.small_stages != "ranks" and not stage.dir.rounds.exists()
         workers = self.driver_workers(stage, left) if is_small else 0
-        if self.small_stages == "here" or not workers:
+        if not workers:
             self._require_progress(stage, attempts)
         make_run_id(self.run_dir)
         if others := competing_jobs(self.run_dir, self.patience):
@@ -116,6 +116,8 @@ class SlurmExecutor:
         if self.small_stages == "driver":
             driver_job = self.submit_driver_job([], stage.name)
             return Submitted(f"{stage.name}: {len(left)} units in driver job {driver_job} itself", [driver_job])
+        # Where this process is killed, ranks are to go on.
+        write_atomic(stage.dir.rounds, b"driver")
         log.info("%s: %d units are done here, on %d workers", stage.name, len(left), workers)
         limit_cores(self.profile.for_stage("driver", uses_gpu=False).cores)
         return LocalExecutor(workers, device="cpu").run(stage, left, rejects, listener)

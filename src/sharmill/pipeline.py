@@ -172,6 +172,7 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
         stage.mixed_devices = config.executor.mixed_devices
         stage.mixed_versions = config.executor.mixed_versions
         stage.unit_time_limit = config.executor.unit_time_limit
+        stage.scratch = config.executor.scratch
     return chosen
 
 

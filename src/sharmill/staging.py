@@ -15,6 +15,7 @@ from sharmill.ports import process
 from sharmill.storage import checksum_stream, is_strangers, open_regular, refuse_strangers, remove_tree, stopping_errors
 
 STAGING_NAME = ".sharmill-staging"
+_SCRATCH_PREFIX = "sharmill-"
 
 
 def check_name(name: str) -> None:
@@ -44,24 +45,40 @@ class Staging:
     never made: the folder of the plan's token, and those of the final files, are there as long as the plan is valid,
     and are missed (FileNotFoundError) as soon as it is not. In a folder for each attempt, with the folders of the final
     files in it, making and removing these would be most of what a unit asks of the file system.
+
+    With ``scratch``, a folder of this machine, the files are written there, and copied to the folder that is renamed
+    from when all of a unit are there: many small writes go to a disk of the machine, and few large ones to the shared
+    one.
     """
 
-    def __init__(self, root: Path, token: str) -> None:
+    def __init__(self, root: Path, token: str, scratch: Path | None = None) -> None:
         self.root = root
-        self.folder = token_staging(root, token) / f"rank-{process.gethostname()}-{process.getpid()}-{uuid4().hex}"
+        name = f"rank-{process.gethostname()}-{process.getpid()}-{uuid4().hex}"
+        self.folder = token_staging(root, token) / name
+        self.written_in = self.folder if scratch is None else scratch / f"{_SCRATCH_PREFIX}{name}"
         self._begun: set[Path] = set()
 
     def __enter__(self) -> Staging:
         with stopping_errors(self.folder):
             self.folder.mkdir()
+        if self._has_scratch:
+            _remove_dead_scratch(self.written_in.parent)
+            with stopping_errors(self.written_in):
+                # Others may look into the folders of a machine.
+                self.written_in.mkdir(mode=0o700)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in {self.folder, self.written_in}:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def _has_scratch(self) -> bool:
+        return self.written_in != self.folder
 
     def path(self, name: str) -> Path:
         """Return the path at which to write the file that will be published as ``root / name``."""
-        path = self._aside(name)
+        path = self.written_in / self._aside(name).name
         self._begun.add(path)
         return path
 
@@ -74,6 +91,9 @@ class Staging:
             return []
         finals = [self.root / name for name in names]
         with stopping_errors(self.root), ExitStack() as stack:
+            for name in names if self._has_scratch else ():
+                self._begun.add(self._aside(name))
+                shutil.copyfile(self.path(name), self._aside(name), follow_symlinks=False)
             streams = [stack.enter_context(open_regular(self._aside(name), buffering=0)) for name in names]
             # The disk gets all files at once, and writes while their checksums are computed.
             with process.ThreadPoolExecutor(len(names), "fsync") as pool:
@@ -125,6 +145,14 @@ class Staging:
 
 def _describe(name: str, stream: BinaryIO) -> PublishedFile:
     return PublishedFile(name=name, size=os.fstat(stream.fileno()).st_size, xxh3=checksum_stream(stream))
+
+
+def _remove_dead_scratch(scratch: Path) -> None:
+    """Remove what processes of this machine that were killed left there, unless it is another user's."""
+    for folder in scratch.glob(f"{_SCRATCH_PREFIX}rank-{process.gethostname()}-*-*"):
+        number = folder.name.split("-")[-2]
+        if number.isdecimal() and process.is_gone(int(number)) and folder.lstat().st_uid == os.geteuid():
+            remove_tree(folder)
 
 
 def token_staging(root: Path, token: str) -> Path:

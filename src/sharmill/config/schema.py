@@ -270,6 +270,9 @@ class ExecutorConfig:
     its log and replaced, and the unit is tried again after all others, three times in all. ``auto``: thirty times what
     the units that the rank has done let expect, and half an hour at least; for a rank's first unit ten seconds for each
     second of audio or record, and an hour at least. ``null``: no limit, as for a debugger."""
+    scratch: str | None = None
+    """Folder on a disk of each node, such as ``$TMPDIR`` (its value on the node counts): there ranks write the files of
+    a unit, on SLURM too, before they copy them beside the dataset. ``null``: they write beside it at once."""
 
     def __post_init__(self) -> None:
         _require(self.workers == "auto" or int(self.workers) >= 1, "workers must be 'auto' or a number from 1")

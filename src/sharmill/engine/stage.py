@@ -68,6 +68,7 @@ class Stage(ABC):
         mixed_devices: ranks on different kinds of device may work on it.
         mixed_versions: it goes on with other versions of packages than it began with.
         unit_time_limit: seconds after which an attempt at a unit ends its rank; see ``engine.time_limit.TimeLimit``.
+        scratch: a folder of each machine in which ranks write before they publish, or None.
         replaces_root: begun anew, it removes all of ``root`` that stages of this and of other runs have published.
         uses_gpu: one rank per visible GPU where there are any.
         looks_ahead: its processors make use of ``expect``, so that a rank holds its next unit already.
@@ -85,6 +86,7 @@ class Stage(ABC):
     mixed_devices: bool = False
     mixed_versions: bool = False
     unit_time_limit: float | Literal["auto"] | None = None
+    scratch: str | None = None
     uses_gpu: ClassVar[bool] = False
     looks_ahead: ClassVar[bool] = False
     replaces_root: ClassVar[bool] = False

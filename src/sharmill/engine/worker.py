@@ -7,6 +7,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from pathlib import Path
 from types import TracebackType
 
 from sharmill.engine.delays import spent_on, take_delays
@@ -62,7 +63,7 @@ class Worker:
         self._limit = TimeLimit(stage.unit_time_limit)
         self._ledger = LedgerWriter(stage.dir.ledger)
         self._progress = ProgressWriter(stage.dir.rank_progress(rank), rank)
-        self._staging = Staging(stage.root, stage.token)
+        self._staging = Staging(stage.root, stage.token, scratch_folder(stage.scratch))
         self._closing = ExitStack()
 
     def __enter__(self) -> Worker:
@@ -199,7 +200,7 @@ class Worker:
         started = clock.monotonic()
         take_delays()  # those of an attempt that failed
         try:
-            with stopping_errors(self._staging.folder, WRITE_ERRNOS):
+            with stopping_errors(self._staging.written_in, WRITE_ERRNOS):
                 output = self._processor.process(unit, self._staging, self._follow(unit))
             output.check_accounts(unit)
             if REASONS_OF_NODES & {reject.reason for reject in output.rejects}:
@@ -232,6 +233,22 @@ class Worker:
         )
         self._ledger.append(commit)
         return commit
+
+
+def scratch_folder(scratch: str | None) -> Path | None:
+    """Return the folder that ``executor.scratch`` names on this machine.
+
+    Raises:
+        DeviceError: there is none; other machines may have one.
+    """
+    if scratch is None:
+        return None
+    path = Path(os.path.expandvars(scratch))
+    if not path.is_absolute() or not path.is_dir():
+        host = process.gethostname()
+        message = f"executor.scratch {scratch} is no folder on {host}: it is {path}; name one that every node has"
+        raise DeviceError(message, place=host, code="disk")
+    return path
 
 
 def _count_reasons(output: Output) -> dict[str, int]:

@@ -1,0 +1,91 @@
+"""Scratch folders, in which ranks write before they publish."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+
+import pytest
+from support.errors import raises
+from support.toy_stage import ToyStage, output_bytes, run
+
+from sharmill.errors import DeviceError, FatalError
+from sharmill.ports import process
+from sharmill.staging import STAGING_NAME
+
+
+class WatchedStage(ToyStage):
+    """Notes where its units are written, and finds a full disk in unit ``full``."""
+
+    full = -1
+
+    def work(self, unit, staging, advance):
+        folder = staging.path(f"first/{unit.index:06d}.txt").parent
+        self.mark("written", f"{folder.parent} {stat.S_IMODE(folder.stat().st_mode):o}")
+        if unit.index == self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().work(unit, staging, advance)
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setenv("NODE_DISK", str(folder))
+    return folder
+
+
+def make_stage(folder, scratch="$NODE_DISK") -> WatchedStage:
+    stage = WatchedStage(folder)
+    stage.scratch = scratch
+    return stage
+
+
+def test_units_are_written_there_and_the_bytes_are_the_same(tmp_path, scratch):
+    stage, plain = make_stage(tmp_path / "a"), make_stage(tmp_path / "b", scratch=None)
+    assert run(stage)[0].ok
+    assert run(plain)[0].ok
+    assert set(stage.marked("written")) == {f"{scratch} 700"}
+    assert output_bytes(stage) == output_bytes(plain)
+    assert list(scratch.iterdir()) == []
+
+
+def test_one_that_is_full_is_named_and_left_empty(tmp_path, scratch):
+    stage = make_stage(tmp_path)
+    stage.full = 2
+    with raises(FatalError, "disk", f"cannot write {scratch}/sharmill-rank-", "No space left on device", "make room"):
+        run(stage)
+    assert list(scratch.iterdir()) == []
+    stage.full = -1
+    assert run(stage)[0].ok
+
+
+@pytest.mark.parametrize("name", ["$NO_SUCH_VARIABLE", "/no/such/folder", "relative"])
+def test_one_that_is_not_there_is_named(tmp_path, name):
+    with raises(DeviceError, "disk", f"executor.scratch {name} is no folder on {process.gethostname()}"):
+        run(make_stage(tmp_path, scratch=name))
+
+
+def test_what_killed_ranks_left_there_goes_and_what_is_at_work_stays(tmp_path, scratch):
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    left = [scratch / f"sharmill-rank-{process.gethostname()}-{pid}-0123" for pid in (ended.pid, os.getpid())]
+    others = scratch / f"sharmill-rank-other-host-{ended.pid}-0123"
+    for folder in (*left, others):
+        (folder / "inside").mkdir(parents=True)
+    assert run(make_stage(tmp_path))[0].ok
+    assert sorted(scratch.iterdir()) == sorted([left[1], others])
+
+
+def test_a_copy_that_does_not_fit_beside_the_dataset_leaves_nothing(tmp_path, scratch, monkeypatch):
+    def copy(source, goal, **options):
+        goal.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sharmill.staging.shutil.copyfile", copy)
+    stage = make_stage(tmp_path)
+    with raises(FatalError, "disk", f"cannot write {stage.root}:"):
+        run(stage)
+    assert list((stage.root / STAGING_NAME).rglob("*.txt")) == []

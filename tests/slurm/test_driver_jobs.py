@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
+import signal
+import subprocess
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.errors import raises
-from support.toy_cluster import assert_same_as_local, make_profile, running_ranks, slurm
+from support.paths import SHARED
+from support.toy_cluster import SETUP, assert_same_as_local, make_profile, running_ranks, slurm
 from support.toy_stage import wait_until
 
 from sharmill.engine.attempts import Attempts
@@ -16,9 +22,13 @@ from sharmill.engine.run import locked
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.slurm.chain_state import read_state, wait_for_end
+from sharmill.executors.slurm.profile import StageProfile, StageProfiles
 from sharmill.executors.slurm.queue import make_run_id, outside_own_job, queued_jobs
+from sharmill.ports.process import is_gone
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+START = SHARED / "slurm" / "start.sh"
 
 
 @pytest.fixture
@@ -145,3 +155,37 @@ def test_restart_does_the_whole_stage_again(make_chain, tmp_path):
     assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     assert chain.stage.redone() == 4
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not START.exists(), reason="only root stops the controller of the test cluster")
+def test_a_driver_job_that_meets_no_controller_waits_has_itself_requeued_and_goes_on(make_chain, tmp_path):
+    """A driver job of one minute waits for eighteen seconds, and then asks for its requeue as long as it may."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    line = f"case $SLURM_JOB_NAME in *driver) while [ -e {shlex.quote(str(hold))} ]; do sleep 0.2; done;; esac"
+    profile = make_profile(setup=[*SETUP, line], stages=StageProfiles(driver=StageProfile(timeout_min=1)))
+    chain = make_chain(units=4, profile=profile)
+    chain.start()
+    wait_until(lambda: driver_states(chain) == ["RUNNING"], 60)
+    (driver,) = driver_jobs(chain)
+    pid = int(Path(slurm_setting("SlurmctldPidFile")).read_text())
+    os.kill(pid, signal.SIGTERM)
+    try:
+        wait_until(lambda: is_gone(pid), 60)
+        hold.unlink()
+        wait_until(lambda: "ends" in chain_log(chain), 120)
+    finally:
+        subprocess.run(["bash", START], check=True, capture_output=True)
+    wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", driver), 60)
+    assert wait_for_end(chain.run_dir).state == "done"
+    assert "does not answer squeue" in chain_log(chain)
+    assert_same_as_local(chain, tmp_path)
+    assert chain.stage.redone() == 0
+
+
+def slurm_setting(name):
+    return re.search(rf"^{name}\s*=\s*(\S+)", slurm("scontrol", "show", "config"), re.MULTILINE)[1]
+
+
+def chain_log(chain):
+    return chain.run_dir.chain_log.read_text() if chain.run_dir.chain_log.exists() else ""

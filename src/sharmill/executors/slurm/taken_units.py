@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 # A unit is late on another rank after so many times what is usual, and never before this many seconds.
 _LATE = 3.0
 _LEAST_SECONDS = 60.0
+# At first it looks more often, for the end of small stages.
+_FIRST_SECONDS = 0.5
 _SECONDS_BETWEEN_LOOKS = 5.0
 # Looking may take at most one part in so many of the time.
 _LOOKING_SHARE = 50.0
@@ -143,6 +145,7 @@ class UnitsToDo:
     def _late_units(self) -> Iterator[Unit]:
         """Yield the units that other ranks are late with. One rank waits for these, until all others are done."""
         failed_looks = 0
+        pause = min(_FIRST_SECONDS, _SECONDS_BETWEEN_LOOKS)
         if not self._taken.take(_WATCH):
             return
         while not self._is_stopped():
@@ -152,6 +155,7 @@ class UnitsToDo:
                 failed_looks = 0
             except OSError as error:
                 failed_looks += 1
+                pause = _SECONDS_BETWEEN_LOOKS
                 log.warning("the units of other ranks cannot be looked at: %s", error)
                 is_over, late = failed_looks == _MOST_FAILED_LOOKS, None
             if late is not None:
@@ -160,7 +164,8 @@ class UnitsToDo:
             elif is_over:
                 return
             else:
-                clock.sleep(max(_SECONDS_BETWEEN_LOOKS, _LOOKING_SHARE * (clock.monotonic() - began)))
+                clock.sleep(max(pause, _LOOKING_SHARE * (clock.monotonic() - began)))
+                pause = min(2 * pause, _SECONDS_BETWEEN_LOOKS)
 
     def _look(self) -> tuple[bool, Unit | None]:
         """Return whether no unit of another rank is to be waited for, and one to begin now, if there is one."""

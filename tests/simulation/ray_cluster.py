@@ -78,6 +78,7 @@ class RayCluster:
         crashes: so many of the next actors die in the middle of some file operation.
         answers_lost: so many of the next answers to units are lost.
         actors: all that were started, in order.
+        listed: the hosts that the last driver to ask was told of.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -86,6 +87,7 @@ class RayCluster:
         self.actors: list[Actor] = []
         self.crashes = 0
         self.answers_lost = 0
+        self.listed: set[str] = set()
 
     # Nodes.
 
@@ -136,7 +138,9 @@ class RayCluster:
 
     def list_nodes(self) -> list[Mapping[str, float]]:
         self.kernel.wait(self.kernel.latency())
-        return [{"CPU": node.cores, "GPU": node.gpus} for node in self.nodes if node.is_known]
+        known = [node for node in self.nodes if node.is_known]
+        self.listed = {node.host for node in known}
+        return [{"CPU": node.cores, "GPU": node.gpus} for node in known]
 
     def start(self, kind: type, argument: object, *, cores: int, gpus: int) -> Actor:
         self.kernel.wait(self.kernel.latency())

@@ -137,7 +137,7 @@ class World:
             raise SystemExit(2) from None
         except SharmillError as error:
             self.kernel.note(f"driver: {error.code}: {error}")
-            good = any(node.is_known and node.host.startswith("node") for node in self.cluster.nodes)
+            good = any(host.startswith("node") for host in self.cluster.listed)
             raise SystemExit(_NO_NODES if error.code == "unlike_nodes" and not good else 1) from None
         raise SystemExit(0 if result.ok else 1)
 

@@ -15,6 +15,7 @@ import torch
 
 from sharmill.errors import ConfigError, UnitFailed
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
+from sharmill.models.families import first_line
 from sharmill.models.tensors import weights_checksum
 
 # Samples per frame of audio at 16 kHz.
@@ -32,7 +33,11 @@ class S3Codec(CodecBackend):
             raise ConfigError(
                 f"there is no S3 tokenizer {target!r}: valid are {', '.join(_MODELS)}", code="unknown_name"
             )
-        self._model = s3tokenizer.load_model(target).eval().to(device)
+        try:
+            model = s3tokenizer.load_model(target)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"cannot load {target}: {first_line(error)}", code="bad_model") from error
+        self._model = model.eval().to(device)
         spec = CodecSpec(
             name=f"s3:{target}",
             sampling_rate=16000,

@@ -18,6 +18,7 @@ from transformers import AutoFeatureExtractor, NeuCodecModel, Xcodec2Model
 
 from sharmill.errors import ConfigError
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
+from sharmill.models.families import first_line
 from sharmill.models.tensors import weights_checksum
 
 
@@ -30,8 +31,11 @@ class XCodec2(CodecBackend):
     _samples_left_out: ClassVar = 1
 
     def __init__(self, target: str, device: str) -> None:
-        self._extractor = AutoFeatureExtractor.from_pretrained(target)
-        model, report = self._model_class.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
+        try:
+            self._extractor = AutoFeatureExtractor.from_pretrained(target)
+            model, report = self._model_class.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
+        except OSError as error:
+            raise ConfigError(f"cannot load {target}: {first_line(error)}", code="bad_model") from error
         if missing := sorted(report["missing_keys"]):
             raise ConfigError(
                 f"{target} lacks {len(missing)} weights of {self._model_class.__name__}, the first is {missing[0]}: "

@@ -133,6 +133,18 @@ def test_an_s3_tokenizer_is_the_one_that_was_saved_and_has_its_codes(name):
     torch.testing.assert_close(codes[:, 0], expected.long())
 
 
+def test_a_model_that_is_not_there_is_named(tmp_path, monkeypatch):
+    need("transformers")
+    with raises(ConfigError, "bad_model", f"cannot load {tmp_path}/none"):
+        load_codec(f"python:xcodec2_codec:NeuCodec:{tmp_path}/none")
+    need("s3tokenizer")
+    import s3tokenizer
+
+    monkeypatch.setitem(s3tokenizer._MODELS, "speech_tokenizer_v1", (tmp_path / "none.onnx").as_uri())
+    with raises(ConfigError, "bad_model", "cannot load speech_tokenizer_v1"):
+        load_codec("python:s3_codec:S3Codec:speech_tokenizer_v1")
+
+
 def test_an_s3_tokenizer_refuses_what_the_package_would_read_as_another_model(tmp_path):
     need("s3tokenizer")
     with raises(ConfigError, "unknown_name", "speech_tokenizer_v1_25hz"):

@@ -298,6 +298,9 @@ class _Clock:
     def monotonic(self) -> float:
         return time.monotonic() + self._waited
 
+    def time(self) -> float:
+        return time.time()
+
     def sleep(self, seconds: float) -> None:
         self._waited += max(seconds, 20.0)
 

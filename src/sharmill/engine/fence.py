@@ -25,7 +25,7 @@ from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import NOT_JSON, decode_stored, read_stored
 from sharmill.errors import ConfigError, FatalError
-from sharmill.ports import process
+from sharmill.ports import clock, process
 from sharmill.processes import user_name
 from sharmill.staging import STAGING_NAME, token_staging
 from sharmill.storage import (
@@ -300,7 +300,7 @@ def _make_run_claim(run_dir: RunDir, root: Path) -> str:
 
 
 def _claim_text(run_dir: RunDir, token: str) -> bytes:
-    since = datetime.now(UTC).isoformat(timespec="seconds")
+    since = datetime.fromtimestamp(clock.time(), UTC).isoformat(timespec="seconds")
     host, run = process.gethostname(), str(run_dir.path.resolve())
     return msgspec.json.encode(Claim(token=token, run=run, host=host, user=user_name(), since=since)) + b"\n"
 

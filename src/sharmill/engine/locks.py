@@ -319,7 +319,7 @@ def _describe_this_process(lease_seconds: float) -> LockOwner:
         pid=process.getpid(),
         user=user_name(),
         job=job,
-        since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        since=datetime.fromtimestamp(clock.time(), UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         kernel=process.this_kernel(),
         started=process.state_and_start(process.getpid())[1],
         lease_seconds=lease_seconds,

@@ -173,6 +173,7 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
         stage.mixed_versions = config.executor.mixed_versions
         stage.unit_time_limit = config.executor.unit_time_limit
         stage.scratch = config.executor.scratch
+        stage.seconds_until_seen = config.executor.seconds_until_seen
     return chosen
 
 

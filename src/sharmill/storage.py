@@ -28,6 +28,8 @@ PROBE = "probe"
 _REMOVALS = 10
 # Errors that the next unit would meet as well: going on would only fail every unit in turn.
 _STOPPING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
+# On NFS, of a file that another node has replaced, and of a folder with a file in it that is removed but still open.
+_MOVING_ERRNOS = frozenset({errno.ESTALE, errno.EBUSY, errno.ENOTEMPTY})
 # Those that only writing can meet: where a stage reads and writes, the others may concern one input file.
 WRITE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 # Of hard links: another file system, one without them, a file of somebody else's, or one that has all it may have.
@@ -55,11 +57,11 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _STOPPING_ERRNOS:
+        if error.errno in _STOPPING_ERRNOS | _MOVING_ERRNOS:
             place = error.filename or f"a file of {folder}"
+            remedy = "see to the disk, then" if error.errno in _STOPPING_ERRNOS else "another process was faster:"
             raise FatalError(
-                f"cannot read or write {place}: {os.strerror(error.errno)}; see to the disk, then run the same command "
-                "again",
+                f"cannot read or write {place}: {os.strerror(error.errno)}; {remedy} run the same command again",
                 code="disk",
             ) from error
         raise

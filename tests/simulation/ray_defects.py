@@ -54,7 +54,7 @@ DEFECTS = {
     "ranks of a plan that was replaced go on": Defect(133, "publishes", [
         (plan, "remove_fences", _nothing), (plan, "release_output", _nothing), (worker, "require_current", _nothing),
     ]),
-    "the loss of a node counts as a failure of the unit": Defect(106, "done are", [
+    "the loss of a node counts as a failure of the unit": Defect(35, "done are", [
         (DrivenRank, "report_lost_unit", _count_every_loss),
     ]),
     "a unit that takes its node down each time is excused for ever": Defect(18, "again and again", [

@@ -18,13 +18,13 @@ from unittest import mock
 
 from sharmill.cli.stage_status import read_stage
 from sharmill.engine import worker
-from sharmill.engine.attempts import MOST_INTERRUPTIONS
+from sharmill.engine.attempts import MAX_ATTEMPTS, MOST_INTERRUPTIONS
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import SILENT_SECONDS
 from sharmill.engine.run import locked, run_stage
-from sharmill.engine.worker import MAX_ATTEMPTS, MAX_BROKEN_DEVICES
+from sharmill.engine.worker import MAX_BROKEN_DEVICES
 from sharmill.errors import ConfigError, SharmillError
 from sharmill.executors.ray import actor as ray_actor
 from sharmill.executors.ray import executor as ray_executor

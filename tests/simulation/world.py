@@ -15,13 +15,12 @@ from unittest import mock
 import msgspec
 
 from sharmill.cli.stage_status import read_stage
-from sharmill.engine.attempts import MOST_INTERRUPTIONS
+from sharmill.engine.attempts import MAX_ATTEMPTS, MOST_INTERRUPTIONS
 from sharmill.engine.ledger import iterate_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.progress import SILENT_SECONDS
 from sharmill.engine.run import read_totals
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import SharmillError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.slurm import scheduler as scheduler_port

@@ -12,17 +12,20 @@ from pathlib import Path
 
 from support.small_run import SmallRun
 
-_SOURCE = Path(__file__).parent / "faulty_disk.c"
 # What each kind of fault is called by the system; a kill is not called anything.
 KINDS = {
     "glitch": "Input/output error",
     "dead": "Input/output error",
     "full": "No space left on device",
+    "quota": "Disk quota exceeded",
     "readonly": "Read-only file system",
     "fsync": "Input/output error",
     "unreadable": "Input/output error",
+    "stale": "Stale file handle",
     "kill": None,
 }
+# Those that strike reads.
+READ_KINDS = ("unreadable", "stale")
 # With these, nothing can be removed either: what is left aside stays until the relaunch.
 _NOTHING_GOES = ("dead", "readonly", "kill")
 _OK, _FAILED, _WRONG_USE, _KILLED = 0, 1, 2, -9
@@ -46,17 +49,24 @@ class Trouble:
     problems: list[str] = field(default_factory=list)
 
 
+def compiled(source: str, folder: Path) -> Path:
+    """Compiles a library of this folder that is to be preloaded."""
+    library = folder / Path(source).with_suffix(".so")
+    compiler = shutil.which("cc")
+    assert compiler, "there is no C compiler"
+    path = Path(__file__).parent / source
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, path, "-ldl"], check=True)
+    return library
+
+
 class FaultyDisk:
     """Compiles the library and preloads it into runs."""
 
     def __init__(self, folder: Path) -> None:
-        self._library = folder / "faulty_disk.so"
+        self._library = compiled("faulty_disk.c", folder)
         self._count = folder / "count"
         self._log = folder / "log"
         self._counts: dict[tuple[str, bool], int] = {}
-        compiler = shutil.which("cc")
-        assert compiler, "there is no C compiler"
-        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", self._library, _SOURCE, "-ldl"], check=True)
 
     def run(
         self, run: SmallRun, stage: str, kind: str, at: int, workers: int = 1, **more: object
@@ -80,7 +90,7 @@ class FaultyDisk:
     def count(self, run: SmallRun, stage: str, kind: str) -> int:
         """At how many operations the fault can occur in the stage. It is put back to its beginning."""
         run.restore(stage)
-        key = stage, kind == "unreadable"
+        key = stage, kind in READ_KINDS
         if key not in self._counts:
             # What comes after the last operation of a run never fails.
             assert self.run(run, stage, "unreadable" if key[1] else "none", sys.maxsize).returncode == _OK

@@ -1,14 +1,16 @@
 /* A disk that fails: preloaded into a process, it counts the changes below one folder and lets some of them fail.
  *
  * Every open for writing, write, fsync, rename, mkdir, unlink and rmdir below FAULTY_DISK_FOLDER is an operation; for
- * the kind `unreadable`, every read of a regular file instead. From operation FAULTY_DISK_AT on (1 is the first), FAULTY_DISK_KIND happens:
+ * the kinds `unreadable` and `stale`, every read of a regular file instead. From operation FAULTY_DISK_AT on (1 is the first), FAULTY_DISK_KIND happens:
  *   none      nothing; operations are only counted
  *   glitch    one operation fails with EIO, the later ones succeed
  *   dead      every operation fails with EIO
  *   full      whatever needs room fails with ENOSPC
+ *   quota     whatever needs room fails with EDQUOT
  *   readonly  every operation fails with EROFS
  *   fsync     one fsync fails with EIO
  *   unreadable  every read fails with EIO
+ *   stale     one read fails with ESTALE, as on NFS where another node has replaced the file
  *   kill      the process is killed instead of doing the operation
  * Whatever the kind, FAULTY_DISK_FLOCK is the errno of every flock below the folder; 0 grants it to everybody, as where
  * hosts do not see each other's.
@@ -79,28 +81,32 @@ static void note(long number, const char *name, const char *path) {
     syscall(SYS_close, file);
 }
 
+static int fails_reads(void) { return !strcmp(kind, "unreadable") || !strcmp(kind, "stale"); }
+
 /* The error of an operation on an absolute path, or 0. */
 static int fault(const char *name, const char *path, int traits) {
     if (!count || strncmp(path, folder, strlen(folder)))
         return 0;
-    if (!!(traits & READS) != !strcmp(kind, "unreadable"))
+    if (!!(traits & READS) != fails_reads())
         return 0;
     long number = __atomic_add_fetch(&count->operations, 1, __ATOMIC_SEQ_CST);
     if (!strcmp(kind, "none"))
         note(number, name, path);
     if (number < at || !strcmp(kind, "none"))
         return 0;
-    int once = !strcmp(kind, "glitch") || !strcmp(kind, "fsync") || !strcmp(kind, "kill");
+    int once = !strcmp(kind, "glitch") || !strcmp(kind, "fsync") || !strcmp(kind, "kill")
+        || !strcmp(kind, "stale");
     if (!strcmp(kind, "fsync") && !(traits & SYNCS))
         return 0;
-    if (!strcmp(kind, "full") && !(traits & NEEDS_ROOM))
+    if ((!strcmp(kind, "full") || !strcmp(kind, "quota")) && !(traits & NEEDS_ROOM))
         return 0;
     if (once && __atomic_exchange_n(&count->is_over, 1, __ATOMIC_SEQ_CST))
         return 0;
     note(number, name, path);
     if (!strcmp(kind, "kill"))
         kill(getpid(), SIGKILL);
-    return !strcmp(kind, "full") ? ENOSPC : !strcmp(kind, "readonly") ? EROFS : EIO;
+    return !strcmp(kind, "full") ? ENOSPC : !strcmp(kind, "quota") ? EDQUOT : !strcmp(kind, "readonly") ? EROFS
+        : !strcmp(kind, "stale") ? ESTALE : EIO;
 }
 
 /* The absolute path of a name in an open folder; 0 where it has none. */
@@ -279,7 +285,7 @@ int openat64(int directory, const char *path, int flags, ...) { MODE return open
 
 ssize_t read(int file, void *data, size_t size) {
     struct stat status;
-    if (count && !strcmp(kind, "unreadable") && !fstat(file, &status) && S_ISREG(status.st_mode))
+    if (count && fails_reads() && !fstat(file, &status) && S_ISREG(status.st_mode))
         FAIL(fault_of("read", file, READS));
     REAL(ssize_t, "read", int, void *, size_t);
     return real(file, data, size);

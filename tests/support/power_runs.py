@@ -43,7 +43,7 @@ from support.small_run import STAGES, lasting_files
 
 
 @contextmanager
-def _stand_ins() -> Iterator[None]:
+def stand_ins() -> Iterator[None]:
     """Makes an encoder that hears pitch and a codec that hears loudness what is loaded; YAML is made once."""
     with (
         mock.patch("sharmill.match.stage.load_speaker_encoder", new=_load_encoder),
@@ -104,7 +104,7 @@ def _make_config(work: Path, changes: str) -> Config:
 def _run_all(
     work: Path, changes: dict[str, Any] | None = None, *, restart: bool = False, executor: Executor | None = None
 ) -> None:
-    with _stand_ins():
+    with stand_ins():
         result = run_dataset(_config(work, changes), Listener(), restart=restart, executor=executor)
     assert result.ok
     assert result.report is not None
@@ -160,13 +160,13 @@ def _lose_index(work: Path) -> None:
 
 
 def _run_stages(work: Path, *stages: str) -> None:
-    with _stand_ins():
+    with stand_ins():
         for name in stages:
             assert run_dataset(_config(work), Listener(), stages=[name]).ok
 
 
 def _submit(work: Path, *, is_forking: bool = False) -> None:
-    with _stand_ins(), mock.patch.object(DatasetRun, "show"):
+    with stand_ins(), mock.patch.object(DatasetRun, "show"):
         run_chain(DatasetRun(_config(work)), is_forking=is_forking)
 
 
@@ -190,7 +190,7 @@ def _judge_models(work: Path) -> None:
     comparing = mock.patch.multiple(
         "sharmill.models.certificate", certify_codec=lambda *_: iter(()), certify_encoder=lambda *_: iter(())
     )
-    with _stand_ins(), comparing:
+    with stand_ins(), comparing:
         run_pilot(_config(work), size=4, measure=False)
         certify_models(_config(work))
 

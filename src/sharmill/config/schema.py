@@ -273,12 +273,17 @@ class ExecutorConfig:
     scratch: str | None = None
     """Folder on a disk of each node, such as ``$TMPDIR`` (its value on the node counts): there ranks write the files of
     a unit, on SLURM too, before they copy them beside the dataset. ``null``: they write beside it at once."""
+    seconds_until_seen: float = 60.0
+    """Seconds until every node sees what another has written, on SLURM and Ray: so long is waited, where need be, for
+    files that others have made. 60 is the longest that NFS keeps names by its defaults (``acdirmax``). File systems
+    that are coherent, as Lustre, GPFS and CephFS are, need none: 0."""
 
     def __post_init__(self) -> None:
         _require(self.workers == "auto" or int(self.workers) >= 1, "workers must be 'auto' or a number from 1")
         _require(self.cores >= 1, "cores must be at least 1")
         limit = self.unit_time_limit
         _require(limit in (None, "auto") or float(limit) > 0, "unit_time_limit must be positive, auto or null")
+        _require(self.seconds_until_seen >= 0, "seconds_until_seen must not be negative")
         _require(self.kind == "ray" or (self.address, self.cores) == ("auto", 1), "address and cores are for kind: ray")
 
 

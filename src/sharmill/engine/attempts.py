@@ -20,6 +20,8 @@ from sharmill.storage import open_stored, stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)
 
+# A unit that has failed so often is given up.
+MAX_ATTEMPTS = 3
 _NO_UNIT = -1
 # A unit that takes its node down each time has to come to an end; no other is interrupted this often.
 MOST_INTERRUPTIONS = 10

@@ -89,10 +89,15 @@ def require_current(stage: Stage) -> None:
 
 
 def superseded(stage: Stage) -> FatalError:
-    """Return the error of a rank whose plan is not the present one any more."""
+    """Return the error of a rank whose plan is not the present one any more, or was never seen on its node."""
+    late = (
+        f", or cannot be seen on this node even {stage.seconds_until_seen:g} s later (executor.seconds_until_seen)"
+        if stage.seconds_until_seen
+        else ""
+    )
     return FatalError(
         f"{stage.name}: the plan {stage.token} that this rank works for has been replaced or finished by another "
-        f"process in {stage.run_dir.path}: it stops and changes nothing",
+        f"process in {stage.run_dir.path}{late}: it stops and changes nothing",
         code="superseded_plan",
     )
 

@@ -20,6 +20,7 @@ from sharmill.engine.fence import (
 )
 from sharmill.engine.identity import differ_in_versions_only, find_changes
 from sharmill.engine.locks import LOCK_NAME
+from sharmill.engine.patience import Patience
 from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import decode_stored, read_stored, read_stored_lines
@@ -80,7 +81,25 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
                 f"Restore that{go_on}, choose another run_dir, or begin the stage anew",
                 code="changed_plan",
             )
+    elif not restart and _is_planned(stage):
+        # Another node has made the plan, and this one did not see it yet.
+        return read_or_make_plan(stage, restart=False)
     return _freeze(stage, identity)
+
+
+def _is_planned(stage: Stage) -> bool:
+    """Return True if there is a plan, by the answer of the server: whatever a node sees, only one makes a folder."""
+    make_folder(stage.dir.path)
+    with stopping_errors(stage.dir.plan):
+        # Left by a process that was killed here.
+        remove_if_empty(stage.dir.plan)
+        try:
+            stage.dir.plan.mkdir()
+        except FileExistsError:
+            what = str(stage.dir.identity)
+            return Patience(stage.seconds_until_seen).wait_until(stage.dir.identity.exists, what)
+        remove_if_empty(stage.dir.plan)
+    return False
 
 
 def _note_versions(stage: Stage, before: Mapping[str, str], now: Mapping[str, str]) -> None:

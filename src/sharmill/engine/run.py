@@ -12,6 +12,7 @@ import msgspec
 
 from sharmill.engine.device_kind import settle_device_kind
 from sharmill.engine.fence import claim_output, make_fence, release_output
+from sharmill.engine.late_views import wait_for_units
 from sharmill.engine.ledger import find_lost, read_ledger, read_revoked, revoke
 from sharmill.engine.listener import Listener
 from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
@@ -109,6 +110,7 @@ def run_stage(
         outcome = executor.run(stage, missing, rejects, listener)
         if isinstance(outcome, Submitted):
             return _end(stage, StageResult(submitted=outcome), listener)
+        wait_for_units(stage, [unit for unit in missing if unit.index not in outcome.failures])
         commits, missing = _outstanding(stage, units, read_ledger(stage.dir, units), check=missing)
         if missing:
             return _end(stage, _note_failures(stage, missing, outcome), listener)

@@ -67,6 +67,7 @@ class Stage(ABC):
         references: those of the configuration to the environment, whose values are not to be stored.
         mixed_devices: ranks on different kinds of device may work on it.
         mixed_versions: it goes on with other versions of packages than it began with.
+        seconds_until_seen: seconds until every node sees what another has written.
         unit_time_limit: seconds after which an attempt at a unit ends its rank; see ``engine.time_limit.TimeLimit``.
         scratch: a folder of each machine in which ranks write before they publish, or None.
         replaces_root: begun anew, it removes all of ``root`` that stages of this and of other runs have published.
@@ -87,6 +88,7 @@ class Stage(ABC):
     mixed_versions: bool = False
     unit_time_limit: float | Literal["auto"] | None = None
     scratch: str | None = None
+    seconds_until_seen: float = 0.0
     uses_gpu: ClassVar[bool] = False
     looks_ahead: ClassVar[bool] = False
     replaces_root: ClassVar[bool] = False

@@ -6,6 +6,7 @@ Folders above them are checked by ``sharmill.engine.fence``.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
 
 from sharmill.storage import damaged_file, open_stored
 
@@ -28,6 +30,12 @@ _MAX_BYTES: Final = 64 << 20
 _MAX_ARRAY_BYTES: Final = 1 << 30
 
 
+def _is_stale(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.ESTALE
+
+
+# On NFS another node may replace a file while it is read: opened once more it is the new one.
+@retry(retry=retry_if_exception(_is_stale), stop=stop_after_attempt(3), wait=wait_fixed(0.1), reraise=True)
 def read_stored(path: Path) -> bytes:
     """Return the content of a small file of a run directory; raises as ``open_stored``, and where it is too large."""
     with open_stored(path) as stream:

@@ -10,13 +10,16 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from sharmill.engine.delays import spent_on, take_delays
 from sharmill.engine.device_kind import claim_device_kind
 from sharmill.engine.fence import require_current, superseded
+from sharmill.engine.late_views import wait_for_plan
 from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.metrics import MetricsLog
 from sharmill.engine.outcomes import BrokenDevice, FailedAttempt, Overtaken
+from sharmill.engine.patience import Patience
 from sharmill.engine.progress import ProgressWriter, peak_memory_mb
 from sharmill.engine.stage import Advance, Processor, Stage
 from sharmill.engine.time_limit import TimeLimit, ended_after
@@ -28,7 +31,8 @@ from sharmill.storage import WRITE_ERRNOS, stopping_errors, write_atomic
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 3
+Result = TypeVar("Result")
+
 # So often a unit that broke a rank's device is excused. Then it may be the unit that does it, as an index beyond a
 # table does, and its attempts count.
 MAX_BROKEN_DEVICES = 3
@@ -42,6 +46,7 @@ class Worker:
     ``report`` is called about once a second with the cost of the unit in flight that is done so far. ``may_publish``
     is asked before a unit is published, which another rank may have done as well. ``memory_asked_mb`` is what the
     rank's job has asked for, to be noted beside what it uses. ``in_driver``: this process directs the run as well.
+    ``seconds_until_seen`` is that of the stage, where the rank is on another node than the driver.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Worker:
         may_publish: Callable[[Unit], bool] = lambda unit: True,
         memory_asked_mb: float = 0.0,
         in_driver: bool = False,
+        seconds_until_seen: float = 0.0,
     ) -> None:
         self.stage = stage
         self.rank = rank
@@ -62,6 +68,7 @@ class Worker:
         self._memory_asked_mb = memory_asked_mb
         self._in_driver = in_driver
         self._limit = TimeLimit(stage.unit_time_limit)
+        self._patience = Patience(seconds_until_seen)
         self._ledger = LedgerWriter(stage.dir.ledger)
         self._progress = ProgressWriter(stage.dir.rank_progress(rank), rank)
         self._staging = Staging(stage.root, stage.token, scratch_folder(stage.scratch))
@@ -75,6 +82,7 @@ class Worker:
             ConfigError, FatalError: it cannot be loaded, or the plan is not the present one; other ranks would fare no
                 better.
         """
+        wait_for_plan(self.stage, self._patience)
         require_current(self.stage)
         started = clock.monotonic()
         with ExitStack() as stack:
@@ -101,7 +109,7 @@ class Worker:
     def _open(self) -> Processor:
         try:
             self.stage.check_node()
-            return self.stage.open(self.device)
+            return self._once_seen(lambda: self.stage.open(self.device))
         except DeviceError as error:
             raise self._device_error(str(error), error.code, error.place) from error
         except (ConfigError, FatalError):
@@ -155,7 +163,7 @@ class Worker:
         self._processor.expect(following)
         try:
             with ended_after(limit, in_driver=self._in_driver):
-                commit = self._attempt(unit)
+                commit = self._once_seen(lambda: self._attempt(unit))
         except (ConfigError, FatalError):
             raise
         except ImportError as error:
@@ -180,6 +188,17 @@ class Worker:
         log.info("unit %d is done in %.1f s: %d out, rejects %s", unit.index, commit.seconds, commit.num_out,
                  commit.rejects)  # fmt: skip
         return commit
+
+    def _once_seen(self, work: Callable[[], Result]) -> Result:
+        """Do what other nodes' files are needed for, again as long as these may not be seen yet."""
+        while True:
+            try:
+                return work()
+            except OSError as error:
+                # What was seen is missed as soon as the plan is replaced.
+                require_current(self.stage)
+                if not self._patience.outlasts(error):
+                    raise
 
     def _follow(self, unit: Unit) -> Advance:
         """Return what the processor calls as it gets on with the unit."""

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from sharmill.engine.attempts import MAX_ATTEMPTS
 from sharmill.engine.outcomes import BrokenDevice, FailedAttempt
 from sharmill.engine.stage import Stage
 from sharmill.engine.time_limit import TimeLimit
 from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import MAX_ATTEMPTS, MAX_BROKEN_DEVICES
+from sharmill.engine.worker import MAX_BROKEN_DEVICES
 from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
 from sharmill.executors.unit_queue import UnitQueue
 from sharmill.ports import clock, process

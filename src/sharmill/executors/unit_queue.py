@@ -6,12 +6,11 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from sharmill.engine.attempts import MOST_INTERRUPTIONS
+from sharmill.engine.attempts import MAX_ATTEMPTS, MOST_INTERRUPTIONS
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import MAX_ATTEMPTS
 
 log = logging.getLogger(__name__)
 

@@ -200,7 +200,7 @@ def test_the_rank_that_began_a_unit_once_more_does_not_leave_when_the_slow_one_e
     take(stage, 2, rank=2, seconds_ago=90)
     again = start(stage, 0, [0])
     wait_until(lambda: stage.begun()[1] == 1)
-    slow = UnitsToDo(stage, 1, [], lambda: False)
+    slow = UnitsToDo(stage, stage.dir.taken, 1, [], lambda: False)
     slow.done(load_plan(stage)[1])
     stage.mark("go")
     again.join()
@@ -211,7 +211,7 @@ def test_the_rank_that_began_a_unit_once_more_does_not_leave_when_the_slow_one_e
 @pytest.mark.usefixtures("soon")
 def test_a_unit_without_a_note_of_who_has_it_is_begun(tmp_path):
     stage = make_stage(tmp_path, 2)
-    todo = UnitsToDo(stage, 0, [], lambda: False)
+    todo = UnitsToDo(stage, stage.dir.taken, 0, [], lambda: False)
     assert [unit.index for unit in todo._late_units()] == [0, 1] or stage.begun() == {}
     assert sorted(path.name for path in stage.dir.taken.iterdir()) == ["0", "1", "watch"]
 
@@ -219,7 +219,7 @@ def test_a_unit_without_a_note_of_who_has_it_is_begun(tmp_path):
 @pytest.mark.usefixtures("soon")
 def test_a_disk_that_does_not_answer_ends_the_waiting_in_the_end(tmp_path, monkeypatch, caplog):
     stage = make_stage(tmp_path, 1)
-    todo = UnitsToDo(stage, 0, [], lambda: False)
+    todo = UnitsToDo(stage, stage.dir.taken, 0, [], lambda: False)
     monkeypatch.setattr(todo, "_look", mock.Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
     assert list(todo._late_units()) == []
     assert caplog.text.count("cannot be looked at") == 10
@@ -267,6 +267,6 @@ def test_where_kinds_of_device_are_mixed_the_rank_that_comes_first_publishes(tmp
 def test_a_later_process_of_the_same_rank_does_not_publish_for_the_one_before(tmp_path):
     stage = make_stage(tmp_path, 2)
     stage.mixed_devices = True
-    before, after = (UnitsToDo(stage, 0, [], lambda: False) for _ in range(2))
+    before, after = (UnitsToDo(stage, stage.dir.taken, 0, [], lambda: False) for _ in range(2))
     unit = load_plan(stage)[0]
     assert (before.may_publish(unit), before.may_publish(unit), after.may_publish(unit)) == (True, True, False)

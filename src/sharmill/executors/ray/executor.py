@@ -19,6 +19,7 @@ from typing import Any
 
 import sharmill
 from sharmill.config import Config
+from sharmill.engine.attempts import MAX_ATTEMPTS
 from sharmill.engine.fence import require_current
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
@@ -27,7 +28,6 @@ from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
 from sharmill.engine.time_limit import TimeLimit
 from sharmill.engine.unit import Unit
-from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import DeviceError, FatalError
 from sharmill.executors.driven_rank import FINAL_CODES, Answer, DrivenRank, FailedStarts, Ready
 from sharmill.executors.logs import logging_to

@@ -20,6 +20,7 @@ import msgspec
 
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.fence import release_run
+from sharmill.engine.late_views import wait_for_ranks
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.run import Executor, locked
@@ -195,8 +196,12 @@ class JobChain:
                 self._note_end(error, state="failed")
             raise
 
-    def __call__(self) -> None:
-        """Run the stages in a driver job, or in a watcher job if the driver job before it has noted no end."""
+    def __call__(self, ended: str = "", token: str = "") -> None:
+        """Run the stages in a driver job, or in a watcher job if the driver job before it has noted no end.
+
+        Args:
+            ended: the name of the stage whose ranks have ended, of the plan with this token.
+        """
         make_private_folder(self.run_dir.jobs)
         with logging_to(self.run_dir.chain_log):
             began = clock.monotonic()
@@ -204,6 +209,8 @@ class JobChain:
             if self.is_watcher and before is not None and before.state != "waiting":
                 return
             try:
+                if ended:
+                    wait_for_ranks(self.dataset.make_stages(), ended, token)
                 state = self._run_driver_job()
             except SystemExit:
                 # Told to leave, and requeued.

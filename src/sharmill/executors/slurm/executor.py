@@ -12,13 +12,15 @@ import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 from tenacity import retry_if_exception_message, retry_if_exception_type
 
 from sharmill.config.loading import check_one_line
-from sharmill.engine.attempts import MOST_INTERRUPTIONS, Attempts
+from sharmill.engine.attempts import MAX_ATTEMPTS, MOST_INTERRUPTIONS, Attempts
 from sharmill.engine.balance import pack
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import FailedAttempt, Finished, Submitted
@@ -27,7 +29,6 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import read_stored
 from sharmill.engine.unit import Unit
-from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.signals import deferred_interrupts
@@ -71,13 +72,13 @@ class SlurmExecutor:
     All nodes share the file system of ``run_dir``. ``watcher_setup`` are shell lines that begin the watcher job, and
     ``patience`` is how many seconds to go on trying where SLURM does not answer or takes no more jobs.
     ``small_stages`` says who does a stage with few units: a driver job to be submitted, ranks, or this process, which
-    is a driver job.
+    is a driver job. Behind ranks, both jobs are called with the name of their stage and the token of its plan.
     """
 
     profile: ClusterProfile
     run_dir: RunDir
-    driver_job: Callable[[], Any]
-    watcher_job: Callable[[], Any]
+    driver_job: Callable[..., Any]
+    watcher_job: Callable[..., Any]
     job_name: str
     watcher_setup: tuple[str, ...] = ()
     patience: float = PATIENCE_SECONDS
@@ -167,24 +168,26 @@ class SlurmExecutor:
         """Submit the driver job behind jobs that are in the queue already, if any, and return its number."""
         submitted: list[str] = []
         with deferred_interrupts(), outside_own_job(), _cancelled_on_error(submitted):
-            self._submit_driver_job(name, [job.id for job in behind], submitted)
+            self._submit_driver_job(name, [job.id for job in behind], submitted, [])
         return submitted[0]
 
     def _submit_stage(self, stage: Stage, left: list[Unit], rejects: RejectLimit) -> Submitted:
-        # No rank of an earlier round is left: units that they had taken and did not end are free again.
+        # No rank of an earlier round is left: units that they had taken and did not end are free again. A folder of
+        # another name is none that a node still sees as it was.
+        round = uuid4().hex
         remove_tree(stage.dir.taken)
-        make_folder(stage.dir.taken)
+        make_folder(stage.dir.taken / round)
         profile = self._ranks_of(stage)
         limit = profile.timeout_min * 60.0 - self.profile.signal_s
         tasks = [
-            RankTask(stage, rank, [unit.index for unit in part], profile.device, rejects, limit)
+            RankTask(stage, rank, [unit.index for unit in part], profile.device, rejects, limit, round)
             for rank, part in enumerate(self.bins(stage, left))
         ]
         ranks: list[str] = []
         drivers: list[str] = []
         with deferred_interrupts(), outside_own_job(), _cancelled_on_error(ranks), _cancelled_on_error(drivers):
             self._submit_ranks(stage, tasks, ranks)
-            self._submit_driver_job(stage.name, ranks, drivers)
+            self._submit_driver_job(stage.name, ranks, drivers, [stage.name, stage.token])
         with suppress(OSError):
             _forget_old_jobs(self.run_dir.jobs, {int(job) for job in parent_ids([*ranks, *drivers])})
         message = (
@@ -200,12 +203,13 @@ class SlurmExecutor:
             part = tasks[array.start : array.stop]
             ranks += self._submit(parameters | {"array_parallelism": parallel}, self.profile.python, part)
 
-    def _submit_driver_job(self, name: str, behind: list[str], submitted: list[str]) -> None:
-        """Submit a driver job and its watcher job, and add their numbers to ``submitted``."""
+    def _submit_driver_job(self, name: str, behind: list[str], submitted: list[str], ended: list[str]) -> None:
+        """Submit a driver job and its watcher job, called with ``ended``, and add their numbers to ``submitted``."""
         dependency = "afterany:" + ":".join(parent_ids(behind)) if behind else None
         driver = self._driver_parameters(name, "driver", dependency)
-        submitted += self._submit(driver, None, [self.driver_job])
-        submitted += self._submit(self._watcher_parameters(name, submitted[-1]), None, [self.watcher_job])
+        submitted += self._submit(driver, None, [partial(self.driver_job, *ended)])
+        watcher = self._watcher_parameters(name, submitted[-1])
+        submitted += self._submit(watcher, None, [partial(self.watcher_job, *ended)])
 
     def _watcher_parameters(self, name: str, driver_job: str) -> dict[str, Any]:
         watcher = self._driver_parameters(name, "watcher", f"afternotok:{driver_job}")

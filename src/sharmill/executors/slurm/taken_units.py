@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
-from sharmill.engine.attempts import Attempts
+from sharmill.engine.attempts import MAX_ATTEMPTS, Attempts
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import read_stored
 from sharmill.engine.unit import Unit
-from sharmill.engine.worker import MAX_ATTEMPTS
 from sharmill.ports import clock
 from sharmill.storage import stopping_errors
 
@@ -41,11 +40,16 @@ _WATCH = "watch"
 
 
 class UnitsToDo:
-    """The units of one rank, each taken before it is returned; ``own`` are those of its bin that are missing."""
+    """The units of one rank, each taken before it is returned; ``own`` are those of its bin that are missing.
 
-    def __init__(self, stage: Stage, rank: int, own: Iterable[Unit], is_stopped: Callable[[], bool]) -> None:
+    ``taken`` is the folder of the files of what is taken.
+    """
+
+    def __init__(
+        self, stage: Stage, taken: Path, rank: int, own: Iterable[Unit], is_stopped: Callable[[], bool]
+    ) -> None:
         self._stage = stage
-        self._taken = _TakenFiles(stage.dir.taken, rank)
+        self._taken = _TakenFiles(taken, rank)
         self._is_stopped = is_stopped
         self._attempts = Attempts(stage.dir.attempts)
         # Units that may have ended a rank before come last, so that they keep no others from being done.
@@ -182,7 +186,7 @@ class UnitsToDo:
             and self._attempts.counts[unit.index] < MAX_ATTEMPTS
             and self._taken.is_free(_again(unit.index))
         ]
-        now = clock.of_folder(self._stage.dir.taken)
+        now = clock.of_folder(self._taken.folder)
         for unit in running:
             taken_at = self._taken.time_of(str(unit.index))
             if taken_at is None:
@@ -202,7 +206,7 @@ class _TakenFiles:
     """The files of what ranks have taken, as a process of one rank makes and reads them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
+        self.folder = folder
         self._rank = str(rank).encode()
         self._process = f"{rank} {uuid4().hex}".encode()
 
@@ -212,14 +216,14 @@ class _TakenFiles:
 
     def take_alone(self, name: str) -> bool:
         """Do so for this process: an earlier one of the rank may live on, on a node that was lost."""
-        return self._make(name, self._process) or read_stored(self._folder / name) == self._process
+        return self._make(name, self._process) or read_stored(self.folder / name) == self._process
 
     def make(self, name: str) -> bool:
         """Take what nobody has taken; return False where somebody has, be it this rank."""
         return self._make(name, self._rank)
 
     def _make(self, name: str, content: bytes) -> bool:
-        path = self._folder / name
+        path = self.folder / name
         with stopping_errors(path):
             try:
                 with path.open("xb") as stream:
@@ -232,7 +236,7 @@ class _TakenFiles:
         return True
 
     def is_mine(self, name: str) -> bool:
-        path = self._folder / name
+        path = self.folder / name
         return path.exists() and read_stored(path) == self._rank
 
     def is_free(self, name: str) -> bool:
@@ -240,16 +244,16 @@ class _TakenFiles:
         return self.is_mine(name) or not self.exists(name)
 
     def exists(self, name: str) -> bool:
-        return (self._folder / name).exists()
+        return (self.folder / name).exists()
 
     def names(self) -> set[str]:
         """Return what is taken by any rank."""
-        return {path.name for path in self._folder.iterdir()}
+        return {path.name for path in self.folder.iterdir()}
 
     def time_of(self, name: str) -> float | None:
         """Return the time at which it was taken, by the clock of the file system, or None where it is not."""
         try:
-            return (self._folder / name).stat().st_mtime
+            return (self.folder / name).stat().st_mtime
         except FileNotFoundError:
             return None
 

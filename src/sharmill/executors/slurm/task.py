@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sharmill.engine.attempts import AttemptLog
 from sharmill.engine.fence import require_current, superseded
+from sharmill.engine.late_views import wait_for_plan
 from sharmill.engine.ledger import find_lost, read_ledger
 from sharmill.engine.outcomes import BrokenDevice, FailedAttempt, Overtaken
+from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
@@ -58,6 +60,7 @@ class RankTask:
     """A rank's part of a stage: picklable, and callable on the node.
 
     ``units`` are indices into the plan; ``limit`` is the number of seconds before the rank is told to leave.
+    ``round`` is the name of the folder of what the ranks that were submitted together have taken.
     """
 
     stage: Stage
@@ -66,6 +69,7 @@ class RankTask:
     device: str
     rejects: RejectLimit
     limit: float = math.inf
+    round: str = ""
 
     def __post_init__(self) -> None:
         self._told_to_leave = False
@@ -78,13 +82,16 @@ class RankTask:
 
     def __call__(self) -> int:
         """Do the units that are missing, and return how many of all are in the ledger now."""
-        if not self.stage.dir.ranks.is_dir():
+        patience = Patience(self.stage.seconds_until_seen)
+        wait_for_plan(self.stage, patience)
+        taken = self.stage.dir.taken / self.round
+        if not patience.wait_until(taken.is_dir, str(taken)):
             raise superseded(self.stage)
         hidden = Device().only_visible() if self.device == "cpu" else nullcontext()
         with hidden, logging_to(self.stage.dir.rank_log(self.rank)):
             # What was pickled is not this process's: a requeued task has a file of its own.
             self._attempts = AttemptLog(self.stage.dir.attempts)
-            todo = UnitsToDo(self.stage, self.rank, self._outstanding(), lambda: self._attempts.stopped)
+            todo = UnitsToDo(self.stage, taken, self.rank, self._outstanding(), lambda: self._attempts.stopped)
             if not todo.is_empty():
                 previous = process.set_handler(signal.SIGTERM, self._expect_the_end)
                 self._run(todo)
@@ -135,6 +142,7 @@ class RankTask:
             with Worker(
                 self.stage, self.rank, self.device, may_publish=todo.may_publish,
                 memory_asked_mb=float(asked) if asked.isdecimal() else 0.0,
+                seconds_until_seen=self.stage.seconds_until_seen,
             ) as worker:  # fmt: skip
                 ready = True
                 self._seconds_to_load = process.seconds_since_start()

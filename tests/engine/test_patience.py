@@ -1,0 +1,88 @@
+"""Waiting for files of other nodes: as long as they may be late, no longer, and not where nothing is late."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from support.toy_stage import ToyStage
+
+from sharmill.engine.late_views import wait_for_plan, wait_for_units
+from sharmill.engine.patience import Patience
+from sharmill.engine.plan import read_or_make_plan
+from sharmill.ports import clock
+
+
+@pytest.fixture
+def waited(monkeypatch):
+    """The seconds of all waits; nothing really waits."""
+    seconds = []
+    monkeypatch.setattr(clock, "monotonic", lambda: sum(seconds))
+    monkeypatch.setattr(clock, "sleep", seconds.append)
+    return seconds
+
+
+def test_what_is_seen_is_not_waited_for(waited):
+    assert Patience(60.0).wait_until(lambda: True, "it")
+    assert waited == []
+
+
+def test_waiting_ends_with_what_is_waited_for(waited):
+    assert Patience(60.0).wait_until(lambda: sum(waited) > 5.0, "it")
+    assert 5.0 < sum(waited) < 7.0
+
+
+def test_waiting_is_bounded_over_all_that_is_waited_for_and_names_it(waited, caplog):
+    patience = Patience(60.0)
+    for name in ("the plan", "the ledger"):
+        assert not patience.wait_until(lambda: False, name)
+    assert sum(waited) == pytest.approx(60.0)
+    assert [record.getMessage().split(" after")[0] for record in caplog.records] == [
+        "the plan cannot be seen here,",
+        "the ledger cannot be seen here,",
+    ]
+
+
+def test_without_lateness_nothing_is_waited_for(waited):
+    assert not Patience(0.0).wait_until(lambda: False, "it")
+    assert not Patience(0.0).outlasts(FileNotFoundError(errno.ENOENT, "", "a"))
+    assert waited == []
+
+
+@pytest.mark.parametrize(("number", "is_late"), [(errno.ESTALE, True), (errno.ENOENT, True), (errno.EIO, False)])
+def test_only_errors_of_late_views_are_outlasted(waited, number, is_late):
+    patience = Patience(60.0)
+    assert patience.outlasts(OSError(number, "")) == is_late
+    if not is_late:
+        with pytest.raises(OSError, match="") as raised:
+            patience.wait_until(lambda: (_ for _ in ()).throw(OSError(number, "")), "it")
+        assert raised.value.errno == number
+
+
+def test_a_plan_and_units_that_never_show_are_given_up(waited, tmp_path):
+    stage = ToyStage(tmp_path, units=2)
+    stage.seconds_until_seen = 30.0
+    units = read_or_make_plan(stage, restart=False)
+    wait_for_plan(stage, Patience(30.0))
+    assert sum(waited) == pytest.approx(30.0)
+    wait_for_units(stage, units)
+    assert sum(waited) == pytest.approx(60.0)
+
+
+def test_a_plan_that_only_the_server_shows_is_taken(tmp_path, monkeypatch):
+    """The node has not seen the plan of another: that a folder cannot be made tells it."""
+    stage = ToyStage(tmp_path, units=2)
+    units = read_or_make_plan(stage, restart=False)
+    token = stage.token
+    path, seen = type(stage.dir.identity), []
+    exists = path.exists
+
+    def exists_late(self):
+        if self == stage.dir.identity:
+            seen.append(self)
+            return len(seen) > 1
+        return exists(self)
+
+    monkeypatch.setattr(path, "exists", exists_late)
+    assert read_or_make_plan(stage, restart=False) == units
+    assert stage.token == token

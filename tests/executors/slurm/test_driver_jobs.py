@@ -7,8 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 from support.errors import raises
+from support.toy_stage import ToyStage
 from tenacity import retry_if_exception_type
 
+from sharmill.engine.fence import claim_for_run
+from sharmill.engine.run import locked
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import chain as slurm_chain
 from sharmill.executors.slurm.chain import JobChain
@@ -16,6 +19,7 @@ from sharmill.executors.slurm.chain_state import ChainState, read_state
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, competing_jobs, job_comment, make_run_id, retrying
 from sharmill.ports import clock
+from sharmill.staging import STAGING_NAME
 
 
 @pytest.fixture
@@ -153,3 +157,18 @@ def test_a_driver_job_that_is_told_to_end_knows_itself_among_the_jobs(driver_job
     )
     (tmp_path / "bin/squeue").chmod(0o755)
     assert competing_jobs(run_dir) == []
+
+
+def test_claims_go_with_the_end_of_a_chain_but_not_while_another_process_has_taken_over(
+    driver_job, scontrol, monkeypatch
+):
+    stage = ToyStage(driver_job.run_dir.path.parent)
+    stage.run_dir.path.mkdir()
+    claim_for_run([stage], restart=False)
+    meet(monkeypatch, ConfigError("write was begun differently", code="changed_plan"))
+    with locked(driver_job.run_dir), raises(ConfigError, "changed_plan"):
+        driver_job()
+    assert len(list((stage.root / STAGING_NAME).glob("*.claim"))) == 2
+    with raises(ConfigError, "changed_plan"):
+        driver_job()
+    assert not (stage.root / STAGING_NAME).exists()

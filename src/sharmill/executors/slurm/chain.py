@@ -22,6 +22,7 @@ from sharmill.engine.attempts import Attempts
 from sharmill.engine.fence import release_run
 from sharmill.engine.late_views import wait_for_ranks
 from sharmill.engine.listener import Listener
+from sharmill.engine.locks import lock_owner
 from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.run import Executor, locked
 from sharmill.engine.rundir import RunDir
@@ -305,7 +306,9 @@ class JobChain:
         state = msgspec.structs.replace(state, command=self.command, cluster=cluster)
         write_atomic(self.run_dir.chain, msgspec.json.encode(state) + b"\n")
         if state.state != "waiting":
-            release_run(self.run_dir)
+            # Another process may have taken over meanwhile.
+            if lock_owner(self.run_dir.path) is None:
+                release_run(self.run_dir)
             # The watcher job of a driver job that has noted its end has nothing to do.
             with suppress(SharmillError):
                 scancel([job.id for job in queued_jobs(self.run_dir) if job.role == "watcher"])

@@ -29,7 +29,32 @@ _MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 
 
 # Places of fsyncs without which nothing breaks, and why they are there.
-NOT_NEEDED: dict[str, str] = {}
+_FOLDER = "sharmill/storage.fsync_directory < sharmill/storage."
+_WRITTEN = f"{_FOLDER}open_atomic < sharmill/storage.write_atomic < "
+_AGAIN = "the same folder, or file, is synced once more before anything relies on it"
+_ANEW = "the next run makes it anew"
+_GONE = "the next run removes it, or takes it over"
+NOT_NEEDED = {
+    "jobs/train_checkpoints.save": _AGAIN,
+    "sharmill/storage.fsync_directory < shar/index.changing_index": _GONE,
+    f"{_FOLDER}_make_folder < sharmill/storage.make_folder < engine/fence.claim_output": _ANEW,
+    f"{_FOLDER}_make_folder < sharmill/storage.make_folder < slurm/executor._submit_stage": _ANEW,
+    f"{_FOLDER}_make_folder < sharmill/storage.open_atomic < prepare/stage._merge": _AGAIN,
+    f"{_WRITTEN.replace('open_atomic', '_make_folder < sharmill/storage.open_atomic')}encode/stage.finalize": _AGAIN,
+    f"{_FOLDER}open_atomic < collect/stage._publish_rejects": _AGAIN,
+    f"{_FOLDER}open_atomic < collect/stage._publish_split": _AGAIN,
+    f"{_FOLDER}open_atomic < validate/stage.finalize": _AGAIN,
+    f"{_WRITTEN}engine/fence.claim_output": _ANEW,
+    f"{_WRITTEN}engine/ledger.revoke": "the same report revokes the same units once more",
+    f"{_WRITTEN}sharmill/pipeline.run_dataset": _ANEW,
+    f"{_WRITTEN}slurm/queue.make_run_id": _AGAIN,
+    f"{_WRITTEN}validate/stage.finalize": _AGAIN,
+    f"{_FOLDER}remove_at_once < engine/fence.remove_fences": "no rank outlives the power of its node",
+    f"{_FOLDER}remove_at_once < engine/run._finalize": _GONE,
+    f"{_FOLDER}remove_for_good < engine/plan.discard_stage": _GONE,
+    "sharmill/storage.open_atomic < sharmill/storage.write_atomic < sharmill/pipeline.run_dataset": _ANEW,
+    "sharmill/storage.open_atomic < sharmill/storage.write_atomic < slurm/executor._require_progress": _ANEW,
+}
 # Of each place so many states are tried in every run before more are tried in any.
 _FEW = 8
 
@@ -52,10 +77,12 @@ def leave_out_syncs(runs: Sequence[PoweredRun], folder: Path, states: int) -> in
         for name, cuts in recorded:
             for site in cuts.recording.sites:
                 if site not in NOT_NEEDED and not breaks.get(site):
-                    found = cuts.break_without(site, most).splitlines()
-                    breaks[site] = f"{name}: {found[0][:150]} ... {found[-1][-150:]}" if found else ""
-    for site in sorted(breaks):
-        print(f"{site}: {breaks[site] or 'nothing breaks without it'}")
+                    breaks[site] = cuts.break_without(site, most)
+                    if breaks[site]:
+                        first, *_, last = (breaks[site] + "\n").split("\n", 1)
+                        print(f"{site}: {name}: {first[:150]} {last[-150:]}", flush=True)
+    for site in sorted(site for site in breaks if not breaks[site]):
+        print(f"{site}: nothing breaks without it")
     print(f"{sum(map(bool, breaks.values()))} of {len(breaks)} places of fsyncs are needed")
     return int(not all(breaks.values()))
 

@@ -77,7 +77,8 @@ _TOY = {"name": "toy", "model": "builtin"}
 _CODECS = {"encode": {"codecs": [_TOY, {"name": "other", "model": "builtin"}]}}
 # Stages without models, so that ranks that are started anew need no stand-ins.
 _PLAIN: dict[str, Any] = {"match": None, "encode": {"codecs": []}}
-_OTHER_SEED = {"write": {"shard_size": 3, "seed": 1}}
+# Shards of other content, and more of them, which must be gone for good.
+_MORE_SHARDS = {"write": {"shard_size": 2, "seed": 1}}
 
 
 def _config(work: Path, changes: dict[str, Any] | None = None) -> Config:
@@ -265,6 +266,7 @@ RUNS = [
     PoweredRun("split", _make_datasets, _split, ["a", "s/train", "s/valid"]),
     PoweredRun("redo", lambda work: _damage(work, TARGET_AUDIO), _redo, ["dataset"]),
     PoweredRun("redo codes", lambda work: _damage(work, codes_field("toy", TARGET_CODES)), _redo, ["dataset"]),
+    PoweredRun("findings", lambda work: _damage(work, TARGET_AUDIO), lambda work: _run_stages(work, "validate")),
     PoweredRun("add codec", _run_all, lambda work: _run_all(work, _CODECS), ["dataset"], "toy"),
     PoweredRun("workers", lambda work: None, lambda work: _run_all(work, _PLAIN), ["dataset"],
                recorded=lambda work: _run_all(work, _PLAIN, executor=LocalExecutor(2, "cpu"))),
@@ -273,6 +275,6 @@ RUNS = [
     PoweredRun("chain of jobs", lambda work: None, _submit, ["dataset"], outcome=_done_by_jobs,
                recorded=lambda work: _submit(work, is_forking=True)),
     PoweredRun("pipeline", lambda work: None, _run_all, ["dataset"]),
-    PoweredRun("restart", lambda work: _run_all(work, _OTHER_SEED), lambda work: _run_all(work, restart=True),
+    PoweredRun("restart", lambda work: _run_all(work, _MORE_SHARDS), lambda work: _run_all(work, restart=True),
                ["dataset"]),
 ]  # fmt: skip

@@ -52,6 +52,7 @@ NOT_NEEDED = {
     f"{_FOLDER}remove_at_once < engine/fence.remove_fences": "no rank outlives the power of its node",
     f"{_FOLDER}remove_at_once < engine/run._finalize": _GONE,
     f"{_FOLDER}remove_for_good < engine/plan.discard_stage": _GONE,
+    f"{_FOLDER}remove_for_good < validate/stage.discard": _ANEW,
     "sharmill/storage.open_atomic < sharmill/storage.write_atomic < sharmill/pipeline.run_dataset": _ANEW,
     "sharmill/storage.open_atomic < sharmill/storage.write_atomic < slurm/executor._require_progress": _ANEW,
 }

@@ -51,5 +51,6 @@ def test_every_kind_of_run_survives(cut_power):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_something_breaks_without_each_fsync(cut_power):
-    runs = ("append", "sidecars", "export", "train", "manifest", "prepare", "write", "split", "findings", "redo")
+    runs = ("append", "sidecars", "export", "train", "manifest", "prepare", "write", "encode", "split", "findings",
+            "redo")  # fmt: skip
     assert cut_power("--without-syncs", "--states", "24", "--runs", *runs) >= 50

@@ -73,6 +73,16 @@ def test_the_scripts_of_the_ranks_and_of_the_job_behind_them_are_shown(make_conf
     assert "#SBATCH --dependency=afternotok:DRIVER" in out
 
 
+def test_datasets_share_the_ranks_that_run_at_once(make_config, capsys, tmp_path):
+    profile = tmp_path / "profile.yaml"
+    configs = [make_config(name)[1] for name in ("a", "b")]
+    own = "cpu: {max_ranks: 9}\nstages: {prepare: {max_parallel: 8}}\ndriver_units: 0\n"
+    for total, at_once in (("4", 2), ("3", 1), ("1", 1), ("null", 2)):
+        profile.write_text(f"{own}max_parallel_all: {total}\n")
+        _, out, _ = show(capsys, *configs, "prepare.unit_records=1", "--profile", profile)
+        assert re.findall(r"#SBATCH --array=0-1%(\d+)", out) == [str(at_once)] * 2
+
+
 def test_the_script_of_the_driver_job_that_does_few_units_itself_is_shown(make_config, capsys):
     status, out, _ = show(capsys, make_config("a")[1])
     assert status == 0

@@ -63,7 +63,7 @@ def submit(
     if cluster != "slurm":
         return run_configs(configs, stages, restart=restart, redo=named, take_over=take_over, as_json=as_json)
     require_package("submitit", extra="slurm")
-    loaded = load_profile(profile) if profile else ClusterProfile()
+    loaded = (load_profile(profile) if profile else ClusterProfile()).among(len(configs))
     console = make_console()
     outcomes: list[dict[str, Any]] = []
     if dry_run:

@@ -162,7 +162,8 @@ class SlurmExecutor:
         return self.profile.for_stage(stage.name, stage.uses_gpu)
 
     def _max_parallel(self, stage: Stage) -> int:
-        return self._ranks_of(stage).max_parallel or self.profile.max_parallel
+        parallel = self._ranks_of(stage).max_parallel or self.profile.max_parallel
+        return min(parallel, self.profile.max_parallel_all or parallel)
 
     def submit_driver_job(self, behind: Sequence[QueuedJob], name: str = "others") -> str:
         """Submit the driver job behind jobs that are in the queue already, if any, and return its number."""

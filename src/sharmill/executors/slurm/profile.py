@@ -118,6 +118,9 @@ class ClusterProfile:
     """Quality of service (``sbatch --qos``)."""
     max_parallel: int = 256
     """Most ranks of one stage that run at once."""
+    max_parallel_all: int | None = None
+    """Most ranks that run at once for all datasets of one ``sharmill submit``: each gets an equal share, and one rank
+    at least, also where ``max_parallel`` allows more. ``null``: as ``max_parallel`` of each says."""
     signal_s: int = 90
     """Seconds before its time limit at which a rank is told to leave."""
     max_requeues: int = 100
@@ -145,6 +148,8 @@ class ClusterProfile:
     def __post_init__(self) -> None:
         if self.max_parallel < 1 or self.max_requeues < 0 or self.signal_s < 1:
             raise ValueError("max_parallel and signal_s must be positive, max_requeues not negative")
+        if self.max_parallel_all is not None and self.max_parallel_all < 1:
+            raise ValueError("max_parallel_all must be positive")
         if self.driver_units < 0 or self.driver_hours < 0:
             raise ValueError("driver_units and driver_hours must not be negative")
         for name, ranks in self._all_ranks():
@@ -159,6 +164,12 @@ class ClusterProfile:
         own = getattr(self.stages, name.split("/")[0], StageProfile())
         changed = {field.name: value for field in fields(own) if (value := getattr(own, field.name)) is not None}
         return replace(ranks, **(changed | {"extra": {**ranks.extra, **own.extra}}))
+
+    def among(self, num_datasets: int) -> ClusterProfile:
+        """Return the profile of each of so many datasets, which share ``max_parallel_all``."""
+        if self.max_parallel_all is None:
+            return self
+        return replace(self, max_parallel_all=max(1, self.max_parallel_all // num_datasets))
 
     def driver_workers(self, ranks: RankProfile) -> int:
         """Return as how many ranks of a stage a driver job could work, by its cores and memory."""

@@ -288,13 +288,19 @@ def run_dataset(
             # That one looks for jobs by itself, and knows which belong to it.
             require_no_chain(run_dir, take_over=take_over)
         write_atomic(run_dir.config, to_yaml(config))
+        # Those of a chain stay until that has come to an end.
+        releases = not isinstance(executor, SlurmExecutor)
         try:
             claim_for_run(make_stages(config, stages), restart=restart)
             results = _run_stages(config, stages, executor, listener, restart=restart)
-        finally:
-            if not isinstance(executor, SlurmExecutor):
-                # Those of a chain stay until that has come to an end.
-                release_run(run_dir)
+        except BaseException:
+            # The error that ended the run is the one to be raised.
+            with suppress(FatalError, OSError):
+                if releases:
+                    release_run(run_dir)
+            raise
+        if releases:
+            release_run(run_dir)
         _check_accounts(config, results)
     return DatasetResult(config, results)
 

@@ -19,7 +19,7 @@ from sharmill.executors.unit_queue import UnitQueue
 from simulation import ray_world
 from simulation.ray_world import Broken, run_schedule
 
-_MOST_SCHEDULES = 300
+_MOST_SCHEDULES = 1000
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _count_every_loss(rank: DrivenRank, *arguments: Any, excused: bool = False) 
 
 
 DEFECTS = {
-    "ranks of a plan that was replaced go on": Defect(133, "publishes", [
+    "ranks of a plan that was replaced go on": Defect(348, "publishes", [
         (plan, "remove_fences", _nothing), (plan, "release_output", _nothing), (worker, "require_current", _nothing),
     ]),
     "the loss of a node counts as a failure of the unit": Defect(35, "done are", [

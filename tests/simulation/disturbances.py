@@ -64,7 +64,7 @@ def _few_jobs(world: World) -> None:
 
 
 def _start_twice(world: World) -> None:
-    if (job := world.choose_job()) is not None:
+    if (job := world.choose_job()) is not None and job.second is None:
         world.excuses += 1
         world.may_double = True
         first = job.process

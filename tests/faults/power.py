@@ -51,6 +51,7 @@ NOT_NEEDED = {
     f"{_WRITTEN}validate/stage.finalize": _AGAIN,
     f"{_FOLDER}remove_at_once < engine/fence.remove_fences": "no rank outlives the power of its node",
     f"{_FOLDER}remove_at_once < engine/run._finalize": _GONE,
+    f"{_FOLDER}remove_at_once < jobs/train_checkpoints.save": "the next save removes old checkpoints once more",
     f"{_FOLDER}remove_for_good < engine/plan.discard_stage": _GONE,
     f"{_FOLDER}remove_for_good < validate/stage.discard": _ANEW,
     "sharmill/storage.open_atomic < sharmill/storage.write_atomic < sharmill/pipeline.run_dataset": _ANEW,

@@ -228,7 +228,12 @@ class PowerCuts:
     def _temporary(self) -> set[str]:
         """Names of temporary files and folders; a record of progress is written aside too, and only looked at."""
         names = (path.relative_to(self._work).as_posix() for path in self._work.rglob("*"))
-        return {name for name in names if is_temporary(name) and "/progress/" not in name}
+        # Torch calls a lasting file of a checkpoint so.
+        return {
+            name
+            for name in names
+            if is_temporary(name) and not name.endswith("/.metadata") and "/progress/" not in name
+        }
 
     def _check_reader(self, name: str, reads: list[Any]) -> int:
         """Return 1 where a reader refuses; raise where it gets what was never there."""

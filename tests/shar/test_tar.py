@@ -213,6 +213,14 @@ def test_headers_looked_at_all_at_once_say_what_the_walk_says(tmp_path_factory, 
         assert what_is_found(path) == found
 
 
+def test_a_prefix_that_begins_with_nothing_is_one_all_at_once_too(tar):
+    block = bytearray(header())
+    block[257:265], block[345:348] = b"ustar\00000"[:8], b"\0xy"
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    assert parse(tar, bytes(block) + BODY + END) == [("\0xy/a", b"abc")]
+
+
 def test_a_header_within_the_data_of_a_member_is_data(tar):
     inner = header() + BODY + END
     assert parse(tar, archive([("a", inner), ("b", b"")])) == [("a", inner), ("b", b"")]

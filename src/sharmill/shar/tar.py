@@ -34,7 +34,7 @@ _MOST_BYTES_AT_ONCE: Final = 64 << 20
 # Places in a header.
 _CHECKSUM: Final = slice(148, 156)
 _MAGIC: Final = slice(257, 262)
-_PREFIX: Final = 345
+_PREFIX: Final = slice(345, 500)
 _REGULAR = (b"0", b"\0")
 
 
@@ -211,7 +211,7 @@ class _Parser:
             digits_are_octal & sums_are_octal & (sums == total + 8 * ord(" "))
             & (headers[:, _MAGIC] == np.frombuffer(b"ustar", np.uint8)).all(axis=1)
             & (headers[:, 135] == 0) & (headers[:, 154] == 0) & (headers[:, 155] == ord(" "))
-            & (headers[:, 156] == ord("0")) & (headers[:, 0] != 0) & (headers[:, _PREFIX] == 0)
+            & (headers[:, 156] == ord("0")) & (headers[:, 0] != 0) & ~headers[:, _PREFIX].any(axis=1)
         )  # fmt: skip
         # Each header lies where the member before it ends.
         ends = places + 1 + -(-sizes // BLOCK)

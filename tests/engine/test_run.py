@@ -214,7 +214,7 @@ class TestProgress:
 
     def test_progress_within_a_unit_is_in_its_record_and_never_more_than_its_cost(self, tmp_path):
         with ProgressWriter(tmp_path / "rank-000.json", 0) as writer:
-            writer.begin(7)
+            writer.begin(7, None)
             writer.advance(1.5)
             assert writer.record.unit_cost_done == 1.5
             writer.end(2.0)
@@ -235,7 +235,7 @@ class TestProgress:
         monkeypatch.setattr("sharmill.engine.progress.INTERVAL_SECONDS", 0.01)
         monkeypatch.setattr("sharmill.engine.progress._LEAST_INTERVAL_SECONDS", 0.01)
         with ProgressWriter(tmp_path / "rank-000.json", 0) as writer:
-            writer.begin(7)
+            writer.begin(7, None)
             (first,) = read_progress(tmp_path)
             wait_until(lambda: read_progress(tmp_path)[0].unit == 7)
             wait_until(lambda: read_progress(tmp_path)[0].updated > first.updated)

@@ -92,7 +92,7 @@ def test_a_sound_one_has_no_findings_and_is_told_what_was_not_checked(layout, de
 
 def test_files_of_which_no_checksum_is_recorded_are_read_for_none(flat, tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr("sharmill.validate.shard.checksum", read.append)
+    monkeypatch.setattr("sharmill.validate.shard.checksum_stream", read.append)
     assert validate(flat, tmp_path / "run", deep=True).findings == []
     assert read == []
 

@@ -47,6 +47,8 @@ def test_a_dataset_without_codecs_and_one_without_cuts_are_clean(project, tmp_pa
         project.add(f"{number}.wav", voice(0.5, seed=number))
     project.write(match={"min_duration": 0.0})
     assert check(project.dataset, tmp_path / "first") == []
+    # An empty audio root would be that of a disk that is not mounted.
+    (project.root / "notes.txt").touch()
     for number in range(2):
         (project.root / f"{number}.wav").unlink()
     assert run(WriteStage(project.configure(match={"min_duration": 0.0})), restart=True).ok

@@ -139,6 +139,19 @@ def test_only_folders_of_dead_processes_are_removed(tmp_path):
     assert sorted(f"-{alive.pid}-" in name or "-another-host-" in name for name in left) == [True, True]
 
 
+def test_another_users_folder_stays(tmp_path):
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    with mock.patch.object(process, "getpid", return_value=dead.pid):
+        folder = open_staging(tmp_path).folder
+    folder.mkdir()
+    with mock.patch.object(os, "geteuid", return_value=os.geteuid() + 1):
+        remove_dead_attempts(tmp_path, TOKEN)
+    assert folder.is_dir()
+    remove_dead_attempts(tmp_path, TOKEN)
+    assert not folder.is_dir()
+
+
 def test_two_attempts_at_a_unit_do_not_meet(tmp_path):
     with open_staging(tmp_path) as first, open_staging(tmp_path) as second:
         first.path("a").write_bytes(b"same")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import BinaryIO
 from uuid import uuid4
 
 from sharmill.ports import process
-from sharmill.storage import checksum_stream, is_strangers, open_regular, refuse_strangers, remove_tree, stopping_errors
+from sharmill.storage import checksum_stream, is_strangers, open_regular, refuse_strangers, stopping_errors
 
 STAGING_NAME = ".sharmill-staging"
 _SCRATCH_PREFIX = "sharmill-"
@@ -62,7 +63,7 @@ class Staging:
         with stopping_errors(self.folder):
             self.folder.mkdir()
         if self._has_scratch:
-            _remove_dead_scratch(self.written_in.parent)
+            _remove_dead(self.written_in.parent)
             with stopping_errors(self.written_in):
                 # Others may look into the folders of a machine.
                 self.written_in.mkdir(mode=0o700)
@@ -147,14 +148,6 @@ def _describe(name: str, stream: BinaryIO) -> PublishedFile:
     return PublishedFile(name=name, size=os.fstat(stream.fileno()).st_size, xxh3=checksum_stream(stream))
 
 
-def _remove_dead_scratch(scratch: Path) -> None:
-    """Remove what processes of this machine that were killed left there, unless it is another user's."""
-    for folder in scratch.glob(f"{_SCRATCH_PREFIX}rank-{process.gethostname()}-*-*"):
-        number = folder.name.split("-")[-2]
-        if number.isdecimal() and process.is_gone(int(number)) and folder.lstat().st_uid == os.geteuid():
-            remove_tree(folder)
-
-
 def token_staging(root: Path, token: str) -> Path:
     """Return the folder below which all ranks of a plan write aside what they publish below ``root``."""
     return root / STAGING_NAME / token
@@ -162,6 +155,17 @@ def token_staging(root: Path, token: str) -> Path:
 
 def remove_dead_attempts(root: Path, token: str) -> None:
     """Remove what processes of this host that have ended left aside for a plan. Others may be at work for it."""
-    for folder in token_staging(root, token).glob(f"*-{process.gethostname()}-*-*"):
-        if process.is_gone(int(folder.name.split("-")[-2])):
-            remove_tree(folder)
+    _remove_dead(token_staging(root, token))
+
+
+def _remove_dead(parent: Path) -> None:
+    """Remove what processes of this machine that have ended left in a folder, unless it is another user's.
+
+    Other ranks that begin do the same at this moment.
+    """
+    name = re.compile(rf"({_SCRATCH_PREFIX})?rank-{re.escape(process.gethostname())}-([0-9]{{1,9}})-[0-9a-f]+")
+    for folder in parent.glob("*rank-*"):
+        match = name.fullmatch(folder.name)
+        with suppress(FileNotFoundError):
+            if match and folder.lstat().st_uid == os.geteuid() and process.is_gone(int(match[2])):
+                shutil.rmtree(folder, ignore_errors=True)

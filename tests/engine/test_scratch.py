@@ -6,14 +6,17 @@ import errno
 import os
 import stat
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.errors import raises
 from support.toy_stage import ToyStage, output_bytes, run
 
+from sharmill.engine.plan import read_or_make_plan
 from sharmill.errors import DeviceError, FatalError
 from sharmill.ports import process
-from sharmill.staging import STAGING_NAME
+from sharmill.staging import STAGING_NAME, Staging, remove_dead_attempts, token_staging
 
 
 class WatchedStage(ToyStage):
@@ -77,6 +80,43 @@ def test_what_killed_ranks_left_there_goes_and_what_is_at_work_stays(tmp_path, s
         (folder / "inside").mkdir(parents=True)
     assert run(make_stage(tmp_path))[0].ok
     assert sorted(scratch.iterdir()) == sorted([left[1], others])
+
+
+def test_ranks_that_begin_together_remove_what_is_left_together(tmp_path, scratch):
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    for number in range(100):
+        folder = scratch / f"sharmill-rank-{process.gethostname()}-{ended.pid}-{number:x}"
+        folder.mkdir()
+        for name in "abc":
+            (folder / name).touch()
+    token_staging(tmp_path, "0" * 16).mkdir(parents=True)
+    begin = threading.Barrier(4)
+
+    def rank(number):
+        begin.wait()
+        with Staging(tmp_path, "0" * 16, scratch):
+            pass
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(rank, range(4)))
+    assert list(scratch.iterdir()) == []
+
+
+def test_folders_that_are_not_of_a_process_stay(tmp_path, scratch):
+    host = process.gethostname()
+    names = [f"rank-{host}-99999999999999999999-0", f"rank-{host}-x-0", f"rank-{host}-0", f"rank-{host}-other-1-0"]
+    for name in names:
+        (scratch / f"sharmill-{name}").mkdir()
+    stage = make_stage(tmp_path)
+    read_or_make_plan(stage, restart=False)
+    staging = token_staging(stage.root, stage.token)
+    for name in names:
+        (staging / name).mkdir(parents=True)
+    remove_dead_attempts(stage.root, stage.token)
+    assert sorted(path.name for path in staging.iterdir()) == sorted(names)
+    assert run(stage)[0].ok
+    assert sorted(path.name for path in scratch.iterdir()) == sorted(f"sharmill-{name}" for name in names)
 
 
 def test_a_copy_that_does_not_fit_beside_the_dataset_leaves_nothing(tmp_path, scratch, monkeypatch):

@@ -70,7 +70,8 @@ class RankActor:
             redirect_output(start.log)
             self._stack.enter_context(logging_to(start.log))
             stage: Stage = pickle.loads(start.stage)
-            self._worker = self._stack.enter_context(Worker(stage, start.number, start.device))
+            worker = Worker(stage, start.number, start.device, seconds_until_seen=stage.seconds_until_seen)
+            self._worker = self._stack.enter_context(worker)
         except (ConfigError, FatalError) as error:
             return self._stop(error)
         return Ready()

@@ -214,6 +214,23 @@ class TestClaims:
         assert not other_run(stage).dir.path.exists() or not contents(other_run(stage).dir.path)
         assert run(ToyStage(tmp_path))[0].ok
 
+    def test_one_that_another_run_makes_meanwhile_stays(self, tmp_path, monkeypatch):
+        stage = ToyStage(tmp_path)
+        other = other_run(stage)
+        other.run_dir.path.mkdir(parents=True)
+        theirs = stage.root / STAGING_NAME / "last.claim"
+        create = fence.create_atomic
+
+        def be_slower(path, text):
+            if path == theirs:
+                create(path, fence._claim_text(other.run_dir, "a" * 16))
+            create(path, text)
+
+        monkeypatch.setattr(fence, "create_atomic", be_slower)
+        with raises(ConfigError, "claimed", str(other.run_dir.path)):
+            plan(stage)
+        assert [path.name for path in theirs.parent.iterdir()] == ["last.claim"]
+
     def test_a_run_directory_that_is_gone_is_said_to_be(self, tmp_path):
         stage = ToyStage(tmp_path)
         plan(stage)

@@ -177,9 +177,10 @@ def claim_output(stage: Stage, token: str, *, alone: bool = False) -> None:
             # Nobody else can come in between any more.
             stage.check_output()
     except BaseException:
-        # Those that were held before stay, whichever of the run's tokens they name by now.
+        # Those that were held before stay, whichever of the run's tokens they name by now; so does another run's.
         for path in made if held else paths:
-            path.unlink(missing_ok=True)
+            if _names(path, own | {token}):
+                path.unlink(missing_ok=True)
         remove_if_empty(root / STAGING_NAME)
         raise
 

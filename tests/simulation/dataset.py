@@ -20,7 +20,7 @@ from sharmill.executors.slurm.chain_state import require_no_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.ports import clock, process
 from sharmill.staging import Staging
-from sharmill.storage import disk_errors, remove_for_good, write_atomic
+from sharmill.storage import disk_errors, remove_asides, remove_for_good, write_atomic
 
 NAMES = ("first", "second")
 RECORDS_PER_UNIT = 3
@@ -79,6 +79,8 @@ class SimStage(Stage):
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
+        # As finalize of every stage does whose products are in the dataset directory, where others publish too.
+        remove_asides(self.root, {self.products()[0].name})
         write_atomic(
             self.products()[0], b"".join((self.root / commit.files[-1].name).read_bytes() for commit in commits)
         )

@@ -172,3 +172,59 @@ def test_claims_go_with_the_end_of_a_chain_but_not_while_another_process_has_tak
     with raises(ConfigError, "changed_plan"):
         driver_job()
     assert not (stage.root / STAGING_NAME).exists()
+
+
+@pytest.fixture
+def overtaken(driver_job, scontrol, tmp_path):
+    """Returns a function: jobs by number -> the driver job 17, which meets them when it has the run directory."""
+    run_dir, queue = driver_job.run_dir, tmp_path / "queue"
+    run_dir.path.mkdir()
+    make_run_id(run_dir)
+    queue.write_text("")
+    for name, command in (("squeue", f"cat {queue}"), ("scancel", f'echo "scancel $@" >> {scontrol}')):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{command}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def meeting(jobs):
+        lines = [
+            f"{number}|RUNNING|None|bob|{job_comment(run_dir, role)}\n"
+            for number, role in [("17", "driver"), *jobs.items()]
+        ]
+
+        def run(executor, listener, *, restart, wait_seconds):
+            queue.write_text("".join(lines))
+            raise ConfigError("jobs 18 of this dataset appeared in the queue", code="jobs_in_queue")
+
+        driver_job.dataset.run = run
+        return driver_job
+
+    return meeting
+
+
+def test_a_driver_job_of_which_its_submission_never_heard_leaves_the_work_to_the_one_it_submitted_then(
+    overtaken, scontrol
+):
+    """Taken for an error, this ended the chain and cancelled the watcher job of the one that is at work."""
+    job = overtaken({"18": "driver", "19": "watcher"})
+    job()
+    assert read_state(job.run_dir) is None
+    assert not scontrol.exists()
+
+
+def test_one_that_meets_ranks_once_it_has_the_run_directory_submits_a_driver_job_behind_them(overtaken, monkeypatch):
+    behind = []
+
+    def submit(self, jobs):
+        behind.extend(found.id for found in jobs)
+        return ChainState(state="waiting", message="")
+
+    monkeypatch.setattr(JobChain, "_submit_driver_job", submit)
+    overtaken({"16_0": "rank"})()
+    assert behind == ["16_0"]
+
+
+def test_where_the_jobs_are_gone_again_the_error_is_noted(overtaken):
+    job = overtaken({})
+    with raises(ConfigError, "jobs_in_queue"):
+        job()
+    assert read_state(job.run_dir).state == "failed"

@@ -241,17 +241,25 @@ class JobChain:
         )
 
     def _run_driver_job(self) -> ChainState | None:
-        """Return None if a later driver job is in the queue: then this one was requeued after it had submitted that."""
+        """Return None if a later driver job is in the queue: that goes on.
+
+        Then this one was requeued after it had submitted that, or is one of which its submission never heard.
+        """
         others = competing_jobs(self.run_dir, self.patience)
+        if not others:
+            # Behind a watcher job is no other, so it is to be short.
+            executor = self.executor("ranks" if self.is_watcher else "here")
+            try:
+                return self._run_stages(executor, wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK)
+            except ConfigError as error:
+                # They may have been submitted while this one waited for the run directory.
+                if error.code != "jobs_in_queue" or not (others := competing_jobs(self.run_dir, self.patience)):
+                    raise
         if any(job.role == "driver" for job in others):
             log.info("%s go on", describe_jobs(others))
             return None
-        if others:
-            with locked(self.run_dir, _SECONDS_TO_WAIT_FOR_LOCK):
-                return self._submit_driver_job(others)
-        # Behind a watcher job is no other, so it is to be short.
-        executor = self.executor("ranks" if self.is_watcher else "here")
-        return self._run_stages(executor, wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK)
+        with locked(self.run_dir, _SECONDS_TO_WAIT_FOR_LOCK):
+            return self._submit_driver_job(others)
 
     def _submit_driver_job(self, behind: Sequence[QueuedJob]) -> ChainState:
         """Leave the work to jobs that are in the queue already, and only submit the driver job behind them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -231,7 +232,13 @@ class TestClaims:
             plan(stage)
         assert [path.name for path in theirs.parent.iterdir()] == ["last.claim"]
 
-    def test_a_run_directory_that_is_gone_is_said_to_be(self, tmp_path):
+    @pytest.mark.parametrize(
+        "changes",
+        [{"host": "node7"}, {"user": "ada"}, {"device": 0}, {"device": None}],
+        ids=["host", "user", "device", "no device"],
+    )
+    def test_a_run_directory_that_is_gone_is_said_to_be(self, tmp_path, changes):
+        """Elsewhere, of another user, or with a file system that is not mounted here: it may be there all the same."""
         stage = ToyStage(tmp_path)
         plan(stage)
         other = other_run(stage)
@@ -239,11 +246,28 @@ class TestClaims:
         claims = list((stage.root / STAGING_NAME).glob("*.claim"))
         for claim in claims:
             # Here its removal would be known.
-            claim.write_text(json.dumps(json.loads(claim.read_bytes()) | {"host": "node7"}))
+            claim.write_text(json.dumps(json.loads(claim.read_bytes()) | changes))
         with raises(ConfigError, "claimed", "not there any more", "sharmill cancel", "remove"):
             run(other)
+        assert token_staging(stage.root, stage.token).is_dir()
         release_output(stage.root, [stage.token])
         assert run(other)[0].ok
+
+    def test_a_run_directory_in_a_private_home_is_taken_to_be_there(self, tmp_path, monkeypatch):
+        stage = ToyStage(tmp_path)
+        plan(stage)
+        look = os.stat
+
+        def refuse(path, *options, **more):
+            if path == stage.run_dir.path:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return look(path, *options, **more)
+
+        monkeypatch.setattr(os, "stat", refuse)
+        with raises(ConfigError, "claimed", str(stage.run_dir.path)) as caught:
+            run(other_run(stage))
+        assert "not there" not in str(caught.value)
+        assert token_staging(stage.root, stage.token).is_dir()
 
     def test_of_a_run_that_was_removed_here_go_with_its_staging(self, tmp_path):
         stage = ToyStage(tmp_path)

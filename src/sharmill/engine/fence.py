@@ -32,7 +32,6 @@ from sharmill.storage import (
     create_atomic,
     fsync_directory,
     make_folder,
-    refuse_strangers,
     remove_asides,
     remove_at_once,
     remove_if_empty,
@@ -47,13 +46,17 @@ _TOKEN = re.compile(r"[0-9a-f]{16}")
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a claim: who is at work on a folder of ``root``, for the plan with this token."""
+    """The content of a claim: who is at work on a folder of ``root``, for the plan with this token.
+
+    ``device`` is the number, on ``host``, of the file system that the run directory's parent is on.
+    """
 
     token: str
     run: str
     host: str
     user: str
     since: str
+    device: int | None = None
 
 
 class RunClaim(msgspec.Struct, frozen=True):
@@ -121,24 +124,6 @@ def stop_ranks(stage: Stage) -> None:
     """Stop ranks that are at work for the stage's plan, which stays with what they have done: a later run goes on."""
     for token in tokens_of(stage.dir):
         remove_at_once(token_staging(stage.root, token))
-
-
-def refuse_linked_folders(stage: Stage) -> None:
-    """Raise ConfigError where a folder of the stage, a log or a file of a cluster's jobs is a link or a stranger's.
-
-    What lies behind a link is not this run's to change.
-    """
-    for paths in (stage.dir, *stage.later()):
-        own = (paths.ledger, paths.attempts, paths.taken, paths.progress, paths.metrics, paths.unit_rejects(0))
-        refuse_strangers(stage.run_dir.path, own)
-        refuse_strangers(stage.run_dir.path, (paths.logs, paths.merged))
-        refuse_strangers(stage.run_dir.path, (paths.identity, paths.units, paths.token_file))
-        refuse_strangers(stage.run_dir.path, paths.logs.glob("*"))
-    run = stage.run_dir
-    refuse_strangers(run.path, (run.manifests, run.copies, run.jobs))
-    # Submitit itself makes links of such names, which SLURM does not write to.
-    refuse_strangers(run.path, (path for path in run.jobs.glob("*") if not path.match(".submission_file_*.sh")))
-    refuse_strangers(stage.root, (stage.root / name for name in (STAGING_NAME, *stage.folders)))
 
 
 def require_own_output(stage: Stage) -> None:
@@ -307,8 +292,10 @@ def _make_run_claim(run_dir: RunDir, root: Path) -> str:
 
 def _claim_text(run_dir: RunDir, token: str) -> bytes:
     since = datetime.fromtimestamp(clock.time(), UTC).isoformat(timespec="seconds")
-    host, run = process.gethostname(), str(run_dir.path.resolve())
-    return msgspec.json.encode(Claim(token=token, run=run, host=host, user=user_name(), since=since)) + b"\n"
+    host, run = process.gethostname(), run_dir.path.resolve()
+    device = run.parent.stat().st_dev
+    claim = Claim(token=token, run=str(run), host=host, user=user_name(), since=since, device=device)
+    return msgspec.json.encode(claim) + b"\n"
 
 
 def _claim_file(root: Path, folder: str) -> Path:
@@ -367,22 +354,36 @@ def _refuse_claim(path: Path, own: Container[str]) -> None:
     claim, root = _read_claim(path), path.parent.parent
     if claim is None or claim.token in own:
         return
-    run, folder = Path(claim.run), _claimed_folder(path).relative_to(root)
-    if (
-        not run.exists()
-        and run.parent.exists()
-        and claim.host == process.gethostname()
-        and _TOKEN.fullmatch(claim.token)
-    ):
+    if _was_removed(claim):
         # Ranks that were left have lost their ledger, and lose their staging folder with the claim.
-        log.warning("%s has gone, and so does its claim %s", run, path)
+        log.warning("%s has gone, and so does its claim %s", claim.run, path)
         release_output(root, [claim.token])
         return
+    folder = _claimed_folder(path).relative_to(root)
     files = [str(other) for other in _claim_files(root) if _names(other, [claim.token])]
-    gone = "" if Path(claim.run).exists() else ", a run directory that is not there any more"
+    gone = ", a run directory that is not there any more, or cannot be seen from here" if _is_missing(claim) else ""
     raise ConfigError(
         f"{root} is claimed: {claim.user} on {claim.host} has been at work on {folder} there since "
         f"{claim.since}, from {claim.run}{gone}. Wait until that run is finished, or choose another dataset_dir; if it "
         f"will never go on: sharmill cancel {claim.run}, or remove {' '.join(files) or path}",
         code="claimed",
     )
+
+
+def _was_removed(claim: Claim) -> bool:
+    """Return True if a claim's run directory was removed here by this user, rather than being out of sight."""
+    is_own = claim.host == process.gethostname() and claim.user == user_name() and _TOKEN.fullmatch(claim.token)
+    if is_own and _is_missing(claim):
+        with suppress(OSError):
+            # A file system that is not mounted leaves an empty folder of another one.
+            return Path(claim.run).parent.stat().st_dev == claim.device
+    return False
+
+
+def _is_missing(claim: Claim) -> bool:
+    """Return True if a claim's run directory is not there, as far as this user may see."""
+    try:
+        Path(claim.run).lstat()
+    except (OSError, ValueError) as error:
+        return isinstance(error, FileNotFoundError)  # what lies in a private home, say, may be there
+    return False

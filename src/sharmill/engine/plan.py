@@ -13,7 +13,6 @@ import msgspec
 from sharmill.engine.fence import (
     claim_output,
     new_token,
-    refuse_linked_folders,
     release_output,
     remove_fences,
     tokens_of,
@@ -32,6 +31,7 @@ from sharmill.storage import (
     make_folder,
     path_aside,
     publish_directory,
+    refuse_strangers,
     remove_asides,
     remove_at_once,
     remove_for_good,
@@ -54,7 +54,7 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
         ConfigError: there is a plan, but of another configuration, input or version; or the output is another run's.
     """
     stage.token = ""
-    refuse_linked_folders(stage)
+    _refuse_linked_folders(stage)
     identity = _as_stored(stage.references.identify(stage.identity(), stage.kind))
     if stage.dir.identity.exists() and not restart:
         before = _read_identity(stage)
@@ -229,6 +229,24 @@ def _remove_own_files(paths: StageDir) -> None:
     # What came back without the plan would be refused as a stranger's.
     fsync_directory(paths.path)
     remove_at_once(paths.plan)
+
+
+def _refuse_linked_folders(stage: Stage) -> None:
+    """Raise ConfigError where a folder of the stage, a log or a file of a cluster's jobs is a link or a stranger's.
+
+    What lies behind a link is not this run's to change.
+    """
+    for paths in (stage.dir, *stage.later()):
+        own = (paths.ledger, paths.attempts, paths.taken, paths.progress, paths.metrics, paths.unit_rejects(0))
+        refuse_strangers(stage.run_dir.path, own)
+        refuse_strangers(stage.run_dir.path, (paths.logs, paths.merged))
+        refuse_strangers(stage.run_dir.path, (paths.identity, paths.units, paths.token_file))
+        refuse_strangers(stage.run_dir.path, paths.logs.glob("*"))
+    run = stage.run_dir
+    refuse_strangers(run.path, (run.manifests, run.copies, run.jobs))
+    # Submitit itself makes links of such names, which SLURM does not write to.
+    refuse_strangers(run.path, (path for path in run.jobs.glob("*") if not path.match(".submission_file_*.sh")))
+    refuse_strangers(stage.root, (stage.root / name for name in (STAGING_NAME, *stage.folders)))
 
 
 def _freeze(stage: Stage, identity: dict[str, Any]) -> list[Unit]:

@@ -33,6 +33,7 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     published nothing yet is free for others.
     """
     from sharmill.engine.fence import release_unused
+    from sharmill.engine.run import locked
     from sharmill.engine.rundir import RunDir
     from sharmill.executors.slurm.chain_state import cancel_chain
 
@@ -47,12 +48,20 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
         console.print(plain(f"ended: {ended}"))
     if not jobs and not ended:
         console.print(plain(f"nothing is at work in {run_dir}"))
-    claims = release_unused(paths)
+    claims: list[Path] = []
+    try:
+        if paths.claim.exists():
+            # A run that has begun again meanwhile keeps its claims, and ranks their staging folder.
+            with locked(paths):
+                claims = release_unused(paths)
+    finally:
+        # What was ended is told in any case.
+        if as_json:
+            names = [str(path) for path in claims]
+            print_json({"slurm_jobs": jobs, "ended": [ended] if ended else [], "claims": names})
     if claims:
         line = f"{claims[0].parent.parent} has files of this run, so its claims stay: {' '.join(map(str, claims))}"
         console.print(plain(line), soft_wrap=True)
-    if as_json:
-        print_json({"slurm_jobs": jobs, "ended": [ended] if ended else [], "claims": [str(path) for path in claims]})
     return OK
 
 

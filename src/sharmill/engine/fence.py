@@ -201,14 +201,15 @@ def release_run(run_dir: RunDir) -> None:
 def release_unused(run_dir: RunDir) -> list[Path]:
     """Remove the claims of a run that is given up, and return those that stay, since the run has published files there.
 
-    As long as those are there, the directory can be used by no other run anyway.
+    As long as those are there, the directory can be used by no other run anyway. The caller holds the run directory's
+    lock.
     """
     if (claim := _read_run_claim(run_dir)) is None:
         return []
     root = Path(claim.directory)
     paths = [path.parent for pattern in ("*/ranks", "*/*/ranks") for path in run_dir.path.glob(pattern)]
     own = {claim.token} | {token for path in paths for token in tokens_of(StageDir(path))}
-    claims = {path: found.token for path in _claim_files(root) if (found := _read_claim(path)) and found.token in own}
+    claims = {path: token for path in _claim_files(root) if (token := _token_of(path)) in own}
     used = {token for path, token in claims.items() if any(_claimed_folder(path).glob("*"))}
     release_output(root, own - used)
     return [path for path, token in claims.items() if token in used]
@@ -320,12 +321,17 @@ def _read_claim(path: Path) -> Claim | None:
         raise ConfigError(message, code="claimed") from error
 
 
+def _token_of(path: Path) -> str:
+    """Return the token of a claim, and "" where that is gone or damaged."""
+    with suppress(ConfigError):
+        if (claim := _read_claim(path)) is not None:
+            return claim.token
+    return ""
+
+
 def _names(path: Path, tokens: Container[str]) -> bool:
     """Return True if a claim is for one of these plans."""
-    with suppress(ConfigError):
-        found = _read_claim(path)
-        return found is not None and found.token in tokens
-    return False
+    return _token_of(path) in tokens
 
 
 def _create(path: Path, text: bytes, own: Container[str]) -> bool:

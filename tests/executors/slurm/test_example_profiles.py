@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from support.paths import REPOSITORY
@@ -77,15 +79,54 @@ def test_pyxis_gets_image_mounts_and_folder_of_ranks_and_not_of_driver_jobs(scri
     assert [arguments in script for script in (gpu, cpu, driver)] == [True, True, False]
 
 
-def test_the_environment_of_conda_is_unpacked_once_on_each_node(tmp_path):
-    """By a stand-in of tar; the second job finds it there, and one that is not whole is made again."""
+@pytest.fixture
+def unpack(tmp_path):
+    """Returns a function that runs the setup line of conda with a stand-in of tar, and returns status and messages."""
     (line,) = load_profile(REPOSITORY / "configs/clusters/conda.yaml").setup
-    tar = "tar() { echo unpacked >> calls; mkdir -p here-sharmill/bin; echo exit $FAILS > here-sharmill/bin/python; "
-    tar += "chmod +x here-sharmill/bin/python; }"
-    line = f"{tar}\n{line.replace('/tmp/$USER', 'here')}"
-    ended = [
-        subprocess.run(["bash", "-c", line], env={"PATH": "/usr/bin:/bin", "FAILS": fails}, cwd=tmp_path, check=False)
-        for fails in ("3", "0", "0")
-    ]
-    assert [process.returncode for process in ended] == [3, 0, 0]
-    assert (tmp_path / "calls").read_text().count("unpacked") == 2
+    tar = 'tar() { echo unpacked >> calls; mkdir -p "$4/bin"; echo exit $FAILS > "$4/bin/python"; '
+    tar += 'chmod +x "$4/bin/python"; }'
+    line = line.replace("/tmp/$USER", "here").replace("/project/envs/sharmill.tar.gz", "archive")
+    (tmp_path / "archive").write_bytes(b"packed")
+
+    def run(fails: str = "0") -> tuple[int, str]:
+        environ = {"PATH": "/usr/bin:/bin", "FAILS": fails, "USER": "bob"}
+        command = ["bash", "-c", f"{tar}\n{line}"]
+        ended = subprocess.run(command, env=environ, cwd=tmp_path, check=False, capture_output=True, text=True)
+        return ended.returncode, ended.stderr
+
+    return run
+
+
+def count_unpacked(folder: Path) -> int:
+    calls = folder / "calls"
+    return len(calls.read_text().splitlines()) if calls.exists() else 0
+
+
+def test_the_environment_of_conda_is_unpacked_once_on_each_node(tmp_path, unpack):
+    """The second job finds it there, one that is not whole is made again, and another archive is unpacked anew."""
+    assert [unpack("3")[0], unpack()[0], unpack()[0]] == [3, 0, 0]
+    assert count_unpacked(tmp_path) == 2
+    (tmp_path / "archive").write_bytes(b"packed anew")
+    assert [unpack()[0], unpack()[0]] == [0, 0]
+    assert count_unpacked(tmp_path) == 3
+    (tmp_path / "archive").unlink()
+    assert unpack()[0] == 1
+
+
+@pytest.mark.parametrize("kind", ["a stranger's", "open to others", "a link", "a file"])
+def test_the_environment_of_conda_is_not_taken_from_a_folder_in_which_others_can_write(tmp_path, unpack, kind):
+    foreign = tmp_path / "here-sharmill"
+    (tmp_path / "private").mkdir(mode=0o700)
+    if kind == "a link":
+        foreign.symlink_to("private")
+    elif kind == "a file":
+        foreign.write_text("")
+    else:
+        foreign.mkdir(mode=0o777 if kind == "open to others" else 0o700)
+        foreign.chmod(0o777 if kind == "open to others" else 0o700)
+    if kind == "a stranger's":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder away")
+        os.chown(foreign, 65534, -1)
+    assert unpack() == (1, "here-sharmill is no private folder of bob\n")
+    assert count_unpacked(tmp_path) == 0

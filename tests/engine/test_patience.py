@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 
 import pytest
-from support.toy_stage import ToyStage
+from support.toy_stage import ToyStage, run
 
+from sharmill.engine import late_views
 from sharmill.engine.late_views import wait_for_plan, wait_for_units
+from sharmill.engine.ledger import read_ledger
+from sharmill.engine.outcomes import FailedAttempt, Finished
 from sharmill.engine.patience import Patience
-from sharmill.engine.plan import read_or_make_plan
+from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.ports import clock
 
 
@@ -65,8 +68,59 @@ def test_a_plan_and_units_that_never_show_are_given_up(waited, tmp_path):
     units = read_or_make_plan(stage, restart=False)
     wait_for_plan(stage, Patience(30.0))
     assert sum(waited) == pytest.approx(30.0)
-    wait_for_units(stage, units)
+    assert wait_for_units(stage, units, units, Finished(on_other_nodes=True)) == ({}, units)
     assert sum(waited) == pytest.approx(60.0)
+
+
+def test_units_of_this_machine_are_not_waited_for(waited, tmp_path):
+    stage = ToyStage(tmp_path, units=2)
+    stage.seconds_until_seen = 30.0
+    units = read_or_make_plan(stage, restart=False)
+    assert wait_for_units(stage, units, units, Finished()) == ({}, units)
+    assert waited == []
+
+
+def test_units_that_failed_are_not_waited_for(waited, tmp_path):
+    stage = ToyStage(tmp_path, units=2)
+    stage.seconds_until_seen = 30.0
+    units = read_or_make_plan(stage, restart=False)
+    failures = {unit.index: FailedAttempt(unit.index, "", "") for unit in units}
+    assert wait_for_units(stage, units, units, Finished(failures, on_other_nodes=True)) == ({}, units)
+    assert waited == []
+
+
+def test_units_that_show_late_are_taken_from_the_look_that_saw_them(waited, tmp_path, monkeypatch):
+    stage = ToyStage(tmp_path, units=2)
+    stage.seconds_until_seen = 30.0
+    assert run(stage)[0].ok
+    waited.clear()
+    units, looks = load_plan(stage), []
+
+    def read_late(paths, units):
+        looks.append(sum(waited))
+        if looks[-1] < 5.0:
+            raise OSError(errno.ESTALE, "")
+        return read_ledger(paths, units)
+
+    monkeypatch.setattr(late_views, "read_ledger", read_late)
+    commits, missing = wait_for_units(stage, units, units, Finished(on_other_nodes=True))
+    assert (sorted(commits), missing) == ([0, 1], [])
+    assert 5.0 <= looks[-1] < 10.0
+    assert [look for look in looks if look >= 5.0] == looks[-1:]
+
+
+def test_an_error_that_does_not_pass_ends_the_stage(waited, tmp_path, monkeypatch):
+    stage = ToyStage(tmp_path, units=2)
+    stage.seconds_until_seen = 30.0
+    units = read_or_make_plan(stage, restart=False)
+
+    def refuse(paths, units):
+        raise OSError(errno.ESTALE, "stale")
+
+    monkeypatch.setattr(late_views, "read_ledger", refuse)
+    with pytest.raises(OSError, match="stale"):
+        wait_for_units(stage, units, units, Finished(on_other_nodes=True))
+    assert sum(waited) == pytest.approx(30.0)
 
 
 def test_a_plan_that_only_the_server_shows_is_taken(tmp_path, monkeypatch):

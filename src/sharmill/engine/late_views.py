@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from sharmill.engine.attempts import MAX_ATTEMPTS, Attempts
-from sharmill.engine.ledger import find_lost, read_ledger
+from sharmill.engine.ledger import find_outstanding, read_ledger
+from sharmill.engine.outcomes import Finished
 from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan
 from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Unit
+from sharmill.engine.unit import Commit, Unit
 from sharmill.staging import token_staging
 
 
@@ -45,10 +46,30 @@ def wait_for_ranks(stages: Sequence[Stage], name: str, token: str) -> None:
         patience.wait_until(partial(_is_finished, stage), f"{stage.name}: its end")
 
 
-def wait_for_units(stage: Stage, units: Sequence[Unit]) -> None:
-    """Wait until this node sees that units, which ranks have reported as done, are so."""
-    what = f"{stage.name}: the output of all units"
-    Patience(stage.seconds_until_seen).wait_until(lambda: not _not_in_place(stage, units), what)
+def wait_for_units(
+    stage: Stage, units: Sequence[Unit], given: Sequence[Unit], outcome: Finished
+) -> tuple[dict[int, Commit], list[Unit]]:
+    """Wait until this node sees that units are done which ranks have reported as such.
+
+    Args:
+        units: all those of the stage.
+        given: those that the executor was given.
+        outcome: the executor's.
+
+    Returns: the commits whose files are in place, and the units without one.
+    """
+    found: tuple[dict[int, Commit], list[Unit]] = ({}, [])
+
+    def look() -> bool:
+        nonlocal found
+        found = find_outstanding(stage, units, read_ledger(stage.dir, units), check=given)
+        return all(unit.index in outcome.failures for unit in found[1])
+
+    patience = Patience(stage.seconds_until_seen)
+    if not outcome.on_other_nodes or not patience.wait_until(look, f"{stage.name}: the output of all units"):
+        # Here an error that has not passed ends the stage.
+        look()
+    return found
 
 
 def _is_finished(stage: Stage) -> bool:
@@ -58,11 +79,6 @@ def _is_finished(stage: Stage) -> bool:
 def _have_ranks_ended(stage: Stage) -> bool:
     """Return True if each unit is done, or given up: of ranks that were killed nothing more is to be seen."""
     attempts = Attempts(stage.dir.attempts)
-    missing = _not_in_place(stage, load_plan(stage))
+    units = load_plan(stage)
+    _, missing = find_outstanding(stage, units, read_ledger(stage.dir, units), check=units)
     return bool(attempts.stopped) or all(attempts.counts[unit.index] >= MAX_ATTEMPTS for unit in missing)
-
-
-def _not_in_place(stage: Stage, units: Sequence[Unit]) -> list[Unit]:
-    commits = read_ledger(stage.dir, units)
-    lost = find_lost(stage, commits.values())
-    return [unit for unit in units if unit.index not in commits or unit.index in lost]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from stat import S_ISREG
 from uuid import uuid4
@@ -138,6 +138,20 @@ def _decode(path: Path, line: bytes) -> Commit | None:
         # A file system that lost its power may leave such lines; the unit is done again.
         log.warning("a line of %s is no record: %s", path, error)
         return None
+
+
+def find_outstanding(
+    stage: Stage, units: Sequence[Unit], done: Mapping[int, Commit], *, check: Sequence[Unit]
+) -> tuple[dict[int, Commit], list[Unit]]:
+    """Return the commits whose files are in place, and the units without one; only files of ``check`` are looked at.
+
+    Raises:
+        ConfigError: a folder on the way to one of them is a link, or a stranger's.
+    """
+    found = [done[unit.index] for unit in check if unit.index in done]
+    lost = find_lost(stage, found, is_finished=stage.dir.done.exists())
+    commits = {index: commit for index, commit in done.items() if index not in lost}
+    return commits, [unit for unit in units if unit.index not in commits]
 
 
 def find_lost(stage: Stage, commits: Collection[Commit], *, is_finished: bool = False) -> set[int]:

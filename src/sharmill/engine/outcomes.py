@@ -28,11 +28,13 @@ class Overtaken(FailedAttempt):
 class Finished:
     """An executor has done what it was given; ``failures`` are the units that failed for good, by index.
 
-    ``given_up`` names ranks and devices that could not be used, a sentence each.
+    ``given_up`` names ranks and devices that could not be used, a sentence each. ``on_other_nodes``: ranks may
+    have been on others than the driver, which then sees late what they have done.
     """
 
     failures: dict[int, FailedAttempt] = field(default_factory=dict)
     given_up: list[str] = field(default_factory=list)
+    on_other_nodes: bool = False
 
 
 @dataclass(frozen=True)

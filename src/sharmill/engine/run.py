@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -13,7 +13,7 @@ import msgspec
 from sharmill.engine.device_kind import settle_device_kind
 from sharmill.engine.fence import claim_output, make_fence, release_output
 from sharmill.engine.late_views import wait_for_units
-from sharmill.engine.ledger import find_lost, read_ledger, read_revoked, revoke
+from sharmill.engine.ledger import find_outstanding, read_ledger, read_revoked, revoke
 from sharmill.engine.listener import Listener
 from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
 from sharmill.engine.outcomes import FailedAttempt, Finished, StageResult, Submitted
@@ -81,7 +81,7 @@ def run_stage(
     units = read_or_make_plan(stage, restart=restart)
     _remove_leftovers(stage)
     done = read_ledger(stage.dir, units)
-    commits, missing = _outstanding(stage, units, done, check=units)
+    commits, missing = find_outstanding(stage, units, done, check=units)
     if not commits:
         _refuse_vanished(stage, done.values())
     if lost := done.keys() - commits.keys():
@@ -110,8 +110,7 @@ def run_stage(
         outcome = executor.run(stage, missing, rejects, listener)
         if isinstance(outcome, Submitted):
             return _end(stage, StageResult(submitted=outcome), listener)
-        wait_for_units(stage, [unit for unit in missing if unit.index not in outcome.failures])
-        commits, missing = _outstanding(stage, units, read_ledger(stage.dir, units), check=missing)
+        commits, missing = wait_for_units(stage, units, missing, outcome)
         if missing:
             return _end(stage, _note_failures(stage, missing, outcome), listener)
         given_up = outcome.given_up
@@ -141,16 +140,6 @@ def _remove_leftovers(stage: Stage) -> None:
     remove_asides(paths.path, {path.name for path in own} | {PROBE})
     for folder in (paths.manifests, stage.dir.path, stage.dir.merged):
         remove_asides(folder)
-
-
-def _outstanding(
-    stage: Stage, units: Sequence[Unit], done: Mapping[int, Commit], *, check: Sequence[Unit]
-) -> tuple[dict[int, Commit], list[Unit]]:
-    """Return the commits whose files are in place, and the units without one; only files of ``check`` are looked at."""
-    found = [done[unit.index] for unit in check if unit.index in done]
-    lost = find_lost(stage, found, is_finished=stage.dir.done.exists())
-    commits = {index: commit for index, commit in done.items() if index not in lost}
-    return commits, [unit for unit in units if unit.index not in commits]
 
 
 def _refuse_vanished(stage: Stage, done: Collection[Commit]) -> None:

@@ -86,7 +86,7 @@ class RayExecutor:
             # No actor is left that could do it for itself.
             remove_dead_attempts(stage.root, stage.token)
             mark_ended(stage.dir.progress)
-        return Finished(queue.failures, [str(error) for error in pool.given_up.values()])
+        return Finished(queue.failures, [str(error) for error in pool.given_up.values()], on_other_nodes=True)
 
     def _needs(self, stage: Stage) -> RankNeeds:
         if stage.uses_gpu and self.device != "cpu":

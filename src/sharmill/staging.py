@@ -13,7 +13,14 @@ from typing import BinaryIO
 from uuid import uuid4
 
 from sharmill.ports import process
-from sharmill.storage import checksum_stream, is_strangers, open_regular, refuse_strangers, stopping_errors
+from sharmill.storage import (
+    checksum_bytes,
+    checksum_stream,
+    is_strangers,
+    open_regular,
+    refuse_strangers,
+    stopping_errors,
+)
 
 STAGING_NAME = ".sharmill-staging"
 _SCRATCH_PREFIX = "sharmill-"
@@ -54,7 +61,7 @@ class Staging:
 
     def __init__(self, root: Path, token: str, scratch: Path | None = None) -> None:
         self.root = root
-        name = f"rank-{process.gethostname()}-{process.getpid()}-{uuid4().hex}"
+        name = f"{_names_here()}{process.getpid()}-{uuid4().hex}"
         self.folder = token_staging(root, token) / name
         self.written_in = self.folder if scratch is None else scratch / f"{_SCRATCH_PREFIX}{name}"
         self._begun: set[Path] = set()
@@ -154,8 +161,16 @@ def token_staging(root: Path, token: str) -> Path:
 
 
 def remove_dead_attempts(root: Path, token: str) -> None:
-    """Remove what processes of this host that have ended left aside for a plan. Others may be at work for it."""
+    """Remove what processes of this machine that have ended left aside for a plan. Others may be at work for it."""
     _remove_dead(token_staging(root, token))
+
+
+def _names_here() -> str:
+    """Return how the names of folders begin whose processes can be asked for here.
+
+    Containers of one machine may have its host name, and the numbers of their processes mean nothing in others.
+    """
+    return f"rank-{process.gethostname()}-{checksum_bytes(process.this_kernel().encode())[:8]}-"
 
 
 def _remove_dead(parent: Path) -> None:
@@ -163,7 +178,7 @@ def _remove_dead(parent: Path) -> None:
 
     Other ranks that begin do the same at this moment.
     """
-    name = re.compile(rf"({_SCRATCH_PREFIX})?rank-{re.escape(process.gethostname())}-([0-9]{{1,9}})-[0-9a-f]+")
+    name = re.compile(rf"({_SCRATCH_PREFIX})?{re.escape(_names_here())}([0-9]{{1,9}})-[0-9a-f]+")
     for folder in parent.glob("*rank-*"):
         match = name.fullmatch(folder.name)
         with suppress(FileNotFoundError):

@@ -8,6 +8,8 @@ import stat
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from support.errors import raises
@@ -71,22 +73,33 @@ def test_one_that_is_not_there_is_named(tmp_path, name):
         run(make_stage(tmp_path, scratch=name))
 
 
+def name_of(pid: int, number: int = 0x123) -> str:
+    """Returns the name of the folder of a process that is or was here."""
+    with mock.patch.object(process, "getpid", return_value=pid):
+        begin, _, _ = Staging(Path(), "0" * 16).folder.name.rpartition("-")
+    return f"{begin}-{number:x}"
+
+
 def test_what_killed_ranks_left_there_goes_and_what_is_at_work_stays(tmp_path, scratch):
     with subprocess.Popen(["true"]) as ended:
         pass
-    left = [scratch / f"sharmill-rank-{process.gethostname()}-{pid}-0123" for pid in (ended.pid, os.getpid())]
-    others = scratch / f"sharmill-rank-other-host-{ended.pid}-0123"
-    for folder in (*left, others):
+    gone, alive = (scratch / f"sharmill-{name_of(pid)}" for pid in (ended.pid, os.getpid()))
+    others = [alive]
+    # In a container with the same host name, the number of a process that is at work may be none here.
+    for port, name in (("gethostname", "other-host"), ("this_kernel", "the same boot/another PID namespace")):
+        with mock.patch.object(process, port, return_value=name):
+            others.append(scratch / f"sharmill-{name_of(ended.pid)}")
+    for folder in (gone, *others):
         (folder / "inside").mkdir(parents=True)
     assert run(make_stage(tmp_path))[0].ok
-    assert sorted(scratch.iterdir()) == sorted([left[1], others])
+    assert sorted(scratch.iterdir()) == sorted(others)
 
 
 def test_ranks_that_begin_together_remove_what_is_left_together(tmp_path, scratch):
     with subprocess.Popen(["true"]) as ended:
         pass
     for number in range(100):
-        folder = scratch / f"sharmill-rank-{process.gethostname()}-{ended.pid}-{number:x}"
+        folder = scratch / f"sharmill-{name_of(ended.pid, number)}"
         folder.mkdir()
         for name in "abc":
             (folder / name).touch()
@@ -104,8 +117,8 @@ def test_ranks_that_begin_together_remove_what_is_left_together(tmp_path, scratc
 
 
 def test_folders_that_are_not_of_a_process_stay(tmp_path, scratch):
-    host = process.gethostname()
-    names = [f"rank-{host}-99999999999999999999-0", f"rank-{host}-x-0", f"rank-{host}-0", f"rank-{host}-other-1-0"]
+    here = name_of(1).removesuffix("1-123")
+    names = [f"{here}99999999999999999999-0", f"{here}x-0", f"{here}0", f"{here}other-1-0"]
     for name in names:
         (scratch / f"sharmill-{name}").mkdir()
     stage = make_stage(tmp_path)

@@ -88,6 +88,7 @@ ALLOWED = {
     "sources/webdataset.py:_record_of": NO_FILE,
     "sources/wenet.py:_record_of": NO_FILE,
     "staging.py:_open_folder": LINK,
+    "staging.py:publish": OWN,
     "storage.py:fsync_directory": OWN,
     "storage.py:fsync_file": OWN,
     "storage.py:open_regular": CHECKS,

@@ -8,7 +8,8 @@ import pytest
 from support.toy_stage import ToyStage, run
 
 from sharmill.engine import late_views
-from sharmill.engine.late_views import wait_for_plan, wait_for_units
+from sharmill.engine.fence import make_fence
+from sharmill.engine.late_views import wait_for_plan, wait_for_stage, wait_for_units
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.outcomes import FailedAttempt, Finished
 from sharmill.engine.patience import Patience
@@ -140,3 +141,15 @@ def test_a_plan_that_only_the_server_shows_is_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(path, "exists", exists_late)
     assert read_or_make_plan(stage, restart=False) == units
     assert stage.token == token
+
+
+def test_where_no_ranks_have_run_only_the_plan_is_waited_for(waited, tmp_path):
+    stage = ToyStage(tmp_path, units=2)
+    read_or_make_plan(stage, restart=False)
+    make_fence(stage)
+    token, behind = stage.token, ToyStage(tmp_path, units=2)
+    behind.seconds_until_seen = 30.0
+    wait_for_stage([behind], stage.name, token, had_ranks=False)
+    assert waited == []
+    wait_for_stage([behind], stage.name, token)
+    assert sum(waited) == pytest.approx(30.0)

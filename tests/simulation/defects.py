@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from sharmill.engine import attempts, fence, locks, plan, run, worker
+from sharmill.engine.stage import Stage
 from sharmill.executors.slurm import chain, chain_state, executor, queue, task
 from simulation import dataset
 from simulation.world import Choice, Outcome, simulate
@@ -54,8 +55,8 @@ def _no_jobs(*arguments: Any) -> list[queue.QueuedJob]:
     return []
 
 
-def _submit_no_watcher(self: executor.SlurmExecutor, name: str, behind: list[str], submitted: list[str]) -> None:
-    driver = self._driver_parameters(name, "driver", "afterany:" + ":".join(executor.parent_ids(behind)))
+def _submit_no_watcher(self: executor.SlurmExecutor, stage: Stage, behind: list[str], submitted: list[str]) -> None:
+    driver = self._driver_parameters(stage.name, "driver", "afterany:" + ":".join(executor.parent_ids(behind)))
     submitted += self._submit(driver, None, [self.driver_job])
 
 

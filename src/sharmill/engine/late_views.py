@@ -28,20 +28,22 @@ def wait_for_plan(stage: Stage, patience: Patience) -> None:
     )
 
 
-def wait_for_ranks(stages: Sequence[Stage], name: str, token: str) -> None:
-    """Wait until this node sees what ranks that have ended have done, and what the stages before left.
+def wait_for_stage(stages: Sequence[Stage], name: str, token: str, *, had_ranks: bool = True) -> None:
+    """Wait until this node sees the plan of a stage, what its ranks have done, and what the stages before left.
 
     Args:
         stages: those of the chain, in order.
-        name: that of the stage whose ranks have ended; of those behind it nothing is there.
-        token: the token of the ranks' plan.
+        name: that of the stage, which is planned and not finished; of those behind it nothing is there.
+        token: the token of its plan.
+        had_ranks: that ranks of that plan have run and ended.
     """
     patience = Patience(stages[-1].seconds_until_seen)
     for stage in stages:
         if stage.name == name:
             stage.token = token
             wait_for_plan(stage, patience)
-            patience.wait_until(partial(_have_ranks_ended, stage), f"{stage.name}: the end of all units")
+            if had_ranks:
+                patience.wait_until(partial(_have_ranks_ended, stage), f"{stage.name}: the end of all units")
             return
         patience.wait_until(partial(_is_finished, stage), f"{stage.name}: its end")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cloudpickle
 import pytest
+from support.toy_cluster import ToyDataset
 from support.toy_stage import ToyStage, output_bytes, run
 
 from sharmill.engine.ledger import read_ledger
@@ -11,8 +13,10 @@ from sharmill.engine.outcomes import Submitted
 from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.rundir import RunDir
+from sharmill.executors.slurm.chain import JobChain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile, StageProfile, StageProfiles
+from sharmill.executors.slurm.queue import job_comment, make_run_id
 
 
 class GpuStage(ToyStage):
@@ -46,6 +50,11 @@ def make_executor(folder, *, small_stages="driver", **profile) -> SlurmExecutor:
     )  # fmt: skip
 
 
+def submitted_call(stage, number):
+    """What a job calls."""
+    return cloudpickle.loads((stage.run_dir.jobs / f"{number}_submitted.pkl").read_bytes()).function
+
+
 def run_on(executor: SlurmExecutor, stage: ToyStage):
     with locked(stage.run_dir):
         return run_stage(stage, executor, Listener(), max_reject_fraction=1.0)
@@ -58,6 +67,20 @@ def test_is_left_to_a_driver_job_that_waits_for_nothing(cluster, tmp_path):
     # The driver job, and its watcher job.
     assert cluster.calls("sbatch") == 2
     assert [script.count("--dependency") for script in cluster.scripts()] == [0, 1]
+    # They wait for the plan, which their node may see late.
+    told = {"stage": "toy", "token": stage.dir.read_token(), "had_ranks": False}
+    assert [submitted_call(stage, number).keywords for number in (1, 2)] == [told, told]
+
+
+def test_left_over_ranks_have_a_driver_job_behind_them_that_waits_for_their_plan(cluster, tmp_path):
+    stage = ToyStage(tmp_path, units=8)
+    chain = JobChain(ToyDataset(stage), ClusterProfile())
+    with locked(stage.run_dir):
+        make_run_id(stage.run_dir)
+        token = read_or_make_plan(stage, restart=False) and stage.token
+    cluster.script("squeue", f"echo '7_1|RUNNING|None|bob|{job_comment(stage.run_dir, 'rank')}'")
+    assert "are still in the queue, then driver job 1" in chain.start().message
+    assert submitted_call(stage, 1).keywords == {"stage": "toy", "token": token, "had_ranks": True}
 
 
 def test_has_the_bytes_of_a_local_run_and_submits_nothing(cluster, tmp_path):

@@ -20,7 +20,7 @@ import msgspec
 
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.fence import release_run
-from sharmill.engine.late_views import wait_for_ranks
+from sharmill.engine.late_views import wait_for_stage
 from sharmill.engine.listener import Listener
 from sharmill.engine.locks import lock_owner
 from sharmill.engine.outcomes import StageResult, Submitted
@@ -197,11 +197,13 @@ class JobChain:
                 self._note_end(error, state="failed")
             raise
 
-    def __call__(self, ended: str = "", token: str = "") -> None:
+    def __call__(self, stage: str = "", token: str = "", *, had_ranks: bool = True) -> None:
         """Run the stages in a driver job, or in a watcher job if the driver job before it has noted no end.
 
         Args:
-            ended: the name of the stage whose ranks have ended, of the plan with this token.
+            stage: the name of the stage that was planned before this job was submitted, "" where that is not known.
+            token: the token of its plan.
+            had_ranks: that ranks of that plan have ended.
         """
         make_private_folder(self.run_dir.jobs)
         with logging_to(self.run_dir.chain_log):
@@ -210,8 +212,8 @@ class JobChain:
             if self.is_watcher and before is not None and before.state != "waiting":
                 return
             try:
-                if ended:
-                    wait_for_ranks(self.dataset.make_stages(), ended, token)
+                if stage:
+                    wait_for_stage(self.dataset.make_stages(), stage, token, had_ranks=had_ranks)
                 state = self._run_driver_job()
             except SystemExit:
                 # Told to leave, and requeued.
@@ -263,7 +265,9 @@ class JobChain:
 
     def _submit_driver_job(self, behind: Sequence[QueuedJob]) -> ChainState:
         """Leave the work to jobs that are in the queue already, and only submit the driver job behind them."""
-        driver_job = self.executor().submit_driver_job(behind)
+        # Ranks are of the first stage that is not finished.
+        stage = next((stage for stage in self.dataset.make_stages() if not stage.dir.done.exists()), None)
+        driver_job = self.executor().submit_driver_job(behind, stage)
         message = f"{describe_jobs(behind)} are still in the queue, then driver job {driver_job}"
         state = ChainState(state="waiting", message=message, jobs=[*(job.id for job in behind), driver_job])
         self._write(state)

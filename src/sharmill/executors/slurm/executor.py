@@ -72,7 +72,8 @@ class SlurmExecutor:
     All nodes share the file system of ``run_dir``. ``watcher_setup`` are shell lines that begin the watcher job, and
     ``patience`` is how many seconds to go on trying where SLURM does not answer or takes no more jobs.
     ``small_stages`` says who does a stage with few units: a driver job to be submitted, ranks, or this process, which
-    is a driver job. Behind ranks, both jobs are called with the name of their stage and the token of its plan.
+    is a driver job. Both jobs are called with the name of their stage and the token of its plan, if that is known, and
+    ``had_ranks`` is false where none have run before them.
     """
 
     profile: ClusterProfile
@@ -115,7 +116,7 @@ class SlurmExecutor:
         if not workers:
             return self._submit_stage(stage, left, rejects)
         if self.small_stages == "driver":
-            driver_job = self.submit_driver_job([], stage.name)
+            driver_job = self.submit_driver_job([], stage)
             return Submitted(f"{stage.name}: {len(left)} units in driver job {driver_job} itself", [driver_job])
         # Where this process is killed, ranks are to go on.
         write_atomic(stage.dir.rounds, b"driver")
@@ -165,11 +166,11 @@ class SlurmExecutor:
         parallel = self._ranks_of(stage).max_parallel or self.profile.max_parallel
         return min(parallel, self.profile.max_parallel_all or parallel)
 
-    def submit_driver_job(self, behind: Sequence[QueuedJob], name: str = "others") -> str:
-        """Submit the driver job behind jobs that are in the queue already, if any, and return its number."""
+    def submit_driver_job(self, behind: Sequence[QueuedJob], stage: Stage | None) -> str:
+        """Submit the driver job of a stage behind jobs that are in the queue already, if any, and return its number."""
         submitted: list[str] = []
         with deferred_interrupts(), outside_own_job(), _cancelled_on_error(submitted):
-            self._submit_driver_job(name, [job.id for job in behind], submitted, [])
+            self._submit_driver_job(stage, [job.id for job in behind], submitted)
         return submitted[0]
 
     def _submit_stage(self, stage: Stage, left: list[Unit], rejects: RejectLimit) -> Submitted:
@@ -188,7 +189,7 @@ class SlurmExecutor:
         drivers: list[str] = []
         with deferred_interrupts(), outside_own_job(), _cancelled_on_error(ranks), _cancelled_on_error(drivers):
             self._submit_ranks(stage, tasks, ranks)
-            self._submit_driver_job(stage.name, ranks, drivers, [stage.name, stage.token])
+            self._submit_driver_job(stage, ranks, drivers)
         with suppress(OSError):
             _forget_old_jobs(self.run_dir.jobs, {int(job) for job in parent_ids([*ranks, *drivers])})
         message = (
@@ -204,13 +205,17 @@ class SlurmExecutor:
             part = tasks[array.start : array.stop]
             ranks += self._submit(parameters | {"array_parallelism": parallel}, self.profile.python, part)
 
-    def _submit_driver_job(self, name: str, behind: list[str], submitted: list[str], ended: list[str]) -> None:
-        """Submit a driver job and its watcher job, called with ``ended``, and add their numbers to ``submitted``."""
+    def _submit_driver_job(self, stage: Stage | None, behind: list[str], submitted: list[str]) -> None:
+        """Submit a driver job and its watcher job, and add their numbers to ``submitted``."""
+        name = "others" if stage is None else stage.name
+        told: dict[str, Any] = {}
+        if stage is not None and (token := stage.token or stage.dir.read_token()):
+            told = {"stage": stage.name, "token": token, "had_ranks": bool(behind)}
         dependency = "afterany:" + ":".join(parent_ids(behind)) if behind else None
         driver = self._driver_parameters(name, "driver", dependency)
-        submitted += self._submit(driver, None, [partial(self.driver_job, *ended)])
+        submitted += self._submit(driver, None, [partial(self.driver_job, **told)])
         watcher = self._watcher_parameters(name, submitted[-1])
-        submitted += self._submit(watcher, None, [partial(self.watcher_job, *ended)])
+        submitted += self._submit(watcher, None, [partial(self.watcher_job, **told)])
 
     def _watcher_parameters(self, name: str, driver_job: str) -> dict[str, Any]:
         watcher = self._driver_parameters(name, "watcher", f"afternotok:{driver_job}")

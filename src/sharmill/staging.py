@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import shutil
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import BinaryIO
@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from sharmill.ports import process
 from sharmill.storage import (
+    STOPPING_ERRNOS,
     checksum_bytes,
     checksum_stream,
     is_strangers,
@@ -71,7 +72,7 @@ class Staging:
             self.folder.mkdir()
         if self._has_scratch:
             _remove_dead(self.written_in.parent)
-            with stopping_errors(self.written_in):
+            with self.write_errors():
                 # Others may look into the folders of a machine.
                 self.written_in.mkdir(mode=0o700)
         return self
@@ -79,6 +80,11 @@ class Staging:
     def __exit__(self, *exception: object) -> None:
         for folder in {self.folder, self.written_in}:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def write_errors(self, errnos: frozenset[int] = STOPPING_ERRNOS) -> AbstractContextManager[None]:
+        """Turn errors of writing there into a FatalError, or where it is a disk of this machine into a DeviceError."""
+        host = process.gethostname() if self._has_scratch else ""
+        return stopping_errors(self.written_in, errnos, host=host)
 
     @property
     def _has_scratch(self) -> bool:

@@ -20,14 +20,14 @@ from uuid import uuid4
 
 import xxhash
 
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import ConfigError, DeviceError, FatalError
 
 # What ``path_aside`` calls a file until it is published.
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
 PROBE = "probe"
 _REMOVALS = 10
 # Errors that the next unit would meet as well: going on would only fail every unit in turn.
-_STOPPING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
+STOPPING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
 # On NFS, of a file that another node has replaced, and of a folder with a file in it that is removed but still open.
 _MOVING_ERRNOS = frozenset({errno.ESTALE, errno.EBUSY, errno.ENOTEMPTY})
 # Those that only writing can meet: where a stage reads and writes, the others may concern one input file.
@@ -37,17 +37,22 @@ NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, err
 
 
 @contextmanager
-def stopping_errors(path: Path, errnos: frozenset[int] = _STOPPING_ERRNOS) -> Iterator[None]:
-    """Turn a full disk, a read-only folder and the like into a FatalError that names ``path``."""
+def stopping_errors(path: Path, errnos: frozenset[int] = STOPPING_ERRNOS, *, host: str = "") -> Iterator[None]:
+    """Turn a full disk, a read-only folder and the like into a FatalError that names ``path``.
+
+    Where the disk is that of one host alone, which is named then, it is a DeviceError.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in errnos:
-            raise FatalError(
-                f"cannot write {path}: {os.strerror(error.errno)}; "
-                "make room or permit writing there, then run the same command again",
-                code="disk",
-            ) from error
+            message = (
+                f"cannot write {path}{f' on {host}' if host else ''}: {os.strerror(error.errno)}; "
+                "make room or permit writing there, then run the same command again"
+            )
+            if host:
+                raise DeviceError(message, place=host, code="disk") from error
+            raise FatalError(message, code="disk") from error
         raise
 
 
@@ -57,9 +62,9 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _STOPPING_ERRNOS | _MOVING_ERRNOS:
+        if error.errno in STOPPING_ERRNOS | _MOVING_ERRNOS:
             place = error.filename or f"a file of {folder}"
-            remedy = "see to the disk, then" if error.errno in _STOPPING_ERRNOS else "another process was faster:"
+            remedy = "see to the disk, then" if error.errno in STOPPING_ERRNOS else "another process was faster:"
             raise FatalError(
                 f"cannot read or write {place}: {os.strerror(error.errno)}; {remedy} run the same command again",
                 code="disk",

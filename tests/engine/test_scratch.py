@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,25 +12,13 @@ from unittest import mock
 
 import pytest
 from support.errors import raises
-from support.toy_stage import ToyStage, output_bytes, run
+from support.full_scratch import WatchedStage
+from support.toy_stage import output_bytes, run
 
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.errors import DeviceError, FatalError
 from sharmill.ports import process
 from sharmill.staging import STAGING_NAME, Staging, remove_dead_attempts, token_staging
-
-
-class WatchedStage(ToyStage):
-    """Notes where its units are written, and finds a full disk in unit ``full``."""
-
-    full = -1
-
-    def work(self, unit, staging, advance):
-        folder = staging.path(f"first/{unit.index:06d}.txt").parent
-        self.mark("written", f"{folder.parent} {stat.S_IMODE(folder.stat().st_mode):o}")
-        if unit.index == self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().work(unit, staging, advance)
 
 
 @pytest.fixture
@@ -57,14 +44,50 @@ def test_units_are_written_there_and_the_bytes_are_the_same(tmp_path, scratch):
     assert list(scratch.iterdir()) == []
 
 
-def test_one_that_is_full_is_named_and_left_empty(tmp_path, scratch):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_where_it_is_full_for_all_ranks_it_is_named_and_left_empty(tmp_path, scratch, workers):
     stage = make_stage(tmp_path)
     stage.full = 2
-    with raises(FatalError, "disk", f"cannot write {scratch}/sharmill-rank-", "No space left on device", "make room"):
-        run(stage)
+    host, full = process.gethostname(), f"cannot write {scratch}/sharmill-rank-"
+    with raises(DeviceError, "disk", full, f"on {host}: No space left on device", "make room") as caught:
+        run(stage, workers)
+    assert caught.value.place == host
     assert list(scratch.iterdir()) == []
     stage.full = -1
     assert run(stage)[0].ok
+
+
+def test_a_rank_that_finds_it_full_is_given_up_alone(tmp_path, scratch):
+    stage = make_stage(tmp_path)
+    stage.full, stage.once = 2, True
+    result, heard = run(stage, 2)
+    assert (result.ok, heard.failed) == (True, {})
+    assert stage.attempts()[2] == 1
+    [sentence] = result.given_up
+    assert "No space left on device" in sentence
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_one_in_which_nothing_can_be_made_is_an_error_of_its_node(tmp_path, scratch, number, monkeypatch):
+    make = Path.mkdir
+
+    def refuse(path, *arguments, **options):
+        if path.parent == scratch:
+            raise OSError(number, os.strerror(number))
+        make(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with raises(DeviceError, "disk", f"cannot write {scratch}/", os.strerror(number)) as caught:
+        run(make_stage(tmp_path))
+    assert caught.value.place == process.gethostname()
+
+
+def test_a_full_disk_of_all_nodes_ends_the_stage(tmp_path):
+    stage = make_stage(tmp_path, scratch=None)
+    stage.full = 2
+    with raises(FatalError, "disk", f"cannot write {stage.root}") as caught:
+        run(stage)
+    assert type(caught.value) is FatalError
 
 
 @pytest.mark.parametrize("name", ["$NO_SUCH_VARIABLE", "/no/such/folder", "relative"])

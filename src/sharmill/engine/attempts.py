@@ -30,6 +30,7 @@ MOST_INTERRUPTIONS = 10
 class _Note(msgspec.Struct, omit_defaults=True):
     unit: int
     given_up: bool = False
+    of_node: bool = False
     message: str = ""
     traceback: str = ""
 
@@ -48,9 +49,12 @@ class AttemptLog:
         """Note that an attempt begins; it counts from here on, however it ends."""
         self._append(_Note(unit))
 
-    def give_up(self, unit: int) -> None:
-        """Note that the attempt was broken off for no fault of the unit, and does not count."""
-        self._append(_Note(unit, given_up=True))
+    def give_up(self, unit: int, *, of_node: bool = False) -> None:
+        """Note that the attempt was broken off for no fault of the unit, and does not count.
+
+        ``of_node``: it is the node that cannot do any.
+        """
+        self._append(_Note(unit, given_up=True, of_node=of_node))
 
     def fail(self, error: FailedAttempt) -> None:
         """Note that the attempt that was begun has failed with an error."""
@@ -81,6 +85,7 @@ class Attempts:
     Attributes:
         interruptions: how often the attempts at each unit were broken off for no fault of its own; the first ten of
             these are not in ``counts``.
+        broken_nodes: how many attempts were broken off since the rank's node, or its device, can do none.
         stopped: the reason why no rank can go on, or nothing; ``stopped_code`` is the error's code.
         setup_error: the reason why one of the ranks could not work, or nothing.
     """
@@ -88,6 +93,7 @@ class Attempts:
     def __init__(self, folder: Path) -> None:
         self.counts: Counter[int] = Counter()
         self.interruptions: Counter[int] = Counter()
+        self.broken_nodes = 0
         self.errors: dict[int, FailedAttempt] = {}
         self.setup_error = ""
         self.stopped, self.stopped_code = _read_stopped(_stopped_path(folder))
@@ -109,6 +115,7 @@ class Attempts:
             self.errors[note.unit] = FailedAttempt(note.unit, note.message, note.traceback)
         else:
             self.interruptions[note.unit] += note.given_up
+            self.broken_nodes += note.of_node
             is_excused = note.given_up and self.interruptions[note.unit] <= MOST_INTERRUPTIONS
             self.counts[note.unit] += -1 if is_excused else not note.given_up
 

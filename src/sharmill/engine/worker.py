@@ -27,7 +27,7 @@ from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.errors import REASONS_OF_NODES, ConfigError, DeviceError, FatalError, is_device_error
 from sharmill.ports import clock, process
 from sharmill.staging import Staging
-from sharmill.storage import WRITE_ERRNOS, stopping_errors, write_atomic
+from sharmill.storage import WRITE_ERRNOS, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class Worker:
         on its device.
 
         Raises:
-            DeviceError: this node does not see the input any more; others may.
+            DeviceError: this node does not see the input any more, or its scratch disk is full; others may do.
             ConfigError, FatalError: going on with other units makes no sense.
         """
         log.info("unit %d begins: %d records, %.1f s of audio", unit.index, unit.size, unit.cost)
@@ -220,7 +220,7 @@ class Worker:
         started = clock.monotonic()
         take_delays()  # those of an attempt that failed
         try:
-            with stopping_errors(self._staging.written_in, WRITE_ERRNOS):
+            with self._staging.write_errors(WRITE_ERRNOS):
                 output = self._processor.process(unit, self._staging, self._follow(unit))
             output.check_accounts(unit)
             if REASONS_OF_NODES & {reject.reason for reject in output.rejects}:

@@ -20,7 +20,7 @@ from sharmill.ports import clock, process
 log = logging.getLogger(__name__)
 
 # Codes of errors that another try in the same place would end with as well.
-FINAL_CODES = frozenset({"other_device", "unlike_nodes"})
+FINAL_CODES = frozenset({"disk", "other_device", "unlike_nodes"})
 # A rank whose units fail one after the other may itself be what is broken, as after an error on its GPU.
 _FAILURES_IN_A_ROW = 2
 
@@ -88,7 +88,7 @@ class DrivenRank:
         """Handle the answer to the request to get ready or to do ``unit``.
 
         Raises:
-            DeviceError: the answer is that this rank cannot be set up on its device.
+            DeviceError: the answer is that this rank cannot work on its device or node.
             ConfigError, FatalError: the answer is that the stage cannot go on.
         """
         if isinstance(answer, SharmillError):

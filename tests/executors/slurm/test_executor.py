@@ -15,6 +15,8 @@ from support.toy_cluster import ToyDataset
 from support.toy_stage import ToyStage
 
 from sharmill.cli.status import QueueView
+from sharmill.engine.attempts import AttemptLog
+from sharmill.engine.fence import make_fence
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Submitted
 from sharmill.engine.plan import read_or_make_plan
@@ -285,6 +287,20 @@ class TestSetupLines:
             submit()
         run_script("no_such_module load cuda")
         with raises(FatalError, "no_ranks", "failed with status 127: no_such_module load cuda", "command not found"):
+            submit()
+
+    def test_three_rounds_in_which_no_node_can_do_a_unit_end_with_the_reason(self, cluster, submit, tmp_path):
+        cluster.script("sbatch", "echo Submitted batch job 7")
+        stage = ToyStage(tmp_path, units=8)
+        read_or_make_plan(stage, restart=False)
+        make_fence(stage)
+        log = AttemptLog(stage.dir.attempts)
+        for unit in range(3):
+            submit()
+            log.begin(unit)
+            log.give_up(unit, of_node=True)
+            log.fail_setup("cannot write /scratch on node7: No space left on device")
+        with raises(FatalError, "no_ranks", "cannot write /scratch on node7"):
             submit()
 
     @pytest.fixture

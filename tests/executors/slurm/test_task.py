@@ -11,6 +11,7 @@ import time
 import pytest
 from support import gpu_faults
 from support.errors import raises
+from support.full_scratch import WatchedStage
 from support.gpu_faults import BreakingStage
 from support.paths import REPOSITORY
 from support.toy_cluster import SleepyStage
@@ -122,6 +123,18 @@ def test_a_rank_that_sees_its_input_no_more_leaves_its_units_to_others(tmp_path,
     assert "does not see the audio" in attempts.setup_error
     (stage.marks / "blind").write_text("another process")
     assert make_task(stage, 1, [0, 1, 2, 3])() == 4
+
+
+def test_a_rank_whose_scratch_is_full_leaves_its_units_to_others(tmp_path):
+    stage = WatchedStage(tmp_path, units=4)
+    stage.scratch, stage.full, stage.once = str(tmp_path), 2, True
+    read_or_make_plan(stage, restart=False)
+    make_fence(stage)
+    with raises(DeviceError, "disk", f"cannot write {tmp_path}/", "No space left on device"):
+        make_task(stage, 0, [0, 1, 2, 3])()
+    attempts = Attempts(stage.dir.attempts)
+    assert (attempts.counts[2], attempts.broken_nodes, attempts.stopped) == (0, 1, "")
+    assert "No space left on device" in attempts.setup_error
 
 
 def test_units_that_may_have_ended_a_rank_come_last(stage):

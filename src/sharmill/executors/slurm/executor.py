@@ -274,14 +274,14 @@ class SlurmExecutor:
         return {key: value for key, value in values.items() if value is not None}
 
     def _require_progress(self, stage: Stage, attempts: Attempts) -> None:
-        """Raise FatalError where ranks end again and again without beginning a unit: nothing would ever end that."""
+        """Raise FatalError where ranks end again and again without doing anything: nothing would ever end that."""
         mark = stage.dir.rounds
-        now = sum(attempts.counts.values()) + sum(attempts.interruptions.values())
+        now = sum(attempts.counts.values()) + sum(attempts.interruptions.values()) - attempts.broken_nodes
         before = read_stored(mark).decode(errors="replace").split() if mark.exists() else []
         if len(before) >= MAX_ATTEMPTS and set(before[-MAX_ATTEMPTS:]) == {str(now)}:
             reason = attempts.setup_error or find_reason(self.run_dir.jobs, mark.stat().st_mtime)
             reason = reason or f"see the logs in {self.run_dir.jobs} and {stage.dir.logs}"
-            message = f"{stage.name}: the ranks ended {MAX_ATTEMPTS} times without beginning a unit: {reason}"
+            message = f"{stage.name}: the ranks ended {MAX_ATTEMPTS} times without doing a unit: {reason}"
             raise FatalError(message, code="no_ranks")
         write_atomic(mark, " ".join([*before, str(now)]).encode())
 

@@ -116,14 +116,14 @@ class RankTask:
         self._excuse_current()
         log.warning("rank %d will be killed", self.rank)
 
-    def _excuse_current(self) -> None:
+    def _excuse_current(self, *, of_node: bool = False) -> None:
         current = self._take_current()
         most = self.limit - _SECONDS_OF_EARLY_SIGNAL - self._seconds_to_load
         enough = _MOST_OF_THE_TIME * max(most, _LEAST_OF_THE_LIMIT * self.limit)
         if current is not None and clock.monotonic() - self._begun < enough:
             # The folder of the notes may have gone with the plan.
             with suppress(FileNotFoundError):
-                self._attempts.give_up(current)
+                self._attempts.give_up(current, of_node=of_node)
 
     def _take_current(self) -> int | None:
         """Return the unit in flight, to one caller alone: of its end, a signal and another rank's end of it."""
@@ -158,12 +158,12 @@ class RankTask:
                 sys.exit(1)
             if error.code == "superseded_plan":
                 raise
-            # A rank that cannot be set up, or sees its input no more, may lie on a broken node; anything else would
-            # meet the others as well.
+            # A rank that cannot be set up, sees its input no more, or finds its scratch disk full, may lie on a broken
+            # node; anything else would meet the others as well.
             if isinstance(error, ConfigError) or (ready and not isinstance(error, DeviceError)):
                 self._attempts.stop(error)
             else:
-                self._excuse_current()
+                self._excuse_current(of_node=True)
                 self._attempts.fail_setup(str(error))
             raise
 

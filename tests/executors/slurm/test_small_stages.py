@@ -7,6 +7,7 @@ import pytest
 from support.toy_cluster import ToyDataset
 from support.toy_stage import ToyStage, output_bytes, run
 
+from sharmill.encode.assemble import AssembleStage
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Submitted
@@ -17,6 +18,7 @@ from sharmill.executors.slurm.chain import JobChain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile, StageProfile, StageProfiles
 from sharmill.executors.slurm.queue import job_comment, make_run_id
+from sharmill.prepare.stage import PrepareStage
 
 
 class GpuStage(ToyStage):
@@ -135,6 +137,15 @@ def test_is_what_few_units_cores_memory_and_the_same_python_make(tmp_path, units
     stage = ToyStage(tmp_path, units=units)
     planned = read_or_make_plan(stage, restart=False)
     assert make_executor(tmp_path, **profile).driver_workers(stage, planned) == workers
+
+
+def test_hours_limit_no_stage_that_counts_records(tmp_path, monkeypatch):
+    stage = ToyStage(tmp_path, units=4)
+    planned = read_or_make_plan(stage, restart=False)
+    assert make_executor(tmp_path, driver_hours=0.0).driver_workers(stage, planned) == 0
+    monkeypatch.setattr(ToyStage, "cost_unit", "records")
+    assert make_executor(tmp_path, driver_hours=0.0).driver_workers(stage, planned) == 1
+    assert {stage.cost_unit for stage in (PrepareStage, AssembleStage)} == {"records"}
 
 
 def test_never_is_one_on_gpus(tmp_path):

@@ -132,7 +132,8 @@ class ClusterProfile:
     """A stage on the CPU with at most so many units per worker is done by the driver job itself, instead of by ranks
     that have to wait in the queue. It has as many workers as its cores and memory are enough for. ``0``: none is."""
     driver_hours: float = 10.0
-    """Most hours of audio of a stage that a driver job does itself."""
+    """Most hours of audio of a stage that a driver job does itself. ``prepare`` and ``assemble``, whose work goes by
+    records, have no limit but ``driver_units``."""
     setup: list[str] = field(default_factory=list)
     """Shell lines that run before a rank or a driver job starts, such as ``module load cuda``. Each is a whole
     command, of several lines with ``|``. Where one fails, the job ends: add ``|| true`` to one that may."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
-from support.toy_stage import ToyStage, run
+from support.toy_stage import ToyStage, run, wait_until
 
 from sharmill.engine import time_limit
-from sharmill.engine.time_limit import TimeLimit
+from sharmill.engine.time_limit import TimeLimit, UnitTimedOut, ended_after
 from sharmill.engine.unit import make_unit
 
 
@@ -66,6 +68,44 @@ def test_a_unit_that_hangs_in_the_only_rank_fails_three_times_after_all_others(t
     }
     assert stage.attempts()[0] == 3
     assert [int(line.split()[0]) for line in stage.marked("attempts")][-2:] == [0, 0]
+
+
+class Swallows(ToyStage):
+    """Hangs in unit 0 until the alarm, in a callback of native code that goes on without the exception."""
+
+    def work(self, unit, staging, advance):
+        if unit.index == 0:
+            with suppress(UnitTimedOut):
+                wait_until(lambda: False)
+        return super().work(unit, staging, advance)
+
+
+def test_a_time_out_that_native_code_swallows_publishes_nothing(tmp_path, short):
+    stage = Swallows(tmp_path, units=2)
+    stage.unit_time_limit = "auto"
+    result, heard = run(stage, 1)
+    assert (list(result.failures), heard.done) == ([0], [1])
+    assert [path.name for path in (stage.root / "first").iterdir()] == ["000001.txt"]
+
+
+def test_one_that_is_swallowed_is_raised_at_the_end():
+    with pytest.raises(UnitTimedOut, match=r"of 0\.05 s"), ended_after(0.05, in_driver=True), suppress(UnitTimedOut):
+        wait_until(lambda: False)
+
+
+def test_an_alarm_at_the_end_leaves_nothing_behind(monkeypatch):
+    before, set_timer = signal.getsignal(signal.SIGALRM), signal.setitimer
+
+    def too_late(which, seconds):
+        if seconds == 0.0:
+            signal.raise_signal(signal.SIGALRM)
+        set_timer(which, seconds)
+
+    monkeypatch.setattr(signal, "setitimer", too_late)
+    with ended_after(600.0, in_driver=True):
+        pass
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
 
 
 _HANG = """

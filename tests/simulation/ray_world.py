@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -266,7 +266,7 @@ def check_end(world: World) -> None:
 
 
 @contextmanager
-def _ended_after(seconds: float | None, *, in_driver: bool) -> Iterator[None]:
+def _ended_after(seconds: float | None, *, in_driver: bool) -> Iterator[Callable[[], None]]:
     """Stand for the worker's own, whose clock is the real one."""
     kernel = worlds[-1].kernel
     running, is_over = kernel.running, [False]
@@ -278,7 +278,7 @@ def _ended_after(seconds: float | None, *, in_driver: bool) -> Iterator[None]:
     if seconds is not None:
         kernel.at(seconds, end)
     try:
-        yield
+        yield lambda: None
     finally:
         is_over[0] = True
 

@@ -162,8 +162,8 @@ class Worker:
         self._progress.begin(unit.index, limit)
         self._processor.expect(following)
         try:
-            with ended_after(limit, in_driver=self._in_driver):
-                commit = self._once_seen(lambda: self._attempt(unit))
+            with ended_after(limit, in_driver=self._in_driver) as require_time:
+                commit = self._once_seen(lambda: self._attempt(unit, require_time))
         except (ConfigError, FatalError):
             raise
         except ImportError as error:
@@ -215,7 +215,7 @@ class Worker:
 
         return advance
 
-    def _attempt(self, unit: Unit) -> Commit | None:
+    def _attempt(self, unit: Unit, require_time: Callable[[], None]) -> Commit | None:
         """Return the commit, or None where another rank has published the unit."""
         started = clock.monotonic()
         take_delays()  # those of an attempt that failed
@@ -225,6 +225,7 @@ class Worker:
             output.check_accounts(unit)
             if REASONS_OF_NODES & {reject.reason for reject in output.rejects}:
                 self.stage.check_node()
+            require_time()
             if not self._may_publish(unit):
                 return None
             with spent_on("disk"):

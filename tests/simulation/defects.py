@@ -44,7 +44,10 @@ class Defect:
         """Return the first schedule in which something does not hold, or None."""
         with self.put_back():
             outcomes = (simulate(seed, folder, self.choice) for seed in range(self.within))
-            return next((outcome for outcome in outcomes if outcome.problems), None)
+            found = next((outcome for outcome in outcomes if outcome.problems), None)
+        # Else the schedule would show that the code has changed, and nothing of the defect.
+        assert found is None or "TypeError" not in "".join(found.trace), f"{self.name}: it no longer fits the code"
+        return found
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:
@@ -55,9 +58,11 @@ def _no_jobs(*arguments: Any) -> list[queue.QueuedJob]:
     return []
 
 
-def _submit_no_watcher(self: executor.SlurmExecutor, stage: Stage, behind: list[str], submitted: list[str]) -> None:
-    driver = self._driver_parameters(stage.name, "driver", "afterany:" + ":".join(executor.parent_ids(behind)))
-    submitted += self._submit(driver, None, [self.driver_job])
+def _submit_no_watcher(
+    self: executor.SlurmExecutor, stage: Stage | None, behind: list[str], submitted: list[str]
+) -> None:
+    dependency = "afterany:" + ":".join(executor.parent_ids(behind)) if behind else None
+    submitted += self._submit(self._driver_parameters("next", "driver", dependency), None, [self.driver_job])
 
 
 _is_dead = locks.FolderLock._is_dead
@@ -78,8 +83,8 @@ def _give_up_early(patience: float, retry: Any) -> Any:
 _executor = chain.JobChain.executor
 
 
-def _impatient(self: chain.JobChain, **options: bool) -> executor.SlurmExecutor:
-    made = _executor(self, **options)
+def _impatient(self: chain.JobChain, *arguments: Any) -> executor.SlurmExecutor:
+    made = _executor(self, *arguments)
     return replace(
         made, driver_job=replace(made.driver_job, patience=0.0), watcher_job=replace(made.watcher_job, patience=0.0)
     )

@@ -32,7 +32,7 @@ from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.devices import visible_gpus
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
-from sharmill.executors.slurm.chain_state import require_no_chain
+from sharmill.executors.slurm.chain_state import require_no_chain, take_over_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.grow.append import append_dataset, require_fitting
 from sharmill.match.choose import min_similarity
@@ -287,6 +287,8 @@ def run_dataset(
         if not isinstance(executor, SlurmExecutor):
             # That one looks for jobs by itself, and knows which belong to it.
             require_no_chain(run_dir, take_over=take_over)
+            if take_over:
+                take_over_chain(run_dir)
         write_atomic(run_dir.config, to_yaml(config))
         # Those of a chain stay until that has come to an end.
         releases = not isinstance(executor, SlurmExecutor)

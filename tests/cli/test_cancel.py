@@ -9,13 +9,15 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+from support.errors import raises
 from support.paths import REPOSITORY
 from support.pipelines import run_sharmill
 from support.toy_stage import wait_until
 
 from sharmill.engine.locks import FolderLock, lock_owner
 from sharmill.engine.rundir import RunDir
-from sharmill.executors.slurm.chain_state import ChainState, read_state
+from sharmill.errors import ConfigError
+from sharmill.executors.slurm.chain_state import ChainState, cancel_chain, read_state
 
 _HOLD = """
 import signal, sys, time
@@ -126,9 +128,21 @@ def test_jobs_on_slurm_end_watchers_first_and_the_chain_notes_it(run_dir, chain)
     assert state.message.startswith("cancelled by ")
 
 
-def test_a_driver_job_that_ended_on_another_host_holds_nobody_up(run_dir, chain):
-    """It was killed in the middle of its work, and its lock has some time to run."""
+def test_a_lock_that_a_driver_job_left_when_it_was_killed_on_another_host_runs_out(run_dir, chain, monkeypatch):
     with locked_on_another_host(run_dir, "SLURM job 13"):
-        done = cancel(run_dir, environment=chain[1])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "ended on SLURM: jobs 12, 13, 14, 15" in " ".join(done.stdout.split())
+        (record,) = (run_dir / ".sharmill-lock").iterdir()
+        left = json.loads(record.read_bytes()) | {"lease_seconds": 0.5}
+    record.parent.mkdir()
+    record.write_text(json.dumps(left))
+    monkeypatch.setenv("PATH", chain[1]["PATH"])
+    assert cancel_chain(RunDir(run_dir)) == ["12", "13", "14", "15"]
+    assert lock_owner(run_dir) is None
+
+
+def test_a_driver_job_whose_process_goes_on_is_named(run_dir, chain, monkeypatch):
+    """Its claims must not go, and no other run may begin: it still writes."""
+    monkeypatch.setenv("PATH", chain[1]["PATH"])
+    monkeypatch.setattr("sharmill.executors.slurm.chain_state._POLL_SECONDS", 0.0)
+    with locked_on_another_host(run_dir, "SLURM job 13"), raises(ConfigError, "locked", "process 77", "SLURM job 13"):
+        cancel_chain(RunDir(run_dir), wait_seconds=1.0)
+    assert read_state(RunDir(run_dir)).message.startswith("cancelled by ")

@@ -16,7 +16,7 @@ from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError
-from sharmill.executors.slurm.chain_state import require_no_chain
+from sharmill.executors.slurm.chain_state import require_no_chain, take_over_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.ports import clock, process
 from sharmill.staging import Staging
@@ -146,6 +146,8 @@ class SimDataset:
         with disk_errors(self.run_dir), locked(RunDir(self.run_dir), wait_seconds), _directing(self.run_dir):
             if not isinstance(executor, SlurmExecutor):
                 require_no_chain(RunDir(self.run_dir), take_over=self.take_over)
+                if self.take_over:
+                    take_over_chain(RunDir(self.run_dir))
             for stage in self.make_stages() if restart else ():
                 stop_ranks(stage)
             for stage in self.make_stages():

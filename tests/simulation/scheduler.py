@@ -374,7 +374,7 @@ class Scheduler:
         assert ended.status is not None
         if job.second is not None:
             self.kernel.at(4 * _KILL_WAIT, partial(self.kernel.kill, job.second))
-        if job.role == "watcher" and ended.status < 0:
+        if job.role == "watcher" and (ended.status < 0 or ended.status == 128 + signal.SIGTERM):
             self.on_watcher_killed()
         if job.role == "watcher" and ended.status not in (0, 255):
             self._note_failure(job)

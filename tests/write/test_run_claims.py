@@ -8,6 +8,7 @@ import signal
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.errors import raises
 from support.shar import Project, voice
@@ -19,6 +20,7 @@ from sharmill.engine.run import locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.slurm.chain_state import ChainState, read_state
 from sharmill.pipeline import make_stages, run_dataset
 from sharmill.staging import STAGING_NAME
 
@@ -104,6 +106,20 @@ def test_an_error_before_anything_is_published_leaves_no_claim(project, config):
         run_dataset(config, AtStart(interrupt))
     assert not (project.dataset / STAGING_NAME).exists()
     assert run_dataset(of_other_run(config), Listener(), stages=["prepare", "write"]).ok
+
+
+def test_a_run_that_takes_over_from_a_chain_ends_it(config):
+    """Else each later command would refuse for its sake."""
+    run_dir = RunDir(Path(config.run_dir))
+    run_dir.path.mkdir(parents=True)
+    state = ChainState(state="waiting", message="", jobs=["7"], cluster="elsewhere")
+    run_dir.chain.write_bytes(msgspec.json.encode(state))
+    with raises(ConfigError, "jobs_elsewhere", "submit or run --take-over"):
+        run_dataset(config, Listener(), stages=[])
+    run_dataset(config, Listener(), stages=[], take_over=True)
+    run_dataset(config, Listener(), stages=[])
+    ended = read_state(run_dir)
+    assert (ended.state, ended.is_withdrawn) == ("failed", True)
 
 
 def test_one_that_is_begun_again_keeps_its_claims_and_goes_on(project, config):

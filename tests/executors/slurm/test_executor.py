@@ -25,7 +25,7 @@ from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import queue as slurm_queue
 from sharmill.executors.slurm.chain import JobChain
-from sharmill.executors.slurm.chain_state import ChainState, cancel_chain, read_state, require_no_chain
+from sharmill.executors.slurm.chain_state import ChainState, cancel_chain, read_state, require_no_chain, take_over_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, job_comment, make_run_id, queued_jobs
@@ -205,6 +205,12 @@ class TestGuard:
             with raises(*wanted):
                 ask()
         require_no_chain(run_dir, take_over=True)
+        with raises(*wanted):
+            require_no_chain(run_dir)
+        take_over_chain(run_dir)
+        require_no_chain(run_dir)
+        assert read_state(run_dir).message.startswith("taken over by process ")
+        write_atomic(run_dir.chain, msgspec.json.encode(state))
         dataclasses.replace(chain, take_over=True).start()
         assert read_state(run_dir).cluster == "here"
         require_no_chain(run_dir)

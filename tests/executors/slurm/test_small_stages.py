@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+
 import cloudpickle
+import msgspec
 import pytest
+from support.errors import raises
 from support.toy_cluster import ToyDataset
-from support.toy_stage import ToyStage, output_bytes, run
+from support.toy_stage import ToyStage, output_bytes, run, wait_until
 
 from sharmill.encode.assemble import AssembleStage
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
+from sharmill.engine.locks import lock_owner
 from sharmill.engine.outcomes import Submitted
 from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.rundir import RunDir
+from sharmill.errors import ConfigError
 from sharmill.executors.slurm.chain import JobChain
+from sharmill.executors.slurm.chain_state import ChainState, read_state, take_over_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile, StageProfile, StageProfiles
 from sharmill.executors.slurm.queue import job_comment, make_run_id
@@ -106,6 +115,67 @@ def test_goes_on_by_ranks_when_a_driver_job_was_killed_within(cluster, tmp_path)
 def test_is_left_to_ranks_by_a_watcher_job(cluster, tmp_path):
     submitted = run_on(make_executor(tmp_path, small_stages="ranks"), ToyStage(tmp_path, units=4)).submitted
     assert submitted.message.startswith("toy: 4 units on 4 ranks")
+
+
+def after_begun(stage, does):
+    """Does something in a thread while the stage's first unit, which waits for ``go``, is at work."""
+
+    def work():
+        wait_until(lambda: stage.marked("attempts"))
+        does()
+        stage.mark("go")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.fixture
+def at_work(cluster, tmp_path, monkeypatch):
+    """A driver job under submitit, which takes no notice of SIGTERM, and its stage, which waits in its first unit."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    stage = ToyStage(tmp_path, units=3, everywhere="wait:go")
+    stage.run_dir.path.mkdir()
+    state = ChainState(state="waiting", message="jobs")
+    stage.run_dir.chain.write_bytes(msgspec.json.encode(state))
+    yield JobChain(ToyDataset(stage), ClusterProfile()).executor().driver_job, stage, state
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_ends_with_sigterm_as_by_ctrl_c(at_work):
+    """Its attempt is none that failed, the lock is free, and who ended it says what becomes of the chain."""
+    job, stage, state = at_work
+    thread = after_begun(stage, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        job()
+    thread.join()
+    assert ended.value.code == 143
+    assert stage.attempts().total() == 1
+    assert not stage.dir.failures.exists()
+    assert lock_owner(stage.run_dir.path) is None
+    assert read_state(stage.run_dir) == state
+
+
+def test_of_a_chain_that_a_user_has_ended_meanwhile_notes_no_state(at_work):
+    job, stage, _ = at_work
+    thread = after_begun(stage, lambda: take_over_chain(stage.run_dir))
+    with raises(ConfigError, "chain_withdrawn", "taken over by process"):
+        job()
+    thread.join()
+    state = read_state(stage.run_dir)
+    assert (state.state, state.message.split()[0]) == ("failed", "taken")
+
+
+def test_of_a_chain_that_a_user_has_ended_before_does_nothing(at_work, cluster):
+    job, stage, _ = at_work
+    take_over_chain(stage.run_dir)
+    with raises(ConfigError, "chain_withdrawn"):
+        job()
+    with raises(ConfigError, "chain_withdrawn"):
+        run_on(make_executor(stage.root.parent, driver_units=0), stage)
+    assert stage.attempts() == {}
+    assert not cluster.was_called("sbatch")
 
 
 def test_that_fails_is_tried_three_times(cluster, tmp_path):

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 import shlex
+import signal
 import subprocess
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Literal, Protocol
 
 import msgspec
@@ -30,7 +33,13 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.logs import logging_to
-from sharmill.executors.slurm.chain_state import ChainState, read_state, require_no_chain, require_same_cluster
+from sharmill.executors.slurm.chain_state import (
+    ChainState,
+    read_state,
+    require_no_chain,
+    require_not_withdrawn,
+    require_same_cluster,
+)
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile
 from sharmill.executors.slurm.queue import (
@@ -180,6 +189,8 @@ class JobChain:
                 require_no_chain(self.run_dir, take_over=self.take_over)
             elif others:
                 # Ranks whose driver job is gone, or was never submitted: let them finish, for their work counts.
+                message = f"{describe_jobs(others)} are still in the queue"
+                self._write(ChainState(state="waiting", message=message, jobs=[job.id for job in others]), begins=True)
                 return self._submit_driver_job(others)
             remove_asides(self.run_dir.path, {self.run_dir.chain.name})
             for stage in self.dataset.make_stages():
@@ -187,7 +198,8 @@ class JobChain:
                 remove_tree(stage.dir.rounds)
             by = f"process {process.getpid()} of {user_name()} on {process.gethostname()}"
             message = f"the first jobs are being submitted by {by}"
-            begun = self._write(ChainState(state="waiting", message=message, submitting=True, cluster=cluster_name()))
+            state = ChainState(state="waiting", message=message, submitting=True, cluster=cluster_name())
+            begun = self._write(state, begins=True)
         try:
             return self._run_stages(self.executor(), wait_seconds=0.0)
         except BaseException as error:
@@ -212,12 +224,16 @@ class JobChain:
             if self.is_watcher and before is not None and before.state != "waiting":
                 return
             try:
-                if stage:
-                    wait_for_stage(self.dataset.make_stages(), stage, token, had_ranks=had_ranks)
-                state = self._run_driver_job()
+                with _ended_by_sigterm():
+                    if stage:
+                        wait_for_stage(self.dataset.make_stages(), stage, token, had_ranks=had_ranks)
+                    state = self._run_driver_job()
             except SystemExit:
                 # Told to leave, and requeued.
                 raise
+            except _ToldToEnd:
+                log.warning("job %s is told to end", process.environ.get("SLURM_JOB_ID"))
+                sys.exit(128 + signal.SIGTERM)
             except BaseException as error:
                 log.exception("job %s ends", process.environ.get("SLURM_JOB_ID"))
                 is_waiting = clock.monotonic() - began >= self.patience and self._may_wait_on(error)
@@ -247,6 +263,7 @@ class JobChain:
 
         Then this one was requeued after it had submitted that, or is one of which its submission never heard.
         """
+        require_not_withdrawn(self.run_dir)
         others = competing_jobs(self.run_dir, self.patience)
         if not others:
             # Behind a watcher job is no other, so it is to be short.
@@ -261,6 +278,7 @@ class JobChain:
             log.info("%s go on", describe_jobs(others))
             return None
         with locked(self.run_dir, _SECONDS_TO_WAIT_FOR_LOCK):
+            require_not_withdrawn(self.run_dir)
             return self._submit_driver_job(others)
 
     def _submit_driver_job(self, behind: Sequence[QueuedJob]) -> ChainState:
@@ -311,8 +329,14 @@ class JobChain:
         with suppress(SharmillError, OSError):
             self._write(ChainState(state=state, message=message))
 
-    def _write(self, state: ChainState) -> ChainState:
-        """Note a state, with the command of this chain, and return it."""
+    def _write(self, state: ChainState, *, begins: bool = False) -> ChainState:
+        """Note a state, with the command of this chain, and return it.
+
+        Args:
+            begins: that this is the first of a submission; else a chain that a user has ended stays so.
+        """
+        if not begins:
+            require_not_withdrawn(self.run_dir)
         before = read_state(self.run_dir)
         cluster = state.cluster or (before.cluster if before is not None else "")
         state = msgspec.structs.replace(state, command=self.command, cluster=cluster)
@@ -348,6 +372,28 @@ class JobChain:
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             said = getattr(error, "stderr", None) or b""
             log.warning("notify: %s %s", error, said.decode(errors="replace"))
+
+
+class _ToldToEnd(KeyboardInterrupt):
+    """The end of a driver job by SIGTERM, as Ctrl-C ends other processes: no attempt at a unit is one that failed."""
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM end this process: submitit takes no notice of it, so a cancelled job would go on until SIGKILL."""
+    told: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        # The way out is not to be interrupted.
+        if len(told) == 1:
+            raise _ToldToEnd
+
+    previous = process.set_handler(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        process.set_handler(signal.SIGTERM, previous)
 
 
 class _ChainListener(Listener):

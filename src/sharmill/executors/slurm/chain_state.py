@@ -7,11 +7,13 @@ from typing import Literal
 
 import msgspec
 
+from sharmill.engine.locks import SLURM_JOB, lock_owner
+from sharmill.engine.run import locked
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.slurm.queue import SlurmSilent, cluster_name, describe_jobs, parent_ids, queued_jobs, scancel
-from sharmill.ports import clock
+from sharmill.ports import clock, process
 from sharmill.processes import user_name
 from sharmill.storage import write_atomic
 
@@ -29,6 +31,7 @@ class ChainState(msgspec.Struct, kw_only=True):
     """State of a chain. ``jobs`` are those that were submitted last, ``command`` is what submits it again.
 
     ``submitting`` says that its first jobs are not in the queue yet. ``cluster`` is where its jobs are.
+    ``is_withdrawn`` says that a user has ended it: jobs that may be left submit nothing and note no state.
     """
 
     state: Literal["waiting", "done", "failed"]
@@ -38,6 +41,7 @@ class ChainState(msgspec.Struct, kw_only=True):
     command: str = ""
     submitting: bool = False
     cluster: str = ""
+    is_withdrawn: bool = False
 
 
 def read_state(run_dir: RunDir) -> ChainState | None:
@@ -45,6 +49,13 @@ def read_state(run_dir: RunDir) -> ChainState | None:
     if not run_dir.chain.exists():
         return None
     return decode_stored(run_dir.chain, read_stored(run_dir.chain), ChainState)
+
+
+def require_not_withdrawn(run_dir: RunDir) -> None:
+    """Raise ConfigError if a user has ended the chain of a run directory since it was submitted."""
+    state = read_state(run_dir)
+    if state is not None and state.is_withdrawn:
+        raise ConfigError(f"its chain was {state.message}", code="chain_withdrawn")
 
 
 def require_no_chain(run_dir: RunDir, *, take_over: bool = False) -> None:
@@ -80,27 +91,46 @@ def require_same_cluster(run_dir: RunDir) -> None:
         return
     jobs = f" (jobs {', '.join(parent_ids(state.jobs))})" if state.jobs else ""
     raise ConfigError(
-        f"its chain waits on the cluster {state.cluster}{jobs}, and this one is {here or 'none'}: sharmill cancel "
-        f"{run_dir.path} ends it there; if you know that no job is left, add --take-over",
+        f"its chain waits on the cluster {state.cluster}{jobs}, and this one is {here or 'none'}: end it there by "
+        f"sharmill cancel {run_dir.path}; if you know that no job is left there, sharmill submit or run --take-over "
+        "goes on here",
         code="jobs_elsewhere",
     )
 
 
+def take_over_chain(run_dir: RunDir) -> None:
+    """Note that the chain of a run directory has ended, since this process goes on. The caller holds its lock."""
+    state = read_state(run_dir)
+    if state is not None and state.state == "waiting":
+        by = f"process {process.getpid()} of {user_name()} on {process.gethostname()}"
+        _note_ended(run_dir, f"taken over by {by}; what is done is kept")
+
+
 def cancel_chain(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> list[str]:
-    """End all jobs of a run directory, and note it; return their numbers.
+    """End all jobs of a run directory, and note it; return their numbers once none of them directs the run any more.
 
     Jobs that end may have submitted others before, so the queue is asked until it has none.
 
     Raises:
-        ConfigError: there is no SLURM here to be asked, or the jobs are on another cluster.
+        ConfigError: there is no SLURM here to be asked, the jobs are on another cluster, or the process of one holds
+            the run directory after ``wait_seconds``.
         SlurmSilent: nobody answers.
         FatalError: jobs are still there after ``wait_seconds``.
     """
     ended: set[str] = set()
+    message = f"cancelled by {user_name()}; what is done is kept"
     deadline = clock.monotonic() + wait_seconds
-    while jobs := queued_jobs(run_dir):
+    while True:
+        jobs = queued_jobs(run_dir)
+        if not jobs:
+            owner = lock_owner(run_dir.path)
+            if owner is None or owner.job.removeprefix(SLURM_JOB) not in ended:
+                break
+            # The process of a driver job may outlast its job for a while, and may just have submitted others.
+            with locked(run_dir, max(0.0, deadline - clock.monotonic())):
+                continue
         if not ended:
-            _note_cancelled(run_dir)
+            _note_ended(run_dir, message)
         if clock.monotonic() > deadline:
             raise FatalError(
                 f"{describe_jobs(jobs)} are still in the queue {wait_seconds:.0f} s after scancel; ask again with "
@@ -117,15 +147,14 @@ def cancel_chain(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> l
     if not ended:
         require_same_cluster(run_dir)
     else:
-        # A driver job may have noted that it waits for what it had submitted.
-        _note_cancelled(run_dir)
+        # A submission may have noted that it waits for what was ended here.
+        _note_ended(run_dir, message)
     return sorted(ended, key=int)
 
 
-def _note_cancelled(run_dir: RunDir) -> None:
+def _note_ended(run_dir: RunDir, message: str) -> None:
     before = read_state(run_dir) or ChainState(state="failed", message="")
-    message = f"cancelled by {user_name()}; what is done is kept"
-    state = msgspec.structs.replace(before, state="failed", message=message, jobs=[])
+    state = msgspec.structs.replace(before, state="failed", message=message, jobs=[], is_withdrawn=True)
     write_atomic(run_dir.chain, msgspec.json.encode(state) + b"\n")
 
 

@@ -33,6 +33,7 @@ from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.slurm import scheduler
+from sharmill.executors.slurm.chain_state import require_not_withdrawn
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import (
     PATIENCE_SECONDS,
@@ -97,9 +98,10 @@ class SlurmExecutor:
         Few units are done in the driver job. If that is killed, they wait for ranks in the next round.
 
         Raises:
-            ConfigError: jobs of this dataset are in the queue.
+            ConfigError: jobs of this dataset are in the queue, or a user has ended its chain.
             FatalError: a rank stopped the stage, ranks end without beginning a unit, or SLURM refuses the jobs.
         """
+        require_not_withdrawn(self.run_dir)
         attempts = Attempts(stage.dir.attempts)
         if attempts.stopped:
             raise FatalError(attempts.stopped, code=attempts.stopped_code)

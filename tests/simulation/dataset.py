@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from sharmill.engine.fence import stop_ranks
 from sharmill.engine.listener import Listener
@@ -26,8 +26,21 @@ NAMES = ("first", "second")
 RECORDS_PER_UNIT = 3
 FIELDS = ("audio", "cuts")
 
-# Of the schedule at work: attempts at units by plan, and the processes that direct the run.
-attempts: list[tuple[str, str, int]] = []
+
+class Attempt(NamedTuple):
+    """An attempt at a unit; ``role`` and ``job`` are of the job that made it, ``task`` is its rank in an array."""
+
+    stage: str
+    token: str
+    unit: int
+    role: str
+    job: str
+    task: str
+    pid: int
+
+
+# Of the schedule at work: attempts at units, and the processes that direct the run.
+attempts: list[Attempt] = []
 directors: list[tuple[str, int]] = []
 second_writers: list[tuple[int, int]] = []
 
@@ -101,7 +114,10 @@ class _SimProcessor(Processor):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         stage = self.stage
-        attempts.append((stage.name, stage.token, unit.index))
+        role, job, array, task = (
+            process.environ.get(f"SLURM_{name}", "") for name in ("JOB_NAME", "JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID")
+        )
+        attempts.append(Attempt(stage.name, stage.token, unit.index, role, array or job, task, process.getpid()))
         names = [f"{folder}/{unit.index:06d}.txt" for folder in stage.folders]
         for field, name in zip(FIELDS, names, strict=True):
             # A node may be slow.

@@ -12,7 +12,7 @@ from unittest import mock
 
 from sharmill.engine import attempts, fence, locks, plan, run, worker
 from sharmill.engine.stage import Stage
-from sharmill.executors.slurm import chain, chain_state, executor, queue, task
+from sharmill.executors.slurm import chain, chain_state, executor, queue, taken_units, task
 from simulation import dataset
 from simulation.world import Choice, Outcome, simulate
 
@@ -90,6 +90,18 @@ def _impatient(self: chain.JobChain, *arguments: Any) -> executor.SlurmExecutor:
     )
 
 
+def _never_by_ranks(self: chain.JobChain, small_stages: Any = "driver") -> executor.SlurmExecutor:
+    return _executor(self, "here" if small_stages == "ranks" else small_stages)
+
+
+_write_atomic = executor.write_atomic
+
+
+def _write_no_mark(path: Path, content: bytes) -> None:
+    if content != b"driver":
+        _write_atomic(path, content)
+
+
 DEFECTS = (
     Defect(
         "ranks of a replaced plan go on publishing",
@@ -158,8 +170,18 @@ DEFECTS = (
         Choice(("ranks cannot start",), ""),
     ),
     Defect(
+        "a rank begins units that others have taken",
+        ((taken_units._TakenFiles, "make", lambda self, name: True),),
+        Choice(("ranks cancelled",), ""),
+    ),
+    Defect(
+        "a small stage that has ended its driver job is done by the next one",
+        ((executor, "write_atomic", _write_no_mark), (chain.JobChain, "executor", _never_by_ranks)),
+        Choice((), "kill"),
+    ),
+    Defect(
         "cancelling a chain leaves its state as it was",
-        ((chain_state, "_note_cancelled", _nothing),),
+        ((chain_state, "_note_ended", _nothing),),
         Choice(("cancel",), ""),
     ),
 )  # fmt: skip

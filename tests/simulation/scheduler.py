@@ -239,6 +239,7 @@ class Scheduler:
         """Start what a job runs; for a second time where a node starts it twice."""
         environ = {
             "SLURM_JOB_ID": str(job.number),
+            "SLURM_JOB_NAME": job.role,
             "SLURM_RESTART_COUNT": str(job.restarts),
             "SLURM_MEM_PER_NODE": "4096",
         }

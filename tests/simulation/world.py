@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -224,16 +224,37 @@ class World:
     def _check_always(self) -> None:
         if toy.second_writers:
             self.problems.append(f"two processes direct the run at once: {toy.second_writers}")
-        counts = Counter(toy.attempts)
+        counts = Counter((attempt.stage, attempt.token, attempt.unit) for attempt in toy.attempts)
         for (stage, token, unit), number in counts.items():
             if number > 2 * MAX_ATTEMPTS + MOST_INTERRUPTIONS + 2 * self.excuses:
                 self.problems.append(f"{number} attempts at unit {unit} of {stage} with plan {token}")
+        self._check_who_did_what()
         for stage in self.dataset.make_stages():
             # A rank that was killed shows as alive for a minute.
             self.kernel.now += 2 * SILENT_SECONDS
             status = read_stage(stage)
             if status.state == "under way":
                 self.problems.append(f"{stage.name} is shown as under way, and nobody is at work")
+
+    def _check_who_did_what(self) -> None:
+        """Check that two ranks of a round at most began a unit, and no stage that killed its driver job another."""
+        ranks: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
+        drivers: defaultdict[str, set[int]] = defaultdict(set)
+        for attempt in toy.attempts:
+            if attempt.role == "rank":
+                ranks[attempt.stage, attempt.token, str(attempt.unit), attempt.job].add(attempt.task)
+            elif attempt.role:
+                drivers[attempt.token].add(attempt.pid)
+        for unit, tasks in ranks.items():
+            if len(tasks) > 2:
+                self.problems.append(f"{len(tasks)} ranks of a round have begun the unit {unit}")
+        # A submission tries stages anew.
+        if not any("subm" in text or "run" in text for text in self.disturbances):
+            self.problems += [
+                f"driver jobs have done units of the plan {token} {len(pids)} times"
+                for token, pids in drivers.items()
+                if len(pids) > 1
+            ]
 
     def _go_on(self) -> None:
         """Submit again, as an operator does, and check that this ends with the output of an undisturbed run."""

@@ -9,9 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
 
 from sharmill.audio.encoding import check_encoder
 from sharmill.audio.roots import AudioRoots
@@ -20,7 +17,6 @@ from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage
 from sharmill.engine.fence import claim_for_run, release_run, require_own_output, stop_ranks
-from sharmill.engine.identity import versions
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
@@ -29,7 +25,6 @@ from sharmill.engine.run import Executor, locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError, FatalError
-from sharmill.executors.devices import visible_gpus
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
 from sharmill.executors.slurm.chain_state import require_no_chain, take_over_chain
@@ -38,17 +33,14 @@ from sharmill.grow.append import append_dataset, require_fitting
 from sharmill.match.choose import min_similarity
 from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.stage import MatchStage
-from sharmill.models import describe_codec, describe_speaker_encoder, make_deterministic, published_name
-from sharmill.models.device import check_device
+from sharmill.models import describe_codec, describe_speaker_encoder
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.stage import PrepareStage
 from sharmill.report.last_step import report_on_run
 from sharmill.storage import (
-    PROBE,
     disk_errors,
     open_atomic,
     open_stored,
-    remove_asides,
     require_writable,
     write_atomic,
 )
@@ -56,10 +48,6 @@ from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.findings import Report
 from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage
-
-if TYPE_CHECKING:
-    from sharmill.models.certificate import Certificate
-
 
 log = logging.getLogger(__name__)
 
@@ -380,58 +368,6 @@ def _check_accounts(config: Config, results: Sequence[tuple[Stage, StageResult]]
                 f"came into {after.name}; begin that anew: {_restart_command(config, (), after)}",
                 code="accounts",
             )
-
-
-def certify_models(config: Config) -> tuple[Path, Certificate]:
-    """Compare, for each codec and the speaker encoder, ways to compute a fixed probe on the devices of this machine.
-
-    Returns:
-        The file in the run directory that has the certificate, and the certificate.
-
-    Raises:
-        ConfigError: a model cannot be loaded.
-    """
-    # Only this needs torch in the driver.
-    from sharmill.models.certificate import Certificate, ModelCertificate, certify_codec, certify_encoder
-
-    check_config(config, stages=())
-    devices = ["cuda", "cpu"] if visible_gpus() else ["cpu"]
-    for device in devices:
-        make_deterministic(device)
-    references = config.references
-
-    def as_stored(identity: dict[str, str], section: str) -> dict[str, str]:
-        # A codec's as that of its stage's plan has it, to which it is compared; neither section has such a key.
-        return references.identify({"codec": identity}, section)["codec"]
-
-    models = [
-        ModelCertificate(
-            kind="codec", name=codec.name,
-            model=references.hide_at(("encode", "codecs", number, "model"), published_name(codec.model)),
-            identity=as_stored(describe_codec(codec.model, codec.allow_targets), "encode"),
-            comparisons=list(
-                certify_codec(codec.model, devices, codec.allow_targets, config.encode.batch_seconds)
-            ),
-        )
-        for number, codec in enumerate(config.encode.codecs)
-    ]  # fmt: skip
-    if (match := config.match) is not None:
-        models.append(
-            ModelCertificate(
-                kind="encoder", name="match", model=references.hide_at(("match", "encoder"), match.encoder),
-                identity=as_stored(describe_speaker_encoder(match.encoder, match.allow_targets), "match"),
-                comparisons=list(certify_encoder(match.encoder, devices, match.allow_targets)),
-            )
-        )  # fmt: skip
-    found = versions("torch", "torchaudio", "nemo_toolkit", "transformers")
-    named = ["cpu" if device == "cpu" else f"{device}: {check_device(device)}" for device in devices]
-    certificate = Certificate(devices=named, versions=found, models=models)
-    path = RunDir(Path(config.run_dir)).certificate
-    with disk_errors(path.parent):
-        require_writable(path.parent)
-        remove_asides(path.parent, {path.name, PROBE})
-        write_atomic(path, msgspec.json.format(msgspec.json.encode(certificate), indent=2) + b"\n")
-    return path, certificate
 
 
 def validate_dataset(

@@ -17,7 +17,8 @@ from sharmill.demo.corpus import make_corpus
 from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
 from sharmill.executors.local.executor import LocalExecutor
-from sharmill.pipeline import certify_models, run_dataset
+from sharmill.pilot.certify import certify_models
+from sharmill.pipeline import run_dataset
 from sharmill.storage import make_private_folder
 
 SECRET = "hf-Tr0ub4dor"

@@ -28,7 +28,8 @@ from sharmill.grow.append import append_dataset
 from sharmill.grow.merge import merge_datasets
 from sharmill.grow.split import split_dataset
 from sharmill.pilot.calibrate import run_pilot
-from sharmill.pipeline import DatasetRun, certify_models, run_dataset, validate_dataset
+from sharmill.pilot.certify import certify_models
+from sharmill.pipeline import DatasetRun, run_dataset, validate_dataset
 from sharmill.shar.layout import TARGET_AUDIO, TARGET_CODES, codes_field, shard_file
 from sharmill.shar.rebuild import rebuild_index
 from sharmill.shar.sidecars import write_sidecars

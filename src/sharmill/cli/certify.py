@@ -25,7 +25,7 @@ def certify(arguments: tuple[str, ...], as_json: bool) -> int:
     printed, and written into the run directory as certificate.json.
     """
     from sharmill.config import load_config
-    from sharmill.pipeline import certify_models
+    from sharmill.pilot.certify import certify_models
 
     paths, overrides, names = split_arguments(arguments)
     if names:

@@ -50,6 +50,7 @@ _TOUCHES_PER_LEASE = 6
 _POLL_SECONDS = 0.25
 # A folder that nobody owns and that cannot be entered: for a moment so on NFS, where an open file is removed.
 _SECONDS_WITHOUT_OWNER = 5.0
+_MOST_SECONDS_WITHOUT_OWNER = 600.0
 # Lustre without ``-o flock``, FUSE, and NFS without a lock service.
 _WITHOUT_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 
@@ -190,7 +191,8 @@ class FolderLock:
             if seen is None:
                 if self._enter():
                     return
-                enough = clock.monotonic() > began + max(self._wait_seconds, _SECONDS_WITHOUT_OWNER)
+                longest = min(self._wait_seconds, _MOST_SECONDS_WITHOUT_OWNER)
+                enough = clock.monotonic() > began + max(longest, _SECONDS_WITHOUT_OWNER)
             elif self._is_dead(seen):
                 log.info("%s: its owner has ended: %s", self.path, seen.owner)
                 seen.file.unlink(missing_ok=True)

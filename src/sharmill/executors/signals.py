@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from sharmill.ports import process
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -38,3 +40,25 @@ def deferred_interrupts() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if arrived:
             signal.raise_signal(arrived[0])
+
+
+class ToldToEnd(KeyboardInterrupt):
+    """The end of a driver job by SIGTERM, as Ctrl-C ends other processes: no attempt at a unit is one that failed."""
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM end this process: submitit takes no notice of it, so a cancelled job would go on until SIGKILL."""
+    told: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        # The way out is not to be interrupted.
+        if len(told) == 1:
+            raise ToldToEnd
+
+    previous = process.set_handler(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        process.set_handler(signal.SIGTERM, previous)

@@ -146,6 +146,16 @@ def test_a_submission_whose_place_another_process_takes_notes_its_end(driver_job
     assert (state.state, state.message) == ("failed", "another sharmill process is at work")
 
 
+def test_one_that_another_process_has_put_out_of_the_run_directory_leaves_the_chain_to_that(
+    driver_job, scontrol, monkeypatch
+):
+    """It noted a failure, and cancelled the watcher job of the one at work."""
+    meet(monkeypatch, FatalError("another process took the lock over", code="locked"))
+    with raises(FatalError, "locked"):
+        driver_job()
+    assert read_state(driver_job.run_dir) is None
+
+
 def test_a_driver_job_that_is_told_to_end_knows_itself_among_the_jobs(driver_job, scontrol, tmp_path):
     """It takes its time to end; taken for another's, its watcher job would stop it, and be cancelled."""
     run_dir = driver_job.run_dir

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import ExitStack
 
 import cloudpickle
 import msgspec
@@ -27,6 +28,7 @@ from sharmill.executors.slurm.chain_state import ChainState, read_state, take_ov
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile, StageProfile, StageProfiles
 from sharmill.executors.slurm.queue import job_comment, make_run_id
+from sharmill.ports import clock
 from sharmill.prepare.stage import PrepareStage
 
 
@@ -155,6 +157,25 @@ def test_ends_with_sigterm_as_by_ctrl_c(at_work):
     assert not stage.dir.failures.exists()
     assert lock_owner(stage.run_dir.path) is None
     assert read_state(stage.run_dir) == state
+
+
+def test_is_waited_for_by_a_second_process_of_its_driver_job(at_work, monkeypatch):
+    """As of one requeued from a node out of reach. After ten minutes it took the first for a failure of the chain."""
+    job, stage, _ = at_work
+    stage.mark("go")
+    now, first = [0.0], ExitStack()
+    first.enter_context(locked(stage.run_dir))
+
+    def sleep(seconds):
+        now[0] += 1000.0
+        if now[0] > 5000.0:
+            first.close()
+
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    monkeypatch.setattr(clock, "sleep", sleep)
+    job()
+    assert now[0] > 5000.0
+    assert read_state(stage.run_dir).state == "done"
 
 
 def test_of_a_chain_that_a_user_has_ended_meanwhile_notes_no_state(at_work):

@@ -8,15 +8,15 @@ hold up another.
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Literal, Protocol
 
 import msgspec
@@ -33,6 +33,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.logs import logging_to
+from sharmill.executors.signals import ToldToEnd, ended_by_sigterm
 from sharmill.executors.slurm.chain_state import (
     ChainState,
     read_state,
@@ -62,8 +63,9 @@ log = logging.getLogger(__name__)
 
 # Where the shell puts the setup line that failed, if one did.
 _WHY = "@WHY@"
-# A driver job may begin before the one that submitted it has left the run directory.
-_SECONDS_TO_WAIT_FOR_LOCK = 600.0
+# The one that submitted a driver job may not have left the run directory yet. One that a node starts twice, or that is
+# requeued from a node out of reach, waits as long as its other process is at work, for that may not come to its end.
+_SECONDS_TO_WAIT_FOR_LOCK = math.inf
 # A controller that is away, or limits on jobs in the queue, are waited for as long as this: by one driver job after the
 # other, since each has a time limit.
 _DRIVER_PATIENCE_SECONDS = 12 * 3600.0
@@ -224,18 +226,21 @@ class JobChain:
             if self.is_watcher and before is not None and before.state != "waiting":
                 return
             try:
-                with _ended_by_sigterm():
+                with ended_by_sigterm():
                     if stage:
                         wait_for_stage(self.dataset.make_stages(), stage, token, had_ranks=had_ranks)
                     state = self._run_driver_job()
             except SystemExit:
                 # Told to leave, and requeued.
                 raise
-            except _ToldToEnd:
+            except ToldToEnd:
                 log.warning("job %s is told to end", process.environ.get("SLURM_JOB_ID"))
                 sys.exit(128 + signal.SIGTERM)
             except BaseException as error:
                 log.exception("job %s ends", process.environ.get("SLURM_JOB_ID"))
+                if isinstance(error, FatalError) and error.code == "locked":
+                    # The process that has taken the run directory over notes what becomes of the chain.
+                    raise
                 is_waiting = clock.monotonic() - began >= self.patience and self._may_wait_on(error)
                 if is_waiting and requeue(process.environ["SLURM_JOB_ID"], max(self.patience, PATIENCE_SECONDS)):
                     self._note_end(error, state="waiting", then="it is requeued and waits on")
@@ -372,28 +377,6 @@ class JobChain:
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             said = getattr(error, "stderr", None) or b""
             log.warning("notify: %s %s", error, said.decode(errors="replace"))
-
-
-class _ToldToEnd(KeyboardInterrupt):
-    """The end of a driver job by SIGTERM, as Ctrl-C ends other processes: no attempt at a unit is one that failed."""
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end this process: submitit takes no notice of it, so a cancelled job would go on until SIGKILL."""
-    told: list[int] = []
-
-    def end(number: int, frame: FrameType | None) -> None:
-        told.append(number)
-        # The way out is not to be interrupted.
-        if len(told) == 1:
-            raise _ToldToEnd
-
-    previous = process.set_handler(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        process.set_handler(signal.SIGTERM, previous)
 
 
 class _ChainListener(Listener):

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from sharmill.engine import attempts, fence, locks, plan, run, worker
+from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.executors.slurm import chain, chain_state, executor, queue, taken_units, task
 from simulation import dataset
@@ -92,6 +93,11 @@ def _impatient(self: chain.JobChain, *arguments: Any) -> executor.SlurmExecutor:
 
 def _never_by_ranks(self: chain.JobChain, small_stages: Any = "driver") -> executor.SlurmExecutor:
     return _executor(self, "here" if small_stages == "ranks" else small_stages)
+
+
+def _jobs_until_withdrawn(run_dir: RunDir) -> list[queue.QueuedJob]:
+    state = chain_state.read_state(run_dir)
+    return [] if state is not None and state.is_withdrawn else queue.queued_jobs(run_dir)
 
 
 _write_atomic = executor.write_atomic
@@ -182,6 +188,11 @@ DEFECTS = (
     Defect(
         "cancelling a chain leaves its state as it was",
         ((chain_state, "_note_ended", _nothing),),
+        Choice(("cancel",), ""),
+    ),
+    Defect(
+        "cancelling a chain does not wait until its jobs are gone",
+        ((chain_state, "queued_jobs", _jobs_until_withdrawn), (chain_state, "lock_owner", _nothing)),
         Choice(("cancel",), ""),
     ),
 )  # fmt: skip

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sharmill.executors.slurm.chain_state import cancel_chain
 from simulation.dataset import NAMES
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ def _take_over(world: World) -> None:
 
 def _cancel(world: World) -> None:
     world.is_gentle = False
-    world.kernel.spawn("sharmill cancel", "login2", partial(cancel_chain, world.run_dir))
+    world.kernel.spawn("sharmill cancel", "login2", world.cancel)
 
 
 DISTURBANCES: dict[str, Callable[[World], None]] = {

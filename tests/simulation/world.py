@@ -25,7 +25,7 @@ from sharmill.errors import SharmillError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.slurm import scheduler as scheduler_port
 from sharmill.executors.slurm.chain import JobChain
-from sharmill.executors.slurm.chain_state import read_state, wait_for_end
+from sharmill.executors.slurm.chain_state import cancel_chain, read_state, wait_for_end
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile, StageProfile, StageProfiles
 from sharmill.staging import STAGING_NAME
 from simulation import dataset as toy
@@ -78,6 +78,7 @@ class World:
     excuses: int = 0
     may_double: bool = False
     waited_for: str = ""
+    is_cancelled: bool = False
     driver_units: int = 0
 
     def __post_init__(self) -> None:
@@ -143,13 +144,23 @@ class World:
 
     def submit(self, dataset: SimDataset, *, restart: bool = False) -> None:
         """Do what ``sharmill submit`` does."""
+        self.is_cancelled = False
         state = self.chain(dataset, restart=restart).start()
         self.kernel.note(f"submitted: {state.message}")
 
     def run_here(self, option: int, *, take_over: bool) -> None:
         """Do what ``sharmill run --restart`` does."""
+        self.is_cancelled = False
         dataset = replace(self.dataset, option=option, take_over=take_over, behaviour="")
         dataset.run(LocalExecutor(1), Listener(), restart=True, wait_seconds=0.0)
+
+    def cancel(self) -> None:
+        """Do what ``sharmill cancel`` does."""
+        ended = cancel_chain(self.run_dir)
+        by_hand = [one for one in self.kernel.alive() if one.name.startswith(("submission", "sharmill run"))]
+        # What runs on nodes out of reach, and jobs of which nobody knows, cannot be ended.
+        self.is_cancelled = bool(ended) and not by_hand and not self.may_double
+        self.kernel.note(f"cancelled: {', '.join(ended)}")
 
     # Disturbances.
 
@@ -179,10 +190,12 @@ class World:
     # Invariants.
 
     def _check_rename(self, owner: SimProcess, source: str, goal: str) -> None:
-        """Nothing is published for another plan than the present one."""
+        """Nothing is published for another plan than the present one, nor after the chain was cancelled."""
         inside = Path(source).parts
         if STAGING_NAME not in inside or STAGING_NAME in Path(goal).parts:
             return
+        if self.is_cancelled:
+            self.problems.append(f"{owner.name} publishes {goal} after the chain was cancelled")
         token = inside[inside.index(STAGING_NAME) + 1]
         with self.kernel.outside():
             present = {self.run_dir.stage(name).read_token() for name in toy.NAMES}
@@ -195,6 +208,8 @@ class World:
 
     def _check_submit(self, role: str) -> None:
         """No ranks are submitted beside others of the dataset, unless an answer was lost or a node is out of reach."""
+        if self.is_cancelled:
+            self.problems.append(f"a {role} is submitted after the chain was cancelled")
         ranks = [job for job in self.cluster.queue() if job.role == role == "rank"]
         run_id = self.run_dir.id.read_bytes().decode()
         if ranks and not self.may_double and all(run_id in job.comment for job in ranks):
@@ -209,6 +224,8 @@ class World:
         self._check_always()
         state = read_state(self.run_dir)
         is_done = self._is_done()
+        if self.is_cancelled and (state is None or state.state != "failed" or "cancelled by" not in state.message):
+            self.problems.append(f"the chain was cancelled, and is {state}")
         if state is not None and state.state == "done" and not is_done:
             self.problems.append("the chain is done, and its stages are not")
         if self.is_gentle and (state is None or state.state != ("failed" if self.dataset.behaviour else "done")):

@@ -30,7 +30,8 @@ def do_nothing() -> None:
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
     """Returns a function: name of an example -> the scripts of ranks on GPUs, of others, and of driver jobs."""
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    # No controller is asked.
+    monkeypatch.setattr("sharmill.executors.slurm.scheduler.is_here", lambda command: False)
     monkeypatch.chdir(tmp_path)
 
     def make(name: str) -> list[str]:

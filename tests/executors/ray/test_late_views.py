@@ -34,6 +34,8 @@ def test_an_actor_waits_for_what_its_node_sees_late(stage, monkeypatch):
         return nullcontext()
 
     monkeypatch.setattr(actor, "Worker", make_worker)
+    # Ray itself would start a cluster to say which.
+    monkeypatch.setattr("sharmill.executors.ray.actors.this_node", lambda: "node-1")
     for name in ("limit_cores", "redirect_output"):
         monkeypatch.setattr(actor, name, lambda value: None)
     start = actor.ActorStart(

@@ -218,17 +218,18 @@ def release_unused(run_dir: RunDir) -> list[Path]:
 def release_output(root: Path, tokens: Iterable[str]) -> None:
     """Remove the claims and the staging folders of plans, and the whole staging folder with the last of them."""
     tokens = set(tokens)
+    staging = root / STAGING_NAME
+    was_there = staging.is_dir()
     for token in tokens:
         remove_at_once(token_staging(root, token))
     claims = [path for path in _claim_files(root) if _names(path, tokens)]
     for path in claims:
         path.unlink(missing_ok=True)
-    staging = root / STAGING_NAME
     removed = {path.name.split(".")[1] for path in staging.glob(".*.tmp") if _TOKEN.match(path.name[1:])}
     remove_asides(staging, removed | {path.name for path in claims})
     remove_if_empty(staging)
-    if claims:
-        # The stage is noted as finished elsewhere: a claim that came back after that would stay.
+    if was_there:
+        # The stage is noted as finished elsewhere: what came back after that would stay.
         fsync_directory(staging if staging.is_dir() else root)
 
 

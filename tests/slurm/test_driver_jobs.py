@@ -80,7 +80,7 @@ def test_a_submission_that_lost_the_race_submits_nothing(waiting_chain):
     """Both have looked at the queue when it was empty; the second gets the lock after the first."""
     before = queued_jobs(waiting_chain.run_dir)
     with raises(ConfigError, "jobs_in_queue"):
-        waiting_chain._run_stages(wait_seconds=0.0)
+        waiting_chain._run_stages(waiting_chain.executor(), wait_seconds=0.0)
     assert len(queued_jobs(waiting_chain.run_dir)) == len(before)
 
 

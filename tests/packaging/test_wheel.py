@@ -119,7 +119,6 @@ def test_without_extras_a_dataset_without_codes_is_made(bare, config, tmp_path):
 # What is asked for, and the extra that the one line names.
 NEEDS = {
     "the demo": (["demo", "here"], "demo"),
-    "the built-in codec": (["run", "c.yaml", "encode.codecs=[{name: b, model: builtin}]"], "nemo"),
     "a codec of NeMo": (["run", "c.yaml", "encode.codecs=[{name: b, model: 'nemo:x/y'}]"], "nemo"),
     "an encoder of NeMo": (["run", "c.yaml", "match.encoder=nemo:titanet_large"], "nemo"),
     "a codec of transformers": (
@@ -139,6 +138,13 @@ def test_what_lacks_an_extra_says_which_in_one_line(arguments, extra, bare, conf
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
     assert f"pip install 'sharmill[{extra}]'" in line
+
+
+@pytest.mark.slow
+def test_the_built_in_codec_needs_no_extra(bare, config, tmp_path):
+    done = call(bare, "sharmill", "run", "c.yaml", "encode.codecs=[{name: b, model: builtin}]", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [*(tmp_path / "dataset/codes_b/target_codes").glob("*.tar")]
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ DEFECTS = (
     Defect(
         "a submission or a driver job does not see the jobs beside which it must submit none",
         ((chain, "competing_jobs", _no_jobs), (executor, "competing_jobs", _no_jobs)),
-        Choice(("requeue", "submission --restart", "second submission"), ""),
+        Choice(("second submission", "cancel"), ""),
     ),
     Defect(
         "a lock that holds nobody back",

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import shutil
 import sys
 import time
@@ -15,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from simulation.command import is_single, parse_options, run_main, seeds
 from simulation.defects import DEFECTS
 from simulation.kernel import make_folder
 from simulation.world import Outcome, simulate
@@ -51,24 +50,16 @@ def show_defects() -> int:
 
 def main() -> int:
     """Simulate, print the schedules in which something did not hold, and return 1 if there were any."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--schedules", type=int, default=None)
-    parser.add_argument("--minutes", type=float, default=None)
-    parser.add_argument("--trace", action="store_true", help="print all that happens in a schedule with problems")
-    parser.add_argument("--defects", action="store_true", help="put defects back, and say which schedule shows each")
-    parser.add_argument("--twice", action="store_true", help="simulate each twice; a difference is a problem")
-    options = parser.parse_args()
+    options = parse_options(__doc__)
     if options.defects:
         return show_defects()
-    count = options.schedules or (1 if options.minutes is None else 1 << 60)
     folder = make_folder()
-    began, cpu_began = time.monotonic(), time.process_time()
+    cpu_began = time.process_time()
     largest = 0
     states: Counter[str] = Counter()
     operations = failed = done = 0
     try:
-        for seed in range(options.seed, options.seed + count):
+        for seed in seeds(options):
             outcome = simulate(seed, folder)
             if options.twice and simulate(seed, folder).trace != outcome.trace:
                 outcome.problems.append("replayed, it goes otherwise")
@@ -77,10 +68,8 @@ def main() -> int:
             operations += outcome.operations
             largest = max(largest, outcome.operations)
             failed += bool(outcome.problems)
-            if outcome.problems or count == 1:
-                print(describe(outcome, trace=options.trace or count == 1), flush=True)
-            if options.minutes is not None and time.monotonic() - began > 60 * options.minutes:
-                break
+            if outcome.problems or is_single(options):
+                print(describe(outcome, trace=options.trace or is_single(options)), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = time.process_time() - cpu_began
@@ -90,7 +79,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if os.environ.get("PYTHONHASHSEED") != "0":
-        # The order of sets is a part of what happens.
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
-    sys.exit(main())
+    run_main(main)

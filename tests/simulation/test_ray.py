@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 from support.properties import examples
 
-SCRIPT = Path(__file__).parent / "ray_schedules.py"
+from simulation.command import simulate_apart
 
-
-def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a process of its own, since Python keeps the hook that tells of file operations."""
-    environment = os.environ | {"PYTHONHASHSEED": "0"}
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False, env=environment
-    )
+simulate = partial(simulate_apart, str(Path(__file__).parent / "ray_schedules.py"))
 
 
 def test_every_schedule_comes_to_its_end():

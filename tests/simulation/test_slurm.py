@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.properties import examples
 
-SCRIPT = Path(__file__).parent / "slurm.py"
+from simulation.command import simulate_apart
 
-
-def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a process of its own, since Python keeps the hook that tells of file operations."""
-    environment = os.environ | {"PYTHONHASHSEED": "0"}
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False, env=environment
-    )
+simulate = partial(simulate_apart, str(Path(__file__).parent / "slurm.py"))
 
 
 def test_schedules_end_with_the_output_of_an_undisturbed_run_and_are_replayed_to_the_letter():

@@ -93,7 +93,7 @@ class CheckedDataset:
         return next((codec for codec in self.codecs if field in codec_fields(codec.name)), None)
 
 
-def size_of(path: Path) -> int | None:
+def regular_size(path: Path) -> int | None:
     """Return the size of a regular file; None where there is none, or where it cannot be the name of one."""
     try:
         status = path.stat()

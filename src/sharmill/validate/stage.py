@@ -24,7 +24,7 @@ from sharmill.validate.checked_dataset import (
     check_index,
     check_strays,
     read_checked_dataset,
-    size_of,
+    regular_size,
 )
 from sharmill.validate.findings import (
     Finding,
@@ -187,7 +187,7 @@ class ValidateStage(Stage):
         if shard.record is not None:
             return round(shard.record.target_seconds + shard.record.context_seconds, 3)
         paths = [self.dataset_dir / file for file in shard.files.values()]
-        return round(sum(size_of(path) or 0 for path in paths) * _SECONDS_PER_BYTE, 3)
+        return round(sum(regular_size(path) or 0 for path in paths) * _SECONDS_PER_BYTE, 3)
 
 
 class ValidateProcessor(Processor):

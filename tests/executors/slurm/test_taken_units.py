@@ -148,6 +148,18 @@ def test_a_unit_that_is_late_on_another_rank_is_begun_once_more_and_only_once(tm
 
 
 @pytest.mark.usefixtures("soon")
+def test_a_unit_that_a_requeued_rank_has_begun_anew_is_late_from_then_on_only(tmp_path):
+    stage = make_stage(tmp_path, 2)
+    take(stage, 1, rank=1, seconds_ago=100)
+    take(stage, "watch", rank=2)
+    make_task(stage, 0, [0])()
+    requeued = UnitsToDo(stage, stage.dir.taken, 1, [], lambda: False)
+    watching = UnitsToDo(stage, stage.dir.taken, 2, [], lambda: False)
+    assert next(iter(requeued)).index == 1
+    assert watching._look() == (False, None)
+
+
+@pytest.mark.usefixtures("soon")
 def test_one_rank_alone_waits_for_units_that_are_late(tmp_path):
     stage = make_stage(tmp_path, 2)
     take(stage, 1, rank=1, seconds_ago=100)

@@ -10,6 +10,7 @@ hanging rank does not hold up all others, and no unit is begun a third time.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -114,9 +115,14 @@ class UnitsToDo:
         if self._attempts.counts[unit.index] >= MAX_ATTEMPTS:
             return False
         name = str(unit.index)
-        # What an earlier process of this rank had taken, another rank may have begun once more since.
-        if not self._taken.make(name) and not (self._taken.is_mine(name) and self._taken.is_free(_again(unit.index))):
-            return False
+        if not self._taken.make(name):
+            if not self._taken.is_mine(name):
+                return False
+            # An earlier process of this rank had taken it: whether this one is late with it counts from now on.
+            self._taken.renew(name)
+            # Another rank may have begun it once more since.
+            if not self._taken.is_free(_again(unit.index)):
+                return False
         self._tried.add(unit.index)
         self._attempts.counts[unit.index] += 1
         return True
@@ -234,6 +240,12 @@ class _TakenFiles:
                 path.unlink(missing_ok=True)
                 raise
         return True
+
+    def renew(self, name: str) -> None:
+        """Set the time at which it was taken to now, by the clock of the file system."""
+        path = self.folder / name
+        with stopping_errors(path):
+            os.utime(path)
 
     def is_mine(self, name: str) -> bool:
         path = self.folder / name

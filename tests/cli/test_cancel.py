@@ -43,11 +43,23 @@ def cancel(run_dir, *options, environment=None):
     return run_sharmill("cancel", str(run_dir), *options, **({} if environment is None else {"env": environment}))
 
 
+def hold(run_dir, script):
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "src")}
+    return subprocess.Popen([sys.executable, "-c", script, run_dir], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def test_a_process_that_ends_without_leaving_its_lock_has_ended(run_dir):
+    script = _HOLD.replace("default_int_handler", "SIG_DFL")
+    assert script != _HOLD
+    with hold(run_dir, script) as holder:
+        wait_until(lambda: lock_owner(run_dir))
+        done = cancel(run_dir)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert lock_owner(run_dir).pid == holder.pid
+
+
 def test_a_process_of_this_machine_ends_and_leaves_the_lock(run_dir):
-    with subprocess.Popen(
-        [sys.executable, "-c", _HOLD, run_dir], stdout=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "src")},
-    ) as holder:  # fmt: skip
+    with hold(run_dir, _HOLD) as holder:
         wait_until(lambda: lock_owner(run_dir))
         done = cancel(run_dir)
         assert (done.returncode, done.stderr) == (0, "")

@@ -19,6 +19,7 @@ from support.toy_stage import wait_until
 
 from sharmill.engine.locks import lock_owner
 from sharmill.executors.ray.node import free_port
+from sharmill.ports.process import is_gone
 
 
 def run_to_end(command: list, **options) -> subprocess.CompletedProcess[str]:
@@ -130,7 +131,9 @@ class TestJobs:
             assert done.returncode == 0, done.stdout + done.stderr
             assert "ended: " in done.stdout
             waiting.wait(60)  # of a job that is stopped, Ray returns 0
-        assert lock_owner(tmp_path / "run") is None
+        # One that a slow machine gives Ray the time to kill leaves its lock.
+        owner = lock_owner(tmp_path / "run")
+        assert owner is None or is_gone(owner.pid, owner.started)
         assert "stopped" in (tmp_path / "job.log").read_text()
         assert not (tmp_path / "dataset/dataset.json").exists()
         assert submit(working_dir, *job, "prepare", config).returncode == 0

@@ -74,10 +74,9 @@ def _end_owner(run_dir: RunDir, ray_address: str | None, ended_jobs: Sequence[st
         ConfigError: it can be ended only from elsewhere, or by another user.
     """
     from sharmill.engine.locks import RAY_JOB, SLURM_JOB, lock_owner
-    from sharmill.ports.process import is_gone
 
     owner = lock_owner(run_dir.path)
-    if owner is None or (owner.is_here and is_gone(owner.pid, owner.started)):
+    if owner is None or _is_gone(owner):
         return ""
     slurm_job = owner.job.removeprefix(SLURM_JOB) if owner.job.startswith(SLURM_JOB) else ""
     if slurm_job in ended_jobs:
@@ -86,14 +85,21 @@ def _end_owner(run_dir: RunDir, ray_address: str | None, ended_jobs: Sequence[st
         from sharmill.executors.ray.cluster import stop_job
 
         stop_job(owner.job.removeprefix(RAY_JOB), ray_address)
-    elif owner.is_here:
-        _interrupt(owner)
-    else:
+        return str(owner)
+    if not owner.is_here:
         how = f"scancel {slurm_job}" if slurm_job else f"on that host: kill -TERM {owner.pid}"
         message = f"{owner} is at work in {run_dir.path}, which cannot be ended from here; {how}"
         raise ConfigError(message, code="locked")
-    _wait(lambda: lock_owner(run_dir.path) != owner, str(owner))
+    _interrupt(owner)
+    _wait(lambda: lock_owner(run_dir.path) != owner or _is_gone(owner), str(owner))
     return str(owner)
+
+
+def _is_gone(owner: LockOwner) -> bool:
+    """Return whether it was a process of this machine, which has ended."""
+    from sharmill.ports.process import is_gone
+
+    return owner.is_here and is_gone(owner.pid, owner.started)
 
 
 def _interrupt(owner: LockOwner) -> None:

@@ -7,13 +7,14 @@ import os
 import signal
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from tenacity import Retrying, before_sleep_log, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from sharmill.config import Config
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.ray import actors
 from sharmill.executors.ray.actors import import_ray
 from sharmill.storage import open_regular
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 _WORKING_DIR_COPIES = "working_dir_files"
 _SECONDS_TO_CONNECT = 20.0
 _SECONDS_BETWEEN_TRIES = 5.0
+_SECONDS_TO_STOP = 60.0
 _ADDRESS_CHARACTERS = 300
 
 
@@ -165,13 +167,16 @@ def check_paths(config: Config) -> None:
 
 
 def stop_job(submission_id: str, address: str | None) -> None:
-    """Tell a Ray job to end, as ``ray job stop`` does: its driver gets a SIGTERM, and the ranks end with it.
+    """Tell a Ray job to end, as ``ray job stop`` does, and wait for it: its driver gets a SIGTERM, and its ranks end.
+
+    Ray kills a driver that has not ended within three seconds: its lock stays behind, and a later run removes it.
 
     Args:
         address: of the dashboard, as ``ray job submit`` takes it; None for Ray's own settings.
 
     Raises:
         ConfigError: there is no such dashboard, or it knows no such job.
+        FatalError: the job goes on.
     """
     import_ray()
     from ray.job_submission import JobSubmissionClient
@@ -181,7 +186,14 @@ def stop_job(submission_id: str, address: str | None) -> None:
         retry=retry_if_exception_type(ConnectionError), stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True
     )
     try:
-        tries(lambda: JobSubmissionClient(address).stop_job(submission_id))
+        client = tries(lambda: JobSubmissionClient(address))
+        tries(lambda: client.stop_job(submission_id))
+        deadline = time.monotonic() + _SECONDS_TO_STOP
+        while not tries(lambda: client.get_job_status(submission_id)).is_terminal():
+            if time.monotonic() > deadline:
+                message = f"Ray job {submission_id} goes on {_SECONDS_TO_STOP:.0f} s after it was told to end"
+                raise FatalError(message, code="locked")
+            time.sleep(0.2)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"Ray job {submission_id} cannot be stopped from here: {' '.join(str(error).split())}; name the dashboard "

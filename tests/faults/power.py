@@ -73,20 +73,27 @@ def print_table(found: list[Cuts]) -> None:
 
 def leave_out_syncs(runs: Sequence[PoweredRun], folder: Path, states: int) -> int:
     """Look for a state that breaks without the fsyncs of each place in turn; return 1 where there is none for one."""
-    recorded = [(run.name, PowerCuts(run, folder / run.name)) for run in runs]
-    breaks: dict[str, str] = {}
-    for most in (_FEW, states):
-        for name, cuts in recorded:
-            for site in cuts.recording.sites:
-                if site not in NOT_NEEDED and not breaks.get(site):
-                    breaks[site] = cuts.break_without(site, most)
-                    if breaks[site]:
-                        first, *_, last = (breaks[site] + "\n").split("\n", 1)
-                        print(f"{site}: {name}: {first[:150]} {last[-150:]}", flush=True)
-    for site in sorted(site for site in breaks if not breaks[site]):
+    recorded = {run.name: PowerCuts(run, folder / run.name) for run in runs}
+    sites = {site for cuts in recorded.values() for site in cuts.recording.sites}
+    left = sorted(sites - NOT_NEEDED.keys())
+    wanted, most_tried, num_tried = len(left), 0, 0
+    for most in (0, _FEW, states):
+        for name, cuts in recorded.items():
+            for site in [site for site in left if site in cuts.recording.sites]:
+                broken = cuts.break_without(site, most)
+                num_tried += broken.tried
+                if broken.problem:
+                    left.remove(site)
+                    most_tried = max(most_tried, broken.tried)
+                    first, *_, last = (broken.problem + "\n").split("\n", 1)
+                    print(f"{site}: {name}, state {broken.tried}: {first[:150]} {last[-150:]}", flush=True)
+    for site in left:
         print(f"{site}: nothing breaks without it")
-    print(f"{sum(map(bool, breaks.values()))} of {len(breaks)} places of fsyncs are needed")
-    return int(not all(breaks.values()))
+    for site in sorted(sites & NOT_NEEDED.keys()):
+        print(f"{site}: not needed, {NOT_NEEDED[site]}")
+    print(f"{num_tried} states, at most {most_tried} of one run until a place was found")
+    print(f"{wanted - len(left)} of {wanted} places of fsyncs are needed")
+    return int(bool(left))
 
 
 def main() -> int:

@@ -69,6 +69,26 @@ def test_without_an_fsync_what_it_made_last_is_lost(published, site, broken):
     assert broken not in states(Recording(published))
 
 
+def test_without_an_fsync_its_losses_come_first_by_themselves_and_at_the_latest_moment(record):
+    recorded = record(
+        ("create", "old", "", 7, ""),
+        ("create", "note", "", 7, ""),
+        ("fsync", "", "", 7, FOLDER_SYNC),
+        ("create", "b", "", 7, ""),
+        ("create", "c", "", 7, ""),
+        ("fsync", "", "", 7, "elsewhere"),
+        ("create", "after", "", 7, ""),
+    )
+    found = [*Recording(recorded, [FOLDER_SYNC]).crashes_without(Recording(recorded))]
+    together, first, second, everything = found[:4]
+    assert {crash.after for crash in found[:4]} == {5}
+    assert {crash.after for crash in found} == {3, 4, 5}
+    without = Recording(recorded, [FOLDER_SYNC])
+    states_of = [set(without.state(crash)) for crash in (together, first, second, everything)]
+    assert states_of == [{"b", "c"}, {"note", "b", "c"}, {"old", "b", "c"}, set()]
+    assert all(Crash.parse(str(crash)) == crash for crash in found)
+
+
 def test_one_node_alone_loses_its_bytes_and_all_that_it_would_have_done(record):
     recorded = record(
         ("create", "driver", "", 1, ""),

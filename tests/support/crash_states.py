@@ -18,6 +18,7 @@ Consistency Bugs with Bounded Black-Box Crash Testing", OSDI 2018) tries those, 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -31,8 +32,6 @@ NODE: Final = "node"
 # Of bytes that were not synced.
 _LOSSES: Final = ("none", "all", "zeros", "first", "torn")
 _RANDOM_SUBSETS: Final = 4
-# Of those between an fsync that is left out and the next that does the same.
-_MOMENTS_WITHOUT: Final = 6
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,9 @@ class Crash:
 
     Attributes:
         after: the number of steps that were done.
-        names: which steps about names are lost of those that may be: ``none``, ``all``, ``drop:N`` for the N-th one
-            with those that depend on it, ``keep:N`` for all that it does not depend on, ``random:N`` with N a seed.
+        names: which steps about names are lost of those that may be: ``none``, ``all``, ``drop:N+M`` for the N-th and
+            the M-th one with those that depend on them, ``keep:N`` for all that it does not depend on, ``random:N``
+            with N a seed.
         loss: what is lost of the bytes that were not synced: ``none``, ``all``, all but the length (``zeros``), all but
             the first writes (``first``), and in these a part of the last one (``torn``).
         file: the only file that loses bytes, by its number among those that may; -1 for all of them.
@@ -141,39 +141,38 @@ class Recording:
     def crashes_without(self, other: Recording) -> Iterator[Crash]:
         """Yield crashes that are possible since sites were left out, and were not in the recording with them.
 
-        Of what an fsync has made last there, each step is lost: most of all just before something else makes it last.
+        Lost is what the fsyncs of these sites have made last there, by itself or with all else that is not synced:
+        first just before something else makes it last, then just after them, then in moments ever closer to one
+        another, up to all of them.
         """
-        late, early = [], []
-        for number in (number for site in self._without for number in self._of_site(site)):
-            settled = {*other._moments[number].names} - {*other._moments[number + 1].names}
-            bytes_of = {*other._moments[number].files} - {*other._moments[number + 1].files}
-            afters = []
-            for after in range(number + 1, len(self.steps) + 1):
-                moment = self._moments[after]
-                if settled.isdisjoint(moment.names) and bytes_of.isdisjoint(moment.files):
-                    break
-                afters.append(after)
-            few = {*afters[-1:], *afters[:: max(1, len(afters) // _MOMENTS_WITHOUT)]}
-            for after in sorted(few, reverse=True):
-                found = late if after == afters[-1] else early
-                found.append([*self._losses_of(after, settled, bytes_of)])
-        for crashes in (late, early):
-            yield from (crash for turn in zip_longest(*crashes) for crash in turn if crash is not None)
+        occurrences = [number for site in self._without for number in self._of_site(site)]
+        for turn in zip_longest(*(self._losses_without(number, other) for number in occurrences)):
+            yield from (crash for crash in turn if crash is not None)
+
+    def _losses_without(self, number: int, other: Recording) -> Iterator[Crash]:
+        """Yield the crashes of ``crashes_without`` after an fsync that does nothing here, but does in the other one."""
+        settled = {*other._moments[number].names} - {*other._moments[number + 1].names}
+        bytes_of = {*other._moments[number].files} - {*other._moments[number + 1].files}
+        afters = []
+        for after in range(number + 1, len(self.steps) + 1):
+            moment = self._moments[after]
+            if settled.isdisjoint(moment.names) and bytes_of.isdisjoint(moment.files):
+                break
+            afters.append(after)
+        for after in _spread(afters):
+            yield from self._losses_of(after, settled, bytes_of)
 
     def _losses_of(self, after: int, settled: Collection[int], files: Collection[Node]) -> Iterator[Crash]:
-        """Yield the losses of some of the steps about names, or of bytes of some files, after a step."""
+        """Yield the losses of steps about names, together and each by itself, of the bytes of files, and of all."""
         moment = self._moments[after]
-        for index, number in enumerate(moment.names):
-            if number in settled:
-                yield from (Crash(after, f"drop:{index}", loss) for loss in ("none", "all"))
-        for index, file in enumerate(moment.files):
-            if file in files:
-                yield from (Crash(after, "none", loss, index) for loss in _LOSSES[1:])
+        indexes = [index for index, number in enumerate(moment.names) if number in settled]
+        if len(indexes) > 1:
+            yield Crash(after, f"drop:{'+'.join(map(str, indexes))}")
+        yield from (Crash(after, f"drop:{index}") for index in indexes)
+        numbers = [index for index, file in enumerate(moment.files) if file in files]
+        yield from (Crash(after, "none", loss, index) for loss in _LOSSES[1:] for index in numbers)
+        # With a folder that comes back what was in it may come back.
         yield Crash(after, "all", "all")
-        for index, number in enumerate(moment.names):
-            if number not in settled:
-                yield from (Crash(after, f"keep:{index}", loss) for loss in ("none", "all"))
-        yield from (Crash(after, f"random:{seed}", loss) for seed in range(_RANDOM_SUBSETS) for loss in _LOSSES)
 
     def state(self, crash: Crash) -> State:
         """Return what a crash leaves: the bytes of each file by its name below the root, None for a folder."""
@@ -298,15 +297,30 @@ class Recording:
             return set()
         if kind == "keep":
             return set(names) - self._needed(names, [names[int(number)]])
-        lost = {"all": names, "drop": names[int(number or 0) :][:1], "random": []}[kind]
         share = rng.random()
-        lost = set(lost) | {name for name in names if kind == "random" and rng.random() < share}
+        if kind == "drop":
+            lost = {names[int(one)] for one in number.split("+")}
+        else:
+            lost = {name for name in names if kind == "all" or rng.random() < share}
         about: set[Name] = set()
         for name in names:
             if name in lost or not about.isdisjoint(self._of(name)):
                 lost.add(name)
                 about.update(self._of(name))
         return lost
+
+
+def _spread(moments: list[int]) -> Iterator[int]:
+    """Yield the last one, the first one, and then those in the middle of what is between, down to all of them."""
+    yield from moments[-1:]
+    yield from moments[:-1][:1]
+    gaps = deque([(0, len(moments) - 1)])
+    while gaps:
+        low, high = gaps.popleft()
+        if high - low > 1:
+            middle = (low + high) // 2
+            yield moments[middle]
+            gaps += [(low, middle), (middle, high)]
 
 
 def _lose(loss: str, synced: bytes, written: list[bytes], rng: random.Random) -> bytes:

@@ -91,6 +91,18 @@ class Cuts:
     problems: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
+class Broken:
+    """The state that breaks without the fsyncs of a site, and what breaks there; empty where nothing does.
+
+    Attributes:
+        tried: the number of states that were tried, this one among them; 0 where what is done is lost without them.
+    """
+
+    tried: int
+    problem: str = ""
+
+
 class PowerCuts:
     """A run that was recorded, in a folder of its own, and is ready to be cut."""
 
@@ -154,37 +166,41 @@ class PowerCuts:
         for crash in crashes:
             found.tried += 1
             state = self.recording.state(crash)
-            if not self._is_known(state):
+            if (digest := _digest(state)) not in self._seen:
+                self._seen.add(digest)
                 yield crash, state
 
-    def break_without(self, site: str, states: int) -> str:
-        """Return what breaks, and in which state, if the fsyncs from one site do nothing; empty where nothing does.
+    def break_without(self, site: str, states: int) -> Broken:
+        """Look for a state that breaks if the fsyncs from one site do nothing.
 
         Args:
-            states: at most so many that were not there before are tried.
+            states: at most so many that did not hold before are tried.
         """
         recording = Recording(self._recorded, [site])
         if lost := _lost_at_ends(recording):
-            return "; ".join(f"{crash}: {problem}" for crash, problem in lost.items())
-        crashes, left = recording.crashes_without(self.recording), states
-        while left > 0:
-            new = ((crash, recording.state(crash)) for crash in crashes)
-            batch = dict(islice((pair for pair in new if not self._is_known(pair[1])), min(_AT_ONCE, left)))
+            return Broken(0, "; ".join(f"{crash}: {problem}" for crash, problem in lost.items()))
+        crashes, tried, at_once = recording.crashes_without(self.recording), 0, 1
+        while tried < states:
+            # Mostly one of the first breaks.
+            at_once = min(2 * at_once, _AT_ONCE, states - tried)
+            batch: dict[bytes, tuple[Crash, State]] = {}
+            for crash in crashes:
+                state = recording.state(crash)
+                digest = _digest(state)
+                if digest not in self._seen:
+                    batch.setdefault(digest, (crash, state))
+                if len(batch) == at_once:
+                    break
             if not batch:
                 break
-            left -= len(batch)
-            for crash, (_, problem) in zip(batch, self._cut_many(batch), strict=True):
+            outcomes = self._cut_many(dict(batch.values()))
+            for (digest, (crash, _)), (_, problem) in zip(batch.items(), outcomes, strict=True):
+                tried += 1
                 if problem:
-                    return f"{crash}: {recording.described[crash.after - 1]}: {problem}"
-        return ""
-
-    def _is_known(self, state: State) -> bool:
-        """Return True if there was this state before; what is said in logs and records of progress does not count."""
-        counting = {name: data for name, data in state.items() if not {"logs", "progress"} & set(name.split("/"))}
-        digest = xxhash.xxh3_128_digest(msgspec.msgpack.encode(counting))
-        is_known = digest in self._seen
-        self._seen.add(digest)
-        return is_known
+                    return Broken(tried, f"{crash}: {recording.described[crash.after - 1]}: {problem}")
+                # What breaks may break without the fsyncs of another site, too.
+                self._seen.add(digest)
+        return Broken(tried)
 
     def _record(self, log: Path) -> str:
         library = ctypes.CDLL(None)
@@ -255,6 +271,12 @@ class PowerCuts:
                 raise
             return None
         return found
+
+
+def _digest(state: State) -> bytes:
+    """Return the hash of a state; what is said in logs and records of progress does not count."""
+    counting = {name: data for name, data in state.items() if not {"logs", "progress"} & set(name.split("/"))}
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(counting))
 
 
 def _lost_at_ends(recording: Recording) -> dict[str, str]:

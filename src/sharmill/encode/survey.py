@@ -25,7 +25,7 @@ from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.items import ItemTable
 from sharmill.shar.layout import CUTS
 from sharmill.staging import Staging
-from sharmill.storage import checksum, make_folder, open_atomic
+from sharmill.storage import checksum, open_atomic
 
 _MAX_UINT32 = (1 << 32) - 1
 
@@ -110,7 +110,8 @@ def merge_tables(tables: list[Path], shape: tuple[int, int], segments_file: Path
         shape: numbers of audio fields and of cuts of the dataset.
     """
     num_fields, num_places = shape[0], shape[0] * shape[1]
-    make_folder(segments_file.parent)
+    # Its name lasts with the fsync of the stage's folder that comes before done.json.
+    segments_file.parent.mkdir(exist_ok=True)
     with SpilledRows(segments_file.parent, HASH) as hashes:
         for _, _, table in _read_tables(tables, num_fields):
             hashes.append(table["hash"])

@@ -4,7 +4,7 @@
 # make test-all   both, but for those on a real SLURM and a real Ray, which `make test-cluster` has
 # make test-gpu   models and stages on a GPU against the CPU, faults and memory, where there is a GPU
 # make torture   mutations of every format, 200 kills, some hundreds of faults on disk, runs on shared disks, thousands of losses of power and of schedules on a simulated SLURM and a simulated Ray, for hours, or each kind for MINUTES=; SEED=, KILLS= (a stage), EVERY=, OUTPUT=, STATES= (a run), RUNS= (of each fault of shared disks), SCHEDULES=
-# make bench   what takes how long, beside the libraries used directly; JSON= (a file for all figures)
+# make bench   what takes how long, beside the libraries used directly; GROUP= (further, scale, all), MARKDOWN=1, JSON= (a file for all figures)
 # make docs   the pages of docs as a site with a reference of the Python API, in build/site
 # All make .venv first if it is missing or older than what it is made from.
 
@@ -64,11 +64,9 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The rows of a group, by default those of docs/benchmarks.md, in some minutes.
 bench: venv
-	$(BIN)/python tests/bench $(if $(JSON),--json $(JSON))
-	$(BIN)/python tests/bench/bench_select.py
-	$(BIN)/python tests/bench/bench_pipeline.py
-	$(BIN)/python tests/bench/bench_validate.py
+	$(BIN)/python tests/bench $(if $(GROUP),--group $(GROUP)) $(if $(MARKDOWN),--markdown) $(if $(JSON),--json $(JSON))
 
 # The site loads nothing from elsewhere, so that it works offline. What builds it comes with the extra `docs`.
 docs: venv

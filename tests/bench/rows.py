@@ -7,6 +7,8 @@ the median over its rounds.
 
 from __future__ import annotations
 
+import operator
+import os
 import resource
 import statistics
 import time
@@ -15,7 +17,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from sharmill.models.memory import measure_peak
+
 Way = Callable[[], Mapping[str, float] | None]
+_COMPARE: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": operator.ge}
+
+
+def records(default: int = 1_000_000) -> int:
+    """Return of how many records the rows of the group ``scale`` are: ``--records``."""
+    return int(os.environ.get("BENCH_RECORDS", default))
+
+
+def with_peak(work: Callable[[], object]) -> dict[str, float]:
+    """Do some work, and return the peak of this process above what it had before."""
+    return {"MiB above": measure_peak(work, "cpu") / 2**20}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,34 +53,51 @@ class Case:
     before: Callable[[], object] = lambda: None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A line of the table.
 
     Args:
-        make: makes the data of a case below a folder; a tiny one for the tests.
+        what: the work, in a sentence.
+        make: makes the data of a case below a folder; tiny ones for the tests.
+        group: ``reach``, which runs by default, or one that has to be asked for.
         baseline: the name of what it is compared with.
-        target: of the ratio.
+        targets: such as ``<= 1.15``, by figure: of ``ratio``, of ``wall``, of the ``system share`` of the processor
+            time, or of a further one that its way returns.
         inverse: the ratio is ours over the baseline, as of a share or an overhead, and not the times as fast.
+        once: one run without another that warms up, since it takes minutes.
     """
 
     name: str
+    what: str
     make: Callable[[Path, bool], Case]
+    group: str
     baseline: str
-    target: str
+    targets: Mapping[str, str]
     inverse: bool
+    once: bool
 
 
 ROWS: dict[str, Row] = {}
 
 
 def row(
-    name: str, *, baseline: str = "", target: str = "", inverse: bool = False
+    name: str,
+    *,
+    baseline: str = "",
+    targets: Mapping[str, str] | None = None,
+    inverse: bool = False,
+    group: str = "reach",
+    once: bool = False,
 ) -> Callable[[Callable[[Path, bool], Case]], Callable[[Path, bool], Case]]:
-    """Make a row of a function that makes its case."""
+    """Make a row of a function that makes its case, and whose docstring says what is done."""
 
     def register(make: Callable[[Path, bool], Case]) -> Callable[[Path, bool], Case]:
-        ROWS[name] = Row(name, make, baseline, target, inverse)
+        what = " ".join((make.__doc__ or "").split()).removesuffix(".")
+        ROWS[name] = Row(
+            name=name, what=what, make=make, group=group, baseline=baseline, targets=targets or {},
+            inverse=inverse, once=once,
+        )  # fmt: skip
         return make
 
     return register
@@ -94,7 +126,8 @@ class Times:
 
     def summary(self) -> dict[str, Any]:
         medians = {name: statistics.median(getattr(self, name)) for name in ("wall", "processor", "system")}
-        return {**medians, "runs": {"wall": self.wall, "user": self.user, "system": self.system}, **self.figures}
+        runs = {"wall": self.wall, "user": self.user, "system": self.system}
+        return {**medians, "runs": runs, "figures": dict(self.figures)}
 
 
 def _usage() -> tuple[float, float]:
@@ -103,20 +136,49 @@ def _usage() -> tuple[float, float]:
     return sum(one.ru_utime for one in both), sum(one.ru_stime for one in both)
 
 
-def measure(row: Row, folder: Path, *, repeats: int = 5, warm_up: int = 1, tiny: bool = False) -> dict[str, Any]:
-    """Make the data of a row in ``folder``, run both ways in turn, and return the figures."""
+def measure(
+    row: Row, folder: Path, *, repeats: int = 5, warm_up: int = 1, seconds: float = 30.0, tiny: bool = False
+) -> dict[str, Any]:
+    """Make the data of a row in ``folder``, run both ways in turn, and return the figures.
+
+    Args:
+        repeats: rounds after those that warm up, at most: none but the first is begun after ``seconds``.
+    """
     case = row.make(folder, tiny)
     ways = {"ours": case.ours} | ({"baseline": case.baseline} if case.baseline else {})
     times = {name: Times() for name in ways}
-    for number in range(warm_up + repeats):
+    if row.once:
+        repeats, warm_up = 1, 0
+
+    def run_round(times: dict[str, Times]) -> None:
         for name, way in ways.items():
             case.before()
-            (times[name] if number >= warm_up else Times()).add(way)
+            times[name].add(way)
+
+    for _ in range(warm_up):
+        run_round({name: Times() for name in ways})
+    started = time.perf_counter()
+    for number in range(repeats):
+        if number == 0 or time.perf_counter() - started < seconds:
+            run_round(times)
     found: dict[str, Any] = {"row": row.name, "unit": case.unit, "amount": case.amount, "by": case.by}
     found |= {name: one.summary() for name, one in times.items()}
     if case.baseline:
         rounds = zip(*(getattr(times[name], case.by) for name in ("ours", "baseline")), strict=True)
-        ratios = [ours / theirs if row.inverse else theirs / ours for ours, theirs in rounds]
-        found["ratio"] = statistics.median(ratios)
-        found["ratios"] = sorted(ratios)
-    return found
+        ratios = sorted(ours / theirs if row.inverse else theirs / ours for ours, theirs in rounds)
+        found |= {"ratio": statistics.median(ratios), "ratios": ratios}
+    return found | {"targets": judge(row.targets, found)}
+
+
+def judge(targets: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return for each figure with a target its value, the target, and whether it is met."""
+    ours = found["ours"]
+    figures = {"wall": ours["wall"], "system share": ours["system"] / max(1e-9, ours["processor"]), **ours["figures"]}
+    if "ratio" in found:
+        figures["ratio"] = found["ratio"]
+    judged = {}
+    for name, target in targets.items():
+        comparison, limit = target.split()
+        met = _COMPARE[comparison](figures[name], float(limit))
+        judged[name] = {"value": figures[name], "target": target, "met": met}
+    return judged

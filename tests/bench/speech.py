@@ -20,7 +20,9 @@ def clip(rng: np.random.Generator, seconds: float, rate: int = RATE) -> np.ndarr
     return (0.1 * noise * syllables).astype(np.float32)
 
 
-def write_corpus(folder: Path, count: int, *, rate: int = RATE, suffix: str = "flac") -> list[dict[str, Any]]:
+def write_corpus(
+    folder: Path, count: int, *, rate: int = RATE, suffix: str = "flac", speakers: int = 8
+) -> list[dict[str, Any]]:
     """Write ``count`` recordings of 2 to 10 s below ``folder/audio``, and their manifest; returns its records."""
     rng = np.random.default_rng(1)
     records = []
@@ -28,7 +30,7 @@ def write_corpus(folder: Path, count: int, *, rate: int = RATE, suffix: str = "f
     for number, seconds in enumerate(rng.uniform(2, 10, count)):
         samples, name = clip(rng, seconds, rate), f"{number:05d}.{suffix}"
         sf.write(folder / "audio" / name, samples, rate, subtype="PCM_16")
-        speaker = speaker_tag(f"speaker{number % 8}")
+        speaker = speaker_tag(f"speaker{number % speakers}")
         text = "go do you hear the words of number " + str(number)
         records.append({"audio_filepath": name, "duration": len(samples) / rate, "speaker": speaker, "text": text})
     (folder / "manifest.json").write_text("".join(json.dumps(record) + "\n" for record in records))

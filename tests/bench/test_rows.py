@@ -1,17 +1,62 @@
-"""Every row of the benchmarks runs, at a size at which its figures mean nothing."""
+"""Every row of the benchmarks runs, at a size at which its figures mean nothing; the frame of rows."""
 
 from __future__ import annotations
 
 import pytest
 
 from bench import ALL_ROWS
-from bench.rows import measure
+from bench.rows import Case, Row, judge, measure
+from bench.table import describe, markdown_line
+
+# They import NeMo or resemblyzer, or start processes.
+SLOW = {
+    "encode model", "encode published", "match resemblyzer", "manifest", "parallel map, processes", "start rank",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ALL_ROWS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in ALL_ROWS])
 def test_row_does_its_work_both_ways(name, tmp_path):
-    found = measure(ALL_ROWS[name], tmp_path, repeats=1, warm_up=0, tiny=True)
+    row = ALL_ROWS[name]
+    found = measure(row, tmp_path, repeats=1, warm_up=0, tiny=True)
     assert found["amount"] > 0
-    assert ("baseline" in found) == bool(ALL_ROWS[name].baseline)
+    assert row.what
+    assert ("baseline" in found) == bool(row.baseline)
     for way in found.keys() & {"ours", "baseline"}:
         assert len(found[way]["runs"]["wall"]) == 1
+    assert found["targets"].keys() == row.targets.keys()
+
+
+def test_rounds_alternate_after_one_that_is_not_counted(tmp_path):
+    calls = []
+    case = Case(
+        amount=1, unit="things", ours=lambda: calls.append("ours") or {"passes": 1.5},
+        baseline=lambda: calls.append("theirs"), before=lambda: calls.append("before"),
+    )  # fmt: skip
+    row = Row(
+        name="x", what="work", make=lambda folder, tiny: case, group="reach", baseline="a loop",
+        targets={"passes": "<= 1.02", "system share": "<= 2"}, inverse=False, once=False,
+    )  # fmt: skip
+    found = measure(row, tmp_path, repeats=2)
+    assert calls == ["before", "ours", "before", "theirs"] * 3
+    assert len(found["ours"]["runs"]["wall"]) == len(found["ratios"]) == 2
+    met = {name: one["met"] for name, one in found["targets"].items()}
+    assert met == {"passes": False, "system share": True}
+    found["ratio"], found["ratios"] = 2.0, [1.5, 2.5]
+    assert "2.00 (1.50 to 2.50) times as fast beside a loop" in describe(row, found)
+    assert "passes <= 1.02: not met (1.5)" in describe(row, found)
+    assert markdown_line(row, found).startswith("| **x**: work | a loop | 2.00 (1.50 to 2.50) |")
+
+
+def test_no_round_but_one_begins_after_its_seconds(tmp_path):
+    case = Case(amount=1, unit="things", ours=lambda: None)
+    row = Row(
+        name="x", what="", make=lambda folder, tiny: case, group="reach", baseline="", targets={}, inverse=False,
+        once=False,
+    )  # fmt: skip
+    assert len(measure(row, tmp_path, seconds=0.0)["ours"]["runs"]["wall"]) == 1
+
+
+def test_a_target_is_met_at_its_limit():
+    ours = {"wall": 0.2, "system": 0.0, "processor": 1.0, "figures": {}}
+    assert judge({"ratio": ">= 8", "wall": "<= 0.2"}, {"ours": ours, "ratio": 8.0})["ratio"]["met"]
+    assert not judge({"ratio": ">= 8"}, {"ours": ours, "ratio": 7.9})["ratio"]["met"]

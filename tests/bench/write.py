@@ -88,25 +88,25 @@ def cut_of(utterance: Utterance, root: Path, wanted: int | None) -> MonoCut:
     )  # fmt: skip
 
 
-@row("write copy", baseline=TO_SHAR, target="≥ 8")
+@row("write copy", baseline=TO_SHAR, targets={"ratio": ">= 8"})
 def copy(folder: Path, tiny: bool) -> Case:
     """FLAC of the wanted rate, whose bytes can be taken as they are."""
     return case(folder, tiny, suffix="flac")
 
 
-@row("write transcode", baseline=TO_SHAR, target="≥ 2")
+@row("write transcode", baseline=TO_SHAR, targets={"ratio": ">= 2"})
 def transcode(folder: Path, tiny: bool) -> Case:
     """WAV, encoded as FLAC."""
     return case(folder, tiny, suffix="wav")
 
 
-@row("write transcode, contexts in their shard", baseline=TO_SHAR, target="≥ 2")
+@row("write transcode, contexts in their shard", baseline=TO_SHAR, targets={"ratio": ">= 2"})
 def transcode_near(folder: Path, tiny: bool) -> Case:
     """WAV, encoded as FLAC; each segment serves as target and as context of one shard."""
     return case(folder, tiny, suffix="wav", near=True)
 
 
-@row("write resample", baseline=TO_SHAR)
+@row("write resample", baseline=TO_SHAR, group="further")
 def resample(folder: Path, tiny: bool) -> Case:
     """FLAC of 22,050 Hz, resampled to 16,000 Hz."""
     return case(folder, tiny, suffix="flac", rate=22050, wanted=16000)

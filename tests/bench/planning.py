@@ -1,20 +1,13 @@
-"""Prints time and peak memory of planning: ``python tests/bench/bench_planning.py [N]`` (default 1,000,000 records).
-
-Every figure comes from a process of its own, since the peak of a process never goes down.
-"""
+"""Rows of planning for millions of records: time, and peak memory above what the process had before."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from bench.rows import Case, records, row, with_peak
 from sharmill.encode.segments import PLACE, seconds_of
 from sharmill.encode.survey import merge_tables
 from sharmill.engine.balance import divide_evenly
@@ -42,11 +35,12 @@ def write_manifest(path: Path, num_records: int) -> None:
 
 
 def plan_prepare(path: Path) -> int:
+    """Divide a manifest into pieces."""
     return sum(1 for _ in NemoSource(manifest=str(path), audio_root="audio").pieces(2000))
 
 
 def settle_ids(path: Path) -> int:
-    """What ``prepare`` holds while it looks for duplicates; one record in a hundred is one."""
+    """Look for duplicates, as prepare does; one record in a hundred is one."""
     with path.open("rb") as stream:
         num_records = sum(1 for _ in stream)
     rng = np.random.default_rng(1)
@@ -62,17 +56,19 @@ def settle_ids(path: Path) -> int:
 
 
 def plan_match(path: Path) -> int:
+    """Index a manifest by speaker, and divide the groups into units."""
     index = index_manifest(path, make_speaker_key("speaker"))
     order = np.argsort(index.groups, kind="stable").astype(np.uint32)
     return sum(1 for _ in divide(index, order, unit_seconds=3600.0, max_group=None))
 
 
 def plan_write(path: Path) -> int:
+    """Put the records of a matched manifest into the order shuffle."""
     return len(order_lines(index_matched(path), "shuffle", 42))
 
 
 def write_tables(folder: Path, num_records: int) -> None:
-    """What the survey of a dataset in shuffle order has for each shard of 1,000 records: contexts are other targets."""
+    """Write what the survey of a dataset in shuffle order has for each shard of 1,000: contexts are other targets."""
     folder.mkdir()
     rng = np.random.default_rng(1)
     for shard, start in enumerate(range(0, num_records, 1000)):
@@ -87,6 +83,7 @@ def write_tables(folder: Path, num_records: int) -> None:
 
 
 def merge_survey(path: Path) -> int:
+    """Find the unique segments in the tables of a survey."""
     tables = sorted((path.parent / "tables").iterdir())
     num_records = sum(np.load(table, mmap_mode="r").shape[1] for table in tables)
     merge_tables(tables, (2, num_records), path.parent / "segments.npy", path.parent / "numbers.npy")
@@ -94,39 +91,36 @@ def merge_survey(path: Path) -> int:
 
 
 def plan_encode(path: Path) -> int:
+    """Divide the unique segments into blocks of equal seconds."""
     seconds = seconds_of(np.load(path.parent / "segments.npy", mmap_mode="r"))
     return len(divide_evenly(seconds, max(1, round(float(seconds.sum()) / 7200))))
 
 
 STEPS: dict[str, Callable[[Path], int]] = {
-    step.__name__: step for step in (plan_prepare, settle_ids, plan_match, plan_write, merge_survey, plan_encode)
+    "plan prepare": plan_prepare,
+    "plan duplicates": settle_ids,
+    "plan match": plan_match,
+    "plan write": plan_write,
+    "plan segments": merge_survey,
+    "plan encode": plan_encode,
 }
 
 
-def measure(step: str, path: Path) -> dict[str, float]:
-    """Runs one step and returns its seconds, the peak of this process and what the step returned."""
-    started = time.perf_counter()
-    result = STEPS[step](path)
-    seconds = time.perf_counter() - started
-    # Not getrusage: its ru_maxrss also counts what the parent held when it started this process.
-    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
-    return {"seconds": seconds, "peak_mib": peak, "result": result}
+def _add_row(name: str, step: Callable[[Path], int]) -> None:
+    def make(folder: Path, tiny: bool) -> Case:
+        num_records = 500 if tiny else records()
+        path = folder / "m.json"
+        if step in (merge_survey, plan_encode):
+            write_tables(folder / "tables", num_records)
+        else:
+            write_manifest(path, num_records)
+        if step is plan_encode:
+            merge_survey(path)
+        return Case(amount=num_records, unit="records", by="wall", ours=lambda: with_peak(lambda: step(path)))
+
+    make.__doc__ = f"{step.__doc__} Of {records():,} records."
+    row(name, group="scale", once=True, targets={"MiB above": "<= 4096", "wall": "<= 600"})(make)
 
 
-def main(num_records: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "m.json"
-        write_manifest(path, num_records)
-        write_tables(Path(folder) / "tables", num_records)
-        print(f"{num_records:,} records, {path.stat().st_size / 2**20:.0f} MiB")
-        for step in STEPS:
-            command = [sys.executable, __file__, step, str(path)]
-            figure = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-            print(f"{step:12}: {figure['seconds']:7.2f} s, peak {figure['peak_mib']:6.0f} MiB", flush=True)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))
-    else:
-        main(int(sys.argv[1].replace(",", "")) if len(sys.argv) == 2 else 1_000_000)
+for _name, _step in STEPS.items():
+    _add_row(_name, _step)

@@ -1,8 +1,6 @@
-"""Prints time and peak memory of planning by source: ``python tests/bench/bench_sources.py [N] [SOURCE...]``.
+"""Rows of planning by source, which is what a driver does before any work: the identity of the input, its pieces.
 
-N records (default 1,000,000) are made in the form of each source; the audio of archives and tables is a few bytes each.
-Planning is what a driver does before any work: the identity of the input, and its pieces. Every figure comes from a
-process of its own, since the peak of a process never goes down.
+The audio of archives and tables is a few bytes each.
 """
 
 from __future__ import annotations
@@ -10,15 +8,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import pickle
-import subprocess
-import sys
 import tarfile
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bench.rows import Case, records, row, with_peak
 from sharmill.sources import Source
 from sharmill.sources.lhotse import LhotseSource
 from sharmill.sources.lhotse_shar import LhotseSharSource
@@ -117,41 +111,32 @@ def _cut(number: int) -> dict[str, object]:
             "recording": recording, "type": "MonoCut"}  # fmt: skip
 
 
-FORMS: dict[str, Callable[[Path, int], Source]] = {
-    form.__name__: form for form in (nemo, nemo_tarred, lhotse, lhotse_gz, lhotse_shar, parquet, webdataset)
-}
+def lhotse_sets(folder: Path, count: int) -> Source:
+    """Recordings and supervisions in gzip, the supervisions in another order than their recordings."""
+    files = {name: folder / f"{name}.jsonl.gz" for name in ("recordings", "supervisions")}
+    with gzip.open(files["recordings"], "wt", 1) as recordings, gzip.open(files["supervisions"], "wt", 1) as said:
+        for number in range(count):
+            recordings.write(json.dumps(_cut(number)["recording"]) + "\n")
+            (supervision,) = _cut(number * 7919 % count)["supervisions"]  # type: ignore[misc]
+            said.write(json.dumps(supervision) + "\n")
+    return LhotseSource(**{name: str(path) for name, path in files.items()}, audio_root=str(folder))
 
 
-def measure(source: Source) -> dict[str, float]:
-    started = time.perf_counter(), time.process_time()
-    source.identity()
-    records = sum(piece.num_records for piece in source.pieces(2000))
-    # Not getrusage: its ru_maxrss also counts what the parent held when it started this process.
-    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
-    return {
-        "seconds": time.perf_counter() - started[0], "cpu": time.process_time() - started[1], "peak_mib": peak,
-        "records": records,
-    }  # fmt: skip
+def _add_row(form: Callable[[Path, int], Source]) -> None:
+    def make(folder: Path, tiny: bool) -> Case:
+        count = 200 if tiny else records(200_000)
+        source = form(folder, count)
+
+        def plan() -> None:
+            source.identity()
+            assert sum(piece.num_records for piece in source.pieces(2000)) == count
+
+        return Case(amount=count, unit="records", by="wall", ours=lambda: with_peak(plan))
+
+    name = form.__name__.replace("_", " ")
+    make.__doc__ = f"Identity and pieces of {records(200_000):,} records."
+    row(f"source {name}", group="scale", once=True)(make)
 
 
-def main(count: int, forms: list[str]) -> None:
-    for form in forms or list(FORMS):
-        with tempfile.TemporaryDirectory() as name:
-            source = FORMS[form](Path(name), count)
-            size = sum(path.stat().st_size for path in Path(name).iterdir()) / 2**20
-            pickled = Path(name) / "source.pickle"
-            pickled.write_bytes(pickle.dumps(source))
-            command = [sys.executable, __file__, "--measure", str(pickled)]
-            found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-            print(
-                f"{form:12} {found['records']:>12,.0f} records, {size:7.0f} MiB: {found['seconds']:7.1f} s "
-                f"({found['cpu']:.1f} s CPU), peak {found['peak_mib']:5.0f} MiB",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        print(json.dumps(measure(pickle.loads(Path(sys.argv[2]).read_bytes()))))
-    else:
-        main(int((sys.argv[1:] or ["1000000"])[0].replace(",", "")), sys.argv[2:])
+for _form in (nemo, nemo_tarred, lhotse, lhotse_gz, lhotse_sets, lhotse_shar, parquet, webdataset):
+    _add_row(_form)

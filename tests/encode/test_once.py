@@ -27,7 +27,7 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.plan import load_plan
 from sharmill.engine.run import run_stage
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.spill import HASH, SpilledRows
+from sharmill.engine.spill import FirstEqual
 from sharmill.errors import ConfigError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.pipeline import make_stages, run_dataset
@@ -327,12 +327,14 @@ def test_owners_are_first_places_and_numbers_those_of_their_segments(keys, at_on
         mock.patch.object(spill, "_READ_AT_ONCE", at_once),
         mock.patch.object(segments, "_AT_ONCE", at_once),
         mock.patch.object(segments, "_WINDOW", window),
-        SpilledRows(Path(gettempdir()), HASH) as spilled,
+        FirstEqual(Path(gettempdir())) as hashes_seen,
     ):
-        spilled.append(hashes)
-        owners = spilled.first_equal()
+        for start, stop in pairwise(bounds):
+            hashes_seen.append(hashes[start:stop])
+        owners = hashes_seen.find()
         assert owners.tolist() == [keys.index(key) for key in keys]
         numbers = SegmentNumbers(owners)
+        assert numbers.count() == len(set(keys))
         tables = [(shard, 0, table[start:stop]) for shard, (start, stop) in enumerate(pairwise(bounds))]
         listed = [tuple(row["place"]["hash"]) for part in numbers.sort(tables) for row in part]
         found = [listed[number] for part in numbers.of_places() for number in part.tolist()]

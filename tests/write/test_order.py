@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharmill.config import WriteConfig
+from sharmill.engine import balance
+from sharmill.write import order
 from sharmill.write.order import LineIndex, divide_into_shards, index_matched, index_prepared, order_lines
+
+
+DURATIONS = st.lists(st.floats(0.0, 100.0), min_size=1, max_size=40).map(np.array)
 
 
 def index_of(positions):
@@ -22,10 +28,10 @@ def index_of(positions):
 def test_every_order_is_a_permutation_and_only_speaker_depends_on_the_groups(positions, seed):
     index, sorted_index = index_of(positions), index_of(sorted(positions))
     assert order_lines(index, "speaker", seed).tolist() == list(range(20))
-    for order in ("manifest", "shuffle"):
-        found = index.positions[order_lines(index, order, seed)].tolist()
+    for name in ("manifest", "shuffle"):
+        found = index.positions[order_lines(index, name, seed)].tolist()
         assert sorted(found) == list(range(20))
-        assert found == sorted_index.positions[order_lines(sorted_index, order, seed)].tolist()
+        assert found == sorted_index.positions[order_lines(sorted_index, name, seed)].tolist()
 
 
 def test_manifest_is_the_order_of_the_input():
@@ -38,9 +44,24 @@ def test_the_shuffle_is_the_documented_permutation():
     assert order_lines(index_of(range(7)), "shuffle", 43).tolist() != expected
 
 
+@given(st.lists(st.integers(0, 60), max_size=60), st.integers(1, 70))
+def test_the_order_is_that_of_a_stable_sort_whatever_is_sorted_at_once(positions, at_once):
+    with mock.patch.object(order, "_AT_ONCE", at_once):
+        found = order_lines(index_of(positions), "manifest", 0)
+    assert found.tolist() == np.argsort(positions, kind="stable").tolist()
+
+
+@given(DURATIONS, st.floats(0.01, 500.0), st.integers(1, 50))
+def test_bounds_do_not_depend_on_what_is_summed_up_at_once(seconds, wanted, at_once):
+    write = WriteConfig(shard_seconds=wanted)
+    with mock.patch.object(balance, "_SUMMED_AT_ONCE", at_once):
+        found = divide_into_shards(seconds, write)
+    assert found == divide_into_shards(seconds, write)
+
+
 def test_nothing_has_an_order():
-    for order in ("manifest", "speaker", "shuffle"):
-        assert order_lines(index_of([]), order, 1).tolist() == []
+    for name in ("manifest", "speaker", "shuffle"):
+        assert order_lines(index_of([]), name, 1).tolist() == []
 
 
 def test_the_index_has_positions_offsets_and_seconds(tmp_path):
@@ -72,9 +93,6 @@ def test_the_index_of_a_prepared_manifest_has_its_lines_by_speaker(tmp_path):
     assert index.offsets.tolist() == [sum(map(len, lines[:number])) for number in (0, 2, 1, 3)]
     assert index.target_seconds.tolist() == index.seconds.tolist() == [1.0, 3.0, 2.0, 4.0]
     assert order_lines(index, "manifest", 0).tolist() == [0, 2, 1, 3]
-
-
-DURATIONS = st.lists(st.floats(0.0, 100.0), min_size=1, max_size=40).map(np.array)
 
 
 def sizes(bounds):

@@ -46,6 +46,14 @@ class SegmentNumbers:
         self._owners = owners
         self._numbers = np.empty(len(owners), np.uint32)
 
+    def count(self) -> int:
+        """Return the number of segments: of places that are their own owners."""
+        parts = range(0, len(self._owners), _AT_ONCE)
+        return sum(
+            int(np.count_nonzero(own == np.arange(begin, begin + len(own))))
+            for begin, own in ((begin, self._owners[begin : begin + _AT_ONCE]) for begin in parts)
+        )
+
     def sort(self, tables: Iterable[tuple[int, int, np.ndarray]]) -> Iterator[np.ndarray]:
         """Yield the segments, arrays of ``SEGMENT``, in the order of their numbers.
 

@@ -113,7 +113,7 @@ class EncodeStage(Stage):
         self.assemble.check_output()
 
     def plan(self, folder: Path) -> Iterator[Unit]:
-        seconds = seconds_of(self.survey.segments())
+        seconds = self.survey.seconds()
         total = float(seconds.sum())
         unit_seconds = self.unit_seconds or float(np.clip(total / UNITS_WANTED, *UNIT_SECONDS))
         number = min(len(seconds), max(1, round(total / unit_seconds)))

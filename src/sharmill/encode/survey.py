@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from sharmill.config import Config
-from sharmill.encode.segments import PLACE, SEGMENT, SegmentNumbers, hash_segment
+from sharmill.encode.segments import PLACE, SEGMENT, SegmentNumbers, hash_segment, seconds_of
 from sharmill.engine.identity import versions
 from sharmill.engine.rundir import RunDir, StageDir
-from sharmill.engine.spill import HASH, SpilledRows
+from sharmill.engine.spill import FirstEqual
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import decode_stored, load_stored_array, map_stored_array, read_stored
+from sharmill.engine.stored import decode_stored, load_stored_array, map_stored_array, read_stored, write_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, UnitFailed
 from sharmill.shar.cut_lines import read_cut_ids
@@ -28,6 +28,8 @@ from sharmill.staging import Staging
 from sharmill.storage import checksum, open_atomic
 
 _MAX_UINT32 = (1 << 32) - 1
+# Segments whose durations are read at once.
+_AT_ONCE = 1 << 20
 
 
 class SurveyStage(Stage):
@@ -64,6 +66,14 @@ class SurveyStage(Stage):
     def segments(self) -> np.ndarray:
         """Open the array of the finished stage that has the unique segments."""
         return map_stored_array(self.segments_file)
+
+    def seconds(self) -> np.ndarray:
+        """Return the durations (segments,) float64 of the unique segments of the finished stage."""
+        seconds = np.empty(len(self.segments()))
+        for begin in range(0, len(seconds), _AT_ONCE):
+            # Mapped anew, so that what was read counts no more.
+            seconds[begin : begin + _AT_ONCE] = seconds_of(self.segments()[begin : begin + _AT_ONCE])
+        return seconds
 
     def numbers(self) -> np.ndarray:
         """Open the array of the finished stage that has the numbers of the segments at all places."""
@@ -109,19 +119,17 @@ def merge_tables(tables: list[Path], shape: tuple[int, int], segments_file: Path
         tables: for each shard an array (audio fields, cuts) of ``PLACE``.
         shape: numbers of audio fields and of cuts of the dataset.
     """
-    num_fields, num_places = shape[0], shape[0] * shape[1]
+    num_fields = shape[0]
     # Its name lasts with the fsync of the stage's folder that comes before done.json.
     segments_file.parent.mkdir(exist_ok=True)
-    with SpilledRows(segments_file.parent, HASH) as hashes:
+    with FirstEqual(segments_file.parent) as hashes:
         for _, _, table in _read_tables(tables, num_fields):
             hashes.append(table["hash"])
-        owners = hashes.first_equal()
-    numbers = SegmentNumbers(owners)
-    num_segments = int(np.count_nonzero(owners == np.arange(num_places, dtype=np.uint32)))
+        numbers = SegmentNumbers(hashes.find())
     with open_atomic(segments_file) as stream:
-        _write_array(stream, SEGMENT, (num_segments,), numbers.sort(_read_tables(tables, num_fields)))
+        write_array(stream, SEGMENT, (numbers.count(),), numbers.sort(_read_tables(tables, num_fields)))
     with open_atomic(numbers_file) as stream:
-        _write_array(stream, np.dtype("<u4"), shape, numbers.of_places())
+        write_array(stream, np.dtype("<u4"), shape, numbers.of_places())
 
 
 def _read_tables(paths: list[Path], num_fields: int) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -129,14 +137,6 @@ def _read_tables(paths: list[Path], num_fields: int) -> Iterator[tuple[int, int,
     for field in range(num_fields):
         for shard, path in enumerate(paths):
             yield shard, field, load_stored_array(path)[field]
-
-
-def _write_array(stream: BinaryIO, dtype: np.dtype, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> None:
-    """Write an ``.npy`` file whose content comes in parts."""
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(stream, header)
-    for part in parts:
-        stream.write(np.ascontiguousarray(part, dtype).data)
 
 
 class SurveyProcessor(Processor):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 import numpy as np
+
+_SUMMED_AT_ONCE: Final = 1 << 20
 
 
 def pack(costs: Iterable[float], num_bins: int) -> list[list[int]]:
@@ -58,11 +62,25 @@ def divide_evenly(costs: np.ndarray, number: int) -> list[int]:
     [0, 1, 5]
     """
     count, runs = len(costs), np.arange(1, number)
-    so_far = np.concatenate([[0.0], np.cumsum(costs, dtype=np.float64)])
-    wanted = so_far[-1] * runs / number
-    after = np.clip(np.searchsorted(so_far, wanted), 1, count)
-    inner = np.where(so_far[after] - wanted < wanted - so_far[after - 1], after, after - 1)
+    total = deque((so_far for _, so_far in _sum_up(costs)), maxlen=1)
+    wanted = (float(total[0][-1]) if total else 0.0) * runs / number
+    inner = np.empty(number - 1, np.int64)
+    done = 0
+    for begin, so_far in _sum_up(costs):
+        here = slice(done, done := int(np.searchsorted(wanted, so_far[-1], side="right")))
+        after = np.maximum(np.searchsorted(so_far, wanted[here]), 1)
+        nearer = so_far[after] - wanted[here] < wanted[here] - so_far[after - 1]
+        inner[here] = begin + np.where(nearer, after, after - 1)
     # At least one item for each run before a bound, and for each behind it.
     inner = np.maximum.accumulate(np.maximum(inner, 1) - runs) + runs
     inner = np.minimum(inner, count - number + runs)
     return [0, *inner.tolist(), count]
+
+
+def _sum_up(costs: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the costs so far (n + 1,) float64 at the items of each part, and before it; first the part's begin."""
+    before = 0.0
+    for begin in range(0, len(costs), _SUMMED_AT_ONCE):
+        part = np.cumsum(np.concatenate([[before], costs[begin : begin + _SUMMED_AT_ONCE]]), dtype=np.float64)
+        before = float(part[-1])
+        yield begin, part

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -94,3 +94,11 @@ def map_stored_array(path: Path) -> np.ndarray:
             return np.memmap(stream, dtype, "r", offset=stream.tell(), shape=shape, order="F" if fortran_order else "C")
         except _NOT_AN_ARRAY as error:
             raise damaged_file(path, str(error)) from error
+
+
+def write_array(stream: BinaryIO, dtype: np.dtype, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> None:
+    """Write an ``.npy`` file whose content comes in parts."""
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(stream, header)
+    for part in parts:
+        stream.write(np.ascontiguousarray(part, dtype).data)

@@ -12,12 +12,13 @@ import msgspec
 import numpy as np
 import xxhash
 
-from sharmill.engine.spill import HASH, SpilledRows
+from sharmill.engine.spill import FirstEqual
 from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.speaker_tag import tagged_speaker
 
-# Lines whose hashes go to the temporary file together.
+# Lines whose hashes are taken together, and that are put in order together.
 _DIGESTS_AT_ONCE = 1 << 16
+_AT_ONCE = 1 << 20
 
 
 class _Head(msgspec.Struct):
@@ -47,7 +48,7 @@ def index_manifest(path: Path, group_key: Callable[[str, str], str], *further: P
     Groups are told apart by 128-bit hashes of their keys, which lie in a temporary file beside the manifest.
     """
     offsets, seconds = array("q"), array("f")
-    with SpilledRows(path.parent, HASH) as hashes:
+    with FirstEqual(path.parent) as hashes:
         for file in (path, *further):
             position = 0
             digests = bytearray()
@@ -63,13 +64,34 @@ def index_manifest(path: Path, group_key: Callable[[str, str], str], *further: P
                     hashes.append(_rows(digests))
                     digests = bytearray()
             hashes.append(_rows(digests))
-        groups = hashes.first_equal()
+        groups = hashes.find()
     return ManifestIndex(np.frombuffer(offsets, np.int64), np.frombuffer(seconds, np.float32), groups)
 
 
 def _rows(digests: bytearray) -> np.ndarray:
     """Return digests as rows of numbers: they have their high half first, and their bytes are big-endian."""
     return np.frombuffer(digests, ">u8").reshape(-1, 2)
+
+
+def order_by_group(groups: np.ndarray) -> np.ndarray:
+    """Return the numbers of lines (N,) uint32 by group, as a stable sort has them, in 8 bytes a line.
+
+    Args:
+        groups: (N,) the number of the first line of each line's group.
+    """
+    # First the size of each group, then where it ends, then where that of it ends which is not placed yet.
+    ends = np.zeros(len(groups), np.uint32)
+    for begin in range(0, len(groups), _AT_ONCE):
+        np.add.at(ends, groups[begin : begin + _AT_ONCE].astype(np.intp), np.uint32(1))
+    np.cumsum(ends, out=ends)
+    order = np.empty(len(groups), np.uint32)
+    for begin in reversed(range(0, len(groups), _AT_ONCE)):
+        part = groups[begin : begin + _AT_ONCE]
+        lines = np.argsort(part, kind="stable")
+        found, starts, counts = np.unique(part[lines], return_index=True, return_counts=True)
+        ends[found] -= counts.astype(np.uint32)
+        order[np.repeat(ends[found] - starts, counts) + np.arange(len(part))] = begin + lines
+    return order
 
 
 @dataclass(frozen=True)
@@ -87,28 +109,39 @@ def divide(index: ManifestIndex, order: np.ndarray, *, unit_seconds: float, max_
     ``order`` (N,) has the lines sorted by group. A group is never divided unless ``max_group`` says so, since contexts
     are sought within a span.
     """
-    cumulative = np.zeros(len(order) + 1)
-    np.cumsum(index.seconds[order], dtype=np.float64, out=cumulative[1:])
-    groups = index.groups[order]
-    ends = np.append(np.flatnonzero(groups[1:] != groups[:-1]) + 1, len(groups))
-    sizes = np.diff(ends, prepend=0)
     begin = position = 0
-    for size in sizes.tolist():
-        end = position + size
-        too_large = max_group is not None and size > max_group
-        if begin < position and (too_large or cumulative[end] - cumulative[begin] > unit_seconds):
-            yield _span(begin, position, cumulative)
-            begin = position
+    until_begin = until_position = 0.0
+    for end, until_end in _group_ends(index, order):
+        too_large = max_group is not None and end - position > max_group
+        if begin < position and (too_large or until_end - until_begin > unit_seconds):
+            yield _span(index, order, begin, position)
+            begin, until_begin = position, until_position
         if too_large:
             # Parts of nearly equal size.
+            size = end - position
             count = -(-size // (max_group or size))
             for start, stop in pairwise([position + size * part // count for part in range(count + 1)]):
-                yield _span(start, stop, cumulative)
-            begin = end
-        position = end
+                yield _span(index, order, start, stop)
+            begin, until_begin = end, until_end
+        position, until_position = end, until_end
     if begin < position:
-        yield _span(begin, position, cumulative)
+        yield _span(index, order, begin, position)
 
 
-def _span(start: int, stop: int, cumulative: np.ndarray) -> Span:
-    return Span(start, stop, round(float(cumulative[stop] - cumulative[start]), 3))
+def _group_ends(index: ManifestIndex, order: np.ndarray) -> Iterator[tuple[int, float]]:
+    """Yield where each group ends in an order by group, and the seconds until there."""
+    so_far = 0.0
+    for begin in range(0, len(order), _AT_ONCE):
+        lines = order[begin : begin + _AT_ONCE]
+        seconds = np.cumsum(np.concatenate([[so_far], index.seconds[lines]]), dtype=np.float64)[1:]
+        so_far = float(seconds[-1])
+        # The group of the line behind tells whether the last one here ends.
+        groups = index.groups[order[begin : begin + _AT_ONCE + 1]]
+        last = np.flatnonzero(groups[1:] != groups[:-1])
+        if begin + len(lines) == len(order):
+            last = np.append(last, len(lines) - 1)
+        yield from zip((begin + 1 + last).tolist(), seconds[last].tolist(), strict=True)
+
+
+def _span(index: ManifestIndex, order: np.ndarray, start: int, stop: int) -> Span:
+    return Span(start, stop, round(float(index.seconds[order[start:stop]].sum(dtype=np.float64)), 3))

@@ -41,7 +41,7 @@ from sharmill.match.candidates import (
 from sharmill.match.choose import ContextChooser, min_similarity
 from sharmill.match.embed import BegunSegments, EmbeddedSegment, Embedder, Padding
 from sharmill.match.given import GivenContext, GivenContexts
-from sharmill.match.groups import divide, index_manifest
+from sharmill.match.groups import divide, index_manifest, order_by_group
 from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.voices import sample_voices
 from sharmill.models import (
@@ -128,7 +128,7 @@ class MatchStage(Stage):
             index = index_manifest(prepared_manifest(self.config), key)
             num_records = len(index.groups)
         mixed = match.contexts_from_dataset and match.max_group is not None
-        order = (mix_groups(index) if mixed else np.argsort(index.groups, kind="stable")).astype(np.uint32)
+        order = mix_groups(index) if mixed else order_by_group(index.groups)
         np.save(folder / "offsets.npy", index.offsets, allow_pickle=False)
         np.save(folder / "order.npy", order, allow_pickle=False)
         total = float(index.seconds.sum(dtype=np.float64))

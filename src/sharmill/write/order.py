@@ -13,8 +13,12 @@ import numpy as np
 from sharmill.config import WriteConfig
 from sharmill.engine.balance import divide_evenly
 from sharmill.engine.stored import decode_stored, read_stored_lines
-from sharmill.match.groups import index_manifest
+from sharmill.match.groups import index_manifest, order_by_group
 from sharmill.match.speaker_key import speaker_of_tag
+
+
+# Positions of lines that are sorted at once.
+_AT_ONCE = 1 << 23
 
 
 class _Head(msgspec.Struct):
@@ -62,7 +66,7 @@ def index_matched(path: Path) -> LineIndex:
 def index_prepared(path: Path) -> LineIndex:
     """Read the prepared manifest once, for a dataset without contexts; its groups are the speakers."""
     index = index_manifest(path, speaker_of_tag)
-    by_group = np.argsort(index.groups, kind="stable").astype(np.uint32)
+    by_group = order_by_group(index.groups)
     seconds = index.seconds[by_group]
     return LineIndex(index.offsets[by_group], by_group, seconds, seconds)
 
@@ -74,10 +78,21 @@ def order_lines(index: LineIndex, order: Literal["manifest", "speaker", "shuffle
     """
     if order == "speaker":
         return np.arange(len(index.offsets), dtype=np.uint32)
-    as_in_manifest = np.argsort(index.positions, kind="stable").astype(np.uint32)
-    if order == "manifest":
-        return as_in_manifest
-    return as_in_manifest[np.random.Generator(np.random.PCG64(seed)).permutation(len(as_in_manifest))]
+    lines = _sort_by_position(index.positions)
+    if order == "shuffle":
+        np.random.Generator(np.random.PCG64(seed)).shuffle(lines)
+    return lines
+
+
+def _sort_by_position(positions: np.ndarray) -> np.ndarray:
+    """Return the numbers of lines (N,) uint32 in the order of their positions, a range of these at a time."""
+    lines = np.empty(len(positions), np.uint32)
+    begin = 0
+    for low in range(0, int(positions.max(initial=0)) + 1, _AT_ONCE):
+        inside = np.flatnonzero((positions >= low) & (positions < low + _AT_ONCE))
+        lines[begin : begin + len(inside)] = inside[np.argsort(positions[inside], kind="stable")]
+        begin += len(inside)
+    return lines
 
 
 def divide_into_shards(seconds: np.ndarray, write: WriteConfig) -> list[int]:

@@ -20,7 +20,7 @@ from sharmill.engine.ledger import committed_files
 from sharmill.engine.plan import count_planned, read_mixed_versions
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import map_stored_array
+from sharmill.engine.stored import map_stored_array, write_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
@@ -47,6 +47,10 @@ from sharmill.shar.lhotse_json import cut_json, recording_json
 from sharmill.staging import Staging
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
 from sharmill.write.order import divide_into_shards, index_matched, index_prepared, order_lines
+
+
+# Cuts whose places are written into the plan at once.
+_AT_ONCE = 1 << 20
 
 
 class WriteStage(Stage):
@@ -84,7 +88,9 @@ class WriteStage(Stage):
         manifest, write = input_manifest(self.config), self.config.write
         index = index_matched(manifest) if self.config.has_contexts else index_prepared(manifest)
         order = order_lines(index, write.order, write.seed)
-        np.save(folder / "offsets.npy", index.offsets[order], allow_pickle=False)
+        with (folder / "offsets.npy").open("wb") as stream:
+            parts = (index.offsets[order[begin : begin + _AT_ONCE]] for begin in range(0, len(order), _AT_ONCE))
+            write_array(stream, index.offsets.dtype, order.shape, parts)
         for number, (start, stop) in enumerate(pairwise(divide_into_shards(index.target_seconds[order], write))):
             cost = round(float(index.seconds[order[start:stop]].sum(dtype=np.float64)), 3)
             yield make_unit(number, cost=cost, size=stop - start, params={"start": start, "stop": stop})

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from bench.rows import Case, records, row, with_peak
-from sharmill.encode.segments import PLACE, seconds_of
-from sharmill.encode.survey import merge_tables
-from sharmill.engine.balance import divide_evenly
+from sharmill.config import Config, to_config
+from sharmill.encode.segments import PLACE
+from sharmill.encode.stage import EncodeStage
+from sharmill.encode.survey import SurveyStage, merge_tables
 from sharmill.engine.spill import SpilledRows
-from sharmill.match.groups import divide, index_manifest
-from sharmill.match.speaker_key import make_speaker_key
+from sharmill.engine.stage import Stage
+from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.prepare.ids import HASH_FIELDS, find_suspects
+from sharmill.prepare.stage import prepared_manifest
 from sharmill.sources.nemo import NemoSource
-from sharmill.write.order import index_matched, order_lines
+from sharmill.write.stage import WriteStage
 
 RECORDS_PER_SPEAKER = 50
 
@@ -56,15 +59,38 @@ def settle_ids(path: Path) -> int:
 
 
 def plan_match(path: Path) -> int:
-    """Index a manifest by speaker, and divide the groups into units."""
-    index = index_manifest(path, make_speaker_key("speaker"))
-    order = np.argsort(index.groups, kind="stable").astype(np.uint32)
-    return sum(1 for _ in divide(index, order, unit_seconds=3600.0, max_group=None))
+    """Check a manifest, index it by speaker, and divide the groups into units."""
+    return _plan(MatchStage(_config(path)), prepared_manifest(_config(path)), path)
 
 
 def plan_write(path: Path) -> int:
-    """Put the records of a matched manifest into the order shuffle."""
-    return len(order_lines(index_matched(path), "shuffle", 42))
+    """Check a matched manifest, and put its records into the order shuffle."""
+    return _plan(WriteStage(_config(path)), matched_manifest(_config(path)), path)
+
+
+def _config(path: Path) -> Config:
+    return to_config({
+        "name": "bench",
+        "run_dir": str(path.parent / "run"),
+        "dataset_dir": str(path.parent / "dataset"),
+        "sources": [{"manifest": str(path), "audio_root": str(path.parent)}],
+        "speaker_key": "speaker",
+        "write": {"shard_size": 1000},
+    }, "bench")  # fmt: skip
+
+
+def _plan(stage: Stage, manifest: Path, path: Path) -> int:
+    """Plan a stage whose input is the manifest."""
+    manifest.parent.mkdir(parents=True, exist_ok=True)
+    if not manifest.exists():
+        manifest.hardlink_to(path)
+    stage.identity()
+    return _count_units(stage, path)
+
+
+def _count_units(stage: Stage, path: Path) -> int:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        return len(list(stage.plan(Path(folder))))
 
 
 def write_tables(folder: Path, num_records: int) -> None:
@@ -84,16 +110,18 @@ def write_tables(folder: Path, num_records: int) -> None:
 
 def merge_survey(path: Path) -> int:
     """Find the unique segments in the tables of a survey."""
+    survey = SurveyStage(_config(path))
+    survey.dir.path.mkdir(parents=True, exist_ok=True)
     tables = sorted((path.parent / "tables").iterdir())
     num_records = sum(np.load(table, mmap_mode="r").shape[1] for table in tables)
-    merge_tables(tables, (2, num_records), path.parent / "segments.npy", path.parent / "numbers.npy")
-    return len(np.load(path.parent / "segments.npy", mmap_mode="r"))
+    merge_tables(tables, (2, num_records), survey.segments_file, survey.numbers_file)
+    return len(survey.segments())
 
 
 def plan_encode(path: Path) -> int:
     """Divide the unique segments into blocks of equal seconds."""
-    seconds = seconds_of(np.load(path.parent / "segments.npy", mmap_mode="r"))
-    return len(divide_evenly(seconds, max(1, round(float(seconds.sum()) / 7200))))
+    config = _config(path)
+    return _count_units(EncodeStage(config, config.encode.codecs[0]), path)
 
 
 STEPS: dict[str, Callable[[Path], int]] = {

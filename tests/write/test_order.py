@@ -15,7 +15,6 @@ from sharmill.engine import balance
 from sharmill.write import order
 from sharmill.write.order import LineIndex, divide_into_shards, index_matched, index_prepared, order_lines
 
-
 DURATIONS = st.lists(st.floats(0.0, 100.0), min_size=1, max_size=40).map(np.array)
 
 

@@ -144,7 +144,7 @@ class FirstEqual:
         rows = np.empty(int(begins.sum()), _NUMBERED)
         rows["number"] = len(self._first) + order[begins]
         rows["hash"] = hashes[order[begins]]
-        self._first.frombytes(memoryview(first).cast("B"))
+        self._first.frombytes(first.tobytes())
         assert len(self._first) < _MAX_ROWS
         limits = np.arange(1, _RANGES, dtype=np.uint64) * np.uint64((1 << 64) // _RANGES)
         inner = np.searchsorted(rows["hash"][:, 0], limits)

@@ -107,6 +107,6 @@ def leave_out_strangers(index: ManifestIndex, num_records: int) -> ManifestIndex
 
 
 def mix_groups(index: ManifestIndex) -> np.ndarray:
-    """Return the numbers of the lines (N,) uint32 by group, records and candidates mixed, as parts of groups need it."""
+    """Return the numbers of lines (N,) uint32 by group, records and candidates mixed, as parts of groups need it."""
     mixed = np.random.Generator(np.random.PCG64(0)).permutation(len(index.groups))
     return np.lexsort((mixed, index.groups)).astype(np.uint32)

@@ -16,7 +16,6 @@ from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.match.groups import index_manifest, order_by_group
 from sharmill.match.speaker_key import speaker_of_tag
 
-
 # Positions of lines that are sorted at once.
 _AT_ONCE = 1 << 23
 

@@ -48,7 +48,6 @@ from sharmill.staging import Staging
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
 from sharmill.write.order import divide_into_shards, index_matched, index_prepared, order_lines
 
-
 # Cuts whose places are written into the plan at once.
 _AT_ONCE = 1 << 20
 

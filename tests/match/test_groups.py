@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharmill.engine.balance import pack
 from sharmill.manifest import Utterance, write_lines
 from sharmill.match import groups as groups_module
 from sharmill.match.groups import ManifestIndex, divide, index_manifest, order_by_group
-from sharmill.match.stage import UNIT_SECONDS
 
 
 def key_of_folder(audio_filepath, speaker):
@@ -166,21 +164,3 @@ def test_spans_of_several_groups_are_not_longer_than_asked(groups, unit_seconds,
         assert span.seconds == pytest.approx(float(index.seconds[numbers].sum()), abs=1e-2)
         if len({groups[line] for line in numbers}) > 1:
             assert span.seconds <= unit_seconds + 1e-2
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [np.full(100_000, 10), np.minimum((np.random.default_rng(0).pareto(1.2, 25_000) + 1) * 10, 400).astype(int)],
-    ids=["equal groups", "heavy-tailed groups"],
-)
-def test_units_balance_within_two_percent_where_groups_are_small(sizes):
-    """As 20,000 hours on 1,024 ranks, a tenth of both."""
-    groups = np.repeat(np.arange(len(sizes)), sizes)
-    seconds = np.random.default_rng(1).uniform(2.0, 12.0, len(groups)).astype(np.float32)
-    index = ManifestIndex(np.zeros(len(groups), np.int64), seconds, groups)
-    spans = divide(index, np.arange(len(groups)), unit_seconds=UNIT_SECONDS[1], max_group=None)
-    costs = [span.seconds for span in spans]
-    ranks = int(sum(costs) / 68_000)
-    assert ranks > 50
-    loads = [sum(costs[item] for item in items) for items in pack(costs, ranks)]
-    assert max(loads) <= 1.02 * sum(costs) / ranks

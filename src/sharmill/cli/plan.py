@@ -24,12 +24,28 @@ _BYTES_PER_SECOND = 40_000
 _MEANING_OF_COLUMNS = (
     "units: done and all; to process: all audio that is left, contexts included; largest: the load of the busiest rank"
 )
+_MEANING_OF_PACKED = (
+    "busiest: the load of the busiest rank; at least: what it is in any packing; ratio: one over the other"
+)
+
+
+def _parse_ranks(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    if value is None:
+        return None
+    name, _, number = value.partition("=")
+    if name != "ranks" or not number.isascii() or not number.isdigit() or not int(number):
+        raise click.BadParameter(f"{value!r} is not ranks=N, as ranks=1024", context, parameter)
+    return int(number)
 
 
 @click.command()
 @click.argument("arguments", nargs=-1, required=True, metavar="CONFIG... [KEY=VALUE...]")
 @click.option(
-    "--ranks", type=click.IntRange(1), help="Show the balance over this many ranks (default: executor.workers)."
+    "--simulate",
+    "ranks",
+    callback=_parse_ranks,
+    metavar="ranks=N",
+    help="Pack the units for this many ranks (default: executor.workers), and show how far from the best that is.",
 )
 @click.option("--rates", "earlier", metavar="RUN_DIR", help="Predict from the rates of this earlier run.")
 @click.option("--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU.")
@@ -109,6 +125,7 @@ def print_plan(
     """
     from sharmill.cli.prediction import print_prediction
     from sharmill.cli.stage_status import read_or_preview_units
+    from sharmill.engine.balance import pack
     from sharmill.pilot.known_rates import find_rates
     from sharmill.pilot.predict import compare_audio, count_ranks, predict_stage
     from sharmill.pipeline import check_config, make_stages
@@ -118,6 +135,9 @@ def print_plan(
     predictions: list[StagePrediction] = []
     num_records, audio_ratio = 0, 1.0
     table = make_table(config.name)
+    packed = make_table(f"packed for {ranks} ranks")
+    for column in ("stage", "ranks with work", "busiest", "at least", "ratio"):
+        packed.add_column(column, justify="left" if column == "stage" else "right", no_wrap=True)
     for column in ("stage", "units", "to process", "ranks", "largest", "balance", "disk"):
         table.add_column(column, justify="left" if column == "stage" else "right", no_wrap=True)
     not_yet = []
@@ -127,7 +147,9 @@ def print_plan(
         try:
             units, done = read_or_preview_units(stage)
             left = [unit.cost for unit in units if unit.index not in done]
-            table.add_row(*_row(stage, of_stage, len(units), left))
+            loads = [sum(left[item] for item in items) for items in pack(left, of_stage)]
+            table.add_row(*_row(stage, loads, len(units), left))
+            packed.add_row(*_packed_row(stage, loads, left))
             num_records = num_records or sum(unit.size for unit in units)
             if rate is not None and stage.cost_unit != "records":
                 audio_ratio = compare_audio(rate, [unit.cost for unit in units], num_records)
@@ -141,6 +163,9 @@ def print_plan(
     for line in not_yet:
         console.print(line)
     console.print(plain(_MEANING_OF_COLUMNS, style="dim"))
+    if ranks is not None:
+        console.print(packed)
+        console.print(plain(_MEANING_OF_PACKED, style="dim"))
     if predictions:
         print_prediction(console, predictions, source, gpu_hour)
     else:
@@ -149,20 +174,32 @@ def print_plan(
     return predictions
 
 
-def _row(stage: Stage, ranks: int, num_units: int, left: list[float]) -> list[Text]:
-    from sharmill.engine.balance import pack
+def _row(stage: Stage, loads: list[float], num_units: int, left: list[float]) -> list[Text]:
     from sharmill.write.stage import WriteStage
 
-    loads = [sum(left[item] for item in items) for items in pack(left, ranks)]
-    largest, mean = max(loads), sum(loads) / ranks
+    largest, mean = max(loads), sum(loads) / len(loads)
     records = stage.cost_unit == "records"
     cells = (
         stage.name,
         f"{num_units - len(left)}/{num_units}",
         describe_cost(sum(left), records=records),
-        str(ranks),
+        str(len(loads)),
         describe_cost(largest, records=records),
         f"{mean / largest:.0%}" if largest else "",
         f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and isinstance(stage, WriteStage) else "",
+    )
+    return [plain(cell) for cell in cells]
+
+
+def _packed_row(stage: Stage, loads: list[float], left: list[float]) -> list[Text]:
+    from sharmill.engine.balance import least_load
+
+    least, records = least_load(left, len(loads)), stage.cost_unit == "records"
+    cells = (
+        stage.name,
+        f"{sum(1 for load in loads if load):,}",
+        describe_cost(max(loads), records=records),
+        describe_cost(least, records=records),
+        f"{max(loads) / least:.3f}" if least else "",
     )
     return [plain(cell) for cell in cells]

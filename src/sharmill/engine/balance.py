@@ -51,6 +51,22 @@ def pack(costs: Iterable[float], num_bins: int) -> list[list[int]]:
     return bins
 
 
+def least_load(costs: Iterable[float], num_bins: int) -> float:
+    """Return what the fullest bin holds at least, however items are packed.
+
+    That is the mean of all bins, and for each k the k + 1 smallest of the k * num_bins + 1 largest items: some bin has
+    as many of these.
+
+    >>> least_load([3, 3, 2, 2, 2], num_bins=2), least_load([5, 4, 4], num_bins=2), least_load([9, 1], num_bins=2)
+    (6.0, 8.0, 9.0)
+    """
+    values = np.sort(np.array([*costs], np.float64))[::-1]
+    so_far = np.concatenate([[0.0], np.cumsum(values)])
+    crowd = np.arange(-(-len(values) // num_bins))
+    shared = so_far[crowd * num_bins + 1] - so_far[crowd * (num_bins - 1)]
+    return max(float(so_far[-1]) / num_bins, float(shared.max(initial=0.0)))
+
+
 def divide_evenly(costs: np.ndarray, number: int) -> list[int]:
     """Divide items in their order into runs of nearly equal cost, none of them empty.
 

@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.shar import open_shar
 from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
-from sharmill.storage import open_atomic
+from sharmill.storage import open_atomic, remove_asides
 from sharmill.training import ContextSpeechDataset
 from sharmill.training.codes import CodecForm
 
@@ -63,6 +63,8 @@ def main(dataset: str, checkpoint: Path, steps: int) -> None:
         optimizer.step()
         print(f"{loss.item():.3f} {' '.join(batch['ids'])}")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": loader.state_dict()}
+    # What a run that was killed had begun to save.
+    remove_asides(checkpoint.absolute().parent, {checkpoint.name})
     # The checkpoint before stays whole until this one is.
     with open_atomic(checkpoint) as stream:
         torch.save(state, stream)

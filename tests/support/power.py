@@ -306,7 +306,7 @@ def site_of_caller() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(REPOSITORY / "src") or path.is_relative_to(REPOSITORY / "jobs"):
+        if any(path.is_relative_to(REPOSITORY / folder) for folder in ("src", "jobs", "examples")):
             name = f"{path.parent.name}/{path.stem}.{frame.f_code.co_name}"
             # A function that calls itself, as for the folder above, is one place.
             found += [] if found[-1:] == [name] else [name]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +41,7 @@ from support.growing import make_dataset
 from support.paths import REPOSITORY
 from support.power import PoweredRun
 from support.power_ranks import ForkedTasks, run_chain
+from support.power_ray import forked_actors
 from support.shar import PitchEncoder, Project, ToyCodec, put, voice
 from support.small_run import STAGES, lasting_files
 
@@ -111,6 +114,11 @@ def _run_all(
     assert result.ok
     assert result.report is not None
     assert result.report.findings == []
+
+
+def _run_on_ray(work: Path) -> None:
+    with forked_actors() as executor:
+        _run_all(work, executor=executor)
 
 
 def _damage(work: Path, field: str) -> None:
@@ -253,6 +261,33 @@ def _trained(work: Path) -> dict[str, bytes]:
     return found
 
 
+def _train_example(work: Path, steps: int) -> None:
+    """The training of examples/train.py, two steps at a time, until its checkpoint is that of so many steps."""
+    while (done := _example_steps(work)) < steps:
+        with redirect_stdout(StringIO()):
+            runpy.run_path(str(REPOSITORY / "examples/train.py"))["main"](str(work / "a"), work / "model.pt", 2)
+        assert _example_steps(work) == done + 2
+
+
+def _begin_example(work: Path) -> None:
+    """Leaves a dataset, and a checkpoint of two steps."""
+    _make_datasets(work)
+    _train_example(work, 2)
+
+
+def _example_steps(work: Path) -> int:
+    if not (work / "model.pt").exists():
+        return 0
+    state = torch.load(work / "model.pt", weights_only=True)
+    return int(state["optimizer"]["state"][0]["step"])
+
+
+def _trained_example(work: Path) -> dict[str, bytes]:
+    """The checkpoint, whose file has names of its own run in it."""
+    state = torch.load(work / "model.pt", weights_only=True)
+    return {"model.pt": f"{state['model']} {state['optimizer']}".encode()}
+
+
 # Those of the fewest steps first: what they leave of their time is the others'.
 RUNS = [
     PoweredRun("index", _lose_index, lambda work: list(rebuild_index(work / "a")), "a"),
@@ -262,6 +297,7 @@ RUNS = [
     PoweredRun("export", _make_datasets, lambda work: export_dataset(work / "a", "nemo_codes", work / "x"), "a"),
     PoweredRun("calibrate, certify", lambda work: None, _judge_models, outcome=_judgements),
     PoweredRun("train", lambda work: None, _train, outcome=_trained),
+    PoweredRun("train example", _begin_example, lambda work: _train_example(work, 4), "a", outcome=_trained_example),
     PoweredRun("manifest", _put_speech, _collect),
     *(_of_stage(name, *STAGES[:number]) for number, name in enumerate(STAGES)),
     PoweredRun("split", _make_datasets, _split, ["a", "s/train", "s/valid"]),
@@ -271,6 +307,7 @@ RUNS = [
     PoweredRun("add codec", _run_all, lambda work: _run_all(work, _CODECS), ["dataset"], "toy"),
     PoweredRun("workers", lambda work: None, lambda work: _run_all(work, _PLAIN), ["dataset"],
                recorded=lambda work: _run_all(work, _PLAIN, executor=LocalExecutor(2, "cpu"))),
+    PoweredRun("ray", lambda work: None, _run_all, ["dataset"], recorded=_run_on_ray),
     PoweredRun("array tasks", lambda work: None, _run_all, ["dataset"],
                recorded=lambda work: _run_all(work, executor=ForkedTasks())),
     PoweredRun("chain of jobs", lambda work: None, _submit, ["dataset"], outcome=_done_by_jobs,

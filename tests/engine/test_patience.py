@@ -14,6 +14,7 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.outcomes import FailedAttempt, Finished
 from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan, read_or_make_plan
+from sharmill.engine.worker import Worker
 from sharmill.ports import clock
 
 
@@ -61,6 +62,18 @@ def test_only_errors_of_late_views_are_outlasted(waited, number, is_late):
         with pytest.raises(OSError, match="") as raised:
             patience.wait_until(lambda: (_ for _ in ()).throw(OSError(number, "")), "it")
         assert raised.value.errno == number
+
+
+def test_work_is_done_again_until_it_sees_its_files(waited):
+    def work():
+        if sum(waited) < 5.0:
+            raise OSError(errno.ESTALE, "")
+        return 7
+
+    assert Patience(60.0).once_seen(work) == 7
+    with pytest.raises(OSError, match="") as raised:
+        Patience(3.0).once_seen(lambda: (_ for _ in ()).throw(FileNotFoundError(errno.ENOENT, "")))
+    assert raised.value.errno == errno.ENOENT
 
 
 def test_a_plan_and_units_that_never_show_are_given_up(waited, tmp_path):
@@ -153,3 +166,15 @@ def test_where_no_ranks_have_run_only_the_plan_is_waited_for(waited, tmp_path):
     assert waited == []
     wait_for_stage([behind], stage.name, token)
     assert sum(waited) == pytest.approx(30.0)
+
+
+def test_a_rank_waits_for_the_input_that_the_plan_was_made_of(waited, tmp_path, monkeypatch):
+    stage = ToyStage(tmp_path, units=2)
+    stage.seconds_until_seen = 30.0
+    read_or_make_plan(stage, restart=False)
+    make_fence(stage)
+    opened = []
+    monkeypatch.setattr(stage, "sees_input", lambda: sum(waited) > 5.0)
+    monkeypatch.setattr(stage, "open", lambda device: opened.append(sum(waited)) or ToyStage.open(stage, device))
+    with Worker(stage, 0, "cpu", seconds_until_seen=30.0):
+        assert 5.0 < opened[0] < 7.0

@@ -13,10 +13,13 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
 from sharmill.ports import clock
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -52,6 +55,15 @@ class Patience:
             return False
         log.info("tried again, since a shared disk may show it late: %s", error)
         return True
+
+    def once_seen(self, work: Callable[[], Result]) -> Result:
+        """Return what a function returns, which is called again where it may have met files as they were before."""
+        while True:
+            try:
+                return work()
+            except OSError as error:
+                if not self.outlasts(error):
+                    raise
 
     def _pause(self, seconds: float) -> bool:
         left = self._deadline - clock.monotonic()

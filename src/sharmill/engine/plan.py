@@ -57,7 +57,7 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     _refuse_linked_folders(stage)
     identity = _as_stored(stage.references.identify(stage.identity(), stage.kind))
     if stage.dir.identity.exists() and not restart:
-        before = _read_identity(stage)
+        before = read_identity(stage)
         changes = find_changes(before, identity)
         if changes and stage.keeps_output(before, identity):
             write_atomic(stage.dir.identity, msgspec.json.encode(identity))
@@ -128,7 +128,8 @@ def read_mixed_versions(stages: Iterable[StageDir]) -> dict[str, list[str]]:
     return {package: sorted(mixed[package]) for package in sorted(mixed)}
 
 
-def _read_identity(stage: Stage) -> Any:
+def read_identity(stage: Stage) -> Any:
+    """Return the identity that the stage's plan is bound to."""
     return decode_stored(stage.dir.identity, read_stored(stage.dir.identity), dict[str, Any])
 
 

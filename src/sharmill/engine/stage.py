@@ -147,6 +147,13 @@ class Stage(ABC):
     def check_node(self) -> None:  # noqa: B027 - most stages read what earlier ones have left
         """Raise DeviceError ``unlike_nodes`` where the node of this process does not see the input of the stage."""
 
+    def sees_input(self) -> bool:
+        """Return True where this node sees the input that the plan was made of, rather than what was there before.
+
+        Ranks wait for that. What is only new they miss in any case, and wait for it too.
+        """
+        return True
+
     @abstractmethod
     def open(self, device: str) -> Processor:
         """Load the model, once per rank, and return what does the units. ``device`` is ``cpu`` or ``cuda``."""

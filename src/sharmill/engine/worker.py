@@ -109,6 +109,7 @@ class Worker:
     def _open(self) -> Processor:
         try:
             self.stage.check_node()
+            self._patience.wait_until(self.stage.sees_input, f"{self.stage.name}: its input, as it was planned,")
             return self._once_seen(lambda: self.stage.open(self.device))
         except DeviceError as error:
             raise self._device_error(str(error), error.code, error.place) from error
@@ -191,14 +192,16 @@ class Worker:
 
     def _once_seen(self, work: Callable[[], Result]) -> Result:
         """Do what other nodes' files are needed for, again as long as these may not be seen yet."""
-        while True:
+
+        def try_it() -> Result:
             try:
                 return work()
-            except OSError as error:
+            except OSError:
                 # What was seen is missed as soon as the plan is replaced.
                 require_current(self.stage)
-                if not self._patience.outlasts(error):
-                    raise
+                raise
+
+        return self._patience.once_seen(try_it)
 
     def _follow(self, unit: Unit) -> Advance:
         """Return what the processor calls as it gets on with the unit."""
@@ -225,6 +228,7 @@ class Worker:
             output.check_accounts(unit)
             if REASONS_OF_NODES & {reject.reason for reject in output.rejects}:
                 self.stage.check_node()
+            self._patience.wait_until(self.stage.sees_input, f"{self.stage.name}: its input, as it was planned,")
             require_time()
             if not self._may_publish(unit):
                 return None

@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 from sharmill.engine.identity import identify_folder, versions
+from sharmill.engine.plan import read_identity
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import read_stored
@@ -105,10 +106,9 @@ class ValidateStage(Stage):
         subject = read_checked_dataset(self.dataset_dir)
         if self.recheck_codes:
             self._rechecker(subject).check()
-        index = [self.dataset_dir / name for name in (DATASET_FILE, SHARDS_FILE)]
         return {
             "dataset_dir": identify_folder(self.dataset_dir, self.run_dir.path),
-            "input": [checksum(path) for path in index if path.is_file() and path.stat().st_size <= _MAX_INDEX_BYTES],
+            "input": self._index(),
             # Damage does not change the index: what was checked before may have changed since.
             "files": _fingerprint(self.dataset_dir),
             "level": self.level(),
@@ -118,6 +118,9 @@ class ValidateStage(Stage):
     def plan(self, folder: Path) -> Iterator[Unit]:
         for position, shard in enumerate(read_checked_dataset(self.dataset_dir).shards):
             yield make_unit(position, cost=self._cost(shard), size=shard.size, params={"line": position})
+
+    def sees_input(self) -> bool:
+        return bool(self._index() == read_identity(self)["input"])
 
     def open(self, device: str) -> Processor:
         subject = read_checked_dataset(self.dataset_dir)
@@ -163,6 +166,11 @@ class ValidateStage(Stage):
     def report(self) -> Report:
         """Read the report of the finished validation."""
         return read_report(self.report_file)
+
+    def _index(self) -> list[str]:
+        """Return the checksums of the files of the index that are there and not far too large."""
+        paths = [self.dataset_dir / name for name in (DATASET_FILE, SHARDS_FILE)]
+        return [checksum(path) for path in paths if path.is_file() and path.stat().st_size <= _MAX_INDEX_BYTES]
 
     def _unchecked(self, checked: dict[str, float], hashes: CutHashes) -> Iterator[str]:
         """Yield what this level leaves unchecked, a phrase each."""

@@ -37,7 +37,7 @@ def scontrol(tmp_path, monkeypatch):
 @pytest.fixture
 def driver_job(tmp_path):
     """The driver job of a chain, under a time limit of ten minutes."""
-    dataset = SimpleNamespace(name="toy", run_dir=tmp_path / "run")
+    dataset = SimpleNamespace(name="toy", run_dir=tmp_path / "run", make_stages=lambda: [])
     chain = JobChain(dataset, ClusterProfile(cpu=RankProfile(timeout_min=10)), command="sharmill submit all c.yaml")
     return chain.executor().driver_job
 

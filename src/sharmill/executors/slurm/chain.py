@@ -27,6 +27,7 @@ from sharmill.engine.late_views import wait_for_stage
 from sharmill.engine.listener import Listener
 from sharmill.engine.locks import lock_owner
 from sharmill.engine.outcomes import StageResult, Submitted
+from sharmill.engine.patience import Patience
 from sharmill.engine.run import Executor, locked
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
@@ -222,13 +223,15 @@ class JobChain:
         make_private_folder(self.run_dir.jobs)
         with logging_to(self.run_dir.chain_log):
             began = clock.monotonic()
-            before = read_state(self.run_dir)
-            if self.is_watcher and before is not None and before.state != "waiting":
-                return
             try:
                 with ended_by_sigterm():
+                    stages = self.dataset.make_stages()
+                    patience = Patience(max((one.seconds_until_seen for one in stages), default=0.0))
+                    before = patience.once_seen(lambda: read_state(self.run_dir))
+                    if self.is_watcher and before is not None and before.state != "waiting":
+                        return
                     if stage:
-                        wait_for_stage(self.dataset.make_stages(), stage, token, had_ranks=had_ranks)
+                        wait_for_stage(stages, stage, token, had_ranks=had_ranks)
                     state = self._run_driver_job()
             except SystemExit:
                 # Told to leave, and requeued.

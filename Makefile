@@ -3,7 +3,7 @@
 # make test-slow   those marked slow
 # make test-all   both, but for those on a real SLURM and a real Ray, which `make test-cluster` has
 # make test-gpu   models and stages on a GPU against the CPU, faults and memory, where there is a GPU
-# make torture   mutations of every format, 200 kills, some hundreds of faults on disk, runs on shared disks, thousands of losses of power and of schedules on a simulated SLURM and a simulated Ray, for hours, or each kind for MINUTES=; SEED=, KILLS= (a stage), EVERY=, OUTPUT=, STATES= (a run), RUNS= (of each fault of shared disks), SCHEDULES=
+# make torture   all faults, for hours or MINUTES= in all, and one table of them in OUTPUT=torture/table.md: changed input (ROUNDS=), shared disks (RUNS= of each fault), losses of power (STATES= of each run), kills (KILLS= a stage), a disk that fails (at EVERY= n-th operation), simulated SLURM and Ray (SCHEDULES= of each); SEED=, ONLY="power slurm"
 # make bench   what takes how long, beside the libraries used directly; GROUP= (further, scale, all), MARKDOWN=1, JSON= (a file for all figures)
 # make docs   the pages of docs as a site with a reference of the Python API, in build/site
 # All make .venv first if it is missing or older than what it is made from.
@@ -45,19 +45,12 @@ test-ray: venv
 test-gpu: venv
 	GPU_REPORT=build/test-gpu.json $(BIN)/python -m pytest tests/gpu -m gpu -rs $(PYTEST)
 
-# The seed is printed; the same one, and OUTPUT, go on where an interrupted run has stopped.
+# The seed is printed; the same one, and OUTPUT, go on where interrupted kills and faults on disk have stopped.
 torture: venv
-	PYTHONPATH=tests $(BIN)/python tests/security/fuzz.py --rounds 20000 $(if $(SEED),--seed $(SEED))
-	PYTHONPATH=tests $(BIN)/python tests/faults/torture.py $(if $(SEED),--seed $(SEED)) \
-	  $(if $(KILLS),--kills $(KILLS)) $(if $(EVERY),--every $(EVERY)) $(if $(OUTPUT),--output $(OUTPUT)) $(if $(MINUTES),--minutes $(MINUTES))
-	PYTHONPATH=tests $(BIN)/python tests/faults/shared.py $(if $(SEED),--seed $(SEED)) \
-	  $(if $(RUNS),--runs $(RUNS)) $(if $(MINUTES),--minutes $(MINUTES))
-	PYTHONPATH=tests $(BIN)/python tests/faults/power.py $(if $(SEED),--seed $(SEED)) \
-	  $(if $(STATES),--states $(STATES)) $(if $(MINUTES),--minutes $(MINUTES))
-	PYTHONPATH=tests $(BIN)/python tests/simulation/slurm.py $(if $(SEED),--seed $(SEED)) \
-	  $(if $(MINUTES),--minutes $(MINUTES),--schedules $(or $(SCHEDULES),20000))
-	PYTHONPATH=tests $(BIN)/python tests/simulation/ray_schedules.py $(if $(SEED),--seed $(SEED)) \
-	  $(if $(MINUTES),--minutes $(MINUTES),--schedules $(or $(SCHEDULES),20000))
+	PYTHONPATH=tests $(BIN)/python tests/faults/torture.py $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) \
+	  $(if $(OUTPUT),--output $(OUTPUT)) $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
+	  $(if $(RUNS),--runs $(RUNS)) $(if $(STATES),--states $(STATES)) $(if $(KILLS),--kills $(KILLS)) \
+	  $(if $(EVERY),--every $(EVERY)) $(if $(SCHEDULES),--schedules $(SCHEDULES))
 
 lint: venv
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,10 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from support.disk import KINDS, FaultyDisk, relaunch, trouble
+from support.fault_rows import FaultRow, format_rows, write_rows
 from support.kills import VICTIMS, torture
 from support.small_run import STAGES, SmallRun
 
 _MAX_KILLS_A_RUN = 3
+# By exit status.
+_ENDINGS = {0: "well", 1: "with one line", 2: "with one line", -9: "killed"}
 
 
 class Notes:
@@ -86,12 +90,12 @@ def kill_runs(run: Callable[[], SmallRun], stage: str, seed: int, kills: int, no
         number = len(notes.of(stage=stage, seed=seed))
         rng = random.Random(f"{seed} {stage} {number}")
         victims = rng.choices(VICTIMS, k=min(rng.randint(1, _MAX_KILLS_A_RUN), kills - hits))
-        case = {"seed": seed, "number": number}
+        began = time.monotonic()
         try:
-            notes.add(case | asdict(torture(run(), stage, victims, rng)))
+            found = asdict(torture(run(), stage, victims, rng))
         except AssertionError as error:
-            notes.add(case | {"stage": stage, "kills": victims, "relaunches": 0, "redone": 0,
-                              "differences": [str(error)]})  # fmt: skip
+            found = {"stage": stage, "kills": victims, "relaunches": 0, "redone": 0, "differences": [str(error)]}
+        notes.add({"seed": seed, "number": number, **found, "seconds": time.monotonic() - began})
 
 
 def disk_runs(run: Callable[[], SmallRun], stage: str, seed: int, every: int, notes: Notes, clock: Clock) -> None:
@@ -111,37 +115,37 @@ def disk_runs(run: Callable[[], SmallRun], stage: str, seed: int, every: int, no
                 continue
             if clock.is_over():
                 return
+            began = time.monotonic()
             run().restore(stage)
             found = trouble(disk, run(), stage, kind, at)
             found.problems += relaunch(run(), stage)
-            notes.add({"seed": seed, **asdict(found)})
+            notes.add({"seed": seed, **asdict(found), "seconds": time.monotonic() - began})
 
 
-def print_faults(cases: list[dict[str, Any]]) -> None:
-    """The table: per stage and kind, runs, how they ended, and problems."""
-    print("stage | fault | runs | went on | failed with one line | killed | problems")
-    for stage in STAGES:
-        for kind in KINDS:
-            own = [case for case in cases if (case["stage"], case["kind"]) == (stage, kind)]
-            statuses = [case["status"] for case in own]
-            ends = [statuses.count(0), sum(status in (1, 2) for status in statuses), statuses.count(-9)]
-            problems = sum(len(case["problems"]) for case in own)
-            print(" | ".join(map(str, (stage, kind, len(own), *ends, problems))))
-
-
-def print_kills(cases: list[dict[str, Any]]) -> None:
-    """The table: per stage, the kills by victim, relaunches, units redone, differing files."""
-    columns = ("stage", "runs", "kills", *VICTIMS, "relaunches", "units redone", "differences")
-    print(" | ".join(columns))
-    rows = []
+def describe_kills(cases: list[dict[str, Any]]) -> Iterator[FaultRow]:
+    """Yield the row of each stage's runs that were killed."""
     for stage in STAGES:
         own = [case for case in cases if case["stage"] == stage]
         kills = [victim for case in own for victim in case["kills"]]
-        sums = [sum(case[key] for case in own) for key in ("relaunches", "redone")]
-        wrong = sum(len(case["differences"]) for case in own)
-        rows.append([len(own), len(kills), *map(kills.count, VICTIMS), *sums, wrong])
-        print(" | ".join(map(str, (stage, *rows[-1]))))
-    print(" | ".join(map(str, ("all", *map(sum, zip(*rows, strict=True))))))
+        ended = Counter({f"kills of {victim}s": kills.count(victim) for victim in VICTIMS})
+        ended["relaunches"] = sum(case["relaunches"] for case in own)
+        ended["units done again"] = sum(case["redone"] for case in own)
+        wrong = sum(bool(case["differences"]) for case in own)
+        yield FaultRow(f"SIGKILL in {stage}", len(own), ended, len(own) - wrong, wrong, _seconds(own))
+
+
+def describe_faults(cases: list[dict[str, Any]]) -> Iterator[FaultRow]:
+    """Yield the row of each kind of fault of the disk, over all stages."""
+    for kind, message in KINDS.items():
+        own = [case for case in cases if case["kind"] == kind]
+        ended = Counter(_ENDINGS[case["status"]] for case in own if case["status"] in _ENDINGS)
+        wrong = sum(bool(case["problems"]) for case in own)
+        name = f"disk: {kind} ({message})" if message else f"disk: {kind} at an operation"
+        yield FaultRow(name, len(own), ended, len(own) - wrong, wrong, _seconds(own))
+
+
+def _seconds(cases: list[dict[str, Any]]) -> float:
+    return sum(case["seconds"] for case in cases)
 
 
 @contextmanager
@@ -167,6 +171,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("kills", "disk"), help="default: both")
     parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
     parser.add_argument("--output", type=Path, default=Path("torture"), help="folder of the notes")
+    parser.add_argument("--rows", type=Path, help="file for the rows of the table of all faults")
     options = parser.parse_args()
     print(f"seed {options.seed}; to go on: --seed {options.seed} --output {options.output}", flush=True)
     kills, faults = Notes(options.output / "kills.jsonl"), Notes(options.output / "disk.jsonl")
@@ -179,12 +184,12 @@ def main() -> int:
             if options.only != "kills":
                 clock.begin(f"faults in {stage}")
                 disk_runs(run, stage, options.seed, options.every, faults, clock)
-    killed, failed = kills.of(seed=options.seed), faults.of(seed=options.seed)
-    print_kills(killed)
-    print_faults(failed)
+    rows = [*describe_kills(kills.of(seed=options.seed)), *describe_faults(faults.of(seed=options.seed))]
+    write_rows(options.rows, rows)
+    print(format_rows(rows))
     if clock.cut_short:
         print(f"the minutes were over in {', '.join(clock.cut_short)}; the same command goes on there")
-    return int(any(case["differences"] for case in killed) or any(case["problems"] for case in failed))
+    return int(any(row.problems for row in rows))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,14 @@ import gzip
 import io
 import json
 import logging
+import math
 import random
 import shutil
 import sys
 import tempfile
+import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
@@ -25,6 +28,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from rich.console import Console
+from support.fault_rows import FaultRow, write_rows
 from support.fuzzed_datasets import DatasetTargets
 from support.mutations import Target, mutate_values
 from support.shar import Project, voice
@@ -219,28 +223,37 @@ def parse_or_reject(line: bytes) -> None:
         return
 
 
-def fuzz(folder: Path, seed: int, rounds: int, only: str = "") -> list[str]:
-    """Return what went wrong: a target, the seed of its mutation, and the end of the traceback."""
+def fuzz(
+    folder: Path, seed: int, rounds: int, only: str = "", minutes: float = math.inf
+) -> tuple[list[str], Counter[str]]:
+    """Return what went wrong (a target, the seed of its mutation, the end of the traceback), and the rounds by end."""
     found: dict[str, str] = {}
+    ended: Counter[str] = Counter()
+    ends = time.monotonic() + 60 * minutes
     corpus = Corpus(folder)
     datasets = DatasetTargets(folder, corpus.dataset)
     every = chain(corpus.targets(), corpus.source_targets(), datasets.targets())
     targets = [target for target in every if target.name.startswith(only)]
     for number in range(rounds):
+        if time.monotonic() > ends:
+            break
         target = targets[number % len(targets)]
         draws = random.Random(f"{seed} {target.name} {number}")
         try:
             target.read(target.change(target.data, draws))
+            ended["read"] += 1
         except SharmillError as error:
+            ended["refused with an error of sharmill's"] += 1
             if not str(error).strip():
                 found[target.name] = f"{target.name}, round {number}: an error without a sentence"
         except Exception as error:  # noqa: BLE001 - that is what is looked for
+            ended["another error"] += 1
             frames = traceback.extract_tb(error.__traceback__)
             ours = [frame for frame in frames if "sharmill" in frame.filename][-1]
             place = f"{Path(ours.filename).name}:{ours.lineno}"
             found.setdefault(f"{place} {type(error).__name__}",
                              f"{target.name}, seed {seed}, round {number}: {place}: {error!r:.200}")  # fmt: skip
-    return sorted(found.values())
+    return sorted(found.values()), ended
 
 
 def main() -> int:
@@ -248,15 +261,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=20_000)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no round begins after that")
     parser.add_argument("--only", default="", help="targets whose names begin like this")
+    parser.add_argument("--rows", type=Path, help="file for the rows of the table of all faults")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # warnings about lines that are no records
+    began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="sharmill-fuzz-"))
     try:
-        found = fuzz(folder, options.seed, options.rounds, options.only)
+        found, ended = fuzz(folder, options.seed, options.rounds, options.only, options.minutes)
     finally:
         shutil.rmtree(folder)
-    print("\n".join([*found, f"seed {options.seed}: {options.rounds} rounds, {len(found)} kinds of errors"]))
+    rounds, seconds = ended.total(), time.monotonic() - began
+    write_rows(options.rows, [FaultRow("changed input", rounds, ended, None, len(found), seconds)])
+    print("\n".join([*found, f"seed {options.seed}: {rounds} rounds, {len(found)} kinds of errors"]))
     return bool(found)
 
 

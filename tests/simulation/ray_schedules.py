@@ -12,6 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from support.fault_rows import FaultRow, write_rows
+
 from simulation.command import parse_options, run_main, seeds
 from simulation.ray_defects import DEFECTS, find_defect
 from simulation.ray_world import Broken, run_schedule
@@ -39,17 +41,19 @@ def main() -> int:
             print(f"{name}: {says or 'NOT FOUND'}")
         return int(not all(found.values()))
     cpu_began = time.process_time()
-    done = failed = 0
+    row = FaultRow("simulated Ray: all schedules")
     for seed in seeds(options):
+        began = time.monotonic()
         problem = describe(seed, trace=options.trace, twice=options.twice)
-        done += 1
-        failed += bool(problem)
+        ending = "not as they should" if problem else "as they should"
+        row.add(ending, time.monotonic() - began, is_equal=not problem, is_problem=bool(problem))
         if problem:
             print(problem, flush=True)
     seconds = time.process_time() - cpu_began
-    print(f"{done} schedules, {failed} with problems, in {seconds:.1f} s of one core "
-          f"({60 * done / seconds:.0f} a minute)")  # fmt: skip
-    return int(failed > 0)
+    write_rows(options.rows, [row])
+    print(f"{row.times} schedules, {row.problems} with problems, in {seconds:.1f} s of one core "
+          f"({60 * row.times / seconds:.0f} a minute)")  # fmt: skip
+    return int(row.problems > 0)
 
 
 if __name__ == "__main__":

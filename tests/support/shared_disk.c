@@ -6,6 +6,7 @@
  *   a new name, and all that is below it, is not there (ENOENT), and not in listings;
  *   a replaced file has the bytes that it had, a removed one is still there, a renamed folder has its old name;
  *   what was appended is not there yet: the file ends where it ended.
+ * Of these, only the `kinds` given are late; or listings of folders alone, while names that are asked for are known.
  * That takes a quarter, half or all of the seconds given, by node and folder, so that folders disagree. Own changes are
  * seen at once. Whether a name may be made is the server's decision: an exclusive open, a link, mkdir and rename find
  * what is there, and the node sees the name from then on. What is opened, made or removed in a folder is so in the
@@ -77,7 +78,7 @@ static long long seen_size(const struct stat *status) {
             continue;
         if (event->kind != APPENDED && stale)
             return -1;
-        if (event->kind == APPENDED && is_late(event) && event->size < size)
+        if (event->kind == APPENDED && is_late(event, kinds) && event->size < size)
             size = event->size;
     }
     return size;
@@ -310,11 +311,14 @@ static struct listing *listing_of(DIR *stream) {
     return NULL;
 }
 
+/* The kinds of events that listings show late. */
+static int listed_late(void) { return kinds >> LISTED & 1 ? -1 : kinds; }
+
 /* True if this node sees a name in the listing. */
 static int is_listed(const struct listing *listing, const char *name, char *found) {
     char path[LENGTH];
     snprintf(path, sizeof path, "%.250s/%.250s", listing->path, name);
-    return look(path, found) != ABSENT;
+    return look_with(listed_late(), path, found) != ABSENT;
 }
 
 /* The next name that the server has no more, and this node still sees. */
@@ -324,7 +328,7 @@ static struct dirent64 *still_listed(struct listing *listing) {
     for (listing->next = listing->next < 0 ? oldest() : listing->next; listing->next < table->end; listing->next++) {
         const struct event *event = &table->events[listing->next % EVENTS];
         const char *name = strrchr(event->path, '/');
-        if ((event->kind != REMOVED && event->kind != RENAMED) || !is_late(event)
+        if ((event->kind != REMOVED && event->kind != RENAMED) || !is_late(event, listed_late())
             || strncmp(event->path, listing->path, name - event->path) || listing->path[name - event->path])
             continue;
         snprintf(path, sizeof path, "%.250s%.250s", listing->found, name);

@@ -23,7 +23,8 @@
 #define SILLY 256
 #define LISTINGS 64
 
-enum kind { CREATED, SEEN, REMOVED, RENAMED, APPENDED };
+/* Of events; bit 1 << kind of `kinds` says that such are late, and bit LISTINGS that listings show them all late. */
+enum kind { CREATED, SEEN, REMOVED, RENAMED, APPENDED, LISTED };
 enum view { PRESENT, ABSENT, STALE };
 
 struct event {
@@ -53,7 +54,7 @@ struct listing {
 static struct table *table;
 static struct listing listings[LISTINGS];
 static char folder[LENGTH], asides[LENGTH];
-static int node, stale, silly, locks = -1;
+static int node, kinds, stale, silly, locks = -1;
 static unsigned seed;
 static double late, clock_offset;
 static long quota;
@@ -88,8 +89,8 @@ static void register_process(void) {
 }
 
 /* Makes this process one of a node; `state` is a file of the disk's state, `kept` a folder on the same file system. */
-void become_node(const char *below, const char *state, const char *kept, int number, double seconds, unsigned chance,
-                 int is_stale, int is_silly, int flocks, double offset, long operation) {
+void become_node(const char *below, const char *state, const char *kept, int number, double seconds, int late_kinds,
+                 unsigned chance, int is_stale, int is_silly, int flocks, double offset, long operation) {
     int is_new = access(state, F_OK);
     int file = (int)syscall(SYS_openat, AT_FDCWD, state, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (file < 0 || ftruncate(file, sizeof *table))
@@ -107,7 +108,7 @@ void become_node(const char *below, const char *state, const char *kept, int num
     }
     snprintf(folder, sizeof folder, "%s", below);
     snprintf(asides, sizeof asides, "%s", kept);
-    node = number, late = seconds, seed = chance, stale = is_stale, silly = is_silly, locks = flocks;
+    node = number, late = seconds, kinds = late_kinds, seed = chance, stale = is_stale, silly = is_silly, locks = flocks;
     clock_offset = offset, quota = operation;
     table = mapped;
     register_process();
@@ -122,7 +123,7 @@ __attribute__((constructor)) static void prepare(void) {
     pthread_atfork(NULL, NULL, register_process);
     if (getenv("SHARED_DISK_FOLDER"))
         become_node(getenv("SHARED_DISK_FOLDER"), getenv("SHARED_DISK_STATE"), getenv("SHARED_DISK_ASIDES"),
-                    (int)setting("SHARED_DISK_NODE", 0), setting("SHARED_DISK_LATE", 0),
+                    (int)setting("SHARED_DISK_NODE", 0), setting("SHARED_DISK_LATE", 0), (int)setting("SHARED_DISK_KINDS", -1),
                     (unsigned)setting("SHARED_DISK_SEED", 0), (int)setting("SHARED_DISK_STALE", 0),
                     (int)setting("SHARED_DISK_SILLY", 0), (int)setting("SHARED_DISK_FLOCK", -1),
                     setting("SHARED_DISK_CLOCK", 0), (long)setting("SHARED_DISK_QUOTA", 0));
@@ -174,8 +175,10 @@ static double lateness(const char *path) {
     return late / (1 << (hash >> 8) % 3);
 }
 
-static int is_late(const struct event *event) {
-    return event->node != node && now() - event->time < lateness(event->kind == RENAMED ? event->to : event->path);
+static int is_late(const struct event *event, int late_kinds) {
+    /* That another node has seen a name says nothing about this one. */
+    int may_be = event->kind == SEEN || late_kinds >> event->kind & 1;
+    return event->node != node && may_be && now() - event->time < lateness(event->kind == RENAMED ? event->to : event->path);
 }
 
 /* The first event that may not be seen by all yet. */
@@ -189,8 +192,8 @@ static long oldest(void) {
 
 static void name_aside(long number, char *path) { snprintf(path, LENGTH, "%.480s/%ld", asides, number); }
 
-/* Where the server has what this node sees at a path now. */
-static enum view look(const char *path, char *found) {
+/* Where the server has what this node sees at a path now, where events of some kinds are late. */
+static enum view look_with(int late_kinds, const char *path, char *found) {
     char moved[LENGTH];
     size_t absent = 0;
     strcpy(found, path);
@@ -199,7 +202,7 @@ static enum view look(const char *path, char *found) {
         const char *name = event->kind == RENAMED ? event->to : event->path;
         if (event->kind == APPENDED)
             continue;
-        if (!is_late(event)) {
+        if (!is_late(event, late_kinds)) {
             /* Of a name of another node in a folder that is not seen yet there is nothing to see either. */
             if (event->kind == REMOVED || absent > strlen(name)
                 || (absent && absent < strlen(name) && event->node != node))
@@ -225,6 +228,8 @@ static enum view look(const char *path, char *found) {
         return ABSENT;
     return stale && is_at_or_below(found, asides) && strcmp(found, path) ? STALE : PRESENT;
 }
+
+static enum view look(const char *path, char *found) { return look_with(kinds, path, found); }
 
 /* Where the server makes, renames or removes what this node calls so; 0 and errno where its folder is gone or unseen. */
 static int place(const char *path, char *found) {

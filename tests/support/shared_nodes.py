@@ -44,6 +44,9 @@ _OWN = frozenset({"attempts", "rounds", "taken", "id", "jobs", "chain.json", "re
 _SECONDS = 240
 _MOST_ROUNDS = 30
 
+# Kinds of changes, as in shared_disk.h; LISTINGS show all late, while names that are asked for are known.
+NEW_NAMES, REMOVALS, RENAMES, APPENDS, LISTINGS, EVERYTHING = 1, 4, 8, 16, 32, -1
+
 
 @dataclass(frozen=True)
 class SharedDisk:
@@ -51,12 +54,14 @@ class SharedDisk:
 
     Attributes:
         late: seconds until changes of other nodes are seen, at most.
+        kinds: the changes that are seen late, of those below.
         flock: -1 for one that all nodes see, 0 for one of each node, or an errno.
         clocks: seconds by which the clocks of two nodes differ.
         quota: the operation that needs room from which on there is none (EDQUOT), or 0.
     """
 
     late: float = 0.0
+    kinds: int = EVERYTHING
     stale: bool = False
     silly: bool = False
     flock: int = -1
@@ -194,13 +199,14 @@ class SharedRuns:
     def _become(self, node: int, disk: SharedDisk, seed: int) -> None:
         library = ctypes.CDLL(None)
         library.become_node.argtypes = [
-            *3 * [ctypes.c_char_p], ctypes.c_int, ctypes.c_double, ctypes.c_uint, *3 * [ctypes.c_int], ctypes.c_double,
-            ctypes.c_long,
+            *3 * [ctypes.c_char_p], ctypes.c_int, ctypes.c_double, ctypes.c_int, ctypes.c_uint, *3 * [ctypes.c_int],
+            ctypes.c_double, ctypes.c_long,
         ]  # fmt: skip
         paths = [str(path).encode() for path in (self._work, self._folder / "state", self._folder / "asides")]
         library.become_node(
-            *paths, node, disk.late, seed, disk.stale, disk.silly, disk.flock, (node - 1) * disk.clocks, disk.quota
-        )
+            *paths, node, disk.late, disk.kinds, seed, disk.stale, disk.silly, disk.flock, (node - 1) * disk.clocks,
+            disk.quota,
+        )  # fmt: skip
         this_kernel.cache_clear()
 
     def _note(self, ended: Ended, found: SharedOutcome) -> None:
@@ -234,7 +240,12 @@ class SharedRuns:
         wrong = [f"{name} is missing" for name in sorted(self._expected.keys() - left.keys())]
         wrong += [f"{name} is too much" for name in sorted(left.keys() - self._expected.keys())]
         both = sorted(left.keys() & self._expected.keys())
-        wrong += [f"{name} has other bytes" for name in both if left[name] != self._expected[name]]
+        for name in both:
+            if left[name] != self._expected[name]:
+                pairs = enumerate(zip(left[name], self._expected[name], strict=False))
+                place = max(0, next((at for at, (one, other) in pairs if one != other), 0) - 40)
+                shown = (data[name][place : place + 120] for data in (left, self._expected))
+                wrong.append(f"{name} has other bytes: {' and not '.join(map(repr, shown))}")
         names = (path.relative_to(self._work).as_posix() for path in sorted(self._work.rglob("*")))
         return wrong + [f"{name} is left over" for name in names if is_temporary(name) and "/progress/" not in name]
 

@@ -1,0 +1,61 @@
+"""Rows of the table of all faults: scripts of ``make torture`` write them, and ``faults/torture.py`` shows them all."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class FaultRow:
+    """What became of all runs that met one fault.
+
+    Attributes:
+        times: how often the fault was tried.
+        ended: how often each ending occurred.
+        equal: how many ended with the bytes of an undisturbed run, after a relaunch where one was needed; None where
+            no bytes are made.
+        problems: what should not have happened.
+    """
+
+    fault: str
+    times: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    equal: int | None = 0
+    problems: int = 0
+    seconds: float = 0.0
+
+    def add(self, ending: str, seconds: float, *, is_equal: bool, is_problem: bool) -> None:
+        """Count a run."""
+        self.times += 1
+        self.ended[ending] += 1
+        self.equal = (self.equal or 0) + is_equal
+        self.problems += is_problem
+        self.seconds += seconds
+
+
+def write_rows(path: Path | None, rows: Iterable[FaultRow]) -> None:
+    """Write rows as JSON lines, where a path is given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(vars(row)) + "\n" for row in rows))
+
+
+def read_rows(path: Path) -> list[FaultRow]:
+    """Read what ``write_rows`` has written."""
+    values = [json.loads(line) for line in path.read_text().splitlines()]
+    return [FaultRow(**value | {"ended": Counter(value["ended"])}) for value in values]
+
+
+def format_rows(rows: Iterable[FaultRow]) -> str:
+    """Return a table in Markdown."""
+    lines = ["| fault | how often | what happened | bytes equal | problems | seconds |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        ended = ", ".join(f"{count:,} {ending}" for ending, count in row.ended.items() if count)
+        equal = "" if row.equal is None else f"{row.equal:,} of {row.times:,}"
+        cells = (row.fault, f"{row.times:,}", ended, equal, row.problems, round(row.seconds))
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)

@@ -170,11 +170,11 @@ def save_encodec(path: Path, **changes: Any) -> Path:
     return _save(EncodecModel, EncodecConfig(**settings | changes), path)
 
 
-def save_mimi(path: Path) -> Path:
-    """A MimiModel at 16 kHz: 4 codebooks of 64, 64 samples per frame."""
+def save_mimi(path: Path, config: Any = None) -> Path:
+    """A MimiModel: by default at 16 kHz, with 4 codebooks of 64 and 64 samples per frame."""
     from transformers import MimiConfig, MimiModel
 
-    config = MimiConfig(
+    small = MimiConfig(
         sampling_rate=16000,
         num_filters=4,
         hidden_size=32,
@@ -191,7 +191,7 @@ def save_mimi(path: Path) -> Path:
         sliding_window=20,
         upsample_groups=32,
     )
-    return _save(MimiModel, config, path)
+    return _save(MimiModel, config or small, path)
 
 
 def save_dac(path: Path) -> Path:

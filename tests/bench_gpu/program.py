@@ -1,0 +1,85 @@
+"""The program in the archive: runs the rows until a deadline, prints each line as it is found, keeps all as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bench_gpu.models import save_models
+from bench_gpu.rows import Bench, Line, all_rows
+from sharmill.models import make_deterministic
+from sharmill.models.device import check_device, driver_version
+
+SIMULATED = "simulated on the CPU, with small models: no figures for GPUs"
+
+
+def describe(line: Line) -> str:
+    return ", ".join(f"{name} {value}" for name, value in line.items())
+
+
+def _run(make_lines: Callable[[], Iterator[Line]], left: float, least: float) -> Iterator[Line]:
+    """Yield the lines of a row, or why it is left out, or how it failed."""
+    if left < least:
+        yield {"left out": f"{left:.0f} s are left, and it needs {least:.0f}"}
+        return
+    try:
+        yield from make_lines()
+    except Exception as error:  # noqa: BLE001 - the other rows are worth their time
+        traceback.print_exc()
+        yield {"failed": f"{type(error).__name__}: {error}"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--until", type=float, required=True, help="seconds since 1970: the deadline")
+    parser.add_argument("--folder", type=Path, required=True, help="for files, such as a corpus")
+    parser.add_argument("--json", type=Path, required=True, help="all figures, written after each row")
+    parser.add_argument("--rows", nargs="*", default=[""], help="the rows whose names begin so")
+    options = parser.parse_args()
+    make_deterministic(options.device)
+    logging.getLogger("sharmill").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    on_cpu = options.device == "cpu"
+    found: dict[str, Any] = {
+        "device": check_device(options.device), "driver": driver_version(), "torch": torch.__version__,
+        "python": platform.python_version(), "cores": os.cpu_count(), "weights": "random", "rows": {},
+    }  # fmt: skip
+    if on_cpu:
+        found["note"] = SIMULATED
+    print(describe({name: value for name, value in found.items() if name != "rows"}), flush=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    models = save_models("small" if on_cpu else "real", options.folder)
+    bench = Bench(options.device, options.folder, models, lambda: options.until - time.time())
+    failed = False
+    for name, least, make_lines in all_rows(bench):
+        if not name.startswith(tuple(options.rows)):
+            continue
+        started = time.time()
+        row: dict[str, Any] = {"lines": []}
+        found["rows"][name] = row
+        for line in _run(make_lines, bench.left(), least):
+            failed = failed or "failed" in line
+            row["lines"].append(line)
+            row["seconds"] = round(time.time() - started, 1)
+            print(f"{name}: {describe(line)}", flush=True)
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if on_cpu:
+        print(SIMULATED)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -229,11 +229,13 @@ def waiting(stage, noon):
 def test_a_stage_whose_jobs_wait_is_in_the_queue(stage, waiting):
     jobs = [QueuedJob(f"8_{n}", "PENDING", "Priority", "ann", "rank") for n in range(3)]
     jobs.append(QueuedJob("9", "RUNNING", "None", "ann", "driver"))
+    jobs.append(QueuedJob("11", "PENDING", "Dependency", "ann", "rank", ahead="match"))
     text = shown(stage, QueueView(stage.run_dir.path, jobs, next_question=math.inf))
     assert row(text, "prepare")[1] == "in the queue"
     assert "chain of jobs: waiting since 2026-03-01 12:00:00: prepare: 3 units on 3 ranks" in text
     assert "rank job 8_0 and 2 more: PENDING (Priority)" in text
     assert "driver job 9: RUNNING\n" in text
+    assert "rank job 11: PENDING (Dependency), submitted ahead for match\n" in text
 
 
 @pytest.mark.parametrize(("jobs", "state"), [(["rank"], "in the queue"), ([], "stopped")])

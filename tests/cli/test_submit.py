@@ -73,6 +73,18 @@ def test_the_scripts_of_the_ranks_and_of_the_job_behind_them_are_shown(make_conf
     assert "#SBATCH --dependency=afternotok:DRIVER" in out
 
 
+def test_the_scripts_of_the_jobs_that_are_submitted_ahead_are_shown(make_config, capsys, tmp_path):
+    profile = tmp_path / "profile.yaml"
+    profile.write_text("driver_units: 0\nsubmit_ahead: true\ncpu: {max_ranks: 3}\n")
+    status, out, _ = show(capsys, make_config("a")[1], "--profile", profile, stage="all")
+    assert status == 0
+    later = out.count(":rank:ahead:")
+    assert later >= 3
+    assert out.count("#!/bin/bash") == 3 + 3 * later
+    assert out.count("#SBATCH --dependency=afterok:DRIVER") == later
+    assert "--array=0-2%3" in out
+
+
 def test_datasets_share_the_ranks_that_run_at_once(make_config, capsys, tmp_path):
     profile = tmp_path / "profile.yaml"
     configs = [make_config(name)[1] for name in ("a", "b")]

@@ -60,7 +60,7 @@ def test_the_command_as_a_module(hostile, tmp_path):
 def test_a_job_of_slurm_exports_the_safe_path_before_python_starts(tmp_path):
     profile, run_dir = ClusterProfile(setup=["module load sox"]), RunDir(tmp_path)
     make_run_id(run_dir)
-    parameters = SlurmExecutor(profile, run_dir, lambda: None, lambda: None, "job")._parameters(
+    parameters = SlurmExecutor(profile, run_dir, lambda: None, lambda: None, "job").parameters(
         "match", "rank", profile.cpu
     )
     assert parameters["setup"][0] == "export PYTHONSAFEPATH=1"

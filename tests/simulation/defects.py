@@ -63,7 +63,7 @@ def _submit_no_watcher(
     self: executor.SlurmExecutor, stage: Stage | None, behind: list[str], submitted: list[str]
 ) -> None:
     dependency = "afterany:" + ":".join(executor.parent_ids(behind)) if behind else None
-    submitted += self._submit(self._driver_parameters("next", "driver", dependency), None, [self.driver_job])
+    submitted += self.submit(self.driver_parameters("next", "driver", dependency), None, [self.driver_job])
 
 
 _is_dead = locks.FolderLock._is_dead
@@ -98,6 +98,10 @@ def _never_by_ranks(self: chain.JobChain, small_stages: Any = "driver") -> execu
 def _jobs_until_withdrawn(run_dir: RunDir) -> list[queue.QueuedJob]:
     state = chain_state.read_state(run_dir)
     return [] if state is not None and state.is_withdrawn else queue.queued_jobs(run_dir)
+
+
+def _jobs_with_work(run_dir: RunDir) -> list[queue.QueuedJob]:
+    return [job for job in queue.queued_jobs(run_dir) if not job.ahead]
 
 
 _write_atomic = executor.write_atomic
@@ -184,6 +188,11 @@ DEFECTS = (
         "a small stage that has ended its driver job is done by the next one",
         ((executor, "write_atomic", _write_no_mark), (chain.JobChain, "executor", _never_by_ranks)),
         Choice((), "kill"),
+    ),
+    Defect(
+        "what was submitted ahead is left in the queue when the chain has ended",
+        ((chain, "queued_jobs", _jobs_with_work),),
+        Choice(("requeue",), "", submits_ahead=True),
     ),
     Defect(
         "cancelling a chain leaves its state as it was",

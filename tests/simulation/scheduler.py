@@ -34,6 +34,7 @@ class SimJob:
     """A job, or a task of an array.
 
     Attributes:
+        dependency: what it waits for, as sbatch has it.
         turn: tells its present run from those before a requeue.
         countdown: how often it may still be requeued for its time limit.
         second: the same process once more, where a node has started it twice.
@@ -50,6 +51,7 @@ class SimJob:
     countdown: int = 0
     node: str = ""
     is_requeued: bool = False
+    dependency: str = ""
     process: SimProcess | None = None
     second: SimProcess | None = None
 
@@ -63,7 +65,11 @@ class SimJob:
 
     @property
     def role(self) -> str:
-        return self.comment.rpartition(":")[2]
+        return self.comment.split(":")[2]
+
+    @property
+    def was_submitted_ahead(self) -> bool:
+        return ":ahead:" in self.comment
 
     @property
     def limit(self) -> float:
@@ -87,6 +93,7 @@ class Scheduler:
         broken: roles of jobs that do not get as far as their work.
         next_lives_for: so many file operations the next job lives for; None for no limit.
         on_watcher_killed: called when a signal has ended a watcher job.
+        on_begin: called with a job that has begun.
         on_submit: called with the role of jobs before they are taken into the queue.
     """
 
@@ -101,6 +108,7 @@ class Scheduler:
     broken: set[str] = field(default_factory=set)
     next_lives_for: int | None = None
     on_submit: Callable[[str], None] = lambda role: None
+    on_begin: Callable[[SimJob], None] = lambda job: None
     on_watcher_killed: Callable[[], None] = lambda: None
     last_number: int = 100
 
@@ -121,13 +129,15 @@ class Scheduler:
             raise FailedJobError("sbatch: error: Batch job submission failed: Unable to contact slurm controller")
         if len(self.queue()) + len(tasks) > self.max_jobs:
             raise FailedJobError("sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed")
-        self.on_submit(request.parameters["additional_parameters"]["comment"].rpartition(":")[2])
+        if ":ahead:" not in (comment := request.parameters["additional_parameters"]["comment"]):
+            self.on_submit(comment.split(":")[2])
         self.last_number += 1
         array = self.last_number
         ids = [f"{array}_{index}" for index in range(len(tasks))] if len(tasks) > 1 else [str(array)]
         for job_id, payload in zip(ids, payloads, strict=True):
             number = array if job_id == ids[-1] else self._next_number()
-            job = SimJob(job_id, number, request, payload, countdown=request.max_requeues)
+            dependency = request.parameters.get("dependency", "")
+            job = SimJob(job_id, number, request, payload, countdown=request.max_requeues, dependency=dependency)
             self.jobs[job_id] = job
         self.kernel.note(
             f"submitted {', '.join(ids)}: {self.jobs[ids[0]].role} {request.parameters.get('dependency', '')}"
@@ -164,6 +174,10 @@ class Scheduler:
                     self.cancel(job)
             case ["scontrol", "requeue", job_id]:
                 self.requeue(self.jobs[job_id])
+            case ["scontrol", "update", job, dependency]:
+                for one in self._tasks_of([job.removeprefix("JobId=")]):
+                    assert one.state == "PENDING"
+                    one.dependency = dependency.removeprefix("Dependency=")
             case ["scontrol", "show", "config"]:
                 return f"MaxArraySize            = {_MAX_ARRAY_SIZE}\n"
             case _:
@@ -197,10 +211,12 @@ class Scheduler:
 
     def _may_begin(self, job: SimJob) -> bool | None:
         """Return None where it never will."""
-        kind, *ids = job.parameters.get("dependency", "").split(":")
+        kind, *ids = job.dependency.split(":")
         if not kind:
             return True
         before = [other for other in self.jobs.values() if other.id.split("_")[0] in ids]
+        if kind == "afterok" and any(other.is_over and other.state != "COMPLETED" for other in before):
+            return None
         if not all(other.is_over for other in before):
             return False
         if kind == "afternotok" and all(other.state == "COMPLETED" for other in before):
@@ -228,6 +244,7 @@ class Scheduler:
             return
         up = [node for node in self.nodes if node not in self.lost_nodes]
         job.node, job.state = self.kernel.random.choice(up), "RUNNING"
+        self.on_begin(job)
         self.start_process(job)
         self.kernel.at(job.limit, partial(self._time_out, job, turn))
         if job.role == "rank":

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from unittest import mock
 
 import msgspec
@@ -56,10 +57,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a schedule is drawn from: disturbances by name, all by default, and what becomes of the first unit."""
+    """What a schedule is drawn from: disturbances by name, all by default, what becomes of the first unit, and whether
+    stages are submitted ahead."""
 
     disturbances: Sequence[str] = ()
     behaviour: str | None = None
+    submits_ahead: bool | None = None
 
 
 @dataclass
@@ -80,6 +83,7 @@ class World:
     waited_for: str = ""
     is_cancelled: bool = False
     driver_units: int = 0
+    submits_ahead: bool = False
 
     def __post_init__(self) -> None:
         self.kernel = Kernel(self.seed, self.folder)
@@ -87,12 +91,17 @@ class World:
         draw = self.kernel.random
         self.cluster.queue_seconds = draw.choice([1.0, 20.0, 20.0, 300.0])
         self.driver_units = draw.choice([0, 0, 4])
+        # Drawn apart, so that what else a seed says stays.
+        self.submits_ahead = Random(f"{self.seed} ahead").random() < 0.4
+        if self.choice.submits_ahead is not None:
+            self.submits_ahead = self.choice.submits_ahead
         drawn = draw.choice(["", "", "", "", "", "", "", "", "kill", "hang"])
         self.dataset = SimDataset(
             self.folder, units=draw.choice([2, 3, 5]), seconds=draw.choice([1.0, 5.0, 15.0]),
             behaviour=drawn if self.choice.behaviour is None else self.choice.behaviour,
         )  # fmt: skip
         self.kernel.on_rename = self._check_rename
+        self.cluster.on_begin = self._check_begin
         self.cluster.on_submit, self.cluster.on_watcher_killed = self._check_submit, self._expect_failure
 
     @property
@@ -128,7 +137,7 @@ class World:
 
     def chain(self, dataset: SimDataset, *, restart: bool = False) -> JobChain:
         """Return the chain that a submission starts."""
-        profile = replace(PROFILE, driver_units=self.driver_units)
+        profile = replace(PROFILE, driver_units=self.driver_units, submit_ahead=self.submits_ahead)
         return JobChain(dataset, profile, restart, "sharmill submit all c.yaml")
 
     def _submit_first(self, waits: bool) -> None:
@@ -210,10 +219,23 @@ class World:
         """No ranks are submitted beside others of the dataset, unless an answer was lost or a node is out of reach."""
         if self.is_cancelled:
             self.problems.append(f"a {role} is submitted after the chain was cancelled")
-        ranks = [job for job in self.cluster.queue() if job.role == role == "rank"]
+        ranks = [job for job in self.cluster.queue() if job.role == role == "rank" and self._has_work(job)]
         run_id = self.run_dir.id.read_bytes().decode()
         if ranks and not self.may_double and all(run_id in job.comment for job in ranks):
             self.problems.append(f"ranks are submitted beside {ranks[0].id}")
+
+    def _check_begin(self, job: SimJob) -> None:
+        """No ranks that were submitted ahead begin after the end of the chain, if SLURM has heard who cancels them."""
+        if job.role != "rank" or self._has_work(job) or self.may_double or self.cluster.away_until:
+            return
+        with self.kernel.outside():
+            state = read_state(self.run_dir)
+        if state is not None and state.state != "waiting":
+            self.problems.append(f"rank {job.id} was submitted ahead, and begins although the chain is {state.state}")
+
+    def _has_work(self, job: SimJob) -> bool:
+        with self.kernel.outside():
+            return not job.was_submitted_ahead or self.run_dir.job_work(int(job.id.split("_")[0])).exists()
 
     def _check_quiet(self) -> None:
         """Check what the schedule has left, when nothing goes on any more."""

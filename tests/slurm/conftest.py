@@ -36,18 +36,19 @@ def _why_not() -> str:
 @pytest.fixture
 def make_chain(tmp_path):
     """Returns a function: options of the stage, ``profile`` -> a chain over a toy stage of class ``kind``, by default
-    in the test's folder. No job of it is left behind."""
+    in the test's folder, and over those of ``later``. No job of it is left behind."""
     folders = []
 
     def make(
         *,
         kind: type[SleepyStage] = SleepyStage,
+        later: tuple[SleepyStage, ...] = (),
         profile: ClusterProfile | None = None,
         folder: Path = tmp_path,
         **options: Any,
     ) -> ToyChain:
         folders.append(folder / "run")
-        return ToyChain(ToyDataset(kind(folder, **options)), profile or make_profile())
+        return ToyChain(ToyDataset(kind(folder, **options), later), profile or make_profile())
 
     yield make
     for run_dir in folders:

@@ -80,11 +80,26 @@ class MortalStage(SleepyStage):
         return super().finalize(units, commits)
 
 
+class MiddleStage(SleepyStage):
+    """Comes behind another stage in the same run directory."""
+
+    kind = "middle"
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self.root, self.marks = folder / self.kind / "out", folder / self.kind / "marks"
+
+
+class LastStage(MiddleStage):
+    kind = "last"
+
+
 @dataclass(frozen=True)
 class ToyDataset:
-    """A dataset of one toy stage, as chains take it."""
+    """A dataset of one toy stage, as chains take it, or of several: ``later`` are those behind it."""
 
     stage: SleepyStage
+    later: tuple[SleepyStage, ...] = ()
     name: str = "toy"
     max_reject_fraction: float = 0.5
     num_errors: int = 0
@@ -96,14 +111,18 @@ class ToyDataset:
         return self.stage.run_dir.path
 
     def make_stages(self) -> list[Stage]:
-        return [self.stage]
+        return [self.stage, *self.later]
 
     def run(self, executor: Executor, listener: Listener, *, restart: bool, wait_seconds: float) -> ToyDataset:
+        results: list[tuple[Stage, StageResult]] = []
         with locked(self.stage.run_dir, wait_seconds):
-            result = run_stage(
-                self.stage, executor, listener, max_reject_fraction=self.max_reject_fraction, restart=restart
-            )
-        return replace(self, stages=((self.stage, result),))
+            for stage in self.make_stages():
+                limit = self.max_reject_fraction
+                result = run_stage(stage, executor, listener, max_reject_fraction=limit, restart=restart)
+                results.append((stage, result))
+                if not result.ok:
+                    break
+        return replace(self, stages=tuple(results))
 
     def show(self) -> None:
         """Shows nothing."""

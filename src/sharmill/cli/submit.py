@@ -179,7 +179,7 @@ def show_submission(
             bins = executor.bins(stage, left)
             balance = _describe_balance(stage, bins, executor.arrays(stage, len(bins)))
             scripts = [executor.script(stage, len(bins)), executor.driver_script(stage, behind_ranks=True)]
-        scripts.append(executor.watcher_script(stage))
+        scripts += [executor.watcher_script(stage), *executor.ahead_scripts(stage)]
         for line in balance:
             console.print(plain(f"{config.name}, {stage.name}: {line}"))
         for script in scripts:

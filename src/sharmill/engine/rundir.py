@@ -201,6 +201,10 @@ class RunDir:
         """The scripts of a cluster's jobs, their input and their output."""
         return self.path / "jobs"
 
+    def job_work(self, number: int) -> Path:
+        """What the tasks of a cluster's job are to do that was submitted before that was known."""
+        return self.jobs / f"{number}_work.pkl"
+
     @property
     def chain_log(self) -> Path:
         """The log of the driver jobs on a cluster."""

@@ -144,8 +144,15 @@ class JobChain:
         watcher_job = replace(driver_job, is_watcher=True)
         setup = self._note_failure_in_shell()
         return SlurmExecutor(
-            self.profile, self.run_dir, driver_job, watcher_job, self.name, setup, self.patience, small_stages
-        )
+            self.profile, self.run_dir, driver_job, watcher_job, self.name, setup, self.patience, small_stages,
+            self._later_stages if self.profile.submit_ahead else None,
+        )  # fmt: skip
+
+    def _later_stages(self, stage: Stage) -> list[Stage]:
+        """Return the stages behind one that are not done."""
+        stages = self.dataset.make_stages()
+        behind = stages[[other.name for other in stages].index(stage.name) + 1 :]
+        return [other for other in behind if not other.dir.done.exists()]
 
     def _note_failure_in_shell(self) -> tuple[str, ...]:
         """Return shell lines that note the failure of a watcher job whose Python could not do so.
@@ -293,7 +300,9 @@ class JobChain:
         """Leave the work to jobs that are in the queue already, and only submit the driver job behind them."""
         # Ranks are of the first stage that is not finished.
         stage = next((stage for stage in self.dataset.make_stages() if not stage.dir.done.exists()), None)
-        driver_job = self.executor().submit_driver_job(behind, stage)
+        executor = self.executor()
+        executor.cancel_ahead()
+        driver_job = executor.submit_driver_job(behind, stage)
         message = f"{describe_jobs(behind)} are still in the queue, then driver job {driver_job}"
         state = ChainState(state="waiting", message=message, jobs=[*(job.id for job in behind), driver_job])
         self._write(state)
@@ -355,7 +364,7 @@ class JobChain:
                 release_run(self.run_dir)
             # The watcher job of a driver job that has noted its end has nothing to do.
             with suppress(SharmillError):
-                scancel([job.id for job in queued_jobs(self.run_dir) if job.role == "watcher"])
+                scancel([job.id for job in queued_jobs(self.run_dir) if job.role == "watcher" or job.ahead])
             if before is None or before.state != state.state:
                 self._notify(state)
         return state

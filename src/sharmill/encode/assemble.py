@@ -130,6 +130,9 @@ class AssembleProcessor(Processor):
         self._numbers = stage.survey.numbers()
         self._folders = stage.folders
 
+    def close(self) -> None:
+        self._codes.close()
+
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         file, expected = unit.params["cuts"]
         cuts = self._stage.root / file

@@ -1,17 +1,20 @@
 """The codes of segments in the run directory: a file for each block of segments, and reading of single segments.
 
 A file is a table and the codes of each segment behind it, codebook by codebook. The table has the position of the codes
-of each segment and their checksum, and at its end where the codes end and a checksum of the table itself. Behind the
-codes are counts: how often each code occurs in each codebook.
+of each segment and their checksum, and at its end where the codes end and a checksum of the table itself, which single
+segments are read without: in a wrong place are other codes. Behind the codes are counts: how often each code occurs in
+each codebook.
 """
 
 from __future__ import annotations
 
 import base64
+import os
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import BinaryIO, Final
 
 import msgspec
 import numpy as np
@@ -26,6 +29,8 @@ from sharmill.storage import damaged_file, open_stored
 
 _ENTRY: Final = np.dtype([("position", "<i8"), ("xxh3", "<u8")])
 _COUNT: Final = np.dtype("<i8")
+# Files of codes that a rank keeps open: a tenth or a quarter of the usual limits.
+_KEPT_OPEN: Final = 256
 # Codebooks times their size: codecs with more codes are not counted.
 _MAX_COUNTS: Final = 1 << 21
 
@@ -130,6 +135,9 @@ def _hash_table(table: np.ndarray) -> int:
 class SegmentCodes:
     """The codes of all segments, by their numbers.
 
+    Of a file no more is read than the places and the codes of the segments that are asked for. The first files stay
+    open, so that they are opened once however often segments are asked for.
+
     Args:
         paths: the folder of the stage that made them.
         codec: what the codes are of.
@@ -140,6 +148,7 @@ class SegmentCodes:
         self._bounds = load_stored_array(bounds_file(paths.plan))
         self._num_codebooks = codec.num_codebooks
         self._dtype = codes_dtype(codec.codebook_size).newbyteorder("<")
+        self._kept: dict[int, BinaryIO] = {}
 
     def read(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Yield segments and their codes (codebooks, frames); ``numbers`` are sorted, and each file is read forward.
@@ -149,20 +158,35 @@ class SegmentCodes:
         """
         blocks = np.searchsorted(self._bounds, numbers, side="right") - 1
         for block in np.unique(blocks).tolist():
-            path = self._folder / codes_file(block)
-            first, stop = self._bounds[block : block + 2].tolist()
-            with open_stored(path) as stream:
-                size = _ENTRY.itemsize * (stop - first + 1)
-                table: Any = np.frombuffer(stream.read(size).ljust(size, b"\0"), _ENTRY)
-                if table["xxh3"][-1] != _hash_table(table):
-                    raise _damaged(path)
-                for number in numbers[blocks == block].tolist():
-                    (position, expected), (end, _) = table[number - first : number - first + 2].tolist()
-                    stream.seek(position)
-                    data = stream.read(end - position)
-                    if xxhash.xxh3_64_intdigest(data) != expected:
-                        raise _damaged(path)
-                    yield number, np.frombuffer(data, self._dtype).reshape(self._num_codebooks, -1)
+            wanted = numbers[blocks == block] - self._bounds[block]
+            with ExitStack() as stack:
+                # One that cannot be read is closed, and opened again the next time.
+                stream = self._kept.pop(block, None) or open_stored(self._folder / codes_file(block))
+                yield from self._read_block(block, stack.enter_context(stream), wanted)
+                if len(self._kept) < _KEPT_OPEN:
+                    self._kept[block] = stream
+                    stack.pop_all()
+
+    def close(self) -> None:
+        """Close the files that were kept open."""
+        for stream in self._kept.values():
+            stream.close()
+        self._kept = {}
+
+    def _read_block(self, block: int, stream: BinaryIO, wanted: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield segments of a block and their codes; ``wanted`` counts from its first one."""
+        path, first, file = self._folder / codes_file(block), int(self._bounds[block]), stream.fileno()
+        size = os.fstat(file).st_size
+        for index in wanted.tolist():
+            entries = os.pread(file, 2 * _ENTRY.itemsize, index * _ENTRY.itemsize)
+            if len(entries) < 2 * _ENTRY.itemsize:
+                raise _damaged(path)
+            (position, expected), (end, _) = np.frombuffer(entries, _ENTRY).tolist()
+            data = os.pread(file, end - position, position) if 0 <= position <= end <= size else b""
+            # Of a damaged table too, as it has then other codes at the place.
+            if xxhash.xxh3_64_intdigest(data) != expected:
+                raise _damaged(path)
+            yield first + index, np.frombuffer(data, self._dtype).reshape(self._num_codebooks, -1)
 
 
 def _damaged(path: Path) -> UnitFailed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -85,8 +86,7 @@ def read_lines(path: Path) -> list[bytes]:
     Raises:
         DamagedShard: it is not there or cut off.
     """
-    with open_field(path) as stream:
-        return split_lines(path, stream.read(_MAX_CUTS_BYTES + 1))
+    return split_lines(path, _read(path))
 
 
 def salvage_lines(path: Path) -> tuple[list[bytes], DamagedShard | None]:
@@ -95,8 +95,7 @@ def salvage_lines(path: Path) -> tuple[list[bytes], DamagedShard | None]:
     Raises:
         DamagedShard: it is not there.
     """
-    with open_field(path) as stream:
-        data, damage = _unfold(path, stream.read(_MAX_CUTS_BYTES + 1))
+    data, damage = _unfold(path, _read(path))
     lines = data.split(b"\n")
     # A line that the damage cuts off is none.
     if damage or not lines[-1]:
@@ -119,6 +118,13 @@ def split_lines(path: Path, data: bytes) -> list[bytes]:
     return lines
 
 
+def _read(path: Path) -> bytes:
+    with open_field(path) as stream:
+        # Memory for all that there may be is not asked for, which takes longer than reading a small file.
+        size = os.fstat(stream.fileno()).st_size
+        return stream.read(min(size, _MAX_CUTS_BYTES) + 1)
+
+
 def _unfold(path: Path, data: bytes) -> tuple[bytes, DamagedShard | None]:
     """Return the content of a file of cuts, or what comes before a damage, and the damage."""
     too_large = DamagedShard(f"{path}: the cuts of a shard are not more than {_MAX_CUTS_BYTES >> 20} MiB")
@@ -129,16 +135,18 @@ def _unfold(path: Path, data: bytes) -> tuple[bytes, DamagedShard | None]:
     if not data:
         # gzip takes no bytes at all for an empty file.
         return b"", DamagedShard(f"{path}: the file has no bytes")
-    unfolded = bytearray()
+    unfolded: list[bytes] = []
+    size = 0
     try:
         for part in _decompress(path, data):
-            unfolded += part
-            if len(unfolded) > _MAX_CUTS_BYTES:
+            unfolded.append(part)
+            size += len(part)
+            if size > _MAX_CUTS_BYTES:
                 # No line of such a file is wanted, and splitting them would take as much memory again.
                 return b"", too_large
     except DamagedShard as error:
-        return bytes(unfolded), error
-    return bytes(unfolded), None
+        return b"".join(unfolded), error
+    return b"".join(unfolded), None
 
 
 def _decompress(path: Path, data: bytes) -> Iterator[bytes]:

@@ -183,16 +183,17 @@ def open_index_file(directory: Path, name: str) -> BinaryIO:
         DamagedShard: it is not a regular file.
     """
     path = directory / name
-    if not directory.is_dir() and directory.exists():
+    try:
+        return open_field(path)
+    except DamagedShard:
+        if path.exists() and not path.is_dir():
+            raise
+    if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is not a folder", code="no_dataset")
-    if path.is_dir() or not path.exists():
-        hint = ""
-        if (directory / CUTS).is_dir() or any(directory.glob(f"{CUTS}.*")):
-            hint = (
-                f"; finish the run that writes it, or, for shards of another tool, make it: sharmill index {directory}"
-            )
-        raise ConfigError(f"{directory} is not a finished dataset: there is no {name}{hint}", code="no_dataset")
-    return open_field(path)
+    hint = ""
+    if (directory / CUTS).is_dir() or any(directory.glob(f"{CUTS}.*")):
+        hint = f"; finish the run that writes it, or, for shards of another tool, make it: sharmill index {directory}"
+    raise ConfigError(f"{directory} is not a finished dataset: there is no {name}{hint}", code="no_dataset")
 
 
 def read_index_lines(stream: BinaryIO) -> Iterator[bytes]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 BLOCK: Final = 512
 EMPTY: Final = bytes(BLOCK)
@@ -30,17 +28,6 @@ def parse_number(field: bytes) -> int | None:
     # Not left to int(), which takes a sign as well: a negative size would lead backwards.
     digits = field.strip(b" \0")
     return int(digits, 8) if _OCTAL.fullmatch(digits) else None
-
-
-def parse_octal(digits: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return the numbers in fields that are full of octal digits, and which of them are: shape (fields,) each.
-
-    Args:
-        digits: uint8, shape (fields, digits), at most 21 digits.
-    """
-    values = digits - np.uint8(ord("0"))
-    powers = 8 ** np.arange(digits.shape[1] - 1, -1, -1, dtype=np.int64)
-    return values.astype(np.int64) @ powers, np.logical_and.reduce(values < 8, axis=1)
 
 
 def plain_name(header: bytes) -> bytes:

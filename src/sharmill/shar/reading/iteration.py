@@ -242,7 +242,7 @@ class SharReader:
         num_empty = 0
         while True:
             num_empty += not progress.current().reached  # of a resumed one, the rest may be empty
-            for position, cut in self._decoded(self._read_epoch(progress, part)):
+            for position, cut, _ in self._decoded(self._read_epoch(progress, part)):
                 if isinstance(cut, DamagedShard):
                     self._count_damage(progress, cut)
                     cut = None
@@ -297,24 +297,24 @@ class SharReader:
         if later := {epoch: known for epoch, known in progress.epochs.items() if epoch > progress.epoch}:
             self._start = Progress(progress.identity, self._epoch, None, later)
 
-    def _decoded(self, cuts: Iterator[_Found]) -> Iterator[tuple[Position | None, Any]]:
+    def _decoded(self, cuts: Iterator[_Found]) -> Iterator[_Found]:
         options = self._options
         if not options.decode_threads:
-            return ((position, cut) for position, cut, _ in cuts)
+            return cuts
         from sharmill.prefetch import prefetch
         from sharmill.shar.reading.decoding import decode_audio
 
-        def decode(found: _Found) -> tuple[Position | None, Cut | DamagedShard]:
+        def decode(found: _Found) -> _Found:
             position, cut, shard = found
             if isinstance(cut, DamagedShard):
-                return position, cut
+                return found
             assert isinstance(shard, OpenShard)
             try:
-                return position, decode_audio(cut, shard)
+                return position, decode_audio(cut, shard), shard
             except DamagedShard as damage:
                 if options.on_damage == "raise":
                     raise
-                return position, damage
+                return position, damage, shard
 
         return prefetch(decode, cuts, threads=options.decode_threads, ahead=options.decode_prefetch)
 

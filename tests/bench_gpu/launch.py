@@ -60,6 +60,8 @@ def main() -> int:
             program.wait()
             print(f"ended after {options.seconds:.0f} s in the middle of a row; all before it is in {options.json}")
             return 1
+    if status == 2:
+        return status  # there is no GPU, and the program has said so
     print(f"done after {time.time() - started:.0f} s; all figures are in {options.json}")
     return status
 

@@ -19,6 +19,7 @@ import transformers
 
 from bench_gpu.models import save_models
 from bench_gpu.rows import Bench, Line, all_rows
+from sharmill.errors import DeviceError
 from sharmill.models import make_deterministic
 from sharmill.models.device import check_device, driver_version
 
@@ -42,7 +43,7 @@ def _run(make_lines: Callable[[], Iterator[Line]], left: float, least: float) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(usage="python3 bench-gpu.pyz", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--until", type=float, required=True, help="seconds since 1970: the deadline")
     parser.add_argument("--folder", type=Path, required=True, help="for files, such as a corpus")
@@ -53,8 +54,12 @@ def main() -> int:
     logging.getLogger("sharmill").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     on_cpu = options.device == "cpu"
+    try:
+        kind = check_device(options.device)
+    except DeviceError as error:
+        parser.error(str(error))
     found: dict[str, Any] = {
-        "device": check_device(options.device), "driver": driver_version(), "torch": torch.__version__,
+        "device": kind, "driver": driver_version(), "torch": torch.__version__,
         "python": platform.python_version(), "cores": os.cpu_count(), "weights": "random", "rows": {},
     }  # fmt: skip
     if on_cpu:

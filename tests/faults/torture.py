@@ -51,6 +51,7 @@ KINDS = (
 def run_all(kinds: Sequence[Kind], options: argparse.Namespace, output: Path) -> tuple[list[FaultRow], list[str]]:
     """Run the scripts; return the rows of all, and what is to be said of those that did not end with status 0."""
     rows, complaints = [], []
+    modules = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
     ends = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     for number, kind in enumerate(kinds):
         path = output / f"{kind.name}.jsonl"
@@ -65,7 +66,7 @@ def run_all(kinds: Sequence[Kind], options: argparse.Namespace, output: Path) ->
             left = max(0.0, ends - time.monotonic()) / 60
             command += ["--minutes", str(left * kind.share / sum(later.share for later in kinds[number:]))]
         print(f"== {kind.name}: {' '.join(command[1:])}", flush=True)
-        status = subprocess.run(command, check=False, env=os.environ | {"PYTHONPATH": str(TESTS)}).returncode
+        status = subprocess.run(command, check=False, env=os.environ | {"PYTHONPATH": modules}).returncode
         if path.exists():
             rows += read_rows(path)
         if status:

@@ -56,6 +56,18 @@ def test_a_dataset_without_codecs_and_one_without_cuts_are_clean(project, tmp_pa
     assert check(project.dataset, tmp_path / "second") == []
 
 
+def test_a_rank_waits_where_it_sees_an_index_that_the_plan_was_not_made_of(dataset, tmp_path):
+    stage = ValidateStage(dataset, RunDir(tmp_path / "run"))
+    assert run(stage).ok
+    assert stage.sees_input()
+    index = dataset / "shards.jsonl"
+    planned = index.read_bytes()
+    index.write_bytes(planned.splitlines(keepends=True)[0])
+    assert not stage.sees_input()
+    index.write_bytes(planned)
+    assert stage.sees_input()
+
+
 def test_what_is_no_dataset_is_a_configuration_error(tmp_path):
     with raises(ConfigError, "no_dataset"):
         check(tmp_path, tmp_path / "run")

@@ -63,14 +63,14 @@ NOT_NEEDED = {
 _FEW = 8
 
 
-def print_table(found: list[Cuts]) -> None:
-    """Per run: recorded steps, crashes tried, distinct states by model, readers that refused, problems, seconds."""
-    print("run | steps | tried | distinct | journal | POSIX | one node | readers refused | problems | seconds")
-    for cuts in found:
-        states = [cuts.distinct.total(), *(cuts.distinct[model] for model in (JOURNAL, POSIX, NODE))]
-        row = (cuts.name, cuts.steps, cuts.tried, *states, cuts.refused, len(cuts.problems), round(cuts.seconds))
-        print(" | ".join(map(str, row)))
-    print(f"{sum(cuts.distinct.total() for cuts in found)} distinct states")
+_COLUMNS = "run | steps | tried | distinct | journal | POSIX | one node | readers refused | problems | seconds"
+
+
+def print_row(cuts: Cuts) -> None:
+    """Recorded steps, crashes tried, distinct states by model, readers that refused, problems, seconds."""
+    states = [cuts.distinct.total(), *(cuts.distinct[model] for model in (JOURNAL, POSIX, NODE))]
+    row = (cuts.name, cuts.steps, cuts.tried, *states, cuts.refused, len(cuts.problems), round(cuts.seconds))
+    print(" | ".join(map(str, row)), flush=True)
 
 
 def describe(cuts: Cuts) -> FaultRow:
@@ -130,6 +130,8 @@ def main() -> int:
             return leave_out_syncs(chosen, Path(folder), options.states)
     ends = time.monotonic() + 60 * options.minutes
     found = []
+    if not options.replay:
+        print(_COLUMNS, flush=True)
     for number, run in enumerate(chosen):
         with tempfile.TemporaryDirectory(prefix="sharmill-power-", dir=_MEMORY) as folder:
             cuts = PowerCuts(run, Path(folder))
@@ -138,10 +140,10 @@ def main() -> int:
                 return 0
             now = time.monotonic()
             found.append(cuts.cut_all(options.seed, options.states, now + (ends - now) / (len(chosen) - number)))
-        print(f"{run.name}: {found[-1].distinct.total()} distinct states, {round(found[-1].seconds)} s", flush=True)
+        print_row(found[-1])
         for crash, problem in found[-1].problems.items():
             print(f"--runs '{run.name}' --replay {crash}: {problem}", flush=True)
-    print_table(found)
+    print(f"{sum(cuts.distinct.total() for cuts in found)} distinct states")
     write_rows(options.rows, map(describe, found))
     return int(any(cuts.problems for cuts in found))
 

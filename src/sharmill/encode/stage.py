@@ -29,7 +29,7 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan, read_mixed_versions
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import decode_stored, load_stored_array, read_stored
+from sharmill.engine.stored import decode_stored, load_stored_array, read_stored, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import FatalError, UnitFailed
 from sharmill.models import describe_codec, load_codec, make_deterministic, published_name, require_codec
@@ -118,7 +118,7 @@ class EncodeStage(Stage):
         unit_seconds = self.unit_seconds or float(np.clip(total / UNITS_WANTED, *UNIT_SECONDS))
         number = min(len(seconds), max(1, round(total / unit_seconds)))
         bounds = np.array(divide_evenly(seconds, number) if number else [0], np.int64)
-        np.save(bounds_file(folder), bounds, allow_pickle=False)
+        save_array(bounds_file(folder), bounds)
         for block, (start, stop) in enumerate(pairwise(bounds.tolist())):
             cost = round(float(seconds[start:stop].sum()), 3)
             yield make_unit(block, cost=cost, size=stop - start, params={"start": start, "stop": stop})

@@ -17,7 +17,14 @@ from sharmill.engine.identity import versions
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.spill import FirstEqual
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import decode_stored, load_stored_array, map_stored_array, read_stored, write_array
+from sharmill.engine.stored import (
+    decode_stored,
+    load_stored_array,
+    map_stored_array,
+    read_stored,
+    save_array,
+    write_array,
+)
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, UnitFailed
 from sharmill.shar.cut_lines import read_cut_ids
@@ -160,7 +167,7 @@ class SurveyProcessor(Processor):
             raise UnitFailed(f"{cuts} has {len(ids)} cuts instead of {unit.size}", code="damaged_shard")
         table = np.stack([_survey_file(path, ids) for path in audio])
         name = f"parts/{unit.index:06d}.npy"
-        np.save(staging.path(name), table, allow_pickle=False)
+        save_array(staging.path(name), table)
         seconds = float((table[0]["num_samples"] / table[0]["sampling_rate"]).sum())
         return Output(files=[name], num_out=unit.size, stats={"seconds": seconds})
 

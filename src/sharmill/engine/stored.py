@@ -96,6 +96,12 @@ def map_stored_array(path: Path) -> np.ndarray:
             raise damaged_file(path, str(error)) from error
 
 
+def save_array(path: Path, array: np.ndarray) -> None:
+    """Write an array as an ``.npy`` file. Where the disk is full, ``np.save`` raises an error that does not say so."""
+    with path.open("wb") as stream:
+        write_array(stream, array.dtype, array.shape, [array])
+
+
 def write_array(stream: BinaryIO, dtype: np.dtype, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> None:
     """Write an ``.npy`` file whose content comes in parts."""
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}

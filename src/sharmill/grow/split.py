@@ -22,7 +22,7 @@ from sharmill.engine.plan import remove_run
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import decode_stored, map_stored_array, read_stored
+from sharmill.engine.stored import decode_stored, map_stored_array, read_stored, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.executors.local.executor import LocalExecutor
@@ -141,7 +141,7 @@ class SplitStage(Stage):
         (folder / "speakers.json").write_bytes(msgspec.json.encode(speakers))
         index = 0
         for name, cuts in splits.items():
-            np.save(folder / f"{name}.npy", cuts, allow_pickle=False)
+            save_array(folder / f"{name}.npy", cuts)
             for shard, start in enumerate(range(0, len(cuts), self.shard_size)):
                 chosen = cuts[start : start + self.shard_size]
                 params = {"split": name, "shard": shard, "start": start, "stop": start + len(chosen)}

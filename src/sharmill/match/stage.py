@@ -26,7 +26,7 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import decode_stored, map_stored_array, read_stored
+from sharmill.engine.stored import decode_stored, map_stored_array, read_stored, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Reject, Segment, Utterance, read_lines_at, records_checksum, write_lines
@@ -129,8 +129,8 @@ class MatchStage(Stage):
             num_records = len(index.groups)
         mixed = match.contexts_from_dataset and match.max_group is not None
         order = mix_groups(index) if mixed else order_by_group(index.groups)
-        np.save(folder / "offsets.npy", index.offsets, allow_pickle=False)
-        np.save(folder / "order.npy", order, allow_pickle=False)
+        save_array(folder / "offsets.npy", index.offsets)
+        save_array(folder / "order.npy", order)
         total = float(index.seconds.sum(dtype=np.float64))
         unit_seconds = match.unit_seconds or float(np.clip(total / UNITS_WANTED, *UNIT_SECONDS))
         spans = divide(index, order, unit_seconds=unit_seconds, max_group=match.max_group)

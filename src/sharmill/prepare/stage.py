@@ -20,7 +20,7 @@ from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.spill import SpilledRows
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import load_stored_array, read_stored
+from sharmill.engine.stored import load_stored_array, read_stored, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Reject, Utterance, write_lines
@@ -197,7 +197,7 @@ class PrepareProcessor(Processor):
         part = f"parts/{unit.index:06d}"
         write_lines(staging.path(f"{part}.jsonl"), (utterance.to_json() for utterance in kept))
         hashes = np.array([hash_utterance(utterance) for utterance in kept], dtype=HASH_FIELDS)
-        np.save(staging.path(f"{part}.npy"), hashes, allow_pickle=False)
+        save_array(staging.path(f"{part}.npy"), hashes)
         staging.path(f"{part}.stats.json").write_bytes(hours.to_json())
         return Output(
             files=[f"{part}.jsonl", f"{part}.npy", f"{part}.stats.json"],

@@ -13,7 +13,7 @@ from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.plan import read_identity
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import read_stored
+from sharmill.engine.stored import read_stored, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
 from sharmill.staging import Staging
@@ -210,7 +210,7 @@ class ValidateProcessor(Processor):
         checked = self._check(shard, advance)
         findings, hashes = f"parts/{unit.index:06d}.findings.jsonl", f"parts/{unit.index:06d}.npy"
         staging.path(findings).write_bytes(findings_to_lines(checked.findings))
-        np.save(staging.path(hashes), np.array(checked.hashes, dtype=CUT_HASHES), allow_pickle=False)
+        save_array(staging.path(hashes), np.array(checked.hashes, dtype=CUT_HASHES))
         seconds = shard.record.target_seconds if shard.record else 0.0
         stats = {"seconds": seconds, "checked": checked.stats}
         return Output(files=[findings, hashes], num_out=unit.size, stats=stats)

@@ -13,7 +13,7 @@ from unittest import mock
 from sharmill.engine import attempts, fence, locks, plan, run, worker
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
-from sharmill.executors.slurm import chain, chain_state, executor, queue, taken_units, task
+from sharmill.executors.slurm import chain, chain_state, executor, job_requests, queue, taken_units, task
 from simulation import dataset
 from simulation.world import Choice, Outcome, simulate
 
@@ -164,7 +164,7 @@ DEFECTS = (
     ),
     Defect(
         "who waits gives up a little early, and is taken for one that did not wait",
-        ((queue, "retrying", _give_up_early), (executor, "retrying", _give_up_early)),
+        ((queue, "retrying", _give_up_early), (job_requests, "retrying", _give_up_early)),
         Choice(("MaxSubmitJobs",), ""),
         within=40,
     ),

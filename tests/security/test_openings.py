@@ -75,7 +75,7 @@ ALLOWED = {
     "report/facts.py:index_checksum": INDEX,
     "report/page.py:make_page": PACKAGE,
     "shar/dataset.py:_is_in_place": INDEX,
-    "shar/reading/decoding.py:_decode": OPENED,
+    "shar/reading/decoding.py:_decode_anything": OPENED,
     "shar/reading/iteration.py:_read": NO_FILE,
     "shar/reading/memory_audio.py:_header": OPENED,
     "shar/reading/random_access.py:__init__": OPENED,

@@ -1,4 +1,4 @@
-"""Audio that is decoded before it is used: by libsndfile, which works without Python's lock, so that threads serve."""
+"""Audio that is decoded before it is used: by libraries that work without Python's lock, so that threads serve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
+import miniaudio
 import numpy as np
 import soundfile as sf
 from lhotse import Recording
@@ -15,7 +17,7 @@ from lhotse.cut import Cut
 from lhotse.utils import compute_num_samples
 
 from sharmill.shar.reading.cuts import set_field, with_id
-from sharmill.shar.reading.memory_audio import MemorySource
+from sharmill.shar.reading.memory_audio import MemorySource, flac_header
 from sharmill.shar.reading.shard import OpenShard
 
 # FLAC and WAV. For others lhotse chooses among decoders, and resamples what Opus gives.
@@ -83,7 +85,7 @@ def _decode_recording(recording: Recording) -> Recording:
     if source.source[:4] in _PLAIN:
         if isinstance(source, MemorySource):
             source.check()
-        samples = _decode(source.source)
+        samples = decode(source.source)
     else:
         samples = source.load_audio(force_opus_sampling_rate=recording.sampling_rate)
     decoded = object.__new__(_DecodedSource)
@@ -93,8 +95,56 @@ def _decode_recording(recording: Recording) -> Recording:
     return made
 
 
-def _decode(data: bytes) -> np.ndarray:
-    """Return samples (channels, num_samples) as lhotse's ``soundfile_load``, whose copies cost a third of the time."""
+def decode(data: bytes) -> np.ndarray:
+    """Return samples (channels, num_samples) of FLAC or WAV as lhotse's ``soundfile_load``, in half of its time.
+
+    dr_flac takes half of the time of libFLAC, which libsndfile has, and its samples are the same. It knows FLAC that
+    is whole; anything else is left to libsndfile, so that the same is refused.
+    """
+    metadata = _metadata(data)
+    if metadata in _known_metadata:
+        samples = _decode_whole_flac(data)
+        if samples is not None:
+            return samples
+    samples = _decode_anything(data)
+    if metadata is not None and len(_known_metadata) < _MAX_KNOWN:
+        _known_metadata.add(metadata)
+    return samples
+
+
+# What lies before the first frame, where libsndfile has read it: dr_flac would pass over damage there. Usually it is
+# the same in all files of a dataset.
+_known_metadata: set[bytes] = set()
+_MAX_KNOWN: Final = 256
+_MAX_METADATA_BYTES: Final = 16384
+
+
+def _metadata(data: bytes) -> bytes | None:
+    """Return what lies between STREAMINFO and the first frame of a FLAC; None where that is nothing usual."""
+    if flac_header(data) is None:
+        return None
+    position, is_last = 42, data[4] >= 128
+    while not is_last:
+        if position + 4 > min(len(data), _MAX_METADATA_BYTES):
+            return None
+        is_last = data[position] >= 128
+        position += 4 + int.from_bytes(data[position + 1 : position + 4], "big")
+    return data[42:position] if position <= min(len(data), _MAX_METADATA_BYTES) else None
+
+
+def _decode_whole_flac(data: bytes) -> np.ndarray | None:
+    """Return samples (channels, num_samples); None where there are not as many as the file says."""
+    try:
+        decoded = miniaudio.flac_read_f32(data)
+    except miniaudio.DecodeError:
+        return None
+    channels = decoded.nchannels
+    if (len(decoded.samples) // max(1, channels), channels, decoded.sample_rate) != flac_header(data):
+        return None  # it passes over damaged frames
+    return np.ascontiguousarray(np.frombuffer(decoded.samples, np.float32).reshape(-1, channels).T)
+
+
+def _decode_anything(data: bytes) -> np.ndarray:
     with _as_file(data) as file, sf.SoundFile(file, closefd=False) as sound:
         return np.ascontiguousarray(sound.read(dtype=np.float32, always_2d=True).T)
 

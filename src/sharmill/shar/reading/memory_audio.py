@@ -75,7 +75,7 @@ def check_claims(data: bytes, claimed: float | None, wanted: float | None = None
     """
     if data.startswith(_BOUNDED):
         return
-    found = _flac_header(data) or _header(data)
+    found = flac_header(data) or _header(data)
     if found is None:  # lhotse says so
         return
     num_samples, channels, rate = found
@@ -87,7 +87,7 @@ def check_claims(data: bytes, claimed: float | None, wanted: float | None = None
         raise AudioLoadingError(f"the audio has {num_samples / rate:g} s, its recording says {claimed:g} s")
 
 
-def _flac_header(data: bytes) -> tuple[int, int, int] | None:
+def flac_header(data: bytes) -> tuple[int, int, int] | None:
     """Return samples, channels and rate of a FLAC that begins with them, as all do that libsndfile reads."""
     if not data.startswith(b"fLaC") or len(data) < 26 or data[4] & 127:
         return None

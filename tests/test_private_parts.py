@@ -232,6 +232,13 @@ def torch_fuser() -> bool:
     return hasattr(torch._C, "_jit_set_texpr_fuser_enabled") and hasattr(torch._C, "_jit_texpr_fuser_enabled")
 
 
+def torch_recompilation() -> bool:
+    import torch
+
+    names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
+    return all(hasattr(torch._dynamo.config, name) for name in names)
+
+
 # What is relied on: (package, what, the file of sharmill that relies on it, a check that it still is so).
 def torch_sizes() -> bool:
     from sharmill.errors import ConfigError
@@ -265,6 +272,7 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("nemo_toolkit", "parts of AudioCodecModel", "models/nemo_codec.py", nemo_codec_parts),
     ("torch", "weights of weight_norm", "models/shipped_codecs.py", torch_weight_norm),
     ("torch", "switch of the TorchScript fuser", "models/arithmetic.py", torch_fuser),
+    ("torch", "limits of recompilation", "models/compiled.py", torch_recompilation),
     ("torch", "sizes of tensors that are made", "models/tensors.py", torch_sizes),
 ]  # fmt: skip
 

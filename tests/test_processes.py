@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import wait
 
 import pytest
 
 from sharmill import processes
 from sharmill.models import make_deterministic
-from sharmill.processes import ChildEnded, ChildProcess, describe_exit, end_by_force, limit_cores, usable_cores
+from sharmill.processes import (
+    ChildEnded,
+    ChildProcess,
+    ForkServer,
+    describe_exit,
+    end_by_force,
+    limit_cores,
+    usable_cores,
+)
 
 PATIENCE = 60.0
 
@@ -48,13 +58,47 @@ def tell_blocked_signals(connection):
     connection.send(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
 
-@pytest.fixture
-def start():
+def tell_modules(connection):
+    connection.send((os.getpid(), os.getppid(), set(sys.modules)))
+    time.sleep(PATIENCE)
+
+
+def die_behind_a_child(connection):
+    """Ends while a process that it has forked holds all of its pipes open."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(PATIENCE)
+    connection.send(pid)
+    os._exit(5)
+
+
+def note(path):
+    path.write_text("set up")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A fork server with a module that is imported, one that is not there, and one that fails."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "fails_at_import.py").write_text("raise ValueError('not today')")
+    (folder / "imported_once.py").write_text("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        server = ForkServer(["fails_at_import", "not_there_at_all", "imported_once"], partial(note, folder / "note"))
+        yield server
+        server.end([], 2.0)
+    assert not server.is_alive()
+    assert (folder / "note").read_text() == "set up"
+
+
+@pytest.fixture(params=["spawned", "forked"])
+def start(request):
     """Starts children, which end with the test."""
     children = []
+    server = request.getfixturevalue("server") if request.param == "forked" else None
 
     def start(*args):
-        children.append(ChildProcess(*args, name="sharmill-test"))
+        children.append(ChildProcess(*args, name="sharmill-test", server=server))
         return children[-1]
 
     yield start
@@ -139,6 +183,53 @@ def test_children_that_ignore_sigterm_are_killed(start):
 def test_an_interrupt_is_for_the_parent_alone(start):
     assert signal.SIGINT in start(tell_blocked_signals).receive(PATIENCE)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+class TestForkServer:
+    def test_its_children_share_its_imports(self, server):
+        children = [ChildProcess(tell_modules, name="sharmill-test", server=server) for _ in range(2)]
+        (pid, parent, modules), (other, same_parent, _) = [child.receive(PATIENCE) for child in children]
+        end_by_force(children)
+        assert "imported_once" in modules
+        assert not {"fails_at_import", "not_there_at_all"} & modules
+        assert parent == same_parent != os.getpid()
+        assert len({pid, other, parent}) == 3
+
+    def test_the_end_of_a_child_that_its_own_child_hides_is_noticed(self, server):
+        child = ChildProcess(die_behind_a_child, name="sharmill-test", server=server)
+        hidden = child.receive(PATIENCE)
+        child.join(PATIENCE)
+        os.kill(hidden, signal.SIGKILL)
+        assert child.exitcode == 5
+
+    def test_its_children_end_with_it(self):
+        server = ForkServer([], partial(int))
+        child = ChildProcess(echo, "said", name="sharmill-test", server=server)
+        child.send(1)
+        assert child.receive(PATIENCE) == ("said", 1)
+        end_by_force([server._child])
+        with pytest.raises(ChildEnded):
+            child.receive(PATIENCE)
+        child.join(PATIENCE)
+        assert child.exitcode == -signal.SIGKILL
+        with pytest.raises(OSError, match="it is forked from was ended by signal SIGTERM"):
+            ChildProcess(echo, "said", name="sharmill-test", server=server)
+
+    def test_it_is_ended_in_the_middle_of_its_imports(self, tmp_path, monkeypatch):
+        (tmp_path / "imports_for_ever.py").write_text(f"import time; time.sleep({PATIENCE})")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        server = ForkServer(["imports_for_ever"], partial(int))
+        child = ChildProcess(echo, "said", name="sharmill-test", server=server)
+        server.end([child], PATIENCE)
+        assert not server.is_alive()
+        assert child.exitcode == -signal.SIGKILL
+
+    def test_a_process_that_uses_cuda_is_not_forked(self, tmp_path, monkeypatch):
+        assert processes._may_fork()
+        (tmp_path / "nvidia-uvm").touch()
+        monkeypatch.setattr(processes, "_CUDA_FILE", str(tmp_path / "nvidia-uvm"))
+        with (tmp_path / "nvidia-uvm").open():
+            assert not processes._may_fork()
 
 
 class TestCores:

@@ -169,7 +169,10 @@ class Launch:
             time.sleep(0.005)
 
     def _ranks(self) -> list[int]:
-        return [pid for pid, parent, _ in _processes() if parent == self.process.pid and _is_rank(pid)]
+        """Return the processes that fork servers of the driver have forked."""
+        found = _processes()
+        servers = {pid for pid, parent, _ in found if parent == self.process.pid and _is_spawned(pid)}
+        return [pid for pid, parent, _ in found if parent in servers]
 
     def _members(self) -> list[int]:
         return [pid for pid, _, session in _processes() if session == self.process.pid]
@@ -220,7 +223,7 @@ def _processes() -> list[tuple[int, int, int]]:
     return found
 
 
-def _is_rank(pid: int) -> bool:
+def _is_spawned(pid: int) -> bool:
     try:
         return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

@@ -358,6 +358,17 @@ class DiesIdle(ToyStage):
         return super().work(unit, staging, advance)
 
 
+class EndsTheForkServer(ToyStage):
+    """Unit 1 ends the process that the ranks are forked from, once, and with it all of them."""
+
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        if unit.index == 1 and not self.marked("ended"):
+            self.mark("ended", str(os.getppid()))
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+        return super().work(unit, staging, advance)
+
+
 class DiesBesideAnIdleRank(ToyStage):
     """The rank of unit 1 dies when the other has done unit 0 and waits."""
 

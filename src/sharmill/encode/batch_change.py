@@ -107,7 +107,7 @@ def may_cut(identity: Mapping[str, Any], device_kind: str, batch_seconds: float,
         batch_seconds: of the batches that pieces share.
         certificate: the file of the run directory, which tells of codecs that others make.
     """
-    if identity["precision"] != "fp32":
+    if identity["precision"] != "fp32" or "compile" in identity:
         return False
     if identity["codec"]["backend"] in _TESTED:
         return True

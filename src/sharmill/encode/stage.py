@@ -32,7 +32,7 @@ from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import decode_stored, load_stored_array, read_stored, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import FatalError, UnitFailed
-from sharmill.models import describe_codec, load_codec, make_deterministic, published_name, require_codec
+from sharmill.models import codec_modules, describe_codec, load_codec, make_deterministic, published_name, require_codec
 from sharmill.models.device import check_device
 from sharmill.models.pieces import find_pieces
 from sharmill.shar.index import CodecRecord
@@ -65,6 +65,7 @@ class EncodeStage(Stage):
         self.batch_seconds = config.encode.batch_seconds
         self.precision = config.encode.precision
         self.canonical_shapes = config.encode.canonical_shapes
+        self.compile_mode = config.encode.compile
         self.unit_seconds = config.encode.unit_seconds
         self.root = self.dir.path
 
@@ -88,7 +89,10 @@ class EncodeStage(Stage):
         self.survey.dataset.record()
         require_own_output(self)
         self.survey.require_done(self.survey.dir)
+        # Plans from before there was this key stay good.
+        compiled = {} if self.compile_mode == "none" else {"compile": self.compile_mode}
         return {
+            **compiled,
             "codec": describe_codec(self.codec_config.model, self.codec_config.allow_targets),
             "batch_seconds": self.batch_seconds,
             "precision": self.precision,
@@ -105,6 +109,9 @@ class EncodeStage(Stage):
         devices = {commit.device_kind for commit in done}
         require_same_codes(before, now, devices, self.run_dir.certificate)
         return True
+
+    def modules(self) -> list[str]:
+        return [*super().modules(), *codec_modules(self.codec_config.model)]
 
     def require_models(self) -> None:
         require_codec(self.codec_config.model)
@@ -136,7 +143,8 @@ class EncodeStage(Stage):
     def open(self, device: str) -> Processor:
         threads = make_deterministic(device)
         kind = check_device(device)
-        codec = load_codec(self.codec_config.model, device, self.codec_config.allow_targets, self.precision)
+        allowed = self.codec_config.allow_targets
+        codec = load_codec(self.codec_config.model, device, allowed, self.precision, self.compile_mode)
         identity = decode_stored(self.dir.identity, read_stored(self.dir.identity), dict[str, Any])
         cuts = may_cut(identity, kind, self.batch_seconds, self.run_dir.certificate)
         batches = CodecBatches(
@@ -264,4 +272,5 @@ class EncodeProcessor(Processor):
             num_codebooks=codec.num_codebooks,
             codebook_size=codec.codebook_size,
             precision=self._stage.precision,
+            compile=self._stage.compile_mode,
         )

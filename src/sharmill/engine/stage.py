@@ -134,6 +134,10 @@ class Stage(ABC):
         """
         return False
 
+    def modules(self) -> list[str]:
+        """Return the names of the modules that a rank imports; the ranks of one machine import them once."""
+        return [type(self).__module__]
+
     def require_models(self) -> None:  # noqa: B027 - most stages load none
         """Raise ConfigError where a model that ``open`` loads can neither be found on this machine nor be had."""
 

@@ -46,6 +46,7 @@ from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.voices import sample_voices
 from sharmill.models import (
     describe_speaker_encoder,
+    encoder_modules,
     load_speaker_encoder,
     make_deterministic,
     require_speaker_encoder,
@@ -111,6 +112,9 @@ class MatchStage(Stage):
             "input": records_checksum(prepared),
             "versions": versions("torch", "torchaudio", "soxr", "numpy"),
         }
+
+    def modules(self) -> list[str]:
+        return [*super().modules(), *encoder_modules(self.match.encoder)]
 
     def require_models(self) -> None:
         require_speaker_encoder(self.match.encoder)

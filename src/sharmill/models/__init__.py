@@ -12,7 +12,8 @@ its name and a colon in the configuration ("" if nothing does), and a torch devi
 ``SpeakerEncoder`` or ``Codec`` ask for. A static method ``describe(target)`` may return a dictionary of texts that
 identifies the model before it is loaded, and raise ConfigError for a target that cannot be loaded. A static method
 ``require(target)`` may raise ConfigError, before a run begins, for a model that cannot be fetched. A speaker encoder's
-attribute ``min_similarity`` is the threshold that ``match.min_similarity: null`` stands for.
+attribute ``min_similarity`` is the threshold that ``match.min_similarity: null`` stands for. An attribute ``modules``
+names modules that are imported when it is loaded: the ranks of one machine import them once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sharmill.config import Precision
+from sharmill.config import Compile, Precision
 from sharmill.errors import ConfigError
 from sharmill.models.arithmetic import make_deterministic, with_precision
 from sharmill.models.families import directory_checksum, file_checksum
@@ -34,8 +35,10 @@ __all__ = [
     "Codec",
     "DecodingCodec",
     "SpeakerEncoder",
+    "codec_modules",
     "describe_codec",
     "describe_speaker_encoder",
+    "encoder_modules",
     "load_codec",
     "load_speaker_encoder",
     "make_deterministic",
@@ -74,8 +77,9 @@ def load_speaker_encoder(
 
 
 def load_codec(
-    name: str, device: str = "cpu", allow_targets: Sequence[str] = (), precision: Precision = "fp32"
-) -> Codec:
+    name: str, device: str = "cpu", allow_targets: Sequence[str] = (), precision: Precision = "fp32",
+    compile_mode: Compile = "none",
+) -> Codec:  # fmt: skip
     """Load a codec.
 
     Args:
@@ -84,6 +88,7 @@ def load_codec(
         device: torch device to run it on.
         allow_targets: what the configuration in a .nemo file may name beside the known classes.
         precision: arithmetic of its function.
+        compile_mode: as ``encode.compile``.
 
     Raises:
         ConfigError: if the name, the file or the installation is wrong, or the device does not have the precision; one
@@ -99,6 +104,10 @@ def load_codec(
     from sharmill.models.codec_backend import check_codec
 
     check_codec(codec, name)
+    if compile_mode != "none":
+        from sharmill.models.compiled import compile_codec
+
+        compile_codec(codec, name, compile_mode)
     return codec
 
 
@@ -138,6 +147,16 @@ def own_min_similarity(name: str) -> float | None:
 def similarities_of_strangers(name: str) -> tuple[tuple[float, float], ...]:
     """Return the attribute ``strangers`` of a speaker encoder, as of ``families.Family``; empty where it has none."""
     return getattr(_implementation(ENCODERS, name), "strangers", ())
+
+
+def encoder_modules(name: str) -> Sequence[str]:
+    """Return the names of modules that are imported when a speaker encoder is loaded, as far as they are known."""
+    return getattr(_implementation(ENCODERS, name), "modules", ())
+
+
+def codec_modules(name: str) -> Sequence[str]:
+    """Return the names of modules that are imported when a codec is loaded, as far as they are known."""
+    return getattr(_implementation(CODECS, name), "modules", ())
 
 
 def describe_codec(name: str, allow_targets: Sequence[str] = ()) -> dict[str, str]:

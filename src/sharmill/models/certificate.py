@@ -13,7 +13,7 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 
-from sharmill.config import Precision
+from sharmill.config import Compile, Precision
 from sharmill.models import load_codec, load_speaker_encoder
 from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.pieces import PIECE_SECONDS, find_pieces
@@ -99,15 +99,17 @@ def make_probe(sampling_rate: int) -> list[np.ndarray]:
 
 
 def certify_codec(
-    model: str, devices: Sequence[str] = ("cpu",), allow_targets: Sequence[str] = (), batch_seconds: float = 0.0
-) -> Iterator[Comparison]:
+    model: str, devices: Sequence[str] = ("cpu",), allow_targets: Sequence[str] = (), batch_seconds: float = 0.0,
+    compile_mode: Compile = "none",
+) -> Iterator[Comparison]:  # fmt: skip
     """Yield the comparisons of a codec, with the fp32 codes of each item alone, on the first device, unless they say.
 
     Args:
         batch_seconds: of the batches of a run.
+        compile_mode: as ``encode.compile``, to be compared with the codec as it is.
 
     Raises:
-        ConfigError: the codec cannot be loaded.
+        ConfigError: the codec cannot be loaded, or not compiled.
     """
     reference: list[np.ndarray] = []
     for device in devices:
@@ -126,6 +128,16 @@ def certify_codec(
                 sizes = (*_SIZES, used) if used > _SIZES[-1] else _SIZES
                 yield from _compare_batches(codec, probe, frames, alone, device, sizes)
                 yield from _compare_pieces(codec, np.concatenate(probe), device, used)
+                if compile_mode != "none":
+                    most = 0.0 if device == "cpu" else used * codec.sampling_rate / codec.samples_per_frame
+                    canonical = canonical_batches(frames, most, equal_only=codec.equal_lengths_only)
+                    compiled = load_codec(model, device, allow_targets, precision, compile_mode)
+                    yield _compare_codes(
+                        f"canonical shapes, compiled ({compile_mode}) beside not, {where}",
+                        _encode(codec, probe, frames, canonical),
+                        _encode(compiled, probe, frames, canonical),
+                        device,
+                    )
 
 
 def _compare_batches(

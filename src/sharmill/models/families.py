@@ -79,6 +79,7 @@ class Family:
             where none is known.
         strangers: similarities of two utterances of different speakers, in increasing order, each with the share of
             pairs that are less similar; empty where none were measured.
+        modules: those that ``load`` imports, and that take the most time to import.
     """
 
     load: Callable[..., Any]
@@ -86,6 +87,7 @@ class Family:
     require: Callable[[str], None] = lambda target: None
     min_similarity: Callable[[str], float | None] = lambda target: None
     strangers: tuple[tuple[float, float], ...] = ()
+    modules: tuple[str, ...] = ()
 
     def __call__(self, target: str, device: str, **trust: tuple[str, ...]) -> Any:
         """Load a model on a torch device."""
@@ -256,18 +258,29 @@ RESEMBLYZER: Final = Family(
     describe=_describe_resemblyzer,
     min_similarity=lambda target: _RESEMBLYZER_MIN_SIMILARITY,
     strangers=_RESEMBLYZER_STRANGERS,
+    modules=("sharmill.models.resemblyzer_encoder",),
 )
 NEMO_ENCODERS: Final = Family(
     load=_load_nemo_encoder,
     describe=_describe_nemo,
     require=_require_nemo(_nemo_encoder_class),
     min_similarity=_nemo_min_similarity,
+    modules=("sharmill.models.nemo_speaker", "nemo.collections.asr.models"),
 )
-BUILTIN: Final = Family(load=_load_builtin, describe=_describe_builtin)
-UNTRAINED: Final = Family(load=_load_untrained, describe=_describe_untrained)
-NEMO_CODECS: Final = Family(load=_load_nemo_codec, describe=_describe_nemo, require=_require_nemo(_nemo_codec_class))
+_SHIPPED: Final = ("sharmill.models.shipped_codecs",)
+BUILTIN: Final = Family(load=_load_builtin, describe=_describe_builtin, modules=_SHIPPED)
+UNTRAINED: Final = Family(load=_load_untrained, describe=_describe_untrained, modules=_SHIPPED)
+NEMO_CODECS: Final = Family(
+    load=_load_nemo_codec,
+    describe=_describe_nemo,
+    require=_require_nemo(_nemo_codec_class),
+    modules=("sharmill.models.nemo_codec", "nemo.collections.tts.models"),
+)
 TRANSFORMERS_CODECS: Final = Family(
-    load=_load_transformers, describe=_describe_transformers, require=_require_transformers
+    load=_load_transformers,
+    describe=_describe_transformers,
+    require=_require_transformers,
+    modules=("sharmill.models.transformers_codec", "transformers.models.auto.modeling_auto"),
 )
 
 

@@ -48,7 +48,9 @@ def certify_models(config: Config) -> tuple[Path, Certificate]:
             model=references.hide_at(("encode", "codecs", number, "model"), published_name(codec.model)),
             identity=as_stored(describe_codec(codec.model, codec.allow_targets), "encode"),
             comparisons=list(
-                certify_codec(codec.model, devices, codec.allow_targets, config.encode.batch_seconds)
+                certify_codec(
+                    codec.model, devices, codec.allow_targets, config.encode.batch_seconds, config.encode.compile
+                )
             ),
         )
         for number, codec in enumerate(config.encode.codecs)

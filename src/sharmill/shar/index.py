@@ -12,7 +12,7 @@ from typing import Annotated, Any, BinaryIO, Final, Literal
 
 import msgspec
 
-from sharmill.config import Precision
+from sharmill.config import Compile, Precision
 from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.cut_lines import NOT_JSON
@@ -77,6 +77,7 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     codebook_size: Positive
     devices: list[str] = []
     precision: Precision = "fp32"
+    compile: Compile = "none"
     mixed_versions: dict[str, list[str]] = {}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from functools import partial
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from support.errors import raises
 from support.toy_stage import (
     DiesBesideAnIdleRank,
     DiesIdle,
+    EndsTheForkServer,
     GoesBlind,
     HalfBroken,
     RecordingListener,
@@ -251,6 +253,40 @@ class TestIdleRanks:
         finally:
             for line in stage.marked("children"):
                 os.kill(int(line), signal.SIGKILL)
+
+
+class TestImports:
+    @pytest.fixture
+    def stage(self, tmp_path, monkeypatch):
+        """A stage with two ranks, in a folder that modules are imported from."""
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return ToyStage(tmp_path, units=4, setup_does="meet:2")
+
+    def module(self, stage, text):
+        (stage.root.parent / "noted_module.py").write_text(text)
+        stage.modules = partial(list, ["noted_module"])
+
+    def test_are_made_once_for_all_ranks(self, stage, tmp_path):
+        self.module(stage, f"print('from the import'); open({str(tmp_path / 'imports')!r}, 'a').write('one')")
+        assert run(stage, 2)[0].ok
+        assert len(stage.pids()) == 2
+        assert (tmp_path / "imports").read_text() == "one"
+        assert "from the import" in stage.dir.driver_log.read_text()
+
+    def test_that_fail_are_left_to_the_ranks(self, stage):
+        self.module(stage, "raise ImportError('no such library')")
+        assert run(stage, 2)[0].ok
+
+    def test_are_made_again_where_the_process_that_made_them_has_ended(self, tmp_path):
+        stage = EndsTheForkServer(tmp_path, units=4)
+        assert run(stage, 2)[0].ok
+        assert [pid for pid in map(int, stage.marked("ended")) if is_running(pid)] == []
+
+    def test_that_end_the_process_end_the_stage_in_one_line(self, stage, monkeypatch):
+        monkeypatch.setattr("sharmill.executors.local.executor._SECONDS_BETWEEN_LOOKS", 0.05)
+        self.module(stage, "import os; os._exit(7)")
+        with raises(FatalError, "no_ranks", "ended"):
+            run(stage, 2)
 
 
 class TestLogs:

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 
 from sharmill.engine.listener import Listener
@@ -24,11 +25,11 @@ from sharmill.engine.worker import Worker
 from sharmill.errors import DeviceError, FatalError
 from sharmill.executors.devices import Device, plan_devices, usable_gpus
 from sharmill.executors.driven_rank import FINAL_CODES, Answer, DrivenRank, FailedStarts, Ready
-from sharmill.executors.local.rank_process import RankStart, rank_main
+from sharmill.executors.local.rank_process import RankStart, rank_main, set_up_server
 from sharmill.executors.logs import logging_to
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.unit_queue import UnitQueue
-from sharmill.processes import ChildEnded, ChildProcess, end_by_force, join_all, usable_cores
+from sharmill.processes import ChildEnded, ChildProcess, ForkServer, end_by_force, join_all, usable_cores
 from sharmill.staging import remove_dead_attempts
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class _Pool:
     """The driver's side: hands out units, handles the answers, replaces ranks that die.
 
     Attributes:
+        server: the process that ranks are forked from, so that they share its imports.
         unusable: by number, why a rank does not get ready; after some starts it is tried no more.
     """
 
@@ -111,6 +113,7 @@ class _Pool:
     failed_starts: FailedStarts = field(default_factory=FailedStarts)
     unusable: dict[int, str] = field(default_factory=dict)
     device_error: DeviceError | None = None
+    server: ForkServer | None = None
 
     def run(self) -> None:
         try:
@@ -121,7 +124,9 @@ class _Pool:
                 self._poll_all()
             self._dismiss_all()
         finally:
-            self._end(self.ranks.values())
+            with deferred_interrupts():
+                if self.server is not None:
+                    self.server.end((rank.child for rank in self.ranks.values()), _SECONDS_TO_END)
 
     def _start_missing(self) -> None:
         """Start ranks while there are units for them; a rank that cannot start is given up, the others go on."""
@@ -147,7 +152,10 @@ class _Pool:
         start = RankStart(pickle.dumps(self.stage), number, self.devices[number], cores, log)
         # An interrupt in here would leave a process that nobody knows of.
         with deferred_interrupts():
-            child = ChildProcess(rank_main, start, name=f"sharmill-rank-{number}", daemon=False)
+            if self.server is None or not self.server.is_alive():
+                setup = partial(set_up_server, self.stage.dir.driver_log)
+                self.server = ForkServer(self.stage.modules(), setup)
+            child = ChildProcess(rank_main, start, name=f"sharmill-rank-{number}", server=self.server)
             self.ranks[number] = _Rank(number=number, limit=TimeLimit(self.stage.unit_time_limit), child=child)
 
     def _report_loading(self) -> None:

@@ -6,13 +6,11 @@ unit that will follow, if that is known; then None.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -28,8 +26,6 @@ from sharmill.executors.logs import logging_to, redirect_output
 from sharmill.processes import limit_cores
 
 log = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ def rank_main(connection: Connection, start: RankStart) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     start.device.restrict_environment()
     limit_cores(start.cores)
-    _die_with_driver()
+    _end_with_server()
     try:
         redirect_output(start.log)
         with logging_to(start.log):
@@ -77,17 +73,25 @@ def _work(start: RankStart, connection: Connection) -> None:
         raise
 
 
-def _die_with_driver() -> None:
-    """End this process when the driver is gone: nobody would know of its work, and a relaunch has its own ranks."""
-    if sys.platform == "linux":
-        # The kernel ends this process even in the middle of native code that keeps Python's threads from running.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    driver = multiprocessing.parent_process()
-    assert driver is not None
+def _end_with_server() -> None:
+    """End this process when the driver is gone: nobody would know of its work, and a relaunch has its own ranks.
+
+    The fork server, which is its parent, ends with the driver. Where it can, the kernel ends this process then; the
+    server may have ended before it was asked.
+    """
+    server = multiprocessing.parent_process()
+    assert server is not None
 
     def watch() -> None:
-        driver.join()
+        server.join()
         os._exit(1)
 
-    # The driver may have died before the kernel was asked.
-    threading.Thread(target=watch, name="watch-driver", daemon=True).start()
+    threading.Thread(target=watch, name="watch-server", daemon=True).start()
+
+
+def set_up_server(log: Path) -> None:
+    """Prepare the process that ranks are forked from, so that its imports print to a log and start no CUDA."""
+    # Otherwise torch asks CUDA itself whether there are GPUs, after which no forked process can use them.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    redirect_output(log)

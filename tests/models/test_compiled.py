@@ -1,0 +1,64 @@
+"""Codecs compiled by torch: the codes, the shapes, and what cannot be compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.errors import raises
+from support.models import make_audio
+
+from sharmill.errors import ConfigError
+from sharmill.models import compiled, load_codec
+from sharmill.models.certificate import certify_codec
+from sharmill.models.compiled import compile_codec
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that are compiled, by a backend that runs what torch has captured as it is."""
+    captured = []
+
+    def backend(graph, inputs):
+        captured.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(compiled, "_BACKEND", backend)
+    yield captured
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("model", ["builtin", pytest.param("transformers:mimi", marks=pytest.mark.slow)])
+def test_each_shape_is_compiled_once_for_itself_and_the_codes_are_the_same(request, graphs, model):
+    backend, _, kind = model.partition(":")
+    name = f"{backend}:{request.getfixturevalue('checkpoints')[kind]}" if kind else model
+    plain, codec = load_codec(name), load_codec(name, compile_mode="default")
+    is_compiled = []
+    for frames in (34, 40, 34):
+        audio, before = make_audio([frames * codec.samples_per_frame]), len(graphs)
+        torch.testing.assert_close(codec.encode(*audio), plain.encode(*audio), rtol=0, atol=0)
+        is_compiled.append(len(graphs) > before)
+    assert is_compiled == [True, True, False]
+
+
+@pytest.mark.slow
+def test_the_certificate_compares_the_compiled_codec_with_the_codec(checkpoints, graphs):
+    name = f"transformers:{checkpoints['mimi']}"
+    found = {one.way: one for one in certify_codec(name, compile_mode="default")}
+    way = found["canonical shapes, compiled (default) beside not, cpu, fp32"]
+    assert way.compared == found["batches of 4 s beside alone, cpu, fp32"].compared
+    assert way.different == 0
+
+
+def test_what_cannot_be_compiled_is_one_line(monkeypatch):
+    def refuse(graph, inputs):
+        raise RuntimeError("No working C++ compiler found in ('g++',)\nfurther lines")
+
+    monkeypatch.setattr(compiled, "_BACKEND", refuse)
+    with raises(ConfigError, "bad_model", "No working C++ compiler found", "; set encode.compile=none"):
+        load_codec("builtin", compile_mode="default")
+    torch.compiler.reset()
+
+
+def test_a_codec_of_another_class_is_refused():
+    with raises(ConfigError, "bad_config_value", "'mine' cannot be compiled, since its class is no CodecBackend"):
+        compile_codec(object(), "mine", "default")

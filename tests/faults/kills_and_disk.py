@@ -103,6 +103,8 @@ def disk_runs(run: Callable[[], SmallRun], stage: str, seed: int, every: int, no
 
     In rounds over the kinds of faults, so that a limit of time leaves none out.
     """
+    if clock.is_over():
+        return
     with tempfile.TemporaryDirectory(prefix="sharmill-disk-") as folder:
         disk = FaultyDisk(Path(folder))
         places = []

@@ -38,13 +38,14 @@ class Kind:
     share: float
 
 
+# Those that keep to their time first.
 KINDS = (
     Kind("fuzz", "security/fuzz.py", ("rounds",), 1),
-    Kind("shared", "faults/shared.py", ("runs",), 6),
-    Kind("power", "faults/power.py", ("states",), 5),
-    Kind("kills", "faults/kills_and_disk.py", ("kills", "every"), 5),
     Kind("slurm", "simulation/slurm.py", ("schedules",), 2),
     Kind("ray", "simulation/ray_schedules.py", ("schedules",), 1),
+    Kind("power", "faults/power.py", ("states",), 5),
+    Kind("kills", "faults/kills_and_disk.py", ("kills", "every"), 5),
+    Kind("shared", "faults/shared.py", ("runs",), 6),
 )
 
 

@@ -57,7 +57,7 @@ def open_shar(
             so; ``drop`` ends all at the smallest number, ``pad`` goes on to the largest with the first cuts of the
             epoch's order once more, marked by ``cut.shar_padding = True``.
         decode_threads: threads that decode the chosen audio ahead, in order. The cuts then hold decoded samples, and
-            ``load_audio()`` and the like decode nothing; FLAC takes them half of lhotse's time. 0: audio is decoded
+            ``load_audio()`` and the like decode nothing; FLAC takes 60 % of lhotse's time. 0: audio is decoded
             where it is loaded.
         decode_prefetch: cuts that may be decoded ahead of the one in use; by default 4 for each thread, at least 1.
         sidecars: the folder of the index files, with ``shuffle="global"``; by default the dataset directory.

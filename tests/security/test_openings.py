@@ -101,7 +101,7 @@ ALLOWED = {
     "training/buckets/step_process.py:available_memory": SYSTEM,
     "training/yaml_files.py:read_yaml": OPENED,
     "validate/accounts.py:identity": INPUT,
-    "validate/stage.py:identity": INDEX,
+    "validate/stage.py:_index": INDEX,
     "jobs/launch_training.py:launch": OWN,
     "jobs/start_ranks.py:hand_on": SYSTEM,
     "jobs/train.py:_run_steps": NO_FILE,

@@ -33,7 +33,7 @@ from sharmill.executors.slurm.queue import (
 )
 from sharmill.executors.slurm.task import RankTask
 from sharmill.ports import process
-from sharmill.storage import make_private_folder, write_atomic
+from sharmill.storage import make_private_folder, open_stored, write_atomic
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
@@ -63,7 +63,8 @@ class WaitingJob:
         if not Patience(self.seconds_until_seen).wait_until(path.exists, str(path)):
             log.warning("job %s ends, since it was submitted ahead and has not been given any work", number)
             sys.exit(self.status)
-        works = pickle.loads(path.read_bytes())
+        with open_stored(path) as stream:
+            works = pickle.load(stream)
         if self.index >= len(works):
             log.warning("task %d of job %s ends, since there are only %d ranks", self.index, number, len(works))
             return None

@@ -15,7 +15,7 @@ from support.toy_stage import output_bytes, wait_until
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.errors import ConfigError, FatalError
-from sharmill.executors.slurm import executor as slurm_executor
+from sharmill.executors.slurm import job_requests
 from sharmill.executors.slurm.chain_state import read_state, wait_for_end
 from sharmill.executors.slurm.queue import queued_jobs
 
@@ -108,7 +108,7 @@ def test_what_slurm_refuses_leaves_no_job_behind(make_chain):
 
 
 def test_arrays_above_the_clusters_limit_are_split(make_chain, monkeypatch):
-    monkeypatch.setattr(slurm_executor, "max_array_size", lambda patience: 3)
+    monkeypatch.setattr(job_requests, "max_array_size", lambda patience: 3)
     chain = make_chain(units=8, everywhere="wait:go", profile=make_profile(max_ranks=8, max_parallel=4))
     state = chain.start()
     arrays = sorted({job.split("_")[0] for job in state.jobs[:-1]}, key=int)

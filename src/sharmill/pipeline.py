@@ -13,22 +13,21 @@ from pathlib import Path
 from sharmill.audio.encoding import check_encoder
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config, ValidateConfig, to_yaml
+from sharmill.directing import claimed, directed
 from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage
-from sharmill.engine.fence import claim_for_run, release_run, require_own_output, stop_ranks
+from sharmill.engine.fence import require_own_output, stop_ranks
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan
-from sharmill.engine.run import Executor, locked, run_stage
+from sharmill.engine.run import Executor, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
-from sharmill.executors.slurm.chain_state import require_no_chain, take_over_chain
-from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.grow.append import append_dataset, require_fitting
 from sharmill.match.choose import min_similarity
 from sharmill.match.speaker_key import make_speaker_key
@@ -271,26 +270,10 @@ def run_dataset(
         check_config(config, stages, restart=restart)
         if isinstance(executor, LocalExecutor):
             executor.require_devices(_unfinished(config, stages, restart=restart))
-    with disk_errors(run_dir.path), locked(run_dir, wait_seconds):
-        if not isinstance(executor, SlurmExecutor):
-            # That one looks for jobs by itself, and knows which belong to it.
-            require_no_chain(run_dir, take_over=take_over)
-            if take_over:
-                take_over_chain(run_dir)
+    with directed(run_dir, executor, wait_seconds=wait_seconds, take_over=take_over):
         write_atomic(run_dir.config, to_yaml(config))
-        # Those of a chain stay until that has come to an end.
-        releases = not isinstance(executor, SlurmExecutor)
-        try:
-            claim_for_run(make_stages(config, stages), restart=restart)
+        with claimed(run_dir, make_stages(config, stages), executor, restart=restart):
             results = _run_stages(config, stages, executor, listener, restart=restart)
-        except BaseException:
-            # The error that ended the run is the one to be raised.
-            with suppress(FatalError, OSError):
-                if releases:
-                    release_run(run_dir)
-            raise
-        if releases:
-            release_run(run_dir)
         _check_accounts(config, results)
     return DatasetResult(config, results)
 

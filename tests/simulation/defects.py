@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from sharmill.engine import attempts, fence, locks, plan, run, worker
+from sharmill import directing
+from sharmill.engine import attempts, fence, locks, plan, run, time_limit, worker
+from sharmill.engine.locks import LockOwner
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
+from sharmill.executors import driven_rank
 from sharmill.executors.slurm import chain, chain_state, executor, job_requests, queue, taken_units, task
+from sharmill.executors.unit_queue import UnitQueue
 from simulation import dataset
 from simulation.world import Choice, Outcome, simulate
 
@@ -28,7 +32,7 @@ class Defect:
     name: str
     patches: tuple[tuple[Any, str, Any], ...]
     choice: Choice
-    within: int = 20
+    within: int = 60
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -104,6 +108,19 @@ def _jobs_with_work(run_dir: RunDir) -> list[queue.QueuedJob]:
     return [job for job in queue.queued_jobs(run_dir) if not job.ahead]
 
 
+_lock_owner = chain_state.lock_owner
+
+
+def _owner_in_job(folder: Path) -> LockOwner | None:
+    owner = _lock_owner(folder)
+    return owner if owner is not None and owner.job else None
+
+
+def _excuse_lost_unit(self: driven_rank.DrivenRank, unit_queue: UnitQueue, *arguments: Any, **options: Any) -> None:
+    if self.unit is not None:
+        unit_queue.give_back(self.unit)
+
+
 _write_atomic = executor.write_atomic
 
 
@@ -128,7 +145,12 @@ DEFECTS = (
     ),
     Defect(
         "a dataset directory is not claimed while a run is at work on it",
-        ((plan, "claim_output", _nothing), (run, "claim_output", _nothing)),
+        ((plan, "claim_output", _nothing), (run, "claim_output", _nothing), (directing, "claim_for_run", _nothing)),
+        Choice(("submission of another run",), ""),
+    ),
+    Defect(
+        "a dataset directory is claimed by the first stage that publishes there, and not by its submission",
+        ((directing, "claim_for_run", _nothing),),
         Choice(("submission of another run",), ""),
     ),
     Defect(
@@ -155,7 +177,6 @@ DEFECTS = (
         "a lock of a process that was killed on another host holds for ever",
         ((locks.FolderLock, "_is_dead", _is_dead_here_only),),
         Choice(("kill -9 of the next job",), ""),
-        within=60,
     ),
     Defect(
         "a driver job does not wait for a controller that is away",
@@ -166,13 +187,31 @@ DEFECTS = (
         "who waits gives up a little early, and is taken for one that did not wait",
         ((queue, "retrying", _give_up_early), (job_requests, "retrying", _give_up_early)),
         Choice(("MaxSubmitJobs",), ""),
-        within=40,
     ),
     Defect(
         "a unit that hangs is excused each time",
         ((task, "_MOST_OF_THE_TIME", math.inf), (attempts, "MOST_INTERRUPTIONS", math.inf)),
+        Choice((), "hang", driver_units=0),
+    ),
+    Defect(
+        "nothing limits a unit that hangs, but the time of its job",
+        ((time_limit.TimeLimit, "of", lambda self, unit: None),),
         Choice((), "hang"),
-        within=3,
+    ),
+    Defect(
+        "a unit that ends its worker each time is excused for ever",
+        ((driven_rank.DrivenRank, "report_lost_unit", _excuse_lost_unit),),
+        Choice((), "kill", driver_units=4, workers=2),
+    ),
+    Defect(
+        "the unit of a worker that was killed is lost",
+        ((driven_rank.DrivenRank, "report_lost_unit", _nothing),),
+        Choice(("worker killed",), "", event="driver", driver_units=4, workers=2),
+    ),
+    Defect(
+        "a chain goes on beside its jobs on another cluster",
+        ((chain, "require_same_cluster", _nothing), (chain_state, "require_same_cluster", _nothing)),
+        Choice(("submission on another cluster",), "", event="rank"),
     ),
     Defect(
         "ranks that never begin a unit are submitted for ever",
@@ -193,6 +232,26 @@ DEFECTS = (
         "what was submitted ahead is left in the queue when the chain has ended",
         ((chain, "queued_jobs", _jobs_with_work),),
         Choice(("requeue",), "", submits_ahead=True),
+    ),
+    Defect(
+        "a driver job takes no notice that it is told to end",
+        ((chain, "ended_by_sigterm", nullcontext),),
+        Choice(("cancel",), "", event="driver", driver_units=4),
+    ),
+    Defect(
+        "what is left of a cancelled chain goes on",
+        ((chain, "require_not_withdrawn", _nothing), (executor, "require_not_withdrawn", _nothing)),
+        Choice(("cancel of what cannot be reached",), "", event="driver", driver_units=4),
+    ),
+    Defect(
+        "cancelling a run leaves its claims",
+        ((fence, "release_unused", lambda run_dir: []),),
+        Choice(("cancel",), ""),
+    ),
+    Defect(
+        "cancelling a chain does not wait for a submission on another host",
+        ((chain_state, "lock_owner", _owner_in_job),),
+        Choice(("cancel",), "", event="sbatch"),
     ),
     Defect(
         "cancelling a chain leaves its state as it was",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from simulation.dataset import NAMES
+from simulation.invariants import planned_option
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -21,7 +21,7 @@ def _preempt(world: World) -> None:
 
 def _lose_node(world: World) -> None:
     world.excuses += 3
-    world.may_double = True
+    world.may_double = world.may_go_on = True
     draw = world.kernel.random
     world.cluster.lose_node(draw.choice(list(world.cluster.nodes)), is_dead=draw.random() < 0.5)
 
@@ -65,10 +65,17 @@ def _few_jobs(world: World) -> None:
 def _start_twice(world: World) -> None:
     if (job := world.choose_job()) is not None and job.second is None:
         world.excuses += 1
-        world.may_double = True
+        world.may_double = world.may_go_on = True
         first = job.process
         world.cluster.start_process(job)
         job.process, job.second = first, job.process
+
+
+def _kill_worker(world: World) -> None:
+    """Kill a worker of a driver job, or of a run without a cluster, as the kernel does when memory runs out."""
+    workers = [one for one in world.kernel.alive() if one.dies_with_parent]
+    if workers:
+        world.kernel.kill(world.kernel.random.choice(workers))
 
 
 def _requeue(world: World) -> None:
@@ -105,37 +112,52 @@ def _ranks_cannot_start(world: World) -> None:
 
 
 def _submit_again(world: World) -> None:
-    world.kernel.spawn("second submission", "login2", partial(world.submit, world.dataset))
+    world.start("second submission", "login2", partial(world.submit, world.dataset))
 
 
 def _submit_restart(world: World) -> None:
-    """Submit with ``--restart``, which begins anew where no jobs are left."""
-    world.kernel.spawn("submission --restart", "login2", partial(world.submit, world.dataset, restart=True))
+    """Submit with ``--restart``, which begins anew where no jobs are left; by the configuration that was planned."""
+    dataset = replace(world.dataset, option=planned_option(world.dataset))
+    world.start("submission --restart", "login2", partial(world.submit, dataset, restart=True))
 
 
-def _submit_elsewhere(world: World) -> None:
-    """Submit another run with the same dataset directory, while this one is at work."""
-    if world.run_dir.stage(NAMES[0]).token_file.exists():
-        other = replace(world.dataset, run_name="other_run", option=3, behaviour="")
-        world.kernel.spawn("submission of another run", "login2", partial(world.submit, other))
+def _submit_other_run(world: World) -> None:
+    """Submit another run with the same dataset directory, whatever this one has come to."""
+    other = replace(world.dataset, run_name="other_run", option=3, behaviour="")
+    if len(world.runs) == 1:
+        world.runs.append(other)
+    world.start("submission of another run", "login2", partial(world.submit, other))
+
+
+def _submit_on_another_cluster(world: World) -> None:
+    world.start("submission elsewhere", "login elsewhere", partial(world.submit, world.dataset))
 
 
 def _restart_here(world: World) -> None:
     run = partial(world.run_here, world.dataset.option, take_over=False)
-    world.kernel.spawn("sharmill run --restart", "login2", run)
+    world.start("sharmill run --restart", "login2", run)
 
 
 def _take_over(world: World) -> None:
     """Restart with another configuration where the controller does not answer, so that nobody can be asked."""
     world.is_gentle = False
-    world.may_double = True
+    world.may_double = world.may_go_on = True
     world.cluster.away_until = max(world.cluster.away_until, world.kernel.now + 200.0)
-    world.kernel.spawn("sharmill run --restart --take-over", "login2", partial(world.run_here, 2, take_over=True))
+    world.start("sharmill run --restart --take-over", "login2", partial(world.run_here, 2, take_over=True))
 
 
 def _cancel(world: World) -> None:
     world.is_gentle = False
-    world.kernel.spawn("sharmill cancel", "login2", world.cancel)
+    world.start("sharmill cancel", world.kernel.random.choice(["login", "login2"]), world.cancel)
+
+
+def _cancel_out_of_reach(world: World) -> None:
+    """Cancel soon after the controller has lost sight of the node of a job, which goes on."""
+    if (job := world.choose_job()) is not None:
+        world.excuses += 3
+        world.may_double = world.may_go_on = True
+        (world.cluster if job in world.cluster.queue() else world.elsewhere).lose_node(job.node, is_dead=False)
+        world.kernel.at(world.kernel.random.uniform(0.0, 30.0), partial(_cancel, world))
 
 
 DISTURBANCES: dict[str, Callable[[World], None]] = {
@@ -148,6 +170,7 @@ DISTURBANCES: dict[str, Callable[[World], None]] = {
     "answers lost": _lose_answers,
     "MaxSubmitJobs": _few_jobs,
     "started twice": _start_twice,
+    "worker killed": _kill_worker,
     "requeue": _requeue,
     "scancel of a job": _cancel_job,
     "ranks cancelled": _cancel_ranks,
@@ -155,8 +178,10 @@ DISTURBANCES: dict[str, Callable[[World], None]] = {
     "ranks cannot start": _ranks_cannot_start,
     "second submission": _submit_again,
     "submission --restart": _submit_restart,
-    "submission of another run": _submit_elsewhere,
+    "submission of another run": _submit_other_run,
+    "submission on another cluster": _submit_on_another_cluster,
     "run --restart": _restart_here,
     "run --restart --take-over": _take_over,
     "cancel": _cancel,
+    "cancel of what cannot be reached": _cancel_out_of_reach,
 }

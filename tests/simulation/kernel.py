@@ -17,10 +17,8 @@ import random
 import signal
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,60 +28,14 @@ from greenlet import getcurrent, greenlet
 
 from sharmill.ports import clock, process
 from simulation.ports import EPOCH, clock_port, process_port
+from simulation.tasks import Killed, SimProcess, Stuck, Task
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CHANGES = frozenset({"os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "os.utime", "os.truncate"})
 _OPERATIONS = _CHANGES | {"open", "os.listdir", "os.scandir"}
 _KILLED_BY = -9
-
-
-class Killed(BaseException):
-    """The end of a process that is killed, raised in its frames to remove them."""
-
-
-class Stuck(BaseException):
-    """A schedule that does not come to its end."""
-
-
-@dataclass(eq=False)
-class Task:
-    """A thread of a simulated process. ``turn`` tells its last place in the agenda from earlier ones."""
-
-    process: SimProcess
-    greenlet: Any = None
-    turn: int = 0
-    is_over: bool = False
-    waiting: list[Task] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class SimProcess:
-    """A simulated process.
-
-    Attributes:
-        status: its exit status, None while it runs; minus the number of the signal that killed it.
-        operations_left: how many file operations it lives for; None for no limit.
-        on_end: called with it once it has ended.
-        handlers: of signals, by number; a signal without one kills it.
-    """
-
-    pid: int
-    name: str
-    host: str
-    environ: dict[str, str]
-    on_end: Callable[[SimProcess], None]
-    status: int | None = None
-    operations_left: int | None = None
-    tasks: list[Task] = field(default_factory=list)
-    signals: deque[int] = field(default_factory=deque)
-    handlers: dict[int, Any] = field(default_factory=dict)
-    written: list[str] = field(default_factory=list)
-    locked: list[tuple[int, int]] = field(default_factory=list)
-    began: float = 0.0
-
-    @property
-    def is_dead(self) -> bool:
-        return self.status is not None
+# No fault of a cluster has these as its end.
+_MISTAKES = (TypeError, AttributeError, AssertionError, LookupError)
 
 
 class Kernel:
@@ -95,6 +47,8 @@ class Kernel:
     Attributes:
         now: simulated seconds since the beginning.
         trace: what has happened, a line each.
+        mistakes: those lines of it that tell of errors in the code.
+        slow_share: of the file operations, those that take seconds.
         on_rename: called with the process, the source and the goal of each rename that will succeed.
     """
 
@@ -103,8 +57,10 @@ class Kernel:
         self.folder = str(folder)
         self.now = 0.0
         self.trace: list[str] = []
+        self.mistakes: list[str] = []
         self.processes: dict[int, SimProcess] = {}
         self.operations = 0
+        self.slow_share = 0.02
         self.on_rename: Callable[[SimProcess, str, str], None] = lambda process, source, goal: None
         self._agenda: list[tuple[float, int, Callable[[], None], Task | None, int]] = []
         self._number = 0
@@ -176,6 +132,7 @@ class Kernel:
         """Send a signal to a process."""
         if receiver.is_dead:
             return
+        receiver.told_at = min(receiver.told_at, self.now) if number == signal.SIGTERM else receiver.told_at
         if receiver.handlers.get(number) is None:
             self.kill(receiver, -number)
             return
@@ -229,15 +186,17 @@ class Kernel:
             work()
         except SystemExit as error:
             status = error.code & 255 if isinstance(error.code, int) else int(error.code is not None)
-        except Exception as error:  # noqa: BLE001 - as a Python does
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - as a Python does
             self.note(f"{owner.name}: {type(error).__name__}: {error}")
+            if isinstance(error, _MISTAKES):
+                self.mistakes.append(self.trace[-1])
             status = 1
         if not owner.is_dead:
             self.note(f"{owner.name} ends with status {status}")
             self._end(owner, status)
 
     def _end(self, ended: SimProcess, status: int) -> None:
-        ended.status = status
+        ended.status, ended.ended_at = status, self.now
         self._touch_written(ended)
         for task in ended.tasks:
             task.turn += 1
@@ -251,6 +210,9 @@ class Kernel:
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
                     os.close(descriptor)
+        for child in ended.children:
+            if child.dies_with_parent:
+                self.kill(child)
         ended.on_end(ended)
 
     def _remove_frames(self, task: Task) -> None:
@@ -338,7 +300,7 @@ class Kernel:
     def latency(self) -> float:
         """Return how long a file operation takes: some milliseconds, and now and then seconds."""
         drawn = self.random.random()
-        return drawn * 0.01 if drawn > 0.02 else self.random.expovariate(0.3)
+        return drawn * 0.01 if drawn > self.slow_share else self.random.expovariate(0.3)
 
     def _touch_written(self, owner: SimProcess) -> None:
         """Give files that were written the simulated time; until now nobody else has had a turn."""

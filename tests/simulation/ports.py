@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from simulation.kernel import Kernel, Task
+    from simulation.kernel import Kernel
+    from simulation.tasks import Task
 
 # The simulated year 2033; any other would do.
 EPOCH = 2e9
@@ -37,8 +40,15 @@ def process_port(kernel: Kernel) -> dict[str, Any]:
 
     def set_handler(number: int, handler: Any) -> Any:
         before = kernel.running.handlers.get(number)
-        kernel.running.handlers[number] = handler
+        special = {signal.SIG_DFL: None, signal.SIG_IGN: lambda number, frame: None}
+        kernel.running.handlers[number] = special.get(handler, handler)
         return before
+
+    def raise_signal(number: int) -> None:
+        handler = kernel.running.handlers.get(number)
+        if handler is None:
+            kernel.kill(kernel.running, -number)
+        handler(number, None)
 
     return {
         "Event": partial(SimEvent, kernel),
@@ -50,11 +60,34 @@ def process_port(kernel: Kernel) -> dict[str, Any]:
         "gethostname": lambda: kernel.running.host,
         "interrupt": lambda: kernel.send(kernel.running, 2),
         "is_gone": is_gone,
+        "raise_signal": raise_signal,
         "seconds_since_start": lambda: kernel.now - kernel.running.began,
         "set_handler": set_handler,
         "state_and_start": lambda pid: ("R", int(100 * kernel.processes[pid].began)),
+        "tell_to_end": lambda pid: kernel.send(kernel.processes[pid], signal.SIGTERM),
         "this_kernel": lambda: f"kernel of {kernel.running.host}",
     }
+
+
+def ended_after_port(kernel: Kernel) -> Callable[..., Any]:
+    """Return what takes the place of ``time_limit.ended_after``, whose clock is the real one."""
+
+    @contextmanager
+    def ended_after(seconds: float | None, *, in_driver: bool) -> Iterator[Callable[[], None]]:
+        running, is_over = kernel.running, [False]
+
+        def end() -> None:
+            if not is_over[0] and not running.is_dead:
+                kernel.kill(running, 1)
+
+        if seconds is not None:
+            kernel.at(seconds, end)
+        try:
+            yield lambda: None
+        finally:
+            is_over[0] = True
+
+    return ended_after
 
 
 class Environment(MutableMapping[str, str]):

@@ -18,7 +18,8 @@ from unittest import mock
 
 from sharmill.executors.ray import actors
 from sharmill.executors.ray.actors import ActorLost, ActorUnreachable
-from simulation.kernel import Kernel, SimProcess, Task
+from simulation.kernel import Kernel
+from simulation.tasks import SimProcess, Task
 
 _NODE_DIED = "the actor died: its node has died"
 

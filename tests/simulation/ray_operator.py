@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from simulation.kernel import SimProcess
+from simulation.tasks import SimProcess
 
 if TYPE_CHECKING:
     from simulation.ray_world import World

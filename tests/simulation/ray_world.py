@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,10 +30,12 @@ from sharmill.executors.ray import actor as ray_actor
 from sharmill.executors.ray import executor as ray_executor
 from sharmill.executors.ray.executor import RayExecutor
 from sharmill.staging import STAGING_NAME
-from simulation.kernel import Kernel, SimProcess, Stuck, make_folder
+from simulation.kernel import Kernel, make_folder
+from simulation.ports import ended_after_port
 from simulation.ray_cluster import Node, RayCluster
 from simulation.ray_operator import Operator, expected_status
 from simulation.ray_stage import RECORDS_PER_UNIT, UNIT_TIME_LIMITS, GpuStage, SimStage, worlds
+from simulation.tasks import SimProcess, Stuck
 
 # Of one driver: excused attempts, those at broken GPUs, and the three that count.
 MOST_ATTEMPTS = MOST_INTERRUPTIONS + MAX_BROKEN_DEVICES + MAX_ATTEMPTS
@@ -266,24 +268,6 @@ def check_end(world: World) -> None:
 
 
 @contextmanager
-def _ended_after(seconds: float | None, *, in_driver: bool) -> Iterator[Callable[[], None]]:
-    """Stand for the worker's own, whose clock is the real one."""
-    kernel = worlds[-1].kernel
-    running, is_over = kernel.running, [False]
-
-    def end() -> None:
-        if not is_over[0] and not running.is_dead:
-            kernel.kill(running, 1)
-
-    if seconds is not None:
-        kernel.at(seconds, end)
-    try:
-        yield lambda: None
-    finally:
-        is_over[0] = True
-
-
-@contextmanager
 def _installed(world: World) -> Iterator[None]:
     stat = os.stat
 
@@ -308,7 +292,7 @@ def _installed(world: World) -> Iterator[None]:
             (ray_actor, "logging_to", no_context),
             (ray_actor, "redirect_output", lambda log: None),
             (ray_actor, "limit_cores", lambda cores: None),
-            (worker, "ended_after", _ended_after),
+            (worker, "ended_after", ended_after_port(world.kernel)),
             (os, "stat", stat_of_node),
         ):
             stack.enter_context(mock.patch.object(module, name, value))

@@ -14,70 +14,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from sharmill.executors.slurm.chain_state import ChainState
 from sharmill.executors.slurm.scheduler import JobRequest
-from simulation.kernel import Kernel, SimProcess
+from simulation.jobs import SimJob, State
+from simulation.kernel import Kernel
+from simulation.tasks import SimProcess
 
 _KILL_WAIT = 30.0
 _MAX_ARRAY_SIZE = 1001
-_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
-State = Literal["PENDING", "RUNNING", "COMPLETING", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"]
 
 
-@dataclass(eq=False)
-class SimJob:
-    """A job, or a task of an array.
+def shell_notes(status: int, *, is_told: bool) -> bool:
+    """Return True if the shell of a watcher job notes the failure of its Python.
 
-    Attributes:
-        dependency: what it waits for, as sbatch has it.
-        turn: tells its present run from those before a requeue.
-        countdown: how often it may still be requeued for its time limit.
-        second: the same process once more, where a node has started it twice.
+    SIGTERM reaches the shell too, which ends at once: with the status of the line before, that was well.
     """
-
-    id: str
-    number: int
-    request: JobRequest
-    payload: bytes
-    state: State = "PENDING"
-    restarts: int = 0
-    turn: int = 0
-    is_scheduled: bool = False
-    countdown: int = 0
-    node: str = ""
-    is_requeued: bool = False
-    dependency: str = ""
-    process: SimProcess | None = None
-    second: SimProcess | None = None
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        return self.request.parameters
-
-    @property
-    def comment(self) -> str:
-        return str(self.parameters["additional_parameters"]["comment"])
-
-    @property
-    def role(self) -> str:
-        return self.comment.split(":")[2]
-
-    @property
-    def was_submitted_ahead(self) -> bool:
-        return ":ahead:" in self.comment
-
-    @property
-    def limit(self) -> float:
-        return float(self.parameters["time"]) * 60.0
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in _ENDED
+    return status not in (0, 255) and not is_told
 
 
 @dataclass
@@ -85,6 +42,7 @@ class Scheduler:
     """The controller and the nodes.
 
     Attributes:
+        name: of the cluster.
         away_until: nobody answers before.
         answers_lost: so many of the next orders are carried out and not answered.
         max_jobs: most jobs in the queue, as MaxSubmitJobs.
@@ -94,10 +52,11 @@ class Scheduler:
         next_lives_for: so many file operations the next job lives for; None for no limit.
         on_watcher_killed: called when a signal has ended a watcher job.
         on_begin: called with a job that has begun.
-        on_submit: called with the role of jobs before they are taken into the queue.
+        on_submit: called with the comment of jobs before they are taken into the queue.
     """
 
     kernel: Kernel
+    name: str
     nodes: Sequence[str] = ("n1", "n2", "n3")
     away_until: float = 0.0
     answers_lost: int = 0
@@ -107,7 +66,7 @@ class Scheduler:
     lost_nodes: set[str] = field(default_factory=set)
     broken: set[str] = field(default_factory=set)
     next_lives_for: int | None = None
-    on_submit: Callable[[str], None] = lambda role: None
+    on_submit: Callable[[str], None] = lambda comment: None
     on_begin: Callable[[SimJob], None] = lambda job: None
     on_watcher_killed: Callable[[], None] = lambda: None
     last_number: int = 100
@@ -130,7 +89,7 @@ class Scheduler:
         if len(self.queue()) + len(tasks) > self.max_jobs:
             raise FailedJobError("sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed")
         if ":ahead:" not in (comment := request.parameters["additional_parameters"]["comment"]):
-            self.on_submit(comment.split(":")[2])
+            self.on_submit(comment)
         self.last_number += 1
         array = self.last_number
         ids = [f"{array}_{index}" for index in range(len(tasks))] if len(tasks) > 1 else [str(array)]
@@ -179,7 +138,7 @@ class Scheduler:
                     assert one.state == "PENDING"
                     one.dependency = dependency.removeprefix("Dependency=")
             case ["scontrol", "show", "config"]:
-                return f"MaxArraySize            = {_MAX_ARRAY_SIZE}\n"
+                return f"ClusterName             = {self.name}\nMaxArraySize            = {_MAX_ARRAY_SIZE}\n"
             case _:
                 raise AssertionError(f"unknown command: {command}")
         return ""
@@ -346,7 +305,8 @@ class Scheduler:
         running.on_end = lambda ended: None
         job.turn += 1
         self.kernel.note(f"{job.id} is to end")
-        self.kernel.send(running, signal.SIGTERM)
+        for one in (running, *running.children):
+            self.kernel.send(one, signal.SIGTERM)
         if not running.is_dead:
             self.kernel.at(_KILL_WAIT, partial(self.kernel.kill, running))
 
@@ -392,9 +352,9 @@ class Scheduler:
         assert ended.status is not None
         if job.second is not None:
             self.kernel.at(4 * _KILL_WAIT, partial(self.kernel.kill, job.second))
-        if job.role == "watcher" and (ended.status < 0 or ended.status == 128 + signal.SIGTERM):
+        if job.role == "watcher" and (ended.status < 0 or ended.told_at <= self.kernel.now) and not job.is_requeued:
             self.on_watcher_killed()
-        if job.role == "watcher" and ended.status not in (0, 255):
+        if job.role == "watcher" and shell_notes(ended.status, is_told=ended.told_at <= self.kernel.now):
             self._note_failure(job)
         if job.is_requeued:
             self.back_in_queue(job)

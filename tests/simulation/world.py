@@ -4,42 +4,39 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from random import Random
+from typing import Any, Literal
 from unittest import mock
 
-import msgspec
+from rich.console import Console
 
-from sharmill.cli.stage_status import read_stage
-from sharmill.engine.attempts import MAX_ATTEMPTS, MOST_INTERRUPTIONS
-from sharmill.engine.ledger import iterate_ledger
+from sharmill.cli import cancel as cancel_module
+from sharmill.engine import worker
 from sharmill.engine.listener import Listener
-from sharmill.engine.progress import SILENT_SECONDS
-from sharmill.engine.run import read_totals
 from sharmill.engine.rundir import RunDir
-from sharmill.errors import SharmillError
+from sharmill.errors import ConfigError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.slurm import scheduler as scheduler_port
 from sharmill.executors.slurm.chain import JobChain
-from sharmill.executors.slurm.chain_state import cancel_chain, read_state, wait_for_end
+from sharmill.executors.slurm.chain_state import read_state, wait_for_end
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile, StageProfile, StageProfiles
-from sharmill.staging import STAGING_NAME
 from simulation import dataset as toy
-from simulation.dataset import RECORDS_PER_UNIT, SimDataset, expected_files
+from simulation import invariants, local_ranks
+from simulation.dataset import NAMES, SimDataset
 from simulation.disturbances import DISTURBANCES
-from simulation.kernel import Kernel, SimProcess, Stuck
-from simulation.scheduler import Scheduler, SimJob
+from simulation.jobs import SimJob
+from simulation.kernel import Kernel
+from simulation.ports import ended_after_port
+from simulation.scheduler import Scheduler
+from simulation.tasks import SimProcess, Stuck
 
-PROFILE = ClusterProfile(
-    cpu=RankProfile(max_ranks=3, timeout_min=30),
-    stages=StageProfiles(driver=StageProfile(timeout_min=60)),
-    signal_s=90,
-)
+# The second is longer than any unit takes that does not hang.
+UNIT_TIME_LIMITS: tuple[float | Literal["auto"], ...] = ("auto", "auto", 600.0)
 
 
 @dataclass
@@ -57,52 +54,102 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a schedule is drawn from: disturbances by name, all by default, what becomes of the first unit, and whether
-    stages are submitted ahead."""
+    """What a schedule is drawn from.
+
+    Attributes:
+        disturbances: their names; all by default.
+        behaviour: what becomes of the first unit.
+        event: after which they come, the first or a later one: an attempt at a unit by a job with this role, or
+            "sbatch"; "" for any moment, drawn by default.
+        driver_units: as the profile has it.
+        workers: of a driver job, and of a run without a cluster.
+        submits_ahead: that stages are submitted ahead.
+    """
 
     disturbances: Sequence[str] = ()
     behaviour: str | None = None
+    event: str | None = None
+    driver_units: int | None = None
+    workers: int | None = None
     submits_ahead: bool | None = None
 
 
 @dataclass
 class World:
-    """The cluster, the dataset and what is done to them in one schedule."""
+    """The clusters, the datasets and what is done to them in one schedule.
+
+    Attributes:
+        elsewhere: another cluster with the same file system.
+        runs: the datasets of the runs that were begun, all with one dataset directory; first that of this schedule.
+        accepted: the names of the runs of which a submission has gone through.
+        publishers: the names of the runs that have published into the dataset directory.
+        said: what cancelling processes have printed.
+        submissions: the processes that have submitted this run.
+        is_gentle: nothing has happened that a chain does not get over by itself.
+        is_deserted: the last jobs were ended with no chance to note it.
+        may_double: jobs of which the chain does not know, or that it cannot end, may be at work.
+        may_go_on: of these, such as cannot be ended.
+        cancelled_at: when the chain was cancelled, unless it was submitted again since.
+    """
 
     seed: int
     folder: Path
     choice: Choice
     kernel: Kernel = field(init=False)
     cluster: Scheduler = field(init=False)
-    dataset: SimDataset = field(init=False)
+    elsewhere: Scheduler = field(init=False)
+    runs: list[SimDataset] = field(init=False)
     problems: list[str] = field(default_factory=list)
     disturbances: list[str] = field(default_factory=list)
+    accepted: set[str] = field(default_factory=set)
+    publishers: set[str] = field(default_factory=set)
+    said: dict[int, Any] = field(default_factory=dict)
+    _waiting: list[list[Any]] = field(default_factory=list)
     is_gentle: bool = True
+    is_deserted: bool = False
     excuses: int = 0
     may_double: bool = False
     waited_for: str = ""
-    is_cancelled: bool = False
+    cancelled_at: float | None = None
+    may_go_on: bool = False
     driver_units: int = 0
+    workers: int = 1
     submits_ahead: bool = False
+    submissions: list[SimProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.kernel = Kernel(self.seed, self.folder)
-        self.cluster = Scheduler(self.kernel)
         draw = self.kernel.random
-        self.cluster.queue_seconds = draw.choice([1.0, 20.0, 20.0, 300.0])
-        self.driver_units = draw.choice([0, 0, 4])
-        # Drawn apart, so that what else a seed says stays.
-        self.submits_ahead = Random(f"{self.seed} ahead").random() < 0.4
-        if self.choice.submits_ahead is not None:
-            self.submits_ahead = self.choice.submits_ahead
+        self.kernel.slow_share = draw.choice([0.02, 0.02, 0.02, 0.2])
+        self.cluster = Scheduler(self.kernel, "here", queue_seconds=draw.choice([1.0, 20.0, 20.0, 300.0]))
+        self.elsewhere = Scheduler(self.kernel, "elsewhere", nodes=("e1", "e2"), last_number=500)
+        drawn_units = draw.choice([0, 0, 4])
+        self.driver_units = drawn_units if self.choice.driver_units is None else self.choice.driver_units
+        drawn_ahead = draw.random() < 0.4
+        self.submits_ahead = drawn_ahead if self.choice.submits_ahead is None else self.choice.submits_ahead
+        drawn_workers = draw.choice([1, 2])
+        self.workers = drawn_workers if self.choice.workers is None else self.choice.workers
         drawn = draw.choice(["", "", "", "", "", "", "", "", "kill", "hang"])
-        self.dataset = SimDataset(
-            self.folder, units=draw.choice([2, 3, 5]), seconds=draw.choice([1.0, 5.0, 15.0]),
-            behaviour=drawn if self.choice.behaviour is None else self.choice.behaviour,
-        )  # fmt: skip
-        self.kernel.on_rename = self._check_rename
-        self.cluster.on_begin = self._check_begin
-        self.cluster.on_submit, self.cluster.on_watcher_killed = self._check_submit, self._expect_failure
+        self.runs = [
+            SimDataset(
+                self.folder, units=draw.choice([2, 3, 5]), seconds=draw.choice([1.0, 5.0, 15.0]),
+                behaviour=drawn if self.choice.behaviour is None else self.choice.behaviour,
+                shared=draw.choice([NAMES, NAMES[1:]]), unit_time_limit=draw.choice(UNIT_TIME_LIMITS),
+            )
+        ]  # fmt: skip
+        self.kernel.on_rename = partial(invariants.check_rename, self)
+        for cluster in self.clusters:
+            cluster.on_submit, cluster.on_begin = self._see_submission, partial(invariants.check_begin, self)
+            cluster.on_watcher_killed = self._expect_failure
+
+    @property
+    def clusters(self) -> tuple[Scheduler, Scheduler]:
+        return self.cluster, self.elsewhere
+
+    @property
+    def dataset(self) -> SimDataset:
+        """That of this schedule's run."""
+        return self.runs[0]
 
     @property
     def run_dir(self) -> RunDir:
@@ -112,15 +159,17 @@ class World:
         """Let the schedule come to its end, and check what it has left; then let an operator bring it to its end."""
         for log in (toy.attempts, toy.directors, toy.second_writers):
             log.clear()
+        toy.on_attempt[:] = [lambda attempt: self._see(attempt.role)]
         with self._installed():
             try:
-                self.kernel.spawn("submission", "login", partial(self._submit_first, self.kernel.random.random() < 0.2))
+                self.start("submission", "login", partial(self._submit_first, self.kernel.random.random() < 0.2))
                 self._draw_disturbances()
                 self.kernel.run()
-                self._check_quiet()
+                invariants.check_quiet(self)
                 self._go_on()
             except Stuck as error:
                 self.problems.append(str(error))
+            self.problems += self.kernel.mistakes
             state = read_state(self.run_dir)
         return Outcome(
             self.seed, self.disturbances, self.problems, self.kernel.trace, state.state if state else "none",
@@ -129,21 +178,36 @@ class World:
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
-        port = {name: getattr(self.cluster, name) for name in ("is_here", "failed_job_error", "submit", "run")}
-        with self.kernel.installed(), mock.patch.multiple(scheduler_port, **port):
+        def ask(name: str, *arguments: Any, **options: Any) -> Any:
+            there = self.kernel.is_running and self.kernel.running.host in ("login elsewhere", *self.elsewhere.nodes)
+            return getattr(self.elsewhere if there else self.cluster, name)(*arguments, **options)
+
+        port = {name: partial(ask, name) for name in ("is_here", "failed_job_error", "submit", "run")}
+        command = {
+            "make_console": lambda: Console(quiet=True),
+            "print_json": lambda said: self.said.update({self.kernel.running.pid: said}),
+        }
+        with (
+            self.kernel.installed(),
+            mock.patch.multiple(scheduler_port, **port),
+            mock.patch.multiple(cancel_module, **command),
+            mock.patch.object(worker, "ended_after", ended_after_port(self.kernel)),
+            local_ranks.installed(self.kernel),
+        ):
             yield
 
     # What people do.
 
-    def chain(self, dataset: SimDataset, *, restart: bool = False) -> JobChain:
-        """Return the chain that a submission starts."""
-        profile = replace(PROFILE, driver_units=self.driver_units, submit_ahead=self.submits_ahead)
-        return JobChain(dataset, profile, restart, "sharmill submit all c.yaml")
+    def start(self, name: str, host: str, work: Callable[[], object]) -> SimProcess:
+        """Start a command, which ends at SIGTERM as ``sharmill`` does."""
+        started = self.kernel.spawn(name, host, work)
+        started.handlers[signal.SIGTERM] = signal.default_int_handler
+        return started
 
     def _submit_first(self, waits: bool) -> None:
         try:
             self.submit(self.dataset)
-        except SharmillError:
+        except BaseException:
             # Whoever submits is told.
             self.is_gentle = False
             raise
@@ -153,23 +217,41 @@ class World:
 
     def submit(self, dataset: SimDataset, *, restart: bool = False) -> None:
         """Do what ``sharmill submit`` does."""
-        self.is_cancelled = False
-        state = self.chain(dataset, restart=restart).start()
+        if dataset.run_name == self.dataset.run_name:
+            self.cancelled_at = None
+            self.submissions.append(self.kernel.running)
+        chain = make_chain(
+            dataset, driver_units=self.driver_units, workers=self.workers, submits_ahead=self.submits_ahead,
+            restart=restart,
+        )  # fmt: skip
+        state = chain.start()
+        self.accepted.add(dataset.run_name)
         self.kernel.note(f"submitted: {state.message}")
 
     def run_here(self, option: int, *, take_over: bool) -> None:
         """Do what ``sharmill run --restart`` does."""
-        self.is_cancelled = False
+        self.cancelled_at = None
         dataset = replace(self.dataset, option=option, take_over=take_over, behaviour="")
-        dataset.run(LocalExecutor(1), Listener(), restart=True, wait_seconds=0.0)
+        dataset.run(LocalExecutor(self.workers), Listener(), restart=True, wait_seconds=0.0)
 
     def cancel(self) -> None:
         """Do what ``sharmill cancel`` does."""
-        ended = cancel_chain(self.run_dir)
+        assert cancel_module.cancel.callback is not None
+        begun = len(self.submissions)
+        try:
+            cancel_module.cancel.callback(run_dir=self.dataset.run_dir, ray_address=None, as_json=True)
+        except ConfigError as error:
+            state = read_state(self.run_dir)
+            is_submission = any(f"process {one.pid} " in str(error) for one in self.submissions)
+            if is_submission and state is not None and state.is_withdrawn and not self.may_go_on:
+                self.problems.append(f"cancel has ended the jobs of a submission that goes on: {error}")
+            raise
+        said = self.said[self.kernel.running.pid]
+        self.kernel.note(f"cancelled: {said}")
         by_hand = [one for one in self.kernel.alive() if one.name.startswith(("submission", "sharmill run"))]
-        # What runs on nodes out of reach, and jobs of which nobody knows, cannot be ended.
-        self.is_cancelled = bool(ended) and not by_hand and not self.may_double
-        self.kernel.note(f"cancelled: {', '.join(ended)}")
+        if not (by_hand or len(self.submissions) > begun) and (said["slurm_jobs"] or said["ended"]):
+            self.cancelled_at = self.kernel.now if said["slurm_jobs"] else None
+            invariants.check_cancelled(self, said["claims"])
 
     # Disturbances.
 
@@ -180,8 +262,27 @@ class World:
         for _ in range(max(draw.choice([0, 1, 1, 2, 3]), bool(self.choice.disturbances))):
             name = draw.choice(kinds)
             when = draw.expovariate(1.0 / (10.0 * self.cluster.queue_seconds + 20.0 * self.dataset.seconds))
-            self.disturbances.append(f"{name} at {when:.0f} s")
-            self.kernel.at(when, partial(self._disturb, name))
+            event, number = draw.choice(["", "", "", "driver", "rank", "sbatch"]), draw.choice([1, 2, 3, 3])
+            event = event if self.choice.event is None else self.choice.event
+            if event:
+                self.disturbances.append(f"{name} at {event} {number}")
+                self._waiting.append([event, number, partial(self._disturb, name)])
+            else:
+                self.disturbances.append(f"{name} at {when:.0f} s")
+                self.kernel.at(when, partial(self._disturb, name))
+
+    def _see(self, event: str) -> None:
+        """Have disturbances happen soon that wait for this."""
+        for waiting in list(self._waiting):
+            waiting[1] -= waiting[0] == event
+            if not waiting[1]:
+                self._waiting.remove(waiting)
+                longest = 5.0 if event == "sbatch" else 2.0 * self.dataset.seconds
+                self.kernel.at(self.kernel.random.uniform(0.0, longest), waiting[2])
+
+    def _see_submission(self, comment: str) -> None:
+        invariants.check_submit(self, comment)
+        self._see("sbatch")
 
     def _disturb(self, name: str) -> None:
         self.kernel.note(f"disturbance: {name}")
@@ -189,152 +290,49 @@ class World:
 
     def running_jobs(self) -> list[SimJob]:
         """Return the jobs that run, in the order of their numbers."""
-        return [job for job in self.cluster.queue() if job.state == "RUNNING" and job.process is not None]
+        jobs = [job for cluster in self.clusters for job in cluster.queue()]
+        return [job for job in jobs if job.state == "RUNNING" and job.process is not None]
 
     def choose_job(self) -> SimJob | None:
         """Return a running job, or None where there is none."""
         jobs = self.running_jobs()
         return self.kernel.random.choice(jobs) if jobs else None
 
-    # Invariants.
-
-    def _check_rename(self, owner: SimProcess, source: str, goal: str) -> None:
-        """Nothing is published for another plan than the present one, nor after the chain was cancelled."""
-        inside = Path(source).parts
-        if STAGING_NAME not in inside or STAGING_NAME in Path(goal).parts:
-            return
-        if self.is_cancelled:
-            self.problems.append(f"{owner.name} publishes {goal} after the chain was cancelled")
-        token = inside[inside.index(STAGING_NAME) + 1]
-        with self.kernel.outside():
-            present = {self.run_dir.stage(name).read_token() for name in toy.NAMES}
-        if token not in present:
-            self.problems.append(f"{owner.name} publishes {goal} for the plan {token}, which is not the present one")
-
     def _expect_failure(self) -> None:
         """Note that the watcher job has been killed too: nobody goes on by himself."""
-        self.is_gentle = False
-
-    def _check_submit(self, role: str) -> None:
-        """No ranks are submitted beside others of the dataset, unless an answer was lost or a node is out of reach."""
-        if self.is_cancelled:
-            self.problems.append(f"a {role} is submitted after the chain was cancelled")
-        ranks = [job for job in self.cluster.queue() if job.role == role == "rank" and self._has_work(job)]
-        run_id = self.run_dir.id.read_bytes().decode()
-        if ranks and not self.may_double and all(run_id in job.comment for job in ranks):
-            self.problems.append(f"ranks are submitted beside {ranks[0].id}")
-
-    def _check_begin(self, job: SimJob) -> None:
-        """No ranks that were submitted ahead begin after the end of the chain, if SLURM has heard who cancels them."""
-        if job.role != "rank" or self._has_work(job) or self.may_double or self.cluster.away_until:
-            return
-        with self.kernel.outside():
-            state = read_state(self.run_dir)
-        if state is not None and state.state != "waiting":
-            self.problems.append(f"rank {job.id} was submitted ahead, and begins although the chain is {state.state}")
-
-    def _has_work(self, job: SimJob) -> bool:
-        with self.kernel.outside():
-            return not job.was_submitted_ahead or self.run_dir.job_work(int(job.id.split("_")[0])).exists()
-
-    def _check_quiet(self) -> None:
-        """Check what the schedule has left, when nothing goes on any more."""
-        if alive := self.kernel.alive():
-            self.problems.append(f"{alive[0].name} waits for ever")
-        if jobs := self.cluster.queue():
-            self.problems.append(f"job {jobs[0].id} is in the queue for ever")
-        self._check_always()
-        state = read_state(self.run_dir)
-        is_done = self._is_done()
-        if self.is_cancelled and (state is None or state.state != "failed" or "cancelled by" not in state.message):
-            self.problems.append(f"the chain was cancelled, and is {state}")
-        if state is not None and state.state == "done" and not is_done:
-            self.problems.append("the chain is done, and its stages are not")
-        if self.is_gentle and (state is None or state.state != ("failed" if self.dataset.behaviour else "done")):
-            self.problems.append(f"the chain has not come to its end: {state}")
-        elif state is not None and state.state == "waiting" and not state.submitting:
-            self.problems.append(f"the chain waits, and has no jobs: {state}")
-        if self.waited_for and self.is_gentle and (state is None or state.state != self.waited_for):
-            self.problems.append(f"submit --wait has said {self.waited_for}, and it is {state}")
-
-    def _is_done(self) -> bool:
-        return all(read_totals(stage) is not None for stage in self.dataset.make_stages())
-
-    def _check_always(self) -> None:
-        if toy.second_writers:
-            self.problems.append(f"two processes direct the run at once: {toy.second_writers}")
-        counts = Counter((attempt.stage, attempt.token, attempt.unit) for attempt in toy.attempts)
-        for (stage, token, unit), number in counts.items():
-            if number > 2 * MAX_ATTEMPTS + MOST_INTERRUPTIONS + 2 * self.excuses:
-                self.problems.append(f"{number} attempts at unit {unit} of {stage} with plan {token}")
-        self._check_who_did_what()
-        for stage in self.dataset.make_stages():
-            # A rank that was killed shows as alive for a minute.
-            self.kernel.now += 2 * SILENT_SECONDS
-            status = read_stage(stage)
-            if status.state == "under way":
-                self.problems.append(f"{stage.name} is shown as under way, and nobody is at work")
-
-    def _check_who_did_what(self) -> None:
-        """Check that two ranks of a round at most began a unit, and no stage that killed its driver job another."""
-        ranks: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
-        drivers: defaultdict[str, set[int]] = defaultdict(set)
-        for attempt in toy.attempts:
-            if attempt.role == "rank":
-                ranks[attempt.stage, attempt.token, str(attempt.unit), attempt.job].add(attempt.task)
-            elif attempt.role:
-                drivers[attempt.token].add(attempt.pid)
-        for unit, tasks in ranks.items():
-            if len(tasks) > 2:
-                self.problems.append(f"{len(tasks)} ranks of a round have begun the unit {unit}")
-        # A submission tries stages anew.
-        if not any("subm" in text or "run" in text for text in self.disturbances):
-            self.problems += [
-                f"driver jobs have done units of the plan {token} {len(pids)} times"
-                for token, pids in drivers.items()
-                if len(pids) > 1
-            ]
+        self.is_gentle, self.is_deserted = False, True
 
     def _go_on(self) -> None:
         """Submit again, as an operator does, and check that this ends with the output of an undisturbed run."""
-        self.cluster.away_until, self.cluster.answers_lost, self.cluster.max_jobs = 0.0, 0, 100
-        self.cluster.queue_seconds, self.cluster.next_lives_for = 5.0, None
-        self.cluster.broken.clear()
-        self.dataset = replace(self.dataset, behaviour="", option=self._planned_option())
+        self._waiting.clear()
+        for cluster in self.clusters:
+            cluster.away_until, cluster.answers_lost, cluster.max_jobs = 0.0, 0, 100
+            cluster.queue_seconds, cluster.next_lives_for = 5.0, None
+            cluster.broken.clear()
+        self.runs = [replace(run, behaviour="", option=invariants.planned_option(run)) for run in self.runs]
+        # One of the runs has the dataset directory, and one of the clusters its chain.
         for attempt in range(3):
-            self.kernel.spawn(f"submission again {attempt}", "login", partial(self.submit, self.dataset))
-            self.kernel.run()
-            if self._is_done():
-                break
-        else:
-            self.problems.append(f"submitted again, it is not done: {read_state(self.run_dir)}")
-            return
-        self._check_output()
+            for run in self.runs:
+                for host in ("login", "login elsewhere"):
+                    self.start(f"submission again {attempt}", host, partial(self.submit, run))
+                    self.kernel.run()
+                    if invariants.is_done(run):
+                        self.problems += invariants.wrong_output(run)
+                        return
+        self.problems.append(f"submitted again, it is not done: {read_state(self.run_dir)}")
 
-    def _planned_option(self) -> int:
-        identity = self.run_dir.stage(toy.NAMES[0]).identity
-        return int(msgspec.json.decode(identity.read_bytes())["option"]) if identity.exists() else self.dataset.option
 
-    def _check_output(self) -> None:
-        root = self.folder / "out"
-        found = {
-            path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
-        }
-        expected = expected_files(self.dataset)
-        if found != expected:
-            wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-            self.problems.append(f"the output is not that of an undisturbed run: {', '.join(wrong[:3])}")
-        for stage in self.dataset.make_stages():
-            totals = read_totals(stage)
-            units = {commit.index for commit in iterate_ledger(stage.dir)}
-            if (
-                totals is None
-                or totals.num_in != self.dataset.units * RECORDS_PER_UNIT
-                or totals.num_out != totals.num_in
-            ):
-                self.problems.append(f"the accounts of {stage.name} are {totals}")
-            if units != set(range(self.dataset.units)):
-                self.problems.append(f"the ledger of {stage.name} has the units {units}")
+def make_chain(
+    dataset: SimDataset, *, driver_units: int, workers: int = 1, submits_ahead: bool = False, restart: bool = False
+) -> JobChain:
+    """Return the chain that a submission starts; its driver jobs have room for so many workers."""
+    cpu = RankProfile(max_ranks=3, timeout_min=30)
+    driver = StageProfile(timeout_min=60, cores=workers * cpu.cores, memory_gb=workers * cpu.memory_gb)
+    stages = StageProfiles(driver=driver)
+    profile = ClusterProfile(
+        cpu=cpu, stages=stages, signal_s=90, driver_units=driver_units, submit_ahead=submits_ahead
+    )  # fmt: skip
+    return JobChain(dataset, profile, restart, "sharmill submit all c.yaml")
 
 
 def simulate(seed: int, folder: Path, choice: Choice = Choice()) -> Outcome:

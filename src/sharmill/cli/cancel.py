@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -14,6 +11,7 @@ import click
 from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError, FatalError
+from sharmill.ports import clock, process
 
 if TYPE_CHECKING:
     from sharmill.engine.locks import LockOwner
@@ -97,21 +95,19 @@ def _end_owner(run_dir: RunDir, ray_address: str | None, ended_jobs: Sequence[st
 
 def _is_gone(owner: LockOwner) -> bool:
     """Return whether it was a process of this machine, which has ended."""
-    from sharmill.ports.process import is_gone
-
-    return owner.is_here and is_gone(owner.pid, owner.started)
+    return owner.is_here and process.is_gone(owner.pid, owner.started)
 
 
 def _interrupt(owner: LockOwner) -> None:
     try:
-        os.kill(owner.pid, signal.SIGTERM)
+        process.tell_to_end(owner.pid)
     except PermissionError as error:
         raise ConfigError(f"{owner} is another user's; ask them to run this", code="locked") from error
 
 
 def _wait(is_over: Callable[[], bool], name: str) -> None:
-    deadline = time.monotonic() + _SECONDS_TO_END
+    deadline = clock.monotonic() + _SECONDS_TO_END
     while not is_over():
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             raise FatalError(f"{name} has not ended within {_SECONDS_TO_END:.0f} s of being told to", code="locked")
-        time.sleep(0.1)
+        clock.sleep(0.1)

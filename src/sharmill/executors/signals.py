@@ -30,16 +30,16 @@ def deferred_interrupts() -> Iterator[None]:
         arrived.append(number)
 
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    previous = {number: signal.signal(number, remember) for number in _SIGNALS}
+    previous = {number: process.set_handler(number, remember) for number in _SIGNALS}
     try:
         yield
     finally:
         # What waits behind the mask is delivered here, while it is only remembered.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            process.set_handler(number, signal.SIG_DFL if handler is None else handler)
         if arrived:
-            signal.raise_signal(arrived[0])
+            process.raise_signal(arrived[0])
 
 
 class ToldToEnd(KeyboardInterrupt):

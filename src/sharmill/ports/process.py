@@ -10,6 +10,7 @@ from functools import cache
 from os import _exit as end_at_once
 from os import environ, getpid
 from pathlib import Path
+from signal import raise_signal
 from signal import signal as set_handler
 from socket import gethostname
 from threading import Event, Thread
@@ -24,9 +25,11 @@ __all__ = [
     "getpid",
     "interrupt",
     "is_gone",
+    "raise_signal",
     "seconds_since_start",
     "set_handler",
     "state_and_start",
+    "tell_to_end",
     "this_kernel",
 ]  # fmt: skip
 
@@ -79,3 +82,12 @@ def interrupt() -> None:
     """Interrupt this process as Ctrl-C does; in the background of a shell, where that is ignored, as SIGTERM does."""
     is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGINT)
+
+
+def tell_to_end(pid: int) -> None:
+    """Send SIGTERM to a process of this kernel.
+
+    Raises:
+        OSError: it has ended, or is another user's.
+    """
+    os.kill(pid, signal.SIGTERM)

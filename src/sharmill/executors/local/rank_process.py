@@ -23,6 +23,7 @@ from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.devices import Device
 from sharmill.executors.driven_rank import Advanced, Ready, as_answer
 from sharmill.executors.logs import logging_to, redirect_output
+from sharmill.ports import process
 from sharmill.processes import limit_cores
 
 log = logging.getLogger(__name__)
@@ -44,8 +45,8 @@ class RankStart:
 
 def rank_main(connection: Connection, start: RankStart) -> None:
     """Run a rank. The driver decides when it ends, so Ctrl-C, which reaches the whole group, is left to it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    process.set_handler(signal.SIGINT, signal.SIG_IGN)
+    process.set_handler(signal.SIGTERM, signal.SIG_DFL)
     start.device.restrict_environment()
     limit_cores(start.cores)
     _end_with_server()

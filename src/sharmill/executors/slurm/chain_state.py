@@ -124,9 +124,11 @@ def cancel_chain(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> l
         jobs = queued_jobs(run_dir)
         if not jobs:
             owner = lock_owner(run_dir.path)
-            if owner is None or owner.job.removeprefix(SLURM_JOB) not in ended:
+            is_job = owner is not None and owner.job.removeprefix(SLURM_JOB) in ended
+            if owner is None or not ended or (owner.is_here and not is_job):
                 break
-            # The process of a driver job may outlast its job for a while, and may just have submitted others.
+            # The process of a driver job may outlast its job for a while, and may just have submitted others. So may a
+            # submission on another host, which also notes then that it waits for what was ended here.
             with locked(run_dir, max(0.0, deadline - clock.monotonic())):
                 continue
         if not ended:

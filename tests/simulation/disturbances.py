@@ -100,8 +100,11 @@ def _cancel_ranks(world: World) -> None:
 
 
 def _jobs_cannot_start(world: World) -> None:
-    """Break the environment of jobs: none gets as far as the work."""
-    world.is_gentle = False
+    """Break the environment of jobs: none gets as far as the work.
+
+    All may have ended before a slow submission notes that it waits for them; ``status`` says that they are gone.
+    """
+    world.is_gentle, world.is_deserted = False, True
     world.cluster.broken |= {"rank", "driver", "watcher"}
 
 

@@ -51,13 +51,17 @@ NOT_NEEDED = {
     f"{_WRITTEN}sharmill/pipeline.run_dataset": _ANEW,
     f"{_WRITTEN}slurm/queue.make_run_id": _AGAIN,
     f"{_WRITTEN}validate/stage.finalize": _AGAIN,
+    f"{_WRITTEN}slurm/executor._require_progress": "a round that is forgotten is begun once more",
     f"{_FOLDER}remove_at_once < engine/fence.remove_fences": "no rank outlives the power of its node",
     f"{_FOLDER}remove_at_once < engine/run._finalize": _GONE,
     f"{_FOLDER}remove_at_once < jobs/train_checkpoints.save": "the next save removes old checkpoints once more",
     f"{_FOLDER}remove_for_good < engine/plan.discard_stage": _GONE,
+    f"{_FOLDER}remove_for_good < prepare/stage.discard": _ANEW,
+    f"{_FOLDER}remove_for_good < shar/dataset.remove": "an index without its files is refused, and written anew",
     f"{_FOLDER}remove_for_good < validate/stage.discard": _ANEW,
     "sharmill/storage.open_atomic < sharmill/storage.write_atomic < sharmill/pipeline.run_dataset": _ANEW,
     "sharmill/storage.open_atomic < sharmill/storage.write_atomic < slurm/executor._require_progress": _ANEW,
+    "sharmill/storage.open_atomic < sharmill/storage.write_atomic < slurm/executor.run": "that it is there counts",
 }
 # Of each place so many states are tried in every run before more are tried in any.
 _FEW = 8
@@ -87,16 +91,19 @@ def leave_out_syncs(runs: Sequence[PoweredRun], folder: Path, states: int) -> in
     sites = {site for cuts in recorded.values() for site in cuts.recording.sites}
     left = sorted(sites - NOT_NEEDED.keys())
     wanted, most_tried, num_tried = len(left), 0, 0
-    for most in (0, _FEW, states):
+    for most, is_mixed in ((0, False), (_FEW, False), (states, False), (states, True)):
         for name, cuts in recorded.items():
             for site in [site for site in left if site in cuts.recording.sites]:
-                broken = cuts.break_without(site, most)
+                broken = cuts.break_without(site, most, is_mixed=is_mixed)
                 num_tried += broken.tried
                 if broken.problem:
                     left.remove(site)
                     most_tried = max(most_tried, broken.tried)
                     first, *_, last = (broken.problem + "\n").split("\n", 1)
-                    print(f"{site}: {name}, state {broken.tried}: {first[:150]} {last[-150:]}", flush=True)
+                    print(
+                        f"{site}: {name}, state {broken.tried}{' of mixed' * is_mixed}: {first[:150]} {last[-150:]}",
+                        flush=True,
+                    )
     for site in left:
         print(f"{site}: nothing breaks without it")
     for site in sorted(sites & NOT_NEEDED.keys()):

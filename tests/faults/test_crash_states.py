@@ -89,6 +89,37 @@ def test_without_an_fsync_its_losses_come_first_by_themselves_and_at_the_latest_
     assert all(Crash.parse(str(crash)) == crash for crash in found)
 
 
+def test_without_an_fsync_of_a_folder_that_is_removed_later_both_come_back(record):
+    recorded = record(
+        ("mkdir", "folder", "", 7, ""),
+        ("create", "folder/file", "", 7, ""),
+        ("fsync", "folder", "", 7, ""),
+        ("fsync", "", "", 7, ""),
+        ("create", "note", "", 7, ""),
+        ("unlink", "folder/file", "", 7, ""),
+        ("fsync", "folder", "", 7, FOLDER_SYNC),
+        ("unlink", "folder", "", 7, ""),
+        ("create", "later", "", 7, ""),
+        ("fsync", "", "", 7, ""),
+        ("create", "end", "", 7, ""),
+    )
+    without = Recording(recorded, [FOLDER_SYNC])
+    crashes = [*without.crashes_without(Recording(recorded))]
+    # Once the folder is gone for good, there is nothing left to come back.
+    assert {crash.after for crash in crashes} == {7, 8, 9}
+    assert crashes[0].after == 9
+    found = [dict(without.state(crash)) for crash in crashes]
+    assert {"folder": None, "folder/file": b"", "note": b"", "later": b""} in found
+
+
+def test_the_mixed_losses_without_an_fsync_are_those_of_its_moments_in_the_same_order_each_time(published):
+    without, other = Recording(published, [FOLDER_SYNC]), Recording(published)
+    crashes = [*without.crashes_without(other, is_mixed=True)]
+    assert crashes == [*Recording(published, [FOLDER_SYNC]).crashes_without(other, is_mixed=True)]
+    assert {crash.after for crash in crashes} == {crash.after for crash in without.crashes_without(other)}
+    assert {crash.names.partition(":")[0] for crash in crashes} == {"drop", "keep", "random"}
+
+
 def test_one_node_alone_loses_its_bytes_and_all_that_it_would_have_done(record):
     recorded = record(
         ("create", "driver", "", 1, ""),

@@ -138,37 +138,83 @@ class Recording:
         for turn in zip_longest(*rng.sample([posix, journal, node], 3)):
             yield from filter(None, turn)
 
-    def crashes_without(self, other: Recording) -> Iterator[Crash]:
+    def crashes_without(self, other: Recording, *, is_mixed: bool = False) -> Iterator[Crash]:
         """Yield crashes that are possible since sites were left out, and were not in the recording with them.
 
         Lost is what the fsyncs of these sites have made last there, by itself or with all else that is not synced:
         first just before something else makes it last, then just after them, then in moments ever closer to one
         another, up to all of them.
+
+        Args:
+            is_mixed: in the same moments, but of all that is not synced any part is lost, as by a seed of the site; of
+                these some are possible with the fsyncs, too.
         """
         occurrences = [number for site in self._without for number in self._of_site(site)]
-        for turn in zip_longest(*(self._losses_without(number, other) for number in occurrences)):
+        for turn in zip_longest(*(self._losses_without(number, other, is_mixed) for number in occurrences)):
             yield from (crash for crash in turn if crash is not None)
 
-    def _losses_without(self, number: int, other: Recording) -> Iterator[Crash]:
+    def _losses_without(self, number: int, other: Recording, is_mixed: bool) -> Iterator[Crash]:
         """Yield the crashes of ``crashes_without`` after an fsync that does nothing here, but does in the other one."""
         settled = {*other._moments[number].names} - {*other._moments[number + 1].names}
         bytes_of = {*other._moments[number].files} - {*other._moments[number + 1].files}
-        afters = []
+        names, files, afters = settled, bytes_of, []
         for after in range(number + 1, len(self.steps) + 1):
             moment = self._moments[after]
-            if settled.isdisjoint(moment.names) and bytes_of.isdisjoint(moment.files):
+            if isinstance(self.steps[after - 1], Sync):
+                names = {n for n in names if n in moment.names and self._is_placed(moment, n)}
+                files = files & {*moment.files}
+            if not names and not files:
                 break
             afters.append(after)
         for after in _spread(afters):
-            yield from self._losses_of(after, settled, bytes_of)
+            yield from self._mixed_losses(after) if is_mixed else self._losses_of(after, settled, bytes_of)
+
+    def _removals_of_folders(self, moment: _Moment, settled: Collection[int]) -> list[int]:
+        """Return the steps that may be lost and that removed the folders of these steps, or the folders of those."""
+        folders = {folder for number in settled for folder, _ in self._of(number)}
+        names: dict[Name, Node | None] = {
+            (folder, name): node for folder, found in moment.lasting.items() for name, node in found.items()
+        }
+        removals = []
+        for index, number in enumerate(moment.names):
+            step = self._of(number)
+            above = {name[0] for name, node in step.items() if node is None and names.get(name) in folders}
+            if above:
+                removals.append(index)
+                folders |= above
+            names.update(step)
+        return removals
+
+    def _mixed_losses(self, after: int) -> list[Crash]:
+        """Return losses of all steps about names but one, of one, and of some, with bytes and without."""
+        subsets = [f"{kind}:{number}" for kind in ("drop", "keep") for number in range(len(self._moments[after].names))]
+        mixed = [Crash(after, subset, loss) for subset in subsets for loss in ("none", "all")]
+        mixed += [Crash(after, f"random:{seed}", loss) for seed in range(_RANDOM_SUBSETS) for loss in _LOSSES]
+        random.Random(f"{sorted(self._without)} {after}").shuffle(mixed)
+        return mixed
+
+    def _is_placed(self, moment: _Moment, number: int) -> bool:
+        """Return True unless the folders of a step about names are gone for good, or those that these were in."""
+        placed = {folder for folder, _ in self._of(number)}
+        todo = list(placed)
+        while todo:
+            node = todo.pop()
+            above = {folder for folder, names in moment.lasting.items() if node in names.values()}
+            above.update(f for n in moment.names for (f, _), there in self._of(n).items() if there is node)
+            todo += above - placed
+            placed |= above
+        return self._recorded.top in placed
 
     def _losses_of(self, after: int, settled: Collection[int], files: Collection[Node]) -> Iterator[Crash]:
         """Yield the losses of steps about names, together and each by itself, of the bytes of files, and of all."""
         moment = self._moments[after]
         indexes = [index for index, number in enumerate(moment.names) if number in settled]
         if len(indexes) > 1:
-            yield Crash(after, f"drop:{'+'.join(map(str, indexes))}")
-        yield from (Crash(after, f"drop:{index}") for index in indexes)
+            yield _dropping(after, indexes)
+        # What was in a folder that is removed since is there again only with that.
+        if indexes and (removals := self._removals_of_folders(moment, settled)):
+            yield _dropping(after, [*indexes, *removals])
+        yield from (_dropping(after, [index]) for index in indexes)
         numbers = [index for index, file in enumerate(moment.files) if file in files]
         yield from (Crash(after, "none", loss, index) for loss in _LOSSES[1:] for index in numbers)
         # With a folder that comes back what was in it may come back.
@@ -308,6 +354,10 @@ class Recording:
                 lost.add(name)
                 about.update(self._of(name))
         return lost
+
+
+def _dropping(after: int, indexes: list[int]) -> Crash:
+    return Crash(after, f"drop:{'+'.join(map(str, indexes))}")
 
 
 def _spread(moments: list[int]) -> Iterator[int]:

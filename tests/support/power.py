@@ -170,16 +170,17 @@ class PowerCuts:
                 self._seen.add(digest)
                 yield crash, state
 
-    def break_without(self, site: str, states: int) -> Broken:
+    def break_without(self, site: str, states: int, *, is_mixed: bool = False) -> Broken:
         """Look for a state that breaks if the fsyncs from one site do nothing.
 
         Args:
             states: at most so many that did not hold before are tried.
+            is_mixed: those of ``Recording.crashes_without`` that lose any part of what is not synced.
         """
         recording = Recording(self._recorded, [site])
         if lost := _lost_at_ends(recording):
             return Broken(0, "; ".join(f"{crash}: {problem}" for crash, problem in lost.items()))
-        crashes, tried, at_once = recording.crashes_without(self.recording), 0, 1
+        crashes, tried, at_once = recording.crashes_without(self.recording, is_mixed=is_mixed), 0, 1
         while tried < states:
             # Mostly one of the first breaks.
             at_once = min(2 * at_once, _AT_ONCE, states - tried)

@@ -81,8 +81,10 @@ _TOY = {"name": "toy", "model": "builtin"}
 _CODECS = {"encode": {"codecs": [_TOY, {"name": "other", "model": "builtin"}]}}
 # Stages without models, so that ranks that are started anew need no stand-ins.
 _PLAIN: dict[str, Any] = {"match": None, "encode": {"codecs": []}}
-# Shards of other content, and more of them, which must be gone for good.
-_MORE_SHARDS = {"write": {"shard_size": 2, "seed": 1}}
+# Shards of other content, and more of them, and a manifest of another name, which must be gone for good.
+_OTHER_OUTPUT = {
+    "write": {"shard_size": 2, "seed": 1}, "match": {"min_duration": 0.0, "min_similarity": 0.5, "unit_seconds": 0.6},
+}  # fmt: skip
 
 
 def _config(work: Path, changes: dict[str, Any] | None = None) -> Config:
@@ -195,13 +197,18 @@ def _collect(work: Path) -> None:
         make_manifest([str(work / "speech")], str(work / "speech.json"), options, Listener(), workers=1)
 
 
-def _judge_models(work: Path) -> None:
-    """A pilot, and a certificate without comparisons."""
+def _calibrate(work: Path) -> None:
+    """A pilot."""
+    with stand_ins():
+        run_pilot(_config(work), size=4, measure=False)
+
+
+def _certify(work: Path) -> None:
+    """A certificate without comparisons."""
     comparing = mock.patch.multiple(
         "sharmill.models.certificate", certify_codec=lambda *_: iter(()), certify_encoder=lambda *_: iter(())
     )
     with stand_ins(), comparing:
-        run_pilot(_config(work), size=4, measure=False)
         certify_models(_config(work))
 
 
@@ -210,14 +217,11 @@ def _done_by_jobs(work: Path) -> dict[str, bytes]:
     return {name: data for name, data in lasting_files(work).items() if name != "run/id"}
 
 
-def _judgements(work: Path) -> dict[str, bytes]:
-    """The outcome of the pilot without the rates, which are measured, and the certificate."""
+def _calibration(work: Path) -> dict[str, bytes]:
+    """The outcome of the pilot without the rates, which are measured."""
     calibration = msgspec.json.decode((work / "run/calibration.json").read_bytes())
     del calibration["rates"]
-    return {
-        "run/calibration.json": msgspec.json.encode(calibration),
-        "run/certificate.json": (work / "run/certificate.json").read_bytes(),
-    }
+    return {"run/calibration.json": msgspec.json.encode(calibration)}
 
 
 def _of_stage(name: str, *before: str) -> PoweredRun:
@@ -295,7 +299,8 @@ RUNS = [
     PoweredRun("merge", _make_datasets, _merge, "abc"),
     PoweredRun("sidecars", _make_datasets, lambda work: write_sidecars(work / "a"), "a"),
     PoweredRun("export", _make_datasets, lambda work: export_dataset(work / "a", "nemo_codes", work / "x"), "a"),
-    PoweredRun("calibrate, certify", lambda work: None, _judge_models, outcome=_judgements),
+    PoweredRun("calibrate", lambda work: None, _calibrate, outcome=_calibration),
+    PoweredRun("certify", lambda work: None, _certify),
     PoweredRun("train", lambda work: None, _train, outcome=_trained),
     PoweredRun("train example", _begin_example, lambda work: _train_example(work, 4), "a", outcome=_trained_example),
     PoweredRun("manifest", _put_speech, _collect),
@@ -313,6 +318,6 @@ RUNS = [
     PoweredRun("chain of jobs", lambda work: None, _submit, ["dataset"], outcome=_done_by_jobs,
                recorded=lambda work: _submit(work, is_forking=True)),
     PoweredRun("pipeline", lambda work: None, _run_all, ["dataset"]),
-    PoweredRun("restart", lambda work: _run_all(work, _MORE_SHARDS), lambda work: _run_all(work, restart=True),
+    PoweredRun("restart", lambda work: _run_all(work, _OTHER_OUTPUT), lambda work: _run_all(work, restart=True),
                ["dataset"]),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from pathlib import Path
@@ -89,6 +90,13 @@ def test_the_jobs_of_later_stages_are_submitted_behind_one_another(cluster, run)
     ]  # fmt: skip
     # As many as there may be: three ranks at most, in arrays of three at most.
     assert all("--array=0-2%3\n" in scripts[number] for number in (3, 6))
+
+
+def test_one_array_of_ranks_that_wait_may_run_as_many_at_once_as_the_stage(cluster, run):
+    """Of nine ranks, three arrays would share the limit; ahead is only one of them."""
+    run(max_ranks=9, max_parallel=6)
+    scripts = [(cluster.folder / f"script.{number}").read_text() for number in (1, 6)]
+    assert [re.search(r"--array=(\S+)", script)[1] for script in scripts] == ["0-2%2", "0-2%3"]
 
 
 def test_where_slurm_takes_no_more_jobs_the_last_stages_are_left_out(cluster, run):
@@ -199,3 +207,24 @@ def test_without_the_key_nothing_is_submitted_ahead_nor_asked_for(cluster, tmp_p
     rejects = RejectLimit(stage.name, Path("rejects"), expected_in=6, max_fraction=1.0)
     executor.run(stage, read_or_make_plan(stage, restart=False), rejects, Listener())
     assert (cluster.calls("sbatch"), cluster.calls("squeue")) == (3, 1)
+
+
+def test_one_that_has_begun_and_whose_work_is_not_seen_yet_keeps_a_new_submission_away(cluster, run_dir):
+    set_queue(cluster, [line(run_dir, "60_0", "rank", "middle", "RUNNING"), *waiting(run_dir, 70, "last")])
+    assert competing_jobs(run_dir) == []
+    assert [job.id for job in competing_jobs(run_dir, begun_ahead=True)] == ["60_0"]
+
+
+def test_to_who_cannot_look_every_job_has_work(cluster, run_dir, monkeypatch):
+    """Another user asks; and root may look everywhere."""
+    set_queue(cluster, waiting(run_dir, 60, "middle"))
+    really = os.stat
+
+    def stat(path, **options):
+        if str(path).startswith(f"{run_dir.jobs}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert len(competing_jobs(run_dir)) == len(queued_jobs(run_dir)) == 5
+    assert jobs_ahead(run_dir) == []

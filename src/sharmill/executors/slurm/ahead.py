@@ -153,9 +153,8 @@ def submit_ahead(jobs: JobRequests, later: Sequence[Stage], driver_job: str) -> 
         seen = stage.seconds_until_seen
         try:
             with deferred_interrupts(), outside_own_job(), cancelled_on_error(submitted):
-                array, _ = _waiting_ranks(jobs, stage)
                 ranks, driver, watcher = _parameters(jobs, stage, driver_job)
-                tasks = [WaitingRank(jobs.run_dir, rank, seen) for rank in array]
+                tasks = [WaitingRank(jobs.run_dir, rank, seen) for rank in _waiting_ranks(jobs, stage)]
                 submitted += jobs.try_to_submit(ranks, jobs.profile.python, tasks)
                 driver["dependency"] = f"afterany:{parent_ids(submitted)[0]}"
                 # With another status than 0 the jobs of the stage behind go as well.
@@ -178,28 +177,27 @@ def ahead_scripts(jobs: JobRequests, later: Sequence[Stage]) -> list[str]:
     scripts = []
     for stage in later:
         ranks, driver, watcher = _parameters(jobs, stage, "DRIVER")
-        array, _ = _waiting_ranks(jobs, stage)
-        scripts.append(scheduler.script(jobs.request(ranks, jobs.profile.python), num_tasks=len(array)))
+        num_tasks = len(_waiting_ranks(jobs, stage))
+        scripts.append(scheduler.script(jobs.request(ranks, jobs.profile.python), num_tasks=num_tasks))
         scripts += [scheduler.script(jobs.request(parameters, None)) for parameters in (driver, watcher)]
     return scripts
 
 
 def _parameters(jobs: JobRequests, stage: Stage, driver_job: str) -> tuple[dict[str, Any], ...]:
     """Return the parameters of the ranks that wait for a driver job, of their driver job, and of its watcher job."""
-    _, parallel = _waiting_ranks(jobs, stage)
     ranks = jobs.parameters(stage.name, "rank", jobs.ranks_of(stage), ahead=stage.name)
     # Where the driver job fails, its watcher job submits others.
-    ranks |= {"array_parallelism": parallel, "dependency": f"afterok:{driver_job}"}
+    ranks |= {"array_parallelism": jobs.max_parallel(stage), "dependency": f"afterok:{driver_job}"}
     ranks["additional_parameters"]["kill-on-invalid-dep"] = "yes"
     driver = jobs.driver_parameters(stage.name, "driver", "afterany:RANKS", ahead=stage.name)
     return ranks, driver, jobs.watcher_parameters(stage.name, "DRIVER", ahead=stage.name)
 
 
-def _waiting_ranks(jobs: JobRequests, stage: Stage) -> tuple[range, int]:
-    """Return the ranks of a stage whose size is not known, as many as there may be, and how many may run at once."""
-    return jobs.arrays(stage, jobs.ranks_of(stage).max_ranks)[0]
+def _waiting_ranks(jobs: JobRequests, stage: Stage) -> range:
+    """Return the ranks of a stage whose size is not known: as many as there may be in one array."""
+    return range(min(jobs.ranks_of(stage).max_ranks, jobs.max_array_size))
 
 
-def cancel_ahead(run_dir: RunDir, patience: float) -> None:
-    """End the jobs that were submitted ahead and have no work."""
-    cancel_from_behind([job.id for job in jobs_ahead(run_dir, patience)])
+def cancel_ahead(run_dir: RunDir, patience: float, kept: Sequence[QueuedJob] = ()) -> None:
+    """End the jobs that were submitted ahead and have no work, but not those in ``kept``."""
+    cancel_from_behind([job.id for job in jobs_ahead(run_dir, patience) if job not in kept])

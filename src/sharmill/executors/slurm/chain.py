@@ -192,7 +192,7 @@ class JobChain:
             raise ConfigError(message, code="bad_config_value")
         with locked(self.run_dir):
             make_run_id(self.run_dir)
-            others = competing_jobs(self.run_dir)
+            others = competing_jobs(self.run_dir, begun_ahead=True)
             if not others and not self.take_over:
                 require_same_cluster(self.run_dir)
             if self.restart or any(job.role != "rank" for job in others):
@@ -301,7 +301,7 @@ class JobChain:
         # Ranks are of the first stage that is not finished.
         stage = next((stage for stage in self.dataset.make_stages() if not stage.dir.done.exists()), None)
         executor = self.executor()
-        executor.cancel_ahead()
+        executor.cancel_ahead(kept=behind)
         driver_job = executor.submit_driver_job(behind, stage)
         message = f"{describe_jobs(behind)} are still in the queue, then driver job {driver_job}"
         state = ChainState(state="waiting", message=message, jobs=[*(job.id for job in behind), driver_job])

@@ -180,10 +180,10 @@ class SlurmExecutor(JobRequests):
             _forget_old_jobs(self.run_dir.jobs, {int(job) for job in parent_ids([*ranks, *drivers, *ahead])})
         return ranks, drivers[0]
 
-    def cancel_ahead(self) -> None:
-        """End the jobs that were submitted ahead and have no work, where any may be."""
+    def cancel_ahead(self, kept: Sequence[QueuedJob] = ()) -> None:
+        """End the jobs that were submitted ahead and have no work, where any may be, but not those in ``kept``."""
         if self.later_stages is not None:
-            cancel_ahead(self.run_dir, self.patience)
+            cancel_ahead(self.run_dir, self.patience, kept)
 
     def _later(self, stage: Stage) -> Sequence[Stage]:
         return self.later_stages(stage) if self.later_stages is not None else ()

@@ -112,14 +112,23 @@ def queued_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[Que
     return [job for job in _find_jobs(run_dir, patience) if job.id != process.environ.get("SLURM_JOB_ID")]
 
 
-def competing_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[QueuedJob]:
+def competing_jobs(
+    run_dir: RunDir, patience: float = PATIENCE_SECONDS, *, begun_ahead: bool = False
+) -> list[QueuedJob]:
     """Return the jobs of a run directory beside which this process must submit none.
 
     For a driver job these are ranks and later driver jobs: those before it have only not quite ended. Jobs without work
     do nothing, and are not among them.
+
+    Args:
+        begun_ahead: with jobs that have begun and whose work is not seen here: another node may have just given it.
     """
     own_id = process.environ.get("SLURM_JOB_ID")
-    found = [job for job in _find_jobs(run_dir, patience) if not job.ahead or job.id == own_id]
+    found = [
+        job
+        for job in _find_jobs(run_dir, patience)
+        if not job.ahead or job.id == own_id or (begun_ahead and job.state != "PENDING")
+    ]
     own = [job for job in found if job.id == own_id]
     if not own:
         return found
@@ -139,7 +148,7 @@ def _find_jobs(run_dir: RunDir, patience: float) -> list[QueuedJob]:
     ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|.*\bsharmill:{_run_id(run_dir)}:(\w+)(?::ahead:(\S+))?"
     found = [QueuedJob(*columns) for columns in re.findall(ours, shown, re.MULTILINE)]
     # One that was given work is as any other.
-    with_work = {number for number in {job.number for job in found if job.ahead} if run_dir.job_work(number).exists()}
+    with_work = {number for number in {job.number for job in found if job.ahead} if _has_work(run_dir, number)}
     found = [replace(job, ahead="") if job.number in with_work else job for job in found]
     # A driver job that is completing does nothing any more, and a watcher job whose driver job is done never begins.
     # This process itself may be told to end, which takes a while.
@@ -151,6 +160,18 @@ def _find_jobs(run_dir: RunDir, patience: float) -> list[QueuedJob]:
         or job.id == own
         or (job.state != "COMPLETING" and job.reason != "DependencyNeverSatisfied")
     ]
+
+
+def _has_work(run_dir: RunDir, number: int) -> bool:
+    """Return True if jobs that were submitted ahead may have been given their work."""
+    try:
+        run_dir.job_work(number).stat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        # Other users cannot look: to them every job is one at work.
+        return True
+    return True
 
 
 def describe_jobs(jobs: Sequence[QueuedJob]) -> str:

@@ -7,17 +7,21 @@ import pickle
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.toy_cluster import LastStage, MiddleStage, SleepyStage
 
+from sharmill.config.schema import ExecutorConfig
 from sharmill.engine.listener import Listener
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.rundir import RunDir
 from sharmill.executors.slurm.ahead import WaitingJob, WaitingRank
+from sharmill.executors.slurm.chain_state import ChainState
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import competing_jobs, job_comment, jobs_ahead, make_run_id, queued_jobs
+from sharmill.ports import clock
 from sharmill.storage import make_private_folder
 
 DRIVER = "50"
@@ -171,6 +175,36 @@ def test_a_job_without_work_ends_at_once(run_dir, monkeypatch, caplog, status):
         WaitingJob(run_dir, status=status)()
     assert ended.value.code == status
     assert "job 61 ends, since it was submitted ahead and has not been given any work" in caplog.text
+
+
+def begin(monkeypatch, job) -> tuple[float, bool]:
+    """Seconds that a job waits for its work, and if it ended without."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    monkeypatch.setattr(clock, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setenv("SLURM_JOB_ID", "60")
+    try:
+        job()
+    except SystemExit:
+        return now[0], True
+    return now[0], False
+
+
+def test_a_rank_without_work_holds_its_gpus_for_seconds_only(run_dir, monkeypatch):
+    seen = ExecutorConfig().seconds_until_seen
+    state = ChainState(state="waiting", message="", jobs=["59_0", "61"])
+    run_dir.chain.write_bytes(msgspec.json.encode(state))
+    assert begin(monkeypatch, WaitingRank(run_dir, 0, seen)) == (5.0, True)
+    # One that the chain waits for waits for its work; and so does a driver job, in whose place no other would begin.
+    run_dir.chain.write_bytes(msgspec.json.encode(msgspec.structs.replace(state, jobs=["60_0", "60_1", "61"])))
+    assert begin(monkeypatch, WaitingRank(run_dir, 0, seen)) == (seen, True)
+    assert begin(monkeypatch, WaitingJob(run_dir, 0, seen)) == (seen, True)
+    assert seen > 5.0
+
+
+def test_a_rank_whose_work_is_seen_does_not_wait(run_dir, monkeypatch):
+    run_dir.job_work(60).write_bytes(pickle.dumps([Work(1)]))
+    assert begin(monkeypatch, WaitingRank(run_dir, 0, 60.0)) == (0.0, False)
 
 
 class Work:

@@ -2,7 +2,7 @@
 
 Behind the driver job of a stage stand the ranks of the next one, behind them their driver job with its watcher job, and
 so on to the last stage. The driver job that plans a stage gives work to the jobs that wait for it, in a file beside
-their scripts. A job that begins without work ends at once, so one that nobody could cancel does no harm.
+their scripts. A job that begins without work ends soon, so one that nobody could cancel does no harm.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sharmill.engine.patience import Patience
@@ -21,6 +22,7 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.slurm import scheduler
+from sharmill.executors.slurm.chain_state import read_state
 from sharmill.executors.slurm.job_requests import JobRequests, cancel_from_behind, cancelled_on_error
 from sharmill.executors.slurm.queue import (
     QueuedJob,
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
 log = logging.getLogger(__name__)
+
+# A node may see even the chain's state late.
+_SECONDS_UNTIL_STATE_SEEN = 5.0
 
 
 @dataclass
@@ -60,7 +65,8 @@ class WaitingJob:
         """Do the work that was given to this job, and return what it returns."""
         number = process.environ.get("SLURM_ARRAY_JOB_ID") or process.environ["SLURM_JOB_ID"]
         path = self.run_dir.job_work(int(number))
-        if not Patience(self.seconds_until_seen).wait_until(path.exists, str(path)):
+        patience = Patience(self.seconds_until_seen)
+        if not (self._may_have_work(number, path) and patience.wait_until(path.exists, str(path))):
             log.warning("job %s ends, since it was submitted ahead and has not been given any work", number)
             sys.exit(self.status)
         with open_stored(path) as stream:
@@ -71,10 +77,25 @@ class WaitingJob:
         self._work = works[self.index]
         return self._work()
 
+    def _may_have_work(self, number: str, path: Path) -> bool:
+        """Return False if a job need not wait for its work to be seen."""
+        return True
+
 
 @dataclass
 class WaitingRank(WaitingJob):
-    """A rank that finds its work when it begins."""
+    """A rank that finds its work when it begins.
+
+    It may hold a GPU, so it waits for work only where the chain's state says that it was given some.
+    """
+
+    def _may_have_work(self, number: str, path: Path) -> bool:
+        def is_given() -> bool:
+            state = read_state(self.run_dir)
+            return path.exists() or (state is not None and number in parent_ids(state.jobs))
+
+        seconds = min(_SECONDS_UNTIL_STATE_SEEN, self.seconds_until_seen)
+        return Patience(seconds).wait_until(is_given, f"job {number} in {self.run_dir.chain}")
 
     def checkpoint(self) -> DelayedSubmission:
         """Return what is run after the requeue; submitit calls this in the rank's process when it has to leave."""

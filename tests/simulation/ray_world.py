@@ -246,6 +246,8 @@ def check_end(world: World) -> None:
         problems.append(f"exit statuses {world.statuses}, expected {expected_status(world)} at last")
     if (most := max(world.attempts.values(), default=0)) > MOST_ATTEMPTS:
         problems.append(f"a unit was tried {most} times by one driver")
+    if not stage.dir.identity.exists():
+        raise Broken("; ".join([*problems, "there is no plan"]))
     units = load_plan(stage)
     commits = read_ledger(stage.dir, units)
     good = {unit.index for unit in units} - set(world.does)

@@ -251,6 +251,8 @@ def _refuse_linked_folders(stage: Stage) -> None:
 
 
 def _freeze(stage: Stage, identity: dict[str, Any]) -> list[Unit]:
+    # An empty one was left by a process that was killed while it asked whether there is a plan.
+    remove_if_empty(stage.dir.plan)
     _refuse_foreign_folder(stage)
     token = new_token()
     ranks = stage.dir.ranks_of(token)

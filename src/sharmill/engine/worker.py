@@ -228,7 +228,6 @@ class Worker:
             output.check_accounts(unit)
             if REASONS_OF_NODES & {reject.reason for reject in output.rejects}:
                 self.stage.check_node()
-            self._patience.wait_until(self.stage.sees_input, f"{self.stage.name}: its input, as it was planned,")
             require_time()
             if not self._may_publish(unit):
                 return None

@@ -131,6 +131,23 @@ def test_json_of_what_would_be_submitted(make_config, capsys):
     assert second["balance"] == ["1 units in the driver job itself, on 1 workers"]
 
 
+def test_the_first_stages_of_all_datasets_are_submitted_before_any_jobs_ahead(make_config, capsys, monkeypatch):
+    """They may use up the number of jobs that SLURM allows in the queue."""
+    (one, first), (_, bad), (two, last) = make_config("a"), make_config("b"), make_config("c")
+    done = []
+
+    def start(chain):
+        if str(chain.dataset.run_dir) not in (one.run_dir, two.run_dir):
+            raise ConfigError("no", code="bad_usage")
+        done.append(f"start {chain.dataset.run_dir}")
+        return ChainState(state="waiting", message="submitted", jobs=["7", "8"])
+
+    monkeypatch.setattr(JobChain, "start", start)
+    monkeypatch.setattr(JobChain, "submit_ahead", lambda chain: done.append(f"ahead {chain.dataset.run_dir}"))
+    submit(capsys, "prepare", first, bad, last)
+    assert done == [f"{what} {config.run_dir}" for what in ("start", "ahead") for config in (one, two)]
+
+
 def test_json_of_chains_has_their_state_or_their_error(make_config, capsys, monkeypatch):
     (config, one), (_, other) = make_config("a"), make_config("b")
 

@@ -227,6 +227,7 @@ class World:
         state = chain.start()
         self.accepted.add(dataset.run_name)
         self.kernel.note(f"submitted: {state.message}")
+        chain.submit_ahead()
 
     def run_here(self, option: int, *, take_over: bool) -> None:
         """Do what ``sharmill run --restart`` does."""

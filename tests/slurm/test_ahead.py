@@ -17,6 +17,7 @@ def test_stages_submitted_ahead_are_done_by_the_jobs_that_waited(make_chain, tmp
     later = (MiddleStage(tmp_path, units=1), LastStage(tmp_path, units=2))
     chain = make_chain(units=6, later=later, profile=make_profile(max_ranks=3, driver_units=1, submit_ahead=True))
     chain.start()
+    chain.submit_ahead()
     waiting = [(job.ahead, job.role) for job in queued_jobs(chain.run_dir) if job.ahead]
     of_stage = ["driver", "rank", "rank", "rank", "watcher"]
     assert sorted(waiting) == [(stage, role) for stage in ("last", "middle") for role in of_stage]
@@ -35,6 +36,7 @@ def test_a_driver_job_that_is_killed_takes_what_waits_for_it_along(make_chain, t
     chain = make_chain(units=2, kind=MortalStage, later=later, profile=profile)
     chain.stage.mark("ends", "kill")
     chain.start()
+    chain.submit_ahead()
     ahead = {job.number for job in queued_jobs(chain.run_dir) if job.ahead}
     assert wait_for_end(chain.run_dir).state == "done"
     assert [chain.stage.redone(), later[0].redone()] == [0, 0]
@@ -48,6 +50,7 @@ def test_cancel_ends_what_was_submitted_ahead_too(make_chain, tmp_path):
         units=2, everywhere="wait:go", later=(LastStage(tmp_path, units=2),), profile=make_profile(submit_ahead=True)
     )
     chain.start()
+    chain.submit_ahead()
     wait_until(lambda: chain.stage.begun(), 60)
     assert len(cancel_chain(chain.run_dir)) == 6
     assert queued_jobs(chain.run_dir) == []

@@ -130,6 +130,10 @@ def submit_all(
             check_config(config, stages)
             take_back_commits(config, redo, choose_stages(config, stages))
     started = [_guarded(console, chain, _start) for chain in chains]
+    # The limits on jobs in the queue are first of all for the jobs that have work, of all datasets.
+    for chain, (status, _) in zip(chains, started, strict=True):
+        if status == OK:
+            chain.submit_ahead()
     ends = [
         _guarded(console, chain, _finish) if wait and status == OK else (status, outcome)
         for chain, (status, outcome) in zip(chains, started, strict=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
+import signal
 from pathlib import Path
 
 import msgspec
 import pytest
-from support.toy_cluster import LastStage, MiddleStage, SleepyStage
+from support.toy_cluster import LastStage, MiddleStage, SleepyStage, ToyChain, ToyDataset
 
 from sharmill.config.schema import ExecutorConfig
 from sharmill.engine.listener import Listener
@@ -17,8 +19,9 @@ from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.rundir import RunDir
 from sharmill.executors.slurm.ahead import WaitingJob, WaitingRank
-from sharmill.executors.slurm.chain_state import ChainState
+from sharmill.executors.slurm.chain_state import ChainState, read_state
 from sharmill.executors.slurm.executor import SlurmExecutor
+from sharmill.executors.slurm.job_requests import JobRequests
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import competing_jobs, job_comment, jobs_ahead, make_run_id, queued_jobs
 from sharmill.ports import clock
@@ -52,7 +55,9 @@ def run(tmp_path, run_dir):
         )  # fmt: skip
         stage = stages[number]
         rejects = RejectLimit(stage.name, Path("rejects"), expected_in=24, max_fraction=1.0)
-        return executor.run(stage, read_or_make_plan(stage, restart=False), rejects, Listener())
+        submitted = executor.run(stage, read_or_make_plan(stage, restart=False), rejects, Listener())
+        executor.submit_ahead(stage, submitted.jobs[-1])
+        return submitted
 
     return run
 
@@ -115,6 +120,68 @@ def test_where_slurm_takes_no_more_jobs_the_last_stages_are_left_out(cluster, ru
     assert cancelled(cluster) == ["7"]
 
 
+@pytest.fixture
+def start(cluster, tmp_path, monkeypatch):
+    """Returns a function: begins a chain of three stages, whose n-th submission of jobs goes wrong first."""
+    later = (MiddleStage(tmp_path, units=8), LastStage(tmp_path, units=8))
+    profile = ClusterProfile(cpu=RankProfile(max_ranks=3), driver_units=0, submit_ahead=True)
+    chain = ToyChain(ToyDataset(SleepyStage(tmp_path, units=8), later), profile)
+    really = JobRequests.try_to_submit
+
+    def start(number, goes_wrong):
+        calls = []
+
+        def submit(self, *arguments):
+            calls.append(arguments)
+            if len(calls) == number:
+                goes_wrong()
+            return really(self, *arguments)
+
+        monkeypatch.setattr(JobRequests, "try_to_submit", submit)
+        chain.start()
+        chain.submit_ahead()
+
+    start.chain = chain
+    return start
+
+
+def meet_a_full_disk():
+    raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
+def press_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("number", "left_out"), [(4, []), (6, ["4 5"]), (8, ["7"])])
+def test_a_disk_that_is_full_only_leaves_jobs_ahead_out(cluster, start, caplog, number, left_out):
+    start(number, meet_a_full_disk)
+    state = read_state(start.chain.run_dir)
+    assert (state.state, state.jobs) == ("waiting", ["1_0", "1_1", "1_2", "2"])
+    # Numbers are those of calls of sbatch: the stage that cannot be submitted goes as a whole.
+    assert [sorted(ids.split()) for ids in cancelled(cluster)] == [ids.split() for ids in left_out]
+    assert "jobs are not submitted ahead from" in caplog.text
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+def test_ctrl_c_waits_until_what_is_in_the_queue_is_noted(cluster, start, number):
+    with pytest.raises(KeyboardInterrupt):
+        start(number, press_ctrl_c)
+    state = read_state(start.chain.run_dir)
+    assert (state.state, state.jobs) == ("waiting", ["1_0", "1_1", "1_2", "2"])
+    assert cancelled(cluster) == []
+    # The jobs of the stage within which it came are complete.
+    assert cluster.calls("sbatch") == (3 if number <= 3 else 6)
+
+
+def test_nothing_is_submitted_ahead_once_a_chain_has_ended(cluster, start):
+    start.chain.run_dir.path.mkdir(exist_ok=True)
+    make_run_id(start.chain.run_dir)
+    start.chain.run_dir.chain.write_bytes(msgspec.json.encode(ChainState(state="failed", message="", jobs=["1"])))
+    start.chain.submit_ahead()
+    assert not cluster.was_called("sbatch")
+
+
 def test_the_jobs_that_wait_for_a_stage_are_given_its_work(cluster, run, run_dir, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", DRIVER)
     lines = [
@@ -160,6 +227,7 @@ def test_jobs_that_do_not_fit_are_cancelled_from_behind_and_others_submitted(clu
     if why == "begun":
         lines[0] = line(run_dir, "60_0", "rank", "middle", "RUNNING")
     set_queue(cluster, [line(run_dir, DRIVER, "driver", "", "RUNNING"), *lines])
+    cluster.script("scancel", 'echo "$@" >> cancelled; echo "#!/bin/bash" > squeue')
     small_stages = "ranks" if why == "a watcher job goes on" else "here"
     assert run(1, small_stages=small_stages, driver_units=0).jobs == ["1_0", "1_1", "1_2", "2"]
     assert cancelled(cluster) == ["61 60" if why == "no watcher job" else "62 61 60"]

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from sharmill.engine.patience import Patience
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
+from sharmill.errors import SharmillError
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.slurm import scheduler
-from sharmill.executors.slurm.chain_state import read_state
+from sharmill.executors.slurm.chain_state import read_state, require_not_withdrawn
 from sharmill.executors.slurm.job_requests import JobRequests, cancel_from_behind, cancelled_on_error
 from sharmill.executors.slurm.queue import (
     QueuedJob,
-    SlurmSilent,
     jobs_ahead,
     outside_own_job,
     parent_ids,
@@ -163,16 +163,16 @@ def _give_work(run_dir: RunDir, number: int, tasks: Sequence[Callable[[], Any]])
     write_atomic(run_dir.job_work(number), cloudpickle.dumps(list(tasks)))
 
 
-def submit_ahead(jobs: JobRequests, later: Sequence[Stage], driver_job: str) -> list[str]:
-    """Submit the jobs of stages, without work, behind the driver job of the one before, and return their numbers.
+def submit_ahead(jobs: JobRequests, later: Sequence[Stage], driver_job: str) -> None:
+    """Submit the jobs of stages, without work, behind the driver job of the one before.
 
-    SLURM may limit jobs in the queue: then those of the last stages are left out.
+    SLURM may limit jobs in the queue, and a disk may be full: then those of the last stages are left out.
     """
-    ahead: list[str] = []
     for stage in later:
         submitted: list[str] = []
         seen = stage.seconds_until_seen
         try:
+            require_not_withdrawn(jobs.run_dir)
             with deferred_interrupts(), outside_own_job(), cancelled_on_error(submitted):
                 ranks, driver, watcher = _parameters(jobs, stage, driver_job)
                 tasks = [WaitingRank(jobs.run_dir, rank, seen) for rank in _waiting_ranks(jobs, stage)]
@@ -183,14 +183,12 @@ def submit_ahead(jobs: JobRequests, later: Sequence[Stage], driver_job: str) -> 
                 driver_job = submitted[-1]
                 watcher["dependency"] = f"afternotok:{driver_job}"
                 submitted += jobs.try_to_submit(watcher, None, [WaitingJob(jobs.run_dir, 0, seen)])
-        except (scheduler.failed_job_error(), SlurmSilent) as error:
+                for number in parent_ids(submitted):
+                    # Numbers of jobs may begin anew.
+                    jobs.run_dir.job_work(int(number)).unlink(missing_ok=True)
+        except (scheduler.failed_job_error(), SharmillError, OSError) as error:
             log.warning("jobs are not submitted ahead from %s on: %s", stage.name, " ".join(str(error).split()))
             break
-        for number in parent_ids(submitted):
-            # Numbers of jobs may begin anew.
-            jobs.run_dir.job_work(int(number)).unlink(missing_ok=True)
-        ahead += submitted
-    return ahead
 
 
 def ahead_scripts(jobs: JobRequests, later: Sequence[Stage]) -> list[str]:

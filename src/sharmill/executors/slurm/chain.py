@@ -13,7 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,7 +145,7 @@ class JobChain:
         setup = self._note_failure_in_shell()
         return SlurmExecutor(
             self.profile, self.run_dir, driver_job, watcher_job, self.name, setup, self.patience, small_stages,
-            self._later_stages if self.profile.submit_ahead else None,
+            self._later_stages if self.profile.submit_ahead else None, self._note_submitted,
         )  # fmt: skip
 
     def _later_stages(self, stage: Stage) -> list[Stage]:
@@ -213,9 +213,8 @@ class JobChain:
         try:
             return self._run_stages(self.executor(), wait_seconds=0.0)
         except BaseException as error:
-            # These are about the jobs or the process of another submission, which notes its own state.
-            is_others = isinstance(error, SharmillError) and error.code in ("jobs_in_queue", "locked")
-            if not is_others or read_state(self.run_dir) == begun:
+            # Jobs that are in the queue and noted go on, and another submission notes its own state.
+            if read_state(self.run_dir) == begun:
                 self._note_end(error, state="failed")
             raise
 
@@ -284,7 +283,9 @@ class JobChain:
             # Behind a watcher job is no other, so it is to be short.
             executor = self.executor("ranks" if self.is_watcher else "here")
             try:
-                return self._run_stages(executor, wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK)
+                state = self._run_stages(executor, wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK)
+                self.submit_ahead()
+                return state
             except ConfigError as error:
                 # They may have been submitted while this one waited for the run directory.
                 if error.code != "jobs_in_queue" or not (others := competing_jobs(self.run_dir, self.patience)):
@@ -298,27 +299,47 @@ class JobChain:
 
     def _submit_driver_job(self, behind: Sequence[QueuedJob]) -> ChainState:
         """Leave the work to jobs that are in the queue already, and only submit the driver job behind them."""
-        # Ranks are of the first stage that is not finished.
-        stage = next((stage for stage in self.dataset.make_stages() if not stage.dir.done.exists()), None)
         executor = self.executor()
         executor.cancel_ahead(kept=behind)
-        driver_job = executor.submit_driver_job(behind, stage)
+        # Ranks are of the first stage that is not finished.
+        driver_job = executor.submit_driver_job(behind, self._first_unfinished())
         message = f"{describe_jobs(behind)} are still in the queue, then driver job {driver_job}"
         state = ChainState(state="waiting", message=message, jobs=[*(job.id for job in behind), driver_job])
         self._write(state)
         return state
 
+    def _first_unfinished(self) -> Stage | None:
+        return next((stage for stage in self.dataset.make_stages() if not stage.dir.done.exists()), None)
+
+    def submit_ahead(self) -> None:
+        """Submit the jobs of the stages behind those that this chain waits for, if its profile says so.
+
+        Those are in the queue and noted, so nothing that goes wrong here ends the chain.
+        """
+        if not self.profile.submit_ahead:
+            return
+        executor = replace(self, patience=min(self.patience, PATIENCE_SECONDS)).executor()
+        try:
+            with locked(self.run_dir):
+                state, stage = read_state(self.run_dir), self._first_unfinished()
+                if state is None or state.state != "waiting" or not state.jobs or stage is None:
+                    return
+                executor.submit_ahead(stage, state.jobs[-1])
+                if read_state(self.run_dir) != state:
+                    # Its jobs have ended meanwhile, or a user has ended them.
+                    executor.cancel_ahead()
+        except (SharmillError, OSError) as error:
+            log.warning("jobs are not submitted ahead: %s", error)
+
     def _run_stages(self, executor: SlurmExecutor, wait_seconds: float) -> ChainState:
-        outcome = self.dataset.run(
-            executor, _ChainListener(self._write), restart=self.restart, wait_seconds=wait_seconds
-        )
+        outcome = self.dataset.run(executor, _ChainListener(), restart=self.restart, wait_seconds=wait_seconds)
         if not outcome.stages:
             state = ChainState(state="done", message="there is no stage to run")
             self._write(state)
             return state
         stage, result = outcome.stages[-1]
         if result.submitted is not None:
-            # The listener has written this while the run directory was locked.
+            # The executor has noted this while the run directory was locked.
             return _waiting_for(result.submitted)
         if result.ok:
             errors = [Attempts(stage.dir.attempts).setup_error for stage, _ in outcome.stages]
@@ -334,6 +355,14 @@ class JobChain:
             # Last of all: the chain is done, whatever becomes of this.
             self.dataset.show()
         return state
+
+    def _note_submitted(self, submitted: Submitted) -> None:
+        """Note what was submitted.
+
+        This process still holds the run directory's lock: the driver job, which takes the lock as well, may otherwise
+        have written a later state before.
+        """
+        self._write(_waiting_for(submitted))
 
     def _note_end(
         self, error: BaseException, state: Literal["waiting", "failed"], then: str = "its watcher job goes on"
@@ -392,21 +421,13 @@ class JobChain:
 
 
 class _ChainListener(Listener):
-    """Notes in the log what happens, and in the chain's state what is submitted.
-
-    That has to be written while this process still holds the run directory's lock: the driver job, which takes the lock
-    as well, may otherwise have written a later state before.
-    """
-
-    def __init__(self, write: Callable[[ChainState], object]) -> None:
-        self._write = write
+    """Notes in the log what happens."""
 
     def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
         log.info("%s: %d of %d units are done", stage.name, len(done), len(units))
 
     def stage_ended(self, stage: Stage, result: StageResult) -> None:
         if result.submitted is not None:
-            self._write(_waiting_for(result.submitted))
             log.info("%s", result.submitted.message)
         else:
             log.info("%s: %s", stage.name, "done" if result.ok else f"{len(result.failures)} units failed")

@@ -36,6 +36,7 @@ from sharmill.executors.slurm.queue import (
     QueuedJob,
     competing_jobs,
     describe_jobs,
+    jobs_ahead,
     make_run_id,
     outside_own_job,
     parent_ids,
@@ -58,11 +59,13 @@ class SlurmExecutor(JobRequests):
 
     ``small_stages`` says who does a stage with few units: a driver job to be submitted, ranks, or this process, which
     is a driver job. ``later_stages`` returns the stages behind one that are not
-    done: their jobs are submitted ahead, see ``ahead``; with None they are not.
+    done: their jobs are submitted ahead, see ``ahead``; with None they are not. ``note`` is called with what was
+    submitted before anything may interrupt this process.
     """
 
     small_stages: Literal["driver", "ranks", "here"] = "driver"
     later_stages: Callable[[Stage], Sequence[Stage]] | None = None
+    note: Callable[[Submitted], object] = lambda submitted: None
 
     def run(
         self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener
@@ -93,9 +96,10 @@ class SlurmExecutor(JobRequests):
             return self._submit_stage(stage, left, rejects)
         if self.small_stages == "driver":
             self.cancel_ahead()
-            driver_job = self.submit_driver_job([], stage)
-            submit_ahead(self, self._later(stage), driver_job)
-            return Submitted(f"{stage.name}: {len(left)} units in driver job {driver_job} itself", [driver_job])
+            with deferred_interrupts():
+                driver_job = self.submit_driver_job([], stage)
+                message = f"{stage.name}: {len(left)} units in driver job {driver_job} itself"
+                return self._noted(Submitted(message, [driver_job]))
         # Where this process is killed, ranks are to go on.
         write_atomic(stage.dir.rounds, b"driver")
         log.info("%s: %d units are done here, on %d workers", stage.name, len(left), workers)
@@ -158,16 +162,8 @@ class SlurmExecutor(JobRequests):
         # Where the driver job before this one has failed, what waited for it goes.
         if self.later_stages is not None and self.small_stages == "here":
             given = give_to_waiting(self, stage, self._later(stage), tasks)
-        ranks, driver = given or self._submit_anew(stage, tasks)
-        since = ", submitted ahead" if given else ""
-        message = (
-            f"{stage.name}: {len(left)} units on {len(ranks)} ranks (job {', '.join(parent_ids(ranks))}{since}), "
-            f"then driver job {driver}"
-        )
-        return Submitted(message, [*ranks, driver])
-
-    def _submit_anew(self, stage: Stage, tasks: list[RankTask]) -> tuple[list[str], str]:
-        """Submit ranks and the driver job behind them, and return their numbers."""
+        if given is not None:
+            return self._noted(_describe_ranks(stage, left, *given, since=", submitted ahead"))
         # The jobs of later stages are to come behind these, in the queue as well.
         self.cancel_ahead()
         ranks: list[str] = []
@@ -175,10 +171,20 @@ class SlurmExecutor(JobRequests):
         with deferred_interrupts(), outside_own_job(), cancelled_on_error(ranks), cancelled_on_error(drivers):
             self._submit_ranks(stage, tasks, ranks)
             self._submit_driver_job(stage, ranks, drivers)
-        ahead = submit_ahead(self, self._later(stage), drivers[0])
+            submitted = self._noted(_describe_ranks(stage, left, ranks, drivers[0]))
         with suppress(OSError):
-            _forget_old_jobs(self.run_dir.jobs, {int(job) for job in parent_ids([*ranks, *drivers, *ahead])})
-        return ranks, drivers[0]
+            _forget_old_jobs(self.run_dir.jobs, {int(job) for job in parent_ids([*ranks, *drivers])})
+        return submitted
+
+    def _noted(self, submitted: Submitted) -> Submitted:
+        self.note(submitted)
+        return submitted
+
+    def submit_ahead(self, stage: Stage, driver_job: str) -> None:
+        """Submit the jobs of the stages behind one whose driver job is in the queue, unless some wait there already."""
+        later = self._later(stage)
+        if later and not jobs_ahead(self.run_dir, self.patience):
+            submit_ahead(self, later, driver_job)
 
     def cancel_ahead(self, kept: Sequence[QueuedJob] = ()) -> None:
         """End the jobs that were submitted ahead and have no work, where any may be, but not those in ``kept``."""
@@ -228,6 +234,14 @@ def _forget_old_jobs(folder: Path, keep: Container[int]) -> None:
     for paths in by_age[:-_MOST_JOBS]:
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def _describe_ranks(stage: Stage, left: list[Unit], ranks: list[str], driver: str, since: str = "") -> Submitted:
+    message = (
+        f"{stage.name}: {len(left)} units on {len(ranks)} ranks (job {', '.join(parent_ids(ranks))}{since}), "
+        f"then driver job {driver}"
+    )
+    return Submitted(message, [*ranks, driver])
 
 
 def pack_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:

@@ -12,12 +12,12 @@ from multiprocessing.connection import wait
 
 import pytest
 
-from sharmill import processes
+from sharmill import fork_server, processes
+from sharmill.fork_server import ForkServer
 from sharmill.models import make_deterministic
 from sharmill.processes import (
     ChildEnded,
     ChildProcess,
-    ForkServer,
     describe_exit,
     end_by_force,
     limit_cores,
@@ -25,6 +25,16 @@ from sharmill.processes import (
 )
 
 PATIENCE = 60.0
+REFUSES_THE_SECOND_FORK = """
+import errno, os
+fork, calls = os.fork, []
+def refuse_the_second():
+    calls.append(1)
+    if len(calls) == 2:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork()
+os.fork = refuse_the_second
+"""
 
 
 def echo(connection, prefix):
@@ -86,7 +96,7 @@ def server(tmp_path_factory):
         patch.syspath_prepend(str(folder))
         server = ForkServer(["fails_at_import", "not_there_at_all", "imported_once"], partial(note, folder / "note"))
         yield server
-        server.end([], 2.0)
+        server.end()
     assert not server.is_alive()
     assert (folder / "note").read_text() == "set up"
 
@@ -207,29 +217,72 @@ class TestForkServer:
         child = ChildProcess(echo, "said", name="sharmill-test", server=server)
         child.send(1)
         assert child.receive(PATIENCE) == ("said", 1)
-        end_by_force([server._child])
+        server._child.terminate()
         with pytest.raises(ChildEnded):
             child.receive(PATIENCE)
         child.join(PATIENCE)
         assert child.exitcode == -signal.SIGKILL
-        with pytest.raises(OSError, match="it is forked from was ended by signal SIGTERM"):
+        with pytest.raises(OSError, match="that makes its imports was ended by signal SIGTERM"):
             ChildProcess(echo, "said", name="sharmill-test", server=server)
 
     def test_it_is_ended_in_the_middle_of_its_imports(self, tmp_path, monkeypatch):
         (tmp_path / "imports_for_ever.py").write_text(f"import time; time.sleep({PATIENCE})")
         monkeypatch.syspath_prepend(str(tmp_path))
         server = ForkServer(["imports_for_ever"], partial(int))
-        child = ChildProcess(echo, "said", name="sharmill-test", server=server)
-        server.end([child], PATIENCE)
-        assert not server.is_alive()
-        assert child.exitcode == -signal.SIGKILL
+        server.end()
+        assert server._child.describe_exit() == "was ended by signal SIGTERM"
+
+    def test_the_wait_for_its_imports_is_interrupted(self, tmp_path, monkeypatch):
+        (tmp_path / "interrupts.py").write_text(
+            f"import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep({PATIENCE})"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
+        server = ForkServer(["interrupts"], partial(int))
+        with pytest.raises(KeyboardInterrupt):
+            ChildProcess(echo, "said", name="sharmill-test", server=server)
+        server.end()
+
+    def test_a_child_that_cannot_be_forked_costs_no_other(self, tmp_path, monkeypatch):
+        (tmp_path / "refuses_the_second_fork.py").write_text(REFUSES_THE_SECOND_FORK)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        server = ForkServer(["refuses_the_second_fork"], partial(int))
+        first = ChildProcess(echo, "first", name="sharmill-test", server=server)
+        with pytest.raises(BlockingIOError, match="Resource temporarily unavailable"):
+            ChildProcess(echo, "second", name="sharmill-test", server=server)
+        third = ChildProcess(echo, "third", name="sharmill-test", server=server)
+        for child, name in ((first, "first"), (third, "third")):
+            child.send(1)
+            assert child.receive(PATIENCE) == (name, 1)
+        end_by_force([first, third])
+        server.end()
+
+    @pytest.mark.parametrize(
+        ("text", "how"),
+        [("import os; os._exit(7)", "ended with exit status 7"),
+         ("import os; os.kill(os.getpid(), 11)", "was ended by signal SIGSEGV")],
+    )  # fmt: skip
+    def test_a_module_that_ends_it_is_named_by_its_end(self, tmp_path, monkeypatch, text, how):
+        (tmp_path / "ends.py").write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        server = ForkServer(["ends"], partial(int))
+        with pytest.raises(OSError, match=f"the process that makes its imports {how}"):
+            ChildProcess(echo, "said", name="sharmill-test", server=server)
+
+    def test_an_error_of_its_own_ends_it_and_its_children(self):
+        server = ForkServer([], partial(int))
+        child = ChildProcess(ignore_sigterm, name="sharmill-test", server=server)
+        assert child.receive(PATIENCE) == "ready"
+        server._child.send(None)  # no request
+        server._child.join(PATIENCE)
+        child.join(PATIENCE)
+        assert (server._child.exitcode, child.exitcode) == (1, -signal.SIGKILL)
 
     def test_a_process_that_uses_cuda_is_not_forked(self, tmp_path, monkeypatch):
-        assert processes._may_fork()
+        assert fork_server._may_fork()
         (tmp_path / "nvidia-uvm").touch()
-        monkeypatch.setattr(processes, "_CUDA_FILE", str(tmp_path / "nvidia-uvm"))
+        monkeypatch.setattr(fork_server, "_CUDA_FILE", str(tmp_path / "nvidia-uvm"))
         with (tmp_path / "nvidia-uvm").open():
-            assert not processes._may_fork()
+            assert not fork_server._may_fork()
 
 
 class TestCores:

@@ -1,34 +1,28 @@
 """Child processes that talk to this one over a pipe: start, send, receive, describe how one ended, end by force.
 
-Also a process from which others are forked, which share its imports; the user of a process, and the cores that it may
-use.
+Also the user of a process, and the cores that it may use.
 """
 
 from __future__ import annotations
 
-import ctypes
 import getpass
-import importlib
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from sharmill.fork_server import Forked, ForkServer
 
 _SAFE_PATH: Final = "PYTHONSAFEPATH"
-_PR_SET_PDEATHSIG: Final = 1
-_SECONDS_BETWEEN_LOOKS: Final = 0.5
-# It is open in a process that computes with CUDA, and not in one that only counts GPUs.
-_CUDA_FILE: Final = "/dev/nvidia-uvm"
 _own_cores: int | None = None
 
 
@@ -130,7 +124,7 @@ class ChildProcess:
         pipe = context.Pipe()
         self.connection: Connection = pipe[0]
         theirs = pipe[1]
-        self._process: BaseProcess | _Forked
+        self._process: BaseProcess | Forked
         try:
             if server is not None:
                 self._process = server.fork(target, theirs, args, name)
@@ -228,179 +222,6 @@ class ChildProcess:
     def describe_exit(self) -> str:
         """Return how the process ended; see ``describe_exit``."""
         return describe_exit(self.exitcode)
-
-
-class ForkServer:
-    """A child process that imports modules and forks others, which so share one import and its memory.
-
-    It runs nothing but imports, in one thread: what it forks finds no lock held and no GPU in use. Where an import
-    uses CUDA all the same, which does not work in a forked process, the others are spawned. A module that cannot be
-    imported is left out, so that whoever needs it meets the error. Its children end with it.
-
-    Args:
-        modules: their names.
-        setup: called before the imports; can be pickled.
-
-    Raises:
-        OSError: it cannot be started.
-    """
-
-    def __init__(self, modules: Sequence[str], setup: Callable[[], None]) -> None:
-        self._child = ChildProcess(_serve, tuple(modules), setup, name="sharmill-fork-server", daemon=False)
-        self._has_imported = False
-
-    def is_alive(self) -> bool:
-        """Return True while others can be forked."""
-        return self._child.is_alive()
-
-    def fork(self, target: Callable[..., None], theirs: Connection, args: Sequence[Any], name: str) -> _Forked:
-        """Have a process forked that calls ``target(theirs, *args)``, as soon as the imports are done.
-
-        Raises:
-            OSError: the server has ended.
-        """
-        ours, status = multiprocessing.Pipe(duplex=False)
-        try:
-            self._child.send((target, tuple(args), name))
-            for connection in (theirs, status):
-                send_handle(self._child.connection, connection.fileno(), None)
-        except (ChildEnded, OSError) as error:
-            ours.close()
-            raise OSError(f"the process that it is forked from {self._child.describe_exit()}") from error
-        finally:
-            status.close()
-        return _Forked(ours, self._child)
-
-    def end(self, children: Iterable[ChildProcess], seconds: float) -> None:
-        """End children that it has forked, and the server itself, by force."""
-        with suppress(ChildEnded, TimeoutError):
-            self._has_imported = self._has_imported or self._child.receive(0.0)
-        # One that is at its imports has forked nothing yet, and what it has forked it tells the ends of.
-        ends: list[Callable[[], None]] = [lambda: end_by_force(children, seconds), self._end_itself]
-        for end in ends if self._has_imported else reversed(ends):
-            end()
-
-    def _end_itself(self) -> None:
-        end_by_force([self._child])
-
-
-class _Forked:
-    """A process that a ``ForkServer`` has started or will start, with the methods of multiprocessing's."""
-
-    def __init__(self, status: Connection, server: ChildProcess) -> None:
-        self._status = status
-        self._server = server
-        self._pid: int | None = None
-        self._exitcode: int | None = None
-
-    @property
-    def sentinel(self) -> Connection:
-        return self._status
-
-    @property
-    def exitcode(self) -> int | None:
-        while self._exitcode is None:
-            # Asked first: what a dead server has told is then all there.
-            is_served = self._server.is_alive()
-            try:
-                message = self._status.recv() if self._status.poll() else None
-            except (EOFError, OSError):
-                is_served, message = False, None
-            if message is None and not is_served:
-                self._exitcode = -signal.SIGKILL  # it has ended with the server
-            elif message is None:
-                break
-            elif self._pid is None:
-                self._pid = message
-            else:
-                self._exitcode = message
-        return self._exitcode
-
-    def is_alive(self) -> bool:
-        return self.exitcode is None
-
-    def join(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.is_alive():
-            left = _SECONDS_BETWEEN_LOOKS if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                return
-            wait([self._status], min(left, _SECONDS_BETWEEN_LOOKS))
-
-    def terminate(self) -> None:
-        self._send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._send_signal(signal.SIGKILL)
-
-    def _send_signal(self, number: int) -> None:
-        if self.is_alive() and self._pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, number)
-
-
-def _serve(connection: Connection, modules: Sequence[str], setup: Callable[[], None]) -> None:
-    """Run a fork server: import modules, fork a process for each request, and tell of its start and its end."""
-    _end_with_parent()
-    setup()
-    for module in modules:
-        # The process that needs it meets the same error, and reports it.
-        with suppress(Exception, SystemExit):
-            importlib.import_module(module)
-    connection.send(True)
-    context = multiprocessing.get_context("fork" if _may_fork() else "spawn")
-    running: list[tuple[BaseProcess, Connection]] = []
-    while True:
-        # The end of a process shows at once, unless one that it started holds its sentinel open.
-        ready = wait([connection, *(process.sentinel for process, _ in running)], _SECONDS_BETWEEN_LOOKS)
-        for process, status in [one for one in running if one[0].exitcode is not None]:
-            running.remove((process, status))
-            _tell(status, process.exitcode)
-            status.close()
-        if connection not in ready:
-            continue
-        try:
-            target, args, name = connection.recv()
-            theirs = Connection(recv_handle(connection))
-            status = Connection(recv_handle(connection), readable=False)
-        except EOFError:
-            for process, _ in running:
-                process.kill()
-            return
-        process = context.Process(target=_work, args=(target, theirs, args), name=name)  # type: ignore[attr-defined]
-        process.start()
-        theirs.close()
-        running.append((process, status))
-        _tell(status, process.pid)
-
-
-def _work(target: Callable[..., None], theirs: Connection, args: Sequence[Any]) -> None:
-    """Run a process that a server has started."""
-    _end_with_parent()
-    target(theirs, *args)
-
-
-def _tell(status: Connection, number: int | None) -> None:
-    """Send a number to whoever waits for a process, unless nobody does any more."""
-    with suppress(OSError):
-        status.send(number)
-
-
-def _may_fork() -> bool:
-    """Return True if what is forked from this process can do all that a new one can."""
-    if sys.platform != "linux":
-        return False
-    for file in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the folder itself, which was open
-            if str(file.readlink()) == _CUDA_FILE:
-                return False
-    return True
-
-
-def _end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends, even in the middle of native code."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def join_all(children: Iterable[ChildProcess], seconds: float) -> None:

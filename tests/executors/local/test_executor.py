@@ -285,7 +285,7 @@ class TestImports:
     def test_that_end_the_process_end_the_stage_in_one_line(self, stage, monkeypatch):
         monkeypatch.setattr("sharmill.executors.local.executor._SECONDS_BETWEEN_LOOKS", 0.05)
         self.module(stage, "import os; os._exit(7)")
-        with raises(FatalError, "no_ranks", "ended"):
+        with raises(FatalError, "no_ranks", "the process that makes its imports ended with exit status 7"):
             run(stage, 2)
 
 

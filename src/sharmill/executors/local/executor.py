@@ -29,7 +29,8 @@ from sharmill.executors.local.rank_process import RankStart, rank_main, set_up_s
 from sharmill.executors.logs import logging_to
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.unit_queue import UnitQueue
-from sharmill.processes import ChildEnded, ChildProcess, ForkServer, end_by_force, join_all, usable_cores
+from sharmill.fork_server import ForkServer
+from sharmill.processes import ChildEnded, ChildProcess, end_by_force, join_all, usable_cores
 from sharmill.staging import remove_dead_attempts
 
 log = logging.getLogger(__name__)
@@ -119,17 +120,20 @@ class _Pool:
         try:
             while self.queue or any(rank.unit or rank.following for rank in self.ranks.values()):
                 self._start_missing()
-                self._report_loading()
+                self._report_loading(sum(not rank.ready for rank in self.ranks.values()))
                 self._hand_out()
                 self._poll_all()
             self._dismiss_all()
         finally:
             with deferred_interrupts():
+                self._end(self.ranks.values())
                 if self.server is not None:
-                    self.server.end((rank.child for rank in self.ranks.values()), _SECONDS_TO_END)
+                    self.server.end()
 
     def _start_missing(self) -> None:
         """Start ranks while there are units for them; a rank that cannot start is given up, the others go on."""
+        if self.server is not None and not self.server.is_alive():
+            self.server = None
         for number in range(len(self.devices)):
             free = sum(rank.unit is None for rank in self.ranks.values())
             if number not in self.ranks and free < len(self.queue) and not self.failed_starts.too_many(number):
@@ -150,16 +154,18 @@ class _Pool:
         cores = max(1, usable_cores() // len(self.devices))
         log = self.stage.dir.rank_log(number)
         start = RankStart(pickle.dumps(self.stage), number, self.devices[number], cores, log)
-        # An interrupt in here would leave a process that nobody knows of.
-        with deferred_interrupts():
-            if self.server is None or not self.server.is_alive():
+        # An interrupt would leave a process that nobody knows of. Imports, which may take a minute, can be interrupted.
+        if self.server is None:
+            self._report_loading(len(self.devices))
+            with deferred_interrupts():
                 setup = partial(set_up_server, self.stage.dir.driver_log)
                 self.server = ForkServer(self.stage.modules(), setup)
+        self.server.await_imports()
+        with deferred_interrupts():
             child = ChildProcess(rank_main, start, name=f"sharmill-rank-{number}", server=self.server)
             self.ranks[number] = _Rank(number=number, limit=TimeLimit(self.stage.unit_time_limit), child=child)
 
-    def _report_loading(self) -> None:
-        loading = sum(not rank.ready for rank in self.ranks.values())
+    def _report_loading(self, loading: int) -> None:
         if loading != self.num_loading:
             self.num_loading = loading
             self.listener.loading(loading)

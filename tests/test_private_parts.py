@@ -233,10 +233,11 @@ def torch_fuser() -> bool:
 
 
 def torch_recompilation() -> bool:
-    import torch
+    import torch._inductor.config
 
     names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
-    return all(hasattr(torch._dynamo.config, name) for name in names)
+    own = hasattr(torch._inductor.config, "compile_threads")
+    return own and all(hasattr(torch._dynamo.config, name) for name in names)
 
 
 # What is relied on: (package, what, the file of sharmill that relies on it, a check that it still is so).
@@ -272,7 +273,7 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("nemo_toolkit", "parts of AudioCodecModel", "models/nemo_codec.py", nemo_codec_parts),
     ("torch", "weights of weight_norm", "models/shipped_codecs.py", torch_weight_norm),
     ("torch", "switch of the TorchScript fuser", "models/arithmetic.py", torch_fuser),
-    ("torch", "limits of recompilation", "models/compiled.py", torch_recompilation),
+    ("torch", "limits of recompilation, threads of the compiler", "models/compiled.py", torch_recompilation),
     ("torch", "sizes of tensors that are made", "models/tensors.py", torch_sizes),
 ]  # fmt: skip
 

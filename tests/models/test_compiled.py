@@ -49,6 +49,17 @@ def test_the_certificate_compares_the_compiled_codec_with_the_codec(checkpoints,
     assert way.different == 0
 
 
+@pytest.mark.parametrize(("variable", "threads"), [(None, 1), ("3", 5)])
+def test_the_compiler_has_no_processes_unless_the_user_asks_for_them(graphs, monkeypatch, variable, threads):
+    if variable is None:
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", variable)
+    with torch._inductor.config.patch(compile_threads=5):
+        load_codec("builtin", compile_mode="default")
+        assert torch._inductor.config.compile_threads == threads
+
+
 def test_what_cannot_be_compiled_is_one_line(monkeypatch):
     def refuse(graph, inputs):
         raise RuntimeError("No working C++ compiler found in ('g++',)\nfurther lines")

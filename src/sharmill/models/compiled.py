@@ -10,6 +10,7 @@ import os
 from typing import Final
 
 import torch
+import torch._inductor.config
 
 from sharmill.config import Compile
 from sharmill.errors import ConfigError, is_device_error
@@ -39,8 +40,10 @@ def compile_codec(codec: Codec, name: str, mode: Compile) -> None:
             f"the codec {name!r} cannot be compiled, since its class is no CodecBackend: set encode.compile=none",
             code="bad_config_value",
         )
-    # Each rank has its own process; the compiler's own pool would be one more for each.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # Each rank has its own process; the compiler's own pool would be one more for each. torch reads the variable when
+    # it is imported, as NeMo may have done already.
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        torch._inductor.config.compile_threads = 1
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _MOST_SHAPES
     # Beyond the limit torch would go on without compiling.

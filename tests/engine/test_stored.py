@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -11,13 +12,18 @@ import pytest
 from sharmill.engine.stored import load_stored_array, save_array
 
 
-@pytest.fixture
+@contextmanager
 def small_disk():
-    """Files end at 4 kB, in the middle of a write; a disk that is full does the same to them."""
+    """Files end at 4 kB, in the middle of a write; a disk that is full does the same to them.
+
+    Not for longer than the write: what pytest prints may go to a file, too.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +37,7 @@ def test_an_array_is_saved_as_numpy_saves_it(tmp_path, array):
     np.testing.assert_array_equal(load_stored_array(tmp_path / "ours.npy"), array)
 
 
-@pytest.mark.usefixtures("small_disk")
 def test_where_an_array_does_not_fit_the_error_says_so(tmp_path):
-    with pytest.raises(OSError, match="File too large") as caught:
+    with small_disk(), pytest.raises(OSError, match="File too large") as caught:
         save_array(tmp_path / "array.npy", np.zeros(100_000))
     assert caught.value.errno == errno.EFBIG

@@ -8,7 +8,7 @@ from support.errors import raises
 from support.models import make_audio
 
 from sharmill.errors import ConfigError
-from sharmill.models import compiled, load_codec
+from sharmill.models import compiled, load_codec, require_codec
 from sharmill.models.certificate import certify_codec
 from sharmill.models.compiled import compile_codec
 
@@ -73,3 +73,18 @@ def test_what_cannot_be_compiled_is_one_line(monkeypatch):
 def test_a_codec_of_another_class_is_refused():
     with raises(ConfigError, "bad_config_value", "'mine' cannot be compiled, since its class is no CodecBackend"):
         compile_codec(object(), "mine", "default")
+
+
+class OfNoBackend:
+    """A codec as another package may have it."""
+
+    def __init__(self, target, device):
+        raise AssertionError("it is not loaded")
+
+
+def test_a_codec_of_another_class_is_refused_before_it_is_loaded():
+    name = f"python:{__name__}:OfNoBackend"
+    require_codec(name)
+    require_codec("builtin", "default")
+    with raises(ConfigError, "bad_config_value", "cannot be compiled, since its class is no CodecBackend"):
+        require_codec(name, "default")

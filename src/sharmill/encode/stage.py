@@ -114,7 +114,7 @@ class EncodeStage(Stage):
         return [*super().modules(), *codec_modules(self.codec_config.model)]
 
     def require_models(self) -> None:
-        require_codec(self.codec_config.model)
+        require_codec(self.codec_config.model, self.compile_mode)
 
     def check_output(self) -> None:
         self.assemble.check_output()

@@ -188,9 +188,18 @@ def require_speaker_encoder(name: str) -> None:
     _require(ENCODERS, name)
 
 
-def require_codec(name: str) -> None:
-    """Raise ConfigError unless a codec is on this machine or can be fetched; NeMo may be imported for it."""
+def require_codec(name: str, compile_mode: Compile = "none") -> None:
+    """Raise ConfigError unless a codec is on this machine or can be fetched; NeMo may be imported for it.
+
+    Also where it is to be compiled, and its class shows that it cannot be.
+    """
     _require(CODECS, name)
+    if compile_mode != "none":
+        from sharmill.models.compiled import require_compilable
+
+        made = _implementation(CODECS, name)
+        if isinstance(made, type):
+            require_compilable(made, name)
 
 
 def _require(registry: Registry, name: str) -> None:

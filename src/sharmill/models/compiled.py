@@ -26,6 +26,15 @@ _MOST_SHAPES: Final = 4096
 _MOST_WORDS: Final = 30
 
 
+def require_compilable(kind: type, name: str) -> None:
+    """Raise ConfigError unless codecs of a class can be compiled."""
+    if not issubclass(kind, CodecBackend):
+        raise ConfigError(
+            f"the codec {name!r} cannot be compiled, since its class is no CodecBackend: set encode.compile=none",
+            code="bad_config_value",
+        )
+
+
 def compile_codec(codec: Codec, name: str, mode: Compile) -> None:
     """Have the network of a codec compiled, for each shape when it first comes.
 
@@ -35,11 +44,8 @@ def compile_codec(codec: Codec, name: str, mode: Compile) -> None:
     Raises:
         ConfigError: it cannot be.
     """
-    if not isinstance(codec, CodecBackend):
-        raise ConfigError(
-            f"the codec {name!r} cannot be compiled, since its class is no CodecBackend: set encode.compile=none",
-            code="bad_config_value",
-        )
+    require_compilable(type(codec), name)
+    assert isinstance(codec, CodecBackend)
     # Each rank has its own process; the compiler's own pool would be one more for each. torch reads the variable when
     # it is imported, as NeMo may have done already.
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:

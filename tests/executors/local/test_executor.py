@@ -282,6 +282,11 @@ class TestImports:
         assert run(stage, 2)[0].ok
         assert [pid for pid in map(int, stage.marked("ended")) if is_running(pid)] == []
 
+    def test_are_interrupted(self, stage):
+        self.module(stage, "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)")
+        with pytest.raises(KeyboardInterrupt):
+            run(stage, 2)
+
     def test_that_end_the_process_end_the_stage_in_one_line(self, stage, monkeypatch):
         monkeypatch.setattr("sharmill.executors.local.executor._SECONDS_BETWEEN_LOOKS", 0.05)
         self.module(stage, "import os; os._exit(7)")

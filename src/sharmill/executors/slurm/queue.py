@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 _DEFAULT_MAX_ARRAY = 1001
 _PAUSE_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 300.0
+# A command that hangs; however short the patience is, one that answers is heard.
+_SECONDS_TO_ANSWER = 60.0
 PATIENCE_SECONDS = 30.0
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
@@ -190,7 +192,7 @@ def scancel(job_ids: Sequence[str]) -> None:
     """Ask SLURM to end jobs; no error where it does not answer."""
     if job_ids:
         with suppress(OSError, subprocess.SubprocessError):
-            scheduler.run(["scancel", *job_ids], timeout=60.0)
+            scheduler.run(["scancel", *job_ids], timeout=_SECONDS_TO_ANSWER)
 
 
 def requeue(job_id: str, patience: float = PATIENCE_SECONDS) -> bool:
@@ -215,7 +217,7 @@ def set_dependency(job_id: str, dependency: str, patience: float = PATIENCE_SECO
 def cancel_pending(job_id: str) -> None:
     """Ask SLURM to end the tasks of an array that have not begun; no error where it does not answer."""
     with suppress(OSError, subprocess.SubprocessError):
-        scheduler.run(["scancel", "--state=PENDING", job_id], timeout=60.0)
+        scheduler.run(["scancel", "--state=PENDING", job_id], timeout=_SECONDS_TO_ANSWER)
 
 
 def max_array_size(patience: float = PATIENCE_SECONDS) -> int:
@@ -285,7 +287,7 @@ def retrying(patience: float, retry: retry_base) -> Retrying:
 def _ask(command: list[str], patience: float) -> str:
     """Return what a command prints."""
     try:
-        return retrying(patience, retry_if_exception(_may_pass))(scheduler.run, command, min(60.0, patience))
+        return retrying(patience, retry_if_exception(_may_pass))(scheduler.run, command, _SECONDS_TO_ANSWER)
     except FileNotFoundError as error:
         message = f"there is no {command[0]} here; are you on a SLURM cluster?"
         raise ConfigError(message, code="no_cluster") from error

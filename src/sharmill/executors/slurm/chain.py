@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,6 +33,7 @@ from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.logs import logging_to
 from sharmill.executors.signals import ToldToEnd, ended_by_sigterm
+from sharmill.executors.slurm.chain_end import lines_that_note_failure, notify
 from sharmill.executors.slurm.chain_state import (
     ChainState,
     read_state,
@@ -58,12 +57,10 @@ from sharmill.executors.slurm.queue import (
 )
 from sharmill.ports import clock, process
 from sharmill.processes import user_name
-from sharmill.storage import make_private_folder, path_aside, remove_asides, remove_tree, write_atomic
+from sharmill.storage import make_private_folder, remove_asides, remove_tree, write_atomic
 
 log = logging.getLogger(__name__)
 
-# Where the shell puts the setup line that failed, if one did.
-_WHY = "@WHY@"
 # The one that submitted a driver job may not have left the run directory yet. One that a node starts twice, or that is
 # requeued from a node out of reach, waits as long as its other process is at work, for that may not come to its end.
 _SECONDS_TO_WAIT_FOR_LOCK = math.inf
@@ -72,7 +69,6 @@ _SECONDS_TO_WAIT_FOR_LOCK = math.inf
 _DRIVER_PATIENCE_SECONDS = 12 * 3600.0
 # It may have to wait for three answers.
 _SHARE_OF_TIME_LIMIT = 0.3
-_SECONDS_TO_NOTIFY = 60.0
 
 
 class Outcome(Protocol):
@@ -142,7 +138,7 @@ class JobChain:
         patience = _SHARE_OF_TIME_LIMIT * 60.0 * self.profile.for_stage("driver", uses_gpu=False).timeout_min
         driver_job = replace(self, restart=False, is_watcher=False, patience=min(patience, _DRIVER_PATIENCE_SECONDS))
         watcher_job = replace(driver_job, is_watcher=True)
-        setup = self._note_failure_in_shell()
+        setup = lines_that_note_failure(self.run_dir, self.command)
         return SlurmExecutor(
             self.profile, self.run_dir, driver_job, watcher_job, self.name, setup, self.patience, small_stages,
             self._later_stages if self.profile.submit_ahead else None, self._note_submitted,
@@ -153,31 +149,6 @@ class JobChain:
         stages = self.dataset.make_stages()
         behind = stages[[other.name for other in stages].index(stage.name) + 1 :]
         return [other for other in behind if not other.dir.done.exists()]
-
-    def _note_failure_in_shell(self) -> tuple[str, ...]:
-        """Return shell lines that note the failure of a watcher job whose Python could not do so.
-
-        A Python that is told to leave, and requeued, ends with status 255.
-        """
-        message = (
-            f"a driver job ended before its work did, and so did the watcher job behind it{_WHY}: see the last logs in "
-            f"{self.run_dir.jobs}, and submit again"
-        )
-        state = msgspec.json.encode(ChainState(state="failed", message=message, command=self.command)).decode()
-        before, _, after = state.partition(_WHY)
-        path, aside = shlex.quote(str(self.run_dir.chain)), shlex.quote(str(path_aside(self.run_dir.chain)))
-        return (
-            "note_failure() {",
-            "    case $? in 0|255) return ;; esac",
-            f"""    grep -qs '"state":"waiting"' {path} || return""",
-            # On a full disk what was noted before stays.
-            f"    printf '%s%s%s\\n' {shlex.quote(before)} \"${{setup_failure-}}\" {shlex.quote(after)} > {aside} &&",
-            # Else a loss of power may leave an empty file.
-            f"        sync {aside} &&",
-            f"        mv -f {aside} {path}",
-            "}",
-            "trap note_failure EXIT",
-        )
 
     def start(self) -> ChainState:
         """Run the stages in this process, which plans and submits. Units that were given up before are tried again.
@@ -395,29 +366,8 @@ class JobChain:
             with suppress(SharmillError):
                 scancel([job.id for job in queued_jobs(self.run_dir) if job.role == "watcher" or job.ahead])
             if before is None or before.state != state.state:
-                self._notify(state)
+                notify(self.profile, self.name, self.run_dir, state)
         return state
-
-    def _notify(self, state: ChainState) -> None:
-        """Run the command of the profile; what becomes of it changes nothing."""
-        # Who submits sees the end of what ends at once.
-        if self.profile.notify is None or "SLURM_JOB_ID" not in process.environ:
-            return
-        values = {
-            "SHARMILL_NAME": self.name,
-            "SHARMILL_STATE": state.state,
-            "SHARMILL_FINDINGS": str(state.findings),
-            "SHARMILL_MESSAGE": state.message,
-            "SHARMILL_RUN_DIR": str(self.run_dir.path),
-        }
-        try:
-            subprocess.run(
-                ["bash", "-c", self.profile.notify], env={**process.environ, **values},
-                input=f"{state.message}\n".encode(), capture_output=True, check=True, timeout=_SECONDS_TO_NOTIFY,
-            )  # fmt: skip
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
-            said = getattr(error, "stderr", None) or b""
-            log.warning("notify: %s %s", error, said.decode(errors="replace"))
 
 
 class _ChainListener(Listener):

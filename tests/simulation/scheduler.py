@@ -122,6 +122,9 @@ class Scheduler:
 
     def _carry_out(self, command: Sequence[str]) -> str:
         match list(command):
+            case ["squeue", "--noheader", "--me", *_]:
+                waiting = [job for job in self.queue() if job.state == "PENDING"]
+                return "".join(f"{job.id}|{job.request.folder}/script.sh|{job.comment}\n" for job in waiting)
             case ["squeue", *_]:
                 return "".join(f"{job.id}|{job.state}|{self._reason(job)}|bob|{job.comment}\n" for job in self.queue())
             case ["scancel", "--state=PENDING", array]:

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.errors import raises
 from support.toy_cluster import LastStage, MiddleStage, SleepyStage, ToyChain, ToyDataset
 
 from sharmill.config.schema import ExecutorConfig
 from sharmill.engine.listener import Listener
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.run import locked
 from sharmill.engine.rundir import RunDir
+from sharmill.errors import FatalError
 from sharmill.executors.slurm.ahead import WaitingJob, WaitingRank
 from sharmill.executors.slurm.chain_state import ChainState, read_state
 from sharmill.executors.slurm.executor import SlurmExecutor
@@ -172,6 +175,36 @@ def test_ctrl_c_waits_until_what_is_in_the_queue_is_noted(cluster, start, number
     assert cancelled(cluster) == []
     # The jobs of the stage within which it came are complete.
     assert cluster.calls("sbatch") == (3 if number <= 3 else 6)
+
+
+@pytest.mark.parametrize("directed", [False, True])
+def test_at_the_limit_the_jobs_ahead_of_the_last_stages_of_other_datasets_make_room(cluster, run, tmp_path, directed):
+    """Where another process directs the other dataset, it may just be giving them work."""
+    other = RunDir(tmp_path / "other run")
+    make_run_id(other)
+    make_private_folder(other.jobs)
+    for stage, first in (("middle", 60), ("last", 70)):
+        lines = "".join(f"{job}\n" for job in waiting(other, first, stage))
+        (cluster.folder / f"queue.{first}").write_text(lines)
+    # Of --me: arrays are one line, and with the script.
+    cluster.script(
+        "squeue",
+        'if [[ "$*" == *--me* ]]; then sed -nE "s#^([0-9]+)(_0)?\\|.*\\|#\\1|$OTHER/jobs/s.sh|#p" queue.*\n'
+        "else cat queue.*; fi".replace("$OTHER", str(other.path)),
+    )
+    cluster.script("scancel", 'echo "$@" >> cancelled; for id in "$@"; do sed -i "/^$id[_|]/d" queue.*; done')
+    cluster.script(
+        "sbatch",
+        'n=$(wc -l < sbatch.calls); if [ -s queue.70 ]; then echo "AssocMaxSubmitJobLimit" >&2; exit 1; fi\n'
+        'cp "$1" script.$n; echo Submitted batch job $n',
+    )
+    if directed:
+        with locked(other), raises(FatalError, "jobs_refused"):
+            run()
+        assert cancelled(cluster) == []
+    else:
+        assert run().jobs == ["2_0", "2_1", "2_2", "3"]
+        assert cancelled(cluster) == ["72 71 70"]
 
 
 def test_nothing_is_submitted_ahead_once_a_chain_has_ended(cluster, start):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,28 +14,35 @@ from typing import Any
 from tenacity import retry_if_exception_message, retry_if_exception_type
 
 from sharmill.config.loading import check_one_line
+from sharmill.engine.run import locked
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
-from sharmill.errors import FatalError
+from sharmill.errors import FatalError, SharmillError
 from sharmill.executors.slurm import scheduler
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import (
     PATIENCE_SECONDS,
     Role,
+    SlurmSilent,
     job_comment,
+    jobs_ahead,
     max_array_size,
     parent_ids,
     retrying,
+    runs_ahead,
     scancel,
 )
 from sharmill.executors.slurm.setup_lines import checked_lines
 from sharmill.storage import make_private_folder
+
+log = logging.getLogger(__name__)
 
 # A busy controller, or a limit on jobs in the queue; anything else that sbatch says is about what was asked for.
 _MAY_PASS = re.compile(
     r".*(timed out|temporarily|unable to contact|connection|communicat|(?:Max|Grp)Submit\w*Limit)",
     re.IGNORECASE | re.DOTALL,
 )
+_LIMIT_ON_JOBS = re.compile(r"(?:Max|Grp)Submit\w*Limit", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -105,10 +113,24 @@ class JobRequests:
         # nothing to run, or do the same units as others.
         may_pass = retry_if_exception_type(failed_job_error) & retry_if_exception_message(match=_MAY_PASS)
         try:
-            return retrying(self.patience, may_pass)(self.try_to_submit, parameters, python, tasks)
+            return retrying(self.patience, may_pass)(self._submit_or_make_room, parameters, python, tasks)
         except failed_job_error as error:
             message = f"SLURM refuses the jobs: {' '.join(str(error).split())}"
             raise FatalError(message, code="jobs_refused") from error
+
+    def _submit_or_make_room(
+        self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]
+    ) -> list[str]:
+        """Do so once; where SLURM takes no more jobs, in the place of jobs ahead of any dataset, last stages first."""
+        cancelled: set[str] = set()
+        while True:
+            try:
+                return self.try_to_submit(parameters, python, tasks)
+            except scheduler.failed_job_error() as error:
+                given_up = _cancel_last_ahead() if _LIMIT_ON_JOBS.search(str(error)) else []
+                if cancelled.issuperset(given_up):
+                    raise
+                cancelled.update(given_up)
 
     def try_to_submit(
         self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]
@@ -157,6 +179,27 @@ def cancelled_on_error(jobs: list[str]) -> Iterator[None]:
     except BaseException:
         scancel(parent_ids(jobs))
         raise
+
+
+def _cancel_last_ahead() -> list[str]:
+    """Cancel the jobs ahead of the last stage of one of this user's datasets, and return their numbers.
+
+    Their dataset submits others when it gets there. One whose run directory another process holds may just be giving
+    them work, and keeps them.
+    """
+    try:
+        for run_dir in runs_ahead():
+            with suppress(SharmillError, OSError), locked(run_dir):
+                waiting = sorted(jobs_ahead(run_dir), key=lambda job: job.number)
+                # Those of the first stage may have work that this node does not see yet.
+                if waiting and (last := waiting[-1]).ahead != waiting[0].ahead:
+                    ids = parent_ids([job.id for job in waiting if job.ahead == last.ahead])
+                    log.warning("jobs %s, submitted ahead from %s, make room", ", ".join(ids), run_dir.path)
+                    cancel_from_behind(ids)
+                    return ids
+    except SlurmSilent as error:
+        log.warning("%s", error)
+    return []
 
 
 def cancel_from_behind(job_ids: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from tenacity import RetryCallState, Retrying, before_sleep_log, retry_if_exception, wait_exponential
@@ -140,6 +141,18 @@ def competing_jobs(
 def jobs_ahead(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[QueuedJob]:
     """Return the jobs that were submitted ahead and have no work, of all stages."""
     return [job for job in _find_jobs(run_dir, patience) if job.ahead]
+
+
+def runs_ahead() -> list[RunDir]:
+    """Return the run directories from which this user has submitted jobs ahead that wait, the last one first.
+
+    Raises:
+        SlurmSilent: nobody answers.
+    """
+    shown = _ask(["squeue", "--noheader", "--me", "--states=PENDING", "--format=%i|%o|%k"], patience=0.0)
+    found = re.findall(r"^(\d+)\S*?\|(.+)/jobs/[^/]*\|.*\bsharmill:[0-9a-f]+:\w+:ahead:", shown, re.MULTILINE)
+    newest = {path: int(number) for number, path in sorted(found, key=lambda job: int(job[0]))}
+    return [RunDir(Path(path)) for path in sorted(newest, key=newest.__getitem__, reverse=True)]
 
 
 def _find_jobs(run_dir: RunDir, patience: float) -> list[QueuedJob]:

@@ -59,7 +59,7 @@ def _nothing(*arguments: Any, **options: Any) -> None:
     pass
 
 
-def _no_jobs(*arguments: Any) -> list[queue.QueuedJob]:
+def _no_jobs(*arguments: Any, **options: Any) -> list[queue.QueuedJob]:
     return []
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from support.manifests import Prepared, config_for, run_prepare, write_manifest, write_tone
 from support.paths import TESTS
 
@@ -17,6 +18,9 @@ from sharmill.cli.main import main
 # A shell starts what goes on in the background with this signal ignored, and every process of the tests would inherit
 # that: those of interrupts then fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# On a busy machine any example may take a while.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 # Ranks, jobs and actors import toy stages from ``support``.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 

@@ -10,7 +10,7 @@ from sharmill.engine.run import Executor, locked
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.errors import FatalError
-from sharmill.executors.slurm.chain_state import require_no_chain, take_over_chain
+from sharmill.executors.slurm.chain_state import require_no_chain, require_not_withdrawn, take_over_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.storage import disk_errors
 
@@ -27,10 +27,13 @@ def directed(
         take_over: go on also where SLURM cannot be asked whether jobs are left.
 
     Raises:
-        ConfigError: another process, or jobs of a chain, are at work there.
+        ConfigError: another process, or jobs of a chain, are at work there, or a user has ended this one's chain.
     """
     with disk_errors(run_dir.path), locked(run_dir, wait_seconds):
-        if not isinstance(executor, SlurmExecutor):
+        if isinstance(executor, SlurmExecutor):
+            # A user may have ended the chain while its driver job waited for the run directory: it claims nothing more.
+            require_not_withdrawn(run_dir)
+        else:
             # That one looks for jobs by itself, and knows which belong to it.
             require_no_chain(run_dir, take_over=take_over)
             if take_over:

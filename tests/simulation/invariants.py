@@ -76,8 +76,7 @@ def check_submit(world: World, comment: str) -> None:
 
 def check_begin(world: World, job: SimJob) -> None:
     """No ranks that were submitted ahead begin after the end of the chain, if SLURM has heard who cancels them."""
-    is_away = world.kernel.now < world.cluster.away_until
-    if job.role != "rank" or _has_work(world, job) or world.may_double or is_away:
+    if job.role != "rank" or _has_work(world, job) or world.may_double or job.was_unheard:
         return
     with world.kernel.outside():
         state = read_state(world.run_dir)

@@ -21,6 +21,7 @@ class SimJob:
         turn: tells its present run from those before a requeue.
         countdown: how often it may still be requeued for its time limit.
         second: the same process once more, where a node has started it twice.
+        was_unheard: SLURM was away when it was asked something, perhaps to cancel this.
     """
 
     id: str
@@ -37,6 +38,7 @@ class SimJob:
     dependency: str = ""
     process: SimProcess | None = None
     second: SimProcess | None = None
+    was_unheard: bool = False
 
     @property
     def parameters(self) -> dict[str, Any]:

@@ -111,6 +111,8 @@ class Scheduler:
         """Answer squeue, scancel and scontrol."""
         self.kernel.wait(self.kernel.random.uniform(0.02, 0.5))
         if self.kernel.now < self.away_until:
+            for job in self.queue():
+                job.was_unheard = True
             self.kernel.wait(min(10.0, timeout))
             says = f"{command[0]}: error: Unable to contact slurm controller (connect failure)"
             raise subprocess.CalledProcessError(1, list(command), stderr=says)

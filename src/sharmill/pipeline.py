@@ -21,7 +21,7 @@ from sharmill.engine.fence import require_own_output, stop_ranks
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
-from sharmill.engine.plan import load_plan
+from sharmill.engine.plan import load_plan, mark_to_begin_anew
 from sharmill.engine.run import Executor, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
@@ -286,6 +286,9 @@ def _run_stages(
     # Ranks of a submission that was taken over would go on publishing what comes of the input that was.
     for stage in make_stages(config, config.stages[config.stages.index(stages[0]) :]) if restart and stages else ():
         stop_ranks(stage)
+    for stage in make_stages(config, stages):
+        if restart:
+            mark_to_begin_anew(stage)
     for stage in make_stages(config, stages):
         try:
             result = run_stage(

@@ -36,6 +36,7 @@ _WRITTEN = f"{_FOLDER}open_atomic < sharmill/storage.write_atomic < "
 _AGAIN = "the same folder, or file, is synced once more before anything relies on it"
 _ANEW = "the next run makes it anew"
 _GONE = "the next run removes it, or takes it over"
+_MARKED = "the same command marks it once more, and nothing reads what is in it"
 NOT_NEEDED = {
     "jobs/train_checkpoints.save": _AGAIN,
     "sharmill/storage.fsync_directory < shar/index.changing_index": _GONE,
@@ -47,6 +48,8 @@ NOT_NEEDED = {
     f"{_FOLDER}open_atomic < collect/stage._publish_split": _AGAIN,
     f"{_FOLDER}open_atomic < validate/stage.finalize": _AGAIN,
     f"{_WRITTEN}engine/fence.claim_output": _ANEW,
+    f"{_WRITTEN}engine/plan.mark_to_begin_anew": _MARKED,
+    "sharmill/storage.open_atomic < sharmill/storage.write_atomic < engine/plan.mark_to_begin_anew": _MARKED,
     f"{_WRITTEN}engine/ledger.revoke": "the same report revokes the same units once more",
     f"{_WRITTEN}sharmill/pipeline.run_dataset": _ANEW,
     f"{_WRITTEN}slurm/queue.make_run_id": _AGAIN,

@@ -13,6 +13,7 @@ from sharmill.engine.fence import require_own_output, stop_ranks
 from sharmill.engine.ledger import committed_files
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
+from sharmill.engine.plan import mark_to_begin_anew
 from sharmill.engine.run import Executor, run_stage
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
@@ -204,6 +205,7 @@ class SimDataset:
             with claimed(run_dir, self.make_stages(), executor, restart=restart):
                 for stage in self.make_stages() if restart else ():
                     stop_ranks(stage)
+                    mark_to_begin_anew(stage)
                 for stage in self.make_stages():
                     result = run_stage(stage, executor, listener, max_reject_fraction=0.5, restart=restart)
                     results.append((stage, result))

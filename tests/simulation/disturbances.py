@@ -119,8 +119,9 @@ def _submit_again(world: World) -> None:
 
 
 def _submit_restart(world: World) -> None:
-    """Submit with ``--restart``, which begins anew where no jobs are left; by the configuration that was planned."""
-    dataset = replace(world.dataset, option=planned_option(world.dataset))
+    """Submit with ``--restart``, which begins anew where no jobs are left, by another configuration as often as not."""
+    option = world.kernel.random.choice([planned_option(world.dataset), world.dataset.option + 7])
+    dataset = replace(world.dataset, option=option)
     world.start("submission --restart", "login2", partial(world.submit, dataset, restart=True))
 
 

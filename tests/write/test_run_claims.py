@@ -46,6 +46,18 @@ class AfterUnit(Listener):
         raise KeyboardInterrupt
 
 
+class AfterStage(Listener):
+    """Ends the run when the stage behind this one begins."""
+
+    def __init__(self, name):
+        self.name, self.has_begun = name, False
+
+    def stage_started(self, stage, units, done):
+        if self.has_begun:
+            raise KeyboardInterrupt
+        self.has_begun = stage.name == self.name
+
+
 @pytest.fixture
 def project(tmp_path):
     project = Project(tmp_path / "project")
@@ -106,6 +118,21 @@ def test_an_error_before_anything_is_published_leaves_no_claim(project, config):
         run_dataset(config, AtStart(interrupt))
     assert not (project.dataset / STAGING_NAME).exists()
     assert run_dataset(of_other_run(config), Listener(), stages=["prepare", "write"]).ok
+
+
+def test_what_is_to_begin_anew_does_so_in_a_later_run_too(config):
+    """A chain of jobs leaves all stages but the first to later jobs, and a run may be killed."""
+    stages = ["prepare", "write", "survey"]
+    assert run_dataset(config, Listener(), stages=stages).ok
+    before = {stage.name: stage.dir.read_token() for stage in make_stages(config, stages)}
+    other = dataclasses.replace(config, write=dataclasses.replace(config.write, shard_size=2))
+    with pytest.raises(KeyboardInterrupt):
+        run_dataset(other, AfterStage("prepare"), stages=stages, restart=True)
+    assert run_dataset(other, Listener(), stages=stages).ok
+    after = {stage.name: stage.dir.read_token() for stage in make_stages(config, stages)}
+    assert not set(before.items()) & set(after.items())
+    assert run_dataset(other, Listener(), stages=stages).ok
+    assert {stage.name: stage.dir.read_token() for stage in make_stages(config, stages)} == after
 
 
 def test_a_run_that_takes_over_from_a_chain_ends_it(config, monkeypatch):

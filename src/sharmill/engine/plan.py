@@ -55,6 +55,7 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     """
     stage.token = ""
     _refuse_linked_folders(stage)
+    restart = restart or stage.dir.begin_anew.exists()
     identity = _as_stored(stage.references.identify(stage.identity(), stage.kind))
     if stage.dir.identity.exists() and not restart:
         before = read_identity(stage)
@@ -85,6 +86,16 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
         # Another node has made the plan, and this one did not see it yet.
         return read_or_make_plan(stage, restart=False)
     return _freeze(stage, identity)
+
+
+def mark_to_begin_anew(stage: Stage) -> None:
+    """Have the next run that comes to the stage begin it anew, also one without ``--restart``.
+
+    A run may end before it has come there itself: killed, or since jobs are to go on.
+    """
+    if stage.dir.token_file.exists():
+        with stopping_errors(stage.dir.plan):
+            write_atomic(stage.dir.begin_anew, b"")
 
 
 def _is_planned(stage: Stage) -> bool:

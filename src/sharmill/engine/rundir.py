@@ -47,6 +47,11 @@ class StageDir:
         return self.plan / "earlier_versions.json"
 
     @property
+    def begin_anew(self) -> Path:
+        """There once a user has asked for another plan, whose folder takes the place of this one."""
+        return self.plan / "begin_anew"
+
+    @property
     def token_file(self) -> Path:
         return self.plan / "token"
 

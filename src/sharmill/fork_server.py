@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
+from sharmill.errors import SharmillError
 from sharmill.processes import ChildEnded, ChildProcess, end_by_force
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -57,9 +58,13 @@ class ForkServer:
 
         Raises:
             OSError: the server has ended.
+            SharmillError: what ``setup`` has raised.
         """
         if not self._has_imported:
-            self._has_imported = self._receive()
+            answer = self._receive()
+            if isinstance(answer, SharmillError):
+                raise answer
+            self._has_imported = True
 
     def fork(self, target: Callable[..., None], theirs: Connection, args: Sequence[Any], name: str) -> Forked:
         """Have a process forked that calls ``target(theirs, *args)``, as soon as the imports are done.
@@ -156,7 +161,11 @@ class Forked:
 def _serve(connection: Connection, modules: Sequence[str], setup: Callable[[], None]) -> None:
     """Run a fork server: import modules, tell that it is done, and fork a process for each request."""
     _end_with_parent()
-    setup()
+    try:
+        setup()
+    except SharmillError as error:
+        connection.send(error)
+        os._exit(1)
     for module in modules:
         # The process that needs it meets the same error, and reports it.
         with suppress(Exception, SystemExit):

@@ -60,13 +60,14 @@ def test_the_last_operations_of_a_stage_fail(small_run, faulty_disk, from_end, k
     assert relaunch(small_run, "write") == []
 
 
-def test_a_rank_that_cannot_open_its_log_ends_the_stage_in_one_line(small_run, faulty_disk):
+@pytest.mark.parametrize(("later", "log"), [(1, "driver.log"), (2, "rank-00")], ids=["what forks the ranks", "a rank"])
+def test_a_process_that_cannot_open_its_log_ends_the_stage_in_one_line(small_run, faulty_disk, later, log):
     small_run.restore("write")
     faulty_disk.run(small_run, "write", "none", 1, workers=2)
     first = next(n for n, name in enumerate(faulty_disk.operations(), start=1) if name.endswith("logs/driver.log"))
     small_run.restore("write")
-    found = trouble(faulty_disk, small_run, "write", "readonly", first + 1, workers=2)
-    assert found.hit.startswith("open run/write/logs/rank-00")
+    found = trouble(faulty_disk, small_run, "write", "readonly", first + later, workers=2)
+    assert found.hit.startswith(f"open run/write/logs/{log}")
     assert (found.status, found.problems) == (1, [])
     assert relaunch(small_run, "write") == []
 

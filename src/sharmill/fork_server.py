@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sharmill.errors import SharmillError
-from sharmill.processes import ChildEnded, ChildProcess, end_by_force
+from sharmill.processes import ChildEnded, ChildProcess, end_by_force, safe_path
 
 _PR_SET_PDEATHSIG: Final = 1
 _SECONDS_BETWEEN_LOOKS: Final = 0.5
@@ -203,7 +203,8 @@ def _answer_requests(connection: Connection) -> None:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             theirs, status = pipes
             process = context.Process(target=_work, args=(target, theirs, args), name=name)  # type: ignore[attr-defined]
-            process.start()
+            with safe_path():
+                process.start()
         except OSError as error:
             for one in pipes:
                 one.close()

@@ -127,7 +127,9 @@ class TestJobs:
             working_dir, *job, "all", config, start=partial(subprocess.Popen, stdout=log, stderr=log)
         ) as waiting:
             wait_until(lambda: (owner := lock_owner(tmp_path / "run")) is not None and "Ray job" in owner.job, 120)
-            done = run_sharmill("cancel", tmp_path / "run", "--ray-address", submit.address)
+            # What is named goes before another cluster of the environment.
+            environment = os.environ | {"RAY_ADDRESS": "127.0.0.1:1023"}
+            done = run_sharmill("cancel", tmp_path / "run", "--ray-address", submit.address, env=environment)
             assert done.returncode == 0, done.stdout + done.stderr
             assert "ended: " in done.stdout
             waiting.wait(60)  # of a job that is stopped, Ray returns 0

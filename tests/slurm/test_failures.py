@@ -104,7 +104,7 @@ def test_what_slurm_refuses_leaves_no_job_behind(make_chain):
     with raises(FatalError, "jobs_refused", "invalid partition"):
         chain.start()
     assert read_state(chain.run_dir).state == "failed"
-    assert queued_jobs(chain.run_dir) == []
+    wait_until(lambda: queued_jobs(chain.run_dir) == [])
 
 
 def test_arrays_above_the_clusters_limit_are_split(make_chain, monkeypatch):

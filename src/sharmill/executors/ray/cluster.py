@@ -185,6 +185,10 @@ def stop_job(submission_id: str, address: str | None) -> None:
     tries = Retrying(
         retry=retry_if_exception_type(ConnectionError), stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True
     )
+    if address is not None:
+        # Else Ray takes these before what it is told.
+        for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+            os.environ.pop(name, None)
     try:
         client = tries(lambda: JobSubmissionClient(address))
         tries(lambda: client.stop_job(submission_id))

@@ -31,10 +31,10 @@ def directed(
     """
     with disk_errors(run_dir.path), locked(run_dir, wait_seconds):
         if isinstance(executor, SlurmExecutor):
-            # A user may have ended the chain while its driver job waited for the run directory: it claims nothing more.
+            # It looks for jobs by itself, and knows which belong to it. A user may have ended the chain while its
+            # driver job waited for the run directory: that claims nothing more.
             require_not_withdrawn(run_dir)
         else:
-            # That one looks for jobs by itself, and knows which belong to it.
             require_no_chain(run_dir, take_over=take_over)
             if take_over:
                 take_over_chain(run_dir)

@@ -11,7 +11,7 @@ import pytest
 import soundfile as sf
 
 from sharmill.shar.reading import decoding
-from sharmill.shar.reading.decoding import decode
+from sharmill.shar.reading.decoding import decode_samples
 
 
 def flac(num_samples: int, channels: int = 1, rate: int = 16000, subtype: str = "PCM_16") -> bytes:
@@ -40,7 +40,7 @@ def outcome(decoder, data: bytes) -> object:
 def test_the_samples_are_those_of_libsndfile(subtype, channels, rate):
     for num_samples in (1, 17, 4096, 20000):
         data = flac(num_samples, channels, rate, subtype)
-        found = decode(data)
+        found = decode_samples(data)
         assert found.dtype == np.float32
         np.testing.assert_array_equal(found, by_libsndfile(data))
 
@@ -50,7 +50,7 @@ def test_whole_flac_is_not_given_to_libsndfile(channels, subtype):
     with mock.patch.object(decoding, "_decode_anything", side_effect=AssertionError("asked")):
         # Of 150 frames some check sums end with a zero, and from the 129th on numbers of frames take two bytes.
         for num_samples in (1, 4096, 8193, 150 * 4096):
-            assert decode(flac(num_samples, channels, subtype=subtype)).shape == (channels, num_samples)
+            assert decode_samples(flac(num_samples, channels, subtype=subtype)).shape == (channels, num_samples)
 
 
 def frames_of(data: bytes) -> list[int]:
@@ -147,12 +147,12 @@ def test_of_damaged_files_the_same_is_refused(damage, good_first):
     data = flac(9000 + good_first, rate=16000 + good_first + 2 * DAMAGE.index(damage))
     rng = np.random.default_rng(0)
     if good_first:
-        decode(data)
+        decode_samples(data)
     compared = 0
     for change in range(150):
         damaged = damage(data, rng)
         if not claims_too_much(damaged):
-            assert outcome(decode, damaged) == outcome(by_libsndfile, damaged), change
+            assert outcome(decode_samples, damaged) == outcome(by_libsndfile, damaged), change
             compared += 1
     assert compared > 50
-    np.testing.assert_array_equal(decode(data), by_libsndfile(data))
+    np.testing.assert_array_equal(decode_samples(data), by_libsndfile(data))

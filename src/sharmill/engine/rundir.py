@@ -207,7 +207,7 @@ class RunDir:
         return self.path / "jobs"
 
     def job_work(self, number: int) -> Path:
-        """What the tasks of a cluster's job are to do that was submitted before that was known."""
+        """The work of a cluster's job that was submitted before this was known, one entry for each task."""
         return self.jobs / f"{number}_work.pkl"
 
     @property

@@ -24,18 +24,15 @@ _READ_AT_ONCE: Final = 1 << 20
 _RANGES: Final = 1 << 10
 
 
-class SpilledRows:
-    """Rows of a table in a temporary file, which is gone when this is closed.
+class _Spill:
+    """The holder of a temporary file without a name, as long as the context lasts.
 
     Args:
-        folder: where the file lies; it is made on the first use, so the folder has to be there.
-        dtype: of a row, with fields that have hashes of 64 bits.
+        folder: where the file lies.
     """
 
-    def __init__(self, folder: Path, dtype: np.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, folder: Path) -> None:
         self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self._count = 0
 
     def __enter__(self) -> Self:
         return self
@@ -44,6 +41,20 @@ class SpilledRows:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+class SpilledRows(_Spill):
+    """Rows of a table in a temporary file, which is gone when this is closed.
+
+    Args:
+        folder: where the file lies; it is made on the first use, so the folder has to be there.
+        dtype: of a row, with fields that have hashes of 64 bits.
+    """
+
+    def __init__(self, folder: Path, dtype: np.dtype) -> None:
+        super().__init__(folder)
+        self._dtype = dtype
+        self._count = 0
 
     def __len__(self) -> int:
         return self._count
@@ -85,7 +96,7 @@ class SpilledRows:
             yield begin, np.frombuffer(data, self._dtype)
 
 
-class FirstEqual:
+class FirstEqual(_Spill):
     """The search for the first of equal hashes of 128 bits, of which any number may be equal.
 
     Of a part of them, what is equal is found in memory; one of each goes to a temporary file, sorted, where that is
@@ -97,20 +108,12 @@ class FirstEqual:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        super().__init__(folder)
         self._first = array("I")
         self._waiting: list[np.ndarray] = []
         self._num_waiting = 0
         # For each part on disk the rows at which its ranges begin, and its end.
         self._bounds: list[np.ndarray] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._file.close()
 
     def append(self, hashes: np.ndarray) -> None:
         """Add hashes (n, 2) behind those that are there."""

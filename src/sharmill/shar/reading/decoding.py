@@ -85,7 +85,7 @@ def _decode_recording(recording: Recording) -> Recording:
     if source.source[:4] in _PLAIN:
         if isinstance(source, MemorySource):
             source.check()
-        samples = decode(source.source)
+        samples = decode_samples(source.source)
     else:
         samples = source.load_audio(force_opus_sampling_rate=recording.sampling_rate)
     decoded = object.__new__(_DecodedSource)
@@ -95,7 +95,7 @@ def _decode_recording(recording: Recording) -> Recording:
     return made
 
 
-def decode(data: bytes) -> np.ndarray:
+def decode_samples(data: bytes) -> np.ndarray:
     """Return samples (channels, num_samples) of FLAC or WAV as lhotse's ``soundfile_load``, in less time.
 
     dr_flac takes 70 % of the time of libFLAC, which libsndfile has, and its samples are the same. It is given FLAC that

@@ -56,8 +56,8 @@ def _times(way: dict[str, Any]) -> str:
 
 def _figures(found: dict[str, Any]) -> list[str]:
     ours = found["ours"]
-    rate = f"{found['amount'] / ours[found['by']]:,.4g} {found['unit']} a second"
-    return [rate, *(f"{name} {value:,.4g}" for name, value in ours["figures"].items())]
+    work = f"{found['amount']:,.4g} {found['unit']}, {found['amount'] / ours[found['by']]:,.4g} a second"
+    return [work, *(f"{name} {value:,.4g}" for name, value in ours["figures"].items())]
 
 
 def _targets(found: dict[str, Any]) -> list[str]:

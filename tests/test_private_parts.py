@@ -240,6 +240,12 @@ def torch_recompilation() -> bool:
     return own and all(hasattr(torch._dynamo.config, name) for name in names)
 
 
+def torch_compiler() -> bool:
+    from torch._inductor import cpp_builder, exc
+
+    return not inspect.signature(cpp_builder.get_cpp_compiler).parameters and issubclass(exc.InvalidCxxCompiler, Exception)
+
+
 # What is relied on: (package, what, the file of sharmill that relies on it, a check that it still is so).
 def torch_sizes() -> bool:
     from sharmill.errors import ConfigError
@@ -274,6 +280,7 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("torch", "weights of weight_norm", "models/shipped_codecs.py", torch_weight_norm),
     ("torch", "switch of the TorchScript fuser", "models/arithmetic.py", torch_fuser),
     ("torch", "limits of recompilation, threads of the compiler", "models/compiled.py", torch_recompilation),
+    ("torch", "the search for a C++ compiler, and its error", "models/compiled.py", torch_compiler),
     ("torch", "sizes of tensors that are made", "models/tensors.py", torch_sizes),
 ]  # fmt: skip
 

@@ -6,11 +6,15 @@ import pytest
 import torch
 from support.errors import raises
 from support.models import make_audio
+from support.shar import voice
+from torch._inductor import cpp_builder
 
+from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
 from sharmill.models import compiled, load_codec, require_codec
 from sharmill.models.certificate import certify_codec
-from sharmill.models.compiled import compile_codec
+from sharmill.models.compiled import compile_codec, require_compiler
+from sharmill.pipeline import run_dataset
 
 
 @pytest.fixture
@@ -88,3 +92,32 @@ def test_a_codec_of_another_class_is_refused_before_it_is_loaded():
     require_codec("builtin", "default")
     with raises(ConfigError, "bad_config_value", "cannot be compiled, since its class is no CodecBackend"):
         require_codec(name, "default")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    """No program is found; torch keeps the compiler that it has found for the rest of the process."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("TORCH_INDUCTOR_INSTALL_GXX", raising=False)
+    cpp_builder.cpp_compiler_search.cache_clear()
+    yield
+    cpp_builder.cpp_compiler_search.cache_clear()
+
+
+def test_a_missing_compiler_is_found_before_any_work(no_compiler, project):
+    project.add("a.flac", voice(0.5))
+    config = project.configure(encode={"canonical_shapes": True, "compile": "default"}, executor={"device": "cpu"})
+    with raises(ConfigError, "unsupported_system", "needs a C++ compiler", "set encode.compile=none"):
+        run_dataset(config, Listener())
+    assert not project.dataset.exists()
+    assert not list(project.run_dir.rglob("units.jsonl"))
+
+
+def test_a_gpu_needs_triton(monkeypatch):
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    with raises(ConfigError, "missing_package", "the package triton"):
+        require_compiler("cuda")
+
+
+def test_a_compiler_that_works_is_enough():
+    require_compiler("cpu")

@@ -116,6 +116,13 @@ class EncodeStage(Stage):
     def require_models(self) -> None:
         require_codec(self.codec_config.model, self.compile_mode)
 
+    def require_compiler(self, device: str) -> None:
+        if self.compile_mode != "none":
+            # Imports torch's compiler, which takes seconds.
+            from sharmill.models.compiled import require_compiler
+
+            require_compiler(device)
+
     def check_output(self) -> None:
         self.assemble.check_output()
 

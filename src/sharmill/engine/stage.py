@@ -141,6 +141,9 @@ class Stage(ABC):
     def require_models(self) -> None:  # noqa: B027 - most stages load none
         """Raise ConfigError where a model that ``open`` loads can neither be found on this machine nor be had."""
 
+    def require_compiler(self, device: str) -> None:  # noqa: B027 - most stages compile nothing
+        """Raise ConfigError where ranks of this machine, on ``cpu`` or ``cuda``, could not compile their model."""
+
     @abstractmethod
     def plan(self, folder: Path) -> Iterator[Unit]:
         """Yield the units, in order.

@@ -7,10 +7,13 @@ second one, so that codes depended on the order of a rank's batches.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import Final
 
 import torch
 import torch._inductor.config
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
 
 from sharmill.config import Compile
 from sharmill.errors import ConfigError, is_device_error
@@ -33,6 +36,29 @@ def require_compilable(kind: type, name: str) -> None:
             f"the codec {name!r} cannot be compiled, since its class is no CodecBackend: set encode.compile=none",
             code="bad_config_value",
         )
+
+
+def require_compiler(device: str) -> None:
+    """Raise ConfigError where this machine lacks what torch compiles with: a C++ compiler, or Triton for a GPU.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+    """
+    if device == "cuda":
+        if find_spec("triton") is None:
+            raise ConfigError(
+                "encode.compile needs the package triton for a GPU: install it, or set encode.compile=none",
+                code="missing_package",
+            )
+        return
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise ConfigError(
+            "encode.compile needs a C++ compiler, and none works on this machine: install g++, name another by the "
+            "variable CXX, or set encode.compile=none",
+            code="unsupported_system",
+        ) from error
 
 
 def compile_codec(codec: Codec, name: str, mode: Compile) -> None:

@@ -243,7 +243,8 @@ def torch_recompilation() -> bool:
 def torch_compiler() -> bool:
     from torch._inductor import cpp_builder, exc
 
-    return not inspect.signature(cpp_builder.get_cpp_compiler).parameters and issubclass(exc.InvalidCxxCompiler, Exception)
+    takes_nothing = not inspect.signature(cpp_builder.get_cpp_compiler).parameters
+    return takes_nothing and issubclass(exc.InvalidCxxCompiler, Exception)
 
 
 # What is relied on: (package, what, the file of sharmill that relies on it, a check that it still is so).

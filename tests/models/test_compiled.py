@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from click.testing import CliRunner
 from support.errors import raises
 from support.models import make_audio
 from support.shar import voice
 from torch._inductor import cpp_builder
 
+from sharmill.cli.main import cli
+from sharmill.config import to_yaml
 from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
 from sharmill.models import compiled, load_codec, require_codec
@@ -62,6 +65,18 @@ def test_the_compiler_has_no_processes_unless_the_user_asks_for_them(graphs, mon
     with torch._inductor.config.patch(compile_threads=5):
         load_codec("builtin", compile_mode="default")
         assert torch._inductor.config.compile_threads == threads
+
+
+@pytest.mark.parametrize(("mode", "is_compiled"), [("none", False), ("default", True)])
+def test_plan_measures_the_codec_as_it_will_run(graphs, project, mode, is_compiled):
+    project.add("a.flac", voice(0.5))
+    encode = {"codecs": [{"name": "small", "model": "builtin"}], "canonical_shapes": True, "compile": mode}
+    path = project.folder / "small.yaml"
+    path.write_bytes(to_yaml(project.configure(match=None, encode=encode)))
+    result = CliRunner().invoke(cli, ["plan", str(path), "--measure"])
+    assert result.exit_code == 0, result.output
+    assert "encode.batch_seconds=" in result.output
+    assert bool(graphs) == is_compiled
 
 
 def test_what_cannot_be_compiled_is_one_line(monkeypatch):

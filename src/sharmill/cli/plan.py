@@ -101,8 +101,10 @@ def _print_measurements(console: Console, config: Config) -> None:
 
     if (match := config.match) is not None:
         add("match", match.encoder, load_speaker_encoder(match.encoder, device, match.allow_targets, match.precision))
-    for codec in config.encode.codecs:
-        add("encode", codec.name, load_codec(codec.model, device, codec.allow_targets, config.encode.precision))
+    encode = config.encode
+    for codec in encode.codecs:
+        model = load_codec(codec.model, device, codec.allow_targets, encode.precision, encode.compile)
+        add("encode", codec.name, model)
     console.print(table)
     for key, measurements in found.items():
         sizes = [measured.best_size for measured in measurements]

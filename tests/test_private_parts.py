@@ -247,7 +247,6 @@ def torch_compiler() -> bool:
     return takes_nothing and issubclass(exc.InvalidCxxCompiler, Exception)
 
 
-# What is relied on: (package, what, the file of sharmill that relies on it, a check that it still is so).
 def torch_sizes() -> bool:
     from sharmill.errors import ConfigError
     from sharmill.models.tensors import limited_layers
@@ -257,6 +256,7 @@ def torch_sizes() -> bool:
     return True
 
 
+# What is relied on: (package, what, the file of sharmill that relies on it, a check that it still is so).
 PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("lhotse", "fields of recordings", "shar/reading/cuts.py", lhotse_recordings),
     ("lhotse", "fields of cuts and supervisions", "shar/reading/cuts.py", lhotse_cuts),

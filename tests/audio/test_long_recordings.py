@@ -52,7 +52,7 @@ def segments(request, tmp_path) -> list[Segment]:
 def seen(monkeypatch) -> dict[str, list]:
     """The files that are opened, and the samples at which parts begin."""
     seen: dict[str, list] = {"opened": [], "starts": []}
-    open_audio, read = files.open_audio, Recording.read
+    open_audio, read = files.open_audio, Recording.read_stored
 
     def opening(path):
         seen["opened"].append(path)
@@ -64,7 +64,7 @@ def seen(monkeypatch) -> dict[str, list]:
 
     monkeypatch.setattr(files, "open_audio", opening)
     monkeypatch.setattr("sharmill.audio.containers.open_audio", opening)
-    monkeypatch.setattr(Recording, "read", reading)
+    monkeypatch.setattr(Recording, "read_stored", reading)
     return seen
 
 

@@ -136,7 +136,10 @@ class Decoder(Protocol):
         """Go on decoding at ``position``; only where ``info.exact_seeks``."""
 
     def read(self, num_samples: int) -> np.ndarray:
-        """Return the next samples, float32 (num_samples,) or (num_samples, channels); fewer at the end."""
+        """Return the next samples (num_samples,) or (num_samples, channels), fewer at the end.
+
+        They are float32, or int16 in all reads of a file that holds 16 bits.
+        """
 
     def check_end(self) -> None:
         """Raise RejectRecord where the file is damaged or cut off in a way that does not show in the samples."""

@@ -10,6 +10,7 @@ import soundfile as sf
 
 from sharmill.audio import ogg
 from sharmill.audio.files import check_finite
+from sharmill.audio.samples import to_float, to_int16
 from sharmill.errors import ConfigError, RejectRecord
 
 # Our name -> libsndfile's format and subtype, and the sampling rates that can be written (None: any).
@@ -49,10 +50,11 @@ def check_encoder(format: str, sampling_rate: int) -> None:
 
 
 def encode(audio: np.ndarray, sampling_rate: int, format: str) -> bytes:
-    """Encode mono ``audio`` (samples,) as one of ``ENCODERS``; values outside [-1, 1] are clipped.
+    """Encode mono ``audio`` (samples,) as one of ``ENCODERS``: int16, or floats, which are clipped to [-1, 1].
 
     Same samples, same bytes, in every process and at every time (one build of libsndfile, one kind of CPU).
-    flac and wav hold 16 bits: what was decoded from 16 bits comes back exactly. All four keep rate and number
+    flac and wav hold 16 bits: what was decoded from 16 bits comes back exactly, and int16 gives the bytes that the
+    same values as floats give. All four keep rate and number
     of samples as ``probe_bytes`` and ``decode`` report them: mp3 by the delays in its Info frame, opus by
     pre-skip and last granule position. Their bit rates are libsndfile's: variable, for speech at 16, 24 and 48 kHz
     about 43, 55 and 68 kbit/s (mp3) and 28, 37 and 62 kbit/s (opus).
@@ -68,20 +70,14 @@ def encode(audio: np.ndarray, sampling_rate: int, format: str) -> bytes:
         raise ValueError(f"expected audio of shape (samples,), got {audio.shape}")
     if len(audio) == 0:
         raise RejectRecord("empty_audio", "there are no samples to encode")
-    check_finite(audio, "audio to encode")
-    # libsndfile clips for the 16-bit formats only; MP3 and Opus would keep the overshoot.
-    clipped = np.clip(np.asarray(audio, dtype=np.float32), -1.0, 1.0)
     container, subtype, _ = _ENCODINGS[format]
-    if format == "flac":
-        clipped = _to_int16(clipped)
+    if audio.dtype == np.int16:
+        stored = audio if subtype == "PCM_16" else to_float(audio)
+    else:
+        check_finite(audio, "audio to encode")
+        # libsndfile clips for the 16-bit formats only; MP3 and Opus would keep the overshoot.
+        stored = to_int16(audio) if format == "flac" else np.clip(np.asarray(audio, dtype=np.float32), -1.0, 1.0)
     buffer = io.BytesIO()
-    sf.write(buffer, clipped, sampling_rate, format=container, subtype=subtype)
+    sf.write(buffer, stored, sampling_rate, format=container, subtype=subtype)
     data = buffer.getvalue()
     return ogg.with_serial(data, _OGG_SERIAL) if container == "OGG" else data
-
-
-def _to_int16(audio: np.ndarray) -> np.ndarray:
-    """Round samples to 16 bits as libsndfile does for FLAC, in less time than it takes itself."""
-    scaled = audio * np.float32(1 << 15)
-    np.rint(scaled, out=scaled)
-    return np.minimum(scaled, (1 << 15) - 1, out=scaled).astype(np.int16)

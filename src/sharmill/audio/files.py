@@ -19,6 +19,7 @@ import numpy as np
 from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE, AudioBytes, AudioInfo, Decoder
 from sharmill.audio.ffmpeg import FfmpegDecoder, recognise
 from sharmill.audio.libsndfile import SndfileDecoder
+from sharmill.audio.samples import to_float
 from sharmill.audio.shorten import ShortenedSphereDecoder, is_shortened_sphere
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Channel
@@ -187,6 +188,10 @@ class Recording:
             RejectRecord: as ``sharmill.audio.files.read``.
             ValueError: ``start`` is before that of an earlier part, and seeks are not exact.
         """
+        return to_float(self.read_stored(start, num_samples, channel))
+
+    def read_stored(self, start: int = 0, num_samples: int | None = None, channel: Channel = None) -> np.ndarray:
+        """Decode as ``read``, but of a file that holds 16 bits int16 (num_samples,), unless channels are mixed."""
         channel = choose_channel(channel, self.info.channels)
         wanted = self._check_claims(start, num_samples)
         audio = self._take(start, start + wanted, channel)
@@ -199,7 +204,7 @@ class Recording:
         num_samples = self._check_claims(0, None)
         for start in range(0, num_samples, _BLOCK_SAMPLES):
             wanted = min(_BLOCK_SAMPLES, num_samples - start)
-            block = self._take(start, start + wanted, None)
+            block = to_float(self._take(start, start + wanted, None))
             self._check_samples(block, start + len(block), start + wanted)
             yield block
 
@@ -243,11 +248,13 @@ class Recording:
         for block in self._kept:
             part = block[max(0, start - position) : max(0, end - position)]
             if channel is not None:
-                part = part.mean(axis=1, dtype=np.float32) if channel == "downmix" else part[:, channel]
+                part = to_float(part).mean(axis=1, dtype=np.float32) if channel == "downmix" else part[:, channel]
             parts.append(part)
             position += len(block)
         parts = [part for part in parts if len(part)]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype=np.float32), *parts])
+        if not parts:
+            return np.empty(0, dtype=np.float32)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def close(self) -> None:
         self._decoder.close()

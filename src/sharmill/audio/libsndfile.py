@@ -63,6 +63,8 @@ class SndfileDecoder:
             num_samples = mp3.count_samples(source.read, source.name, num_samples)
         if num_samples <= 0:
             raise RejectRecord("empty_audio", f"{source.name} has no samples")
+        # libsndfile takes several times as long for floats of them.
+        self._dtype = "int16" if subtype == "PCM_16" else "float32"
         exact = kind == "FLAC" or subtype in _MEMORYLESS
         # Ogg states its length in its last page, so that it cannot be wrong by much.
         if not exact and kind != "OGG" and num_samples > source.size * MAX_SAMPLES_PER_BYTE:
@@ -82,7 +84,7 @@ class SndfileDecoder:
             # MP3 decodes to other last bits without it, and soundfile.read does it. It decodes: not for a header alone.
             self.seek(0)
         with _rejecting(self._source.name):
-            return self._sound.read(num_samples, dtype="float32")
+            return self._sound.read(num_samples, dtype=self._dtype)
 
     def check_end(self) -> None:
         """Raise RejectRecord for what libsndfile repairs in silence: an early end, and lost pages in Ogg."""

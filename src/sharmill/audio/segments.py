@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -22,6 +22,7 @@ from sharmill.audio.decoder import AudioInfo
 from sharmill.audio.files import Recording, decode_bytes, open_recording
 from sharmill.audio.resample import segment_bounds
 from sharmill.audio.roots import AudioRoots
+from sharmill.audio.samples import to_float
 from sharmill.audio.sound import measure_sound
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Member, Segment
@@ -56,7 +57,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class SegmentAudio:
-    """The samples of a segment, float32 (samples,), where they lie, and notes about the file as it was read."""
+    """The samples of a segment (samples,), float32 or int16, where they lie, and notes about the file as read."""
 
     samples: np.ndarray
     sampling_rate: int
@@ -66,7 +67,7 @@ class SegmentAudio:
     @property
     def content(self) -> int:
         """A hash of rate and samples at 16 bits: equal for copies under other names, formats and positions."""
-        rounded = np.clip(np.rint(self.samples * 32768), -32768, 32767).astype(np.int16)
+        rounded = np.clip(np.rint(to_float(self.samples) * 32768), -32768, 32767).astype(np.int16)
         return xxhash.xxh3_128_intdigest(rounded, seed=self.sampling_rate)
 
 
@@ -124,12 +125,16 @@ class SegmentReader:
         """
         for index, found in self.read_or_copy(segments, lambda location: False):
             assert not isinstance(found, FileCopy)
+            if isinstance(found, SegmentAudio):
+                found = replace(found, samples=to_float(found.samples))
             yield index, found
 
     def read_or_copy(
         self, segments: Sequence[Segment], may_copy: Callable[[Location], bool]
     ) -> Iterator[tuple[int, SegmentAudio | FileCopy | RejectRecord]]:
         """Read segments of one recording as ``read_recording``; of whole files that ``may_copy`` chooses, the bytes.
+
+        Samples of files that hold 16 bits are int16, unless channels are mixed.
 
         Bytes are decoded once all the same, unless they are those that an earlier stage has decoded: a file that breaks
         later would take its whole shard with it.
@@ -158,7 +163,7 @@ class SegmentReader:
         self, segment: Segment, location: Location, recording: Recording, checksum_once: Callable[[], str]
     ) -> SegmentAudio:
         start, count = (0, None) if location.is_whole_file else (location.start, location.num_samples)
-        samples = recording.read(start, count, segment.channel)
+        samples = recording.read_stored(start, count, segment.channel)
         found = _checksum(segment, location, samples, checksum_once)
         return self._check(segment, location, samples, recording.info.sampling_rate, found)
 
@@ -205,13 +210,14 @@ class SegmentReader:
         if segment.notes.checksum not in ("", found):
             raise RejectRecord("changed_audio", f"{location.path} is not what it was when the stage match read it")
         self._check_duration(segment, len(samples), rate)
-        peak = max(float(samples.max()), -float(samples.min()))
+        low, high = to_float(np.array([samples.min(), samples.max()]))
+        peak = max(float(high), -float(low))
         if peak < SILENT_PEAK:
             level = f"is {20 * math.log10(peak):.0f} dB of full scale" if peak else "is zero"
             raise RejectRecord(
                 "silent_audio", f"the loudest sample {level}, below {20 * math.log10(SILENT_PEAK):.0f} dB"
             )
-        sound = segment.notes.sound or measure_sound(samples, rate).pack()
+        sound = segment.notes.sound or measure_sound(to_float(samples), rate).pack()
         return SegmentAudio(samples, rate, AudioNotes(location.size, location.modified, found, sound), location)
 
 
@@ -239,7 +245,7 @@ def _checksum(segment: Segment, location: Location, samples: np.ndarray, checksu
     notes = segment.notes
     if not location.is_whole_file:
         if location.info.exact_seeks:
-            return checksum_bytes(samples.tobytes())
+            return checksum_bytes(to_float(samples).tobytes())
         if notes.checksum and (notes.size, notes.modified) == (location.size, location.modified):
             return notes.checksum
     return checksum_all()

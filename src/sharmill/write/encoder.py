@@ -10,6 +10,7 @@ from typing import Final
 
 from sharmill.audio.encoding import check_encoder, encode
 from sharmill.audio.resample import resample
+from sharmill.audio.samples import to_float
 from sharmill.audio.segments import FileCopy, Location, SegmentAudio, SegmentReader
 from sharmill.audio.spool import Kept, Spool
 from sharmill.config import WriteConfig
@@ -109,8 +110,8 @@ class SegmentEncoder:
 
     def _encode(self, audio: SegmentAudio) -> StoredAudio:
         samples, rate = audio.samples, audio.sampling_rate
-        if self._config.sampling_rate is not None:
-            samples = resample(samples, rate, self._config.sampling_rate)
+        if self._config.sampling_rate not in (None, rate):
+            samples = resample(to_float(samples), rate, self._config.sampling_rate)
             rate = self._config.sampling_rate
         extension: str = self._config.audio_format
         if extension == _ORIGINAL:

@@ -143,7 +143,7 @@ def pair_names(path: Path, names: list[str]) -> tuple[str, str]:
     first = names[0] if names else ""
     cut_id, _, extension = first.rpartition(".")
     expected = f"{cut_id}.{_second_extension(extension)}"
-    if names[1:] != [expected]:
+    if len(names) != 2 or names[1] != expected:
         raise DamagedShard(f"{path}: member {first!r} has no {expected!r} beside it")
     return cut_id, extension
 

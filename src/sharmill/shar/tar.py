@@ -1,4 +1,4 @@
-"""Tar archives as Shar uses them: a deterministic writer, and a strict reader that maps the file into memory.
+"""Tar archives as Shar uses them: a deterministic writer, and a strict reader that maps large files into memory.
 
 Formats read: ustar, GNU long names, PAX paths and sizes (POSIX.1-2001). Headers written carry no time and no owner.
 """
@@ -6,6 +6,7 @@ Formats read: ustar, GNU long names, PAX paths and sizes (POSIX.1-2001). Headers
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import tarfile
 import zlib
@@ -30,6 +31,8 @@ from sharmill.shar.tar_headers import (
 from sharmill.storage import open_regular
 
 _END = bytes(2 * BLOCK)
+# Smaller archives are read as a whole, in less time than the system takes to map and unmap their pages.
+_MAX_READ_BYTES: Final = 1 << 19
 # The place in a header.
 _CHECKSUM: Final = slice(148, 156)
 _REGULAR = (b"0", b"\0")
@@ -109,7 +112,7 @@ class TarTable:
             size = stream.seek(0, 2)
             if size < len(_END):
                 raise DamagedShard(f"{path}: {size} bytes are too few for a tar archive")
-            self._data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            self._data = _load(stream, size)
         try:
             parser = _Parser(path, self._data)
             self.damage = parser.read_all()
@@ -145,7 +148,17 @@ class TarTable:
 
     def close(self) -> None:
         """Close the file."""
-        self._data.close()
+        if isinstance(self._data, mmap.mmap):
+            self._data.close()
+
+
+def _load(stream: BinaryIO, size: int) -> mmap.mmap | bytes:
+    """Return the bytes of an open file of ``size`` bytes."""
+    if size <= _MAX_READ_BYTES:
+        data = os.pread(stream.fileno(), size, 0)
+        if len(data) == size:  # a file system may give less at once
+            return data
+    return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class _Parser:

@@ -52,7 +52,11 @@ class OpenShard:
         self.index = files.index
         self._foreign = foreign
         sidecars = files.sidecars
-        self._lines = IndexedLines(*sidecars[CUTS]) if sidecars else read_lines(files.cuts)
+        self._lines: IndexedLines | list[bytes]
+        if sidecars:
+            self._lines = IndexedLines(*sidecars[CUTS])
+        else:
+            self._lines = read_lines(files.cuts) if files.lines is None else files.lines
         if files.count not in (None, len(self._lines)):
             raise self.damage(f"there are {len(self._lines)} {CUTS} instead of {files.count}")
         self._columns: dict[str, _TarColumn | _LinesColumn] = {}

@@ -44,6 +44,7 @@ class ShardFiles:
         fields: the files of the chosen fields, by the attribute of the cut that each fills.
         count: cuts that there should be, if that is known.
         sidecars: the files for random access by the name of the field, of ``cuts`` too; empty where there are none.
+        lines: of the file of cuts, where they have been read already.
     """
 
     index: int
@@ -51,6 +52,7 @@ class ShardFiles:
     fields: Mapping[str, Path]
     count: int | None
     sidecars: Mapping[str, list[Path]] = dataclasses.field(default_factory=dict)
+    lines: list[bytes] | None = None
 
 
 class ReadableShard(Protocol):
@@ -270,6 +272,8 @@ class _ForeignShardSource:
     def __init__(self, directory: Path, fields: Sequence[str] | None, codec: str | None) -> None:
         self._shards = find_shards(directory)
         self._counts: dict[int, int] = {}
+        # Of the shard that was counted last, which is usually the next to be opened.
+        self._counted: dict[int, list[bytes]] = {}
         if self._is_own():
             raise ConfigError(
                 f"{directory} is not a finished dataset: there is no {DATASET_FILE}. Finish the run that writes it; "
@@ -292,7 +296,8 @@ class _ForeignShardSource:
 
     def count(self, shard: int) -> int:
         if shard not in self._counts:
-            self._counts[shard] = len(read_lines(self._shards[shard].files[CUTS]))
+            self._counted = {shard: read_lines(self._shards[shard].files[CUTS])}
+            self._counts[shard] = len(self._counted[shard])
         return self._counts[shard]
 
     def num_cuts(self) -> int:
@@ -304,14 +309,15 @@ class _ForeignShardSource:
         return ShardFiles(found.index, found.files[CUTS], paths, self._counts.get(shard))
 
     def open(self, shard: int, epoch: int) -> ReadableShard:
-        return _open_files(self.files(shard), foreign=True)
+        files = dataclasses.replace(self.files(shard), lines=self._counted.pop(shard, None))
+        return _open_files(files, foreign=True)
 
     def _is_own(self) -> bool:
         """Return True if sharmill wrote it: then without an index it is not complete, and may lack shards."""
         for shard, found in enumerate(self._shards):
             path = found.files[CUTS]
             lines = read_lines(path)
-            self._counts[shard] = len(lines)
+            self._counts[shard], self._counted = len(lines), {shard: lines}
             if lines:
                 custom = decode_cut(path, lines[0]).get("custom")
                 return isinstance(custom, dict) and CONTEXT_UNALIGNED in custom

@@ -80,7 +80,7 @@ ALLOWED = {
     "shar/reading/memory_audio.py:_header": OPENED,
     "shar/reading/random_access.py:__init__": OPENED,
     "shar/rebuild.py:_record": INDEX,
-    "shar/tar.py:__init__": OPENED,
+    "shar/tar.py:_load": OPENED,
     "sources/annotated.py:identity": INPUT,
     "sources/files.py:identify_files": INPUT,
     "sources/lhotse_shar.py:identity": INPUT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,12 @@ class _Written:
             "padding": 1 - counted.num_samples / counted.num_padded,
         }
 
+    def load_nemo(self) -> Any:
+        """Load the codec as a script does."""
+        from nemo.collections.tts.models import AudioCodecModel
+
+        return AudioCodecModel.restore_from(str(self.checkpoint), map_location="cpu").eval()
+
     def load(self) -> list[np.ndarray]:
         """Decode the audio of all records, as a script does."""
         paths = (self.project.root / record["audio_filepath"] for record in self.project.records)
@@ -110,19 +117,35 @@ def save_codec(path: Path, *, base_channels: int) -> Path:
 
 
 @row(
-    "encode model", baseline="its model alone on the best batches of the unique segments", inverse=True,
+    "encode model", baseline="NeMo's model alone on the best batches of the unique segments", inverse=True,
     targets={"ratio": "<= 1.10", "passes per segment": "<= 1.02", "padding": "<= 0.03"},
 )  # fmt: skip
 def encode_beside_model(folder: Path, tiny: bool) -> Case:
     """Survey, encode and assemble in shuffle order with a NeMo codec whose encoder has 1.7 M parameters, one rank."""
     written = _Written.make(folder, tiny)
+    model = written.load_nemo()
+    return beside_batches(written, lambda audio, num_samples: model.encode(audio=audio, audio_len=num_samples))
+
+
+@row(
+    "encode codec", baseline="the same codec as sharmill runs it, alone, on the best batches of the unique segments",
+    inverse=True, group="further",
+)  # fmt: skip
+def encode_beside_codec(folder: Path, tiny: bool) -> Case:
+    """The same stages, codec and dataset."""
+    written = _Written.make(folder, tiny)
+    return beside_batches(written, written.codec.encode)
+
+
+def beside_batches(written: _Written, encode: Callable[[torch.Tensor, torch.Tensor], Any]) -> Case:
     audio = written.load()
     batches = padded_batches([len(samples) for samples in audio], BEST_BATCH_SECONDS * RATE)
     padded = [pad([audio[index] for index in batch]) for batch in batches]
 
+    @torch.no_grad()
     def alone() -> None:
-        for batch in padded:
-            written.codec.encode(*batch)
+        for batch, num_samples in padded:
+            encode(batch, num_samples)
 
     return written.case(alone)
 
@@ -133,9 +156,7 @@ def encode_beside_model(folder: Path, tiny: bool) -> Case:
 def encode_beside_published(folder: Path, tiny: bool) -> Case:
     """The same stages, codec and dataset."""
     written = _Written.make(folder, tiny)
-    from nemo.collections.tts.models import AudioCodecModel
-
-    model = AudioCodecModel.restore_from(str(written.checkpoint), map_location="cpu").eval()
+    model = written.load_nemo()
 
     @torch.no_grad()
     def one_by_one() -> None:

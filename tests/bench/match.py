@@ -100,7 +100,11 @@ def beside_batches(project: Project, encoder: SpeakerEncoder, embed: Embed) -> C
     return Case(amount=hours, unit="hours of audio", ours=lambda: ours(project, encoder), baseline=alone)
 
 
-@row("match published", baseline="NeMo's model on batches of 16 in file order, N x N, each row sorted", targets={"ratio": ">= 3"})
+@row(
+    "match published",
+    baseline="NeMo's model on batches of 16 in file order, N x N, each row sorted",
+    targets={"ratio": ">= 3"},
+)
 def match_beside_published(folder: Path, tiny: bool) -> Case:
     """The stage match with the same model and corpus."""
     project, encoder, embed = corpus(folder, tiny)

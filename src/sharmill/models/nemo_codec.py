@@ -8,6 +8,7 @@ import torch
 
 from sharmill.errors import ConfigError, is_device_error
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
+from sharmill.models.cpu_hifigan import fit_hifigan_to_cpu
 from sharmill.models.families import first_line
 from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
 from sharmill.models.tensors import find_reach, right_padding_matters, weights_checksum
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from nemo.collections.tts.models import AudioCodecModel
     from torch import Tensor
 
-    from sharmill.models.families import ModelName
+    from sharmill.models.cpu_hifigan import fit_hifigan_to_cpu
+from sharmill.models.families import ModelName
 
 _ENCODING_PARTS: Final = ("audio_encoder.", "vector_quantizer.")
 _TRIED_FRAMES: Final = (1, 2, 4, 8, 16, 32)
@@ -36,7 +38,8 @@ class _NemoCodec(CodecBackend):
             raise ConfigError(
                 f"{name} adds a second, semantic codec, which is not supported: use another codec", code="bad_model"
             )
-        self._encoder = model.audio_encoder.eval().to(device)
+        encoder = model.audio_encoder.eval().to(device)
+        self._encoder = fit_hifigan_to_cpu(encoder) if device == "cpu" else encoder
         self._quantize = model.quantize
         self._dequantize = model.dequantize
         self._decoder = None if model.audio_decoder is None else model.audio_decoder.eval().to(device)

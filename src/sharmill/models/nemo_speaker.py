@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from sharmill.models.channels_last import lay_out_channels_last
+from sharmill.models.cpu_titanet import fit_titanet_to_cpu
 from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
 from sharmill.models.tensors import check_batch, fit_length, right_padding_matters, unit_embeddings, weights_checksum
 
@@ -38,7 +38,7 @@ class _NemoSpeakerEncoder:
         self.checksum = weights_checksum(model.state_dict())
         self._model = model.eval().to(self.device)
         if self.device.type == "cpu":
-            lay_out_channels_last(model)
+            fit_titanet_to_cpu(model)
         self._min_samples = int(_MIN_SECONDS * self.sampling_rate)
         tried = int(_TRIED_SECONDS * self.sampling_rate)
         self._equal_lengths_only = right_padding_matters(self._forward, tried, 2 * tried)

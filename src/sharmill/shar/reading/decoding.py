@@ -6,17 +6,19 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
-import miniaudio
 import numpy as np
 import soundfile as sf
 from lhotse import Recording
 from lhotse.audio import AudioLoadingError, DurationMismatchError
 from lhotse.cut import Cut
 from lhotse.utils import compute_num_samples
+from miniaudio import ffi, lib
 
 from sharmill.shar.reading.cuts import set_field, with_id
 from sharmill.shar.reading.memory_audio import MemorySource, flac_header
+from sharmill.shar.reading.sample_buffers import SampleBuffers
 from sharmill.shar.reading.shard import OpenShard
 from sharmill.shar.reading.whole_flac import is_whole_flac
 
@@ -54,6 +56,9 @@ class _DecodedSource(MemorySource):
     bytes as well. A copy made by ``dataclasses.replace`` decodes again.
     """
 
+    # What loading returns are copies: so the memory of the samples is free when the source is.
+    buffers: ClassVar = SampleBuffers()
+
     samples: np.ndarray
     sampling_rate: int
 
@@ -73,6 +78,9 @@ class _DecodedSource(MemorySource):
             # lhotse decides how much too short audio may be.
             return super().load_audio(offset, duration, force_opus_sampling_rate)
         return self.samples[..., first:end].copy()
+
+    def __del__(self) -> None:
+        self.buffers.give_back(self.__dict__, "samples")
 
 
 def _decode_recording(recording: Recording) -> Recording:
@@ -106,15 +114,22 @@ def decode_samples(data: bytes) -> np.ndarray:
 
 
 def _decode_whole_flac(data: bytes) -> np.ndarray | None:
-    """Return samples (channels, num_samples); None where there are not as many as the file says."""
-    try:
-        decoded = miniaudio.flac_read_f32(data)
-    except miniaudio.DecodeError:
+    """Return samples (channels, num_samples), in a buffer; None where there are not as many as the file says."""
+    num_samples, channels, sampling_rate = flac_header(data) or (0, 0, 0)
+    flac = lib.ma_dr_flac_open_memory(data, len(data), ffi.NULL)
+    if not flac:
         return None
-    channels = decoded.nchannels
-    if (len(decoded.samples) // max(1, channels), channels, decoded.sample_rate) != flac_header(data):
-        return None  # it passes over damaged frames
-    return np.ascontiguousarray(np.frombuffer(decoded.samples, np.float32).reshape(-1, channels).T)
+    try:
+        if (flac.channels, flac.sampleRate) != (channels, sampling_rate):
+            return None
+        # It passes over damaged frames, and reads on behind the samples that the file says it has.
+        samples = _DecodedSource.buffers.take(num_samples + 1, channels)
+        address = ffi.cast("float *", samples.ctypes.data)
+        if lib.ma_dr_flac_read_pcm_frames_f32(flac, num_samples + 1, address) != num_samples:
+            return None
+    finally:
+        lib.ma_dr_flac_close(flac)
+    return np.ascontiguousarray(samples[:num_samples].T)
 
 
 def _decode_anything(data: bytes) -> np.ndarray:

@@ -144,19 +144,18 @@ class _TarColumn:
     def read(self, number: int, cut_id: str) -> Any:
         table = self._table
         found, extension = table.pair(number)
-        member = f"{found}.{extension}"
         if found != cut_id:
-            raise table.damage(f"member {member!r} is where one for {cut_id!r} should be")
+            raise table.damage(f"member '{found}.{extension}' is where one for {cut_id!r} should be")
         if extension == NO_DATA:
             return None
         try:
             return read_item(_decode_json(table.metadata(number)), extension, table.data(number))
         except NOT_JSON as error:
-            raise table.damage(f"the metadata of {member!r} is not JSON: {error}") from error
+            raise table.damage(f"the metadata of '{found}.{extension}' is not JSON: {error}") from error
         except MALFORMED as error:
-            raise table.damage(f"the metadata of {member!r} cannot be read: {error!r}") from error
+            raise table.damage(f"the metadata of '{found}.{extension}' cannot be read: {error!r}") from error
         except DamagedShard as error:
-            raise table.damage(f"member {member!r}: {error}") from error
+            raise table.damage(f"member '{found}.{extension}': {error}") from error
 
 
 class _LinesColumn:

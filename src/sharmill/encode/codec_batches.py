@@ -53,7 +53,7 @@ class CodecBatches:
 
     Args:
         batch_seconds: audio of a batch, counting padding.
-        device: ``cpu`` or ``cuda``, on which batches may have other sizes.
+        device: ``cpu``, or ``cuda``, for which batches may have other sizes and come from pinned memory.
         canonical: batches of few shapes, so that codes do not depend on neighbours; see ``plan_batches``.
         pieces: how long segments are cut; None to encode them whole.
         threads: how many may read and resample audio beside the codec.
@@ -74,6 +74,7 @@ class CodecBatches:
         self.advice = _ELSEWHERE + (_CERTIFY if pieces is None else "")
         self.codec = codec
         self._pieces = pieces
+        self._pinned = device == "cuda"
         self._batch_seconds = batch_seconds
         self._max_frames = fit_batch_seconds(batch_seconds, device) * codec.sampling_rate / codec.samples_per_frame
         self._plan = partial(plan_batches, batch_seconds=batch_seconds, codec=codec, device=device, canonical=canonical)
@@ -159,8 +160,9 @@ class CodecBatches:
         if self._pieces is not None and self._is_cut(batch.num_frames):
             rows = self._pieces.rows(self._max_frames)
             with self._guard.batch(rows * PIECE_SECONDS, rows, is_least=rows == 1):
-                return self._pieces.encode(codec, samples[0], self._max_frames, padding)[None]
-        audio, num_samples = fill_batch(batch, samples, codec.samples_per_frame)
+                codes = self._pieces.encode(codec, samples[0], self._max_frames, padding, pinned=self._pinned)
+                return codes[None]
+        audio, num_samples = fill_batch(batch, samples, codec.samples_per_frame, pinned=self._pinned)
         padding.add(samples, audio, codec.sampling_rate)
         seconds = audio.numel() / codec.sampling_rate
         is_long = len(batch.items) == 1 and seconds > self._batch_seconds

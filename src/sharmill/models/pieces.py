@@ -63,13 +63,20 @@ class Pieces:
         return max(1, int(max_frames // self.length))
 
     def encode(
-        self, codec: Codec, samples: np.ndarray, max_frames: float, padding: Padding | None = None
+        self,
+        codec: Codec,
+        samples: np.ndarray,
+        max_frames: float,
+        padding: Padding | None = None,
+        *,
+        pinned: bool = False,
     ) -> np.ndarray:
         """Return the codes (codebooks, frames) of a segment (samples,), made of its pieces in batches.
 
         Args:
             max_frames: frames of a batch.
             padding: that of the batches is added to it; what two pieces share is no padding.
+            pinned: as of ``pad``.
         """
         size = codec.samples_per_frame
         pieces = self.divide(-(-len(samples) // size))
@@ -78,7 +85,7 @@ class Pieces:
         for begin in range(0, len(pieces), rows):
             batch = pieces[begin : begin + rows]
             parts = [samples[piece.start * size : piece.stop * size] for piece in batch]
-            audio, lengths = pad(parts)
+            audio, lengths = pad(parts, pinned=pinned)
             if padding is not None:
                 padding.add(parts, audio, codec.sampling_rate)
             codes = codec.encode(audio, lengths).numpy()

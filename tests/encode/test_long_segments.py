@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from support.errors import raises
-from support.shar import codec_stages, loading, run, voice
+from support.shar import codec_stages, lines, loading, run, voice
 
 from sharmill.encode.batch_change import may_cut
 from sharmill.errors import FatalError
@@ -68,6 +68,8 @@ def encode(config, codec, **options):
 def test_a_segment_too_long_for_the_device_is_cut_and_has_the_codes_of_the_whole(project, config, codec):
     assert encode(config, codec).ok
     assert codec.lengths == [[30.0], [30.0], [30.0], [1.0]]
+    (commit,) = [one for path in codec_stages(config)[1].dir.path.glob("**/ledger/*.jsonl") for one in lines(path)]
+    assert (commit["stats"]["encoded_seconds"], commit["stats"]["padded_seconds"]) == (91.0, 91.0)
     (long,) = [cut for cut in open_shar(project.dataset) if cut.duration > 60]
     audio = torch.from_numpy(long.load_custom("target_audio"))
     assert (long.target_codes.load() == codec.whole(audio, torch.tensor([audio.shape[1]]))[0].numpy()).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from unittest import mock
 
@@ -26,6 +27,7 @@ from support.shar import (
     run_codec,
     snapshot,
     voice,
+    without_padding_in_commits,
 )
 
 from sharmill.audio.resample import resample
@@ -146,6 +148,43 @@ def test_batches_are_sorted_by_length_and_bounded_by_padded_seconds(project, con
     codec = ToyCodec()
     assert encode(config, codec, batch_seconds=2.0).ok
     assert codec.batches == [[32000], [20000], [16000, 8000], [4960]]
+
+
+def read_stats(config):
+    """The stats of the commits of the units that were encoded, in order."""
+    ledger = codec_stages(config)[1].dir.path.glob("**/ledger/*.jsonl")
+    commits = sorted((commit for path in ledger for commit in lines(path)), key=lambda commit: commit["index"])
+    return [commit["stats"] for commit in commits]
+
+
+# In frames of 20 ms these have 50, 25, 62.5, 15.5 and 100.
+@pytest.mark.parametrize(
+    ("options", "frames", "share"),
+    [
+        # Batches of 100, 63, 50 + 25 and 16 frames.
+        ({"batch_seconds": 2.0}, 279, "9.32"),
+        # On a CPU each alone in its canonical length, which is 64 frames for 63.
+        ({"canonical_shapes": True}, 255, "0.78"),
+    ],
+)
+def test_the_padding_of_the_batches_is_in_the_commits_and_in_the_log(config, caplog, options, frames, share):
+    caplog.set_level(logging.INFO)
+    assert encode(config, ToyCodec(), **options).ok
+    (stats,) = read_stats(config)
+    assert stats["encoded_seconds"] == pytest.approx(sum(SECONDS), abs=1e-12)
+    assert stats["padded_seconds"] == pytest.approx(frames * 0.02, abs=1e-12)
+    assert f"5.1 s of audio encoded, {share} % of the batches is padding" in caplog.messages
+
+
+def test_a_run_that_was_begun_by_a_version_without_padding_ends_without_its_share(config, caplog):
+    caplog.set_level(logging.INFO)
+    with without_padding_in_commits(most_seconds=1.5):
+        assert len(encode(config, ToyCodec(), unit_seconds=1.0).failures) == 1
+    old = read_stats(config)
+    assert encode(config, ToyCodec(), unit_seconds=1.0).ok
+    assert len(read_stats(config)) == len(old) + 1
+    assert ["padded_seconds" in stats for stats in read_stats(config)].count(True) == 1
+    assert "is padding" not in caplog.text
 
 
 def test_a_codec_that_minds_padding_gets_equal_lengths_only(project, config):

@@ -21,10 +21,10 @@ SECONDS = [0.4, 0.9, 0.9, 1.3, 1.7, 2.2]
 LEAST_COSINE = 0.9999
 
 
-def make_batch(rate, seconds=SECONDS, seed=0):
+def make_batch(rate, seconds=SECONDS, seed=0, *, pinned=False):
     """Return padded audio (batch, samples) and lengths (batch,) of voices in pairs."""
     items = [voice(length, rate, pitch=110 + 35 * (n // 2), seed=seed + n) for n, length in enumerate(seconds)]
-    return pad(items)
+    return pad(items, pinned=pinned)
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +85,15 @@ def test_codes_are_those_of_the_cpu_but_for_a_few(device, kind, models, record):
     record(equal_codes=round(equal, 6))
     assert codes["cpu"].unique().numel() > 2
     assert equal >= 1 - MAX_DIFFERENT_CODES
+
+
+@pytest.mark.parametrize("kind", ["builtin", "nemo_codec"])
+def test_batches_from_pinned_memory_have_the_codes_of_others_as_often_as_it_is_used(device, kind, models):
+    codec = load_codec(models[kind], device)
+    for seed in range(4):
+        expected = codec.encode(*make_batch(codec.sampling_rate, seed=seed))
+        found = codec.encode(*make_batch(codec.sampling_rate, seed=seed, pinned=device == "cuda"))
+        assert torch.equal(expected, found)
 
 
 @pytest.mark.parametrize("kind", ["resemblyzer", "builtin"])

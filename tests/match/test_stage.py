@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from importlib.metadata import version
 from unittest import mock
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 from support.errors import raises
-from support.shar import PitchEncoder, Project, lines, put, run, voice
+from support.shar import PitchEncoder, Project, lines, put, run, voice, without_padding_in_commits
 
 from sharmill.audio.sound import Sound
 from sharmill.config import MatchConfig
@@ -628,12 +629,31 @@ def test_contexts_come_from_a_random_pool_of_the_speaker_which_the_seed_draws(pr
     assert contexts(match(project, max_speaker_items=3, seed=7, restart=True)) != contexts(found)
 
 
-def test_the_padding_of_the_batches_is_in_the_commits(project):
+def test_the_padding_of_the_batches_is_in_the_commits_and_in_the_log(project, caplog):
+    caplog.set_level(logging.INFO)
     for number, seconds in enumerate((3.0, 4.0)):
         add(project, f"{number}.wav", 200, seconds=seconds)
     match(project)
     (commit,) = lines(next((project.run_dir / "match").glob("**/ledger/*.jsonl")))
     assert (commit["stats"]["embedded_seconds"], commit["stats"]["padded_seconds"]) == (7.0, 8.0)
+    assert "7.0 s of audio embedded, 12.50 % of the batches is padding" in caplog.messages
+
+
+def test_a_run_that_was_begun_by_a_version_without_padding_ends_without_its_share(project, caplog):
+    caplog.set_level(logging.INFO)
+    for number, seconds in enumerate((3.0, 3.0, 4.0, 4.0)):
+        add(project, f"{number}.wav", 200 + number, seconds=seconds, speaker=f"s{number // 2}")
+    config = project.configure(match={"unit_seconds": 1.0}, speaker_key="speaker")
+    project.prepare(config)
+    with (
+        mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=PitchEncoder()),
+        without_padding_in_commits(most_seconds=6.0),
+    ):
+        assert len(run(MatchStage(config)).failures) == 1
+    assert len(match(project, unit_seconds=1.0)) == 4
+    commits = [one for path in (project.run_dir / "match").glob("**/ledger/*.jsonl") for one in lines(path)]
+    assert sorted("padded_seconds" in commit["stats"] for commit in commits) == [False, True]
+    assert "is padding" not in caplog.text
 
 
 @pytest.mark.parametrize(

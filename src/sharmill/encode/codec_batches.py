@@ -20,6 +20,7 @@ from sharmill.errors import RejectRecord, UnitFailed
 from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.measure import require_room
 from sharmill.models.memory import ELSEWHERE, MemoryGuard
+from sharmill.models.padding import Padding
 from sharmill.models.pieces import PIECE_SECONDS, Pieces
 from sharmill.models.protocols import Codec
 from sharmill.models.shapes import Batch, fill_batch, plan_batches
@@ -52,7 +53,7 @@ class CodecBatches:
 
     Args:
         batch_seconds: audio of a batch, counting padding.
-        device: ``cpu`` or ``cuda``, on which batches may have other sizes.
+        device: ``cpu``, or ``cuda``, for which batches may have other sizes and come from pinned memory.
         canonical: batches of few shapes, so that codes do not depend on neighbours; see ``plan_batches``.
         pieces: how long segments are cut; None to encode them whole.
         threads: how many may read and resample audio beside the codec.
@@ -73,6 +74,7 @@ class CodecBatches:
         self.advice = _ELSEWHERE + (_CERTIFY if pieces is None else "")
         self.codec = codec
         self._pieces = pieces
+        self._pinned = device == "cuda"
         self._batch_seconds = batch_seconds
         self._max_frames = fit_batch_seconds(batch_seconds, device) * codec.sampling_rate / codec.samples_per_frame
         self._plan = partial(plan_batches, batch_seconds=batch_seconds, codec=codec, device=device, canonical=canonical)
@@ -98,12 +100,16 @@ class CodecBatches:
         return BegunItems(items, batches, beginning, chain(list(islice(loaded, 1)), loaded))
 
     def finish(
-        self, begun: BegunItems, advance: Callable[[int], None], when_all_begun: Callable[[], None]
+        self,
+        begun: BegunItems,
+        advance: Callable[[int], None],
+        padding: Padding,
+        when_all_begun: Callable[[], None],
     ) -> list[np.ndarray]:
         """Return the codes (codebooks, frames) of each item, in the order of the items.
 
-        ``advance`` is called with the number of frames of each batch, and ``when_all_begun`` once, when no item is left
-        whose decoding has not begun.
+        ``advance`` is called with the number of frames of each batch, what was padded is added to ``padding``, and
+        ``when_all_begun`` is called once, when no item is left whose decoding has not begun.
 
         Raises:
             UnitFailed: an item cannot be decoded, is not what its metadata say, or does not fit in memory.
@@ -119,7 +125,7 @@ class CodecBatches:
                 samples = [next(begun.loaded) for _ in batch.items]
             try:
                 with spent_on("model"):
-                    codes = self._encode(batch, samples)
+                    codes = self._encode(batch, samples, padding)
             except RejectRecord as reject:
                 # The dataset has its cut already, and every cut has codes: it cannot be left out any more.
                 why = f"the segment {items[batch.items[0]].cut_id}: {reject.detail}; {self.advice}"
@@ -144,7 +150,7 @@ class CodecBatches:
     def _is_cut(self, num_frames: int) -> bool:
         return self._pieces is not None and num_frames > self._pieces.length
 
-    def _encode(self, batch: Batch, samples: Sequence[np.ndarray]) -> np.ndarray:
+    def _encode(self, batch: Batch, samples: Sequence[np.ndarray], padding: Padding) -> np.ndarray:
         """Return the codes (rows, codebooks, frames) of a batch; raise RejectRecord for one segment that is too long.
 
         Raises:
@@ -154,12 +160,14 @@ class CodecBatches:
         if self._pieces is not None and self._is_cut(batch.num_frames):
             rows = self._pieces.rows(self._max_frames)
             with self._guard.batch(rows * PIECE_SECONDS, rows, is_least=rows == 1):
-                return self._pieces.encode(codec, samples[0], self._max_frames)[None]
-        audio = fill_batch(batch, samples, codec.samples_per_frame)
-        seconds = audio[0].numel() / codec.sampling_rate
+                codes = self._pieces.encode(codec, samples[0], self._max_frames, padding, pinned=self._pinned)
+                return codes[None]
+        audio, num_samples = fill_batch(batch, samples, codec.samples_per_frame, pinned=self._pinned)
+        padding.add(samples, audio, codec.sampling_rate)
+        seconds = audio.numel() / codec.sampling_rate
         is_long = len(batch.items) == 1 and seconds > self._batch_seconds
         with self._guard.batch(seconds, batch.num_rows, is_long=is_long):
-            return codec.encode(*audio).numpy()
+            return codec.encode(audio, num_samples).numpy()
 
     def num_frames(self, item: Item) -> int:
         """Return the number of frames that the codes of an item have."""

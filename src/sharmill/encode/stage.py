@@ -34,6 +34,7 @@ from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import FatalError, UnitFailed
 from sharmill.models import codec_modules, describe_codec, load_codec, make_deterministic, published_name, require_codec
 from sharmill.models.device import check_device
+from sharmill.models.padding import Padding, log_padding
 from sharmill.models.pieces import find_pieces
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
@@ -178,6 +179,7 @@ class EncodeStage(Stage):
         codes = checksum_bytes(b"".join(file.xxh3.encode() for commit in commits for file in commit.files))
         counts = "" if codec is None else add_counts(self.dir, len(units), codec)
         write_atomic(encoded_file(self.dir), msgspec.json.encode(EncodedRecord(codec, codes, counts)))
+        log_padding([commit.stats for commit in commits], "encoded")
         return add_up(commits)
 
     def products(self) -> list[Path]:
@@ -210,11 +212,13 @@ class EncodeProcessor(Processor):
         with spent_on("decoding"):
             begun = self._ahead.take(unit)
         share = unit.cost / max(1, sum(map(self._encode.num_frames, begun.items)))
-        codes = self._encode.finish(begun, lambda frames: advance(frames * share), self._ahead.begin)
+        padding = Padding()
+        codes = self._encode.finish(begun, lambda frames: advance(frames * share), padding, self._ahead.begin)
         name = codes_file(unit.index)
         write_codes(staging.path(name), codes, self._codec.codebook_size)
         stats = {
             "seconds": float(seconds_of(self._segments_of(unit)).sum()),
+            **padding.stats("encoded"),
             "codec": msgspec.to_builtins(self._record()),
         }
         return Output(files=[name], num_out=unit.size, stats=stats)

@@ -17,6 +17,7 @@ from sharmill.engine.delays import spent_on
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Segment
 from sharmill.models.memory import MemoryGuard
+from sharmill.models.padding import Padding
 from sharmill.models.protocols import SpeakerEncoder, pad, padded_batches
 from sharmill.prefetch import prefetch
 
@@ -36,14 +37,6 @@ class EmbeddedSegment:
     embedding: Any
     content: int
     notes: AudioNotes
-
-
-@dataclass
-class Padding:
-    """Audio that went through an encoder: seconds, and seconds with the padding of its batches."""
-
-    seconds: float = 0.0
-    padded: float = 0.0
 
 
 _Loaded = tuple[np.ndarray, int, AudioNotes]
@@ -135,11 +128,11 @@ class Embedder:
         """Return the embeddings of a batch; raise RejectRecord for a segment that is too long to fit in memory."""
         if not usable:
             return {}
-        audio, num_samples = pad([samples for samples, _, _ in usable.values()], pinned=self.pinned)
+        items = [samples for samples, _, _ in usable.values()]
+        audio, num_samples = pad(items, pinned=self.pinned)
         seconds = audio.numel() / self.encoder.sampling_rate
         if padding is not None:
-            padding.seconds += int(num_samples.sum()) / self.encoder.sampling_rate
-            padding.padded += seconds
+            padding.add(items, audio, self.encoder.sampling_rate)
         with self.guard.batch(seconds, len(usable), is_long=len(usable) == 1 and seconds > self.batch_seconds):
             rows = self.encoder.embed(audio, num_samples).float()
         return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -39,7 +38,7 @@ from sharmill.match.candidates import (
     write_candidates,
 )
 from sharmill.match.choose import ContextChooser, min_similarity
-from sharmill.match.embed import BegunSegments, EmbeddedSegment, Embedder, Padding
+from sharmill.match.embed import BegunSegments, EmbeddedSegment, Embedder
 from sharmill.match.given import GivenContext, GivenContexts
 from sharmill.match.groups import divide, index_manifest, order_by_group
 from sharmill.match.speaker_key import make_speaker_key
@@ -54,12 +53,11 @@ from sharmill.models import (
 from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.device import check_device
 from sharmill.models.measure import require_room
+from sharmill.models.padding import Padding, log_padding
 from sharmill.prepare.stage import manifest_stem, prepared_manifest
 from sharmill.speaker_tag import tagged_speaker
 from sharmill.staging import Staging
 from sharmill.storage import open_atomic, open_stored, remove_for_good
-
-log = logging.getLogger(__name__)
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies. With
 # fifty for each rank, the last ones to end are within 2 % of the others: 20,000 h on 1,024 ranks.
@@ -180,9 +178,7 @@ class MatchStage(Stage):
             for commit in commits:
                 with open_stored(self.root / commit.files[0].name) as part:
                     shutil.copyfileobj(part, merged)
-        embedded, padded = (sum(one.stats[key] for one in commits) for key in ("embedded_seconds", "padded_seconds"))
-        log.info("%.1f s of audio embedded, %.2f %% of the batches is padding", embedded,
-                 100 * (1 - embedded / padded) if padded else 0.0)  # fmt: skip
+        log_padding([commit.stats for commit in commits], "embedded")
         return add_up(commits)
 
     def products(self) -> list[Path]:
@@ -278,11 +274,7 @@ class MatchProcessor(Processor):
         name = f"parts/{unit.index:06d}.jsonl"
         write_lines(staging.path(name), (utterance.to_json() for utterance in matched))
         seconds = sum(utterance.duration for utterance in matched)
-        stats: dict[str, Any] = {
-            "seconds": seconds,
-            "embedded_seconds": padding.seconds,
-            "padded_seconds": padding.padded,
-        }
+        stats: dict[str, Any] = {"seconds": seconds, **padding.stats("embedded")}
         stats["voices"] = sample_voices(
             ((self._key(group[0]), _embeddings(group, found)) for group in groups),
             unit.id, unit.params["stop"] - unit.params["start"], self._num_lines,

@@ -87,14 +87,17 @@ class CodecBackend(ABC):
     def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Encode a batch of segments; see ``Codec.encode``."""
         check_batch(audio, num_samples)
+        # What decides about shapes stays on the CPU. The mask is made on the device.
         num_samples = num_samples.to("cpu", torch.int64)
+        there = num_samples.to(self.device, non_blocking=True)
+        audio = audio.to(self.device, non_blocking=True)
         num_frames = (num_samples + self.samples_per_frame - 1) // self.samples_per_frame
         max_frames = int(num_frames.max()) if len(num_frames) else 0
         codes = torch.zeros(len(audio), self.num_codebooks, max_frames, dtype=torch.int64)
         for rows in self._batches(num_frames):
             width = int(num_frames[rows].max())
             length = max(width, self.spec.min_frames) * self.samples_per_frame
-            whole = fit_length(audio[rows], num_samples[rows].to(audio.device), length)
+            whole = fit_length(audio[rows], there[rows], length)
             codes[rows, :, :width] = self._checked(whole, num_frames[rows])[:, :, :width]
         return codes
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from sharmill.models.codec_backend import CodecBackend
+from sharmill.models.padding import Padding
+from sharmill.models.protocols import pad
 
 if TYPE_CHECKING:
     from sharmill.models.protocols import Codec
@@ -60,23 +62,33 @@ class Pieces:
         """Return how many pieces a batch of so many frames has; one at least."""
         return max(1, int(max_frames // self.length))
 
-    def encode(self, codec: Codec, samples: np.ndarray, max_frames: float) -> np.ndarray:
+    def encode(
+        self,
+        codec: Codec,
+        samples: np.ndarray,
+        max_frames: float,
+        padding: Padding | None = None,
+        *,
+        pinned: bool = False,
+    ) -> np.ndarray:
         """Return the codes (codebooks, frames) of a segment (samples,), made of its pieces in batches.
 
         Args:
             max_frames: frames of a batch.
+            padding: that of the batches is added to it; what two pieces share is no padding.
+            pinned: as of ``pad``.
         """
-        import torch
-
         size = codec.samples_per_frame
         pieces = self.divide(-(-len(samples) // size))
         rows = self.rows(max_frames)
         kept: list[np.ndarray] = []
         for begin in range(0, len(pieces), rows):
             batch = pieces[begin : begin + rows]
-            parts = [torch.from_numpy(samples[piece.start * size : piece.stop * size]) for piece in batch]
-            lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-            codes = codec.encode(torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), lengths).numpy()
+            parts = [samples[piece.start * size : piece.stop * size] for piece in batch]
+            audio, lengths = pad(parts, pinned=pinned)
+            if padding is not None:
+                padding.add(parts, audio, codec.sampling_rate)
+            codes = codec.encode(audio, lengths).numpy()
             kept += [
                 row[:, piece.first - piece.start : piece.last - piece.start]
                 for piece, row in zip(batch, codes, strict=True)

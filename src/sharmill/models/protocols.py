@@ -135,15 +135,20 @@ def padded_batches(lengths: Sequence[float], max_padded: float, *, equal_only: b
     return batches
 
 
-def pad(items: Sequence[np.ndarray], *, pinned: bool = False) -> tuple[Tensor, Tensor]:
-    """Return arrays (samples,) as one zero-padded float32 tensor (batch, samples), and their lengths (batch,).
+def pad(
+    items: Sequence[np.ndarray], *, at_least: tuple[int, int] = (0, 0), pinned: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return arrays (samples,) as one zero-padded float32 tensor (batch, samples), and their lengths (items,).
 
-    ``pinned`` is for a model on a GPU: its copies need not wait then, and torch uses such memory again.
+    Args:
+        at_least: rows and samples of a larger batch.
+        pinned: for a model on a GPU: its copies need not wait then, and torch uses such memory again.
     """
     import torch
 
     lengths = torch.tensor([len(item) for item in items], dtype=torch.int64)
-    padded = torch.zeros(len(items), int(lengths.max()), dtype=torch.float32, pin_memory=pinned)
-    for row, item in zip(padded, items, strict=True):
+    shape = max(len(items), at_least[0]), max(int(lengths.max()), at_least[1])
+    padded = torch.zeros(shape, dtype=torch.float32, pin_memory=pinned)
+    for row, item in zip(padded, items, strict=False):
         row[: len(item)] = torch.from_numpy(item)
     return padded, lengths

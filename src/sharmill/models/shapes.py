@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from sharmill.models.arithmetic import fit_batch_seconds
-from sharmill.models.protocols import padded_batches
+from sharmill.models.protocols import pad, padded_batches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,14 +89,14 @@ def canonical_length(num_frames: int) -> int:
     return -(-num_frames // step) * step
 
 
-def fill_batch(batch: Batch, samples: Sequence[np.ndarray], samples_per_frame: int) -> tuple[Tensor, Tensor]:
-    """Return audio (rows, samples) float32 and the rows' lengths (rows,) int64 for the items of a batch."""
-    import torch
+def fill_batch(
+    batch: Batch, samples: Sequence[np.ndarray], samples_per_frame: int, *, pinned: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return audio (rows, samples) float32 and the rows' lengths (rows,) int64 for the items of a batch.
 
-    width = max(batch.num_frames * samples_per_frame, *(len(item) for item in samples))
-    audio = torch.zeros(batch.num_rows, width, dtype=torch.float32)
-    for row, item in zip(audio, samples, strict=False):
-        row[: len(item)] = torch.from_numpy(item)
+    ``pinned`` as of ``pad``.
+    """
+    audio, lengths = pad(samples, at_least=(batch.num_rows, batch.num_frames * samples_per_frame), pinned=pinned)
     if batch.as_one_length:
-        return audio, torch.full((batch.num_rows,), width, dtype=torch.int64)
-    return audio, torch.tensor([len(item) for item in samples], dtype=torch.int64)
+        lengths = lengths.new_full((batch.num_rows,), audio.shape[1])
+    return audio, lengths

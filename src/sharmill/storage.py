@@ -115,7 +115,7 @@ def open_regular(
     return cast("BinaryIO", os.fdopen(descriptor, "ab" if append else "rb", buffering))
 
 
-def open_stored(path: Path, *, append: bool = False) -> BinaryIO:
+def open_stored(path: Path, *, append: bool = False, buffering: int = -1) -> BinaryIO:
     """Open a file of a run directory: one that sharmill wrote, and that others may have replaced since.
 
     Args:
@@ -126,7 +126,7 @@ def open_stored(path: Path, *, append: bool = False) -> BinaryIO:
         ConfigError: it is a link, not a regular file, or a stranger's.
     """
     try:
-        stream = open_regular(path, follow_links=False, append=append)
+        stream = open_regular(path, follow_links=False, append=append, buffering=buffering)
         if is_strangers(os.fstat(stream.fileno()), path.parent):
             stream.close()
             raise ValueError("it belongs to another user, and anybody may write to its folder")

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import base64
 import os
+import resource
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -29,8 +31,12 @@ from sharmill.storage import damaged_file, open_stored
 
 _ENTRY: Final = np.dtype([("position", "<i8"), ("xxh3", "<u8")])
 _COUNT: Final = np.dtype("<i8")
-# Files of codes that a rank keeps open: a tenth or a quarter of the usual limits.
-_KEPT_OPEN: Final = 256
+# Files of codes that a rank keeps open at most, if its limit allows: those of 32,768 hours in blocks of two.
+_MOST_KEPT: Final = 1 << 14
+# Bytes between two ranges of a file that take no longer to read and drop than another read of a cached file.
+_GAP: Final = 1 << 14
+# Bytes of neighbouring ranges that are read at once.
+_AT_ONCE: Final = 1 << 20
 # Codebooks times their size: codecs with more codes are not counted.
 _MAX_COUNTS: Final = 1 << 21
 
@@ -132,11 +138,35 @@ def _hash_table(table: np.ndarray) -> int:
     return xxhash.xxh3_64_intdigest(table[:-1].tobytes() + table["position"][-1].tobytes())
 
 
+def _num_kept(num_files: int) -> int:
+    """Return how many of so many files may stay open: half of the limit, which is raised for this process if needed."""
+    wanted = min(num_files, _MOST_KEPT)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft not in (hard, resource.RLIM_INFINITY) and soft < 2 * wanted:
+        soft = 2 * wanted if hard == resource.RLIM_INFINITY else min(2 * wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft // 2)
+
+
+def _read_ranges(file: int, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    """Yield the bytes of ranges (start, stop) of a file; those that lie close behind each other are read at once."""
+    begin = 0
+    while begin < len(ranges):
+        first, last = ranges[begin]
+        end = begin + 1
+        while end < len(ranges) and first <= ranges[end][0] <= last + _GAP and ranges[end][1] <= first + _AT_ONCE:
+            last = max(last, ranges[end][1])
+            end += 1
+        data = os.pread(file, last - first, first)
+        yield from (data[start - first : stop - first] for start, stop in ranges[begin:end])
+        begin = end
+
+
 class SegmentCodes:
     """The codes of all segments, by their numbers.
 
-    Of a file no more is read than the places and the codes of the segments that are asked for. The first files stay
-    open, so that they are opened once however often segments are asked for.
+    Of a file little more is read than the places and the codes of the segments that are asked for. The first files stay
+    open, as many as the limit of open files allows, so that they are opened once however often segments are asked for.
 
     Args:
         paths: the folder of the stage that made them.
@@ -148,6 +178,7 @@ class SegmentCodes:
         self._bounds = load_stored_array(bounds_file(paths.plan))
         self._num_codebooks = codec.num_codebooks
         self._dtype = codes_dtype(codec.codebook_size).newbyteorder("<")
+        self._num_kept = _num_kept(len(self._bounds) - 1)
         self._kept: dict[int, BinaryIO] = {}
 
     def read(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -157,13 +188,14 @@ class SegmentCodes:
             UnitFailed: a file is not there, or damaged.
         """
         blocks = np.searchsorted(self._bounds, numbers, side="right") - 1
-        for block in np.unique(blocks).tolist():
-            wanted = numbers[blocks == block] - self._bounds[block]
+        starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
+        for begin, end in pairwise([*starts, len(blocks)]):
+            block = int(blocks[begin])
             with ExitStack() as stack:
                 # One that cannot be read is closed, and opened again the next time.
-                stream = self._kept.pop(block, None) or open_stored(self._folder / codes_file(block))
-                yield from self._read_block(block, stack.enter_context(stream), wanted)
-                if len(self._kept) < _KEPT_OPEN:
+                stream = self._kept.pop(block, None) or open_stored(self._folder / codes_file(block), buffering=0)
+                yield from self._read_block(block, stack.enter_context(stream), numbers[begin:end])
+                if len(self._kept) < self._num_kept:
                     self._kept[block] = stream
                     stack.pop_all()
 
@@ -173,20 +205,25 @@ class SegmentCodes:
             stream.close()
         self._kept = {}
 
-    def _read_block(self, block: int, stream: BinaryIO, wanted: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield segments of a block and their codes; ``wanted`` counts from its first one."""
-        path, first, file = self._folder / codes_file(block), int(self._bounds[block]), stream.fileno()
-        size = os.fstat(file).st_size
-        for index in wanted.tolist():
-            entries = os.pread(file, 2 * _ENTRY.itemsize, index * _ENTRY.itemsize)
-            if len(entries) < 2 * _ENTRY.itemsize:
-                raise _damaged(path)
-            (position, expected), (end, _) = np.frombuffer(entries, _ENTRY).tolist()
-            data = os.pread(file, end - position, position) if 0 <= position <= end <= size else b""
+    def _read_block(self, block: int, stream: BinaryIO, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield segments of a block and their codes."""
+        path, file, size = self._folder / codes_file(block), stream.fileno(), _ENTRY.itemsize
+        # The entry behind a segment's own has where its codes end.
+        starts = (size * (numbers - self._bounds[block])).tolist()
+        table = b"".join(_read_ranges(file, [(start, start + 2 * size) for start in starts]))
+        if len(table) < 2 * size * len(numbers):
+            raise _damaged(path)
+        entries = np.frombuffer(table, _ENTRY).reshape(-1, 2)
+        places = [(start, stop) for start, stop in entries["position"].tolist()]
+        end = os.fstat(file).st_size
+        if not all(0 <= start <= stop <= end for start, stop in places):
+            raise _damaged(path)
+        found = zip(numbers.tolist(), entries["xxh3"][:, 0].tolist(), _read_ranges(file, places), strict=True)
+        for number, expected, data in found:
             # Of a damaged table too, as it has then other codes at the place.
             if xxhash.xxh3_64_intdigest(data) != expected:
                 raise _damaged(path)
-            yield first + index, np.frombuffer(data, self._dtype).reshape(self._num_codebooks, -1)
+            yield number, np.frombuffer(data, self._dtype).reshape(self._num_codebooks, -1)
 
 
 def _damaged(path: Path) -> UnitFailed:

@@ -15,10 +15,14 @@ import os
 import re
 import tomllib
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
+import soundfile as sf
 import torch
 from support.paths import REPOSITORY
 
@@ -219,6 +223,46 @@ def nemo_codec_parts() -> bool:
     return all(hasattr(model, part) for part in parts)
 
 
+def nemo_codec_layers() -> bool:
+    from sharmill.models.cpu_hifigan import fit_hifigan_to_cpu
+    from sharmill.models.families import BUILTIN_FILE
+    from sharmill.models.nemo_checkpoint import quiet_nemo
+
+    with quiet_nemo():
+        from nemo.collections.tts.models import AudioCodecModel
+
+        encoder = AudioCodecModel.restore_from(str(BUILTIN_FILE), map_location="cpu").audio_encoder
+    return fit_hifigan_to_cpu(encoder) is not encoder
+
+
+def nemo_speaker_layers() -> bool:
+    from sharmill.models.cpu_titanet import fit_titanet_to_cpu
+    from sharmill.models.nemo_checkpoint import quiet_nemo
+
+    with quiet_nemo():
+        from nemo.collections.asr.modules import ConvASREncoder, SpeakerDecoder
+    layer = {"filters": 8, "repeat": 2, "kernel": [3], "stride": [1], "dilation": [1], "dropout": 0.1, "residual": True}
+    layer |= {"separable": True, "se": True, "se_context_size": -1}
+    encoder = ConvASREncoder(jasper=[layer], activation="relu", feat_in=8)
+    model = SimpleNamespace(encoder=encoder, decoder=SpeakerDecoder(8, num_classes=2, pool_mode="attention"))
+    pooling = model.decoder._pooling
+    fit_titanet_to_cpu(model)
+    return model.encoder is not encoder and model.decoder._pooling is not pooling
+
+
+def miniaudio_flac() -> bool:
+    from miniaudio import ffi, lib
+
+    data = BytesIO()
+    sf.write(data, np.zeros(100), 16000, format="FLAC")
+    flac = lib.ma_dr_flac_open_memory(data.getvalue(), len(data.getvalue()), ffi.NULL)
+    samples = np.ones(101, np.float32)
+    read = lib.ma_dr_flac_read_pcm_frames_f32(flac, 101, ffi.cast("float *", samples.ctypes.data))
+    found = flac.channels, flac.sampleRate, read
+    lib.ma_dr_flac_close(flac)
+    return found == (1, 16000, 100) and not samples[:100].any()
+
+
 def torch_weight_norm() -> bool:
     import torch
 
@@ -278,6 +322,9 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("resemblyzer", "weights in pretrained.pt", "models/resemblyzer_encoder.py", resemblyzer_weights),
     ("nemo_toolkit", "loading of checkpoints", "models/nemo_checkpoint.py", nemo_checkpoints),
     ("nemo_toolkit", "parts of AudioCodecModel", "models/nemo_codec.py", nemo_codec_parts),
+    ("nemo_toolkit", "layers of the encoders of its codecs", "models/cpu_hifigan.py", nemo_codec_layers),
+    ("nemo_toolkit", "layers of ConvASREncoder and of attentive pooling", "models/cpu_titanet.py", nemo_speaker_layers),
+    ("miniaudio", "dr_flac", "shar/reading/decoding.py", miniaudio_flac),
     ("torch", "weights of weight_norm", "models/shipped_codecs.py", torch_weight_norm),
     ("torch", "switch of the TorchScript fuser", "models/arithmetic.py", torch_fuser),
     ("torch", "limits of recompilation, threads of the compiler", "models/compiled.py", torch_recompilation),

@@ -216,8 +216,9 @@ def test_damage_between_segments_that_are_read_at_once_is_not_theirs(stage):
     reader.close()
 
 
-def test_a_file_that_was_cut_short_is_damaged(stage):
+@pytest.mark.parametrize("size", [0, 16, 40, 30 * 16, 31 * 16, 31 * 16 + 100])
+def test_a_file_that_was_cut_short_is_damaged(stage, size):
     path = stage.path / codes_file(3)
-    path.write_bytes(path.read_bytes()[:40])
+    path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(UnitFailed, match=r"000003\.codes is damaged"):
         dict(SegmentCodes(stage, CODEC).read(np.arange(90, 120)))

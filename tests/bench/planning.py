@@ -17,11 +17,11 @@ from sharmill.engine.spill import SpilledRows
 from sharmill.engine.stage import Stage
 from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.prepare.ids import HASH_FIELDS, find_suspects
-from sharmill.prepare.stage import prepared_manifest
-from sharmill.sources.nemo import NemoSource
+from sharmill.prepare.stage import PrepareStage, prepared_manifest
 from sharmill.write.stage import WriteStage
 
 RECORDS_PER_SPEAKER = 50
+HASHES_AT_ONCE = 100_000
 
 
 def write_manifest(path: Path, num_records: int) -> None:
@@ -38,24 +38,32 @@ def write_manifest(path: Path, num_records: int) -> None:
 
 
 def plan_prepare(path: Path) -> int:
-    """Divide a manifest into pieces."""
-    return sum(1 for _ in NemoSource(manifest=str(path), audio_root="audio").pieces(2000))
+    """Check a manifest as it comes, and divide it into units."""
+    stage = PrepareStage(_config(path))
+    stage.identity()
+    return _count_units(stage, path)
 
 
-def settle_ids(path: Path) -> int:
-    """Look for duplicates, as prepare does; one record in a hundred is one."""
-    with path.open("rb") as stream:
-        num_records = sum(1 for _ in stream)
+def write_hashes(path: Path, num_records: int) -> None:
+    """Write the hashes that prepare has of as many records; one in a hundred is the segment of the one before it."""
     rng = np.random.default_rng(1)
-    with SpilledRows(path.parent, HASH_FIELDS) as hashes:
-        for begin in range(0, num_records, 2000):
-            part = np.empty(min(2000, num_records - begin), dtype=HASH_FIELDS)
+    with path.open("wb") as stream:
+        for begin in range(0, num_records, HASHES_AT_ONCE):
+            part = np.empty(min(HASHES_AT_ONCE, num_records - begin), HASH_FIELDS)
             for name in HASH_FIELDS.names or ():
-                part[name] = rng.integers(0, 2**63, len(part), dtype=np.uint64) * 2
-            part[::100] = np.zeros(1, HASH_FIELDS)
-            hashes.append(part)
+                part[name] = rng.integers(0, 2**64 - 1, len(part), dtype=np.uint64, endpoint=True)
+            part[99::100] = part[98::100][: len(part[99::100])]
+            stream.write(part.data)
+
+
+def find_duplicates(path: Path) -> int:
+    """Find duplicates and ambiguous ids among the hashes of all records, as the end of prepare does."""
+    with path.open("rb") as stream, SpilledRows(path.parent, HASH_FIELDS) as hashes:
+        # A unit's at a time.
+        while data := stream.read(2000 * HASH_FIELDS.itemsize):
+            hashes.append(np.frombuffer(data, HASH_FIELDS))
         suspects = find_suspects(hashes)
-    return int(suspects.records.sum() + suspects.repeated.sum())
+    return int(suspects.repeated.sum())
 
 
 def plan_match(path: Path) -> int:
@@ -126,7 +134,7 @@ def plan_encode(path: Path) -> int:
 
 STEPS: dict[str, Callable[[Path], int]] = {
     "plan prepare": plan_prepare,
-    "plan duplicates": settle_ids,
+    "plan duplicates": find_duplicates,
     "plan match": plan_match,
     "plan write": plan_write,
     "plan segments": merge_survey,
@@ -140,6 +148,8 @@ def _add_row(name: str, step: Callable[[Path], int]) -> None:
         path = folder / "m.json"
         if step in (merge_survey, plan_encode):
             write_tables(folder / "tables", num_records)
+        elif step is find_duplicates:
+            write_hashes(path, num_records)
         else:
             write_manifest(path, num_records)
         if step is plan_encode:

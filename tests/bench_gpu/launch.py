@@ -31,7 +31,9 @@ def unpack(archive: Path, folder: Path) -> dict[str, str]:
     pip += ["--no-index", "--no-deps", "--find-links", str(folder / "wheels"), "--target", str(folder / "site")]
     subprocess.run([*pip, *names], check=True)
     paths = [str(folder / "site"), str(folder / "program")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    # Compiled codecs are made anew each time, and leave nothing behind.
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
+    return {**os.environ, **cache, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def main() -> int:

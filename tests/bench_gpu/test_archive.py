@@ -76,13 +76,16 @@ def test_the_archive_measures_on_a_cpu_beside_three_packages_alone(bare, tmp_pat
     archive.build_wheel(tmp_path)
     archive.make_archive(tmp_path / "bench-gpu.pyz", tmp_path)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    rows = ["speed of the speaker", "model", "precision of the speaker", "not"]
+    rows = ["speed of the speaker", "model", "precision of the speaker", "compiled", "not"]
     command = [str(bare), "bench-gpu.pyz", "--device", "cpu", "--seconds", "500", "--rows", *rows]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no figures for GPUs" in done.stdout
     found = json.loads((tmp_path / "bench-gpu.json").read_text())
     assert len(found["rows"]) == len(rows)
+    one, other, graphs = found["rows"]["compiled codec of NeMo's kind and size"]["lines"]
+    assert one["differ"] == other["differ"] == 0
+    assert "not measured" in graphs["left out"]
     stages = [(line["stage"], line["precision"]) for line in found["rows"]["model's share of stages"]["lines"]]
     assert stages == [("match", "fp32"), ("match", "bf16"), ("encode", "fp32"), ("encode", "bf16")]
     assert all(line["hours per hour"] > 0 for line in found["rows"]["model's share of stages"]["lines"])
@@ -99,6 +102,6 @@ def test_rows_for_which_no_time_is_left_say_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["program", *arguments, "--json", str(tmp_path / "found.json")])
     assert program.main() == 0
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert len(rows) == 9
+    assert len(rows) == 10
     assert all("left out" in line for row in rows.values() for line in row["lines"])
     assert "speed of the Mimi: left out" in capsys.readouterr().out

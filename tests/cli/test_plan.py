@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 from support.manifests import make_record, write_manifest, write_tone
-from support.shar import run, snapshot
+from support.shar import run, snapshot, voice
 
+from sharmill.cli.main import cli
 from sharmill.cli.plan import print_plan
-from sharmill.config import to_config
+from sharmill.config import to_config, to_yaml
 from sharmill.prepare.stage import PrepareStage
 from sharmill.processes import usable_cores
 
@@ -76,3 +78,20 @@ def test_nothing_is_written_into_the_run_directory(config, tmp_path, begun):
 
 def test_stages_that_cannot_be_planned_yet_have_a_line(config):
     assert row(config(1), stage="match: not yet:")[-1]
+
+
+@pytest.mark.parametrize("is_canonical", [False, True])
+def test_measured_sizes_are_those_of_the_shapes_that_the_configuration_has(project, is_canonical):
+    project.add("a.flac", voice(0.5))
+    encode = {"codecs": [{"name": "small", "model": "builtin"}], "canonical_shapes": is_canonical}
+    path = project.folder / "small.yaml"
+    path.write_bytes(to_yaml(project.configure(match=None, encode=encode)))
+    result = CliRunner().invoke(cli, ["plan", str(path), "--measure"])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    # 250 frames become 256.
+    assert ("10.24 s: " in said) == is_canonical
+    assert ("measured at canonical lengths, in batches of canonical size" in said) == is_canonical
+    assert ("codecs take segments one by one, whatever encode.batch_seconds is" in said) == is_canonical
+    # On a CPU there are two sizes, and segments one by one have none.
+    assert any(f"encode.batch_seconds={size}" in said for size in (5, 10)) != is_canonical

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from sharmill.config import Config
     from sharmill.engine.stage import Stage
+    from sharmill.models.measure import Measurement
     from sharmill.pilot.predict import StagePrediction
 
 # Speech as FLAC at 16 to 24 kHz takes 15 to 35 kB a second; codes add little. A round figure on the safe side.
@@ -79,9 +80,10 @@ def plan(
 
 def _print_measurements(console: Console, config: Config) -> None:
     """Print speed and memory of the models on the device of this machine, and the values for the configuration."""
+    from sharmill.encode.stage import UNIT_SECONDS
     from sharmill.executors.devices import visible_gpus
     from sharmill.models import load_codec, load_speaker_encoder, make_deterministic
-    from sharmill.models.measure import Measurement, measure_model
+    from sharmill.models.measure import measure_canonical, measure_model
     from sharmill.training.buckets.batch_size import make_budget
 
     device = "cuda" if visible_gpus() else "cpu"
@@ -92,29 +94,47 @@ def _print_measurements(console: Console, config: Config) -> None:
     for column in ("model", "MiB per second", "fits at once", "seconds of audio per second, by batch"):
         table.add_column(column, justify="left" if column == "model" else "right")
 
-    def add(key: str, name: str, model: Any) -> None:
-        measured = measure_model(model, device, memory)
+    def add(key: str, name: str, measured: Measurement) -> None:
         found.setdefault(key, []).append(measured)
         speeds = ", ".join(f"{size:g} s: {speed:.0f}" for size, speed in measured.speeds.items()) or "none fits"
         row = (name, f"{measured.bytes_per_second / 2**20:.1f}", f"{measured.most_seconds:.0f} s", speeds)
         table.add_row(*(plain(cell) for cell in row))
 
     if (match := config.match) is not None:
-        add("match", match.encoder, load_speaker_encoder(match.encoder, device, match.allow_targets, match.precision))
+        encoder = load_speaker_encoder(match.encoder, device, match.allow_targets, match.precision)
+        add("match", match.encoder, measure_model(encoder, device, memory))
     encode = config.encode
+    unit_seconds = encode.unit_seconds or UNIT_SECONDS[1]
     for codec in encode.codecs:
         model = load_codec(codec.model, device, codec.allow_targets, encode.precision, encode.compile)
-        add("encode", codec.name, model)
+        if encode.canonical_shapes:
+            add("encode", codec.name, measure_canonical(model, device, memory, unit_seconds))
+        else:
+            add("encode", codec.name, measure_model(model, device, memory))
     console.print(table)
+    if encode.canonical_shapes:
+        console.print(plain(_describe_canonical(found["encode"], device, unit_seconds), style="dim"))
     for key, measurements in found.items():
-        sizes = [measured.best_size for measured in measurements]
-        if None not in sizes:
+        # Of those of one row, any size is as good.
+        sizes = [measured.best_size for measured in measurements if not measured.one_row]
+        if sizes and None not in sizes:
             console.print(plain(f"{key}.batch_seconds={min(size for size in sizes if size is not None):g}"))
     most = min(measured.most_seconds for measurements in found.values() for measured in measurements)
     longest = config.prepare.max_duration
     if longest is None or longest > most:
         advice = f"prepare.max_duration={most:.0f}: longer segments do not fit on this {device}"
         console.print(plain(advice, style="yellow"))
+
+
+def _describe_canonical(measurements: list[Measurement], device: str, unit_seconds: float) -> str:
+    """Return how codecs were measured where the configuration has canonical shapes."""
+    how = "codecs: measured at canonical lengths, in batches of canonical size"
+    if not all(measured.one_row for measured in measurements):
+        how += f"; silence that fills up the batches of a unit of {unit_seconds:g} s is not counted as audio"
+    if any(measured.one_row for measured in measurements):
+        which = "codecs take" if device == "cpu" else "codecs whose codes depend on padding take"
+        how += f"; on a {device}, {which} segments one by one, whatever encode.batch_seconds is"
+    return how
 
 
 def print_plan(

@@ -36,8 +36,10 @@ class _PaddedConv:
         conv = layer.conv
         self._activate = _activation_in_place(activation)
         self._is_causal = causal
-        self._mode = layer.extra_pad_mode if causal else {"zeros": "constant"}.get(conv.padding_mode, conv.padding_mode)
-        if not isinstance(layer.activation, nn.Identity) or self._mode not in ("constant", "reflect")[: 2 - causal]:
+        mode = layer.extra_pad_mode if causal else conv.padding_mode
+        self._mode = "constant" if mode == "zeros" else mode
+        known = ("constant",) if causal else ("constant", "reflect")
+        if not isinstance(layer.activation, nn.Identity) or self._mode not in known:
             raise UnknownLayer
         self._padding = int(layer.padding_total) if causal else conv.padding[0]
         self._conv = Conv(channels_last(conv.weight.detach()), conv.bias.detach(), conv.stride[0], 0, conv.dilation[0])

@@ -25,8 +25,8 @@ def buffers(monkeypatch):
     return _DecodedSource.buffers
 
 
-def decoded(samples=TONE):
-    data = encode(samples[0], RATE, "flac")
+def decoded(samples=TONE, audio_format="flac"):
+    data = encode(samples[0], RATE, audio_format)
     source = AudioSource("memory", [0], data)
     count = samples.shape[1]
     return _decode_recording(Recording("r", [source], RATE, count, count / RATE)).sources[0]
@@ -77,6 +77,13 @@ def test_samples_of_another_origin_are_no_buffers(buffers, again):
     assert not any(buffers._free.values())
     del source
     assert sum(map(len, buffers._free.values())) == 1
+
+
+def test_of_files_that_were_decoded_without_a_buffer_nothing_is_kept(buffers):
+    """Each has a size of its own, which no other file asks for."""
+    for count in range(20000, 20010):
+        np.testing.assert_allclose(decoded(TONE[:, :count], "wav").load_audio(), TONE[:, :count], atol=1e-4)
+    assert not any(buffers._free.values())
 
 
 def test_what_is_kept_is_bounded(buffers):

@@ -24,6 +24,8 @@ class SampleBuffers:
 
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+        # How many there are of what nothing else refers to: versions of Python count differently.
+        _, self._alone = _take_out({"samples": self.take(1, 1)}, "samples")
 
     def take(self, num_frames: int, channels: int) -> np.ndarray:
         """Return an array (num_frames, channels) of any values."""
@@ -39,12 +41,16 @@ class SampleBuffers:
 
     def give_back(self, owner: dict[str, object], name: str) -> None:
         """Take an array out of a dictionary; its buffer is used again if nothing else refers to it."""
-        samples = owner.pop(name, None)
-        buffer = getattr(samples, "base", None)
-        if not isinstance(buffer, np.ndarray) or not buffer.flags.owndata or not _LEAST <= buffer.size <= _MOST:
-            return
-        # Each is known to a name here and to the function's argument, the buffer to the array besides.
-        if sys.getrefcount(samples) == 2 and sys.getrefcount(buffer) == 3:
+        buffer, references = _take_out(owner, name)
+        # Samples of another origin have sizes of their own: kept, they would never be taken.
+        if isinstance(buffer, np.ndarray) and buffer.size in self._free and references == self._alone:
             free = self._free[buffer.size]
-            if len(free) < _KEPT:
+            if buffer.flags.owndata and buffer.dtype == np.float32 and len(free) < _KEPT:
                 free.append(buffer)
+
+
+def _take_out(owner: dict[str, object], name: str) -> tuple[object, tuple[int, int]]:
+    """Take an array out of a dictionary; return its buffer, and how many references there are to the two."""
+    samples = owner.pop(name, None)
+    buffer = getattr(samples, "base", None)
+    return buffer, (sys.getrefcount(samples), sys.getrefcount(buffer))

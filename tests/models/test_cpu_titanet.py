@@ -9,6 +9,7 @@ import pytest
 import torch
 from nemo.collections.asr.models import EncDecSpeakerLabelModel
 from nemo.collections.asr.modules import ConvASREncoder, SpeakerDecoder
+from nemo.collections.asr.parts.submodules.tdnn_attention import AttentivePoolLayer
 from support.models import make_audio, save_titanet
 from torch import nn
 
@@ -108,6 +109,13 @@ def test_a_model_with_other_layers_stays_as_it_is(features, layer, options):
     assert type(model.decoder._pooling) is type(before.decoder._pooling)
     for ours, expected in zip(run(model, features), run(before, features), strict=True):
         assert torch.equal(ours, expected)
+
+
+def test_a_pooling_with_other_layers_stays_as_it_is():
+    model = make_model()
+    model.decoder._pooling = pooling = AttentivePoolLayer(24, kernel_size=3)
+    fit_titanet_to_cpu(model)
+    assert model.decoder._pooling is pooling
 
 
 def test_the_input_is_left_as_it_is_and_results_repeat(features):

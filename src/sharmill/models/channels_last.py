@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
@@ -24,6 +25,11 @@ def channels_last(values: Tensor) -> Tensor:
     """Return values (batch, channels, time) as (batch, channels, 1, time), the channels side by side in memory."""
     # Where there is one channel only, torch takes either layout for the other: its strides say which one is meant.
     return values.transpose(1, 2).contiguous().transpose(1, 2)[:, :, None]
+
+
+def mask_of(lengths: Tensor, num_values: int) -> Tensor:
+    """Return a mask (batch, 1, 1, time), true where values are no padding, of items of so many values (batch,)."""
+    return (torch.arange(num_values) < lengths[:, None])[:, None, None]
 
 
 @dataclass(frozen=True)

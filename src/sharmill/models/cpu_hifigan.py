@@ -6,11 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.nn import functional
 
-from sharmill.models.channels_last import Conv, UnknownLayer, channels_last
+from sharmill.models.channels_last import Conv, UnknownLayer, channels_last, mask_of
 
 if TYPE_CHECKING:
     from nemo.collections.tts.modules.audio_codec_modules import CodecActivation, HiFiGANResLayer
@@ -66,7 +65,7 @@ def _activation_in_place(activation: CodecActivation | None) -> Callable[[Tensor
 
 def _zero_padding(values: Tensor, lengths: Tensor) -> Tensor:
     """Set what lies beyond each item's end to zero, in place."""
-    return values.mul_((torch.arange(values.shape[3]) < lengths[:, None])[:, None, None])
+    return values.mul_(mask_of(lengths, values.shape[3]))
 
 
 class _ResidualLayer:
@@ -96,7 +95,7 @@ class _ResidualLayer:
 
 
 class _Encoder(nn.Module):
-    """What replaces a CausalHiFiGANEncoder or a HiFiGANEncoder."""
+    """Encoder in place of a CausalHiFiGANEncoder or a HiFiGANEncoder."""
 
     def __init__(self, encoder: Any, *, causal: bool) -> None:
         super().__init__()

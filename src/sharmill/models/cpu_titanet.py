@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sharmill.models.channels_last import Conv, UnknownLayer, channels_last
+from sharmill.models.channels_last import Conv, UnknownLayer, channels_last, mask_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,19 +28,19 @@ def fit_titanet_to_cpu(model: EncDecSpeakerLabelModel) -> None:
     from nemo.collections.asr.modules import ConvASREncoder
     from nemo.collections.asr.parts.submodules.tdnn_attention import AttentivePoolLayer
 
-    if type(model.encoder) is ConvASREncoder:
-        try:
-            model.encoder = _Encoder(model.encoder)
-        except UnknownLayer:
-            return
     pooling = getattr(model.decoder, "_pooling", None)
-    if type(pooling) is AttentivePoolLayer:
-        model.decoder._pooling = _AttentivePooling(pooling)
+    try:
+        if type(model.encoder) is ConvASREncoder:
+            model.encoder = _Encoder(model.encoder)
+        if type(pooling) is AttentivePoolLayer:
+            model.decoder._pooling = _AttentivePooling(pooling)
+    except UnknownLayer:
+        return
 
 
 @dataclass(frozen=True)
 class _Validity:
-    """Which frames of a batch are no padding: mask (batch, 1, 1, time), None where all are, and how many each has."""
+    """Mask (batch, 1, 1, time) of the frames that are no padding, None where all are, and how many each item has."""
 
     mask: Tensor | None
     counts: Tensor
@@ -48,8 +48,8 @@ class _Validity:
     @classmethod
     def of(cls, lengths: Tensor, frames: Tensor) -> _Validity:
         num_frames = frames.shape[-1]
-        mask = (torch.arange(num_frames) < lengths[:, None])[:, None, None] if int(lengths.min()) < num_frames else None
-        return cls(None if mask is None else mask.to(frames.dtype), lengths[:, None].to(frames.dtype))
+        mask = mask_of(lengths, num_frames).to(frames.dtype) if int(lengths.min()) < num_frames else None
+        return cls(mask, lengths[:, None].to(frames.dtype))
 
     def zero_padding(self, frames: Tensor) -> Tensor:
         """Set what is padding to zero, in place."""
@@ -110,7 +110,7 @@ def _apply(layers: list[Conv | nn.ReLU], frames: Tensor, valid: _Validity) -> Te
 
 
 class _Encoder(nn.Module):
-    """What replaces a ConvASREncoder."""
+    """Encoder in place of a ConvASREncoder."""
 
     def __init__(self, encoder: ConvASREncoder) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _Encoder(nn.Module):
 
 
 class _AttentivePooling(nn.Module):
-    """What replaces an AttentivePoolLayer.
+    """Pooling in place of an AttentivePoolLayer.
 
     The first layer of its attention sees every frame beside the mean and the deviation of all. What it makes of those
     two is the same for all frames, and computed once.

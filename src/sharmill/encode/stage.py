@@ -167,12 +167,13 @@ class EncodeStage(Stage):
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
-        records = {msgspec.json.encode(commit.stats["codec"]): commit.stats["codec"] for commit in commits}
-        if len(records) > 1:
+        # Compared as records: a commit may lack a key that has its default.
+        records = [msgspec.convert(commit.stats["codec"], CodecRecord) for commit in commits]
+        codec = records[0] if records else None
+        if any(record != codec for record in records):
             raise FatalError(
                 f"{self.name}: ranks used different models under the same name; run with --restart", code="bad_model"
             )
-        codec = next((msgspec.convert(found, CodecRecord) for found in records.values()), None)
         if codec is not None:
             devices = sorted({commit.device_kind for commit in commits} - {""})
             codec = msgspec.structs.replace(codec, devices=devices, mixed_versions=read_mixed_versions([self.dir]))

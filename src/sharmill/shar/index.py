@@ -59,7 +59,9 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     fields: dict[str, FieldFile]
 
 
-class CodecRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+# No record has `omit_defaults`: msgspec leaves a default out if it is the same object, so that the bytes of a record
+# would depend on whether its values have been pickled.
+class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a codec that its codes are read by, and what made them.
 
     ``codebook_size`` is the number of values of one code. ``devices`` are the kinds of device that made the codes, in
@@ -81,7 +83,7 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     mixed_versions: dict[str, list[str]] = {}
 
 
-class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The content of ``dataset.json``. ``limits`` are those that every context satisfies; none without contexts.
 
     ``contract: foreign`` says that another tool wrote the files and only the index is sharmill's: what sharmill

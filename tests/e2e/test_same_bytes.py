@@ -1,0 +1,115 @@
+"""The bytes of datasets, field by field, beside those of earlier versions.
+
+Audio has the same bytes everywhere. Codes and similarities come out of float arithmetic: their checksums are stored
+under the model of the CPU and the versions of torch and numpy. Elsewhere one rank is compared with three.
+
+    python tests/e2e/test_same_bytes.py     stores the checksums of this machine
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.exact_corpus import make_exact_corpus, write_exact_config
+from support.pipelines import LIBRISPEECH, run_sharmill
+
+pytestmark = pytest.mark.e2e
+
+REFERENCES = Path(__file__).with_name("same_bytes.json")
+CHANGES: dict[str, dict[str, Any]] = {
+    "contexts": {},
+    "resampled": {"write": {"sampling_rate": 24_000}},
+    "without contexts": {"match": None},
+}
+CASES = [f"{corpus}, {case}" for corpus in ("exact", "librispeech") for case in CHANGES]
+
+
+@pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])])
+def test_fields_have_the_bytes_of_earlier_versions(case, tmp_path, capsys):
+    if case.startswith("librispeech") and not LIBRISPEECH.is_dir():
+        pytest.skip("needs real speech in ../shared/data, which is not in the repository")
+    reference = json.loads(REFERENCES.read_text())[case]
+    built = build(case, tmp_path / "dataset", workers=3)
+    exact = hash_fields(built)
+    assert {name: exact[name] for name in reference["everywhere"]} == reference["everywhere"]
+    if (here := machine()) in reference:
+        assert {name: exact[name] for name in reference[here]} == reference[here]
+    else:
+        with capsys.disabled():
+            print(f"\n{case}: cuts and codes have no reference for {here}: one rank is compared with three")
+        assert hash_fields(build(case, tmp_path / "alone", workers=1)) == exact
+
+
+def build(case: str, folder: Path, *, workers: int) -> Path:
+    """Run the stages of a case and return the dataset directory."""
+    corpus, _, changes = case.partition(", ")
+    if corpus == "librispeech":
+        manifest, audio_root = LIBRISPEECH / "manifest.json", LIBRISPEECH / "audio"
+        sizes = {"prepare": {"unit_records": 25}, "write": {"shard_size": 20}, "encode": {"unit_seconds": 100.0}}
+    else:
+        manifest, audio_root = make_exact_corpus(folder / "corpus"), folder / "corpus/audio"
+        sizes = {}
+    sections: dict[str, Any] = {**sizes, "executor": {"workers": workers}}
+    for name, change in CHANGES[changes].items():
+        sections[name] = None if change is None else sections.get(name, {}) | change
+    done = run_sharmill("run", write_exact_config(folder, manifest, audio_root, **sections))
+    assert done.returncode == 0, done.stderr
+    return folder / "dataset"
+
+
+def hash_fields(dataset: Path) -> dict[str, str]:
+    """Return the sha256 of each field's files, in their order, and of the cuts without similarities."""
+    fields = sorted(path.parent for path in dataset.rglob("*.000000.*"))
+    hashes = {folder.relative_to(dataset).as_posix(): _hash_files(folder) for folder in fields}
+    lines = b"".join(gzip.decompress(path.read_bytes()) for path in sorted((dataset / "cuts").iterdir())).splitlines()
+    cuts = [json.loads(line) for line in lines]
+    for cut in cuts:
+        cut["supervisions"][0]["custom"].pop("context_speaker_similarity", None)
+    return hashes | {"cuts without similarities": hashlib.sha256(json.dumps(cuts).encode()).hexdigest()}
+
+
+def machine() -> str:
+    """Return what float arithmetic depends on: the model of the CPU, and the versions of torch and numpy."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+    return f"{model}, torch {version('torch')}, numpy {version('numpy')}"
+
+
+def _hash_files(folder: Path) -> str:
+    found = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        found.update(f"{path.name} {path.stat().st_size}\n".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _is_everywhere(field: str) -> bool:
+    return field.endswith("_audio") or field == "cuts without similarities"
+
+
+def _store_references() -> None:
+    known = json.loads(REFERENCES.read_text()) if REFERENCES.exists() else {}
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            found = hash_fields(build(case, Path(folder), workers=1))
+        everywhere = {name: value for name, value in found.items() if _is_everywhere(name)}
+        here = {name: value for name, value in found.items() if name not in everywhere}
+        known[case] = known.get(case, {}) | {"everywhere": everywhere, machine(): here}
+        print(case, "stored")
+    REFERENCES.write_text(json.dumps(known, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    _store_references()

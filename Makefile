@@ -5,7 +5,7 @@
 # make test-gpu   models and stages on a GPU against the CPU, faults and memory, where there is a GPU
 # make torture   all faults, for hours or MINUTES= in all, and one table of them in OUTPUT=torture/table.md: changed input (ROUNDS=), shared disks (RUNS= of each fault), losses of power (STATES= of each run), kills (KILLS= a stage), a disk that fails (at EVERY= n-th operation), simulated SLURM and Ray (SCHEDULES= of each); SEED=, ONLY="power slurm"
 # make bench   what takes how long, beside the libraries used directly; GROUP= (further, scale, all), MARKDOWN=1, JSON= (a file for all figures)
-# make bench-gpu   models, stages and the choice of contexts on a GPU, in nine minutes, from build/bench-gpu.pyz, which `make bench-gpu-archive` makes where there is a network; DEVICE=cpu tries it out, SECONDS=
+# make bench-gpu   models, stages and the choice of contexts on a GPU, in nine minutes; DEVICE=cpu tries it out, SECONDS=
 # make docs   the pages of docs as a site with a reference of the Python API, in build/site
 # All make .venv first if it is missing or older than what it is made from.
 
@@ -19,7 +19,7 @@ WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml con
 # Further options of pytest, as in `make test PYTEST="-x --durations=30"`.
 PYTEST :=
 
-.PHONY: demo test test-slow test-all test-cluster test-slurm test-ray test-gpu torture lint bench bench-gpu bench-gpu-archive docs venv clean
+.PHONY: demo test test-slow test-all test-cluster test-slurm test-ray test-gpu torture lint bench bench-gpu docs venv clean
 
 demo: venv
 	$(BIN)/sharmill demo demo
@@ -62,13 +62,9 @@ lint: venv
 bench: venv
 	$(BIN)/python tests/bench $(if $(GROUP),--group $(GROUP)) $(if $(MARKDOWN),--markdown) $(if $(JSON),--json $(JSON))
 
-# All on one GPU in nine minutes, without network, by a Python that has torch, torchaudio and transformers: no venv.
-bench-gpu:
-	@test -f build/bench-gpu.pyz || $(MAKE) --no-print-directory bench-gpu-archive
-	$(PYTHON) build/bench-gpu.pyz --json build/bench-gpu.json $(if $(DEVICE),--device $(DEVICE)) $(if $(SECONDS),--seconds $(SECONDS))
-
-bench-gpu-archive: venv
-	$(BIN)/python tests/bench_gpu/archive.py build/bench-gpu.pyz
+# All on one GPU in nine minutes, or tried out by DEVICE=cpu.
+bench-gpu: venv
+	$(BIN)/python tests/bench_gpu --json build/bench-gpu.json $(if $(DEVICE),--device $(DEVICE)) $(if $(SECONDS),--seconds $(SECONDS))
 
 # The site loads nothing from elsewhere, so that it works offline. What builds it comes with the extra `docs`.
 docs: venv

@@ -1,4 +1,4 @@
-"""Rows for a GPU: speed and memory of models, the model's share of a stage's time, selection, precision, compiling.
+"""Rows for a GPU: speed and memory of models, the model's share of a stage's time, selection, precision.
 
 Each yields lines of figures as it finds them, so that what a deadline cuts off is the rest.
 """
@@ -21,7 +21,7 @@ import numpy as np
 import soundfile as sf
 import torch
 from support.manifests import speaker_tag
-from support.shar import Project, codec_stages
+from support.shar import Project, codec_stages, voice
 
 from bench_gpu.models import CODEC, ENCODER
 from sharmill.engine.listener import Listener
@@ -36,11 +36,9 @@ from sharmill.executors.unit_queue import UnitQueue
 from sharmill.match.select import select_context
 from sharmill.match.stage import MatchStage
 from sharmill.models import load_codec, load_speaker_encoder
-from sharmill.models.certificate import certify_codec, certify_encoder, make_probe
 from sharmill.models.measure import measure_model
 from sharmill.models.memory import measure_peak
-from sharmill.models.protocols import Codec, pad, padded_batches
-from sharmill.models.shapes import plan_batches
+from sharmill.models.protocols import pad, padded_batches
 from sharmill.processes import usable_cores
 
 RATE = 22050
@@ -50,10 +48,6 @@ UNIT_SECONDS = 1200.0
 LEAST_SHARE = 0.9
 # What a part of a row may take.
 LEAST_SECONDS = 8.0
-# What torch may take to compile a codec for three shapes.
-COMPILING_SECONDS = 60.0
-# Of segments, before they are rounded up to canonical lengths.
-CANONICAL_SECONDS = (2.0, 10.0)
 Line = dict[str, Any]
 # Audio (rows, samples) and the rows' lengths.
 Batched = tuple[torch.Tensor, torch.Tensor]
@@ -261,97 +255,27 @@ def _share(
     }  # fmt: skip
 
 
-def precision(bench: Bench, name: str) -> Iterator[Line]:
-    """Yield the share of codes, or of choices, that another way of computing changes; on a GPU beside the CPU, too."""
-    certify = certify_encoder if name == ENCODER else certify_codec
-    kind = "choices" if name == ENCODER else "codes"
-    for one in certify(bench.models[name], [bench.device]):
-        yield {"way": one.way, kind: one.compared, "differ": one.different, "share": round(one.share, 5)}
-        if bench.left() < LEAST_SECONDS:
-            yield {"left out": "the rest of the comparisons: no time is left"}
-            return
-    if bench.device != "cpu":
-        yield _beside_cpu(bench, name)
-
-
-def _beside_cpu(bench: Bench, name: str) -> Line:
-    """Compare what six items of the probe give on the GPU and on the CPU, which has all its cores for it."""
+def beside_cpu(bench: Bench, name: str) -> Iterator[Line]:
+    """Compare what six voices give on the GPU and on the CPU, which has all its cores for it."""
     torch.set_num_threads(usable_cores())
     found = []
     for device in ("cpu", bench.device):
         model = bench.load(name, device=device)
         run = model.embed if name == ENCODER else model.encode
-        found.append([run(*pad([item])).cpu() for item in make_probe(model.sampling_rate)[:6]])
+        voices = [voice(2.0, model.sampling_rate, 100.0 + 40 * seed, seed) for seed in range(6)]
+        found.append([run(*pad([samples])).cpu() for samples in voices])
     torch.set_num_threads(1)
     pairs = list(zip(*found, strict=True))
     if name == ENCODER:
-        return {"way": "GPU beside CPU, fp32", "lowest cosine": min(float((a * b).sum()) for a, b in pairs)}
-    compared, differ = sum(a.numel() for a, _ in pairs), sum(int((a != b).sum()) for a, b in pairs)
-    return {"way": "GPU beside CPU, fp32", "codes": compared, "differ": differ, "share": round(differ / compared, 5)}
-
-
-def compiled(bench: Bench, name: str, batch_seconds: float) -> Iterator[Line]:
-    """Yield the speed of a codec compiled, beside the codec as it is on the same canonical batches, and the codes."""
-    plain = bench.load(name)
-    batches = [_canonical_noise(bench, plain, seconds, batch_seconds) for seconds in CANONICAL_SECONDS]
-    for mode in ("default", "reduce-overhead"):
-        if mode == "reduce-overhead" and bench.device == "cpu":
-            yield {"compile": mode, "left out": "CUDA graphs are a GPU's: not measured"}
-            continue
-        if bench.left() < COMPILING_SECONDS:
-            yield {"compile": mode, "left out": "no time is left"}
-            continue
-        # What torch has compiled would stay in memory, its graphs with all that they work on.
-        try:
-            yield from _beside_plain(bench, name, mode, plain, batches)
-        finally:
-            torch.compiler.reset()
-
-
-def _beside_plain(bench: Bench, name: str, mode: str, plain: Codec, batches: list[Batched]) -> Iterator[Line]:
-    # It imports torch's compiler, which takes seconds.
-    from sharmill.models.compiled import require_compiler
-
-    started = time.perf_counter()
-    try:
-        require_compiler(bench.device)
-        codec = load_codec(bench.models[name], bench.device, compile_mode=mode)
-    except ConfigError as error:
-        yield {"compile": mode, "left out": str(error)}
+        yield {"way": "GPU beside CPU, fp32", "lowest cosine": min(float((a * b).sum()) for a, b in pairs)}
         return
-    # Loading compiles a short batch.
-    taken = time.perf_counter() - started
-    for audio, num_samples in batches:
-        shape = {"compile": mode, "rows": len(audio), "row seconds": round(audio.shape[1] / plain.sampling_rate, 2)}
-        if bench.left() < LEAST_SECONDS + 2 * taken:
-            yield shape | {"left out": "no time is left"}
-            return
-        started = time.perf_counter()
-        codes = codec.encode(audio, num_samples)
-        taken = time.perf_counter() - started
-        differ = int((codes != plain.encode(audio, num_samples)).sum())
-        seconds = {way: _seconds(bench, partial(one.encode, audio, num_samples))
-                   for way, one in (("plain", plain), ("compiled", codec))}  # fmt: skip
-        yield shape | {
-            "hours per hour": round(audio.numel() / plain.sampling_rate / seconds["compiled"]),
-            "times as fast as not compiled": round(seconds["plain"] / seconds["compiled"], 3),
-            "seconds of the first batch": round(taken, 1), "codes": codes.numel(), "differ": differ,
-        }  # fmt: skip
-
-
-def _canonical_noise(bench: Bench, codec: Codec, seconds: float, batch_seconds: float) -> Batched:
-    """Return a full batch of the canonical length for so many seconds, as encoding has it."""
-    frames = math.ceil(seconds * codec.sampling_rate / codec.samples_per_frame)
-    (batch,) = plan_batches([frames], batch_seconds, codec, bench.device, canonical=True)
-    samples = batch.num_frames * codec.samples_per_frame
-    audio = 0.1 * torch.randn(batch.num_rows, samples, generator=torch.Generator().manual_seed(0))
-    return audio, torch.full((batch.num_rows,), samples, dtype=torch.int64)
+    compared, differ = sum(a.numel() for a, _ in pairs), sum(int((a != b).sum()) for a, b in pairs)
+    yield {"way": "GPU beside CPU, fp32", "codes": compared, "differ": differ, "share": round(differ / compared, 5)}
 
 
 def left_out() -> Iterator[Line]:
     """Name what cannot be measured here, and why."""
     yield {"left out": "NeMo's own TitaNet-large and AudioCodecModel, with their weights: they need nemo_toolkit"}
-    yield {"left out": "Mimi compiled (encode.compile): torch does that in many parts, which takes too long"}
 
 
 def all_rows(bench: Bench) -> list[tuple[str, float, Callable[[], Iterator[Line]]]]:
@@ -363,7 +287,6 @@ def all_rows(bench: Bench) -> list[tuple[str, float, Callable[[], Iterator[Line]
         *((f"speed of the {name}", 8.0, partial(speed, bench, name)) for name in models),
         ("model's share of stages", 10.0 if on_cpu else 90.0, partial(shares, bench, count, batch_seconds)),
         ("selection of contexts", 5.0 if on_cpu else 15.0, partial(selection, bench, many)),
-        *((f"precision of the {name}", 8.0, partial(precision, bench, name)) for name in models),
-        (f"compiled {CODEC}", COMPILING_SECONDS, partial(compiled, bench, CODEC, batch_seconds)),
+        *((f"{name} beside the CPU", 8.0, partial(beside_cpu, bench, name)) for name in models if not on_cpu),
         ("not measured", -math.inf, left_out),
     ]

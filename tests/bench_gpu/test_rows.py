@@ -1,55 +1,48 @@
-"""The row of compiled codecs: what it compares, what it leaves out, and that it keeps to its time."""
+"""The benchmarks for a GPU, tried out on the CPU with small models."""
 
 from __future__ import annotations
 
-import pytest
-import torch
+import json
+import subprocess
+import sys
 
-from bench_gpu.models import CODEC, load_codec_of_real_size
-from bench_gpu.rows import Bench, compiled
-from sharmill.models import compiled as compiling
+import pytest
+from support.paths import TESTS
 
 
 @pytest.fixture
-def make_bench(tmp_path, monkeypatch):
-    """Returns a function: seconds that are left, each time that a row asks -> what rows work with.
+def bench_gpu(tmp_path):
+    """Returns a function: arguments -> what the command has found on the CPU, by row."""
 
-    What torch has captured runs as it is.
-    """
-    monkeypatch.setattr(compiling, "_BACKEND", lambda graph, inputs: graph.forward)
-    models = {CODEC: "python:bench_gpu.models:load_codec_of_real_size:small"}
+    def run(*arguments):
+        command = [
+            sys.executable,
+            TESTS / "bench_gpu",
+            "--device",
+            "cpu",
+            "--json",
+            tmp_path / "found.json",
+            *arguments,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "no figures for GPUs" in done.stdout
+        return json.loads((tmp_path / "found.json").read_text())["rows"]
 
-    def make(*left):
-        times = iter(left)
-        return Bench("cpu", tmp_path, models, lambda: next(times))
-
-    yield make
-    torch.compiler.reset()
-
-
-def test_a_compiled_codec_is_beside_the_plain_one_at_canonical_lengths(make_bench):
-    codec = load_codec_of_real_size("small", "cpu")
-    *measured, graphs = compiled(make_bench(1000.0, 1000.0, 1000.0), CODEC, 10.0)
-    # 44 frames are canonical; 216 are, of the 215.3 in ten seconds.
-    assert [line["row seconds"] for line in measured] == [round(n * 1024 / 22050, 2) for n in (44, 216)]
-    assert [line["rows"] for line in measured] == [1, 1]
-    assert [line["codes"] for line in measured] == [n * codec.num_codebooks for n in (44, 216)]
-    assert [line["differ"] for line in measured] == [0, 0]
-    assert all(line["times as fast as not compiled"] > 0 for line in measured)
-    assert graphs == {"compile": "reduce-overhead", "left out": "CUDA graphs are a GPU's: not measured"}
+    return run
 
 
-@pytest.mark.parametrize(("left", "named"), [([1.0], {}), ([100.0, 1.0], {"rows": 1, "row seconds": 2.04})])
-def test_what_no_time_is_left_for_is_named(make_bench, left, named):
-    line, _ = compiled(make_bench(*left), CODEC, 10.0)
-    assert line == {"compile": "default", "left out": "no time is left"} | named
+@pytest.mark.slow
+def test_stages_are_measured_beside_their_models(bench_gpu):
+    found = bench_gpu("--rows", "model's share of stages")
+    lines = found["model's share of stages"]["lines"]
+    stages = [(line["stage"], line["precision"]) for line in lines]
+    assert stages == [("match", "fp32"), ("match", "bf16"), ("encode", "fp32"), ("encode", "bf16")]
+    assert all(line["hours per hour"] > 0 for line in lines)
 
 
-def test_a_machine_that_cannot_compile_says_so(make_bench, monkeypatch):
-    def refuse(graph, inputs):
-        raise RuntimeError("no compiler works")
-
-    monkeypatch.setattr(compiling, "_BACKEND", refuse)
-    line, _ = compiled(make_bench(1000.0, 1000.0, 1000.0), CODEC, 10.0)
-    assert line["compile"] == "default"
-    assert "no compiler works" in line["left out"]
+@pytest.mark.slow
+def test_rows_for_which_no_time_is_left_say_so(bench_gpu):
+    found = bench_gpu("--seconds", "0")
+    assert len(found) > 5
+    assert all("left out" in line for row in found.values() for line in row["lines"])

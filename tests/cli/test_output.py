@@ -1,4 +1,4 @@
-"""Options that all commands have: --quiet, --json, completion; and the state of the machine."""
+"""Options that all commands have: --quiet, --json, completion by click; and the state of the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.errors import raises
 from support.reader import make_dataset
 from support.shar import Project, copy, lines, put, reindex, rewrite, run, voice
 
-from sharmill.cli.main import COMMANDS, cli, main
+from sharmill.cli.main import COMMANDS, REMOVED_COMMANDS, cli, main
 from sharmill.cli.progress import ProgressListener
 from sharmill.cli.stage_status import read_stage, stages_in
 from sharmill.config import to_yaml
@@ -64,7 +64,7 @@ def test_quiet_still_says_what_is_wrong(capsys):
     assert "missing.yaml" in capsys.readouterr().err
 
 
-ONLY_LINES = ("bins", "tune-batch", "verify-resume", "completion")
+ONLY_LINES = ("bins", "tune-batch", "verify-resume")
 
 
 @pytest.mark.parametrize("command", [name for names in COMMANDS.values() for name in names if name not in ONLY_LINES])
@@ -74,8 +74,8 @@ def test_every_command_that_prints_results_can_be_quiet(command):
     assert [parameter.name for parameter in found.params].count("quiet") == 1
 
 
-# Print a script for a shell, or nothing.
-NO_JSON = ("completion", "sidecars")
+# Prints nothing.
+NO_JSON = ("sidecars",)
 
 
 @pytest.mark.parametrize("command", [name for names in COMMANDS.values() for name in names if name not in NO_JSON])
@@ -143,9 +143,13 @@ def test_a_run_ends_with_its_paths_and_the_next_command(done, capsys):
     assert f"sharmill report {done.run_dir}" in " ".join(output.split())
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_a_script_for_the_shell(shell, capsys):
-    assert "_SHARMILL_COMPLETE" in call(capsys, "completion", shell)
+@pytest.mark.parametrize("name", REMOVED_COMMANDS)
+def test_a_removed_command_says_what_to_use(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"'{name}' was removed: {REMOVED_COMMANDS[name]}" in line
 
 
 def test_words_are_completed(monkeypatch, capsys):

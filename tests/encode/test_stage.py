@@ -217,6 +217,8 @@ def test_the_index_describes_the_codec(project, config):
         "num_codebooks": 3,
         "codebook_size": codec.codebook_size,
         "devices": ["cpu"],
+        "precision": "fp32",
+        "mixed_versions": {},
     }
     for shard in lines(project.dataset / "shards.jsonl"):
         assert set(shard["fields"]) == set(dataset.fields)

@@ -43,7 +43,7 @@ def test_an_index_that_is_made_again_survives(cut_power):
 @pytest.mark.timeout(1800)
 def test_every_kind_of_run_survives(cut_power):
     # Without ranks that start anew, which take 20 s, and what the others have: single stages, the pipeline by itself.
-    runs = ("append", "merge", "sidecars", "export", "calibrate", "certify", "train", "train example", "manifest",
+    runs = ("append", "merge", "sidecars", "export", "calibrate", "train", "train example", "manifest",
             "split", "redo", "redo codes", "add codec", "ray", "chain of jobs", "restart")  # fmt: skip
     assert cut_power("--states", "12", "--minutes", "25", "--runs", *runs) >= 12 * len(runs)
 

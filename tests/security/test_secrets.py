@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from support.errors import raises
@@ -17,7 +15,6 @@ from sharmill.demo.corpus import make_corpus
 from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
 from sharmill.executors.local.executor import LocalExecutor
-from sharmill.pilot.certify import certify_models
 from sharmill.pipeline import run_dataset
 from sharmill.storage import make_private_folder
 
@@ -66,22 +63,6 @@ def test_no_file_of_a_run_has_a_value_of_the_environment(config_file, tmp_path):
     assert "workers: ${oc.env:RANKS}" in stored
     assert "nemo:/x/${oc.env:SECRET}.nemo" in stored
     assert '"model": "python:own_codec:LevelCodec:${oc.env:SECRET}"' in (tmp_path / "data/dataset.json").read_text()
-
-
-def test_a_certificate_stores_of_a_model_what_the_plan_does(config_file, tmp_path, monkeypatch):
-    monkeypatch.setenv("ENCODER", "resemblyzer")
-    config_file.write_text(config_file.read_text().replace("match: {", 'match: {encoder: "${oc.env:ENCODER}", '))
-    config = load_config(config_file)
-    with mock.patch("sharmill.models.certificate.certify_encoder", return_value=[]):
-        path, certificate = certify_models(config)
-    codec, encoder = certificate.models
-    assert codec.model == "python:own_codec:LevelCodec:${oc.env:SECRET}"
-    assert encoder.model == "${oc.env:ENCODER}"
-    assert SECRET not in path.read_text()
-    assert "resemblyzer" not in path.read_text()
-    run_dataset(config, Listener(), stages=("prepare", "match", "write", "encode"), executor=LocalExecutor(1))
-    (plan,) = (tmp_path / "run").glob("encode/*/plan/identity.json")
-    assert json.loads(plan.read_bytes())["codec"] == codec.identity
 
 
 def test_the_stored_configuration_is_read_back_as_it_was(config_file, tmp_path):

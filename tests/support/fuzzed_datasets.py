@@ -11,17 +11,14 @@ import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import torch  # noqa: F401 - before lhotse, which else imports it while the first cut is read
 
 from sharmill.engine.fence import refuse_claims
 from sharmill.engine.locks import LOCK_NAME, lock_owner
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.errors import SharmillError
 from sharmill.executors.slurm.profile import load_profile
 from sharmill.grow.append import NOTE_NAME, append_dataset
-from sharmill.models.certificate import Certificate, Comparison, ModelCertificate
 from sharmill.models.families import check_transformers_config
 from sharmill.models.nemo_config import read_nemo_config
 from sharmill.shar import open_shar
@@ -129,13 +126,6 @@ class DatasetTargets:
         config = json.dumps({"model_type": "encodec", "sampling_rate": 24000, "codebook_size": 16}).encode()
         yield self._alone("config.json", self.folder / "transformers/config.json", config,
                           lambda: check_transformers_config(self.folder / "transformers"))  # fmt: skip
-        names = {"kind": "codec", "name": "toy", "model": "builtin", "identity": {"model": "builtin"}}
-        comparison = Comparison(way="batches of 4 s", compared=9, different=0, items=0, device="cpu", batch_seconds=4.0)
-        models = [ModelCertificate(**names, comparisons=[comparison])]
-        certificate = Certificate(devices=["cpu"], versions={"torch": "2"}, models=models)
-        path = self.folder / "certificate.json"
-        yield self._alone("certificate.json", path, msgspec.json.encode(certificate),
-                          lambda path=path: decode_stored(path, read_stored(path), Certificate))  # fmt: skip
         example = Path(__file__).parents[2] / "configs/clusters/example.yaml"
         yield self._alone("profile", self.folder / "profile.yaml", example.read_bytes(),
                           lambda: load_profile(self.folder / "profile.yaml"), mutate)  # fmt: skip

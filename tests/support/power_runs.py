@@ -30,7 +30,6 @@ from sharmill.grow.append import append_dataset
 from sharmill.grow.merge import merge_datasets
 from sharmill.grow.split import split_dataset
 from sharmill.pilot.calibrate import run_pilot
-from sharmill.pilot.certify import certify_models
 from sharmill.pipeline import DatasetRun, run_dataset, validate_dataset
 from sharmill.shar.layout import TARGET_AUDIO, TARGET_CODES, codes_field, shard_file
 from sharmill.shar.rebuild import rebuild_index
@@ -203,15 +202,6 @@ def _calibrate(work: Path) -> None:
         run_pilot(_config(work), size=4, measure=False)
 
 
-def _certify(work: Path) -> None:
-    """A certificate without comparisons."""
-    comparing = mock.patch.multiple(
-        "sharmill.models.certificate", certify_codec=lambda *_: iter(()), certify_encoder=lambda *_: iter(())
-    )
-    with stand_ins(), comparing:
-        certify_models(_config(work))
-
-
 def _done_by_jobs(work: Path) -> dict[str, bytes]:
     """The files of a run, without its random id."""
     return {name: data for name, data in lasting_files(work).items() if name != "run/id"}
@@ -300,7 +290,6 @@ RUNS = [
     PoweredRun("sidecars", _make_datasets, lambda work: write_sidecars(work / "a"), "a"),
     PoweredRun("export", _make_datasets, lambda work: export_dataset(work / "a", "nemo_codes", work / "x"), "a"),
     PoweredRun("calibrate", lambda work: None, _calibrate, outcome=_calibration),
-    PoweredRun("certify", lambda work: None, _certify),
     PoweredRun("train", lambda work: None, _train, outcome=_trained),
     PoweredRun("train example", _begin_example, lambda work: _train_example(work, 4), "a", outcome=_trained_example),
     PoweredRun("manifest", _put_speech, _collect),

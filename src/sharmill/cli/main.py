@@ -26,13 +26,19 @@ from sharmill.executors.logs import PrintableFormatter, describe_error, one_line
 COMMANDS: Final = {
     "Make": ("demo", "run", "manifest", "submit"),
     "Watch": ("calibrate", "plan", "status", "cancel"),
-    "Look": ("report", "inspect", "decode", "validate", "certify"),
+    "Look": ("report", "inspect", "decode", "validate"),
     "Change": ("append", "merge", "split", "index", "sidecars", "export"),
     "Train": ("bins", "tune-batch", "verify-resume"),
-    "Set up": ("doctor", "completion"),
+    "Set up": ("doctor",),
+}
+# Commands of earlier versions, and what to use instead.
+REMOVED_COMMANDS: Final = {
+    "certify": "validate --recheck-codes SHARE tells how far codes differ",
+    "completion": 'eval "$(_SHARMILL_COMPLETE=bash_source sharmill)" in ~/.bashrc completes commands; zsh_source and '
+    "fish_source are for other shells",
 }
 # Their output is the text that they were called for.
-_ONLY_LINES: Final = ("bins", "tune-batch", "verify-resume", "completion")
+_ONLY_LINES: Final = ("bins", "tune-batch", "verify-resume")
 
 
 class GroupedCommands(click.Group):
@@ -54,6 +60,8 @@ class GroupedCommands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         names = self.list_commands(ctx)
+        if args[0] in REMOVED_COMMANDS:
+            ctx.fail(f"the command '{args[0]}' was removed: {REMOVED_COMMANDS[args[0]]}")
         if args[0] not in names and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], names, n=1)
             ctx.fail(f"there is no command '{args[0]}'" + (f", did you mean '{near[0]}'?" if near else ""))

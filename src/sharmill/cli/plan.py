@@ -106,7 +106,7 @@ def _print_measurements(console: Console, config: Config) -> None:
     encode = config.encode
     unit_seconds = encode.unit_seconds or UNIT_SECONDS[1]
     for codec in encode.codecs:
-        model = load_codec(codec.model, device, codec.allow_targets, encode.precision, encode.compile)
+        model = load_codec(codec.model, device, codec.allow_targets, encode.precision)
         if encode.canonical_shapes:
             add("encode", codec.name, measure_canonical(model, device, memory, unit_seconds))
         else:

@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -20,6 +20,11 @@ from sharmill.config.schema import STAGE_ALIASES, STAGES, Config
 from sharmill.errors import ConfigError
 from sharmill.registry import SOURCES, nearest
 from sharmill.sources import Source
+
+# Keys of earlier versions, and what to use instead.
+REMOVED_KEYS: Final = {
+    "encode.compile": "codecs run as they are; leave the key out",
+}
 
 Loaded = TypeVar("Loaded")
 _OF_SEVERAL_LINES = ("speaker_key", "setup")
@@ -277,6 +282,8 @@ def _check_keys(owner: Any, values: Any, origin: str, prefix: str) -> None:
     types = typing.get_type_hints(owner)
     for key, value in values.items():
         if key not in types:
+            if removed := REMOVED_KEYS.get(f"{prefix}{key}"):
+                raise ConfigError(f"{origin}: the key '{prefix}{key}' was removed: {removed}", code="unknown_key")
             meant = nearest(str(key), list(types)) if prefix else _nearest_below(str(key), types)
             raise ConfigError(f"{origin}: unknown key '{prefix}{key}'{meant}", code="unknown_key")
         _check_keys(types[key], value, origin, f"{prefix}{key}.")

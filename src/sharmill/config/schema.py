@@ -14,7 +14,6 @@ from sharmill.config.references import References
 from sharmill.sources import Source
 
 Precision = Literal["fp32", "tf32", "bf16"]
-Compile = Literal["none", "default", "reduce-overhead"]
 
 STAGES = ("prepare", "match", "write", "survey", "encode", "assemble", "validate")
 STAGE_ALIASES = {"stage1": "match", "stage2": "write", "stage3": "encode"}
@@ -208,17 +207,11 @@ class EncodeConfig:
     """Pad every segment to one of a few lengths, in batches of one size for each, so that its codes do not depend on
     its neighbours; on a GPU the last batch of each length is filled up with silence. Codecs whose codes depend on
     padding take segments one by one."""
-    compile: Compile = "none"
-    """Have torch compile the codecs, for each canonical shape when it first comes; it needs ``canonical_shapes`` and a
-    C++ compiler. ``reduce-overhead`` also records a CUDA graph of each on a GPU. Codes may be others in single places;
-    ``dataset.json`` names it."""
     unit_seconds: float | None = None
     """Audio in one unit of work, in seconds; ``null`` chooses for about 64 units, between 60 s and two hours each."""
 
     def __post_init__(self) -> None:
         _require(self.batch_seconds > 0, "batch_seconds must be positive")
-        _require(self.compile == "none" or self.canonical_shapes,
-                 "compile needs canonical_shapes: true; else nearly all batches differ in shape")  # fmt: skip
         _require(self.unit_seconds is None or self.unit_seconds > 0, "unit_seconds must be positive or null")
         names = [codec.name for codec in self.codecs]
         _require(len(set(names)) == len(names), "two codecs have the same name")

@@ -29,10 +29,7 @@ from sharmill.shar.arrays import codes_dtype, num_frames
 from sharmill.shar.items import Item
 
 # What a user can do with segments that no batch size helps.
-_ELSEWHERE: Final = f"all other units go on, and {ELSEWHERE}"
-_CERTIFY: Final = (
-    "; where 'sharmill certify CONFIG' finds the same codes in pieces, the same command cuts such segments"
-)
+TOO_LONG_ADVICE: Final = f"all other units go on, and {ELSEWHERE}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class BegunItems:
 class CodecBatches:
     """A codec that encodes stored audio in batches.
 
-    ``most_seconds`` is the longest segment that the memory of a GPU can hold, and ``advice`` says what to do with
+    ``most_seconds`` is the longest segment that the memory of a GPU can hold; ``TOO_LONG_ADVICE`` says what to do with
     longer ones.
 
     Args:
@@ -71,7 +68,6 @@ class CodecBatches:
     ) -> None:
         room = require_room(codec, device, batch_seconds, "encode.batch_seconds")
         self.most_seconds = room if pieces is None else math.inf
-        self.advice = _ELSEWHERE + (_CERTIFY if pieces is None else "")
         self.codec = codec
         self._pieces = pieces
         self._pinned = device == "cuda"
@@ -128,7 +124,7 @@ class CodecBatches:
                     codes = self._encode(batch, samples, padding)
             except RejectRecord as reject:
                 # The dataset has its cut already, and every cut has codes: it cannot be left out any more.
-                why = f"the segment {items[batch.items[0]].cut_id}: {reject.detail}; {self.advice}"
+                why = f"the segment {items[batch.items[0]].cut_id}: {reject.detail}; {TOO_LONG_ADVICE}"
                 raise UnitFailed(why, code="out_of_memory") from reject
             # Rows beyond the items are silence.
             for index, row in zip(batch.items, codes, strict=False):

@@ -5,7 +5,7 @@ The stage ``survey`` has found the segments; the stage ``assemble`` puts their c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,8 +15,7 @@ import numpy as np
 
 from sharmill.config import CodecConfig, Config
 from sharmill.encode.assemble import AssembleStage
-from sharmill.encode.batch_change import is_change_of_batches, may_cut, require_same_codes
-from sharmill.encode.codec_batches import BegunItems, CodecBatches
+from sharmill.encode.codec_batches import TOO_LONG_ADVICE, BegunItems, CodecBatches
 from sharmill.encode.segment_codes import EncodedRecord, add_counts, bounds_file, codes_file, encoded_file, write_codes
 from sharmill.encode.segments import hash_segment, seconds_of
 from sharmill.encode.survey import SurveyStage
@@ -25,17 +24,16 @@ from sharmill.engine.balance import divide_evenly
 from sharmill.engine.delays import spent_on
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
-from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load_plan, read_mixed_versions
+from sharmill.engine.plan import read_mixed_versions
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import decode_stored, load_stored_array, read_stored, save_array
+from sharmill.engine.stored import load_stored_array, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import FatalError, UnitFailed
 from sharmill.models import codec_modules, describe_codec, load_codec, make_deterministic, published_name, require_codec
 from sharmill.models.device import check_device
 from sharmill.models.padding import Padding, log_padding
-from sharmill.models.pieces import find_pieces
+from sharmill.models.pieces import PIECE_SECONDS, find_pieces
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
 from sharmill.shar.tar import open_field
@@ -66,7 +64,6 @@ class EncodeStage(Stage):
         self.batch_seconds = config.encode.batch_seconds
         self.precision = config.encode.precision
         self.canonical_shapes = config.encode.canonical_shapes
-        self.compile_mode = config.encode.compile
         self.unit_seconds = config.encode.unit_seconds
         self.root = self.dir.path
 
@@ -90,39 +87,22 @@ class EncodeStage(Stage):
         self.survey.dataset.record()
         require_own_output(self)
         self.survey.require_done(self.survey.dir)
-        # Plans from before there was this key stay good.
-        compiled = {} if self.compile_mode == "none" else {"compile": self.compile_mode}
         return {
-            **compiled,
             "codec": describe_codec(self.codec_config.model, self.codec_config.allow_targets),
             "batch_seconds": self.batch_seconds,
             "precision": self.precision,
             "canonical_shapes": self.canonical_shapes,
             "unit_seconds": self.unit_seconds,
+            "pieces": PIECE_SECONDS,
             "input": self.survey.dataset.audio_checksum(),
             "versions": versions("torch", "torchaudio", "nemo_toolkit", "transformers"),
         }
-
-    def keeps_output(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-        if not is_change_of_batches(before, now):
-            return False
-        done = read_ledger(self.dir.of_present_plan(), load_plan(self)).values()
-        devices = {commit.device_kind for commit in done}
-        require_same_codes(before, now, devices, self.run_dir.certificate)
-        return True
 
     def modules(self) -> list[str]:
         return [*super().modules(), *codec_modules(self.codec_config.model)]
 
     def require_models(self) -> None:
-        require_codec(self.codec_config.model, self.compile_mode)
-
-    def require_compiler(self, device: str) -> None:
-        if self.compile_mode != "none":
-            # Imports torch's compiler, which takes seconds.
-            from sharmill.models.compiled import require_compiler
-
-            require_compiler(device)
+        require_codec(self.codec_config.model)
 
     def check_output(self) -> None:
         self.assemble.check_output()
@@ -152,15 +132,13 @@ class EncodeStage(Stage):
         threads = make_deterministic(device)
         kind = check_device(device)
         allowed = self.codec_config.allow_targets
-        codec = load_codec(self.codec_config.model, device, allowed, self.precision, self.compile_mode)
-        identity = decode_stored(self.dir.identity, read_stored(self.dir.identity), dict[str, Any])
-        cuts = may_cut(identity, kind, self.batch_seconds, self.run_dir.certificate)
+        codec = load_codec(self.codec_config.model, device, allowed, self.precision)
         batches = CodecBatches(
             codec,
             batch_seconds=self.batch_seconds,
             device=device,
             canonical=self.canonical_shapes,
-            pieces=find_pieces(codec) if cuts else None,
+            pieces=find_pieces(codec),
             threads=threads,
         )
         return EncodeProcessor(self, batches, kind)
@@ -242,7 +220,7 @@ class EncodeProcessor(Processor):
             raise UnitFailed(
                 f"{number} of {len(segments)} segments are longer than the {self._encode.most_seconds:.0f} s that fit "
                 f"in the memory of the device: the longest, of {seconds.max():.0f} s, is in {path} at byte "
-                f"{longest['place']['offset']}; {self._encode.advice}",
+                f"{longest['place']['offset']}; {TOO_LONG_ADVICE}",
                 code="out_of_memory",
             )
 
@@ -284,5 +262,4 @@ class EncodeProcessor(Processor):
             num_codebooks=codec.num_codebooks,
             codebook_size=codec.codebook_size,
             precision=self._stage.precision,
-            compile=self._stage.compile_mode,
         )

@@ -60,9 +60,6 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     if stage.dir.identity.exists() and not restart:
         before = read_identity(stage)
         changes = find_changes(before, identity)
-        if changes and stage.keeps_output(before, identity):
-            write_atomic(stage.dir.identity, msgspec.json.encode(identity))
-            changes = []
         if not changes:
             stage.token = stage.dir.read_token()
             return load_plan(stage)

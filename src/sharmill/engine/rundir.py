@@ -182,11 +182,6 @@ class RunDir:
         return self.path / "stats.json"
 
     @property
-    def certificate(self) -> Path:
-        """Written by ``sharmill certify``: the share of results that depend on batches, devices and precisions."""
-        return self.path / "certificate.json"
-
-    @property
     def report(self) -> Path:
         """The page that ``sharmill report`` makes."""
         return self.path / "report.html"

@@ -7,7 +7,7 @@ stage's model, loaded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -124,25 +124,12 @@ class Stage(ABC):
             ConfigError: the configuration or an input cannot be used; nothing has been done yet.
         """
 
-    def keeps_output(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-        """Return True if what was begun with one identity has the same bytes as what another gives.
-
-        ``before`` and ``now`` differ, and are as they are stored.
-
-        Raises:
-            ConfigError: it may not; the message says more than that they differ.
-        """
-        return False
-
     def modules(self) -> list[str]:
         """Return the names of the modules that a rank imports; the ranks of one machine import them once."""
         return [type(self).__module__]
 
     def require_models(self) -> None:  # noqa: B027 - most stages load none
         """Raise ConfigError where a model that ``open`` loads can neither be found on this machine nor be had."""
-
-    def require_compiler(self, device: str) -> None:  # noqa: B027 - most stages compile nothing
-        """Raise ConfigError where ranks of this machine, on ``cpu`` or ``cuda``, could not compile their model."""
 
     @abstractmethod
     def plan(self, folder: Path) -> Iterator[Unit]:

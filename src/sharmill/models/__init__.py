@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sharmill.config import Compile, Precision
+from sharmill.config import Precision
 from sharmill.errors import ConfigError
 from sharmill.models.arithmetic import make_deterministic, with_precision
 from sharmill.models.families import directory_checksum, file_checksum
@@ -77,9 +77,8 @@ def load_speaker_encoder(
 
 
 def load_codec(
-    name: str, device: str = "cpu", allow_targets: Sequence[str] = (), precision: Precision = "fp32",
-    compile_mode: Compile = "none",
-) -> Codec:  # fmt: skip
+    name: str, device: str = "cpu", allow_targets: Sequence[str] = (), precision: Precision = "fp32"
+) -> Codec:
     """Load a codec.
 
     Args:
@@ -88,7 +87,6 @@ def load_codec(
         device: torch device to run it on.
         allow_targets: what the configuration in a .nemo file may name beside the known classes.
         precision: arithmetic of its function.
-        compile_mode: as ``encode.compile``.
 
     Raises:
         ConfigError: if the name, the file or the installation is wrong, or the device does not have the precision; one
@@ -104,10 +102,6 @@ def load_codec(
     from sharmill.models.codec_backend import check_codec
 
     check_codec(codec, name)
-    if compile_mode != "none":
-        from sharmill.models.compiled import compile_codec
-
-        compile_codec(codec, name, compile_mode)
     return codec
 
 
@@ -188,18 +182,9 @@ def require_speaker_encoder(name: str) -> None:
     _require(ENCODERS, name)
 
 
-def require_codec(name: str, compile_mode: Compile = "none") -> None:
-    """Raise ConfigError unless a codec is on this machine or can be fetched; NeMo may be imported for it.
-
-    Also where it is to be compiled, and its class shows that it cannot be.
-    """
+def require_codec(name: str) -> None:
+    """Raise ConfigError unless a codec is on this machine or can be fetched; NeMo may be imported for it."""
     _require(CODECS, name)
-    if compile_mode != "none":
-        from sharmill.models.compiled import require_compilable
-
-        made = _implementation(CODECS, name)
-        if isinstance(made, type):
-            require_compilable(made, name)
 
 
 def _require(registry: Registry, name: str) -> None:

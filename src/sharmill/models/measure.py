@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ROW_SECONDS: Final = 5.0
 _CPU_SIZES: Final = (5.0, CPU_BATCH_SECONDS)
-# Rounded up to canonical lengths, of which a compiled codec makes kernels for each: the two that memory is told from.
+# Rounded up to canonical lengths: the two that memory is told from.
 _CANONICAL_SECONDS: Final = (2.0, 10.0)
 _GPU_SIZES: Final = (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 # What another process, fragments and the system's own pages take beside the tensors.

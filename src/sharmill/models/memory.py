@@ -96,7 +96,7 @@ class MemoryGuard:
     def _describe(self, seconds: float, num_rows: int) -> str:
         return (
             f"a batch of {num_rows} rows and {seconds:.0f} s does not fit in the memory of the device: "
-            f"lower {self._key} below {seconds:.0f}"
+            f"lower {self._key} below {seconds:.0f}, with --restart {self._key.partition('.')[0]}"
         )
 
     def _describe_piece(self, seconds: float) -> str:

@@ -1,7 +1,7 @@
 """Shapes of a codec's batches: they follow from the lengths, the configuration and the kind of device alone.
 
 A batch is planned in frames. Canonical batches have a few lengths and one size for each, whatever is in them, so that
-an item meets the same arithmetic beside any neighbours, and a compiled model the same shapes again.
+an item meets the same arithmetic beside any neighbours.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Annotated, Any, BinaryIO, Final, Literal
 
 import msgspec
 
-from sharmill.config import Compile, Precision
+from sharmill.config import Precision
 from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.cut_lines import NOT_JSON
@@ -79,7 +79,6 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
     codebook_size: Positive
     devices: list[str] = []
     precision: Precision = "fp32"
-    compile: Compile = "none"
     mixed_versions: dict[str, list[str]] = {}
 
 

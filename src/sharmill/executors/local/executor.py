@@ -49,11 +49,9 @@ class LocalExecutor:
     device: str = "auto"
 
     def require_devices(self, stages: Iterable[Stage]) -> None:
-        """Raise ConfigError where a stage is to run on GPUs, and none can be used, or where it cannot be compiled."""
-        stages = list(stages)
-        gpus = usable_gpus(self.device) if any(stage.uses_gpu for stage in stages) else ()
-        for stage in stages:
-            stage.require_compiler("cuda" if gpus and stage.uses_gpu else "cpu")
+        """Raise ConfigError where a stage is to run on GPUs, and none can be used."""
+        if any(stage.uses_gpu for stage in stages):
+            usable_gpus(self.device)
 
     def run(self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener) -> Finished:
         """Do the units; see ``engine.run.Executor``."""

@@ -1,4 +1,7 @@
-"""The program in the archive: runs the rows until a deadline, prints each line as it is found, keeps all as JSON."""
+"""Benchmarks on a GPU: ``python tests/bench_gpu [--device cpu]``, as ``make bench-gpu`` runs them.
+
+The rows run until a deadline; each line is printed as it is found, and all are kept as JSON.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import logging
 import os
 import platform
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,6 +20,8 @@ from typing import Any
 
 import torch
 import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench_gpu.models import save_models
 from bench_gpu.rows import Bench, Line, all_rows
@@ -43,13 +49,18 @@ def _run(make_lines: Callable[[], Iterator[Line]], left: float, least: float) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(usage="python3 bench-gpu.pyz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/bench_gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--until", type=float, required=True, help="seconds since 1970: the deadline")
-    parser.add_argument("--folder", type=Path, required=True, help="for files, such as a corpus")
-    parser.add_argument("--json", type=Path, required=True, help="all figures, written after each row")
+    parser.add_argument("--seconds", type=float, default=520.0, help="time for all rows (default %(default)s)")
+    parser.add_argument("--json", type=Path, default=Path("bench-gpu.json"), help="all figures (default %(default)s)")
     parser.add_argument("--rows", nargs="*", default=[""], help="the rows whose names begin so")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
+        return _measure(parser, options, Path(folder))
+
+
+def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace, folder: Path) -> int:
+    deadline = time.time() + options.seconds
     make_deterministic(options.device)
     logging.getLogger("sharmill").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
@@ -65,9 +76,9 @@ def main() -> int:
     if on_cpu:
         found["note"] = SIMULATED
     print(describe({name: value for name, value in found.items() if name != "rows"}), flush=True)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    models = save_models("small" if on_cpu else "real", options.folder)
-    bench = Bench(options.device, options.folder, models, lambda: options.until - time.time())
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    models = save_models("small" if on_cpu else "real", folder)
+    bench = Bench(options.device, folder, models, lambda: deadline - time.time())
     failed = False
     for name, least, make_lines in all_rows(bench):
         if not name.startswith(tuple(options.rows)):

@@ -3,7 +3,7 @@
 # make test-slow   those marked slow
 # make test-all   both, but for those on a real SLURM and a real Ray, which `make test-cluster` has
 # make test-gpu   models and stages on a GPU against the CPU, faults and memory, where there is a GPU
-# make torture   all faults, for hours or MINUTES= in all, and one table of them in OUTPUT=torture/table.md: changed input (ROUNDS=), shared disks (RUNS= of each fault), losses of power (STATES= of each run), kills (KILLS= a stage), a disk that fails (at EVERY= n-th operation), simulated SLURM and Ray (SCHEDULES= of each); SEED=, ONLY="power slurm"
+# make torture   losses of power in small runs, and what is left of them: SEED=, MINUTES=, STATES= of each run
 # make bench   what takes how long, beside the libraries used directly; GROUP= (further, scale, all), MARKDOWN=1, JSON= (a file for all figures)
 # make bench-gpu   models, stages and the choice of contexts on a GPU, in nine minutes; DEVICE=cpu tries it out, SECONDS=
 # make docs   the pages of docs as a site with a reference of the Python API, in build/site
@@ -46,12 +46,9 @@ test-ray: venv
 test-gpu: venv
 	GPU_REPORT=build/test-gpu.json $(BIN)/python -m pytest tests/gpu -m gpu -rs $(PYTEST)
 
-# The seed is printed; the same one, and OUTPUT, go on where interrupted kills and faults on disk have stopped.
 torture: venv
-	PYTHONPATH=tests $(BIN)/python tests/faults/torture.py $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) \
-	  $(if $(OUTPUT),--output $(OUTPUT)) $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
-	  $(if $(RUNS),--runs $(RUNS)) $(if $(STATES),--states $(STATES)) $(if $(KILLS),--kills $(KILLS)) \
-	  $(if $(EVERY),--every $(EVERY)) $(if $(SCHEDULES),--schedules $(SCHEDULES))
+	PYTHONPATH=tests $(BIN)/python tests/faults/power.py $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) \
+	  $(if $(STATES),--states $(STATES))
 
 lint: venv
 	$(BIN)/ruff check .

@@ -171,8 +171,6 @@ def test_models_of_codecs_are_for_rechecking(capsys, tmp_path):
         (["rnu", "c.yaml"], ["'rnu'", "'run'", "sharmill --help"]),
         (["tune-btach"], ["'tune-btach'", "'tune-batch'", "sharmill --help"]),
         (["xyz"], ["'xyz'", "sharmill --help"]),
-        (["plan", "c.yaml", "--simulate", "ranks=0"], ["'--simulate'", "ranks=0", "ranks=N", "sharmill plan --help"]),
-        (["plan", "c.yaml", "--simulate", "1024"], ["'--simulate'", "'1024'", "ranks=N", "sharmill plan --help"]),
     ],
 )
 def test_wrong_use_of_commands_ends_with_one_line(arguments, names, capsys):

@@ -36,13 +36,13 @@ def config(tmp_path):
     return make
 
 
-def row(config, ranks=None, stage="prepare", part=0) -> list[str]:
+def row(config, stage="prepare") -> list[str]:
     console = Console(width=80, file=io.StringIO(), highlight=False)
-    print_plan(console, config, ranks)
+    print_plan(console, config)
     lines = console.file.getvalue().splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
     assert lines[1].split() == ["stage", "units", "to", "process", "ranks", "largest", "balance", "disk"]
-    return [line for line in lines if line.startswith(f"{stage} ")][part].split()
+    return next(line for line in lines if line.startswith(f"{stage} ")).split()
 
 
 def test_ranks_are_those_of_the_configuration(config):
@@ -54,25 +54,13 @@ def test_auto_is_the_number_of_cores_for_a_stage_without_a_model(config):
     assert row(config("auto"))[4] == str(usable_cores())
 
 
-def test_another_number_of_ranks_can_be_asked_for(config):
-    assert row(config(1), ranks=3)[4:] == ["3", "1", "record", "100%"]
-
-
-@pytest.mark.parametrize(("ranks", "cells"), [
-    (2, ["2", "2", "records", "2", "records", "1.000"]),
-    (1024, ["3", "1", "record", "1", "record", "1.000"]),
-])  # fmt: skip
-def test_the_packing_stands_beside_what_any_packing_takes(config, ranks, cells):
-    assert row(config(1), ranks, part=1) == ["prepare", *cells]
-
-
 @pytest.mark.parametrize("begun", [False, True])
 def test_nothing_is_written_into_the_run_directory(config, tmp_path, begun):
     config = config(1)
     if begun:
         assert run(PrepareStage(config)).ok
     before = snapshot(tmp_path)
-    print_plan(Console(file=io.StringIO()), config, None)
+    print_plan(Console(file=io.StringIO()), config)
     assert snapshot(tmp_path) == before
 
 

@@ -1,6 +1,6 @@
 """Seeded mutations of every format that sharmill reads: nothing but errors that it means may come out of them.
 
-    PYTHONPATH=tests python tests/security/fuzz.py --seed 7 --rounds 100000     # a part of `make torture`
+    PYTHONPATH=tests python tests/security/fuzz.py --seed 7 --rounds 100000
 
 ``tests/security/test_fuzz.py`` does some rounds of it. What is found becomes a case of the tests beside it.
 """

@@ -18,7 +18,6 @@ def parse_options(description: str | None) -> argparse.Namespace:
     parser.add_argument("--schedules", type=int, default=None)
     parser.add_argument("--minutes", type=float, default=None)
     parser.add_argument("--trace", action="store_true", help="print all that happens in a schedule with problems")
-    parser.add_argument("--defects", action="store_true", help="put defects back, and say whether each is found")
     parser.add_argument("--twice", action="store_true", help="simulate each twice; a difference is a problem")
     parser.add_argument("--rows", type=Path, help="file for the rows of the table of all faults")
     return parser.parse_args()

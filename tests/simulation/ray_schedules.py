@@ -1,7 +1,6 @@
 """Simulate Ray by seed: ``python tests/simulation/ray_schedules.py --seed N``.
 
-``--schedules N`` and ``--minutes M`` go on with the seeds behind it, ``--twice`` looks whether a seed says all, and
-``--defects`` puts one defect after the other back, and looks whether schedules find it.
+``--schedules N`` and ``--minutes M`` go on with the seeds behind it, and ``--twice`` looks whether a seed says all.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.fault_rows import FaultRow, write_rows
 
 from simulation.command import parse_options, run_main, seeds
-from simulation.ray_defects import DEFECTS, find_defect
 from simulation.ray_world import Broken, run_schedule
 
 
@@ -35,11 +33,6 @@ def describe(seed: int, *, trace: bool, twice: bool) -> str:
 def main() -> int:
     """Simulate, print the schedules in which something did not hold, and return 1 if there were any."""
     options = parse_options(__doc__)
-    if options.defects:
-        found = {name: find_defect(defect) for name, defect in DEFECTS.items()}
-        for name, says in found.items():
-            print(f"{name}: {says or 'NOT FOUND'}")
-        return int(not all(found.values()))
     cpu_began = time.process_time()
     row = FaultRow("simulated Ray: all schedules")
     for seed in seeds(options):

@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.fault_rows import FaultRow, write_rows
 
 from simulation.command import is_single, parse_options, run_main, seeds
-from simulation.defects import DEFECTS
 from simulation.kernel import make_folder
 from simulation.world import Outcome, simulate
 
@@ -37,32 +36,9 @@ def count(rows: dict[str, FaultRow], outcome: Outcome, seconds: float) -> None:
         row.add(f"chains {outcome.state}", seconds, is_equal=not is_wrong, is_problem=is_wrong)
 
 
-def show_defects() -> int:
-    """Print the schedule that shows each defect; return 1 unless each shows, and only where it is put back."""
-    folder = make_folder()
-    missed = 0
-    try:
-        for defect in DEFECTS:
-            began = time.process_time()
-            found = defect.find(folder)
-            last = defect.within if found is None else found.seed + 1
-            without = [seed for seed in range(last) if simulate(seed, folder, defect.choice).problems]
-            shown = "NOT FOUND" if found is None else f"seed {found.seed}: {found.problems[0]}"
-            print(f"{defect.name}\n    {shown}", flush=True)
-            if without:
-                print(f"    FOUND WITHOUT IT, by the seeds {without}")
-            print(f"    {time.process_time() - began:.1f} s", flush=True)
-            missed += found is None or bool(without)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return int(missed > 0)
-
-
 def main() -> int:
     """Simulate, print the schedules in which something did not hold, and return 1 if there were any."""
     options = parse_options(__doc__)
-    if options.defects:
-        return show_defects()
     folder = make_folder()
     cpu_began = time.process_time()
     largest = 0

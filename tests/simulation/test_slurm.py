@@ -1,4 +1,4 @@
-"""Schedules on a simulated SLURM; ``make torture`` has more of them."""
+"""Schedules on a simulated SLURM."""
 
 from __future__ import annotations
 
@@ -22,10 +22,3 @@ def test_schedules_end_with_the_output_of_an_undisturbed_run_and_are_replayed_to
 def test_more_schedules():
     ended = simulate("--seed", "5000", "--schedules", "230")
     assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
-
-
-@pytest.mark.slow
-def test_defects_that_clusters_have_shown_are_found_where_they_are_put_back_and_only_there():
-    ended = simulate("--defects")
-    assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
-    assert ended.stdout.count("seed ") >= 25

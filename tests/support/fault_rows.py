@@ -1,4 +1,4 @@
-"""Rows of the table of all faults: scripts of ``make torture`` write them, and ``faults/torture.py`` shows them all."""
+"""Rows of a table of faults, which the scripts of faults write."""
 
 from __future__ import annotations
 
@@ -42,20 +42,3 @@ def write_rows(path: Path | None, rows: Iterable[FaultRow]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(vars(row)) + "\n" for row in rows))
-
-
-def read_rows(path: Path) -> list[FaultRow]:
-    """Read what ``write_rows`` has written."""
-    values = [json.loads(line) for line in path.read_text().splitlines()]
-    return [FaultRow(**value | {"ended": Counter(value["ended"])}) for value in values]
-
-
-def format_rows(rows: Iterable[FaultRow]) -> str:
-    """Return a table in Markdown."""
-    lines = ["| fault | how often | what happened | bytes equal | problems | seconds |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        ended = ", ".join(f"{count:,} {ending}" for ending, count in row.ended.items() if count)
-        equal = "" if row.equal is None else f"{row.equal:,} of {row.times:,}"
-        cells = (row.fault, f"{row.times:,}", ended, equal, row.problems, round(row.seconds))
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)

@@ -25,41 +25,19 @@ _BYTES_PER_SECOND = 40_000
 _MEANING_OF_COLUMNS = (
     "units: done and all; to process: all audio that is left, contexts included; largest: the load of the busiest rank"
 )
-_MEANING_OF_PACKED = (
-    "busiest: the load of the busiest rank; at least: what it is in any packing; ratio: one over the other"
-)
-
-
-def _parse_ranks(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    if value is None:
-        return None
-    name, _, number = value.partition("=")
-    if name != "ranks" or not number.isascii() or not number.isdigit() or not int(number):
-        raise click.BadParameter(f"{value!r} is not ranks=N, as ranks=1024", context, parameter)
-    return int(number)
 
 
 @click.command()
 @click.argument("arguments", nargs=-1, required=True, metavar="CONFIG... [KEY=VALUE...]")
-@click.option(
-    "--simulate",
-    "ranks",
-    callback=_parse_ranks,
-    metavar="ranks=N",
-    help="Pack the units for this many ranks (default: executor.workers), and show how far from the best that is.",
-)
 @click.option("--rates", "earlier", metavar="RUN_DIR", help="Predict from the rates of this earlier run.")
 @click.option("--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU.")
 @json_option
 @click.option("--measure", is_flag=True, help="Run the models on made-up audio, and print the batch sizes to set.")
-def plan(
-    arguments: tuple[str, ...], ranks: int | None, earlier: str | None, gpu_hour: float | None, measure: bool,
-    as_json: bool,
-) -> int:  # fmt: skip
+def plan(arguments: tuple[str, ...], earlier: str | None, gpu_hour: float | None, measure: bool, as_json: bool) -> int:
     """Show what would run, and what it would cost.
 
     Nothing of it is run. Units, hours, balance and disk are those of each stage whose input is there already; time, GPU
-    hours, core hours, disk and inodes those of all stages, once rates are known: from sharmill calibrate, or from an
+    hours, core hours and disk those of all stages, once rates are known: from sharmill calibrate, or from an
     earlier run.
     """
     from sharmill.config import load_config
@@ -70,7 +48,7 @@ def plan(
     console = make_console()
     for path in paths:
         config = load_config(path, overrides)
-        found = print_plan(console, config, ranks, earlier=earlier, gpu_hour=gpu_hour)
+        found = print_plan(console, config, earlier=earlier, gpu_hour=gpu_hour)
         if as_json:
             print_json(found)
         if measure:
@@ -138,7 +116,7 @@ def _describe_canonical(measurements: list[Measurement], device: str, unit_secon
 
 
 def print_plan(
-    console: Console, config: Config, ranks: int | None, *, earlier: str | None = None, gpu_hour: float | None = None
+    console: Console, config: Config, *, earlier: str | None = None, gpu_hour: float | None = None
 ) -> list[StagePrediction]:
     """Print a row per stage that can be planned now, and a line for each that depends on what comes before it.
 
@@ -157,21 +135,17 @@ def print_plan(
     predictions: list[StagePrediction] = []
     num_records, audio_ratio = 0, 1.0
     table = make_table(config.name)
-    packed = make_table(f"packed for {ranks} ranks")
-    for column in ("stage", "ranks with work", "busiest", "at least", "ratio"):
-        packed.add_column(column, justify="left" if column == "stage" else "right", no_wrap=True)
     for column in ("stage", "units", "to process", "ranks", "largest", "balance", "disk"):
         table.add_column(column, justify="left" if column == "stage" else "right", no_wrap=True)
     not_yet = []
     for stage in make_stages(config):
-        of_stage, left = ranks or count_ranks(config, stage), None
+        ranks, left = count_ranks(config, stage), None
         rate = rates.get(stage.name)
         try:
             units, done = read_or_preview_units(stage)
             left = [unit.cost for unit in units if unit.index not in done]
-            loads = [sum(left[item] for item in items) for items in pack(left, of_stage)]
+            loads = [sum(left[item] for item in items) for items in pack(left, ranks)]
             table.add_row(*_row(stage, loads, len(units), left))
-            packed.add_row(*_packed_row(stage, loads, left))
             num_records = num_records or sum(unit.size for unit in units)
             if rate is not None and stage.cost_unit != "records":
                 audio_ratio = compare_audio(rate, [unit.cost for unit in units], num_records)
@@ -179,15 +153,12 @@ def print_plan(
             not_yet.append(plain(f"{stage.name}: not yet: {error}"))
         if rate is not None:
             predictions.append(predict_stage(
-                config, stage, rate, ranks=of_stage, num_records=num_records, costs=left, audio_ratio=audio_ratio
+                config, stage, rate, ranks=ranks, num_records=num_records, costs=left, audio_ratio=audio_ratio
             ))  # fmt: skip
     console.print(table)
     for line in not_yet:
         console.print(line)
     console.print(plain(_MEANING_OF_COLUMNS, style="dim"))
-    if ranks is not None:
-        console.print(packed)
-        console.print(plain(_MEANING_OF_PACKED, style="dim"))
     if predictions:
         print_prediction(console, predictions, source, gpu_hour)
     else:
@@ -209,19 +180,5 @@ def _row(stage: Stage, loads: list[float], num_units: int, left: list[float]) ->
         describe_cost(largest, records=records),
         f"{mean / largest:.0%}" if largest else "",
         f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and isinstance(stage, WriteStage) else "",
-    )
-    return [plain(cell) for cell in cells]
-
-
-def _packed_row(stage: Stage, loads: list[float], left: list[float]) -> list[Text]:
-    from sharmill.engine.balance import least_load
-
-    least, records = least_load(left, len(loads)), stage.cost_unit == "records"
-    cells = (
-        stage.name,
-        f"{sum(1 for load in loads if load):,}",
-        describe_cost(max(loads), records=records),
-        describe_cost(least, records=records),
-        f"{max(loads) / least:.3f}" if least else "",
     )
     return [plain(cell) for cell in cells]

@@ -1,4 +1,4 @@
-"""The table of ``sharmill plan`` that predicts time, cost, disk and inodes of each stage."""
+"""The table of ``sharmill plan`` that predicts time, cost and disk of each stage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def print_prediction(
         source: where the rates are from.
         gpu_hour: the price of an hour of a GPU, or None.
     """
-    names = ["stage", "ranks", "time", "GPU h", "core h", "disk", "inodes"]
+    names = ["stage", "ranks", "time", "GPU h", "core h", "disk"]
     names += ["price"] if gpu_hour is not None else []
     table = make_table("predicted, for what is left")
     for name in names:
@@ -34,17 +34,11 @@ def print_prediction(
         cells = [
             name, ranks, describe_time(sum(one.wall_seconds for one in of_row)), describe_hours(gpu),
             describe_hours(core), describe_bytes(sum(one.num_bytes for one in of_row)),
-            f"{sum(one.num_inodes for one in of_row):,.0f}",
         ]  # fmt: skip
         cells += [f"{gpu * gpu_hour:,.2f}"] if gpu_hour is not None else []
         table.add_row(*(plain(cell, style="bold" if name == "all" else "") for cell in cells))
     console.print(table)
     console.print(plain(f"rates: {source}", style="dim"))
-    staged = max(one.num_staged for one in predictions)
-    aside = (
-        f"inodes: files and folders; up to {staged:,.0f} more lie aside while ranks write; on SLURM, one more a unit"
-    )
-    console.print(plain(aside, style="dim"))
     if any(one.on_gpu for one in predictions):
         console.print(plain("GPU h: of ranks; several that share a GPU count as if each had its own", style="dim"))
     console.print(plain("beside these times: the start of the command, and the page of the run", style="dim"))

@@ -166,7 +166,7 @@ def _rate_of_prepare(records: PilotRecords) -> StageRate:
     drawn = max(1, len(records.sample.rows))
     size = sum(len(utterance.to_json()) + 1 for utterance in records.utterances)
     return StageRate(
-        name="prepare", device="", seconds_to_start=0.0, files_per_unit=3, cost_per_record=1, records_per_record=1,
+        name="prepare", device="", seconds_to_start=0.0, cost_per_record=1, records_per_record=1,
         seconds_per_cost=records.seconds_to_read / records.num_records + records.seconds_to_check / drawn,
         bytes_per_cost=_COPIES * size / drawn, records_per_unit=drawn,
     )  # fmt: skip
@@ -178,7 +178,7 @@ def _rate_of_match(records: PilotRecords, kind: str, seconds_to_start: float, se
     size = sum(len(utterance.to_json()) + 1 for utterance in records.utterances)
     return StageRate(
         name="match", device=kind, seconds_to_start=seconds_to_start, seconds_per_cost=seconds / audio,
-        bytes_per_cost=_COPIES * size / audio, files_per_unit=1, cost_per_record=audio / drawn,
+        bytes_per_cost=_COPIES * size / audio, cost_per_record=audio / drawn,
         records_per_record=kept / drawn, records_per_unit=kept,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Predictions of a run: time, GPU hours, disk and files of each stage, from rates that were measured."""
+"""Predictions of a run: time, GPU hours and disk of each stage, from rates that were measured."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ from sharmill.pilot.known_rates import find_rates
 from sharmill.pilot.rates import StageRate
 from sharmill.processes import usable_cores
 
-# Ledger, progress and log; on SLURM notes of attempts too.
-_INODES_OF_A_RANK = 4
-# Plan, folders of ranks, records of the end, and what the stage makes of its parts: 17 to 25, by stage.
-_INODES_OF_A_STAGE = 25
-
 
 @dataclass(frozen=True, kw_only=True)
 class StagePrediction:
@@ -39,9 +34,7 @@ class StagePrediction:
     Attributes:
         wall_seconds: from its start to its end.
         rank_seconds: of all ranks together: on GPUs where ``on_gpu``, which ranks may share, on cores otherwise.
-        num_bytes, num_files: that it will publish.
-        num_inodes: files and folders that it will add to run directory and dataset directory, those included.
-        num_staged: files and folders that may lie aside at once while it runs.
+        num_bytes: that it will publish.
         is_planned: the units are known; where they are not, cost and balance follow from the size of the input.
     """
 
@@ -51,9 +44,6 @@ class StagePrediction:
     rank_seconds: float
     on_gpu: bool
     num_bytes: float
-    num_files: float
-    num_inodes: float
-    num_staged: float
     is_planned: bool
 
 
@@ -85,9 +75,6 @@ def predict_stage(
         rank_seconds=work + used * rate.seconds_to_start,
         on_gpu=stage.uses_gpu and rate.device not in ("", "cpu"),
         num_bytes=sum(costs) * rate.bytes_per_cost,
-        num_files=len(costs) * rate.files_per_unit,
-        num_inodes=len(costs) * rate.files_per_unit + used * _INODES_OF_A_RANK + (_INODES_OF_A_STAGE if used else 0),
-        num_staged=used * (rate.files_per_unit + 1),
         is_planned=is_planned,
     )
 

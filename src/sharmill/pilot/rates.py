@@ -26,7 +26,6 @@ class StageRate(msgspec.Struct, frozen=True, kw_only=True):
         seconds_per_cost: time of a rank.
         seconds_to_start: beside its units: starting ranks, loading models, planning and the end.
         bytes_per_cost: of the files that it publishes.
-        files_per_unit: of these, and of rejects, which have a file for each unit that has any.
         cost_per_record: cost for each record of the input, which tells the cost of a stage that cannot be planned yet.
         records_per_record: records that come into the stage, for each record of the input.
         records_per_unit: the mean of its units.
@@ -37,7 +36,6 @@ class StageRate(msgspec.Struct, frozen=True, kw_only=True):
     seconds_per_cost: float
     seconds_to_start: float
     bytes_per_cost: float
-    files_per_unit: float
     cost_per_record: float
     records_per_record: float
     records_per_unit: float
@@ -61,7 +59,6 @@ def measure_rates(stages: Sequence[Stage], num_records: int) -> list[StageRate]:
             seconds_per_cost=sum(commit.seconds for commit in commits.values()) / done,
             seconds_to_start=_seconds_to_start(stage, commits),
             bytes_per_cost=sum(file.size for file in files) / done,
-            files_per_unit=fmean(len(commit.files) + bool(commit.num_rejected) for commit in commits.values()),
             cost_per_record=sum(unit.cost for unit in units.values()) / num_records,
             records_per_record=sum(unit.size for unit in units.values()) / num_records,
             records_per_unit=fmean(unit.size for unit in units.values()),

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from train_config import TrainConfig
+from train_trackers import Trackers
 
-from sharmill.engine.trackers import Trackers
 from sharmill.storage import write_atomic
 
 

@@ -13,6 +13,7 @@ from support.errors import raises
 from support.paths import REPOSITORY
 
 from sharmill.config import STAGES, CodecConfig, load_config, resolve_stage, to_yaml
+from sharmill.config.loading import REMOVED_KEYS
 from sharmill.errors import ConfigError
 
 BASE = "name: n\nrun_dir: r\ndataset_dir: d\nsources: [{manifest: m.json, audio_root: audio}]\n"
@@ -409,3 +410,11 @@ def test_one_key_says_how_large_shards_are(text, size, write):
 )
 def test_sizes_of_shards_that_exclude_each_other_or_are_none(text, names, write):
     refuse(write(f"write: {text}"), "bad_config_value", *names)
+
+
+@pytest.mark.parametrize("key", REMOVED_KEYS)
+def test_a_removed_key_says_what_to_use(key, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text((REPOSITORY / "configs/demo.yaml").read_text())
+    with raises(ConfigError, "unknown_key", f"the key '{key}' was removed", REMOVED_KEYS[key]):
+        load_config(path, [f"{key}=1"])

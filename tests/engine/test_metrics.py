@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,8 +22,8 @@ def commit_of(unit, rejects):
                   stats={}, seconds=0.5, rank=0)  # fmt: skip
 
 
-def tell(config, folder):
-    curves = MetricsLog(config, "match", folder, 3)
+def tell(config, folder, **options):
+    curves = MetricsLog(config, "match", folder, 3, **options)
     for index, rejects in enumerate(({}, {"too_short": 2})):
         unit = make_unit(index, cost=1800.0, size=2, params={})
         curves.commit(unit, commit_of(unit, rejects))
@@ -34,13 +35,18 @@ def test_off_by_default_and_then_nothing_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensorboard_files_have_the_values(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    tell(MetricsConfig(tensorboard=True), tmp_path)
-    events = accumulator.EventAccumulator(str(tmp_path / "rank-003")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("audio_hours")] == [(1, 0.5), (2, 1.0)]
-    assert [event.value for event in events.Scalars("rejects")] == [0.0, 2.0]
-    assert [event.value for event in events.Scalars("unit_seconds")] == [0.5, 0.5]
+def test_the_run_has_project_entity_name_and_values(tmp_path, monkeypatch):
+    started, logged = [], []
+    run = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: logged.append("end"))
+    stand_in = SimpleNamespace(Settings=dict, init=lambda **options: started.append(options) or run)
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    tell(MetricsConfig(wandb_project="speech", wandb_entity="team", wandb_name="first"), tmp_path)
+    (options,) = started
+    assert {name: options[name] for name in ("project", "entity", "name", "group")} == {
+        "project": "speech", "entity": "team", "name": "first-match-rank-003", "group": "match",
+    }  # fmt: skip
+    (_, first), (step, last), end = logged
+    assert (first["audio_hours"], last["audio_hours"], step, last["rejects"], end) == (0.5, 1.0, 2, 2.0, "end")
 
 
 def test_wandb_without_network_keeps_its_files(tmp_path, monkeypatch):
@@ -55,9 +61,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_metrics
-from sharmill.engine import trackers
-trackers._SECONDS_FOR_WANDB = 2.0
-test_metrics.tell(test_metrics.MetricsConfig(wandb_project="speech"), Path(sys.argv[2]))
+test_metrics.tell(test_metrics.MetricsConfig(wandb_project="speech"), Path(sys.argv[2]), timeout=2.0)
 print("went on")
 """
 
@@ -98,22 +102,17 @@ def test_wandb_without_a_key_asks_nobody(tell_elsewhere):
     assert "went on" in said
 
 
-@pytest.mark.parametrize("config", [MetricsConfig(tensorboard=True), MetricsConfig(wandb_project="speech")])
-def test_a_missing_package_costs_the_curve_only(config, tmp_path, monkeypatch, caplog):
-    for package in ("wandb", "torch.utils.tensorboard"):
-        monkeypatch.setitem(sys.modules, package, None)
-    tell(config, tmp_path)
+def test_a_missing_package_costs_the_curve_only(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    tell(MetricsConfig(wandb_project="speech"), tmp_path)
     assert "is off for this rank" in caplog.text
 
 
-def test_a_sink_that_fails_is_dropped_after_one_warning(tmp_path, caplog):
-    curves = MetricsLog(MetricsConfig(), "match", tmp_path, 0)
-
+def test_a_curve_that_fails_is_dropped_after_one_warning(tmp_path, monkeypatch, caplog):
     def broken(values, step):
         raise OSError("no space")
 
-    curves.trackers._sinks.append(broken)
-    for index in range(3):
-        unit = make_unit(index, cost=1.0, size=0, params={})
-        curves.commit(unit, commit_of(unit, {}))
+    run = SimpleNamespace(log=broken, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=dict, init=lambda **options: run))
+    tell(MetricsConfig(wandb_project="speech"), tmp_path)
     assert caplog.text.count("no space") == 1

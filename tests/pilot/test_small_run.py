@@ -59,9 +59,9 @@ def test_an_error_of_a_later_stage_leaves_the_advice(project):
 
 
 def test_curves_and_the_account_of_the_sources_are_left_out(project):
-    config = load(project, metrics={"tensorboard": True}, validate={"against_sources": True})
+    config = load(project, metrics={"wandb_project": "speech"}, validate={"against_sources": True})
     small = seen_by_run(config)
-    assert not small.metrics.tensorboard
+    assert small.metrics.wandb_project is None
     assert not small.validate.against_sources
 
 

@@ -24,6 +24,7 @@ from sharmill.sources import Source
 # Keys of earlier versions, and what to use instead.
 REMOVED_KEYS: Final = {
     "encode.compile": "codecs run as they are; leave the key out",
+    "metrics.tensorboard": "set metrics.wandb_project, or look at sharmill status RUN_DIR --json or --prometheus FILE",
 }
 
 Loaded = TypeVar("Loaded")

@@ -291,10 +291,12 @@ class ExecutorConfig:
 class MetricsConfig:
     """Curves of throughput and rejects, one per rank. A missing package or network never stops a run."""
 
-    tensorboard: bool = False
-    """Write TensorBoard files to the run directory."""
     wandb_project: str | None = None
     """Weights & Biases project to log to; ``null`` logs nothing."""
+    wandb_entity: str | None = None
+    """User or team of the project; ``null`` is the default of the account."""
+    wandb_name: str | None = None
+    """Beginning of the names of the runs there, before stage and rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

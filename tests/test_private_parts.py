@@ -256,11 +256,11 @@ def miniaudio_flac() -> bool:
     data = BytesIO()
     sf.write(data, np.zeros(100), 16000, format="FLAC")
     flac = lib.ma_dr_flac_open_memory(data.getvalue(), len(data.getvalue()), ffi.NULL)
-    samples = np.ones(101, np.float32)
-    read = lib.ma_dr_flac_read_pcm_frames_f32(flac, 101, ffi.cast("float *", samples.ctypes.data))
-    found = flac.channels, flac.sampleRate, read
+    samples = np.ones(100, np.int16)
+    read = lib.ma_dr_flac_read_pcm_frames_s16(flac, 100, ffi.cast("short *", samples.ctypes.data))
+    found = flac.channels, flac.sampleRate, flac.bitsPerSample, read
     lib.ma_dr_flac_close(flac)
-    return found == (1, 16000, 100) and not samples[:100].any()
+    return found == (1, 16000, 16, 100) and not samples.any()
 
 
 def torch_weight_norm() -> bool:
@@ -274,21 +274,6 @@ def torch_fuser() -> bool:
     import torch
 
     return hasattr(torch._C, "_jit_set_texpr_fuser_enabled") and hasattr(torch._C, "_jit_texpr_fuser_enabled")
-
-
-def torch_recompilation() -> bool:
-    import torch._inductor.config
-
-    names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
-    own = hasattr(torch._inductor.config, "compile_threads")
-    return own and all(hasattr(torch._dynamo.config, name) for name in names)
-
-
-def torch_compiler() -> bool:
-    from torch._inductor import cpp_builder, exc
-
-    takes_nothing = not inspect.signature(cpp_builder.get_cpp_compiler).parameters
-    return takes_nothing and issubclass(exc.InvalidCxxCompiler, Exception)
 
 
 def torch_sizes() -> bool:
@@ -327,8 +312,6 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("miniaudio", "dr_flac", "shar/reading/decoding.py", miniaudio_flac),
     ("torch", "weights of weight_norm", "models/shipped_codecs.py", torch_weight_norm),
     ("torch", "switch of the TorchScript fuser", "models/arithmetic.py", torch_fuser),
-    ("torch", "limits of recompilation, threads of the compiler", "models/compiled.py", torch_recompilation),
-    ("torch", "the search for a C++ compiler, and its error", "models/compiled.py", torch_compiler),
     ("torch", "sizes of tensors that are made", "models/tensors.py", torch_sizes),
 ]  # fmt: skip
 

@@ -129,7 +129,7 @@ def audio(folder: Path, tiny: bool) -> Case:
     return case(folder, AUDIO, None, (2, 8) if tiny else (4, 1000))
 
 
-@row("read audio, decoded, 2 threads", baseline=FROM_SHAR, targets={"ratio": ">= 2.5"})
+@row("read audio, decoded, 2 threads", baseline=FROM_SHAR, targets={"ratio": ">= 2.3"})
 def decoded_audio(folder: Path, tiny: bool) -> Case:
     """Audio, decoded by two threads."""
     return case(folder, AUDIO, load_audio, (2, 8) if tiny else (4, 100), decode_threads=2)

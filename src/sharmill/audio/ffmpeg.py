@@ -1,4 +1,4 @@
-"""Decoding through FFmpeg (PyAV) of what libsndfile does not know: AAC and ALAC, WMA, WebM, AMR.
+"""Decoding through FFmpeg (PyAV) of what libsndfile does not know: AAC and ALAC, WMA, WebM, AMR, shorten.
 
 FFmpeg gets the bytes of one file and the name of one demuxer, which was recognised by the first bytes: so it never
 guesses, and playlists and the like never reach it. It opens nothing else.
@@ -43,11 +43,12 @@ _OTHER_NAMES: Final = {
     **dict.fromkeys(("wmav1", "wmav2", "wmapro", "wmalossless", "wmavoice"), "wma"),
     **dict.fromkeys(("amr_nb", "amr_wb"), "amr"),
     "aac_latm": "aac",
+    "shorten": "shn",
 }
 # The decoders that may be used at all.
 _DECODERS: Final = (
     *("aac", "aac_latm", "alac", "amrnb", "amrwb", "wmav1", "wmav2", "wmapro", "wmalossless", "wmavoice"),
-    *("opus", "vorbis", "flac", "mp2float", "mp3float", "ac3", "eac3"),
+    *("opus", "vorbis", "flac", "shorten", "mp2float", "mp3float", "ac3", "eac3"),
     *("pcm_u8", "pcm_s8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s24be", "pcm_s32le", "pcm_s32be"),
     *("pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw"),
 )

@@ -1,6 +1,6 @@
 """Reading of audio files: their headers, and their samples as a whole or in part.
 
-By a file's content and never by its name: libsndfile opens what it can, FFmpeg and ``shorten`` what they are there
+By a file's content and never by its name: libsndfile opens what it can, FFmpeg and sph2pipe what they are there
 for. What is wrong with a recording becomes a ``RejectRecord``; what is wrong with the machine (say, too many open
 files) stays an ``OSError``, so that the unit is tried again.
 """
@@ -20,7 +20,7 @@ from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE, Au
 from sharmill.audio.ffmpeg import FfmpegDecoder, recognise
 from sharmill.audio.libsndfile import SndfileDecoder
 from sharmill.audio.samples import to_float
-from sharmill.audio.shorten import ShortenedSphereDecoder, is_shortened_sphere
+from sharmill.audio.sphere import Sph2pipeDecoder, needs_sph2pipe
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Channel
 from sharmill.storage import NotRegularError, open_regular
@@ -158,8 +158,8 @@ def _open_decoder(source: AudioBytes) -> Decoder:
     except RejectRecord as reject:
         if reject.reason != "unreadable_audio":
             raise
-        if is_shortened_sphere(source):
-            return ShortenedSphereDecoder(source)
+        if needs_sph2pipe(source):
+            return Sph2pipeDecoder(source)
         demuxer = recognise(source)
         if demuxer is None:
             raise

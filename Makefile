@@ -24,8 +24,9 @@ PYTEST :=
 demo: venv
 	$(BIN)/sharmill demo demo
 
+# On all cores; the tests of a module share a process, and so its fixtures.
 test: venv
-	EXAMPLES=quick $(BIN)/python -m pytest -m "not slow and not slurm and not ray" $(PYTEST)
+	EXAMPLES=quick $(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not slurm and not ray" $(PYTEST)
 
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not slurm and not ray" $(PYTEST)

@@ -28,7 +28,7 @@ from sharmill.demo.voices import Record, Speaker, SpokenText, make_solo, make_sp
 from sharmill.errors import ConfigError
 
 # Raised whenever the same arguments would give other files, so that an old corpus is not taken for a new one.
-_VERSION: Final = 1
+_VERSION: Final = 2
 _MANIFEST: Final = "manifest.json"
 _AUDIO_ROOT: Final = "audio"
 _MARKER: Final = "corpus.json"

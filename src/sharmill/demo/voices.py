@@ -1,4 +1,4 @@
-"""The speakers of the demo corpus, with the voice, the room and the microphone of each, and what they say.
+"""The speakers of the demo corpus, with the voice of each, and what they say.
 
 The variants were picked by measurement: among espeak's own, they are the twelve whose closest pair is the
 least similar to the resemblyzer speaker encoder. Audio files are the same, byte for byte, for the same samples, which
@@ -25,10 +25,6 @@ _MIN_DURATION: Final = 1.0
 _MAX_DURATION: Final = 12.0
 
 _LEVEL: Final = 0.08  # root mean square of the speech, relative to full scale
-_NOISE_LEVELS: Final = (0.0003, 0.0008)
-_EQ_CENTRES: Final = (150.0, 500.0, 1200.0, 2500.0, 5000.0)
-_EQ_GAIN_DB: Final = 2.5
-_EQ_OCTAVES: Final = 0.7
 
 # Rate, pitch and range of the pitch of each speaker.
 VOICES: Final[dict[str, VoiceSettings]] = {
@@ -49,7 +45,7 @@ _SOLO_VOICE: Final = VoiceSettings("en-gb-scotland+m3", 170, 50, 50)
 
 
 class Speaker:
-    """A voice in its room: everything that it says has the same equalisation and the same noise floor."""
+    """A voice that says texts, each a little faster or slower."""
 
     def __init__(self, name: str, voice: VoiceSettings, espeak: Espeak, *, seed: int) -> None:
         self.name = name
@@ -57,38 +53,23 @@ class Speaker:
         self.sampling_rate = espeak.sampling_rate
         self._espeak = espeak
         self._rng = np.random.default_rng([seed, *name.encode()])
-        self._eq_gains_db = self._rng.uniform(-_EQ_GAIN_DB, _EQ_GAIN_DB, size=len(_EQ_CENTRES))
-        self._noise_level = float(self._rng.uniform(*_NOISE_LEVELS))
 
     def say(self, text: str) -> NDArray[np.int16] | None:
         """Return speech for ``text``, shape (time,); None where it is not between the limits on the duration.
 
-        The n-th utterance of a speaker has its own rate, within 5 % of the voice's, and its own noise.
+        The n-th utterance of a speaker has its own rate, within 5 % of the voice's.
         """
         rate = round(self._voice.rate * self._rng.uniform(0.95, 1.05))
         speech = self._espeak.synthesize(text, dataclasses.replace(self._voice, rate=rate))
         if not _MIN_DURATION <= len(speech) / self.sampling_rate <= _MAX_DURATION:
             return None
-        coloured = self._equalize(speech.astype(np.float64))
-        coloured *= _LEVEL / np.sqrt(np.mean(coloured**2))
-        return self._quantize(coloured + self._noise(len(coloured)))
+        samples = speech.astype(np.float64)
+        samples *= _LEVEL / np.sqrt(np.mean(samples**2))
+        return np.round(np.clip(samples, -1.0, 1.0) * 32767).astype(np.int16)
 
     def silence(self, seconds: float) -> NDArray[np.int16]:
-        """Return the speaker's noise floor without speech, shape (time,)."""
-        return self._quantize(self._noise(round(seconds * self.sampling_rate)))
-
-    def _equalize(self, samples: NDArray[np.float64]) -> NDArray[np.float64]:
-        frequencies = np.fft.rfftfreq(len(samples), 1 / self.sampling_rate)
-        octaves = np.log2(np.maximum(frequencies, 20.0))[:, None] - np.log2(np.array(_EQ_CENTRES))
-        gain_db = np.exp(-0.5 * (octaves / _EQ_OCTAVES) ** 2) @ self._eq_gains_db
-        return np.fft.irfft(np.fft.rfft(samples) * 10 ** (gain_db / 20), n=len(samples))
-
-    def _noise(self, num_samples: int) -> NDArray[np.float64]:
-        return self._rng.normal(0.0, self._noise_level, size=num_samples)
-
-    @staticmethod
-    def _quantize(samples: NDArray[np.float64]) -> NDArray[np.int16]:
-        return np.round(np.clip(samples, -1.0, 1.0) * 32767).astype(np.int16)
+        """Return a pause, shape (time,)."""
+        return np.zeros(round(seconds * self.sampling_rate), np.int16)
 
 
 def make_speakers(espeak: Espeak, *, num_voices: int, seed: int) -> list[Speaker]:

@@ -254,7 +254,7 @@ def test_the_page_of_a_run_is_its_last_step(reported):
 
 def test_a_page_that_fails_is_a_sentence(reported):
     config = reported_config(reported)
-    with mock.patch("sharmill.report.last_step.write_page", side_effect=ZeroDivisionError("by nothing")):
+    with mock.patch("sharmill.report.page.write_page", side_effect=ZeroDivisionError("by nothing")):
         said = report_on_run(config, make_stages(config), decode=False)
     assert "ZeroDivisionError: by nothing" in said
     assert f"sharmill report {reported.run_dir}" in said

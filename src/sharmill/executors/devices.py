@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from sharmill.errors import ConfigError
 from sharmill.ports import process
@@ -13,6 +15,8 @@ from sharmill.ports import process
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Set by SLURM where a job has some, whatever else it sets.
 _GIVEN = "SLURM_GPUS_ON_NODE"
+# What the drivers of NVIDIA (on Linux, in containers, below Windows) and AMD have, where there is one.
+_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,11 @@ class Device:
 def visible_gpus() -> tuple[str, ...]:
     """Return the identifiers of the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` would name them.
 
-    Asked once: what a rank inline hides from torch is not to be counted.
+    Asked once: what a rank inline hides from torch is not to be counted. Where there is no driver of GPUs, torch is not
+    imported to say so.
     """
+    if "torch" not in sys.modules and not any(Path(path).exists() for path in _DRIVERS):
+        return ()
     import torch
 
     count = torch.cuda.device_count()

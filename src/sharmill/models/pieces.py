@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from sharmill.models.codec_backend import CodecBackend
 from sharmill.models.padding import Padding
 from sharmill.models.protocols import pad
 
@@ -98,7 +97,8 @@ class Pieces:
 
 def find_pieces(codec: Codec, seconds: float = PIECE_SECONDS) -> Pieces | None:
     """Return how a codec's long segments can be divided; None where its codes may depend on more than a piece."""
-    reach = codec.find_reach() if isinstance(codec, CodecBackend) else None
+    find_reach = getattr(codec, "find_reach", None)
+    reach = find_reach() if find_reach is not None else None
     if reach is None:
         return None
     length = round(seconds * codec.sampling_rate / codec.samples_per_frame)

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.stats import beta
 
 # An own group that more than this share of the others beat is taken for a wrong one. Less would take utterances that
 # are merely hard for misplaced ones, more would leave few to count.
@@ -154,6 +153,9 @@ def upper_bound(share: float | np.ndarray, size: float) -> np.ndarray:
     np.float64(0.0295)
     """
     hits = np.minimum(np.asarray(share) * size, size - 1e-9)
+    # Takes half a second to import.
+    from scipy.stats import beta
+
     return beta.ppf(_CONFIDENCE, hits + 1, size - hits)
 
 

@@ -37,10 +37,9 @@ class MetricsLog:
             with self._costing_the_curve_alone():
                 import wandb
 
-                name = "-".join(filter(None, [config.wandb_name, stage_name, f"rank-{rank:03d}"]))
                 self._run = wandb.init(
-                    project=config.wandb_project, entity=config.wandb_entity, name=name, group=stage_name,
-                    dir=str(folder),
+                    project=config.wandb_project, entity=config.wandb_entity, group=stage_name, dir=str(folder),
+                    name="-".join(filter(None, [config.wandb_name, stage_name, f"rank-{rank:03d}"])),
                     # Without a limit a network that goes down during the run would keep its end waiting for ever.
                     settings=wandb.Settings(init_timeout=timeout, finish_timeout=timeout, silent=True),
                 )  # fmt: skip
@@ -51,10 +50,9 @@ class MetricsLog:
         self._audio_seconds += unit.cost
         self._rejects += commit.num_rejected
         if self._run is not None:
-            elapsed = max(clock.monotonic() - self._started, 1e-6)
             values = {
                 "audio_hours": self._audio_seconds / 3600,
-                "audio_hours_per_hour": self._audio_seconds / elapsed,
+                "audio_hours_per_hour": self._audio_seconds / max(clock.monotonic() - self._started, 1e-6),
                 "unit_seconds": commit.seconds,
                 "rejects": float(self._rejects),
             }

@@ -13,7 +13,10 @@ def to_float(samples: np.ndarray) -> np.ndarray:
     """Return samples of any shape as float32, without a change of value; floats are returned as they are."""
     if samples.dtype != np.int16:
         return samples
-    return np.multiply(samples, np.float32(1 / _FULL_SCALE), dtype=np.float32)
+    # In less time than one multiplication that converts as it goes.
+    floats = samples.astype(np.float32)
+    floats *= np.float32(1 / _FULL_SCALE)
+    return floats
 
 
 def to_int16(samples: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from lhotse.utils import compute_num_samples
 from miniaudio import ffi, lib
 
 from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE
+from sharmill.audio.samples import to_float
 from sharmill.shar.reading.cuts import set_field, with_id
 from sharmill.shar.reading.memory_audio import MemorySource, flac_header
 from sharmill.shar.reading.shard import OpenShard
@@ -25,7 +26,6 @@ from sharmill.shar.reading.shard import OpenShard
 _PLAIN = (b"fLaC", b"RIFF")
 # Where STREAMINFO, the first block of a FLAC, has the MD5 sum of the samples.
 _MD5 = slice(26, 42)
-_INT16_SCALE = np.float32(1 / (1 << 15))
 
 
 def decode_audio(cut: Cut, shard: OpenShard) -> Cut:
@@ -114,10 +114,8 @@ def decode_samples(data: bytes) -> np.ndarray:
 
 def as_floats(samples: np.ndarray) -> np.ndarray:
     """Return a copy as float32 in [-1, 1), the same values as of lhotse's ``soundfile_load``."""
-    floats = samples.astype(np.float32, order="C")
-    if samples.dtype == np.int16:
-        floats *= _INT16_SCALE
-    return floats
+    floats = to_float(samples)
+    return floats.copy() if floats is samples else floats
 
 
 def _decode_flac(data: bytes) -> np.ndarray | None:

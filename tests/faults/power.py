@@ -16,13 +16,11 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from support.crash_states import JOURNAL, NODE, POSIX, Crash
 from support.disk import FaultyDisk
-from support.fault_rows import FaultRow, write_rows
 from support.power import Cuts, PowerCuts, PoweredRun
 from support.power_runs import RUNS
 
@@ -80,14 +78,6 @@ def print_row(cuts: Cuts) -> None:
     print(" | ".join(map(str, row)), flush=True)
 
 
-def describe(cuts: Cuts) -> FaultRow:
-    """Return the row of a run in the table of all faults."""
-    states, wrong = cuts.distinct.total(), len(cuts.problems)
-    ended = Counter({f"by the model {model}": cuts.distinct[model] for model in (JOURNAL, POSIX, NODE)})
-    ended["in which a reader refused the dataset"] = cuts.refused
-    return FaultRow(f"power lost in {cuts.name}", states, ended, states - wrong, wrong, cuts.seconds)
-
-
 def leave_out_syncs(runs: Sequence[PoweredRun], folder: Path, states: int) -> int:
     """Look for a state that breaks without the fsyncs of each place in turn; return 1 where there is none for one."""
     recorded = {run.name: PowerCuts(run, folder / run.name) for run in runs}
@@ -123,7 +113,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="of all runs; an equal share for each")
     parser.add_argument("--runs", nargs="+", choices=[run.name for run in RUNS], help="default: all")
     parser.add_argument("--without-syncs", action="store_true", help="leave out the fsyncs of each place in turn")
-    parser.add_argument("--rows", type=Path, help="file for the rows of the table of all faults")
     parser.add_argument("--replay", type=Crash.parse, help="one crash of the only run that is named")
     options = parser.parse_args()
     if not hasattr(ctypes.CDLL(None), "record_disk"):
@@ -154,7 +143,6 @@ def main() -> int:
         for crash, problem in found[-1].problems.items():
             print(f"--runs '{run.name}' --replay {crash}: {problem}", flush=True)
     print(f"{sum(cuts.distinct.total() for cuts in found)} distinct states")
-    write_rows(options.rows, map(describe, found))
     return int(any(cuts.problems for cuts in found))
 
 

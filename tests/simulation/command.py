@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 
 def parse_options(description: str | None) -> argparse.Namespace:
@@ -19,7 +18,6 @@ def parse_options(description: str | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=None)
     parser.add_argument("--trace", action="store_true", help="print all that happens in a schedule with problems")
     parser.add_argument("--twice", action="store_true", help="simulate each twice; a difference is a problem")
-    parser.add_argument("--rows", type=Path, help="file for the rows of the table of all faults")
     return parser.parse_args()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.fault_rows import FaultRow, write_rows
+from support.fault_rows import FaultRow
 
 from simulation.command import parse_options, run_main, seeds
 from simulation.ray_world import Broken, run_schedule
@@ -43,7 +43,6 @@ def main() -> int:
         if problem:
             print(problem, flush=True)
     seconds = time.process_time() - cpu_began
-    write_rows(options.rows, [row])
     print(f"{row.times} schedules, {row.problems} with problems, in {seconds:.1f} s of one core "
           f"({60 * row.times / seconds:.0f} a minute)")  # fmt: skip
     return int(row.problems > 0)

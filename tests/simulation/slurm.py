@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.fault_rows import FaultRow, write_rows
+from support.fault_rows import FaultRow
 
 from simulation.command import is_single, parse_options, run_main, seeds
 from simulation.kernel import make_folder
@@ -57,7 +57,6 @@ def main() -> int:
                 print(describe(outcome, trace=options.trace or is_single(options)), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    write_rows(options.rows, rows.values())
     seconds, all_of_them = time.process_time() - cpu_began, rows["all schedules"]
     print(f"{all_of_them.times} schedules, {all_of_them.problems} with problems, {operations} file operations, at most "
           f"{largest} in one, in {seconds:.1f} s of one core ({60 * all_of_them.times / seconds:.0f} a minute); "

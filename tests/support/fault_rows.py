@@ -1,12 +1,9 @@
-"""Rows of a table of faults, which the scripts of faults write."""
+"""Counts of what came of simulated schedules with a fault."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 
 @dataclass
@@ -35,10 +32,3 @@ class FaultRow:
         self.equal = (self.equal or 0) + is_equal
         self.problems += is_problem
         self.seconds += seconds
-
-
-def write_rows(path: Path | None, rows: Iterable[FaultRow]) -> None:
-    """Write rows as JSON lines, where a path is given."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(vars(row)) + "\n" for row in rows))

@@ -73,18 +73,6 @@ def test_the_scripts_of_the_ranks_and_of_the_job_behind_them_are_shown(make_conf
     assert "#SBATCH --dependency=afternotok:DRIVER" in out
 
 
-def test_the_scripts_of_the_jobs_that_are_submitted_ahead_are_shown(make_config, capsys, tmp_path):
-    profile = tmp_path / "profile.yaml"
-    profile.write_text("driver_units: 0\nsubmit_ahead: true\ncpu: {max_ranks: 3}\n")
-    status, out, _ = show(capsys, make_config("a")[1], "--profile", profile, stage="all")
-    assert status == 0
-    later = out.count(":rank:ahead:")
-    assert later >= 3
-    assert out.count("#!/bin/bash") == 3 + 3 * later
-    assert out.count("#SBATCH --dependency=afterok:DRIVER") == later
-    assert "--array=0-2%3" in out
-
-
 def test_datasets_share_the_ranks_that_run_at_once(make_config, capsys, tmp_path):
     profile = tmp_path / "profile.yaml"
     configs = [make_config(name)[1] for name in ("a", "b")]
@@ -129,23 +117,6 @@ def test_json_of_what_would_be_submitted(make_config, capsys):
     assert second["stage"] == "prepare"
     assert [script.startswith("#!/bin/bash") for script in second["scripts"]] == [True, True]
     assert second["balance"] == ["1 units in the driver job itself, on 1 workers"]
-
-
-def test_the_first_stages_of_all_datasets_are_submitted_before_any_jobs_ahead(make_config, capsys, monkeypatch):
-    """They may use up the number of jobs that SLURM allows in the queue."""
-    (one, first), (_, bad), (two, last) = make_config("a"), make_config("b"), make_config("c")
-    done = []
-
-    def start(chain):
-        if str(chain.dataset.run_dir) not in (one.run_dir, two.run_dir):
-            raise ConfigError("no", code="bad_usage")
-        done.append(f"start {chain.dataset.run_dir}")
-        return ChainState(state="waiting", message="submitted", jobs=["7", "8"])
-
-    monkeypatch.setattr(JobChain, "start", start)
-    monkeypatch.setattr(JobChain, "submit_ahead", lambda chain: done.append(f"ahead {chain.dataset.run_dir}"))
-    submit(capsys, "prepare", first, bad, last)
-    assert done == [f"{what} {config.run_dir}" for what in ("start", "ahead") for config in (one, two)]
 
 
 def test_json_of_chains_has_their_state_or_their_error(make_config, capsys, monkeypatch):

@@ -23,7 +23,6 @@ from simulation.dataset import RECORDS_PER_UNIT, SimDataset, expected_files
 from simulation.tasks import SimProcess
 
 if TYPE_CHECKING:
-    from simulation.jobs import SimJob
     from simulation.world import World
 
 _SECONDS_TO_END = 10.0
@@ -69,26 +68,8 @@ def check_submit(world: World, comment: str) -> None:
     if last is not None and world.kernel.now > last and world.run_dir.id.read_bytes().decode() in comment:
         world.problems.append(f"a {role} is submitted after the chain was cancelled")
     ranks = [job for cluster in world.clusters for job in cluster.queue() if job.role == role == "rank"]
-    ranks = [job for job in ranks if _has_work(world, job)]
     if ranks and not world.may_double:
         world.problems.append(f"ranks are submitted beside {ranks[0].id}")
-
-
-def check_begin(world: World, job: SimJob) -> None:
-    """No ranks that were submitted ahead begin after the end of the chain, if SLURM has heard who cancels them."""
-    if job.role != "rank" or _has_work(world, job) or world.may_double or job.was_unheard:
-        return
-    with world.kernel.outside():
-        state = read_state(world.run_dir)
-    if state is not None and state.state != "waiting":
-        world.problems.append(f"rank {job.id} was submitted ahead, and begins although the chain is {state.state}")
-
-
-def _has_work(world: World, job: SimJob) -> bool:
-    with world.kernel.outside():
-        runs = [RunDir(run.run_dir) for run in world.runs]
-        mine = [run for run in runs if run.id.exists() and run.id.read_bytes().decode() in job.comment]
-        return not job.was_submitted_ahead or mine[0].job_work(int(job.id.split("_")[0])).exists()
 
 
 def check_cancelled(world: World, claims: list[str]) -> None:

@@ -21,7 +21,6 @@ class SimJob:
         turn: tells its present run from those before a requeue.
         countdown: how often it may still be requeued for its time limit.
         second: the same process once more, where a node has started it twice.
-        was_unheard: SLURM was away when it was asked something, perhaps to cancel this.
     """
 
     id: str
@@ -38,7 +37,6 @@ class SimJob:
     dependency: str = ""
     process: SimProcess | None = None
     second: SimProcess | None = None
-    was_unheard: bool = False
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -51,10 +49,6 @@ class SimJob:
     @property
     def role(self) -> str:
         return self.comment.split(":")[2]
-
-    @property
-    def was_submitted_ahead(self) -> bool:
-        return ":ahead:" in self.comment
 
     @property
     def limit(self) -> float:

@@ -51,7 +51,6 @@ class Scheduler:
         broken: roles of jobs that do not get as far as their work.
         next_lives_for: so many file operations the next job lives for; None for no limit.
         on_watcher_killed: called when a signal has ended a watcher job.
-        on_begin: called with a job that has begun.
         on_submit: called with the comment of jobs before they are taken into the queue.
     """
 
@@ -67,7 +66,6 @@ class Scheduler:
     broken: set[str] = field(default_factory=set)
     next_lives_for: int | None = None
     on_submit: Callable[[str], None] = lambda comment: None
-    on_begin: Callable[[SimJob], None] = lambda job: None
     on_watcher_killed: Callable[[], None] = lambda: None
     last_number: int = 100
 
@@ -88,8 +86,7 @@ class Scheduler:
             raise FailedJobError("sbatch: error: Batch job submission failed: Unable to contact slurm controller")
         if len(self.queue()) + len(tasks) > self.max_jobs:
             raise FailedJobError("sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed")
-        if ":ahead:" not in (comment := request.parameters["additional_parameters"]["comment"]):
-            self.on_submit(comment)
+        self.on_submit(request.parameters["additional_parameters"]["comment"])
         self.last_number += 1
         array = self.last_number
         ids = [f"{array}_{index}" for index in range(len(tasks))] if len(tasks) > 1 else [str(array)]
@@ -111,8 +108,6 @@ class Scheduler:
         """Answer squeue, scancel and scontrol."""
         self.kernel.wait(self.kernel.random.uniform(0.02, 0.5))
         if self.kernel.now < self.away_until:
-            for job in self.queue():
-                job.was_unheard = True
             self.kernel.wait(min(10.0, timeout))
             says = f"{command[0]}: error: Unable to contact slurm controller (connect failure)"
             raise subprocess.CalledProcessError(1, list(command), stderr=says)
@@ -138,10 +133,6 @@ class Scheduler:
                     self.cancel(job)
             case ["scontrol", "requeue", job_id]:
                 self.requeue(self.jobs[job_id])
-            case ["scontrol", "update", job, dependency]:
-                for one in self._tasks_of([job.removeprefix("JobId=")]):
-                    assert one.state == "PENDING"
-                    one.dependency = dependency.removeprefix("Dependency=")
             case ["scontrol", "show", "config"]:
                 return f"ClusterName             = {self.name}\nMaxArraySize            = {_MAX_ARRAY_SIZE}\n"
             case _:
@@ -208,7 +199,6 @@ class Scheduler:
             return
         up = [node for node in self.nodes if node not in self.lost_nodes]
         job.node, job.state = self.kernel.random.choice(up), "RUNNING"
-        self.on_begin(job)
         self.start_process(job)
         self.kernel.at(job.limit, partial(self._time_out, job, turn))
         if job.role == "rank":

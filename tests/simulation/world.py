@@ -63,7 +63,6 @@ class Choice:
             "sbatch"; "" for any moment, drawn by default.
         driver_units: as the profile has it.
         workers: of a driver job, and of a run without a cluster.
-        submits_ahead: that stages are submitted ahead.
     """
 
     disturbances: Sequence[str] = ()
@@ -71,7 +70,6 @@ class Choice:
     event: str | None = None
     driver_units: int | None = None
     workers: int | None = None
-    submits_ahead: bool | None = None
 
 
 @dataclass
@@ -114,7 +112,6 @@ class World:
     may_go_on: bool = False
     driver_units: int = 0
     workers: int = 1
-    submits_ahead: bool = False
     submissions: list[SimProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -125,8 +122,6 @@ class World:
         self.elsewhere = Scheduler(self.kernel, "elsewhere", nodes=("e1", "e2"), last_number=500)
         drawn_units = draw.choice([0, 0, 4])
         self.driver_units = drawn_units if self.choice.driver_units is None else self.choice.driver_units
-        drawn_ahead = draw.random() < 0.4
-        self.submits_ahead = drawn_ahead if self.choice.submits_ahead is None else self.choice.submits_ahead
         drawn_workers = draw.choice([1, 2])
         self.workers = drawn_workers if self.choice.workers is None else self.choice.workers
         drawn = draw.choice(["", "", "", "", "", "", "", "", "kill", "hang"])
@@ -139,7 +134,7 @@ class World:
         ]  # fmt: skip
         self.kernel.on_rename = partial(invariants.check_rename, self)
         for cluster in self.clusters:
-            cluster.on_submit, cluster.on_begin = self._see_submission, partial(invariants.check_begin, self)
+            cluster.on_submit = self._see_submission
             cluster.on_watcher_killed = self._expect_failure
 
     @property
@@ -220,14 +215,10 @@ class World:
         if dataset.run_name == self.dataset.run_name:
             self.cancelled_at = None
             self.submissions.append(self.kernel.running)
-        chain = make_chain(
-            dataset, driver_units=self.driver_units, workers=self.workers, submits_ahead=self.submits_ahead,
-            restart=restart,
-        )  # fmt: skip
+        chain = make_chain(dataset, driver_units=self.driver_units, workers=self.workers, restart=restart)
         state = chain.start()
         self.accepted.add(dataset.run_name)
         self.kernel.note(f"submitted: {state.message}")
-        chain.submit_ahead()
 
     def run_here(self, option: int, *, take_over: bool) -> None:
         """Do what ``sharmill run --restart`` does."""
@@ -323,16 +314,12 @@ class World:
         self.problems.append(f"submitted again, it is not done: {read_state(self.run_dir)}")
 
 
-def make_chain(
-    dataset: SimDataset, *, driver_units: int, workers: int = 1, submits_ahead: bool = False, restart: bool = False
-) -> JobChain:
+def make_chain(dataset: SimDataset, *, driver_units: int, workers: int = 1, restart: bool = False) -> JobChain:
     """Return the chain that a submission starts; its driver jobs have room for so many workers."""
     cpu = RankProfile(max_ranks=3, timeout_min=30)
     driver = StageProfile(timeout_min=60, cores=workers * cpu.cores, memory_gb=workers * cpu.memory_gb)
     stages = StageProfiles(driver=driver)
-    profile = ClusterProfile(
-        cpu=cpu, stages=stages, signal_s=90, driver_units=driver_units, submit_ahead=submits_ahead
-    )  # fmt: skip
+    profile = ClusterProfile(cpu=cpu, stages=stages, signal_s=90, driver_units=driver_units)
     return JobChain(dataset, profile, restart, "sharmill submit all c.yaml")
 
 

@@ -334,14 +334,13 @@ def _chain_line(state: ChainState, run_dir: RunDir) -> Text:
 
 def _queue_lines(queue: QueueView, chain: ChainState | None) -> Iterator[Text]:
     """Yield a line for each kind and state of jobs, or one that says that they are gone or not known."""
-    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for job in queue.jobs:
-        groups.setdefault((job.role, job.state, job.reason, job.ahead), []).append(job.id)
-    for (role, state, reason, ahead), ids in groups.items():
+        groups.setdefault((job.role, job.state, job.reason), []).append(job.id)
+    for (role, state, reason), ids in groups.items():
         why = f" ({reason})" if reason not in ("None", "") else ""
         more = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
-        what_for = f", submitted ahead for {ahead}" if ahead else ""
-        yield plain(f"{role} job {ids[0]}{more}: {state}{why}{what_for}")
+        yield plain(f"{role} job {ids[0]}{more}: {state}{why}")
     if chain is None or chain.state != "waiting" or queue.jobs:
         return
     if queue.problem:

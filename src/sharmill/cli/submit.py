@@ -130,10 +130,6 @@ def submit_all(
             check_config(config, stages)
             take_back_commits(config, redo, choose_stages(config, stages))
     started = [_guarded(console, chain, _start) for chain in chains]
-    # The limits on jobs in the queue are first of all for the jobs that have work, of all datasets.
-    for chain, (status, _) in zip(chains, started, strict=True):
-        if status == OK:
-            chain.submit_ahead()
     ends = [
         _guarded(console, chain, _finish) if wait and status == OK else (status, outcome)
         for chain, (status, outcome) in zip(chains, started, strict=True)
@@ -183,7 +179,7 @@ def show_submission(
             bins = executor.bins(stage, left)
             balance = _describe_balance(stage, bins, executor.arrays(stage, len(bins)))
             scripts = [executor.script(stage, len(bins)), executor.driver_script(stage, behind_ranks=True)]
-        scripts += [executor.watcher_script(stage), *executor.ahead_scripts(stage)]
+        scripts.append(executor.watcher_script(stage))
         for line in balance:
             console.print(plain(f"{config.name}, {stage.name}: {line}"))
         for script in scripts:

@@ -141,14 +141,8 @@ class JobChain:
         setup = lines_that_note_failure(self.run_dir, self.command)
         return SlurmExecutor(
             self.profile, self.run_dir, driver_job, watcher_job, self.name, setup, self.patience, small_stages,
-            self._later_stages if self.profile.submit_ahead else None, self._note_submitted,
+            self._note_submitted,
         )  # fmt: skip
-
-    def _later_stages(self, stage: Stage) -> list[Stage]:
-        """Return the stages behind one that are not done."""
-        stages = self.dataset.make_stages()
-        behind = stages[[other.name for other in stages].index(stage.name) + 1 :]
-        return [other for other in behind if not other.dir.done.exists()]
 
     def start(self) -> ChainState:
         """Run the stages in this process, which plans and submits. Units that were given up before are tried again.
@@ -163,7 +157,7 @@ class JobChain:
             raise ConfigError(message, code="bad_config_value")
         with locked(self.run_dir):
             make_run_id(self.run_dir)
-            others = competing_jobs(self.run_dir, begun_ahead=True)
+            others = competing_jobs(self.run_dir)
             if not others and not self.take_over:
                 require_same_cluster(self.run_dir)
             if self.restart or any(job.role != "rank" for job in others):
@@ -254,9 +248,7 @@ class JobChain:
             # Behind a watcher job is no other, so it is to be short.
             executor = self.executor("ranks" if self.is_watcher else "here")
             try:
-                state = self._run_stages(executor, wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK)
-                self.submit_ahead()
-                return state
+                return self._run_stages(executor, wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK)
             except ConfigError as error:
                 # They may have been submitted while this one waited for the run directory.
                 if error.code != "jobs_in_queue" or not (others := competing_jobs(self.run_dir, self.patience)):
@@ -271,7 +263,6 @@ class JobChain:
     def _submit_driver_job(self, behind: Sequence[QueuedJob]) -> ChainState:
         """Leave the work to jobs that are in the queue already, and only submit the driver job behind them."""
         executor = self.executor()
-        executor.cancel_ahead(kept=behind)
         # Ranks are of the first stage that is not finished.
         driver_job = executor.submit_driver_job(behind, self._first_unfinished())
         message = f"{describe_jobs(behind)} are still in the queue, then driver job {driver_job}"
@@ -281,26 +272,6 @@ class JobChain:
 
     def _first_unfinished(self) -> Stage | None:
         return next((stage for stage in self.dataset.make_stages() if not stage.dir.done.exists()), None)
-
-    def submit_ahead(self) -> None:
-        """Submit the jobs of the stages behind those that this chain waits for, if its profile says so.
-
-        Those are in the queue and noted, so nothing that goes wrong here ends the chain.
-        """
-        if not self.profile.submit_ahead:
-            return
-        executor = replace(self, patience=min(self.patience, PATIENCE_SECONDS)).executor()
-        try:
-            with locked(self.run_dir):
-                state, stage = read_state(self.run_dir), self._first_unfinished()
-                if state is None or state.state != "waiting" or not state.jobs or stage is None:
-                    return
-                executor.submit_ahead(stage, state.jobs[-1])
-                if read_state(self.run_dir) != state:
-                    # Its jobs have ended meanwhile, or a user has ended them.
-                    executor.cancel_ahead()
-        except (SharmillError, OSError) as error:
-            log.warning("jobs are not submitted ahead: %s", error)
 
     def _run_stages(self, executor: SlurmExecutor, wait_seconds: float) -> ChainState:
         outcome = self.dataset.run(executor, _ChainListener(), restart=self.restart, wait_seconds=wait_seconds)
@@ -364,7 +335,7 @@ class JobChain:
                 release_run(self.run_dir)
             # The watcher job of a driver job that has noted its end has nothing to do.
             with suppress(SharmillError):
-                scancel([job.id for job in queued_jobs(self.run_dir) if job.role == "watcher" or job.ahead])
+                scancel([job.id for job in queued_jobs(self.run_dir) if job.role == "watcher"])
             if before is None or before.state != state.state:
                 notify(self.profile, self.name, self.run_dir, state)
         return state

@@ -29,14 +29,12 @@ from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.slurm import scheduler
-from sharmill.executors.slurm.ahead import ahead_scripts, cancel_ahead, give_to_waiting, submit_ahead
 from sharmill.executors.slurm.chain_state import require_not_withdrawn
 from sharmill.executors.slurm.job_requests import JobRequests, cancelled_on_error
 from sharmill.executors.slurm.queue import (
     QueuedJob,
     competing_jobs,
     describe_jobs,
-    jobs_ahead,
     make_run_id,
     outside_own_job,
     parent_ids,
@@ -58,13 +56,10 @@ class SlurmExecutor(JobRequests):
     """Submits ranks, ``driver_job`` behind them, and ``watcher_job`` for the case that this does not end well.
 
     ``small_stages`` says who does a stage with few units: a driver job to be submitted, ranks, or this process, which
-    is a driver job. ``later_stages`` returns the stages behind one that are not
-    done: their jobs are submitted ahead, see ``ahead``; with None they are not. ``note`` is called with what was
-    submitted before anything may interrupt this process.
+    is a driver job. ``note`` is called with what was submitted before anything may interrupt this process.
     """
 
     small_stages: Literal["driver", "ranks", "here"] = "driver"
-    later_stages: Callable[[Stage], Sequence[Stage]] | None = None
     note: Callable[[Submitted], object] = lambda submitted: None
 
     def run(
@@ -95,7 +90,6 @@ class SlurmExecutor(JobRequests):
         if not workers:
             return self._submit_stage(stage, left, rejects)
         if self.small_stages == "driver":
-            self.cancel_ahead()
             with deferred_interrupts():
                 driver_job = self.submit_driver_job([], stage)
                 message = f"{stage.name}: {len(left)} units in driver job {driver_job} itself"
@@ -121,10 +115,6 @@ class SlurmExecutor(JobRequests):
     def watcher_script(self, stage: Stage) -> str:
         """Return the sbatch script of the watcher job behind a driver job, to be shown."""
         return scheduler.script(self.request(self.watcher_parameters(stage.name, "DRIVER"), None))
-
-    def ahead_scripts(self, stage: Stage) -> list[str]:
-        """Return the scripts of the jobs that are submitted ahead behind those of a stage, to be shown."""
-        return ahead_scripts(self, self._later(stage))
 
     def driver_workers(self, stage: Stage, units: Sequence[Unit]) -> int:
         """Return the number of workers with which a driver job does a stage itself, or 0 where ranks are to do it."""
@@ -158,14 +148,6 @@ class SlurmExecutor(JobRequests):
             RankTask(stage, rank, [unit.index for unit in part], profile.device, rejects, limit, round)
             for rank, part in enumerate(self.bins(stage, left))
         ]
-        given = None
-        # Where the driver job before this one has failed, what waited for it goes.
-        if self.later_stages is not None and self.small_stages == "here":
-            given = give_to_waiting(self, stage, self._later(stage), tasks)
-        if given is not None:
-            return self._noted(_describe_ranks(stage, left, *given, since=", submitted ahead"))
-        # The jobs of later stages are to come behind these, in the queue as well.
-        self.cancel_ahead()
         ranks: list[str] = []
         drivers: list[str] = []
         with deferred_interrupts(), outside_own_job(), cancelled_on_error(ranks), cancelled_on_error(drivers):
@@ -179,20 +161,6 @@ class SlurmExecutor(JobRequests):
     def _noted(self, submitted: Submitted) -> Submitted:
         self.note(submitted)
         return submitted
-
-    def submit_ahead(self, stage: Stage, driver_job: str) -> None:
-        """Submit the jobs of the stages behind one whose driver job is in the queue, unless some wait there already."""
-        later = self._later(stage)
-        if later and not jobs_ahead(self.run_dir, self.patience):
-            submit_ahead(self, later, driver_job)
-
-    def cancel_ahead(self, kept: Sequence[QueuedJob] = ()) -> None:
-        """End the jobs that were submitted ahead and have no work, where any may be, but not those in ``kept``."""
-        if self.later_stages is not None:
-            cancel_ahead(self.run_dir, self.patience, kept)
-
-    def _later(self, stage: Stage) -> Sequence[Stage]:
-        return self.later_stages(stage) if self.later_stages is not None else ()
 
     def _submit_ranks(self, stage: Stage, tasks: list[RankTask], ranks: list[str]) -> None:
         """Submit the ranks, and add the numbers of their jobs to ``ranks``."""
@@ -236,9 +204,9 @@ def _forget_old_jobs(folder: Path, keep: Container[int]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _describe_ranks(stage: Stage, left: list[Unit], ranks: list[str], driver: str, since: str = "") -> Submitted:
+def _describe_ranks(stage: Stage, left: list[Unit], ranks: list[str], driver: str) -> Submitted:
     message = (
-        f"{stage.name}: {len(left)} units on {len(ranks)} ranks (job {', '.join(parent_ids(ranks))}{since}), "
+        f"{stage.name}: {len(left)} units on {len(ranks)} ranks (job {', '.join(parent_ids(ranks))}), "
         f"then driver job {driver}"
     )
     return Submitted(message, [*ranks, driver])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,22 +14,18 @@ from typing import Any
 from tenacity import retry_if_exception_message, retry_if_exception_type
 
 from sharmill.config.loading import check_one_line
-from sharmill.engine.run import locked
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
-from sharmill.errors import FatalError, SharmillError
+from sharmill.errors import FatalError
 from sharmill.executors.slurm import scheduler
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import (
     PATIENCE_SECONDS,
     Role,
-    SlurmSilent,
     job_comment,
-    jobs_ahead,
     max_array_size,
     parent_ids,
     retrying,
-    runs_ahead,
     scancel,
 )
 from sharmill.executors.slurm.setup_lines import checked_lines
@@ -42,7 +38,6 @@ _MAY_PASS = re.compile(
     r".*(timed out|temporarily|unable to contact|connection|communicat|(?:Max|Grp)Submit\w*Limit)",
     re.IGNORECASE | re.DOTALL,
 )
-_LIMIT_ON_JOBS = re.compile(r"(?:Max|Grp)Submit\w*Limit", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -92,16 +87,16 @@ class JobRequests:
             return {"stage": stage.name, "token": token, "had_ranks": had_ranks}
         return {}
 
-    def watcher_parameters(self, name: str, driver_job: str, ahead: str = "") -> dict[str, Any]:
+    def watcher_parameters(self, name: str, driver_job: str) -> dict[str, Any]:
         """Return the parameters of the watcher job behind a driver job."""
-        watcher = self.driver_parameters(name, "watcher", f"afternotok:{driver_job}", ahead)
+        watcher = self.driver_parameters(name, "watcher", f"afternotok:{driver_job}")
         watcher["additional_parameters"]["kill-on-invalid-dep"] = "yes"
         watcher["setup"] = [*self.watcher_setup, *watcher.get("setup", [])]
         return watcher
 
-    def driver_parameters(self, name: str, role: Role, dependency: str | None, ahead: str = "") -> dict[str, Any]:
+    def driver_parameters(self, name: str, role: Role, dependency: str | None) -> dict[str, Any]:
         """Return the parameters of a driver job; behind ranks ``afterany``, for the ledger says what is left to do."""
-        parameters = self.parameters(f"{name}-{role}", role, self.profile.for_stage("driver", False), ahead)
+        parameters = self.parameters(f"{name}-{role}", role, self.profile.for_stage("driver", False))
         # It submits jobs, so it runs outside of a container, with the interpreter that runs here.
         parameters.pop("srun_args", None)
         return parameters | {"use_srun": False} | ({"dependency": dependency} if dependency else {})
@@ -113,29 +108,15 @@ class JobRequests:
         # nothing to run, or do the same units as others.
         may_pass = retry_if_exception_type(failed_job_error) & retry_if_exception_message(match=_MAY_PASS)
         try:
-            return retrying(self.patience, may_pass)(self._submit_or_make_room, parameters, python, tasks)
+            return retrying(self.patience, may_pass)(self._try_to_submit, parameters, python, tasks)
         except failed_job_error as error:
             message = f"SLURM refuses the jobs: {' '.join(str(error).split())}"
             raise FatalError(message, code="jobs_refused") from error
 
-    def _submit_or_make_room(
+    def _try_to_submit(
         self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]
     ) -> list[str]:
-        """Do so once; where SLURM takes no more jobs, in the place of jobs ahead of any dataset, last stages first."""
-        cancelled: set[str] = set()
-        while True:
-            try:
-                return self.try_to_submit(parameters, python, tasks)
-            except scheduler.failed_job_error() as error:
-                given_up = _cancel_last_ahead() if _LIMIT_ON_JOBS.search(str(error)) else []
-                if cancelled.issuperset(given_up):
-                    raise
-                cancelled.update(given_up)
-
-    def try_to_submit(
-        self, parameters: dict[str, Any], python: str | None, tasks: Sequence[Callable[[], Any]]
-    ) -> list[str]:
-        """Do so once.
+        """Submit the tasks, without a second attempt.
 
         Raises:
             submitit's FailedJobError: SLURM does not take it, or does not say that it has.
@@ -148,10 +129,10 @@ class JobRequests:
         """Return a job of this run directory as it is handed over."""
         return scheduler.JobRequest(self.run_dir.jobs, parameters, python, self.profile.max_requeues)
 
-    def parameters(self, name: str, role: Role, profile: RankProfile, ahead: str = "") -> dict[str, Any]:
-        """Return the parameters of a job, as submitit has them; ``ahead`` is the stage for which it is to wait."""
+    def parameters(self, name: str, role: Role, profile: RankProfile) -> dict[str, Any]:
+        """Return the parameters of a job, as submitit has them."""
         cluster = self.profile
-        comment = " ".join([*filter(None, [profile.extra.get("comment")]), job_comment(self.run_dir, role, ahead)])
+        comment = " ".join([*filter(None, [profile.extra.get("comment")]), job_comment(self.run_dir, role)])
         values: dict[str, Any] = {
             "job_name": f"{self.job_name}-{name.replace('/', '-')}",
             "partition": profile.partition,
@@ -179,32 +160,6 @@ def cancelled_on_error(jobs: list[str]) -> Iterator[None]:
     except BaseException:
         scancel(parent_ids(jobs))
         raise
-
-
-def _cancel_last_ahead() -> list[str]:
-    """Cancel the jobs ahead of the last stage of one of this user's datasets, and return their numbers.
-
-    Their dataset submits others when it gets there. One whose run directory another process holds may just be giving
-    them work, and keeps them.
-    """
-    try:
-        for run_dir in runs_ahead():
-            with suppress(SharmillError, OSError), locked(run_dir):
-                waiting = sorted(jobs_ahead(run_dir), key=lambda job: job.number)
-                # Those of the first stage may have work that this node does not see yet.
-                if waiting and (last := waiting[-1]).ahead != waiting[0].ahead:
-                    ids = parent_ids([job.id for job in waiting if job.ahead == last.ahead])
-                    log.warning("jobs %s, submitted ahead from %s, make room", ", ".join(ids), run_dir.path)
-                    cancel_from_behind(ids)
-                    return ids
-    except SlurmSilent as error:
-        log.warning("%s", error)
-    return []
-
-
-def cancel_from_behind(job_ids: Sequence[str]) -> None:
-    """Cancel jobs that wait for one another, so that none begins because the one before it is gone."""
-    scancel(parent_ids(job_ids)[::-1])
 
 
 def _container_arguments(cluster: ClusterProfile) -> list[str]:

@@ -134,10 +134,6 @@ class ClusterProfile:
     driver_hours: float = 10.0
     """Most hours of audio of a stage that a driver job does itself. ``prepare`` and ``assemble``, whose work goes by
     records, have no limit but ``driver_units``."""
-    submit_ahead: bool = False
-    """Submit the ranks and driver jobs of all later stages together with the first, each behind the job that plans it,
-    so that they have waited in the queue by then: for clusters on which the time spent waiting for other jobs counts.
-    There are ``max_ranks`` of each stage; those that it does not need are cancelled when it is planned."""
     setup: list[str] = field(default_factory=list)
     """Shell lines that run before a rank or a driver job starts, such as ``module load cuda``. Each is a whole
     command, of several lines with ``|``. Where one fails, the job ends: add ``|| true`` to one that may."""

@@ -12,8 +12,7 @@ import secrets
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from tenacity import RetryCallState, Retrying, before_sleep_log, retry_if_exception, wait_exponential
@@ -47,27 +46,18 @@ class SlurmSilent(FatalError):
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job that is not over. ``id`` is that of the task where it belongs to an array (``12_3``).
-
-    ``ahead`` is the stage for which it was submitted ahead, as long as it has no work.
-    """
+    """A job that is not over. ``id`` is that of the task where it belongs to an array (``12_3``)."""
 
     id: str
     state: str
     reason: str
     user: str
     role: str
-    ahead: str = ""
 
     @property
     def number(self) -> int:
         """Return the job's number, which it shares with the other tasks of its array. Later jobs have higher ones."""
         return int(self.id.split("_")[0])
-
-    @property
-    def task(self) -> int:
-        """Return the index of the task in its array, 0 for a job that is in none."""
-        return int(self.id.partition("_")[2] or 0)
 
 
 def require_slurm() -> None:
@@ -82,11 +72,11 @@ def make_run_id(run_dir: RunDir) -> None:
         write_atomic(run_dir.id, secrets.token_hex(8).encode())
 
 
-def job_comment(run_dir: RunDir, role: Role, ahead: str = "") -> str:
-    """Return the comment by which the jobs of a run directory are found; ``ahead`` as in ``QueuedJob``."""
+def job_comment(run_dir: RunDir, role: Role) -> str:
+    """Return the comment by which the jobs of a run directory are found."""
     # Without an id, scripts are only shown.
     run_id = _run_id(run_dir) if run_dir.id.exists() else "new"
-    return f"sharmill:{run_id}:{role}" + (f":ahead:{ahead}" if ahead else "")
+    return f"sharmill:{run_id}:{role}"
 
 
 def _run_id(run_dir: RunDir) -> str:
@@ -115,44 +105,17 @@ def queued_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[Que
     return [job for job in _find_jobs(run_dir, patience) if job.id != process.environ.get("SLURM_JOB_ID")]
 
 
-def competing_jobs(
-    run_dir: RunDir, patience: float = PATIENCE_SECONDS, *, begun_ahead: bool = False
-) -> list[QueuedJob]:
+def competing_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[QueuedJob]:
     """Return the jobs of a run directory beside which this process must submit none.
 
-    For a driver job these are ranks and later driver jobs: those before it have only not quite ended. Jobs without work
-    do nothing, and are not among them.
-
-    Args:
-        begun_ahead: with jobs that have begun and whose work is not seen here: another node may have just given it.
+    For a driver job these are ranks and later driver jobs: those before it have only not quite ended.
     """
     own_id = process.environ.get("SLURM_JOB_ID")
-    found = [
-        job
-        for job in _find_jobs(run_dir, patience)
-        if not job.ahead or job.id == own_id or (begun_ahead and job.state != "PENDING")
-    ]
+    found = _find_jobs(run_dir, patience)
     own = [job for job in found if job.id == own_id]
     if not own:
         return found
     return [job for job in found if job.role == "rank" or (job.role == "driver" and job.number > own[0].number)]
-
-
-def jobs_ahead(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[QueuedJob]:
-    """Return the jobs that were submitted ahead and have no work, of all stages."""
-    return [job for job in _find_jobs(run_dir, patience) if job.ahead]
-
-
-def runs_ahead() -> list[RunDir]:
-    """Return the run directories from which this user has submitted jobs ahead that wait, the last one first.
-
-    Raises:
-        SlurmSilent: nobody answers.
-    """
-    shown = _ask(["squeue", "--noheader", "--me", "--states=PENDING", "--format=%i|%o|%k"], patience=0.0)
-    found = re.findall(r"^(\d+)\S*?\|(.+)/jobs/[^/]*\|.*\bsharmill:[0-9a-f]+:\w+:ahead:", shown, re.MULTILINE)
-    newest = {path: int(number) for number, path in sorted(found, key=lambda job: int(job[0]))}
-    return [RunDir(Path(path)) for path in sorted(newest, key=newest.__getitem__, reverse=True)]
 
 
 def _find_jobs(run_dir: RunDir, patience: float) -> list[QueuedJob]:
@@ -160,33 +123,18 @@ def _find_jobs(run_dir: RunDir, patience: float) -> list[QueuedJob]:
         return []
     shown = _ask(["squeue", "--noheader", "--all", "--array", "--format=%i|%T|%r|%u|%k"], patience)
     # A site may add to comments.
-    ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|.*\bsharmill:{_run_id(run_dir)}:(\w+)(?::ahead:(\S+))?"
+    ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|.*\bsharmill:{_run_id(run_dir)}:(\w+)"
     found = [QueuedJob(*columns) for columns in re.findall(ours, shown, re.MULTILINE)]
-    # One that was given work is as any other.
-    with_work = {number for number in {job.number for job in found if job.ahead} if _has_work(run_dir, number)}
-    found = [replace(job, ahead="") if job.number in with_work else job for job in found]
     # A driver job that is completing does nothing any more, and a watcher job whose driver job is done never begins.
     # This process itself may be told to end, which takes a while.
     own = process.environ.get("SLURM_JOB_ID")
     return [
         job
         for job in found
-        if (job.role == "rank" and not job.ahead)
+        if job.role == "rank"
         or job.id == own
         or (job.state != "COMPLETING" and job.reason != "DependencyNeverSatisfied")
     ]
-
-
-def _has_work(run_dir: RunDir, number: int) -> bool:
-    """Return True if jobs that were submitted ahead may have been given their work."""
-    try:
-        run_dir.job_work(number).stat()
-    except FileNotFoundError:
-        return False
-    except OSError:
-        # Other users cannot look: to them every job is one at work.
-        return True
-    return True
 
 
 def describe_jobs(jobs: Sequence[QueuedJob]) -> str:
@@ -216,15 +164,6 @@ def requeue(job_id: str, patience: float = PATIENCE_SECONDS) -> bool:
         log.warning("job %s cannot be requeued: %s", job_id, error)
         return False
     return True
-
-
-def set_dependency(job_id: str, dependency: str, patience: float = PATIENCE_SECONDS) -> None:
-    """Have a job or an array that waits in the queue begin behind another.
-
-    Raises:
-        SlurmSilent: nobody answers, or SLURM refuses it.
-    """
-    _ask(["scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}"], patience)
 
 
 def cancel_pending(job_id: str) -> None:

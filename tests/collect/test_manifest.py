@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import soundfile as sf
 import yaml
 from support.errors import raises
-from support.manifests import KeepErrors, config_for, make_record, run_prepare, write_manifest, write_tone
+from support.manifests import config_for, make_record, run_prepare, write_manifest, write_tone
 from support.paths import DATA
 
-from sharmill.collect import stage as collect_stage
-from sharmill.collect.run import ManifestOptions, make_manifest
+from sharmill.cli.main import main
+from sharmill.collect.manifest import ManifestOptions, make_manifest
 from sharmill.errors import ConfigError, FatalError
 from sharmill.sources import folder as folder_source
 
 
-def make(*sources, output, workers=1, restart=False, **options):
-    """Makes a manifest in this process and returns its records."""
-    _, result = make_manifest(
-        [str(source) for source in sources], str(output), ManifestOptions(**options), KeepErrors(), workers=workers,
-        restart=restart,
+def make(*sources, output, workers=1, force=False, progress=lambda records, rejects: None, **options):
+    """Makes a manifest and returns its records."""
+    make_manifest(
+        list(map(str, sources)), str(output), ManifestOptions(**options), workers=workers, force=force,
+        progress=progress,
     )  # fmt: skip
-    assert result.ok
     return read(output)
 
 
@@ -71,7 +74,7 @@ def test_a_folder_with_texts_and_speakers(speech, tmp_path):
         "records": 3, "hours": round((1.5 + 19753 / 16000) / 3600, 6), "with_text": 2, "with_speaker": 3,
         "of_several_channels": 0,
     }  # fmt: skip
-    assert not (tmp_path / ".m.json.state").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"speech", "m.json", "m.info.yaml"}
 
 
 def test_without_a_speaker_the_language_is_kept_beside(speech, tmp_path):
@@ -179,103 +182,77 @@ def test_audio_of_several_channels(tmp_path):
         make(tmp_path / "in", output=tmp_path / "o.json", keys={"channel": 2})
 
 
+@pytest.fixture
+def long_manifest(speech, tmp_path):
+    """A manifest of 2,600 records of one file, every 13th of which goes beyond its end."""
+    return write_manifest(
+        tmp_path / "long.json",
+        [make_record(audio_filepath="speech/anna/one.wav", offset=i % 13 / 12, duration=..., text=f"text {i}", n=i)
+         for i in range(2600)],
+    )  # fmt: skip
+
+
+def test_the_bytes_do_not_depend_on_workers(long_manifest, tmp_path):
+    made = []
+    for workers in (1, 3):
+        folder = tmp_path / str(workers)
+        options = {"workers": workers, "vocabulary": str(folder / "words.txt"), "of_words": True}
+        assert len(make(long_manifest, output=folder / "m.json", **options)) == 2400
+        made.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert made[0].keys() == {"m.json", "m.info.yaml", "m.rejects.jsonl", "words.txt"}
+    assert made[0] == made[1]
+
+
+def test_a_worker_that_is_killed_ends_with_one_line(long_manifest, tmp_path):
+    def kill_one(records, rejects):
+        multiprocessing.active_children()[0].kill()
+
+    with raises(FatalError, "process_ended", "killed"):
+        make(long_manifest, output=tmp_path / "out/m.json", workers=2, progress=kill_one)
+    assert list((tmp_path / "out").iterdir()) == []
+    assert multiprocessing.active_children() == []
+
+
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_bytes_do_not_depend_on_workers_or_units(workers, speech, tmp_path, monkeypatch):
-    make(speech, output=tmp_path / "m.json")
-    monkeypatch.setattr(collect_stage, "_RECORDS_PER_UNIT", 1)
-    make(speech, output=tmp_path / "n.json", workers=workers)
-    assert (tmp_path / "n.json").read_bytes() == (tmp_path / "m.json").read_bytes()
+def test_an_interruption_leaves_nothing(workers, long_manifest, tmp_path):
+    def interrupt(records, rejects):
+        raise KeyboardInterrupt
 
-
-def test_a_run_goes_on_without_listing_or_probing_again(speech, tmp_path, monkeypatch):
-    make(speech, output=tmp_path / "m.json")
-    monkeypatch.setattr(collect_stage, "_RECORDS_PER_UNIT", 1)
-    process = collect_stage.ManifestProcessor.process
-    seen = []
-
-    def stop_at_second(self, unit, staging, advance):
-        seen.append(unit.index)
-        if seen == [0, 1]:
-            raise KeyboardInterrupt
-        return process(self, unit, staging, advance)
-
-    monkeypatch.setattr(collect_stage.ManifestProcessor, "process", stop_at_second)
     with pytest.raises(KeyboardInterrupt):
-        make(speech, output=tmp_path / "n.json")
-    assert not (tmp_path / "n.json").exists()
-    with raises(ConfigError, "changed_plan", "n.json", "speaker"):
-        make(speech, output=tmp_path / "n.json", keys={"speaker": "{path[0]}"})
-    write_tone(speech / "later.wav")  # the list of the first run counts
-    make(speech, output=tmp_path / "n.json")
-    assert seen == [0, 1, 1, 2]
-    assert (tmp_path / "n.json").read_bytes() == (tmp_path / "m.json").read_bytes()
-    assert len(make(speech, output=tmp_path / "n.json", restart=True)) == 4
+        make(long_manifest, output=tmp_path / "out/m.json", workers=workers, progress=interrupt)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_nothing_is_replaced_unless_it_is_said(speech, tmp_path):
-    make(speech, output=tmp_path / "m.json")
-    with raises(ConfigError, "foreign_output", "m.json", "--restart"):
-        make(speech, output=tmp_path / "m.json")
-    (speech / "anna/one.txt").unlink()
-    assert "text" not in make(speech, output=tmp_path / "m.json", restart=True)[0]
+def test_a_killed_run_leaves_no_file_and_the_next_begins_anew(long_manifest, tmp_path):
+    script = (
+        "import os, sys; from sharmill.collect.manifest import *; make_manifest(sys.argv[1:2], sys.argv[2], "
+        "ManifestOptions(), workers=2, progress=lambda records, rejects: os.kill(os.getpid(), 9))"
+    )
+    output = tmp_path / "out/m.json"
+    # Its end is seen where its workers, which have its output too, have ended.
+    killed = subprocess.run([sys.executable, "-c", script, long_manifest, output], capture_output=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name.startswith(".") for path in output.parent.iterdir()] == [True]
+    assert len(make(long_manifest, output=output)) == 2400
+    assert {path.name for path in output.parent.iterdir()} == {"m.json", "m.info.yaml", "m.rejects.jsonl"}
 
 
-def test_rejects_of_before_do_not_stay(speech, tmp_path):
-    (speech / "a.wav").write_bytes(b"")
-    make(speech, output=tmp_path / "m.json")
-    assert rejects(tmp_path / "m.json")
-    (speech / "a.wav").unlink()
-    make(speech, output=tmp_path / "m.json", restart=True)
-    assert not (tmp_path / "m.rejects.jsonl").exists()
-
-
-@pytest.mark.parametrize("name", ["m.rejects.jsonl", "m.recipe.log"])
-def test_files_that_no_manifest_has_left_are_neither_replaced_nor_removed(name, speech, tmp_path):
+@pytest.mark.parametrize("name", ["m.json", "m.rejects.jsonl", "m.recipe.log", "m.info.yaml", "words.txt"])
+def test_what_is_there_is_replaced_only_by_force(name, speech, tmp_path):
     (tmp_path / name).write_text("mine")
-    for restart in (False, True):
-        with raises(ConfigError, "foreign_output", name, "move it away") as end:
-            make(speech, output=tmp_path / "m.json", restart=restart)
-        assert "--restart" not in str(end.value)
-    (tmp_path / "m.info.yaml").write_text("mine: 1")
-    with raises(ConfigError, "foreign_output", name, "move it away"):
-        make(speech, output=tmp_path / "m.json", restart=True)
+    given = {"output": tmp_path / "m.json", "vocabulary": str(tmp_path / "words.txt")}
+    with raises(ConfigError, "foreign_output", name, "--force"):
+        make(speech, **given)
     assert (tmp_path / name).read_text() == "mine"
+    assert len(make(speech, **given, force=True)) == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"speech", "m.json", "m.info.yaml", "words.txt"}
 
 
-def test_rejects_of_an_attempt_that_failed_do_not_stay(tmp_path):
-    (tmp_path / "speech").mkdir()
-    (tmp_path / "speech/a.wav").write_bytes(b"")
-    with raises(FatalError, "too_many_rejects"):
-        make(tmp_path / "speech", output=tmp_path / "m.json")
-    assert (tmp_path / "m.rejects.jsonl").exists()
-    write_tone(tmp_path / "speech/a.wav", 1.0)
-    assert len(make(tmp_path / "speech", output=tmp_path / "m.json", restart=True)) == 1
-    assert not (tmp_path / "m.rejects.jsonl").exists()
-
-
-def test_a_restart_needs_no_whole_plan(tmp_path):
-    (tmp_path / "speech").mkdir()
-    (tmp_path / "speech/a.wav").write_bytes(b"")
-    with raises(FatalError, "too_many_rejects"):
-        make(tmp_path / "speech", output=tmp_path / "m.json")
-    (units,) = (tmp_path / ".m.json.state").rglob("units.jsonl")
-    units.write_bytes(b"x")
-    write_tone(tmp_path / "speech/a.wav", 1.0)
-    assert len(make(tmp_path / "speech", output=tmp_path / "m.json", restart=True)) == 1
-    assert not (tmp_path / "m.rejects.jsonl").exists()
-
-
-def test_what_others_have_put_into_the_state_stays(speech, tmp_path, monkeypatch):
-    state = tmp_path / ".m.json.state"
-    state.mkdir()
-    (state / "mine").write_text("mine")
-    make(speech, output=tmp_path / "m.json")
-    assert [path.name for path in state.iterdir()] == ["mine"]
-    (state / "mine").unlink()
-    state.rmdir()
-    state.symlink_to(speech)
-    with raises(ConfigError, "foreign_output", "is a link"):
-        make(speech, output=tmp_path / "m.json", restart=True)
+def test_an_option_that_was_removed_says_what_to_do(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["manifest", "speech", "-o", "m.json", "--restart"])
+    assert end.value.code == 2
+    assert "--force" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_missing_is_made(speech, tmp_path):
@@ -327,7 +304,7 @@ def test_the_output_is_no_folder_and_no_source(speech, tmp_path):
         make(speech, output=speech)
     manifest = write_manifest(tmp_path / "in.json", [make_record()])
     with raises(ConfigError, "bad_usage", "in.json"):
-        make(manifest, output=manifest, restart=True)
+        make(manifest, output=manifest, force=True)
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the shared speech data is not here")

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sharmill.cli.arguments import parse_workers, workers_option
-from sharmill.cli.console import describe_cost, json_option, make_console, plain, print_json
+from sharmill.cli.console import describe_cost, json_option, make_console, print_json, print_lines
 from sharmill.cli.exit_status import FAILED, OK
 from sharmill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from sharmill.collect.manifest import Destination
+    from sharmill.engine.unit import Totals
 
-    from sharmill.collect.stage import Destination
-    from sharmill.engine.outcomes import StageResult
+
+def _refuse_restart(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        raise click.UsageError("the option '--restart' was removed: every call begins anew; --force replaces FILE")
 
 
 @click.command()
@@ -43,16 +46,18 @@ if TYPE_CHECKING:
 @click.option("--audio", metavar="TEMPLATE", help="Of a table: audio_filepath made of columns, as wavs/{id}.wav.")
 @click.option("--number", "numbers", multiple=True, metavar="KEY", help="Of a table: a key whose cells are numbers.")
 @workers_option
-@click.option("--restart", is_flag=True, help="Begin anew: replace FILE, forget what an interrupted run has done.")
+@click.option("--force", is_flag=True, help="Replace FILE, what lies beside it under its name, and the vocabulary.")
+@click.option("--restart", is_flag=True, hidden=True, expose_value=False, callback=_refuse_restart)
 @json_option
-def manifest(sources: tuple[str, ...], output: str, workers: str, restart: bool, as_json: bool, **given: Any) -> int:
+def manifest(sources: tuple[str, ...], output: str, workers: str, force: bool, as_json: bool, **given: Any) -> int:
     """Make a manifest of a folder, a table or a corpus.
 
     SOURCE is a folder of audio, with .txt or .lab beside it; a table (.csv, .tsv); or a manifest to be completed. Only
     headers are read. Rejects are in FILE's .rejects.jsonl, the root of all paths is in its .info.yaml.
     """
-    from sharmill.cli.progress import ProgressListener
-    from sharmill.collect.run import ManifestOptions, make_manifest
+    from rich.progress import Progress
+
+    from sharmill.collect.manifest import REJECTS, ManifestOptions, make_manifest
 
     options = ManifestOptions(
         audio_root=given["audio_root"], corpus=given["corpus"], vocabulary=given["vocabulary"],
@@ -60,15 +65,25 @@ def manifest(sources: tuple[str, ...], output: str, workers: str, restart: bool,
         recipe_options=_parse_values(given["recipe_options"]), keys=_source_keys(given),
     )  # fmt: skip
     console = make_console()
-    with ProgressListener(console) as listener:
-        destination, result = make_manifest(
-            sources, output, options, listener, workers=parse_workers(workers), restart=restart
-        )
-    _print_result(console, destination, result)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("manifest", total=None)
+
+        def show(records: int, rejects: int) -> None:
+            bar.update(task, description=f"manifest: {records} records, {rejects} rejects")
+
+        try:
+            destination, totals = make_manifest(
+                sources, output, options, workers=parse_workers(workers), force=force, progress=show
+            )
+        except KeyboardInterrupt:
+            click.echo("Interrupted. Run the same command again to begin anew.", err=True)
+            return FAILED
     if as_json:
-        paths = {"manifest": destination.path, "rejects": destination.rejects, "audio_root": destination.root}
-        print_json({"ok": result.ok, "totals": result.totals, **{key: str(path) for key, path in paths.items()}})
-    return OK if result.ok else FAILED
+        paths = {"manifest": destination.path, "rejects": destination.beside(REJECTS), "audio_root": destination.root}
+        print_json({"ok": True, "totals": totals, **{key: str(path) for key, path in paths.items()}})
+    else:
+        print_lines(_describe(destination, totals), as_json=False)
+    return OK
 
 
 def _source_keys(given: dict[str, Any]) -> dict[str, Any]:
@@ -105,20 +120,13 @@ def _parse_values(pairs: tuple[str, ...]) -> dict[str, Any]:
         raise ConfigError(f"--recipe-option {' '.join(pairs)} is not valid YAML", code="bad_usage") from error
 
 
-def _print_result(console: Console, destination: Destination, result: StageResult) -> None:
-    for failure in result.failures.values():
-        console.print(plain(f"unit {failure.index} failed: {failure.message}", style="red"), soft_wrap=True)
-    if result.totals is None:
-        sentence = "what is done is kept; run the same command again to retry what failed"
-        console.print(plain(sentence), soft_wrap=True)
-        return
-    totals = result.totals
+def _describe(destination: Destination, totals: Totals) -> list[str]:
+    """Return lines about what was made, and what a dataset may miss in it."""
+    from sharmill.collect.manifest import INFO, REJECTS
+
     hours = describe_cost(totals.hours * 3600, records=False)
     lines = [f"{destination.path}: {totals.num_out} records, {hours}"]
     if totals.rejects:
         listed = ", ".join(f"{reason} {count}" for reason, count in sorted(totals.rejects.items()))
-        lines.append(f"rejects: {totals.num_rejected}: {listed} (see {destination.rejects})")
-    lines += totals.notes
-    lines.append(f"audio root: {destination.root} (noted in {destination.info})")
-    for line in lines:
-        console.print(plain(line), soft_wrap=True)
+        lines.append(f"rejects: {totals.num_rejected}: {listed} (see {destination.beside(REJECTS)})")
+    return [*lines, *totals.notes, f"audio root: {destination.root} (noted in {destination.beside(INFO)})"]

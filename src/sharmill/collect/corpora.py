@@ -1,19 +1,22 @@
 """Corpora in the form in which they are published, read by lhotse's recipes, or by an own one where lhotse has none.
 
 Nothing is downloaded. Recipes look for files, texts and speakers; headers of audio are read with sharmill's own reader,
-so that one file that cannot be read ends no recipe.
+so that one file that cannot be read ends no recipe. They run in a process of their own, which may import torch.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import io
+import itertools
 import logging
+import multiprocessing
 import pkgutil
 import re
+import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
@@ -24,13 +27,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from sharmill.collect import recipes
-from sharmill.errors import ConfigError, RejectRecord
-from sharmill.manifest import Channel
+from sharmill.collect.workers import map_in_order
+from sharmill.errors import ConfigError
+from sharmill.manifest import Channel, write_lines
 from sharmill.registry import nearest
-from sharmill.sources.lhotse_records import decode_recording, decode_supervision, recording_record, supervision_record
+from sharmill.sources import SpeechSource
+from sharmill.sources.lhotse import LhotseSource
+from sharmill.sources.nemo import NemoSource
 
 if TYPE_CHECKING:
-    from lhotse import RecordingSet, SupervisionSet
+    from lhotse import Recording, RecordingSet, SupervisionSet
 
     Part = tuple[RecordingSet, SupervisionSet | None]
     Records = list[dict[str, Any]]
@@ -43,9 +49,10 @@ _LANGUAGES: Final = {
     "french": "fr", "german": "de", "italian": "it", "japanese": "ja", "korean": "ko", "mandarin": "zh", "polish": "pl",
     "portuguese": "pt", "russian": "ru", "spanish": "es",
 }  # fmt: skip
-# Stands in a record that a recipe gives and that cannot be used: reason and sentence.
-REJECTED: Final = "_rejected"
 _GIVEN: Final = ("output_dir", "absolute_paths", "num_jobs")
+_VARIADIC: Final = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+# Name of the file that has the warnings of a recipe.
+RECIPE_LOG: Final = "recipe.log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,28 +140,134 @@ def _recipes_of_lhotse() -> list[str]:
     return list(dict.fromkeys([*functions, *modules]))
 
 
-def corpus_records(
-    corpus: Corpus, directory: Path, options: dict[str, Any], splits: tuple[str, ...], channel: Channel, log: Path
-) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Run the recipe of a corpus and yield its splits in the order of their names, each with its records, sorted.
+@dataclass(frozen=True)
+class Found:
+    """The result of a recipe.
+
+    Attributes:
+        dataset: the name of the dataset in speaker tags.
+        defaults: keys of records that have none of their own.
+        splits: by name, the source that reads the records.
+    """
+
+    dataset: str
+    defaults: dict[str, str]
+    splits: dict[str, SpeechSource]
+
+
+def read_corpus(
+    name: str, directory: Path, options: dict[str, Any], splits: tuple[str, ...], channel: Channel, folder: Path
+) -> Found:
+    """Run the recipe of a corpus in a process of its own.
 
     Args:
+        name: of the corpus, as ``find_corpus`` takes it.
         directory: the folder of the corpus.
         options: further arguments of the recipe.
         splits: names or patterns of the splits that are wanted; none for all.
         channel: of segments of several.
-        log: where to write the warnings of the recipe: utterances that it leaves out.
+        folder: for manifests of the splits, in the order of paths, and the warnings of the recipe in ``RECIPE_LOG``.
 
     Raises:
         ConfigError: the folder has not the form that the recipe expects, or there is no such split.
+        FatalError: the process was killed.
     """
-    with tempfile.TemporaryDirectory(prefix="sharmill-recipe-") as scratch, _logging_warnings(log):
+    read = functools.partial(_read_corpus, directory, options, splits, channel, folder)
+    (found,) = map_in_order(read, [name], 1)
+    return found
+
+
+def _read_corpus(
+    directory: Path, options: dict[str, Any], splits: tuple[str, ...], channel: Channel, folder: Path, name: str
+) -> Found:
+    # Ctrl-C ends a recipe, however long it takes.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Processes that a recipe starts have the reader of headers that is set in this one.
+    multiprocessing.set_start_method("fork", force=True)
+    # Recipes warn of what they leave out; their progress bars are for a terminal only.
+    logging.basicConfig(filename=folder / RECIPE_LOG, encoding="utf-8", format="%(message)s", force=True)
+    logging.captureWarnings(True)
+    with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
+        corpus = find_corpus(name)
         with _explained_errors(corpus, directory):
-            parts = _run_recipe(corpus, directory, options, Path(scratch) / "out")
-        for name in _choose(splits, sorted(parts)):
-            with _explained_errors(corpus, directory):
-                records = sorted(_records_of(corpus, parts[name], channel), key=_place)
-            yield name, records
+            parts = _run_recipe(corpus, directory, options, folder / "recipe")
+            chosen = _choose(splits, sorted(parts))
+            written = [
+                (split, _write_part(parts[split], folder / f"split-{n}", channel)) for n, split in enumerate(chosen)
+            ]
+    defaults = {"speaker": corpus.speaker, "language": corpus.language}
+    return Found(
+        corpus.dataset,
+        {key: value for key, value in defaults.items() if value is not None},
+        {split: source for split, source in written if source is not None},
+    )
+
+
+def _write_part(part: Part | Records, path: Path, channel: Channel) -> SpeechSource | None:
+    """Write the records of a split, or its recordings and supervisions, in an order that folders do not determine.
+
+    Return the source that reads them, None if there are none.
+    """
+    if isinstance(part, list):
+        records = sorted(part, key=lambda record: record["audio_filepath"])
+        return NemoSource(manifest=_write(path, records), audio_root=None) if records else None
+    recordings = sorted(part[0], key=_paths)
+    supervisions = None
+    if part[1] is not None:
+        paths = {recording.id: _paths(recording) for recording in recordings}
+        ordered = sorted(
+            part[1], key=lambda entry: (paths[entry.recording_id], entry.start, str(entry.channel), entry.text or "")
+        )
+        for entry in ordered:
+            entry.language = _LANGUAGES.get(str(entry.language).lower(), entry.language)
+        supervisions = _write(path.with_suffix(".supervisions"), (entry.to_dict() for entry in ordered))
+        recordings = recordings if ordered else []
+    if not recordings:
+        return None
+    written = _write(path, (recording.to_dict() for recording in recordings))
+    return LhotseSource(recordings=written, supervisions=supervisions, keep_ids=True, channel=channel, audio_root=None)
+
+
+def _write(path: Path, records: Iterable[dict[str, Any]]) -> str:
+    write_lines(path, map(msgspec.json.encode, records))
+    return str(path)
+
+
+def _paths(recording: Recording) -> list[str]:
+    return [str(source.source) for source in recording.sources]
+
+
+def _run_recipe(corpus: Corpus, directory: Path, options: dict[str, Any], scratch: Path) -> dict[str, Part | Records]:
+    """Return splits: lists of records of an own recipe, and pairs of recordings and supervisions of one of lhotse."""
+    recipe = corpus.read or _load_recipe(corpus.recipe)
+    parameters = dict(itertools.islice(inspect.signature(recipe).parameters.items(), 1, None))
+    needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in _VARIADIC]
+    given: dict[str, Any] = {"absolute_paths": True} if "absolute_paths" in parameters else {}
+    given |= {"output_dir": scratch} if "output_dir" in needed else {}
+    given |= (corpus.adapt(directory) if corpus.adapt else {}) | options
+    names = [name for name in parameters if name not in _GIVEN]
+    if unknown := [key for key in options if key not in names]:
+        hint = nearest(unknown[0], names) if names else "; it takes none"
+        raise ConfigError(
+            f"--recipe-option {unknown[0]}: the recipe {corpus.recipe} has no such argument{hint}", code="bad_usage"
+        )
+    if missing := [name for name in needed if name not in given]:
+        raise ConfigError(
+            f"the recipe {corpus.recipe} needs {', '.join(missing)}: give it as --recipe-option {missing[0]}=VALUE",
+            code="bad_usage",
+        )
+    return _flatten(recipe(directory, **given))
+
+
+def _load_recipe(name: str) -> Callable[..., Any]:
+    package = importlib.import_module("lhotse.recipes")
+    function = getattr(package, f"prepare_{name}", None)
+    if function is None:
+        function = getattr(importlib.import_module(f"lhotse.recipes.{name}"), f"prepare_{name}", None)
+    if function is None:
+        raise ConfigError(f"lhotse's recipe {name} has no function prepare_{name}", code="unknown_name")
+    recipes.forgive_headers()
+    return function
 
 
 @contextmanager
@@ -178,77 +291,12 @@ def _explained_errors(corpus: Corpus, directory: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _logging_warnings(path: Path) -> Iterator[None]:
-    """Write what recipes warn of into a file; their own progress bars are for a terminal only."""
-    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.setLevel(logging.WARNING)
-    root = logging.getLogger()
-    root.addHandler(handler)
-    logging.captureWarnings(True)
-    quiet = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
-    try:
-        with quiet:
-            yield
-    finally:
-        logging.captureWarnings(False)
-        root.removeHandler(handler)
-        handler.close()
-
-
 def _choose(wanted: tuple[str, ...], names: list[str]) -> list[str]:
     for pattern in wanted:
         if not any(fnmatchcase(name, pattern) for name in names):
             there = ", ".join(names) if any(names) else "none"
             raise ConfigError(f"--splits {pattern}: the corpus has no such split; there are: {there}", code="bad_usage")
     return [name for name in names if not wanted or any(fnmatchcase(name, pattern) for pattern in wanted)]
-
-
-def _run_recipe(corpus: Corpus, directory: Path, options: dict[str, Any], scratch: Path) -> dict[str, Part | Records]:
-    """Return splits: lists of records of an own recipe, and pairs of recordings and supervisions of one of lhotse."""
-    if corpus.read is not None:
-        _refuse_options(corpus, options, [])
-        return _flatten(corpus.read(directory))
-    recipe = _load_recipe(corpus.recipe)
-    parameters = inspect.signature(recipe).parameters
-    first, *others = parameters
-    _refuse_options(corpus, options, [name for name in others if name not in _GIVEN])
-    arguments: dict[str, Any] = {"absolute_paths": True} if "absolute_paths" in parameters else {}
-    if "output_dir" in parameters and parameters["output_dir"].default is inspect.Parameter.empty:
-        arguments["output_dir"] = scratch
-    arguments |= (corpus.adapt(directory) if corpus.adapt else {}) | options
-    _require_arguments(corpus, [p for p in parameters.values() if p.name not in {first, *arguments}])
-    with recipes.forgiving_headers():
-        return _flatten(recipe(directory, **arguments))
-
-
-def _load_recipe(name: str) -> Callable[..., Any]:
-    package = importlib.import_module("lhotse.recipes")
-    function = getattr(package, f"prepare_{name}", None)
-    if function is None:
-        function = getattr(importlib.import_module(f"lhotse.recipes.{name}"), f"prepare_{name}", None)
-    if function is None:
-        raise ConfigError(f"lhotse's recipe {name} has no function prepare_{name}", code="unknown_name")
-    return function
-
-
-def _refuse_options(corpus: Corpus, options: dict[str, Any], names: list[str]) -> None:
-    for key in options:
-        if key not in names:
-            hint = nearest(key, names) if names else "; it takes none"
-            raise ConfigError(f"--recipe-option {key}: the recipe {corpus.recipe} has no such argument{hint}",
-                              code="bad_usage")  # fmt: skip
-
-
-def _require_arguments(corpus: Corpus, parameters: Iterable[inspect.Parameter]) -> None:
-    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    missing = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
-    if missing:
-        raise ConfigError(
-            f"the recipe {corpus.recipe} needs {', '.join(missing)}: give it as --recipe-option {missing[0]}=VALUE",
-            code="bad_usage",
-        )
 
 
 def _flatten(result: Any, name: str = "") -> dict[str, Part | Records]:
@@ -263,43 +311,3 @@ def _flatten(result: Any, name: str = "") -> dict[str, Part | Records]:
     for key, value in result.items():
         parts |= _flatten(value, f"{name}-{key}" if name else str(key))
     return parts
-
-
-def _records_of(corpus: Corpus, part: Part | Records, channel: Channel) -> Iterator[dict[str, Any]]:
-    defaults = {"speaker": corpus.speaker, "language": corpus.language}
-    if isinstance(part, list):
-        yield from ({key: value for key, value in defaults.items() if value is not None} | row for row in part)
-        return
-    recordings, supervisions = part
-    by_id = {recording.id: _decoded(decode_recording, recording) for recording in recordings}
-    for entry in by_id.values() if supervisions is None else supervisions:
-        name = entry.id if supervisions is None else entry.recording_id
-        try:
-            if supervisions is None:
-                record = recording_record(entry, channel)
-            else:
-                record = supervision_record(by_id[name], _decoded(decode_supervision, entry), channel)
-        except RejectRecord as reject:
-            yield {REJECTED: [reject.reason, reject.detail], "audio_filepath": name}
-        else:
-            record = {key: value for key, value in defaults.items() if value is not None} | record
-            if language := _LANGUAGES.get(str(record.get("language", "")).lower()):
-                record["language"] = language
-            yield record
-
-
-def _decoded(decode: Callable[[bytes], Any], entry: Any) -> Any:
-    """Return an object of lhotse as records are made of it."""
-    return decode(msgspec.json.encode(entry.to_dict()))
-
-
-def _place(record: dict[str, Any]) -> tuple[Any, ...]:
-    # Recipes find files in the order of the file system, which is another one on the next machine.
-    return record["audio_filepath"], record.get("offset", 0.0), record.get("channel", 0), record.get("text", "")
-
-
-def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write records as JSON lines."""
-    with path.open("wb") as stream:
-        for record in records:
-            stream.write(msgspec.json.encode(record) + b"\n")

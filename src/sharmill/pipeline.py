@@ -157,7 +157,6 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
         stage.metrics = config.metrics
         stage.references = config.references
         stage.mixed_devices = config.executor.mixed_devices
-        stage.mixed_versions = config.executor.mixed_versions
         stage.unit_time_limit = config.executor.unit_time_limit
         stage.scratch = config.executor.scratch
         stage.seconds_until_seen = config.executor.seconds_until_seen
@@ -173,7 +172,7 @@ def _validate_stage(config: Config) -> ValidateStage:
             rejects=(str(run_dir.rejects),),
         )
     # The checker loads no model because a dataset names it, but those that the configuration names itself.
-    own = {codec.name: codec.model for codec in config.encode.codecs if codec.model not in ("builtin", "untrained")}
+    own = {codec.name: codec.model for codec in config.encode.codecs if codec.model != "builtin"}
     return ValidateStage(
         Path(config.dataset_dir), run_dir, deep=level.deep, recheck_codes=level.recheck_share,
         codec_models=own | level.codec_models if level.recheck_share else level.codec_models, against=against,

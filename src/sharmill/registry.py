@@ -21,7 +21,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final
@@ -45,11 +45,13 @@ class Registry:
         kind: what they are, for messages, such as ``codec``.
         group: the group of the entry points with which other packages add theirs.
         own: sharmill's own: name -> ``module:attribute``.
+        removed: names of earlier versions: name -> what to use instead.
     """
 
     kind: str
     group: str
     own: Mapping[str, str]
+    removed: Mapping[str, str] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         """Return all names: sharmill's own, then those of other installed packages, sorted."""
@@ -115,6 +117,8 @@ class Registry:
             raise ConfigError(f"the {self.kind} {name!r} cannot be imported: {error}", code="bad_plugin") from error
 
     def _unknown(self, name: str) -> str:
+        if name in self.removed:
+            return f"the {self.kind} {name!r} was removed: {self.removed[name]}"
         names = self.names()
         near = difflib.get_close_matches(name.lower(), names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -164,8 +168,8 @@ CODECS: Final = Registry(
         "builtin": "sharmill.models.families:BUILTIN",
         "nemo": "sharmill.models.families:NEMO_CODECS",
         "transformers": "sharmill.models.families:TRANSFORMERS_CODECS",
-        "untrained": "sharmill.models.families:UNTRAINED",
     },
+    removed={"untrained": "its codes meant nothing; use builtin"},
 )
 EXPORTS: Final = Registry("form of export", "sharmill.exports", {"nemo_codes": "sharmill.export.nemo_codes:NemoCodes"})
 SECTIONS: Final = Registry(

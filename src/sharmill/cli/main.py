@@ -31,11 +31,12 @@ COMMANDS: Final = {
     "Train": ("bins", "tune-batch", "verify-resume"),
     "Set up": ("doctor",),
 }
-# Commands of earlier versions, and what to use instead.
-REMOVED_COMMANDS: Final = {
+# Commands and options of earlier versions, and what to use instead.
+_REMOVED: Final = {
     "certify": "validate --recheck-codes SHARE tells how far codes differ",
     "completion": 'eval "$(_SHARMILL_COMPLETE=bash_source sharmill)" in ~/.bashrc completes commands; zsh_source and '
     "fish_source are for other shells",
+    "--simulate": "a plan is for the ranks of its configuration, such as sharmill plan CONFIG executor.workers=1024",
 }
 # Their output is the text that they were called for.
 _ONLY_LINES: Final = ("bins", "tune-batch", "verify-resume")
@@ -60,8 +61,8 @@ class GroupedCommands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         names = self.list_commands(ctx)
-        if args[0] in REMOVED_COMMANDS:
-            ctx.fail(f"the command '{args[0]}' was removed: {REMOVED_COMMANDS[args[0]]}")
+        if args[0] in _REMOVED:
+            ctx.fail(f"the command '{args[0]}' was removed: {_REMOVED[args[0]]}")
         if args[0] not in names and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], names, n=1)
             ctx.fail(f"there is no command '{args[0]}'" + (f", did you mean '{near[0]}'?" if near else ""))
@@ -124,7 +125,10 @@ def _describe_wrong_use(error: click.ClickException) -> str:
         return error.format_message()
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "sharmill"
-    return one_line(f"Error: {error.format_message().rstrip('.')}; see {command} --help")
+    message = error.format_message().rstrip(".")
+    if isinstance(error, click.NoSuchOption) and error.option_name in _REMOVED:
+        message = f"the option '{error.option_name}' was removed: {_REMOVED[error.option_name]}"
+    return one_line(f"Error: {message}; see {command} --help")
 
 
 if __name__ == "__main__":

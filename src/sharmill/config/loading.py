@@ -11,20 +11,32 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import msgspec
 
 from sharmill.config.references import References
 from sharmill.config.schema import STAGE_ALIASES, STAGES, Config
+from sharmill.config.untrusted import load_untrusted_yaml
 from sharmill.errors import ConfigError
 from sharmill.registry import SOURCES, nearest
 from sharmill.sources import Source
+from sharmill.storage import NotRegularError, open_regular
+
+if TYPE_CHECKING:
+    from yaml import Node
 
 # Keys of earlier versions, and what to use instead.
-REMOVED_KEYS: Final = {
+_REMOVED_KEYS: Final = {
     "encode.compile": "codecs run as they are; leave the key out",
+    "executor.mixed_versions": "restore the versions that the stage was begun with, or begin it anew with --restart",
+    "submit_ahead": "leave the key out; the jobs of a stage are submitted when it is planned",
     "metrics.tensorboard": "set metrics.wandb_project, or look at sharmill status RUN_DIR --json or --prometheus FILE",
+}
+# Keys whose null has to be written out, and what to write.
+_MEANT_NULLS: Final = {
+    "audio_root": "name a folder, or write null to take absolute paths anywhere",
+    "match": "give it keys, or write null for a dataset without contexts",
 }
 
 Loaded = TypeVar("Loaded")
@@ -99,17 +111,21 @@ def _read_merged(
 ) -> tuple[dict[str, Any], References]:
     """Return the values of a file with the overrides, and the references among them.
 
-    For a display, variables that are not set here stand for themselves.
+    For a display, the file may be one that others wrote, and variables that are not set here stand for themselves.
     """
     import yaml
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from sharmill.config.limits import check_yaml
-
+    config: DictConfig | ListConfig
     try:
-        check_yaml(path)
-        config = OmegaConf.load(path)
+        with open_regular(path) as stream:
+            if for_display:
+                config = OmegaConf.create(load_untrusted_yaml(stream, str(path)))
+            else:
+                _check_nulls(path, yaml.compose(stream, Loader=yaml.SafeLoader))
+                stream.seek(0)
+                config = OmegaConf.load(stream)
         for override in overrides:
             key, _, value = override.partition("=")
             _check_section(kind, config, key, f"{path}: {override}")
@@ -121,15 +137,39 @@ def _read_merged(
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except FileNotFoundError as error:
         raise ConfigError(f"there is no configuration file {path}", code="bad_config_file") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, NotRegularError) as error:
         raise ConfigError(f"cannot read {path}: {error}", code="bad_config_file") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {_describe_yaml_error(error)}", code="bad_config_file") from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path}: values are nested too deeply, or contain themselves", code="bad_config_file"
+        ) from error
     except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}", code="bad_config_value") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values", code="bad_config_file")
     return typing.cast("dict[str, Any]", values), references
+
+
+def _check_nulls(path: Path, root: Node | None) -> None:
+    """Raise ConfigError where an audio_root, or match, is empty or ~: its null has a meaning, and has to be said."""
+    top = _pairs(root)
+    of_sources = (
+        pair for key, value in top if key.value == "sources" for entry in value.value for pair in _pairs(entry)
+    )
+    for key, value in (*top, *of_sources):
+        if value.tag.endswith(":null") and value.value != "null" and (remedy := _MEANT_NULLS.get(key.value)):
+            raise ConfigError(
+                f"{path}: line {key.start_mark.line + 1}: {key.value} is {value.value or 'empty'}; {remedy}",
+                code="bad_config_value",
+            )
+
+
+def _pairs(node: object) -> list[tuple[Node, Node]]:
+    import yaml
+
+    return node.value if isinstance(node, yaml.MappingNode) else []
 
 
 def _check_section(kind: type, config: Any, key: str, origin: str) -> None:
@@ -283,7 +323,7 @@ def _check_keys(owner: Any, values: Any, origin: str, prefix: str) -> None:
     types = typing.get_type_hints(owner)
     for key, value in values.items():
         if key not in types:
-            if removed := REMOVED_KEYS.get(f"{prefix}{key}"):
+            if removed := _REMOVED_KEYS.get(f"{prefix}{key}"):
                 raise ConfigError(f"{origin}: the key '{prefix}{key}' was removed: {removed}", code="unknown_key")
             meant = nearest(str(key), list(types)) if prefix else _nearest_below(str(key), types)
             raise ConfigError(f"{origin}: unknown key '{prefix}{key}'{meant}", code="unknown_key")

@@ -179,8 +179,7 @@ class CodecConfig:
     """Name of the codes in the dataset: they lie in the folder ``codes_<name>``."""
     model: str
     """Model to load: ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>`` (EnCodec
-    without chunks, DAC, Mimi), ``builtin``, a small one that ships with sharmill, for trying out, or ``untrained``,
-    whose codes mean nothing."""
+    without chunks, DAC, Mimi), or ``builtin``, a small one that ships with sharmill, for trying out."""
     allow_targets: list[str] = field(default_factory=list)
     """Classes and functions that the configuration in a .nemo file may name beside those that speech codecs and speaker
     models are made of, for a model whose makers you trust."""
@@ -262,9 +261,6 @@ class ExecutorConfig:
     mixed_devices: bool = False
     """Let ranks on different kinds of device work on one stage, on SLURM too: CPU and GPU, or two types of GPU. Their
     embeddings and codes are not the same to the bit, so that by default a stage keeps to the kind that it began on."""
-    mixed_versions: bool = False
-    """Go on with a stage that was begun with other versions of packages, such as after a patch release. What it makes
-    may not have the bytes of one version alone; ``mixed_versions`` in ``dataset.json`` names these packages."""
     unit_time_limit: float | Literal["auto"] | None = "auto"
     """Seconds that an attempt at a unit may take, on SLURM too; a rank that takes longer is ended with a traceback in
     its log and replaced, and the unit is tried again after all others, three times in all. ``auto``: thirty times what

@@ -13,17 +13,13 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from sharmill.engine.spill import HASH
-
 # Where the data of an item lies in its file, and what its metadata say of it.
 PLACE: Final = np.dtype(
-    [("hash", HASH), ("offset", "<i8"), ("size", "<i8"), ("num_samples", "<u4"), ("sampling_rate", "<u4")]
+    [("hash", "<u8", 2), ("offset", "<i8"), ("size", "<i8"), ("num_samples", "<u4"), ("sampling_rate", "<u4")]
 )
 # The owner of a segment: ``field`` counts the audio fields of the dataset.
 SEGMENT: Final = np.dtype([("place", PLACE), ("shard", "<u4"), ("field", "<u4")])
 
-# Places whose numbers are given out at once.
-_AT_ONCE: Final = 1 << 20
 # Segments that are sorted by length together: enough for batches of equal lengths, few enough for a shard's segments
 # to stay near each other.
 _WINDOW: Final = 1 << 15
@@ -48,11 +44,7 @@ class SegmentNumbers:
 
     def count(self) -> int:
         """Return the number of segments: of places that are their own owners."""
-        parts = range(0, len(self._owners), _AT_ONCE)
-        return sum(
-            int(np.count_nonzero(own == np.arange(begin, begin + len(own))))
-            for begin, own in ((begin, self._owners[begin : begin + _AT_ONCE]) for begin in parts)
-        )
+        return int(np.count_nonzero(self._owners == np.arange(len(self._owners), dtype=np.uint32)))
 
     def sort(self, tables: Iterable[tuple[int, int, np.ndarray]]) -> Iterator[np.ndarray]:
         """Yield the segments, arrays of ``SEGMENT``, in the order of their numbers.
@@ -83,10 +75,9 @@ class SegmentNumbers:
         self._numbers[places[order]] = np.arange(first, first + len(order), dtype=np.uint32)
         return segments[order]
 
-    def of_places(self) -> Iterator[np.ndarray]:
-        """Yield the number of the segment of each place, in parts; once all segments have come by."""
-        for begin in range(0, len(self._owners), _AT_ONCE):
-            yield self._numbers[self._owners[begin : begin + _AT_ONCE]]
+    def of_places(self) -> np.ndarray:
+        """Return the number of the segment of each place (P,) uint32; once all segments have come by."""
+        return self._numbers[self._owners]
 
 
 def seconds_of(segments: np.ndarray) -> np.ndarray:

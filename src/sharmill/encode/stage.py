@@ -24,7 +24,6 @@ from sharmill.engine.balance import divide_evenly
 from sharmill.engine.delays import spent_on
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
-from sharmill.engine.plan import read_mixed_versions
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import load_stored_array, save_array
@@ -154,7 +153,7 @@ class EncodeStage(Stage):
             )
         if codec is not None:
             devices = sorted({commit.device_kind for commit in commits} - {""})
-            codec = msgspec.structs.replace(codec, devices=devices, mixed_versions=read_mixed_versions([self.dir]))
+            codec = msgspec.structs.replace(codec, devices=devices)
         codes = checksum_bytes(b"".join(file.xxh3.encode() for commit in commits for file in commit.files))
         counts = "" if codec is None else add_counts(self.dir, len(units), codec)
         write_atomic(encoded_file(self.dir), msgspec.json.encode(EncodedRecord(codec, codes, counts)))

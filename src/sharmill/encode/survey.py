@@ -13,9 +13,9 @@ import numpy as np
 
 from sharmill.config import Config
 from sharmill.encode.segments import PLACE, SEGMENT, SegmentNumbers, hash_segment, seconds_of
+from sharmill.engine.hashes import find_first
 from sharmill.engine.identity import versions
 from sharmill.engine.rundir import RunDir, StageDir
-from sharmill.engine.spill import FirstEqual
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import (
     decode_stored,
@@ -35,8 +35,6 @@ from sharmill.staging import Staging
 from sharmill.storage import checksum, open_atomic
 
 _MAX_UINT32 = (1 << 32) - 1
-# Segments whose durations are read at once.
-_AT_ONCE = 1 << 20
 
 
 class SurveyStage(Stage):
@@ -76,11 +74,7 @@ class SurveyStage(Stage):
 
     def seconds(self) -> np.ndarray:
         """Return the durations (segments,) float64 of the unique segments of the finished stage."""
-        seconds = np.empty(len(self.segments()))
-        for begin in range(0, len(seconds), _AT_ONCE):
-            # Mapped anew, so that what was read counts no more.
-            seconds[begin : begin + _AT_ONCE] = seconds_of(self.segments()[begin : begin + _AT_ONCE])
-        return seconds
+        return seconds_of(self.segments())
 
     def numbers(self) -> np.ndarray:
         """Open the array of the finished stage that has the numbers of the segments at all places."""
@@ -129,14 +123,15 @@ def merge_tables(tables: list[Path], shape: tuple[int, int], segments_file: Path
     num_fields = shape[0]
     # Its name lasts with the fsync of the stage's folder that comes before done.json.
     segments_file.parent.mkdir(exist_ok=True)
-    with FirstEqual(segments_file.parent) as hashes:
-        for _, _, table in _read_tables(tables, num_fields):
-            hashes.append(table["hash"])
-        numbers = SegmentNumbers(hashes.find())
+    # Copies: a view would keep the whole table.
+    parts = (table["hash"].copy() for _, _, table in _read_tables(tables, num_fields))
+    hashes = np.concatenate([np.empty((0, 2), np.uint64), *parts])
+    numbers = SegmentNumbers(find_first(*hashes.T))
+    del hashes
     with open_atomic(segments_file) as stream:
         write_array(stream, SEGMENT, (numbers.count(),), numbers.sort(_read_tables(tables, num_fields)))
     with open_atomic(numbers_file) as stream:
-        write_array(stream, np.dtype("<u4"), shape, numbers.of_places())
+        write_array(stream, np.dtype("<u4"), shape, [numbers.of_places()])
 
 
 def _read_tables(paths: list[Path], num_fields: int) -> Iterator[tuple[int, int, np.ndarray]]:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Final
+from collections.abc import Iterable
 
 import numpy as np
-
-_SUMMED_AT_ONCE: Final = 1 << 20
 
 
 def pack(costs: Iterable[float], num_bins: int) -> list[list[int]]:
@@ -51,22 +47,6 @@ def pack(costs: Iterable[float], num_bins: int) -> list[list[int]]:
     return bins
 
 
-def least_load(costs: Iterable[float], num_bins: int) -> float:
-    """Return what the fullest bin holds at least, however items are packed.
-
-    That is the mean of all bins, and for each k the k + 1 smallest of the k * num_bins + 1 largest items: some bin has
-    as many of these.
-
-    >>> least_load([3, 3, 2, 2, 2], num_bins=2), least_load([5, 4, 4], num_bins=2), least_load([9, 1], num_bins=2)
-    (6.0, 8.0, 9.0)
-    """
-    values = np.sort(np.array([*costs], np.float64))[::-1]
-    so_far = np.concatenate([[0.0], np.cumsum(values)])
-    crowd = np.arange(-(-len(values) // num_bins))
-    shared = so_far[crowd * num_bins + 1] - so_far[crowd * (num_bins - 1)]
-    return max(float(so_far[-1]) / num_bins, float(shared.max(initial=0.0)))
-
-
 def divide_evenly(costs: np.ndarray, number: int) -> list[int]:
     """Divide items in their order into runs of nearly equal cost, none of them empty.
 
@@ -78,25 +58,12 @@ def divide_evenly(costs: np.ndarray, number: int) -> list[int]:
     [0, 1, 5]
     """
     count, runs = len(costs), np.arange(1, number)
-    total = deque((so_far for _, so_far in _sum_up(costs)), maxlen=1)
-    wanted = (float(total[0][-1]) if total else 0.0) * runs / number
-    inner = np.empty(number - 1, np.int64)
-    done = 0
-    for begin, so_far in _sum_up(costs):
-        here = slice(done, done := int(np.searchsorted(wanted, so_far[-1], side="right")))
-        after = np.maximum(np.searchsorted(so_far, wanted[here]), 1)
-        nearer = so_far[after] - wanted[here] < wanted[here] - so_far[after - 1]
-        inner[here] = begin + np.where(nearer, after, after - 1)
+    so_far = np.concatenate([[0.0], np.cumsum(costs, dtype=np.float64)])
+    wanted = so_far[-1] * runs / number
+    after = np.maximum(np.searchsorted(so_far, wanted), 1)
+    nearer = so_far[after] - wanted < wanted - so_far[after - 1]
+    inner = np.where(nearer, after, after - 1)
     # At least one item for each run before a bound, and for each behind it.
     inner = np.maximum.accumulate(np.maximum(inner, 1) - runs) + runs
     inner = np.minimum(inner, count - number + runs)
     return [0, *inner.tolist(), count]
-
-
-def _sum_up(costs: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the costs so far (n + 1,) float64 at the items of each part, and before it; first the part's begin."""
-    before = 0.0
-    for begin in range(0, len(costs), _SUMMED_AT_ONCE):
-        part = np.cumsum(np.concatenate([[before], costs[begin : begin + _SUMMED_AT_ONCE]]), dtype=np.float64)
-        before = float(part[-1])
-        yield begin, part

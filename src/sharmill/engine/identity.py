@@ -50,11 +50,6 @@ def find_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(_describe(difference) for difference in find_differences(same, new)))
 
 
-def differ_in_versions_only(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Return True if two identities have other versions of packages, and nothing else that differs."""
-    return not find_changes(old | {"versions": None}, new | {"versions": None})
-
-
 def _without_same_folders(old: Any, new: Any) -> Any:
     """Return ``old`` with the folders of ``new`` in it where they are the same."""
     if is_same_folder(old, new):

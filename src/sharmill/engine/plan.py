@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -17,7 +17,7 @@ from sharmill.engine.fence import (
     remove_fences,
     tokens_of,
 )
-from sharmill.engine.identity import differ_in_versions_only, find_changes
+from sharmill.engine.identity import find_changes
 from sharmill.engine.locks import LOCK_NAME
 from sharmill.engine.patience import Patience
 from sharmill.engine.rundir import StageDir
@@ -64,19 +64,10 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
             stage.token = stage.dir.read_token()
             return load_plan(stage)
         begun = any(stage.dir.ledger.glob("*.jsonl"))
-        versions_only = differ_in_versions_only(before, identity)
-        if begun and versions_only and stage.mixed_versions:
-            # What is done has the versions that it was done with.
-            if not stage.dir.done.exists():
-                _note_versions(stage, before.get("versions", {}), identity.get("versions", {}))
-                write_atomic(stage.dir.identity, msgspec.json.encode(identity))
-            stage.token = stage.dir.read_token()
-            return load_plan(stage)
         if begun and not stage.replan_when_changed:
-            go_on = ", go on with these versions by executor.mixed_versions=true" if versions_only else ""
             raise ConfigError(
                 f"{stage.name} was begun differently in {stage.run_dir.path}: {'; '.join(changes[:4])}. "
-                f"Restore that{go_on}, choose another run_dir, or begin the stage anew",
+                "Restore that, choose another run_dir, or begin the stage anew",
                 code="changed_plan",
             )
     elif not restart and _is_planned(stage):
@@ -108,32 +99,6 @@ def _is_planned(stage: Stage) -> bool:
             return Patience(stage.seconds_until_seen).wait_until(stage.dir.identity.exists, what)
         remove_if_empty(stage.dir.plan)
     return False
-
-
-def _note_versions(stage: Stage, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Note the versions that units were done with until now, before they are forgotten."""
-    earlier = _read_earlier_versions(stage.dir)
-    for package, version in before.items():
-        if version != now.get(package) and version not in earlier.setdefault(package, []):
-            earlier[package].append(version)
-    write_atomic(stage.dir.earlier_versions, msgspec.json.encode(earlier))
-
-
-def _read_earlier_versions(paths: StageDir) -> dict[str, list[str]]:
-    if not paths.earlier_versions.exists():
-        return {}
-    return decode_stored(paths.earlier_versions, read_stored(paths.earlier_versions), dict[str, list[str]])
-
-
-def read_mixed_versions(stages: Iterable[StageDir]) -> dict[str, list[str]]:
-    """Return the packages of which stages had several versions, with these; nothing where each had one."""
-    mixed: dict[str, set[str]] = {}
-    for paths in stages:
-        if earlier := _read_earlier_versions(paths):
-            now = decode_stored(paths.identity, read_stored(paths.identity), dict[str, Any])["versions"]
-            for package, versions in earlier.items():
-                mixed.setdefault(package, set()).update([*versions, str(now.get(package, "absent"))])
-    return {package: sorted(mixed[package]) for package in sorted(mixed)}
 
 
 def read_identity(stage: Stage) -> Any:

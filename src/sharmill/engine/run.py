@@ -89,9 +89,6 @@ def run_stage(
         revoke(stage, lost)
     if missing or not stage.is_finalized():
         remove_tree(stage.dir.done)
-        if stage.mixed_versions:
-            # Units of a finished stage that are lost are done again with the versions of now, which are to be noted.
-            read_or_make_plan(stage, restart=False)
     if not stage.dir.done.exists():
         claim_output(stage, stage.token)
     expected_in = sum(unit.size for unit in units)

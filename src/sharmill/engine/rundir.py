@@ -42,11 +42,6 @@ class StageDir:
         return self.plan / "units.jsonl"
 
     @property
-    def earlier_versions(self) -> Path:
-        """The versions of packages that some units were done with, before those of the identity."""
-        return self.plan / "earlier_versions.json"
-
-    @property
     def begin_anew(self) -> Path:
         """There once a user has asked for another plan, whose folder takes the place of this one."""
         return self.plan / "begin_anew"
@@ -200,10 +195,6 @@ class RunDir:
     def jobs(self) -> Path:
         """The scripts of a cluster's jobs, their input and their output."""
         return self.path / "jobs"
-
-    def job_work(self, number: int) -> Path:
-        """The work of a cluster's job that was submitted before this was known, one entry for each task."""
-        return self.jobs / f"{number}_work.pkl"
 
     @property
     def chain_log(self) -> Path:

@@ -66,7 +66,6 @@ class Stage(ABC):
         metrics: which curves its ranks write.
         references: those of the configuration to the environment, whose values are not to be stored.
         mixed_devices: ranks on different kinds of device may work on it.
-        mixed_versions: it goes on with other versions of packages than it began with.
         seconds_until_seen: seconds until every node sees what another has written.
         unit_time_limit: seconds after which an attempt at a unit ends its rank; see ``engine.time_limit.TimeLimit``.
         scratch: a folder of each machine in which ranks write before they publish, or None.
@@ -85,7 +84,6 @@ class Stage(ABC):
     metrics: MetricsConfig = MetricsConfig()
     references: References = References()
     mixed_devices: bool = False
-    mixed_versions: bool = False
     unit_time_limit: float | Literal["auto"] | None = None
     scratch: str | None = None
     seconds_until_seen: float = 0.0

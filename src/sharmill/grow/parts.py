@@ -84,8 +84,8 @@ def require_alike(parts: Sequence[SourceDataset]) -> None:
 def _require_same_codec(first: SourceDataset, other: SourceDataset, codec: CodecRecord, same: CodecRecord) -> None:
     for key in CodecRecord.__struct_fields__:
         left, right = getattr(codec, key), getattr(same, key)
-        # A model may lie in another place; its checksum says whether it is the same. Any device and version will do.
-        if key not in ("model", "devices", "mixed_versions") and left != right:
+        # A model may lie in another place; its checksum says whether it is the same. Any device will do.
+        if key not in ("model", "devices") and left != right:
             remedy = "encode one of them again with the other's model"
             raise _unlike(first, other, f"{key} of the codec {codec.name!r}", [left, right], remedy)
 

@@ -13,7 +13,7 @@ import msgspec
 from sharmill.engine.device_kind import name_devices
 from sharmill.errors import DamagedShard
 from sharmill.grow.parts import SourceDataset
-from sharmill.shar.index import CodecRecord, DatasetRecord, FieldFile, ShardRecord
+from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
 from sharmill.shar.layout import CUTS, shard_file
 from sharmill.shar.tar import open_field
 from sharmill.storage import NO_LINKS, fsync_directory, make_folder, open_atomic, stopping_errors
@@ -93,15 +93,7 @@ def add_up_shards(
                for codec in record.codecs}  # fmt: skip
     return msgspec.structs.replace(
         record,
-        codecs=[
-            msgspec.structs.replace(
-                codec,
-                devices=sorted(devices[codec.name]),
-                mixed_versions=_merge_versions(other for other in codes if other.name == codec.name),
-            )
-            for codec in record.codecs
-        ],
-        mixed_versions=_merge_versions(datasets),
+        codecs=[msgspec.structs.replace(codec, devices=sorted(devices[codec.name])) for codec in record.codecs],
         match_devices=name_devices(
             kind
             for dataset in datasets
@@ -112,11 +104,3 @@ def add_up_shards(
         target_seconds=round(sum(shard.target_seconds for shard in shards), 3),
         context_seconds=round(sum(shard.context_seconds for shard in shards), 3),
     )
-
-
-def _merge_versions(records: Iterable[DatasetRecord | CodecRecord]) -> dict[str, list[str]]:
-    merged: dict[str, set[str]] = {}
-    for record in records:
-        for package, versions in record.mixed_versions.items():
-            merged.setdefault(package, set()).update(versions)
-    return {package: sorted(merged[package]) for package in sorted(merged)}

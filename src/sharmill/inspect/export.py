@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -61,18 +60,17 @@ def choose_codec(record: DatasetRecord, name: str | None) -> CodecRecord:
     return next(codec for codec in record.codecs if codec.name == name)
 
 
-def load_decoder(codec: CodecRecord, model: str | None = None, allow_targets: Sequence[str] = ()) -> DecodingCodec:
+def load_decoder(codec: CodecRecord, model: str | None = None) -> DecodingCodec:
     """Return the codec that made codes, loaded, to turn them into audio.
 
     Args:
         codec: one of the dataset's.
         model: the model to load, where the codec is none of sharmill's own.
-        allow_targets: what the configuration in a .nemo file may name beside the known classes.
 
     Raises:
         ConfigError: the codec cannot be loaded or cannot decode.
     """
-    loaded = load_recorded_codec(codec, model, allow_targets=allow_targets)
+    loaded = load_recorded_codec(codec, model)
     if not isinstance(loaded, DecodingCodec) or loaded.decoded_sampling_rate is None:
         raise ConfigError(f"the codec {codec.name!r} ({codec.model}) cannot turn codes into audio", code="no_decoder")
     return loaded

@@ -12,13 +12,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from sharmill.engine.spill import FirstEqual
+from sharmill.engine.hashes import find_first
 from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.speaker_tag import tagged_speaker
-
-# Lines whose hashes are taken together, and that are put in order together.
-_DIGESTS_AT_ONCE = 1 << 16
-_AT_ONCE = 1 << 20
 
 
 class _Head(msgspec.Struct):
@@ -45,53 +41,30 @@ class ManifestIndex:
 def index_manifest(path: Path, group_key: Callable[[str, str], str], *further: Path) -> ManifestIndex:
     """Read a prepared manifest once, and the lines of ``further`` manifests behind its own; offsets are in their files.
 
-    Groups are told apart by 128-bit hashes of their keys, which lie in a temporary file beside the manifest.
+    Groups are told apart by 128-bit hashes of their keys.
     """
-    offsets, seconds = array("q"), array("f")
-    with FirstEqual(path.parent) as hashes:
-        for file in (path, *further):
-            position = 0
-            digests = bytearray()
-            # Line by line: of what is no manifest a line may have 64 MiB.
-            for line in read_stored_lines(file):
-                head = decode_stored(file, line, _Head)
-                key = group_key(head.audio_filepath, tagged_speaker(head.speaker))
-                digests += xxhash.xxh3_128_digest(key.encode())
-                offsets.append(position)
-                seconds.append(head.duration)
-                position += len(line)
-                if len(offsets) % _DIGESTS_AT_ONCE == 0:
-                    hashes.append(_rows(digests))
-                    digests = bytearray()
-            hashes.append(_rows(digests))
-        groups = hashes.find()
+    offsets, seconds, digests = array("q"), array("f"), bytearray()
+    for file in (path, *further):
+        position = 0
+        # Line by line: of what is no manifest a line may have 64 MiB.
+        for line in read_stored_lines(file):
+            head = decode_stored(file, line, _Head)
+            key = group_key(head.audio_filepath, tagged_speaker(head.speaker))
+            digests += xxhash.xxh3_128_digest(key.encode())
+            offsets.append(position)
+            seconds.append(head.duration)
+            position += len(line)
+    groups = find_first(*np.frombuffer(digests, np.uint64).reshape(-1, 2).T)
     return ManifestIndex(np.frombuffer(offsets, np.int64), np.frombuffer(seconds, np.float32), groups)
 
 
-def _rows(digests: bytearray) -> np.ndarray:
-    """Return digests as rows of numbers: they have their high half first, and their bytes are big-endian."""
-    return np.frombuffer(digests, ">u8").reshape(-1, 2)
-
-
 def order_by_group(groups: np.ndarray) -> np.ndarray:
-    """Return the numbers of lines (N,) uint32 by group, as a stable sort has them, in 8 bytes a line.
+    """Return the numbers of lines (N,) uint32 sorted by group, those of a group in their order.
 
     Args:
         groups: (N,) the number of the first line of each line's group.
     """
-    # First the size of each group, then where it ends, then where that of it ends which is not placed yet.
-    ends = np.zeros(len(groups), np.uint32)
-    for begin in range(0, len(groups), _AT_ONCE):
-        np.add.at(ends, groups[begin : begin + _AT_ONCE].astype(np.intp), np.uint32(1))
-    np.cumsum(ends, out=ends)
-    order = np.empty(len(groups), np.uint32)
-    for begin in reversed(range(0, len(groups), _AT_ONCE)):
-        part = groups[begin : begin + _AT_ONCE]
-        lines = np.argsort(part, kind="stable")
-        found, starts, counts = np.unique(part[lines], return_index=True, return_counts=True)
-        ends[found] -= counts.astype(np.uint32)
-        order[np.repeat(ends[found] - starts, counts) + np.arange(len(part))] = begin + lines
-    return order
+    return np.argsort(groups, kind="stable").astype(np.uint32)
 
 
 @dataclass(frozen=True)
@@ -130,17 +103,11 @@ def divide(index: ManifestIndex, order: np.ndarray, *, unit_seconds: float, max_
 
 def _group_ends(index: ManifestIndex, order: np.ndarray) -> Iterator[tuple[int, float]]:
     """Yield where each group ends in an order by group, and the seconds until there."""
-    so_far = 0.0
-    for begin in range(0, len(order), _AT_ONCE):
-        lines = order[begin : begin + _AT_ONCE]
-        seconds = np.cumsum(np.concatenate([[so_far], index.seconds[lines]]), dtype=np.float64)[1:]
-        so_far = float(seconds[-1])
-        # The group of the line behind tells whether the last one here ends.
-        groups = index.groups[order[begin : begin + _AT_ONCE + 1]]
-        last = np.flatnonzero(groups[1:] != groups[:-1])
-        if begin + len(lines) == len(order):
-            last = np.append(last, len(lines) - 1)
-        yield from zip((begin + 1 + last).tolist(), seconds[last].tolist(), strict=True)
+    seconds = np.cumsum(index.seconds[order], dtype=np.float64)
+    groups = index.groups[order]
+    ends = np.append(np.flatnonzero(groups[1:] != groups[:-1]) + 1, len(order)) if len(order) else order
+    # One at a time: lists of all would take ten times the memory.
+    return ((int(end), float(seconds[end - 1])) for end in ends)
 
 
 def _span(index: ManifestIndex, order: np.ndarray, start: int, stop: int) -> Span:

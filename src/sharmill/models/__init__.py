@@ -83,7 +83,7 @@ def load_codec(
 
     Args:
         name: ``builtin``, ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>``,
-            ``untrained``, or one of another package.
+            or one of another package.
         device: torch device to run it on.
         allow_targets: what the configuration in a .nemo file may name beside the known classes.
         precision: arithmetic of its function.

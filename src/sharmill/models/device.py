@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from sharmill.errors import DeviceError
+from sharmill.models.families import first_line
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def check_device(device: str) -> str:
         torch.arange(64.0, device=device).square().sum().item()
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     except (RuntimeError, AssertionError) as error:
-        raise DeviceError(f"torch cannot use the GPU: {_first_line(error)}. {describe_torch()}") from error
+        raise DeviceError(f"torch cannot use the GPU: {first_line(error).rstrip('. ')}. {describe_torch()}") from error
     kind = f"{name}, capability {capability[0]}.{capability[1]}"
     log.info("%s works: %s, driver %s, torch %s", device, kind, driver_version(), torch.__version__)
     return kind
@@ -79,7 +80,3 @@ def _describe_capabilities() -> str:
     except (RuntimeError, AssertionError):
         return ""
     return "".join(f", its GPU {index} has capability {major}.{minor}" for index, (major, minor) in enumerate(found))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from sharmill.models.protocols import Codec, SpeakerEncoder
 
 BUILTIN_FILE: Final = Path(__file__).parent / "builtin_codec.nemo"
-UNTRAINED_CONFIG: Final = Path(__file__).parent / "untrained_codec.yaml"
 TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
 
 _PATH_STARTS: Final[tuple[str, ...]] = ("/", "./", "../", "~")
 _ADAPTER: Final = "adapter_config.json"
 _READ_BYTES: Final = 1 << 20
 _MAX_CONFIG_BYTES: Final = 16 << 20
+_SHOWN_CHARACTERS: Final = 200
 
 # Measured on read speech: 99.8 % of pairs of one speaker are at least as similar (10 speakers, 450 pairs), and of pairs
 # of different speakers 0.2 % (10 speakers, 4,500 pairs) and 3.2 % (248 speakers, 30,628 pairs). At 0.6 it is 23 % and
@@ -123,21 +123,9 @@ def _describe_builtin(target: str) -> dict[str, str]:
 
 def _load_builtin(target: str, device: str) -> Codec:
     _no_target("builtin", target)
-    from sharmill.models.shipped_codecs import load_builtin_codec
+    from sharmill.models.builtin_codec import load_builtin_codec
 
     return load_builtin_codec(device)
-
-
-def _describe_untrained(target: str) -> dict[str, str]:
-    _no_target("untrained", target)
-    return {"checksum": file_checksum(UNTRAINED_CONFIG)}
-
-
-def _load_untrained(target: str, device: str) -> Codec:
-    _no_target("untrained", target)
-    from sharmill.models.shipped_codecs import load_untrained_codec
-
-    return load_untrained_codec(device)
 
 
 def _nemo_name(target: str, allow_targets: tuple[str, ...] = ()) -> ModelName:
@@ -267,9 +255,7 @@ NEMO_ENCODERS: Final = Family(
     min_similarity=_nemo_min_similarity,
     modules=("sharmill.models.nemo_speaker", "nemo.collections.asr.models"),
 )
-_SHIPPED: Final = ("sharmill.models.shipped_codecs",)
-BUILTIN: Final = Family(load=_load_builtin, describe=_describe_builtin, modules=_SHIPPED)
-UNTRAINED: Final = Family(load=_load_untrained, describe=_describe_untrained, modules=_SHIPPED)
+BUILTIN: Final = Family(load=_load_builtin, describe=_describe_builtin, modules=("sharmill.models.builtin_codec",))
 NEMO_CODECS: Final = Family(
     load=_load_nemo_codec,
     describe=_describe_nemo,
@@ -369,7 +355,7 @@ def _checksum(files: Iterable[Path], root: Path, *, with_names: bool) -> str:
     return digest.hexdigest()
 
 
-def first_line(error: BaseException, limit: int = 200) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, for a message of one line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:limit]
+    return lines[0][:_SHOWN_CHARACTERS]

@@ -107,9 +107,6 @@ def measure_canonical(codec: Codec, device: str, memory: int, unit_seconds: floa
     def run_segment(seconds: float) -> None:
         run(*shape(seconds))
 
-    if device == "cpu":
-        # The memory of compiling, which would be taken for the codec's.
-        run_segment(_CANONICAL_SECONDS[1])
     bytes_per_second = estimate_bytes_per_second(run_segment, device)
     one_row = shape(_CANONICAL_SECONDS[0], _GPU_SIZES[-1])[0] == 1
     if one_row:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed, mentions_memory
+from sharmill.models.families import first_line
 
 # Units that fail alike, before one is done, until a rank takes it for the configuration's fault.
 _UNITS_ALIKE: Final = 2
@@ -87,7 +88,7 @@ class MemoryGuard:
             self._failed_alike += 1
             kind = UnitFailed if self._proven or self._failed_alike < _UNITS_ALIKE else FatalError
             why = self._describe_piece(seconds) if is_least else self._describe(seconds, num_rows)
-            raise kind(f"{self._model}: {why} ({_first_line(error)})", code="out_of_memory") from error
+            raise kind(f"{self._model}: {why} ({first_line(error)})", code="out_of_memory") from error
 
     def unit_done(self) -> None:
         """Note that all batches of a unit had enough memory: what fails later is the fault of that unit alone."""
@@ -112,10 +113,6 @@ def _release_cached() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 
 def measure_peak(work: Callable[[], object], device: str) -> int:

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from nemo.collections.tts.models import AudioCodecModel
     from torch import Tensor
 
-    from sharmill.models.cpu_hifigan import fit_hifigan_to_cpu
-from sharmill.models.families import ModelName
+    from sharmill.models.families import ModelName
 
 _ENCODING_PARTS: Final = ("audio_encoder.", "vector_quantizer.")
 _TRIED_FRAMES: Final = (1, 2, 4, 8, 16, 32)

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import yaml
 
-from sharmill.config.limits import MAX_BYTES, check_yaml_text
+from sharmill.config.untrusted import load_untrusted_yaml
 from sharmill.errors import ConfigError
 from sharmill.models.families import first_line, refuse_packed_weights
 from sharmill.storage import open_regular
@@ -83,21 +83,19 @@ def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[st
     try:
         if path.is_dir():
             with open_regular(path / _CONFIG) as stream:
-                data = stream.read(MAX_BYTES + 1)
+                config = load_untrusted_yaml(stream, f"the configuration in {path}")
             weights = path / _WEIGHTS
             with open_regular(weights) as stream:
                 refuse_packed_weights(stream, weights.stat().st_size, str(weights))
         else:
-            data = _read_archive(path)
-        check_yaml_text(data, f"the configuration in {path}")
-        config = yaml.safe_load(data)
+            config = _read_archive(path)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: its configuration is damaged, or more than values", code="bad_model") from error
     except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError) as error:
         raise ConfigError(
             f"{path} is not a NeMo checkpoint, which is a tar archive: {first_line(error)}", code="bad_model"
         ) from error
-    if isinstance(config, dict) and "model" in config:
+    if "model" in config:
         config = config["model"]
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a NeMo checkpoint: its configuration is no mapping", code="bad_model")
@@ -113,14 +111,15 @@ def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[st
     return config
 
 
-def _read_archive(path: Path) -> bytes:
+def _read_archive(path: Path) -> dict[Any, Any]:
     """Return the configuration in an archive whose members are looked at without unpacking them.
 
     Raises:
         tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError: it is no archive, or damaged.
         ConfigError: it lacks something, or has too much.
     """
-    data, missing, size = b"", set(_MEMBERS), 0
+    config: dict[Any, Any] = {}
+    missing, size = set(_MEMBERS), 0
     limit = max(_FREE_BYTES, _MAX_RATIO * path.stat().st_size)
     with tarfile.open(path) as archive:
         for number, member in enumerate(archive):
@@ -132,7 +131,7 @@ def _read_archive(path: Path) -> bytes:
                 )
             name = PurePosixPath(member.name).name
             if name == _CONFIG and (stream := archive.extractfile(member)) is not None:
-                data = stream.read(MAX_BYTES + 1)
+                config = load_untrusted_yaml(stream, f"the configuration in {path}")
             if name == _WEIGHTS and (stream := archive.extractfile(member)) is not None:
                 refuse_packed_weights(stream, member.size, str(path))
             missing.discard(name)
@@ -140,7 +139,7 @@ def _read_archive(path: Path) -> bytes:
         raise ConfigError(
             f"{path} is not a NeMo checkpoint: the archive lacks {' and '.join(sorted(missing))}", code="bad_model"
         )
-    return data
+    return config
 
 
 def _walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:

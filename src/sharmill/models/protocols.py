@@ -57,7 +57,7 @@ class Codec(Protocol):
         num_codebooks: number of codes per frame.
         codebook_size: every code is in ``range(codebook_size)``.
         checksum: xxh3 (hex) over the parameters and saved buffers, in the order of their names.
-        trained: False for a model whose codes mean nothing, as those of ``untrained``.
+        trained: False for a model whose codes mean nothing.
         equal_lengths_only: True if padding on the right changes an item's codes. The backend then encodes only items
             with the same number of frames together, so that a caller who batches them by it loses no speed.
     """

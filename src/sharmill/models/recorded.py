@@ -29,14 +29,16 @@ def recorded_model(record: CodecRecord, given: str | None) -> str:
         given: the model that the user names for it, or None.
 
     Raises:
-        ConfigError: the user names none, and the dataset one that is not sharmill's own.
+        ConfigError: the user names none, and the dataset one that is not sharmill's own, or that was removed.
     """
     if given is not None:
         return given
-    if record.model == "builtin" and not record.trained:
-        # Before sharmill brought a trained codec, the untrained one had this name.
-        return "untrained"
-    if record.model not in ("builtin", "untrained"):
+    if record.model == "untrained":
+        raise ConfigError(
+            f"the codes called {record.name!r} are of an untrained codec, which was removed: encode with builtin",
+            code="bad_codec",
+        )
+    if record.model != "builtin":
         raise ConfigError(
             f"the dataset names the model {record.model}, which is not loaded because a dataset says so "
             f"{_hint(record)}",
@@ -55,7 +57,6 @@ def check_recorded_model(record: CodecRecord, given: str | None, allow_targets: 
 def load_recorded_codec(
     record: CodecRecord,
     given: str | None,
-    device: str = "cpu",
     allow_targets: Sequence[str] = (),
     precision: Precision = "fp32",
 ) -> Codec:
@@ -70,7 +71,7 @@ def load_recorded_codec(
     """
     name = recorded_model(record, given)
     with _hinting(record):
-        codec = load_codec(name, device=device, allow_targets=allow_targets, precision=precision)
+        codec = load_codec(name, allow_targets=allow_targets, precision=precision)
     if codec.checksum != record.checksum:
         raise ConfigError(
             f"{name} has the checksum {codec.checksum}, but the codes called {record.name!r} are of a model with "

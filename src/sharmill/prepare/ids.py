@@ -1,4 +1,4 @@
-"""Duplicates and ambiguous ids over a whole input, found from 64-bit hashes: 32 bytes a record on disk."""
+"""Duplicates and ambiguous ids over a whole input, found from 64-bit hashes: 32 bytes a record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
-from sharmill.engine.spill import SpilledRows
+from sharmill.engine.hashes import find_first
 from sharmill.manifest import SOURCE_CUT_ID, Utterance, segment_id
 
 HASH_FIELDS = np.dtype([("segment", "u8"), ("file", "u8"), ("recording", "u8"), ("cut", "u8")])
@@ -44,23 +44,18 @@ class Suspects:
     cuts: frozenset[int]
 
 
-def find_suspects(hashes: SpilledRows) -> Suspects:
-    """Find the records that may be a duplicate or share an id, from rows of ``HASH_FIELDS``."""
-    records, repeated = np.zeros((2, len(hashes)), bool)
-    recordings: set[int] = set()
-    cuts: set[int] = set()
-    for numbers, rows in hashes.in_ranges("segment"):
-        repeated[numbers] = _repeats(rows["segment"])
-    records |= repeated
-    for numbers, rows in hashes.in_ranges("recording"):
-        several = _has_several(rows["recording"], rows["file"])
-        records[numbers] |= several
-        recordings.update(np.unique(rows["recording"][several]).tolist())
-    for numbers, rows in hashes.in_ranges("cut"):
-        records[numbers] |= _repeats(rows["cut"])
-        several = _has_several(rows["cut"], rows["segment"])
-        cuts.update(np.unique(rows["cut"][several]).tolist())
-    return Suspects(records, repeated, frozenset(recordings), frozenset(cuts))
+def find_suspects(hashes: np.ndarray) -> Suspects:
+    """Find the records that may be a duplicate or share an id, from rows (N,) of ``HASH_FIELDS``."""
+    each = np.arange(len(hashes))
+    repeated = _has_several(hashes["segment"], each)
+    recordings = _has_several(hashes["recording"], hashes["file"])
+    cuts = _has_several(hashes["cut"], hashes["segment"])
+    return Suspects(
+        records=repeated | recordings | _has_several(hashes["cut"], each),
+        repeated=repeated,
+        recordings=frozenset(hashes["recording"][recordings].tolist()),
+        cuts=frozenset(hashes["cut"][cuts].tolist()),
+    )
 
 
 @dataclass
@@ -102,30 +97,12 @@ def _segment_text(utterance: Utterance) -> str:
     return f"{_file_text(utterance)}\n{utterance.offset!r}\n{utterance.duration!r}"
 
 
-def _repeats(values: np.ndarray) -> np.ndarray:
-    """Mark the values that occur more than once."""
-    order = np.argsort(values)
-    values = values[order]
-    same = values[1:] == values[:-1]
-    repeated = np.zeros(len(values), bool)
-    repeated[order[1:][same]] = True
-    repeated[order[:-1][same]] = True
-    return repeated
-
-
 def _has_several(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Mark the entries whose key occurs with more than one value."""
-    order = np.lexsort((values, keys))
-    keys, values = keys[order], values[order]
-    begins = np.ones(len(keys), bool)
-    begins[1:] = keys[1:] != keys[:-1]
-    run = np.cumsum(begins) - 1
-    # Of the keys, in their order.
-    several = np.zeros(int(begins.sum()), bool)
-    several[run[1:][~begins[1:] & (values[1:] != values[:-1])]] = True
-    result = np.empty(len(keys), bool)
-    result[order] = several[run]
-    return result
+    first = find_first(keys)
+    several = np.zeros(len(keys), bool)
+    several[first[values != values[first]]] = True
+    return several[first]
 
 
 def _hash(text: str) -> int:

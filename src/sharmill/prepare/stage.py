@@ -18,7 +18,6 @@ from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config
 from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.spill import SpilledRows
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import load_stored_array, read_stored, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
@@ -130,10 +129,8 @@ class PrepareStage(Stage):
         Returns:
             how many they are by reason, and their seconds.
         """
-        with SpilledRows(self.dir.path, HASH_FIELDS) as hashes:
-            for commit in commits:
-                hashes.append(load_stored_array(self.root / commit.files[1].name))
-            suspects = find_suspects(hashes)
+        parts = (load_stored_array(self.root / commit.files[1].name) for commit in commits)
+        suspects = find_suspects(np.concatenate([np.empty(0, HASH_FIELDS), *parts]))
         keeper = IdKeeper(suspects.recordings, suspects.cuts)
         known = KnownRecords(Path(self.config.append_to)) if self.config.append_to is not None else None
         found, seconds = Counter[str](), 0.0

@@ -180,7 +180,7 @@ def read_dataset_facts(directory: Path, models: Mapping[str, str]) -> Facts:
 
 def own_models(config: Config) -> dict[str, str]:
     """Return the codecs that a configuration names itself, by their names in the dataset."""
-    return {codec.name: codec.model for codec in config.encode.codecs if codec.model not in ("builtin", "untrained")}
+    return {codec.name: codec.model for codec in config.encode.codecs if codec.model != "builtin"}
 
 
 def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str, str], *, decode: bool = True) -> Facts:

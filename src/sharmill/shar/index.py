@@ -65,8 +65,7 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a codec that its codes are read by, and what made them.
 
     ``codebook_size`` is the number of values of one code. ``devices`` are the kinds of device that made the codes, in
-    alphabetical order; none where that is not known. ``mixed_versions`` are the versions of packages of which there
-    were several.
+    alphabetical order; none where that is not known.
     """
 
     name: str
@@ -79,7 +78,6 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
     codebook_size: Positive
     devices: list[str] = []
     precision: Precision = "fp32"
-    mixed_versions: dict[str, list[str]] = {}
 
 
 class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,8 +85,7 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     ``contract: foreign`` says that another tool wrote the files and only the index is sharmill's: what sharmill
     promises of its cuts and codes does not hold. ``match_precision`` is that of the speaker encoder, and
-    ``match_devices`` are the kinds of device that it chose contexts on; empty for CPUs alone. ``mixed_versions`` are
-    the versions of packages of which the stages until write had several.
+    ``match_devices`` are the kinds of device that it chose contexts on; empty for CPUs alone.
     """
 
     format_version: int
@@ -105,7 +102,6 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
     contract: Literal["sharmill", "foreign"] = "sharmill"
     match_precision: Precision = "fp32"
     match_devices: list[str] = []
-    mixed_versions: dict[str, list[str]] = {}
 
     @property
     def has_contexts(self) -> bool:

@@ -141,7 +141,6 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
         codecs=codecs,
         match_precision=old.match_precision if old else "fp32",
         match_devices=old.match_devices if old else [],
-        mixed_versions=old.mixed_versions if old else {},
         contract="sharmill" if own else "foreign",
     )
     with changing_index(directory):

@@ -16,9 +16,6 @@ from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.match.groups import index_manifest, order_by_group
 from sharmill.match.speaker_key import speaker_of_tag
 
-# Positions of lines that are sorted at once.
-_AT_ONCE = 1 << 23
-
 
 class _Head(msgspec.Struct):
     index: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = msgspec.field(name="_index")
@@ -77,20 +74,9 @@ def order_lines(index: LineIndex, order: Literal["manifest", "speaker", "shuffle
     """
     if order == "speaker":
         return np.arange(len(index.offsets), dtype=np.uint32)
-    lines = _sort_by_position(index.positions)
+    lines = np.argsort(index.positions, kind="stable").astype(np.uint32)
     if order == "shuffle":
         np.random.Generator(np.random.PCG64(seed)).shuffle(lines)
-    return lines
-
-
-def _sort_by_position(positions: np.ndarray) -> np.ndarray:
-    """Return the numbers of lines (N,) uint32 in the order of their positions, a range of these at a time."""
-    lines = np.empty(len(positions), np.uint32)
-    begin = 0
-    for low in range(0, int(positions.max(initial=0)) + 1, _AT_ONCE):
-        inside = np.flatnonzero((positions >= low) & (positions < low + _AT_ONCE))
-        lines[begin : begin + len(inside)] = inside[np.argsort(positions[inside], kind="stable")]
-        begin += len(inside)
     return lines
 
 

@@ -17,10 +17,10 @@ from sharmill.config import Config
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import committed_files
-from sharmill.engine.plan import count_planned, read_mixed_versions
+from sharmill.engine.plan import count_planned
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import map_stored_array, write_array
+from sharmill.engine.stored import map_stored_array, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
@@ -47,9 +47,6 @@ from sharmill.shar.lhotse_json import cut_json, recording_json
 from sharmill.staging import Staging
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
 from sharmill.write.order import divide_into_shards, index_matched, index_prepared, order_lines
-
-# Cuts whose places are written into the plan at once.
-_AT_ONCE = 1 << 20
 
 
 class WriteStage(Stage):
@@ -87,9 +84,7 @@ class WriteStage(Stage):
         manifest, write = input_manifest(self.config), self.config.write
         index = index_matched(manifest) if self.config.has_contexts else index_prepared(manifest)
         order = order_lines(index, write.order, write.seed)
-        with (folder / "offsets.npy").open("wb") as stream:
-            parts = (index.offsets[order[begin : begin + _AT_ONCE]] for begin in range(0, len(order), _AT_ONCE))
-            write_array(stream, index.offsets.dtype, order.shape, parts)
+        save_array(folder / "offsets.npy", index.offsets[order])
         for number, (start, stop) in enumerate(pairwise(divide_into_shards(index.target_seconds[order], write))):
             cost = round(float(index.seconds[order[start:stop]].sum(dtype=np.float64)), 3)
             yield make_unit(number, cost=cost, size=stop - start, params={"start": start, "stop": stop})
@@ -155,7 +150,6 @@ class WriteStage(Stage):
             codecs=[],
             match_precision=self.config.match.precision if self.config.match else "fp32",
             match_devices=devices_of_match(self.config) if self.config.match else [],
-            mixed_versions=read_mixed_versions(self.run_dir.stage(name) for name in ("prepare", "match", "write")),
         )
 
 

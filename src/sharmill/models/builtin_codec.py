@@ -1,17 +1,13 @@
-"""The two codecs that ship with the project, in plain torch: a trained one, and one that is not.
+"""The codec that ships with the project, in plain torch.
 
-Both are NeMo AudioCodecModels with the same kind of causal encoder. Importing NeMo opens some ten thousand files, which
-every rank would do at its start: so the encoder and the quantizer are written here, with NeMo's names for the weights
-and its arithmetic, and NeMo is loaded only to turn codes into audio.
-
-The codes of the untrained one have the right shapes, rates and types, depend on the audio and are the same everywhere.
-They mean nothing: never train on them.
+It is a NeMo AudioCodecModel. Importing NeMo opens some ten thousand files, which every rank would do at its start: so
+the encoder and the quantizer are written here, with NeMo's names for the weights and its arithmetic, and NeMo is loaded
+only to turn codes into audio.
 """
 
 from __future__ import annotations
 
 import io
-import logging
 import math
 import tarfile
 from functools import cached_property
@@ -23,14 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.families import BUILTIN_FILE, UNTRAINED_CONFIG, ModelName
+from sharmill.models.families import BUILTIN_FILE, ModelName
 from sharmill.models.tensors import find_reach, weights_checksum
 
-_logger = logging.getLogger(__name__)
-
-# Keeps the variance through layers with leaky rectifiers (He et al., https://arxiv.org/abs/1502.01852).
-_LAYER_GAIN: Final = math.sqrt(2.0)
-_GRID: Final = 1 << 11
 # NeMo's, against values between two levels.
 _LEVEL_MARGIN: Final = 1e-3
 
@@ -80,7 +71,6 @@ class _CausalEncoder(nn.Module):
         self._rates: list[int] = config["down_sample_rates"]
         channels: int = config["base_channels"]
         self.pre_conv = _CausalConv(1, channels, config["in_kernel_size"])
-        # In this order the weights of the untrained codec are drawn.
         self.down_sample_conv_layers = nn.ModuleList()
         self.res_layers = nn.ModuleList()
         for rate in self._rates:
@@ -143,19 +133,19 @@ class _Network(nn.Module):
         self.vector_quantizer = _GroupQuantizer(config["vector_quantizer"])
 
 
-class _ShippedCodec(CodecBackend):
-    def __init__(self, name: str, config: dict[str, Any], network: _Network, device: str) -> None:
+class _BuiltinCodec(CodecBackend):
+    """The encoder and the quantizer of a network; ``config`` is that of a NeMo AudioCodecModel."""
+
+    def __init__(self, config: dict[str, Any], network: _Network, device: str) -> None:
         self._network = network.eval().requires_grad_(False).to(device)
-        is_trained = name == "builtin"
         spec = CodecSpec(
-            name=name,
+            name="builtin",
             sampling_rate=config["sample_rate"],
             samples_per_frame=config["samples_per_frame"],
             num_codebooks=config["vector_quantizer"]["num_groups"],
             codebook_size=math.prod(config["vector_quantizer"]["num_levels_per_group"]),
             checksum=weights_checksum(network.state_dict()),
-            trained=is_trained,
-            decoded_sampling_rate=config["sample_rate"] if is_trained else None,
+            decoded_sampling_rate=config["sample_rate"],
         )
         super().__init__(spec, device)
 
@@ -185,7 +175,7 @@ class _ShippedCodec(CodecBackend):
 
 
 def load_builtin_codec(device: str) -> CodecBackend:
-    """Load the trained codec; NeMo is needed only to decode."""
+    """Load the codec; NeMo is needed only to decode."""
     with tarfile.open(BUILTIN_FILE) as archive:
         members = {member.name.removeprefix("./"): archive.extractfile(member) for member in archive}
         files = {name: stream.read() for name, stream in members.items() if stream is not None}
@@ -195,33 +185,4 @@ def load_builtin_codec(device: str) -> CodecBackend:
     with torch.random.fork_rng(devices=[]):
         network = _Network(config)
     network.load_state_dict({name: weights[name] for name in network.state_dict()})
-    return _ShippedCodec("builtin", config, network, device)
-
-
-def load_untrained_codec(device: str) -> CodecBackend:
-    """Build the untrained codec, the same in every process, and warn that it is one."""
-    _logger.warning("codec 'untrained': its codes are for trying out the pipeline only, never train on them")
-    config = yaml.safe_load(UNTRAINED_CONFIG.read_bytes())
-    with torch.random.fork_rng(devices=[]):
-        network = _Network(config["model"])
-    _seed_weights(network.audio_encoder, int(config["seed"]), float(config["input_gain"]))
-    return _ShippedCodec("untrained", config["model"], network, device)
-
-
-def _seed_weights(encoder: nn.Module, seed: int, input_gain: float) -> None:
-    """Set weights whose bits depend on the seed alone.
-
-    The directions are integers divided by a power of two, and the norms constants: no logarithm, sum or root, whose
-    last bit would depend on the processor, enters the checksum. Without biases the output is proportional to the
-    audio, and the gain of the first layer brings speech into the range of the quantizer.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    gains = {"pre_conv.conv": _LAYER_GAIN * input_gain}
-    with torch.no_grad():
-        for name, module in encoder.named_modules():
-            if not hasattr(module, "parametrizations"):
-                continue
-            norm, direction = module.parametrizations.weight.original0, module.parametrizations.weight.original1
-            direction.copy_(torch.randint(-_GRID, _GRID, direction.shape, generator=generator) / _GRID)
-            norm.fill_(gains.get(name, _LAYER_GAIN))
-            module.bias.zero_()
+    return _BuiltinCodec(config, network, device)

@@ -4,7 +4,7 @@
 # make test-all   both, but for those on a real SLURM and a real Ray, which `make test-cluster` has
 # make test-gpu   models and stages on a GPU against the CPU, faults and memory, where there is a GPU
 # make torture   losses of power in small runs, and what is left of them: SEED=, MINUTES=, STATES= of each run
-# make bench   what takes how long, beside the libraries used directly; GROUP= (further, scale, all), MARKDOWN=1, JSON= (a file for all figures)
+# make bench   what takes how long, beside the libraries used directly; GROUP= (further, scale, all), JSON= (a file for all figures)
 # make bench-gpu   models, stages and the choice of contexts on a GPU, in nine minutes; DEVICE=cpu tries it out, SECONDS=
 # make docs   the pages of docs as a site with a reference of the Python API, in build/site
 # All make .venv first if it is missing or older than what it is made from.
@@ -24,9 +24,9 @@ PYTEST :=
 demo: venv
 	$(BIN)/sharmill demo demo
 
-# On all cores; the tests of a module share a process, and so its fixtures.
+# On all cores; the tests of a group, by default those of a module, share a process, and so its fixtures.
 test: venv
-	EXAMPLES=quick $(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not slurm and not ray" $(PYTEST)
+	EXAMPLES=quick $(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not slurm and not ray" $(PYTEST)
 
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not slurm and not ray" $(PYTEST)
@@ -58,7 +58,7 @@ lint: venv
 
 # The rows of a group, by default those of docs/benchmarks.md, in some minutes.
 bench: venv
-	$(BIN)/python tests/bench $(if $(GROUP),--group $(GROUP)) $(if $(MARKDOWN),--markdown) $(if $(JSON),--json $(JSON))
+	$(BIN)/python tests/bench $(if $(GROUP),--group $(GROUP)) $(if $(JSON),--json $(JSON))
 
 # All on one GPU in nine minutes, or tried out by DEVICE=cpu.
 bench-gpu: venv

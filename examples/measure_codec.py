@@ -3,7 +3,7 @@
 python examples/measure_codec.py SPEECH CODEC... [--limit N] [--wav FOLDER]
 
 SPEECH is a folder with ``manifest.json`` and ``audio/``; CODEC is what ``encode.codecs`` takes: ``builtin``,
-``untrained``, ``nemo:model.nemo`` and so on. Needs ``pip install 'sharmill[codec-quality]'``. Printed are means over
+``nemo:model.nemo`` and so on. Needs ``pip install 'sharmill[codec-quality]'``. Printed are means over
 the utterances, in a table of Markdown:
 
 - STOI: intelligibility, from 0 to 1 (pystoi, not extended). PESQ: quality, from 1 to 4.6 (wide band).

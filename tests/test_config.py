@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +11,6 @@ from support.errors import raises
 from support.paths import REPOSITORY
 
 from sharmill.config import STAGES, CodecConfig, load_config, resolve_stage, to_yaml
-from sharmill.config.loading import REMOVED_KEYS
 from sharmill.errors import ConfigError
 
 BASE = "name: n\nrun_dir: r\ndataset_dir: d\nsources: [{manifest: m.json, audio_root: audio}]\n"
@@ -171,8 +168,8 @@ def test_incomplete_file(text, code, names, write):
 
 @pytest.mark.parametrize(
     "content",
-    [b"a: [", b"\0", "name: x".encode("utf-16"), b"name: \xff\xe9", BASE.encode() + b"name: again", b"a: b: c"],
-    ids=["unfinished", "binary", "utf-16", "latin-1", "a key twice", "colons"],
+    [b"a: [", b"\0", b"name: \xff\xe9", BASE.encode() + b"name: again", b"a: b: c"],
+    ids=["unfinished", "binary", "latin-1", "a key twice", "colons"],
 )
 def test_what_is_no_yaml_is_refused_in_one_line(content, tmp_path):
     path = tmp_path / "c.yaml"
@@ -185,7 +182,7 @@ def test_missing_file(tmp_path):
 
 
 def test_folder_instead_of_a_file(tmp_path):
-    refuse(tmp_path, "bad_config_file", os.strerror(errno.EISDIR))
+    refuse(tmp_path, "bad_config_file", "not a regular file")
 
 
 @pytest.mark.parametrize(
@@ -410,11 +407,3 @@ def test_one_key_says_how_large_shards_are(text, size, write):
 )
 def test_sizes_of_shards_that_exclude_each_other_or_are_none(text, names, write):
     refuse(write(f"write: {text}"), "bad_config_value", *names)
-
-
-@pytest.mark.parametrize("key", REMOVED_KEYS)
-def test_a_removed_key_says_what_to_use(key, tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text((REPOSITORY / "configs/demo.yaml").read_text())
-    with raises(ConfigError, "unknown_key", f"the key '{key}' was removed", REMOVED_KEYS[key]):
-        load_config(path, [f"{key}=1"])

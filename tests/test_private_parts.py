@@ -310,7 +310,7 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("nemo_toolkit", "layers of the encoders of its codecs", "models/cpu_hifigan.py", nemo_codec_layers),
     ("nemo_toolkit", "layers of ConvASREncoder and of attentive pooling", "models/cpu_titanet.py", nemo_speaker_layers),
     ("miniaudio", "dr_flac", "shar/reading/decoding.py", miniaudio_flac),
-    ("torch", "weights of weight_norm", "models/shipped_codecs.py", torch_weight_norm),
+    ("torch", "weights of weight_norm", "models/builtin_codec.py", torch_weight_norm),
     ("torch", "switch of the TorchScript fuser", "models/arithmetic.py", torch_fuser),
     ("torch", "sizes of tensors that are made", "models/tensors.py", torch_sizes),
 ]  # fmt: skip

@@ -84,6 +84,11 @@ def test_another_package_does_not_replace_sharmills_own(tiny):
     assert CODECS.load("nemo").__class__.__name__ == "Family"
 
 
+def test_a_removed_codec_says_what_to_use():
+    with raises(ConfigError, "unknown_name", "'untrained' was removed", "use builtin"):
+        describe_codec("untrained")
+
+
 @pytest.mark.parametrize("registry", [SOURCES, ENCODERS, CODECS], ids=lambda registry: registry.kind)
 def test_an_unknown_name_gets_the_nearest(registry, tiny):
     with raises(ConfigError, "unknown_name", registry.kind, "'tinny'", "'tiny'"):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import stat
 import subprocess
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -32,46 +30,6 @@ def open_staging(root, *folders):
 
 def raise_after(written):
     return written // 0
-
-
-def watch_publishing(monkeypatch):
-    """Returns a list that gets what is renamed and which folders are synced from now on, in order."""
-    steps = []
-    replace, sync = Path.replace, os.fsync
-
-    def note_rename(path, to):
-        steps.append(f"{to.parent.name}/{to.name}")
-        return replace(path, to)
-
-    def note_sync(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            steps.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
-        sync(descriptor)
-
-    monkeypatch.setattr(Path, "replace", note_rename)
-    monkeypatch.setattr(os, "fsync", note_sync)
-    return steps
-
-
-def test_what_comes_before_the_last_file_is_on_disk_before_that_is_published(tmp_path, monkeypatch):
-    wanted = ["b/2", "a/1", "b/3", "cuts/0"]
-    with open_staging(tmp_path, "a", "b", "cuts") as staging:
-        for name in reversed(wanted):
-            staging.path(name).write_bytes(name.encode())
-        assert [name for name in wanted if (tmp_path / name).exists()] == []
-        steps = watch_publishing(monkeypatch)
-        staging.publish(wanted)
-    assert steps == ["b/2", "a/1", "b/3", "b", "a", "cuts/0", "cuts"]
-    assert {name: (tmp_path / name).read_text() for name in wanted} == {name: name for name in wanted}
-
-
-def test_a_folder_of_several_files_is_synced_once(tmp_path, monkeypatch):
-    with open_staging(tmp_path, "parts") as staging:
-        for name in ("parts/0", "parts/1"):
-            staging.path(name).write_bytes(b"")
-        steps = watch_publishing(monkeypatch)
-        staging.publish(["parts/0", "parts/1"])
-    assert steps == ["parts/0", "parts/1", "parts"]
 
 
 def test_published_files_are_described_by_size_and_checksum(tmp_path):

@@ -16,12 +16,10 @@ import pytest
 from support.errors import raises
 
 from sharmill import storage as store
-from sharmill.engine.progress import RankProgress, _write_aside
 from sharmill.errors import ConfigError, FatalError
 from sharmill.storage import (
     create_atomic,
     disk_errors,
-    make_folder,
     open_atomic,
     open_regular,
     path_aside,
@@ -65,49 +63,8 @@ def test_open_atomic_leaves_the_earlier_file_after_an_error(tmp_path):
     assert names(tmp_path) == ["file"]
 
 
-def test_file_is_synced_before_its_rename_and_the_folder_after(tmp_path, monkeypatch):
-    events = []
-    sync = os.fsync
-
-    def record(descriptor):
-        target = Path(f"/proc/self/fd/{descriptor}").resolve()
-        events.append(("folder" if target.is_dir() else "file", (tmp_path / "file").exists()))
-        sync(descriptor)
-
-    monkeypatch.setattr(store.os, "fsync", record)
-    write_atomic(tmp_path / "file", b"x")
-    assert events == [("file", False), ("folder", True)]
-
-
-@pytest.fixture
-def synced(tmp_path, monkeypatch):
-    """The names of what is synced, as they are then, below the folder of the test."""
-    found = []
-    sync = os.fsync
-
-    def record(descriptor):
-        found.append(Path(f"/proc/self/fd/{descriptor}").resolve().relative_to(tmp_path).as_posix())
-        sync(descriptor)
-
-    monkeypatch.setattr(store.os, "fsync", record)
-    return found
-
-
-@pytest.mark.parametrize("make", [require_writable, make_folder, lambda folder: write_atomic(folder / "file", b"x")])
-def test_the_names_of_new_folders_outlast_a_loss_of_power(tmp_path, synced, make):
-    make(tmp_path / "run/stage")
-    assert synced[:2] == [".", "run"]
-
-
-def test_the_names_in_a_published_folder_outlast_a_loss_of_power(tmp_path, synced):
-    (tmp_path / "aside/below").mkdir(parents=True)
-    (tmp_path / "aside/below/file").write_bytes(b"x")
-    publish_directory(tmp_path / "aside", tmp_path / "final")
-    assert synced == ["aside", "aside/below", "aside/below/file", "."]
-
-
 @pytest.mark.parametrize("links", [True, False])
-def test_a_file_is_created_once_and_whole(tmp_path, synced, monkeypatch, links):
+def test_a_file_is_created_once_and_whole(tmp_path, monkeypatch, links):
     if not links:
         monkeypatch.setattr(store.os, "link", mock.Mock(side_effect=OSError(errno.EPERM, "no links here")))
     create_atomic(tmp_path / "claim", b"first")
@@ -115,12 +72,9 @@ def test_a_file_is_created_once_and_whole(tmp_path, synced, monkeypatch, links):
         create_atomic(tmp_path / "claim", b"second")
     assert (tmp_path / "claim").read_bytes() == b"first"
     assert names(tmp_path) == ["claim"]
-    # What is synced under its final name was seen half written.
-    assert ("claim" in synced) == (not links)
-    assert synced[-1] == "."
 
 
-def test_the_one_that_comes_second_leaves_nothing_aside_that_could_come_back(tmp_path, synced, monkeypatch):
+def test_the_one_that_comes_second_leaves_nothing_aside_that_could_come_back(tmp_path, monkeypatch):
     def another_is_faster(aside, path):
         Path(path).write_bytes(b"first")
         raise FileExistsError
@@ -129,7 +83,6 @@ def test_the_one_that_comes_second_leaves_nothing_aside_that_could_come_back(tmp
     with pytest.raises(FileExistsError):
         create_atomic(tmp_path / "claim", b"second")
     assert names(tmp_path) == ["claim"]
-    assert synced[-1] == "."
 
 
 def test_a_folder_goes_at_once_though_another_process_fills_it(tmp_path):
@@ -173,14 +126,12 @@ def test_names_aside_cannot_be_guessed(tmp_path):
 @pytest.mark.parametrize("write", [
     lambda path: write_atomic(path, b"new"),
     lambda path: require_writable(path.parent),
-    lambda path: _write_aside(path, RankProgress(rank=0, pid=1, host="h", started=0.0, updated=0.0)),
 ])  # fmt: skip
 def test_a_link_planted_under_a_name_aside_is_not_written_through(tmp_path, monkeypatch, write):
     """Of one who has guessed 128 bits."""
     (tmp_path / "theirs").write_text("theirs")
     (tmp_path / "planted").symlink_to(tmp_path / "theirs")
-    for module in ("storage", "engine.progress"):
-        monkeypatch.setattr(f"sharmill.{module}.path_aside", lambda path: tmp_path / "planted")
+    monkeypatch.setattr(store, "path_aside", lambda path: tmp_path / "planted")
     with suppress(OSError, ConfigError):
         write(tmp_path / "mine")
     assert (tmp_path / "theirs").read_text() == "theirs"

@@ -14,7 +14,7 @@ import soundfile as sf
 from support.audio import FORMATS, container, reason_of, speech_like, write
 from support.paths import DATA
 
-from sharmill.audio import files, mp3
+from sharmill.audio import mp3
 from sharmill.audio.decoder import AudioInfo
 from sharmill.audio.files import decode_bytes, probe, probe_bytes, read
 
@@ -114,15 +114,6 @@ def test_segments_equal_slices_of_the_full_decode(tmp_path, name, format, subtyp
     for start, count in [(0, 500), (len(full) - 37, 37), *((int(s), 3000) for s in starts)]:
         np.testing.assert_array_equal(read(path, start, count)[0], full[start : start + count])
     np.testing.assert_array_equal(read(path, len(full) - 99)[0], full[-99:])
-
-
-@pytest.mark.parametrize(("format", "subtype"), [("FLAC", "PCM_16"), ("OGG", "VORBIS"), ("OGG", "OPUS")])
-def test_segment_across_blocks(tmp_path, monkeypatch, format, subtype):
-    monkeypatch.setattr(files, "_BLOCK_SAMPLES", 1000)
-    path = write(tmp_path / "a", container(speech_like(20000, 16000), 16000, format, subtype))
-    full, _ = sf.read(path, dtype="float32")
-    np.testing.assert_array_equal(read(path, 2500, 7001)[0], full[2500:9501])
-    np.testing.assert_array_equal(read(path)[0], full)
 
 
 @pytest.mark.parametrize("subtype", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "IMA_ADPCM"])

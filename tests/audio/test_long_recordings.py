@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.audio import container, speech_like, write
 
-from sharmill.audio import files, spool
+from sharmill.audio import files
 from sharmill.audio.encoding import encode
 from sharmill.audio.files import Recording
 from sharmill.audio.resample import resample_for_encoder
@@ -68,13 +68,11 @@ def seen(monkeypatch) -> dict[str, list]:
     return seen
 
 
-@pytest.mark.parametrize("in_memory", [0, 1 << 20])
-def test_match_opens_a_recording_once_and_reads_in_order(segments, tmp_path, seen, monkeypatch, in_memory):
+def test_match_opens_a_recording_once_and_reads_in_order(segments, tmp_path, seen):
     reader = SegmentReader(AudioRoots.of([tmp_path]))
     expected = [read_alone(reader, segment) for segment in segments]
     seen["opened"].clear()
     seen["starts"].clear()
-    monkeypatch.setattr("sharmill.match.embed._SPOOLED_BYTES", in_memory)
     found = Embedder(FirstSamples(), reader, 30, 2)(segments)
     assert len(seen["opened"]) == 1
     assert seen["starts"] == sorted(seen["starts"])
@@ -88,8 +86,7 @@ def test_match_opens_a_recording_once_and_reads_in_order(segments, tmp_path, see
         assert (one.content, one.notes) == (alone.content, alone.notes)
 
 
-def test_write_opens_a_recording_once_and_encodes_in_order(segments, tmp_path, seen, monkeypatch):
-    monkeypatch.setattr("sharmill.write.encoder._SPOOLED_BYTES", 100_000)
+def test_write_opens_a_recording_once_and_encodes_in_order(segments, tmp_path, seen):
     reader = SegmentReader(AudioRoots.of([tmp_path]))
     parts = [segment for segment in segments if segment.duration < SECONDS]
     expected = [read_alone(reader, segment) for segment in parts]
@@ -104,7 +101,6 @@ def test_write_opens_a_recording_once_and_encodes_in_order(segments, tmp_path, s
         assert stored(segment).data == encode(alone.samples, RATE, "flac")
     assert len(seen["opened"]) == 1
     assert seen["starts"][: len(parts) - 1] == sorted(seen["starts"][: len(parts) - 1])
-    assert not stored._kept
 
 
 def test_a_segment_that_is_the_whole_file_is_copied_all_the_same(tmp_path):
@@ -129,10 +125,3 @@ def read_alone(reader: SegmentReader, segment: Segment):
         return reader.read(segment)
     except RejectRecord as reject:
         return reject
-
-
-def test_samples_that_are_kept_leave_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    kept = spool.Spool(0).put(b"abc")
-    assert kept.data is None
-    assert not list(tmp_path.iterdir())

@@ -61,8 +61,7 @@ def test_other_depths_are_floats(subtype):
         assert recording.read_stored().dtype == np.float32
 
 
-def test_a_channel_keeps_16_bits_and_a_mix_does_not(monkeypatch):
-    monkeypatch.setattr("sharmill.audio.files._BLOCK_SAMPLES", 5000)
+def test_a_channel_keeps_16_bits_and_a_mix_does_not():
     samples = np.stack([EVERY_VALUE, np.roll(EVERY_VALUE, 7)], axis=1)
     data = container(samples, 16000, "WAV", "PCM_16")
     expected, _ = sf.read(io.BytesIO(data), dtype="float32")

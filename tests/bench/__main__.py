@@ -19,8 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import ALL_ROWS
-from bench.rows import Row, measure
-from bench.table import HEADER, describe, markdown_line
+from bench.rows import HEADER, Row, measure, table_line
 
 LIBRARIES = ("sharmill", "lhotse", "soundfile", "av", "torch", "torchaudio", "nemo_toolkit", "numpy")
 
@@ -29,20 +28,12 @@ def machine() -> dict[str, Any]:
     """Return the processor, its cores and the versions of what is measured."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    versions = {name: metadata.version(name) for name in LIBRARIES if _is_installed(name)}
-    load = {"load": f"{os.getloadavg()[0]:.1f}"}
+    found = {one.name.replace("-", "_"): one.version for one in metadata.distributions()}
+    versions = {name: found[name] for name in LIBRARIES if name in found}
     return {
         "processor": model, "cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0],
-        **load, **versions,
+        "load": f"{os.getloadavg()[0]:.1f}", **versions,
     }  # fmt: skip
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def measure_apart(row: Row, options: argparse.Namespace) -> dict[str, Any]:
@@ -67,7 +58,6 @@ def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="rounds after the one that warms up (default 5)")
     parser.add_argument("--seconds", type=float, default=20.0, help="no round is begun later, but one (default 20)")
     parser.add_argument("--records", type=int, help="records of the rows of the group scale (default 1,000,000)")
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/benchmarks.md")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--tiny", action="store_true", help="data of a test, whose figures mean nothing")
     parser.add_argument("--here", action="store_true", help="measure one row in this process, and print its JSON")
@@ -80,9 +70,8 @@ def main() -> int:
     if options.here:
         row = ALL_ROWS[options.rows[0]]
         with tempfile.TemporaryDirectory(prefix="sharmill-bench-") as folder:
-            found = measure(
-                row, Path(folder), repeats=options.repeats, seconds=options.seconds, tiny=options.tiny
-            )  # fmt: skip
+            sizes = {"repeats": options.repeats, "seconds": options.seconds, "tiny": options.tiny}
+            found = measure(row, Path(folder), **sizes)
         print(json.dumps(found))
         return 0
     group = options.group or ("all" if options.rows or options.list else "reach")
@@ -93,12 +82,11 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{row.group:8} {row.name}: {row.what}" for row in wanted))
         return 0
-    if options.markdown:
-        print(HEADER, flush=True)
+    print(HEADER, flush=True)
     found = []
     for row in wanted:
         found.append(measure_apart(row, options))
-        print((markdown_line if options.markdown else describe)(row, found[-1]), flush=True)
+        print(table_line(row, found[-1]), flush=True)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1) + "\n")

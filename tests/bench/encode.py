@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import librosa
 import numpy as np
 import torch
 from support.models import nemo_codec_config, save_nemo_codec
 from support.shar import Project
 
 from bench.rows import Case, row
-from bench.speech import write_corpus
+from bench.speech import in_batches, load, model_seconds, write_corpus
 from sharmill.models import load_codec, make_deterministic
-from sharmill.models.protocols import Codec, pad, padded_batches
+from sharmill.models.protocols import Codec
 
 RATE = 22050
 # Of 8, 10 and 30 padded seconds the fastest on one thread of a CPU.
 BEST_BATCH_SECONDS = 8
-
-
-class _Counted:
-    """A codec that counts the items and samples that go through it."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-        self.num_items = self.num_samples = self.num_padded = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._codec, name)
-
-    def encode(self, audio: torch.Tensor, num_samples: torch.Tensor) -> torch.Tensor:
-        self.num_items += len(num_samples)
-        self.num_samples += int(num_samples.sum())
-        self.num_padded += audio.numel()
-        return self._codec.encode(audio, num_samples)
 
 
 @dataclass
@@ -79,12 +60,13 @@ class _Written:
 
     def encode(self) -> dict[str, float]:
         """Bring the codes into the dataset, by the stages, in this process."""
-        counted = _Counted(self.codec)
-        self.project.encode(self.config, codec=counted)  # type: ignore[arg-type]
-        return {
-            "passes per segment": counted.num_items / len(self.project.records),
-            "padding": 1 - counted.num_samples / counted.num_padded,
-        }
+        self.project.encode(self.config, codec=self.codec)  # type: ignore[arg-type]
+        encoded, padded = model_seconds(self.project.run_dir, "encode", "encoded")
+        return {"passes per segment": encoded / self.seconds, "padding": 1 - encoded / padded}
+
+    @property
+    def seconds(self) -> float:
+        return sum(record["duration"] for record in self.project.records)
 
     def load_nemo(self) -> Any:
         """Load the codec as a script does."""
@@ -95,13 +77,11 @@ class _Written:
     def load(self) -> list[np.ndarray]:
         """Decode the audio of all records, as a script does."""
         paths = (self.project.root / record["audio_filepath"] for record in self.project.records)
-        return [librosa.load(path, sr=RATE)[0] for path in paths]
+        return [load(path, RATE) for path in paths]
 
     def case(self, baseline: Any) -> Case:
-        seconds = sum(record["duration"] for record in self.project.records)
-        return Case(
-            amount=seconds / 3600, unit="hours of segments", ours=self.encode, baseline=baseline, before=self.restore
-        )
+        amount = self.seconds / 3600
+        return Case(amount=amount, unit="hours of segments", ours=self.encode, baseline=baseline, before=self.restore)
 
 
 def save_codec(path: Path, *, base_channels: int) -> Path:
@@ -124,7 +104,12 @@ def encode_beside_model(folder: Path, tiny: bool) -> Case:
     """Survey, encode and assemble in shuffle order with a NeMo codec whose encoder has 1.7 M parameters, one rank."""
     written = _Written.make(folder, tiny)
     model = written.load_nemo()
-    return beside_batches(written, lambda audio, num_samples: model.encode(audio=audio, audio_len=num_samples))
+    return written.case(
+        in_batches(
+            lambda audio, num_samples: model.encode(audio=audio, audio_len=num_samples),
+            written.load(), BEST_BATCH_SECONDS * RATE,
+        )
+    )  # fmt: skip
 
 
 @row(
@@ -134,20 +119,7 @@ def encode_beside_model(folder: Path, tiny: bool) -> Case:
 def encode_beside_codec(folder: Path, tiny: bool) -> Case:
     """The same stages, codec and dataset."""
     written = _Written.make(folder, tiny)
-    return beside_batches(written, written.codec.encode)
-
-
-def beside_batches(written: _Written, encode: Callable[[torch.Tensor, torch.Tensor], Any]) -> Case:
-    audio = written.load()
-    batches = padded_batches([len(samples) for samples in audio], BEST_BATCH_SECONDS * RATE)
-    padded = [pad([audio[index] for index in batch]) for batch in batches]
-
-    @torch.no_grad()
-    def alone() -> None:
-        for batch, num_samples in padded:
-            encode(batch, num_samples)
-
-    return written.case(alone)
+    return written.case(in_batches(written.codec.encode, written.load(), BEST_BATCH_SECONDS * RATE))
 
 
 @row(

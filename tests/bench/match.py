@@ -1,4 +1,4 @@
-"""Rows of the stage match, beside its model alone, the published way, and a loop over a library."""
+"""Rows of the stage match, beside its model alone and the published way."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import librosa
-import numpy as np
-import soundfile as sf
 import torch
 from support.models import save_titanet
 from support.shar import Project, run
 
 from bench.rows import Case, row
-from bench.speech import write_corpus
+from bench.speech import in_batches, load, model_seconds, write_corpus
 from sharmill.match.stage import MatchStage
 from sharmill.models import SpeakerEncoder, load_speaker_encoder, make_deterministic
-from sharmill.models.protocols import pad, padded_batches
+from sharmill.models.protocols import pad
 from sharmill.prepare.stage import prepared_manifest
 
 # Of 8, 16, 32, 60 and 600 padded seconds the fastest for small encoders on one thread of a CPU.
@@ -60,10 +57,7 @@ def ours(project: Project, encoder: SpeakerEncoder) -> dict[str, float]:
     config = project.configure(match={"min_similarity": -1.0, "batch_seconds": 600})
     with mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=encoder):
         assert run(MatchStage(config), restart=True).ok
-    commits = [json.loads(line) for path in project.run_dir.glob("match/**/ledger/*.jsonl") for line in path.open()]
-    embedded, padded = (
-        sum(commit["stats"][key] for commit in commits) for key in ("embedded_seconds", "padded_seconds")
-    )
+    embedded, padded = model_seconds(project.run_dir, "match", "embedded")
     return {"padding": 1 - embedded / padded}
 
 
@@ -88,16 +82,14 @@ def match_beside_encoder(folder: Path, tiny: bool) -> Case:
 
 
 def beside_batches(project: Project, encoder: SpeakerEncoder, embed: Embed) -> Case:
-    audio = [load(project.root / record["audio_filepath"]) for record in project.records]
-    batches = padded_batches([len(samples) for samples in audio], BEST_BATCH_SECONDS * 16000)
-    padded = [pad([audio[index] for index in batch]) for batch in batches]
+    audio = [load(project.root / record["audio_filepath"], 16000) for record in project.records]
+    alone = in_batches(embed, audio, BEST_BATCH_SECONDS * 16000)
+    return case(project, encoder, alone)
 
-    def alone() -> None:
-        for batch in padded:
-            embed(*batch)
 
+def case(project: Project, encoder: SpeakerEncoder, baseline: Callable[[], None]) -> Case:
     hours = sum(record["duration"] for record in project.records) / 3600
-    return Case(amount=hours, unit="hours of audio", ours=lambda: ours(project, encoder), baseline=alone)
+    return Case(amount=hours, unit="hours of audio", ours=lambda: ours(project, encoder), baseline=baseline)
 
 
 @row(
@@ -117,19 +109,14 @@ def match_beside_published(folder: Path, tiny: bool) -> Case:
         for records in groups.values():
             choose_by_sorting(embed_in_order(project.root, records, embed), records)
 
-    hours = sum(record["duration"] for record in project.records) / 3600
-    return Case(amount=hours, unit="hours of audio", ours=lambda: ours(project, encoder), baseline=published)
-
-
-def load(path: Path) -> np.ndarray:
-    return librosa.load(path, sr=16000)[0]
+    return case(project, encoder, published)
 
 
 def embed_in_order(root: Path, records: list[dict[str, Any]], embed: Embed) -> torch.Tensor:
     rows = []
     for start in range(0, len(records), PUBLISHED_BATCH):
         batch = records[start : start + PUBLISHED_BATCH]
-        rows.append(embed(*pad([load(root / record["audio_filepath"]) for record in batch])))
+        rows.append(embed(*pad([load(root / record["audio_filepath"], 16000) for record in batch])))
     return torch.cat(rows)
 
 
@@ -140,26 +127,3 @@ def choose_by_sorting(embeddings: torch.Tensor, records: list[dict[str, Any]]) -
         next((other for other in row if other != own and records[other]["duration"] >= 3.0), -1)
         for own, row in enumerate(order)
     ]
-
-
-@row("match resemblyzer", baseline="a loop over `embed_utterance`", group="further")
-def resemblyzer(folder: Path, tiny: bool) -> Case:
-    """The stage match with resemblyzer, loading of the model included."""
-    project = Project(folder)
-    project.records = write_corpus(folder, 8 if tiny else 48)
-    config = project.configure(match={"min_duration": 0.0, "min_similarity": -1.0})
-    project.prepare(config)
-
-    def stage() -> None:
-        assert run(MatchStage(config), restart=True).ok
-
-    def theirs() -> None:
-        from resemblyzer import VoiceEncoder
-
-        encoder = VoiceEncoder("cpu", verbose=False)
-        waves = [sf.read(project.root / record["audio_filepath"], dtype="float32")[0] for record in project.records]
-        voices = np.stack([encoder.embed_utterance(wave) for wave in waves])
-        np.argsort(voices @ voices.T, axis=1)
-
-    seconds = sum(record["duration"] for record in project.records)
-    return Case(amount=seconds / 3600, unit="hours of audio", ours=stage, baseline=theirs)

@@ -97,10 +97,6 @@ def case(folder: Path, fields: tuple[str, ...], use: Use | None, shards: tuple[i
     )  # fmt: skip
 
 
-def load_codes(cut: Any) -> None:
-    cut.target_codes.load(), cut.context_codes.load()
-
-
 def load_audio(cut: Any) -> None:
     cut.target_audio.load_audio(), cut.context_audio.load_audio()
 
@@ -109,12 +105,6 @@ def load_audio(cut: Any) -> None:
 def codes(folder: Path, tiny: bool) -> Case:
     """Codes as arrays that are not loaded, 4 shards of 1,000 cuts."""
     return case(folder, CODES, None, (2, 8) if tiny else (4, 1000))
-
-
-@row("read codes, loaded", baseline=FROM_SHAR, group="further")
-def loaded_codes(folder: Path, tiny: bool) -> Case:
-    """Codes, loaded."""
-    return case(folder, CODES, load_codes, (2, 8) if tiny else (4, 1000))
 
 
 @row("read codes, shards of 16", baseline=FROM_SHAR, targets={"ratio": ">= 5"})
@@ -133,12 +123,6 @@ def audio(folder: Path, tiny: bool) -> Case:
 def decoded_audio(folder: Path, tiny: bool) -> Case:
     """Audio, decoded by two threads."""
     return case(folder, AUDIO, load_audio, (2, 8) if tiny else (4, 100), decode_threads=2)
-
-
-@row("read audio, decoded, no threads", baseline=FROM_SHAR, group="further")
-def audio_decoded_here(folder: Path, tiny: bool) -> Case:
-    """Audio, decoded without threads."""
-    return case(folder, AUDIO, load_audio, (2, 8) if tiny else (4, 100))
 
 
 @row("read first cut of 10,000 shards", targets={"wall": "<= 0.1"})

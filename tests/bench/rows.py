@@ -1,4 +1,4 @@
-"""The frame of the benchmarks: a row does one work in two ways, in turn, and measures both.
+"""The frame of the benchmarks: a row does one work in two ways, in turn, and measures both; a table shows the outcome.
 
 What is measured of each run: wall time, and the processor time (user and system) of this process and its children.
 Since other work on the machine distorts times, a ratio is that of the two runs of one round, and the figure of a row
@@ -60,12 +60,12 @@ class Row:
     Args:
         what: the work, in a sentence.
         make: makes the data of a case below a folder; tiny ones for the tests.
-        group: ``reach``, which runs by default, or one that has to be asked for.
+        group: ``reach``, which runs by default, or one that has to be asked for. Rows of ``scale``, which take minutes,
+            run once, without another run that warms up.
         baseline: the name of what it is compared with.
         targets: such as ``<= 1.15``, by figure: of ``ratio``, of ``wall``, of the ``system share`` of the processor
             time, or of a further one that its way returns.
         inverse: the ratio is ours over the baseline, as of a share or an overhead, and not the times as fast.
-        once: one run without another that warms up, since it takes minutes.
     """
 
     name: str
@@ -75,7 +75,6 @@ class Row:
     baseline: str
     targets: Mapping[str, str]
     inverse: bool
-    once: bool
 
 
 ROWS: dict[str, Row] = {}
@@ -88,7 +87,6 @@ def row(
     targets: Mapping[str, str] | None = None,
     inverse: bool = False,
     group: str = "reach",
-    once: bool = False,
 ) -> Callable[[Callable[[Path, bool], Case]], Callable[[Path, bool], Case]]:
     """Make a row of a function that makes its case, and whose docstring says what is done."""
 
@@ -96,7 +94,7 @@ def row(
         what = " ".join((make.__doc__ or "").split()).removesuffix(".")
         ROWS[name] = Row(
             name=name, what=what, make=make, group=group, baseline=baseline, targets=targets or {},
-            inverse=inverse, once=once,
+            inverse=inverse,
         )  # fmt: skip
         return make
 
@@ -147,7 +145,7 @@ def measure(
     case = row.make(folder, tiny)
     ways = {"ours": case.ours} | ({"baseline": case.baseline} if case.baseline else {})
     times = {name: Times() for name in ways}
-    if row.once:
+    if row.group == "scale":
         repeats, warm_up = 1, 0
 
     def run_round(times: dict[str, Times]) -> None:
@@ -182,3 +180,44 @@ def judge(targets: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, dic
         met = _COMPARE[comparison](figures[name], float(limit))
         judged[name] = {"value": figures[name], "target": target, "met": met}
     return judged
+
+
+HEADER = (
+    "| row | beside | ratio (lowest to highest) | sharmill | beside it | target |\n"
+    "|---|---|---|---|---|---|"
+)  # fmt: skip
+
+
+def table_line(row: Row, found: dict[str, Any]) -> str:
+    """Return the row's line of the table."""
+    what = f"**{row.name}**: {row.what}"
+    if "error" in found:
+        return f"| {what} | {found['error']} | | | | |"
+    theirs = _times(found["baseline"]) if "baseline" in found else ""
+    ours = ", ".join([_times(found["ours"]), *_figures(found)])
+    return f"| {what} | {row.baseline} | {_ratio(found)} | {ours} | {theirs} | {'; '.join(_targets(found))} |"
+
+
+def _ratio(found: dict[str, Any]) -> str:
+    if "ratio" not in found:
+        return ""
+    lowest, highest = found["ratios"][0], found["ratios"][-1]
+    return f"{found['ratio']:.2f} ({lowest:.2f} to {highest:.2f})"
+
+
+def _times(way: dict[str, Any]) -> str:
+    return f"{way['processor']:.3f} s of processors ({way['system']:.3f} system), {way['wall']:.3f} s wall"
+
+
+def _figures(found: dict[str, Any]) -> list[str]:
+    ours = found["ours"]
+    work = f"{found['amount']:,.4g} {found['unit']}, {found['amount'] / ours[found['by']]:,.4g} a second"
+    return [work, *(f"{name} {value:,.4g}" for name, value in ours["figures"].items())]
+
+
+def _targets(found: dict[str, Any]) -> list[str]:
+    return [
+        f"{name} {one['target']}: {'met' if one['met'] else 'not met'}"
+        + ("" if name == "ratio" else f" ({one['value']:.3g})")
+        for name, one in found["targets"].items()
+    ]

@@ -55,7 +55,7 @@ def select_beside_matmul(folder: Path, tiny: bool) -> Case:
     return case(400 if tiny else 20_000)
 
 
-@row("select 100,000", baseline=MATMUL, targets=TARGETS, inverse=True, group="scale", once=True)
+@row("select 100,000", baseline=MATMUL, targets=TARGETS, inverse=True, group="scale")
 def select_many(folder: Path, tiny: bool) -> Case:
     """The contexts of 100,000 utterances of one group, 192 dimensions."""
     return case(400 if tiny else 100_000)

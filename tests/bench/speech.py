@@ -1,14 +1,19 @@
-"""Seeded audio of the benchmarks."""
+"""Seeded audio of the benchmarks, and what a stage did with it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import librosa
 import numpy as np
 import soundfile as sf
+import torch
 from support.manifests import speaker_tag
+
+from sharmill.models.protocols import pad, padded_batches
 
 RATE = 16000
 
@@ -27,11 +32,40 @@ def write_corpus(
     rng = np.random.default_rng(1)
     records = []
     (folder / "audio").mkdir(parents=True)
+    minute = clip(rng, 60.0, rate)
     for number, seconds in enumerate(rng.uniform(2, 10, count)):
-        samples, name = clip(rng, seconds, rate), f"{number:05d}.{suffix}"
+        start, name = rng.integers(50 * rate), f"{number:05d}.{suffix}"
+        samples = minute[start : start + round(seconds * rate)]
         sf.write(folder / "audio" / name, samples, rate, subtype="PCM_16")
         speaker = speaker_tag(f"speaker{number % speakers}")
         text = "go do you hear the words of number " + str(number)
         records.append({"audio_filepath": name, "duration": len(samples) / rate, "speaker": speaker, "text": text})
     (folder / "manifest.json").write_text("".join(json.dumps(record) + "\n" for record in records))
     return records
+
+
+def model_seconds(run_dir: Path, stage: str, done: str) -> tuple[float, float]:
+    """Return the seconds of audio that went through a model by the ledger of its stage, without padding and with it."""
+    commits = [json.loads(line) for path in run_dir.glob(f"{stage}/**/ledger/*.jsonl") for line in path.open()]
+    bare, padded = (sum(commit["stats"][f"{kind}_seconds"] for commit in commits) for kind in (done, "padded"))
+    return bare, padded
+
+
+def load(path: Path, rate: int) -> np.ndarray:
+    """Decode and resample a file as a script does: (samples,)."""
+    return librosa.load(path, sr=rate)[0]
+
+
+def in_batches(
+    model: Callable[..., Any], audio: Sequence[np.ndarray], num_samples: int, *, pinned: bool = False
+) -> Callable[[], None]:
+    """Return a function that runs a model alone, on batches of so many padded samples, made before."""
+    batches = padded_batches([len(samples) for samples in audio], num_samples)
+    padded = [pad([audio[index] for index in batch], pinned=pinned) for batch in batches]
+
+    @torch.no_grad()
+    def alone() -> None:
+        for batch in padded:
+            model(*batch)
+
+    return alone

@@ -21,17 +21,15 @@ from sharmill.write.stage import WriteStage
 TO_SHAR = "lhotse's `to_shar`"
 
 
-def case(
-    folder: Path, tiny: bool, *, suffix: str, rate: int = 16000, wanted: int | None = None, near: bool = False
-) -> Case:
+def case(folder: Path, tiny: bool, *, suffix: str, near: bool = False) -> Case:
     """A corpus of whole files in shards of 100, each utterance with any other as its context, or with a near one.
 
     A near one lies in the same shard, as in the orders ``speaker`` and ``manifest``.
     """
     project = Project(folder)
-    project.records = write_corpus(folder, 8 if tiny else 400, rate=rate, suffix=suffix)
+    project.records = write_corpus(folder, 8 if tiny else 400, suffix=suffix)
     config = project.configure(
-        write={"shard_size": 4 if tiny else 100, "sampling_rate": wanted, "order": "manifest" if near else "shuffle"},
+        write={"shard_size": 4 if tiny else 100, "order": "manifest" if near else "shuffle"},
         match={"min_duration": 0.0},
     )
     numbers = np.arange(len(project.records))
@@ -45,7 +43,7 @@ def case(
 
     def theirs() -> None:
         shar.mkdir()
-        cuts = CutSet.from_cuts(cut_of(utterance, project.root, wanted) for utterance in utterances)
+        cuts = CutSet.from_cuts(cut_of(utterance, project.root) for utterance in utterances)
         fields = {"target_audio": "flac", "context_audio": "flac"}
         cuts.to_shar(shar, fields=fields, shard_size=config.write.shard_size, warn_unused_fields=False)
 
@@ -67,7 +65,7 @@ def note_audio(manifest: Path, utterances: list[Utterance], reader: SegmentReade
     manifest.write_bytes(b"".join(utterance.to_json() + b"\n" for utterance in utterances))
 
 
-def cut_of(utterance: Utterance, root: Path, wanted: int | None) -> MonoCut:
+def cut_of(utterance: Utterance, root: Path) -> MonoCut:
     """Return a cut with target and context attached, as a user's loop makes it."""
     assert utterance.context is not None
     target, context = (
@@ -76,8 +74,6 @@ def cut_of(utterance: Utterance, root: Path, wanted: int | None) -> MonoCut:
     # Without the mark lhotse takes the context for as long as the target.
     custom = {**utterance.public_record(), "context_audio_unaligned": True}
     custom |= {"target_audio": target, "context_audio": context}
-    if wanted is not None:
-        custom |= {name: custom[name].resample(wanted) for name in ("target_audio", "context_audio")}
     supervision = SupervisionSegment(
         id=f"sup-{utterance.cut_id}", recording_id=target.id, start=0.0, duration=target.duration,
         text=utterance.text, language="en", speaker=utterance.speaker,
@@ -104,9 +100,3 @@ def transcode(folder: Path, tiny: bool) -> Case:
 def transcode_near(folder: Path, tiny: bool) -> Case:
     """WAV, encoded as FLAC; each segment serves as target and as context of one shard."""
     return case(folder, tiny, suffix="wav", near=True)
-
-
-@row("write resample", baseline=TO_SHAR, group="further")
-def resample(folder: Path, tiny: bool) -> Case:
-    """FLAC of 22,050 Hz, resampled to 16,000 Hz."""
-    return case(folder, tiny, suffix="flac", rate=22050, wanted=16000)

@@ -9,17 +9,15 @@ import argparse
 import json
 import logging
 import os
-import platform
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -29,20 +27,20 @@ from sharmill.errors import DeviceError
 from sharmill.models import make_deterministic
 from sharmill.models.device import check_device, driver_version
 
-SIMULATED = "simulated on the CPU, with small models: no figures for GPUs"
+# What a line of a row may take.
+_LEAST_SECONDS = 8.0
 
 
-def describe(line: Line) -> str:
-    return ", ".join(f"{name} {value}" for name, value in line.items())
-
-
-def _run(make_lines: Callable[[], Iterator[Line]], left: float, least: float) -> Iterator[Line]:
-    """Yield the lines of a row, or why it is left out, or how it failed."""
-    if left < least:
-        yield {"left out": f"{left:.0f} s are left, and it needs {least:.0f}"}
-        return
+def _run(lines: Iterator[Line], least: float, deadline: float) -> Iterator[Line]:
+    """Yield the lines of a row while there is time for one, or how the row failed."""
     try:
-        yield from make_lines()
+        while (left := deadline - time.time()) >= least:
+            line = next(lines, None)
+            if line is None:
+                return
+            yield line
+            least = min(least, _LEAST_SECONDS)
+        yield {"left out": f"{left:.0f} s are left, and it needs {least:.0f}"}
     except Exception as error:  # noqa: BLE001 - the other rows are worth their time
         traceback.print_exc()
         yield {"failed": f"{type(error).__name__}: {error}"}
@@ -63,7 +61,6 @@ def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace, folde
     deadline = time.time() + options.seconds
     make_deterministic(options.device)
     logging.getLogger("sharmill").setLevel(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()
     on_cpu = options.device == "cpu"
     try:
         kind = check_device(options.device)
@@ -71,30 +68,26 @@ def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace, folde
         parser.error(str(error))
     found: dict[str, Any] = {
         "device": kind, "driver": driver_version(), "torch": torch.__version__,
-        "python": platform.python_version(), "cores": os.cpu_count(), "weights": "random", "rows": {},
+        "python": sys.version.split()[0], "cores": os.cpu_count(), "weights": "random", "rows": {},
     }  # fmt: skip
     if on_cpu:
-        found["note"] = SIMULATED
-    print(describe({name: value for name, value in found.items() if name != "rows"}), flush=True)
+        found["note"] = "simulated on the CPU, with small models: no figures for GPUs"
+    print(json.dumps(found), flush=True)
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    models = save_models("small" if on_cpu else "real", folder)
-    bench = Bench(options.device, folder, models, lambda: deadline - time.time())
-    failed = False
+    models = save_models(folder, is_small=on_cpu)
+    bench = Bench(options.device, folder, models)
     for name, least, make_lines in all_rows(bench):
         if not name.startswith(tuple(options.rows)):
             continue
         started = time.time()
         row: dict[str, Any] = {"lines": []}
         found["rows"][name] = row
-        for line in _run(make_lines, bench.left(), least):
-            failed = failed or "failed" in line
+        for line in _run(make_lines(), least, deadline):
             row["lines"].append(line)
             row["seconds"] = round(time.time() - started, 1)
-            print(f"{name}: {describe(line)}", flush=True)
+            print(f"{name}: {json.dumps(line)}", flush=True)
             options.json.write_text(json.dumps(found, indent=1) + "\n")
-    if on_cpu:
-        print(SIMULATED)
-    return 1 if failed else 0
+    return int(any("failed" in line for row in found["rows"].values() for line in row["lines"]))
 
 
 if __name__ == "__main__":

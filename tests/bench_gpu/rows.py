@@ -5,9 +5,6 @@ Each yields lines of figures as it finds them, so that what a deadline cuts off 
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +16,9 @@ from unittest import mock
 
 import numpy as np
 import soundfile as sf
+import soxr
 import torch
-from support.manifests import speaker_tag
+from bench.speech import in_batches, write_corpus
 from support.shar import Project, codec_stages, voice
 
 from bench_gpu.models import CODEC, ENCODER
@@ -38,7 +36,7 @@ from sharmill.match.stage import MatchStage
 from sharmill.models import load_codec, load_speaker_encoder
 from sharmill.models.measure import measure_model
 from sharmill.models.memory import measure_peak
-from sharmill.models.protocols import pad, padded_batches
+from sharmill.models.protocols import pad
 from sharmill.processes import usable_cores
 
 RATE = 22050
@@ -46,11 +44,7 @@ RATE = 22050
 UNIT_SECONDS = 1200.0
 # Of the time of a stage that its model should take: the target.
 LEAST_SHARE = 0.9
-# What a part of a row may take.
-LEAST_SECONDS = 8.0
 Line = dict[str, Any]
-# Audio (rows, samples) and the rows' lengths.
-Batched = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,13 +55,11 @@ class Bench:
         device: ``cuda`` or ``cpu``.
         folder: for their files.
         models: names for a configuration, by what the rows call them.
-        left: returns the seconds until the deadline.
     """
 
     device: str
     folder: Path
     models: dict[str, str]
-    left: Callable[[], float]
 
     @property
     def memory(self) -> int:
@@ -83,9 +75,6 @@ class Bench:
 def speed(bench: Bench, name: str) -> Iterator[Line]:
     """Yield hours of audio per hour of a model alone in each precision, in batches of several sizes, and its memory."""
     for precision in ("fp32", "tf32", "bf16"):
-        if bench.left() < LEAST_SECONDS:
-            yield {"precision": precision, "left out": "no time is left"}
-            continue
         try:
             model = bench.load(name, precision)
         except ConfigError as error:
@@ -129,10 +118,10 @@ def selection(bench: Bench, num_rows: int) -> Iterator[Line]:
     }  # fmt: skip
 
 
-def _seconds(bench: Bench, work: Callable[[], object]) -> float:
-    """Return the least seconds of three runs, after one that warms up."""
+def _seconds(bench: Bench, work: Callable[[], object], *, repeats: int = 3) -> float:
+    """Return the least seconds of some runs, after one that warms up."""
     found = []
-    for _ in range(4):
+    for _ in range(1 + repeats):
         started = time.perf_counter()
         work()
         if bench.device != "cpu":
@@ -147,8 +136,6 @@ class _InThisProcess(LocalExecutor):
     seconds = 0.0
 
     def run(self, stage: Stage, units: Any, rejects: RejectLimit, listener: Listener) -> Finished:
-        if not stage.uses_gpu:
-            return super().run(stage, units, rejects, listener)
         queue = UnitQueue(units, rejects, listener)
         with Worker(stage, 0, self.device, in_driver=True) as worker:
             started = time.perf_counter()
@@ -161,95 +148,54 @@ class _InThisProcess(LocalExecutor):
         return Finished(queue.failures)
 
 
-def make_corpus(folder: Path, count: int) -> Project:
-    """Write seeded FLAC recordings of 2 to 10 s, none of which equals another; one speaker to 100."""
-    project = Project(folder)
-    project.root.mkdir(parents=True)
-    rng = np.random.default_rng(1)
-    noise = np.convolve(rng.normal(size=60 * RATE), np.hanning(24) / 12, "same")
-    speech = (0.1 * noise * np.abs(np.sin(np.arange(len(noise)) * 2 * np.pi * 3 / RATE))).astype(np.float32)
-    lengths, starts = (rng.uniform(2, 10, count) * RATE).astype(int), rng.integers(0, 50 * RATE, count)
-
-    def write(number: int) -> dict[str, Any]:
-        samples, name = speech[starts[number] : starts[number] + lengths[number]], f"{number:05d}.flac"
-        sf.write(project.root / name, samples, RATE, subtype="PCM_16")
-        speaker = speaker_tag(f"speaker{number // 100}")
-        return {"audio_filepath": name, "duration": len(samples) / RATE, "speaker": speaker, "text": f"text {number}"}
-
-    with ThreadPoolExecutor() as pool:
-        project.records = list(pool.map(write, range(count)))
-    return project
-
-
 def shares(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line]:
     """Yield the model's share of the time of match and of encode, decoding and all else included, one rank."""
-    project = make_corpus(bench.folder / "corpus", count)
-    hours = sum(record["duration"] for record in project.records) / 3600
-    names = [record["audio_filepath"] for record in project.records]
+    project = Project(bench.folder / "corpus")
+    project.records = write_corpus(project.folder, count, rate=RATE, speakers=max(1, count // 100))
     match = {"encoder": bench.models[ENCODER], "min_similarity": -1.0, "min_duration": 0.0}
-    config = project.configure(
-        match=match | {"batch_seconds": batch_seconds, "unit_seconds": UNIT_SECONDS},
-        write={"shard_size": count // 8},
-    )
-    project.prepare(config)
+    write = {"shard_size": count // 8}
+    size = {"batch_seconds": batch_seconds, "unit_seconds": UNIT_SECONDS}
+    project.prepare(project.configure(match=match, write=write))
     for precision in ("fp32", "bf16"):
-        if bench.left() < LEAST_SECONDS:
-            yield {"stage": "match", "precision": precision, "left out": "no time is left"}
-            continue
-        changed = dataclasses.replace(config, match=dataclasses.replace(config.match, precision=precision))
+        config = project.configure(match=match | size | {"precision": precision}, write=write)
         encoder = bench.load(ENCODER, precision)
         with mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=encoder):
-            yield {"stage": "match", "precision": precision, "hours": round(hours, 3)} | _share(
-                bench, MatchStage(changed), encoder.embed, _load(project, names, 16000), 16000, hours, batch_seconds
-            )
-    project.write([(n + count // 2) % count for n in range(count)], match=match, write={"shard_size": count // 8})
+            found = _share(bench, MatchStage(config), encoder.embed, project, 16000, batch_seconds)
+        yield {"stage": "match", "precision": precision} | found
+    project.write([(n + count // 2) % count for n in range(count)], match=match, write=write)
     for precision in ("fp32", "bf16"):
-        if bench.left() < LEAST_SECONDS:
-            yield {"stage": "encode", "precision": precision, "left out": "no time is left"}
-            continue
         codec = bench.load(CODEC, precision)
-        changed = project.configure(
-            match=match, write={"shard_size": count // 8},
-            encode={"codecs": [{"name": f"c_{precision}", "model": bench.models[CODEC]}], "precision": precision,
-                    "batch_seconds": batch_seconds, "unit_seconds": UNIT_SECONDS},
-        )  # fmt: skip
-        survey, encode, _ = codec_stages(changed, f"c_{precision}", bench.models[CODEC])
+        name, encode = f"c_{precision}", size | {"precision": precision}
+        config = project.configure(
+            match=match, write=write, encode=encode | {"codecs": [{"name": name, "model": bench.models[CODEC]}]}
+        )
+        survey, stage, _ = codec_stages(config, name, bench.models[CODEC])
         assert run_stage(survey, LocalExecutor(1), Listener(), max_reject_fraction=1.0).ok
         with mock.patch("sharmill.encode.stage.load_codec", return_value=codec):
-            yield {"stage": "encode", "precision": precision, "hours": round(hours, 3)} | _share(
-                bench, encode, codec.encode, _load(project, names, RATE), RATE, hours, batch_seconds
-            )
-    shutil.rmtree(project.folder)
-
-
-def _load(project: Project, names: list[str], rate: int) -> list[np.ndarray]:
-    import soxr
-
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda name: soxr.resample(sf.read(project.root / name, dtype="float32")[0], RATE, rate),
-                             names))  # fmt: skip
+            found = _share(bench, stage, codec.encode, project, RATE, batch_seconds)
+        yield {"stage": "encode", "precision": precision} | found
 
 
 def _share(
-    bench: Bench, stage: Stage, run: Callable[..., Any], audio: list[np.ndarray], rate: int, hours: float,
-    batch_seconds: float,
-) -> Line:  # fmt: skip
+    bench: Bench, stage: Stage, run: Callable[..., Any], project: Project, rate: int, batch_seconds: float
+) -> Line:
     """Return the seconds of a stage from its first unit to its last, and those of its model on the same audio."""
-    seconds = batch_seconds if bench.device != "cpu" else min(10.0, batch_seconds)
-    batches = padded_batches([len(samples) for samples in audio], seconds * rate)
-    padded = [pad([audio[index] for index in batch], pinned=bench.device != "cpu") for batch in batches]
+
+    def load(record: dict[str, Any]) -> np.ndarray:
+        return soxr.resample(sf.read(project.root / record["audio_filepath"], dtype="float32")[0], RATE, rate)
+
+    with ThreadPoolExecutor() as pool:
+        audio = list(pool.map(load, project.records))
+    on_cpu = bench.device == "cpu"
+    seconds = min(10.0, batch_seconds) if on_cpu else batch_seconds
     # The first pass makes what each shape needs once.
-    for _ in range(2):
-        started = time.perf_counter()
-        for batch in padded:
-            run(*batch)
-        if bench.device != "cpu":
-            torch.cuda.synchronize()
-        alone = time.perf_counter() - started
+    alone = _seconds(bench, in_batches(run, audio, round(seconds * rate), pinned=not on_cpu), repeats=1)
     executor = _InThisProcess(1, bench.device)
     assert run_stage(stage, executor, Listener(), max_reject_fraction=1.0, restart=True).ok
     share = alone / executor.seconds
+    hours = sum(record["duration"] for record in project.records) / 3600
     return {
+        "hours": round(hours, 3),
         "seconds": round(executor.seconds, 3), "model alone": round(alone, 3), "share": round(share, 3),
         f"share >= {LEAST_SHARE}": share >= LEAST_SHARE, "hours per hour": round(hours / executor.seconds * 3600),
     }  # fmt: skip
@@ -273,11 +219,6 @@ def beside_cpu(bench: Bench, name: str) -> Iterator[Line]:
     yield {"way": "GPU beside CPU, fp32", "codes": compared, "differ": differ, "share": round(differ / compared, 5)}
 
 
-def left_out() -> Iterator[Line]:
-    """Name what cannot be measured here, and why."""
-    yield {"left out": "NeMo's own TitaNet-large and AudioCodecModel, with their weights: they need nemo_toolkit"}
-
-
 def all_rows(bench: Bench) -> list[tuple[str, float, Callable[[], Iterator[Line]]]]:
     """Return the rows, with the seconds that each needs at least, in the order of what matters most."""
     on_cpu = bench.device == "cpu"
@@ -288,5 +229,4 @@ def all_rows(bench: Bench) -> list[tuple[str, float, Callable[[], Iterator[Line]
         ("model's share of stages", 10.0 if on_cpu else 90.0, partial(shares, bench, count, batch_seconds)),
         ("selection of contexts", 5.0 if on_cpu else 15.0, partial(selection, bench, many)),
         *((f"{name} beside the CPU", 8.0, partial(beside_cpu, bench, name)) for name in models if not on_cpu),
-        ("not measured", -math.inf, left_out),
     ]

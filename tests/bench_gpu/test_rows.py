@@ -44,5 +44,5 @@ def test_stages_are_measured_beside_their_models(bench_gpu):
 @pytest.mark.slow
 def test_rows_for_which_no_time_is_left_say_so(bench_gpu):
     found = bench_gpu("--seconds", "0")
-    assert len(found) > 5
+    assert len(found) == 5
     assert all("left out" in line for row in found.values() for line in row["lines"])

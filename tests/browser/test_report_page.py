@@ -31,7 +31,7 @@ def page_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser")
     project = make_reported(folder)
     with mock.patch("sharmill.models.recorded.load_codec", return_value=DecodingToy()):
-        return write_report(project, folder / "report.html", {"toy": "untrained"})
+        return write_report(project, folder / "report.html", {"toy": "builtin"})
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,7 @@ def test_the_watch_sees_what_ranks_import(project):
         ("validate", "{folder}/dataset"),
         # All is done before.
         ("run", "{folder}/config.yaml", "encode.codecs=[]"),
+        ("manifest", "{folder}/corpus/audio", "-o", "{folder}/m.json", "--workers", "2"),
         # Ranks of prepare, and of a write that does not resample.
         ("run", "{folder}/config.yaml", "prepare", "write", "run_dir={folder}/again", "dataset_dir={folder}/other"),
     ],

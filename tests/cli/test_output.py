@@ -12,7 +12,7 @@ from support.errors import raises
 from support.reader import make_dataset
 from support.shar import Project, copy, lines, put, reindex, rewrite, run, voice
 
-from sharmill.cli.main import COMMANDS, REMOVED_COMMANDS, cli, main
+from sharmill.cli.main import COMMANDS, cli, main
 from sharmill.cli.progress import ProgressListener
 from sharmill.cli.stage_status import read_stage, stages_in
 from sharmill.config import to_yaml
@@ -143,15 +143,6 @@ def test_a_run_ends_with_its_paths_and_the_next_command(done, capsys):
     assert f"sharmill report {done.run_dir}" in " ".join(output.split())
 
 
-@pytest.mark.parametrize("name", REMOVED_COMMANDS)
-def test_a_removed_command_says_what_to_use(name, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([name])
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"'{name}' was removed: {REMOVED_COMMANDS[name]}" in line
-
-
 def test_words_are_completed(monkeypatch, capsys):
     monkeypatch.setenv("_SHARMILL_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", "sharmill cali")
@@ -166,13 +157,6 @@ def test_lines_say_which_stage_of_how_many():
     stage = SimpleNamespace(name="prepare", cost_unit="records", uses_gpu=False)
     listener.stage_started(stage, [SimpleNamespace(index=0, cost=3.0)], [])
     assert printed == ["prepare (stage 1 of 5): 1 unit, 3 records"]
-
-
-@pytest.mark.parametrize("value", ["", "true"])
-def test_continuous_integration_gets_no_lines_in_between(value, monkeypatch):
-    monkeypatch.setenv("CI", value)
-    listener = ProgressListener(SimpleNamespace(is_terminal=False))
-    assert (listener._seconds_between_lines > 1e6) == bool(value)
 
 
 def test_time_is_noted_by_its_delay():

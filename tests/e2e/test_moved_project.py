@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 from support.pipelines import run_sharmill
 
@@ -28,24 +26,3 @@ def test_a_moved_project_and_another_spelling_of_its_folders_go_on(make_config, 
     anew = run_sharmill("run", second / config.name, "write", "write.shard_size=5", "--restart", cwd=second)
     assert anew.returncode == 0, anew.stderr
     assert (second / "dataset" / "shards.jsonl").read_bytes() != index
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("restart", [[], ["--restart"]])
-def test_somebody_elses_dataset_at_the_same_place_is_left_alone(make_config, tmp_path, restart):
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    ours.mkdir()
-    config = make_config(ours, encode={"codecs": []}, run_dir="run", dataset_dir="dataset")
-    assert run_sharmill("run", config, "prepare", "match", "write", cwd=ours).returncode == 0
-    # Only the run directory is copied; what lies beside it there is another dataset.
-    shutil.copytree(ours, theirs, ignore=shutil.ignore_patterns("dataset"))
-    for path in (ours / "dataset").rglob("*"):
-        if path.is_file():
-            other = theirs / path.relative_to(ours)
-            other.parent.mkdir(parents=True, exist_ok=True)
-            other.write_bytes(b"theirs" + path.read_bytes())
-    before = {path: path.read_bytes() for path in (theirs / "dataset").rglob("*") if path.is_file()}
-    refused = run_sharmill("run", theirs / config.name, "write", *restart, cwd=theirs)
-    assert refused.returncode == 2
-    assert "not empty" in refused.stderr
-    assert {path: path.read_bytes() for path in (theirs / "dataset").rglob("*") if path.is_file()} == before

@@ -63,39 +63,6 @@ def test_an_utterance_under_another_name_is_not_its_context(small_corpus, make_c
 
 
 @pytest.mark.slow
-def test_files_in_the_run_directory_that_are_not_its_own_stay(small_corpus, make_config, tmp_path):
-    config = make_config(tmp_path, **small_corpus({"a.wav": 16000, "b.wav": 16000}))
-    notes = tmp_path / "run/write/notes.txt"
-    notes.parent.mkdir(parents=True)
-    notes.write_text("precious")
-    own = tmp_path / "run/config.yaml"
-    own.write_text(config.read_text())
-    outcome = run_sharmill("run", own, *STAGES)
-    assert outcome.returncode == 2
-    assert "notes.txt" in outcome.stderr
-    assert notes.read_text() == "precious"
-    assert own.read_text() == config.read_text()
-
-
-@pytest.mark.slow
-def test_a_file_left_aside_by_a_killed_process_is_swept(small_corpus, make_config, tmp_path):
-    config = make_config(tmp_path, **small_corpus({"a.wav": 16000, "b.wav": 16000}))
-    assert run_sharmill("run", config, "prepare", "match", "write").returncode == 0
-    (tmp_path / f"dataset/.dataset.json.{'0' * 32}.tmp").write_text("{")
-    (tmp_path / "dataset/dataset.json").unlink()
-    outcome = run_sharmill("run", config, *STAGES)
-    assert outcome.returncode == 0, outcome.stderr + outcome.stdout
-
-
-def test_a_bad_second_configuration_keeps_the_first_from_running(small_corpus, make_config, tmp_path):
-    good = make_config(tmp_path / "good", **small_corpus({"a.wav": 16000, "b.wav": 16000}))
-    bad = make_config(tmp_path / "bad", sources=[{"manifest": "m.json", "audio_root": "/no/such/root"}])
-    outcome = run_sharmill("run", good, bad, "prepare")
-    assert outcome.returncode == 2
-    assert not (tmp_path / "good/run/prepare").exists()
-
-
-@pytest.mark.slow
 def test_a_stage_in_which_nothing_is_done_takes_another_configuration(make_config, tmp_path):
     config = make_config(tmp_path, encode={"codecs": []}, max_reject_fraction=0.0)
     assert run_sharmill("run", config, "prepare").returncode == 1

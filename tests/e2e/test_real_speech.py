@@ -86,14 +86,6 @@ def test_one_group_for_all_still_finds_the_same_speaker(build, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_utterance_per_speaker_stops_the_run_with_the_reason(build, tmp_path):
-    outcome = build("librispeech_248x1", "speaker_key=speaker", "prepare.require_text=false")
-    assert outcome.returncode == 1
-    assert "single_utterance_speaker" in outcome.stderr
-    assert not [*(tmp_path / "dataset").iterdir()]
-
-
-@pytest.mark.slow
 def test_one_utterance_per_speaker_gives_an_empty_dataset_where_that_is_allowed(build, tmp_path):
     outcome = build("librispeech_248x1", "speaker_key=speaker", "prepare.require_text=false", "max_reject_fraction=1")
     assert outcome.returncode == 0, outcome.stderr

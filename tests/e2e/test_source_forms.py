@@ -24,12 +24,6 @@ def records():
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """The prepared utterances of the plain manifest."""
-    return prepare(tmp_path_factory.mktemp("plain"), {"manifest": str(SPEECH / "manifest.json")})
-
-
-@pytest.fixture(scope="module")
 def sets(records):
     """A RecordingSet and a SupervisionSet of the records."""
     from lhotse import Recording, RecordingSet, SupervisionSegment, SupervisionSet
@@ -63,25 +57,6 @@ def facts(utterances):
     ]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_cuts(suffix, sets, plain, tmp_path):
-    from lhotse import CutSet
-
-    CutSet.from_manifests(*sets).to_file(tmp_path / f"cuts{suffix}")
-    found = prepare(tmp_path, {"type": "lhotse", "cuts": str(tmp_path / f"cuts{suffix}")})
-    assert facts(found) == facts(plain)
-    assert [utterance.custom["utterance_id"] for utterance in found] == [f"utt{number:03d}" for number in range(100)]
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_recordings_and_supervisions(suffix, sets, plain, tmp_path):
-    names = {"recordings": tmp_path / f"r{suffix}", "supervisions": tmp_path / f"s{suffix}"}
-    for manifest, path in zip(sets, names.values(), strict=True):
-        manifest.to_file(path)
-    found = prepare(tmp_path, {"type": "lhotse"} | {key: str(path) for key, path in names.items()})
-    assert facts(found) == facts(plain)
-
-
 def test_lhotse_loads_the_same_samples_texts_and_durations(sets, tmp_path):
     from lhotse import CutSet
 
@@ -107,25 +82,6 @@ def test_lhotse_loads_the_same_samples_texts_and_durations(sets, tmp_path):
             begin = round(utterance.offset * 16000)
             own, _ = sf.read(AUDIO / utterance.audio_filepath, start=begin, frames=len(samples), dtype="float32")
             np.testing.assert_array_equal(own, samples)
-
-
-def test_a_kaldi_data_directory(sets, plain, tmp_path):
-    from lhotse.kaldi import export_to_kaldi
-
-    export_to_kaldi(*sets, tmp_path / "kaldi")
-    # lhotse has FLAC decoded by a command.
-    lines = [f"{recording.id} {recording.sources[0].source}\n" for recording in sets[0]]
-    (tmp_path / "kaldi/wav.scp").write_text("".join(lines))
-    source = {"type": "kaldi", "data_dir": str(tmp_path / "kaldi")}
-    found = prepare(tmp_path / "segments", source)
-    # lhotse names the segments of whole recordings, too.
-    assert [fact[:-1] for fact in facts(found)] == [fact[:-1] for fact in facts(plain)]
-    (tmp_path / "kaldi/segments").unlink()
-    names = {said.id: said.recording_id for said in sets[1]}
-    for file in ("text", "utt2spk", "utt2lang"):
-        lines = [line.split(" ", 1) for line in (tmp_path / "kaldi" / file).read_text().splitlines()]
-        (tmp_path / "kaldi" / file).write_text("".join(f"{names[name]} {value}\n" for name, value in lines))
-    assert facts(prepare(tmp_path / "whole", source)) == facts(plain)
 
 
 def test_segments_of_meetings_from_rttm(tmp_path):

@@ -151,44 +151,6 @@ def test_nemos_documented_line_makes_the_same_dataset_as_speaker_tags(tmp_path):
     assert build(tmp_path / "documented", source) == plain
 
 
-@real_speech
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_tables_and_folders_make_the_dataset_of_the_manifest(tmp_path):
-    """LJSpeech as its CSV, as F5-TTS wants it, and as a folder with texts; quotes and commas are in its sentences."""
-    audio = DATA / "ljspeech_formats/audio"
-    records = records_of("ljspeech_formats")
-    flac = [record for record in records if record["audio_filepath"].endswith(".flac")]
-    manifest = tmp_path / "plain.json"
-    manifest.write_text("".join(json.dumps(record) + "\n" for record in flac))
-    (tmp_path / "lj.csv").write_text(
-        "".join(f"{r['audio_filepath'][:-5]}|{r['text'].upper()}|{r['text']}\r\n" for r in flac), newline=""
-    )
-    with (tmp_path / "f5.csv").open("w", newline="") as stream:
-        rows = [[str(audio / r["audio_filepath"]), r["text"], r["duration"]] for r in flac]
-        csv.writer(stream).writerows([("audio_file", "text", "duration"), *rows])
-    for record in flac:
-        path = tmp_path / "folder" / record["audio_filepath"]
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes((audio / record["audio_filepath"]).read_bytes())
-        path.with_suffix(".txt").write_text(record["text"] + "\n")
-    tag = {"speaker": "LJ", "language": "en", "dataset": "LJSpeech"}
-    lj = {"type": "table", "table": str(tmp_path / "lj.csv"), "audio_root": str(audio), "delimiter": "|",
-          "quotes": False, "header": ["id", "raw", "text"], "audio": "{id}.flac"}  # fmt: skip
-    f5 = {"type": "table", "table": str(tmp_path / "f5.csv"), "audio_root": str(audio),
-          "columns": {"audio_filepath": "audio_file"}}  # fmt: skip
-    folder = {"type": "folder", "audio_root": str(tmp_path / "folder")}
-    limits = {"match": {"min_duration": 1.0}, "write": {"order": "manifest"}}
-    plain = build(tmp_path / "plain", {"manifest": str(manifest), "audio_root": str(audio)}, **limits)
-    for name, source in (("lj", lj), ("f5", f5), ("tree", folder)):
-        made = build(tmp_path / name, source | tag, **limits)
-        assert contents(tmp_path / name) == contents(tmp_path / "plain")
-        if name == "f5":  # The others have durations of the headers, which are not rounded, and so other ids.
-            assert {file: made[file] for file in made if "audio/" in file} == {
-                file: plain[file] for file in plain if "audio/" in file
-            }
-
-
 def contents(folder):
     """The texts, speakers and samples of the cuts of a dataset and of their contexts."""
     return [

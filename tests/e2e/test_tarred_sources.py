@@ -10,15 +10,11 @@ import pytest
 import torch
 from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 from support.manifests import config_for, run_prepare, speaker_tag, write_manifest
-from support.shar import members_of, put, voice
+from support.shar import put, voice
 from support.tars import write_tar
 
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
-from sharmill.config import to_config
-from sharmill.engine.listener import Listener
-from sharmill.pipeline import run_dataset
-from sharmill.shar import open_shar
 
 STAGES = ["prepare", "match", "write", "validate"]
 SECONDS = [2.0, 1.5, 2.5, 1.0, 3.0, 2.0]
@@ -84,44 +80,6 @@ def test_prepare_gives_the_utterances_of_the_plain_manifest(form, plain, forms, 
     expected = utterances(forms[plain], tmp_path / "plain")
     assert len(expected) == len(SECONDS) + (plain == "segments")
     assert utterances(forms[form], tmp_path / form) == expected
-
-
-def build(folder, source):
-    """The audio files that a dataset of a source has stored, field by field, and texts and speakers of its cuts."""
-    values = {
-        "name": "tarred",
-        "run_dir": str(folder / "run"),
-        "dataset_dir": str(folder / "dataset"),
-        "sources": [source],
-        "speaker_key": "speaker",
-        "match": {"min_duration": 0.0, "min_similarity": -1.0},
-        "write": {"shard_size": 4, "order": "manifest"},
-        "encode": {"codecs": []},
-        "validate": {"deep": True, "against_sources": True},
-        "executor": {"workers": 1},
-    }
-    result = run_dataset(to_config(values, "test"), Listener(), stages=STAGES)
-    assert result.ok
-    assert result.num_errors == 0
-    tars = [
-        path for field in ("target_audio", "context_audio") for path in sorted((folder / "dataset" / field).iterdir())
-    ]
-    stored = [data for path in tars for name, data in members_of(path) if not name.endswith(".json")]
-    cuts = list(open_shar(folder / "dataset"))
-    texts = [
-        (c.supervisions[0].text, c.supervisions[0].speaker, c.supervisions[0].custom["context_audio_text"])
-        for c in cuts
-    ]
-    return stored, texts
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_datasets_have_the_audio_of_the_plain_manifests_byte_for_byte(forms, tmp_path):
-    expected = {plain: build(tmp_path / plain, forms[plain]) for plain in ("plain", "segments")}
-    assert len(expected["segments"][0]) == 2 * (len(SECONDS) + 1)
-    for form, plain in FORMS:
-        assert build(tmp_path / form, forms[form]) == expected[plain], form
 
 
 @pytest.mark.slow

@@ -11,9 +11,7 @@ from support.errors import raises
 from support.manifests import config_for, make_record, run_prepare, speaker_tag, write_manifest
 from support.shar import put, voice
 from support.web import serving
-from tenacity import wait_none
 
-from sharmill.audio import fetch
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import to_config
 from sharmill.engine.listener import Listener
@@ -136,16 +134,6 @@ def test_urls_are_rejected_unless_a_root_is_one(corpus, tmp_path):
     assert {reject["reason"] for reject in prepared.rejects} == {"outside_root"}
     assert len(prepared.rejects) == 8
     assert not server.requests
-
-
-def test_a_server_that_is_busy_costs_no_record(corpus, tmp_path, monkeypatch):
-    _, server = corpus
-    monkeypatch.setattr(fetch, "_wait", wait_none())
-    write_manifest(tmp_path / "m.json", [make_record(audio_filepath="spk0/0.flac", duration=1.0)])
-    busy = config_for(tmp_path, [(tmp_path / "m.json", f"{server.url}/503")])
-    prepared = run_prepare(busy)
-    assert len(prepared.result.failures) == 1
-    assert not prepared.stage.dir.rejects.exists()
 
 
 def test_a_copy_that_is_gone_is_fetched_again(corpus, tmp_path):

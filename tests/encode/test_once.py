@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
-from pathlib import Path
-from tempfile import gettempdir
 from unittest import mock
 
 import numpy as np
@@ -21,13 +19,12 @@ from support.shar import ToyCodec, codec_stages, copy, loading, put, run, run_co
 from sharmill.config import EncodeConfig
 from sharmill.encode import segments
 from sharmill.encode.segments import PLACE, SegmentNumbers
-from sharmill.engine import spill
+from sharmill.engine.hashes import find_first
 from sharmill.engine.ledger import read_ledger, revoke
 from sharmill.engine.listener import Listener
 from sharmill.engine.plan import load_plan
 from sharmill.engine.run import run_stage
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.spill import FirstEqual
 from sharmill.errors import ConfigError
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.pipeline import make_stages, run_dataset
@@ -312,31 +309,22 @@ def test_a_survey_of_other_audio_is_not_used(speech, encoded):
 
 @given(
     keys=st.lists(st.integers(0, 9), max_size=60),
-    at_once=st.integers(1, 20),
     window=st.integers(1, 20),
     counts=st.lists(st.integers(0, 7), max_size=20),
 )
-def test_owners_are_first_places_and_numbers_those_of_their_segments(keys, at_once, window, counts):
-    # Keys that differ in either half of the hash, and in the range that is sorted at once.
+def test_owners_are_first_places_and_numbers_those_of_their_segments(keys, window, counts):
+    # Keys that differ in either half of the hash.
     hashes = np.array([[key % 3 * ((1 << 64) // 3), key] for key in keys], "<u8").reshape(-1, 2)
     table = np.zeros(len(keys), PLACE)
     table["hash"], table["num_samples"], table["sampling_rate"] = hashes, [key % 4 for key in keys], 1
     bounds = np.clip(np.cumsum([0, *counts, len(keys)]), 0, len(keys))
-    with (
-        mock.patch.object(spill, "_SORTED_AT_ONCE", at_once),
-        mock.patch.object(spill, "_READ_AT_ONCE", at_once),
-        mock.patch.object(segments, "_AT_ONCE", at_once),
-        mock.patch.object(segments, "_WINDOW", window),
-        FirstEqual(Path(gettempdir())) as hashes_seen,
-    ):
-        for start, stop in pairwise(bounds):
-            hashes_seen.append(hashes[start:stop])
-        owners = hashes_seen.find()
+    with mock.patch.object(segments, "_WINDOW", window):
+        owners = find_first(*hashes.T)
         assert owners.tolist() == [keys.index(key) for key in keys]
         numbers = SegmentNumbers(owners)
         assert numbers.count() == len(set(keys))
         tables = [(shard, 0, table[start:stop]) for shard, (start, stop) in enumerate(pairwise(bounds))]
         listed = [tuple(row["place"]["hash"]) for part in numbers.sort(tables) for row in part]
-        found = [listed[number] for part in numbers.of_places() for number in part.tolist()]
+        found = [listed[number] for number in numbers.of_places().tolist()]
     assert len(listed) == len(set(listed)) == len(set(keys))
     assert found == [tuple(row) for row in hashes]

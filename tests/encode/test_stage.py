@@ -24,13 +24,10 @@ from support.shar import (
     reindex,
     rewrite,
     run,
-    run_codec,
     snapshot,
     voice,
-    without_padding_in_commits,
 )
 
-from sharmill.audio.resample import resample
 from sharmill.config import EncodeConfig
 from sharmill.encode import segment_codes
 from sharmill.encode.assemble import AssembleStage
@@ -91,14 +88,6 @@ def test_codes_are_counted_once_for_each_segment(project, config, unit_seconds):
     codes = np.concatenate([codec.codes(cut.load_custom("target_audio")[0]) for cut in open_shar(project.dataset)], 1)
     expected = [np.bincount(book, minlength=codec.codebook_size) for book in codes]
     np.testing.assert_array_equal(counted(config), expected)
-
-
-def test_blocks_of_an_older_version_are_not_counted(project, config):
-    """Its files end with the codes."""
-    with mock.patch.object(segment_codes, "_MAX_COUNTS", 0):
-        project.encode(config)
-    assert counted(config) is None
-    assert segment_codes.add_counts(RunDir(project.run_dir).stage("encode/toy"), 1, TOY) == ""
 
 
 def test_damaged_counts_are_an_error(project, config):
@@ -176,17 +165,6 @@ def test_the_padding_of_the_batches_is_in_the_commits_and_in_the_log(config, cap
     assert f"5.1 s of audio encoded, {share} % of the batches is padding" in caplog.messages
 
 
-def test_a_run_that_was_begun_by_a_version_without_padding_ends_without_its_share(config, caplog):
-    caplog.set_level(logging.INFO)
-    with without_padding_in_commits(most_seconds=1.5):
-        assert len(encode(config, ToyCodec(), unit_seconds=1.0).failures) == 1
-    old = read_stats(config)
-    assert encode(config, ToyCodec(), unit_seconds=1.0).ok
-    assert len(read_stats(config)) == len(old) + 1
-    assert ["padded_seconds" in stats for stats in read_stats(config)].count(True) == 1
-    assert "is padding" not in caplog.text
-
-
 def test_a_codec_that_minds_padding_gets_equal_lengths_only(project, config):
     codec = project.encode(config, codec=ToyCodec(equal_lengths_only=True))
     assert all(len({-(-length // 320) for length in batch}) == 1 for batch in codec.batches)
@@ -218,7 +196,6 @@ def test_the_index_describes_the_codec(project, config):
         "codebook_size": codec.codebook_size,
         "devices": ["cpu"],
         "precision": "fp32",
-        "mixed_versions": {},
     }
     for shard in lines(project.dataset / "shards.jsonl"):
         assert set(shard["fields"]) == set(dataset.fields)
@@ -432,37 +409,6 @@ def test_codes_of_other_audio_are_not_taken_for_those_of_this(project, config):
     assert run(WriteStage(changed), restart=True).ok
     assert encode(changed, ToyCodec()).ok
     assert {cut.target_codes.shape[1] for cut in open_shar(project.dataset)} == {50, 25, 63, 16, 100}
-
-
-def test_real_codecs_codes_are_those_of_each_item_alone(project, config, tmp_path):
-    """On a tiny EnCodec of the real class, batched beside longer items."""
-    import torch
-    from transformers import EncodecConfig, EncodecModel
-
-    from sharmill.models import load_codec
-
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = EncodecModel(
-            EncodecConfig(
-                num_filters=4, hidden_size=16, codebook_size=64, codebook_dim=16, upsampling_ratios=[8, 5, 4, 2],
-                target_bandwidths=[1.5], num_lstm_layers=1,
-            )
-        )  # fmt: skip
-        model.save_pretrained(tmp_path / "encodec")
-    name = f"transformers:{tmp_path / 'encodec'}"
-    run_codec(config, "tiny", name)
-    codec = load_codec(name)
-    assert str(tmp_path) not in (project.dataset / "dataset.json").read_text()
-    same = total = 0
-    for cut in open_shar(project.dataset):
-        samples = torch.from_numpy(resample(cut.load_target_audio()[0], 16000, codec.sampling_rate))
-        alone = codec.encode(samples[None], torch.tensor([len(samples)]))[0].numpy()
-        stored = cut.target_codes.load()
-        assert stored.shape == alone.shape
-        same += int((stored == alone).sum())
-        total += alone.size
-    assert same / total > 0.999
 
 
 def test_copies_of_a_dataset_can_be_extended_from_a_fresh_run(built, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharmill.engine.balance import least_load, pack
+from sharmill.engine.balance import pack
 
 COSTS = st.lists(st.integers(0, 50) | st.floats(0, 1e6, allow_subnormal=False), max_size=200)
 BINS = st.integers(1, 20)
@@ -56,20 +56,6 @@ def test_the_fullest_bin_is_within_grahams_factor_of_the_best_possible(costs, nu
     factor = 4 / 3 - 1 / (3 * num_bins)
     limit = factor * best_possible_maximum(costs, num_bins)
     assert max(loads(costs, pack(costs, num_bins))) <= limit + 1e-9
-
-
-@given(st.lists(st.integers(0, 30), max_size=7), st.integers(1, 3))
-def test_the_least_load_is_below_that_of_the_best_possible_packing(costs, num_bins):
-    assert least_load(costs, num_bins) <= best_possible_maximum(costs, num_bins) + 1e-9
-
-
-@given(st.integers(1, 40), BINS)
-def test_the_least_load_of_equal_items_is_that_of_the_best_possible_packing(count, num_bins):
-    assert least_load([1.5] * count, num_bins) == pytest.approx(1.5 * math.ceil(count / num_bins))
-
-
-def test_the_least_load_of_nothing_is_nothing():
-    assert least_load([], 2) == 0.0
 
 
 @given(COSTS, BINS)

@@ -17,7 +17,6 @@ from support.errors import raises
 from support.paths import REPOSITORY
 from support.toy_stage import ToyStage, output_bytes, run, wait_until
 
-from sharmill.engine import fence
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.fence import claim_output, release_output
 from sharmill.engine.ledger import read_ledger
@@ -175,35 +174,6 @@ class TestClaims:
         assert run(ToyStage(tmp_path))[0].ok
         assert not staging.exists()
 
-    def test_none_is_ever_seen_empty(self, tmp_path, monkeypatch):
-        """An empty one would be nobody's, and refuse its own run too."""
-        stage = ToyStage(tmp_path)
-        sync, seen = os.fsync, []
-
-        def look(descriptor):
-            seen.extend(path.stat().st_size for path in stage.root.glob(f"{STAGING_NAME}/*.claim"))
-            sync(descriptor)
-
-        monkeypatch.setattr(os, "fsync", look)
-        plan(stage)
-        assert seen
-        assert 0 not in seen
-
-    def test_those_that_are_gone_do_not_come_back(self, tmp_path, monkeypatch):
-        stage = ToyStage(tmp_path)
-        plan(stage)
-        # Of a process that was killed while it claimed.
-        (stage.root / STAGING_NAME / f".first.claim.{'0' * 32}.tmp").touch()
-        sync, left = fence.fsync_directory, []
-
-        def look(folder):
-            left.append((folder, sorted(path.name for path in stage.root.glob(".sharmill*"))))
-            sync(folder)
-
-        monkeypatch.setattr(fence, "fsync_directory", look)
-        release_output(stage.root, [stage.token])
-        assert left == [(stage.root, [])]
-
     def test_another_run_is_refused_before_any_work_and_told_whose_it_is(self, tmp_path):
         stage = ToyStage(tmp_path)
         plan(stage)
@@ -214,23 +184,6 @@ class TestClaims:
         assert [name for name in contents(tmp_path) if not name.startswith("other")] == before
         assert not other_run(stage).dir.path.exists() or not contents(other_run(stage).dir.path)
         assert run(ToyStage(tmp_path))[0].ok
-
-    def test_one_that_another_run_makes_meanwhile_stays(self, tmp_path, monkeypatch):
-        stage = ToyStage(tmp_path)
-        other = other_run(stage)
-        other.run_dir.path.mkdir(parents=True)
-        theirs = stage.root / STAGING_NAME / "last.claim"
-        create = fence.create_atomic
-
-        def be_slower(path, text):
-            if path == theirs:
-                create(path, fence._claim_text(other.run_dir, "a" * 16))
-            create(path, text)
-
-        monkeypatch.setattr(fence, "create_atomic", be_slower)
-        with raises(ConfigError, "claimed", str(other.run_dir.path)):
-            plan(stage)
-        assert [path.name for path in theirs.parent.iterdir()] == ["last.claim"]
 
     @pytest.mark.parametrize(
         "changes",

@@ -29,8 +29,6 @@ BAD_FLOCKS = [0, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK]
 
 @pytest.fixture(scope="module")
 def faulty_disk(tmp_path_factory):
-    if shutil.which("cc") is None:
-        pytest.skip("there is no C compiler")
     return FaultyDisk(tmp_path_factory.mktemp("faulty_disk"))
 
 

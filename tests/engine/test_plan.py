@@ -12,9 +12,8 @@ import pytest
 from support.errors import raises
 from support.toy_stage import ToyStage, output_bytes, run
 
-from sharmill.engine import plan
 from sharmill.engine.identity import find_changes, identify_folder, is_same_folder
-from sharmill.engine.plan import load_plan, read_mixed_versions, read_or_make_plan, remove_run
+from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.errors import ConfigError
 
 
@@ -77,22 +76,6 @@ class TestFreeze:
         (stage.dir.path / ".sharmill-lock").mkdir()
         assert run(stage)[0].ok
 
-    def test_a_run_that_is_removed_does_not_come_back_in_parts(self, tmp_path, monkeypatch):
-        stage = ToyStage(tmp_path)
-        run(stage)
-        is_there = []
-        monkeypatch.setattr(plan, "fsync_directory", lambda folder: is_there.append(stage.run_dir.path.exists()))
-        remove_run(stage)
-        assert set(is_there) == {False}
-
-    def test_what_goes_with_a_plan_does_not_come_back_without_it(self, tmp_path, monkeypatch):
-        stage = ToyStage(tmp_path)
-        run(stage)
-        left = []
-        monkeypatch.setattr(plan, "fsync_directory", lambda folder: left.extend(path.name for path in folder.iterdir()))
-        read_or_make_plan(stage, restart=True)
-        assert sorted(left) == ["plan", "ranks"]
-
 
 class TestIdentity:
     def test_other_configuration_is_refused_by_name_and_values(self, tmp_path):
@@ -118,37 +101,6 @@ class TestIdentity:
             "match.min_similarity is 0.7, was 0.6",
             "the version of torch is 2.2, was 2.1",
         ]
-
-    def test_with_other_versions_a_stage_goes_on_where_it_may_and_notes_them(self, tmp_path):
-        begun = VersionedStage(tmp_path, behaviour={2: "raise"}, version="2.1")
-        assert not run(begun)[0].ok
-        with raises(ConfigError, "changed_plan", "torch is 2.2, was 2.1", "executor.mixed_versions=true"):
-            run(VersionedStage(tmp_path, version="2.2"))
-        later = VersionedStage(tmp_path, version="2.2", behaviour={3: "raise"})
-        later.mixed_versions = True
-        assert run(later)[0].ok
-        assert len(later.marked("plan")) == 1
-        assert read_mixed_versions([later.dir]) == {"torch": ["2.1", "2.2"]}
-        # What is done is not done again, and has the versions that it has.
-        last = VersionedStage(tmp_path, version="2.3")
-        last.mixed_versions = True
-        assert run(last)[0].ok
-        assert read_mixed_versions([last.dir]) == {"torch": ["2.1", "2.2"]}
-        (last.root / "first/000001.txt").unlink()
-        assert run(last)[0].ok
-        assert read_mixed_versions([last.dir]) == {"torch": ["2.1", "2.2", "2.3"]}
-
-    def test_another_setting_is_refused_whatever_the_versions(self, tmp_path):
-        assert not run(VersionedStage(tmp_path, behaviour={2: "raise"}, version="2.1"))[0].ok
-        other = VersionedStage(tmp_path, version="2.2", option=7)
-        other.mixed_versions = True
-        with raises(ConfigError, "changed_plan", "option is 7"):
-            run(other)
-
-    def test_a_stage_of_one_version_has_none_mixed(self, tmp_path):
-        stage = VersionedStage(tmp_path, version="2.1")
-        run(stage)
-        assert read_mixed_versions([stage.dir, ToyStage(tmp_path / "absent").dir]) == {}
 
     def test_a_folder_is_the_same_however_it_is_spelt(self, tmp_path):
         (tmp_path / "data").mkdir()

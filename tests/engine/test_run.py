@@ -173,6 +173,7 @@ class TestErrorsThatEndTheStage:
         assert all(rank.ended for rank in read_progress(stage.dir.progress))
         assert "in _misbehave" in "".join(path.read_text() for path in stage.dir.logs.glob("rank-*.log"))
 
+    @pytest.mark.xdist_group("memory, threads, descriptors")
     def test_no_progress_thread_is_left_behind(self, tmp_path):
         before = threading.active_count()
         with raises(FatalError, "setup_failed"):
@@ -233,7 +234,6 @@ class TestProgress:
 
     def test_a_long_unit_gives_signs_of_life(self, tmp_path, monkeypatch):
         monkeypatch.setattr("sharmill.engine.progress.INTERVAL_SECONDS", 0.01)
-        monkeypatch.setattr("sharmill.engine.progress._LEAST_INTERVAL_SECONDS", 0.01)
         with ProgressWriter(tmp_path / "rank-000.json", 0) as writer:
             writer.begin(7, None)
             (first,) = read_progress(tmp_path)

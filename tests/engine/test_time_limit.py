@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 
 import pytest
-from support.toy_stage import ToyStage, run, wait_until
+from support.toy_stage import wait_until
 
-from sharmill.engine import time_limit
 from sharmill.engine.time_limit import TimeLimit, UnitTimedOut, ended_after
 from sharmill.engine.unit import make_unit
 
@@ -51,43 +48,6 @@ def test_units_without_cost_have_the_least():
     assert limit.of(unit(0.0)) == 3600.0
 
 
-@pytest.fixture
-def short(monkeypatch):
-    """A limit that hangs in tests can wait for."""
-    monkeypatch.setattr(time_limit, "_LEAST_SECONDS", 0.5)
-    monkeypatch.setattr(time_limit, "_LEAST_SECONDS_OF_FIRST", 0.5)
-    monkeypatch.setattr(time_limit, "_SECONDS_OF_COST", 0.0)
-
-
-def test_a_unit_that_hangs_in_the_only_rank_fails_three_times_after_all_others(tmp_path, short):
-    stage = ToyStage(tmp_path, units=3, behaviour={0: "wait:never"})
-    stage.unit_time_limit = "auto"
-    result, _ = run(stage, 1)
-    assert {index: error.message for index, error in result.failures.items()} == {
-        0: "UnitTimedOut: it took longer than executor.unit_time_limit of 0.5 s"
-    }
-    assert stage.attempts()[0] == 3
-    assert [int(line.split()[0]) for line in stage.marked("attempts")][-2:] == [0, 0]
-
-
-class Swallows(ToyStage):
-    """Hangs in unit 0 until the alarm, in a callback of native code that goes on without the exception."""
-
-    def work(self, unit, staging, advance):
-        if unit.index == 0:
-            with suppress(UnitTimedOut):
-                wait_until(lambda: False)
-        return super().work(unit, staging, advance)
-
-
-def test_a_time_out_that_native_code_swallows_publishes_nothing(tmp_path, short):
-    stage = Swallows(tmp_path, units=2)
-    stage.unit_time_limit = "auto"
-    result, heard = run(stage, 1)
-    assert (list(result.failures), heard.done) == ([0], [1])
-    assert [path.name for path in (stage.root / "first").iterdir()] == ["000001.txt"]
-
-
 def test_one_that_is_swallowed_is_raised_at_the_end():
     with pytest.raises(UnitTimedOut, match=r"of 0\.05 s"), ended_after(0.05, in_driver=True), suppress(UnitTimedOut):
         wait_until(lambda: False)
@@ -106,22 +66,3 @@ def test_an_alarm_at_the_end_leaves_nothing_behind(monkeypatch):
         pass
     assert signal.getsignal(signal.SIGALRM) == before
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
-
-
-_HANG = """
-import sys
-from pathlib import Path
-from support.toy_stage import ToyStage, run
-from sharmill.engine import time_limit
-time_limit._LEAST_SECONDS_OF_FIRST, time_limit._SECONDS_OF_COST, time_limit._SECONDS_TO_FAIL = 0.2, 0.0, 0.2
-stage = ToyStage(Path(sys.argv[1]), units=1, behaviour={0: "hold_gil"})
-stage.unit_time_limit = "auto"
-run(stage, 1)
-"""
-
-
-def test_native_code_that_sees_no_exception_ends_the_process_with_a_traceback(tmp_path):
-    done = subprocess.run([sys.executable, "-c", _HANG, tmp_path], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "Timeout" in done.stderr
-    assert "_do_hold_gil" in done.stderr

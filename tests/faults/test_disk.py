@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
 import subprocess
 
 import pytest
@@ -27,8 +26,6 @@ _PASSING = ("stale", "glitch")
 
 @pytest.fixture(scope="module")
 def faulty_disk(tmp_path_factory):
-    if shutil.which("cc") is None:
-        pytest.skip("there is no C compiler")
     return FaultyDisk(tmp_path_factory.mktemp("faulty_disk"))
 
 

@@ -113,15 +113,6 @@ def test_the_devices_that_chose_contexts_are_those_of_all_parts(plain, tmp_path)
     assert merge_datasets(plain[:2], tmp_path / "cpus").record.match_devices == []
 
 
-def test_versions_that_were_mixed_are_those_of_all_parts(plain, tmp_path):
-    one = change_record(copy(plain[0], tmp_path / "one"), mixed_versions={"torch": ["2.1", "2.2"]})
-    other = change_record(
-        copy(plain[1], tmp_path / "other"), mixed_versions={"torch": ["2.3", "2.2"], "av": ["1", "2"]}
-    )
-    merged = merge_datasets([one, other], tmp_path / "out").record
-    assert merged.mixed_versions == {"av": ["1", "2"], "torch": ["2.1", "2.2", "2.3"]}
-
-
 def test_a_dataset_of_another_tool_is_refused(plain, tmp_path):
     other = change_record(copy(plain[1], tmp_path / "other"), contract="foreign")
     with raises(ConfigError, "unlike_datasets", str(other)):

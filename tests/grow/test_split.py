@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from itertools import count
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -127,20 +126,6 @@ def test_a_split_that_is_killed_anywhere_goes_on_and_ends_with_the_same_bytes(sp
     with raises(ConfigError, "foreign_output", "out"):
         split(speech, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "out"]
-
-
-def test_what_was_killed_while_it_wrote_an_index_leaves_nothing(speech, tmp_path):
-    aside = tmp_path / f"out/train/.shards.jsonl.{'0' * 32}.tmp"
-
-    def leave(directory, shards):
-        aside.touch()
-        raise KeyboardInterrupt
-
-    with mock.patch("sharmill.grow.split.write_shards", leave), pytest.raises(KeyboardInterrupt):
-        split(speech, tmp_path / "out")
-    assert aside.exists()
-    split(speech, tmp_path / "out")
-    assert not aside.exists()
 
 
 @pytest.mark.slow

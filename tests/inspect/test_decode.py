@@ -50,8 +50,8 @@ def test_other_formats(looked_at, toy, call, tmp_path):
         (["--cut", "absent", "-o", "x.wav"], ["absent"]),
         (["--cut", CUT, "-o", "x.txt"], ["x.txt", ".wav"]),
         (["--cut", CUT, "-o", "x.wav", "--codec", "other"], ["'other'", "toy"]),
-        (["--cut", CUT, "-o", "x.wav", "--codec-model", "untrained"], ["toy=MODEL"]),
-        (["--cut", CUT, "-o", "x.wav", "--codec-model", "other=untrained"], ["toy=MODEL"]),
+        (["--cut", CUT, "-o", "x.wav", "--codec-model", "builtin"], ["toy=MODEL"]),
+        (["--cut", CUT, "-o", "x.wav", "--codec-model", "other=builtin"], ["toy=MODEL"]),
         (["-o", "x.wav"], ["--cut"]),
         (["--cut", CUT], ["--output"]),
     ],
@@ -112,15 +112,17 @@ def test_several_codecs_must_be_told_apart(looked_at):
     ("model", "trained", "given", "loaded"),
     [
         ("builtin", True, None, "builtin"),
-        ("untrained", False, None, "untrained"),
-        # Of datasets from before there was a trained one.
-        ("builtin", False, None, "untrained"),
         ("builtin", False, "nemo:x.nemo", "nemo:x.nemo"),
         ("nemo:y.nemo", True, "nemo:/models/y.nemo", "nemo:/models/y.nemo"),
     ],
 )
 def test_the_model_of_a_record(model, trained, given, loaded):
     assert recorded_model(codec_record(model, trained), given) == loaded
+
+
+def test_codes_of_the_untrained_codec_of_earlier_versions_are_not_decoded():
+    with raises(ConfigError, "bad_codec", "'c'", "encode with builtin"):
+        recorded_model(codec_record("untrained", False), None)
 
 
 def test_other_models_are_not_loaded_because_a_dataset_names_them():

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 import torch
 from support.shar import run, voice
 
-from sharmill.audio import containers
 from sharmill.audio.segments import SegmentReader
-from sharmill.manifest import Member
 from sharmill.match.embed import Embedder
 from sharmill.match.stage import MatchStage, matched_manifest
 
@@ -90,24 +87,3 @@ def test_a_unit_whose_audio_cannot_be_made_ready_costs_no_other(config, monkeypa
     result = match(config, encoder)
     assert [failure.message for failure in result.failures.values()] == ["OSError: [Errno 5] Input/output error"]
     assert sorted(encoder.lengths) == [54400, 57600, 64000]
-
-
-def test_rows_that_two_units_gather_are_kept_until_both_are_done(tmp_path, monkeypatch):
-    path = tmp_path / "rows"
-    path.write_bytes(b"not read but by the stand-in")
-    reads = []
-
-    def read(path, member):
-        reads.append(member.start)
-        return b"x" * member.start
-
-    monkeypatch.setitem(containers._READERS, "row", read)
-    monkeypatch.setattr(containers, "is_mapped", lambda path: False)
-    monkeypatch.setattr(containers._recent, "_max_bytes", 0)
-    rows = [(path, Member("rows", "row:audio", number, number)) for number in (1, 2, 3)]
-    with ExitStack() as second:
-        with containers.gather_rows(rows[:2]):
-            second.enter_context(containers.gather_rows(rows[1:]))
-        assert [containers.read_member(*row) for row in rows[1:]] == [b"xx", b"xxx"]
-        assert reads == [1, 2, 3]
-    assert containers._recent._gathered == {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import soundfile as sf
 import torch
 from support.errors import raises
 from support.shar import put, voice
@@ -71,19 +70,6 @@ def test_batches_are_sorted_by_length_and_bounded(tmp_path):
     assert encoder.batches == [[32000], [17600, 16000], [11200, 8000]]
 
 
-def test_what_is_broken_has_a_reason_and_the_others_their_rows(tmp_path):
-    for name in ("a.wav", "z.wav", "cut.wav"):
-        put(tmp_path / name, voice(0.5))
-    (tmp_path / "cut.wav").write_bytes((tmp_path / "cut.wav").read_bytes()[:5000])
-    (tmp_path / "text.wav").write_text("no audio")
-    sf.write(tmp_path / "nan.wav", np.full(8000, np.nan, np.float32), 16000, subtype="FLOAT")
-    names = ["a.wav", "gone.wav", "text.wav", "nan.wav", "cut.wav", "z.wav"]
-    embed = embedder(tmp_path, LengthEncoder(), batch_seconds=1.0)
-    rows, rejects = rows_and_rejects(embed([whole(name, 0.5) for name in names]))
-    assert rejects == {1: "missing_audio", 2: "unreadable_audio", 3: "non_finite_audio", 4: "duration_mismatch"}
-    assert rows[:, 0].tolist() == [8000, 8000]
-
-
 def test_a_batch_of_broken_ones_only_is_not_embedded(tmp_path):
     encoder = LengthEncoder()
     _, rejects = rows_and_rejects(embedder(tmp_path, encoder)([whole("gone.wav", 0.5)] * 3))
@@ -100,30 +86,6 @@ def test_progress_adds_up_to_the_seconds_of_the_segments(tmp_path):
     done = []
     embedder(tmp_path, LengthEncoder(), batch_seconds=0.5)([whole("a.wav", 0.5), whole("gone.wav", 0.25)], done.append)
     assert done == [0.5, 0.25]
-
-
-def test_silence_has_no_voice_and_a_quiet_voice_has_one(tmp_path):
-    for name, peak in (("zero.wav", 0.0), ("hiss.wav", 0.0009), ("quiet.wav", 0.0011)):
-        samples = np.zeros(8000, np.float32)
-        samples[4000:4100] = peak
-        sf.write(tmp_path / name, samples, 16000, subtype="FLOAT")
-    outcomes = embedder(tmp_path, LengthEncoder())([whole(name, 0.5) for name in ("zero.wav", "hiss.wav", "quiet.wav")])
-    assert rows_and_rejects(outcomes)[1] == {0: "silent_audio", 1: "silent_audio"}
-
-
-def test_the_same_samples_have_one_content_whatever_the_name_the_format_and_the_place(tmp_path):
-    samples = voice(2.0)
-    put(tmp_path / "a.wav", samples)
-    put(tmp_path / "b.flac", samples)
-    sf.write(tmp_path / "c.wav", samples, 16000, subtype="FLOAT")
-    put(tmp_path / "long.wav", np.concatenate([voice(1.0, seed=5), samples]))
-    put(tmp_path / "other.wav", voice(2.0, seed=1))
-    put(tmp_path / "faster.wav", samples, rate=24000)
-    segments = [whole(name, 2.0) for name in ("a.wav", "b.flac", "c.wav", "other.wav", "faster.wav")]
-    segments.append(Segment(0, "long.wav", 1.0, 2.0, whole_file=False))
-    contents = [outcome.content for outcome in embedder(tmp_path, LengthEncoder())(segments)]
-    assert contents[0] == contents[1] == contents[2] == contents[5]
-    assert len(set(contents)) == 3
 
 
 def test_an_error_of_the_encoder_comes_through(tmp_path):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sharmill.manifest import Utterance, write_lines
-from sharmill.match import groups as groups_module
-from sharmill.match.groups import ManifestIndex, divide, index_manifest, order_by_group
+from sharmill.match.groups import ManifestIndex, divide, index_manifest
 
 
 def key_of_folder(audio_filepath, speaker):
@@ -117,23 +114,6 @@ DIVISIONS = {
 def draw_index(groups, data):
     seconds = data.draw(st.lists(st.floats(0.125, 20, width=32), min_size=len(groups), max_size=len(groups)))
     return make_index(groups, seconds)
-
-
-@given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 70))
-def test_the_order_by_group_is_that_of_a_stable_sort_whatever_is_sorted_at_once(keys, at_once):
-    groups = np.array([keys.index(key) for key in keys], np.uint32)
-    with mock.patch.object(groups_module, "_AT_ONCE", at_once):
-        order = order_by_group(groups)
-    assert order.dtype == np.uint32
-    assert order.tolist() == np.argsort(groups, kind="stable").tolist()
-
-
-@given(**DIVISIONS, at_once=st.integers(1, 70))
-def test_spans_do_not_depend_on_what_is_summed_up_at_once(groups, unit_seconds, max_group, data, at_once):
-    index = draw_index(groups, data)
-    expected = spans_of(index, unit_seconds, max_group)
-    with mock.patch.object(groups_module, "_AT_ONCE", at_once):
-        assert spans_of(index, unit_seconds, max_group) == expected
 
 
 @given(**DIVISIONS)

@@ -51,7 +51,9 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("preset", "path", "speaker", "key"), PUBLISHED)
 def test_a_preset_gives_the_published_key(preset, path, speaker, key):
-    assert make_speaker_key(preset)(path, speaker) == key
+    rule = make_speaker_key(preset)
+    # As it is, and sent to a worker.
+    assert rule(path, speaker) == pickle.loads(pickle.dumps(rule))(path, speaker) == key
 
 
 def test_every_preset_is_tested_with_two_values():
@@ -61,15 +63,6 @@ def test_every_preset_is_tested_with_two_values():
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_case_of_a_preset_name_does_not_matter(name):
     assert make_speaker_key(name.upper()) is make_speaker_key(name.lower()) is PRESETS[name]
-
-
-@pytest.mark.parametrize(("preset", "path", "speaker", "key"), PUBLISHED)
-def test_a_preset_can_be_sent_to_a_worker(preset, path, speaker, key):
-    assert pickle.loads(pickle.dumps(make_speaker_key(preset)))(path, speaker) == key
-
-
-def test_a_pattern_can_be_sent_to_a_worker():
-    assert pickle.loads(pickle.dumps(make_speaker_key(r"^(?P<voice>\w+)/")))("Anna/1.wav", "") == "Anna"
 
 
 @pytest.mark.parametrize(
@@ -98,11 +91,6 @@ def test_a_path_of_another_form_is_rejected_with_the_form_that_was_expected(pres
     assert expected in caught.value.detail
 
 
-def test_a_tag_without_a_name_is_rejected():
-    with pytest.raises(RejectRecord, match=r"^bad_speaker: .*'a.wav'"):
-        make_speaker_key("speaker")("a.wav", " ")
-
-
 @pytest.mark.parametrize(
     ("pattern", "path", "key"),
     [
@@ -112,7 +100,8 @@ def test_a_tag_without_a_name_is_rejected():
     ],
 )
 def test_the_values_of_named_groups_in_order_are_the_key(pattern, path, key):
-    assert make_speaker_key(pattern)(path, "ignored") == key
+    rule = make_speaker_key(pattern)
+    assert rule(path, "ignored") == pickle.loads(pickle.dumps(rule))(path, "ignored") == key
 
 
 @pytest.mark.parametrize("spec", ["speaker", r"^(?P<voice>[^/]+)/"])
@@ -131,23 +120,21 @@ def test_published_rules_fold_case(preset, path):
     assert key(path, "S1") == key(path.lower(), "s1")
 
 
-def test_a_path_that_a_pattern_does_not_find_is_rejected():
-    pattern = r"^(?P<voice>\d+)/"
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("speaker", ["'anna/1.wav'"]),
+        (r"^(?P<voice>\d+)/", ["'anna/1.wav'", repr(r"^(?P<voice>\d+)/")]),
+        (r"^(?P<voice>\w+)/(?P<room>hall)?", ["'room'", "'anna/1.wav'"]),
+        (r"^(?P<voice>\d*)", []),
+    ],
+    ids=["a tag without a name", "nothing found", "a group that takes no part", "a key of nothing"],
+)
+def test_a_record_without_a_key_is_rejected(spec, named):
     with pytest.raises(RejectRecord) as caught:
-        make_speaker_key(pattern)("anna/1.wav", "anna")
+        make_speaker_key(spec)("anna/1.wav", " ")
     assert caught.value.reason == "bad_speaker"
-    assert "'anna/1.wav'" in caught.value.detail
-    assert repr(pattern) in caught.value.detail
-
-
-def test_a_group_that_takes_no_part_is_rejected():
-    with pytest.raises(RejectRecord, match=r"^bad_speaker: .*'room'.*'anna/1.wav'"):
-        make_speaker_key(r"^(?P<voice>\w+)/(?P<room>hall)?")("anna/1.wav", "anna")
-
-
-def test_a_key_of_nothing_is_rejected():
-    with pytest.raises(RejectRecord, match=r"^bad_speaker: "):
-        make_speaker_key(r"^(?P<voice>\d*)")("anna/1.wav", "anna")
+    assert [name for name in named if name not in caught.value.detail] == []
 
 
 @pytest.mark.parametrize(

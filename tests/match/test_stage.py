@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from importlib.metadata import version
 from unittest import mock
 
 import numpy as np
 import pytest
 import soundfile as sf
 from support.errors import raises
-from support.shar import PitchEncoder, Project, lines, put, run, voice, without_padding_in_commits
+from support.shar import PitchEncoder, Project, lines, put, run, voice
 
 from sharmill.audio.sound import Sound
 from sharmill.config import MatchConfig
@@ -441,28 +440,6 @@ def test_the_result_does_not_depend_on_the_units(tmp_path):
     assert len(set(found)) == 1
 
 
-def test_resemblyzers_choice_does_not_depend_on_the_units(tmp_path):
-    """Their similarities may differ in the last of six decimals."""
-    found = []
-    for unit_seconds in (0.1, 10.0, 1000.0):
-        project = Project(tmp_path / str(unit_seconds))
-        project.folder.mkdir()
-        for number in range(9):
-            pitch, seconds = 100 + 40 * (number % 3) + number, 3.0 + 0.21 * number
-            samples = voice(seconds, pitch=pitch, seed=number) + 0.5 * voice(seconds, pitch=3 * pitch)
-            project.add(f"{number}.wav", samples, speaker=f"s{number % 3}")
-        config = project.configure(match={"unit_seconds": unit_seconds, "min_similarity": 0.0})
-        project.prepare(config)
-        assert run(MatchStage(config)).ok
-        found.append({record["audio_filepath"]: record for record in lines(matched_manifest(config))})
-    for other in found[1:]:
-        assert contexts(other) == contexts(found[0])
-        for name, record in found[0].items():
-            assert other[name]["context_speaker_similarity"] == pytest.approx(
-                record["context_speaker_similarity"], abs=2e-6
-            )
-
-
 def test_a_restart_leaves_no_manifest_of_other_limits(project):
     """The stage write finds its input by the name, which has the limits."""
     for name in ("a.wav", "b.wav"):
@@ -639,23 +616,6 @@ def test_the_padding_of_the_batches_is_in_the_commits_and_in_the_log(project, ca
     assert "7.0 s of audio embedded, 12.50 % of the batches is padding" in caplog.messages
 
 
-def test_a_run_that_was_begun_by_a_version_without_padding_ends_without_its_share(project, caplog):
-    caplog.set_level(logging.INFO)
-    for number, seconds in enumerate((3.0, 3.0, 4.0, 4.0)):
-        add(project, f"{number}.wav", 200 + number, seconds=seconds, speaker=f"s{number // 2}")
-    config = project.configure(match={"unit_seconds": 1.0}, speaker_key="speaker")
-    project.prepare(config)
-    with (
-        mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=PitchEncoder()),
-        without_padding_in_commits(most_seconds=6.0),
-    ):
-        assert len(run(MatchStage(config)).failures) == 1
-    assert len(match(project, unit_seconds=1.0)) == 4
-    commits = [one for path in (project.run_dir / "match").glob("**/ledger/*.jsonl") for one in lines(path)]
-    assert sorted("padded_seconds" in commit["stats"] for commit in commits) == [False, True]
-    assert "is padding" not in caplog.text
-
-
 @pytest.mark.parametrize(
     ("kind", "named"), [("cpu", []), ("NVIDIA H200, capability 9.0", ["NVIDIA H200, capability 9.0"])]
 )
@@ -667,13 +627,3 @@ def test_the_dataset_names_the_devices_that_chose_its_contexts_where_they_are_no
     assert run(WriteStage(project.configure(speaker_key="speaker", match={}))).ok
     record = json.loads((project.dataset / "dataset.json").read_text())
     assert record.get("match_devices", []) == named
-
-
-def test_the_dataset_names_the_versions_that_its_stages_mixed(project):
-    for name, pitch in (("a.wav", 200), ("b.wav", 330)):
-        add(project, name, pitch)
-    match(project)
-    (project.run_dir / "match" / "plan" / "earlier_versions.json").write_text('{"torch":["2.1"]}')
-    assert run(WriteStage(project.configure(speaker_key="speaker", match={}))).ok
-    record = json.loads((project.dataset / "dataset.json").read_text())
-    assert record["mixed_versions"] == {"torch": sorted(["2.1", version("torch")])}

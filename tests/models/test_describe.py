@@ -136,7 +136,9 @@ def test_a_file_that_is_no_archive_is_no_nemo_checkpoint(function, tmp_path, con
 def test_an_archive_without_weights_is_no_nemo_checkpoint(tmp_path):
     path = tmp_path / "model.nemo"
     with tarfile.open(path, "w:gz") as archive:
-        archive.addfile(tarfile.TarInfo("model_config.yaml"), io.BytesIO())
+        info = tarfile.TarInfo("model_config.yaml")
+        info.size = 5
+        archive.addfile(info, io.BytesIO(b"a: 1\n"))
     with raises(ConfigError, "bad_model", str(path), "model_weights.ckpt"):
         describe_codec(f"nemo:{path}")
 

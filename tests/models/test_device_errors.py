@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.errors import raises
 
-from sharmill.errors import ConfigError, is_device_error
-from sharmill.models.families import BUILTIN_FILE, ModelName
-from sharmill.models.nemo_checkpoint import quiet_nemo
+from sharmill.errors import is_device_error
 
 ASSERT = "CUDA error: device-side assert triggered"
 
@@ -47,44 +44,3 @@ def test_an_error_that_came_from_one_of_a_device_is_one():
     error = ValueError("no codes")
     error.__cause__ = torch.AcceleratorError(ASSERT)
     assert is_device_error(error)
-
-
-class TestLoading:
-    @pytest.mark.parametrize(
-        "error", [torch.AcceleratorError(ASSERT), torch.cuda.OutOfMemoryError("CUDA out of memory."), None]
-    )
-    def test_the_first_kernel_of_a_nemo_codec(self, error, monkeypatch):
-        nemo_codec = pytest.importorskip("sharmill.models.nemo_codec")
-        with quiet_nemo():
-            from nemo.collections.tts.models import AudioCodecModel
-
-            model = AudioCodecModel.restore_from(str(BUILTIN_FILE), map_location="cpu")
-
-        def forward(*arguments, **options):
-            raise error or RuntimeError("Padding size should be less")
-
-        monkeypatch.setattr(model.audio_encoder, "forward", forward)
-        monkeypatch.setattr(nemo_codec, "fit_hifigan_to_cpu", lambda encoder: encoder)
-        if error is None:
-            with raises(ConfigError, "bad_model", "Padding size"):
-                nemo_codec._NemoCodec(model, "nemo:x", "cpu")
-        else:
-            with pytest.raises(type(error)):
-                nemo_codec._NemoCodec(model, "nemo:x", "cpu")
-
-    @pytest.mark.parametrize("family", ["nemo", "transformers"])
-    def test_a_checkpoint(self, family, monkeypatch):
-        def fail(*arguments):
-            raise torch.AcceleratorError(ASSERT)
-
-        name = ModelName(name=f"{family}:x", target="x", path=None)
-        if family == "nemo":
-            module = pytest.importorskip("sharmill.models.nemo_checkpoint")
-            monkeypatch.setattr(module, "_restore", fail)
-            with pytest.raises(torch.AcceleratorError):
-                module.restore_model(torch.nn.Module, name, ())
-        else:
-            module = pytest.importorskip("sharmill.models.transformers_codec")
-            monkeypatch.setattr(module, "_from_directory_or_hub", fail)
-            with pytest.raises(torch.AcceleratorError):
-                module.load_transformers_codec(name, "cpu")

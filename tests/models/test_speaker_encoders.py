@@ -117,11 +117,6 @@ def test_embeddings_do_not_depend_on_batch_neighbours(fixture, request):
         torch.testing.assert_close(together[item], alone[0], atol=1e-5, rtol=0)
 
 
-def test_a_model_that_sees_padding_is_found_out(nemo_speaker, nemo_speaker_unmasked):
-    assert not nemo_speaker._equal_lengths_only
-    assert nemo_speaker_unmasked._equal_lengths_only
-
-
 def test_loading_leaves_the_random_state_alone(checkpoints):
     torch.manual_seed(5)
     before = torch.get_rng_state()

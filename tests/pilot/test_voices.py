@@ -130,25 +130,6 @@ def test_the_bound_of_wrong_candidates_counts_utterances_by_their_candidates():
     assert [call.args[1] for call in bound.call_args_list] == pytest.approx([140, 3620**2 / (60 * 59**2 + 80), 140])
 
 
-def test_more_misplaced_utterances_leave_no_fewer_wrong_candidates_in_the_bound():
-    voices, _ = make_voices(lambda true, generator: exchange(0.1)(true, generator) // 2)
-    seen = []
-
-    def note(*arguments):
-        seen.append(arguments[4:6])
-        return np.zeros(len(GRID))
-
-    beaten_alone = [lambda share: share + 0.1, lambda share: share, lambda share: share]
-    with (
-        mock.patch.object(estimates, "upper_bound", side_effect=lambda share, size: beaten_alone.pop(0)(share)),
-        mock.patch.object(estimates, "_share_wrong", side_effect=note),
-    ):
-        estimate_wrong_speakers(voices, GRID)
-    (misplaced, foreign), (most_misplaced, most_foreign) = seen
-    assert most_misplaced > misplaced + 0.1
-    assert most_foreign == foreign > 0.3
-
-
 def test_a_smaller_pilot_leaves_more_room_for_wrong_speakers():
     large, _ = make_voices(exchange(0.1))
     part = np.arange(len(large.groups)) < 10 * EACH

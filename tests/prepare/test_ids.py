@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
-from tempfile import gettempdir
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,8 +11,6 @@ from hypothesis import strategies as st
 from support.errors import raises
 from support.manifests import config_for, make_record, run_prepare, write_manifest, write_tone
 
-from sharmill.engine import spill
-from sharmill.engine.spill import SpilledRows
 from sharmill.errors import ConfigError
 from sharmill.manifest import Utterance, canonical_id, recording_id, segment_id
 from sharmill.prepare.ids import HASH_FIELDS, IdKeeper, find_suspects, hash_utterance
@@ -165,20 +160,15 @@ SEGMENTS = st.tuples(
 )
 
 
-def settle(segments, at_once=4):
-    """What the stage does with the segments of a whole input: the (segment, recording id, cut id) that remain.
-
-    ``at_once`` hashes are sorted together.
-    """
+def settle(segments):
+    """What the stage does with the segments of a whole input: the (segment, recording id, cut id) that remain."""
     utterances = []
     for source, path, offset, seconds in segments:
         cut = segment_id(recording_id(path), offset, seconds)
         utterances.append(
             Utterance(path, offset, seconds, "", "", root=source, recording_id=recording_id(path), cut_id=cut)
         )
-    with SpilledRows(Path(gettempdir()), HASH_FIELDS) as hashes, mock.patch.object(spill, "_SORTED_AT_ONCE", at_once):
-        hashes.append(np.array([hash_utterance(utterance) for utterance in utterances], dtype=HASH_FIELDS))
-        suspects = find_suspects(hashes)
+    suspects = find_suspects(np.array([hash_utterance(utterance) for utterance in utterances], dtype=HASH_FIELDS))
     keeper = IdKeeper(suspects.recordings, suspects.cuts)
     kept = []
     for utterance, segment, suspect, repeated in zip(
@@ -208,7 +198,7 @@ def test_cut_ids_are_unique_and_recording_ids_are_those_of_files(segments):
 @given(segments=st.lists(SEGMENTS, max_size=15), data=st.data())
 def test_ids_do_not_depend_on_the_order(segments, data):
     shuffled = data.draw(st.permutations(segments))
-    assert sorted(settle(segments)) == sorted(settle(shuffled)) == sorted(settle(segments, at_once=1000))
+    assert sorted(settle(segments)) == sorted(settle(shuffled))
 
 
 def test_duplicate_of_a_segment_with_an_ambiguous_id(prepare_records, tmp_path):

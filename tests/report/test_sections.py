@@ -22,12 +22,10 @@ from sharmill.audio.sound import Sound
 from sharmill.config import to_yaml
 from sharmill.config.loading import load_for_display
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.unit import Commit
-from sharmill.errors import ConfigError, DamagedShard
+from sharmill.errors import DamagedShard
 from sharmill.match.stage import MatchStage
 from sharmill.match.voices import pack_voice, sample_voices, unpack_voice
 from sharmill.pipeline import make_stages
-from sharmill.report import facts
 from sharmill.report.charts import columns, histogram
 from sharmill.report.contents import make_contents
 from sharmill.report.facts import read_dataset_facts, read_run_facts
@@ -85,26 +83,6 @@ def test_damaged_measures_are_an_error_and_cost_no_memory(text):
         CutMeasures.unpack(text)
 
 
-def test_stats_of_other_values_are_an_error(tmp_path):
-    row = {"records_in": 1, "records_out": 1, "hours_in": 1.0, "hours_out": 1.0}
-    good = row | {"by_dataset": {"d": row}, "by_language": {}, "by_speaker": {"s": row}, "rejects": {}}
-    path = tmp_path / "stats.json"
-    path.write_text(json.dumps(good))
-    assert facts._read_stats(path)["by_speaker"] == {"s": row}
-    for bad in ({}, good | {"by_speaker": {"s": 1}}, good | {"by_dataset": {"d": row | {"hours_out": {}}}}):
-        path.write_text(json.dumps(bad))
-        with raises(ConfigError, "damaged_run_dir", "stats.json"):
-            facts._read_stats(path)
-
-
-@pytest.mark.parametrize("voices", [[3], [["a"]], [["a", 1]], [["a", "x"]], 7, [["a", "AAAA"], ["b", "AA=="]]], ids=str)
-def test_voices_of_other_values_are_an_error(voices):
-    commit = Commit(token="t", index=0, id="u", files=[], num_in=1, num_out=1, rejects={}, stats={"voices": voices},
-                    seconds=1.0, rank=0)  # fmt: skip
-    with raises(ConfigError, "damaged_run_dir", "the voices that a commit of match notes are damaged"):
-        facts._Noted().add("match", commit)
-
-
 def groups(count: int, size: int):
     rng = np.random.default_rng(1)
     return [(f"g{g}", [(f"{g}-{n}", rng.standard_normal(16)) for n in range(size)]) for g in range(count)]
@@ -157,24 +135,6 @@ def test_names_in_charts_are_short_and_without_control_characters():
     plot = json.loads(Elements(chart).of("div")[0]["data-plot"])
     assert plot["data"][0]["hovertext"] == ["�[31m�" + "x" * 73 + "…"]
     assert plot["layout"]["xaxis"]["ticktext"] == ["�[31m�xx…"]
-
-
-def test_a_run_from_before_audio_was_measured_has_a_sample_and_says_so(reported):
-    config = reported_config(reported)
-
-    def unpack(text):
-        found = CutMeasures.unpack(text)
-        kept = {name: one for name, one in found.histograms.items() if name not in Sound._fields}
-        return CutMeasures(kept, {name: one for name, one in found.extremes.items() if name != "loudest difference"})
-
-    with (
-        mock.patch.object(facts, "CutMeasures", wraps=CutMeasures, unpack=unpack),
-        mock.patch("sharmill.report.sample._MEASURED", 5),
-    ):
-        page = make_page(read_run_facts(config, make_stages(config), {}, decode=False))
-    assert "Charts in blue are of all cuts; those in green, of audio, of 5 cuts drawn at random." in page
-    assert "<figcaption>Bandwidth of targets</figcaption>" in page
-    assert "loudest difference" in page
 
 
 def facts_of_run(reported, measures=None):

@@ -28,6 +28,8 @@ from sharmill.validate.levels import measure
 
 RATE = 655350
 
+pytestmark = pytest.mark.xdist_group("memory, threads, descriptors")
+
 
 @pytest.fixture(scope="module")
 def bomb(tmp_path_factory) -> Path:

@@ -10,6 +10,7 @@ import pytest
 from support.errors import raises
 
 from sharmill.config import load_config
+from sharmill.config.loading import load_for_display
 from sharmill.errors import ConfigError
 from sharmill.executors.slurm.profile import load_profile
 
@@ -25,11 +26,8 @@ def laughs(levels: int) -> str:
 
 
 REFUSED = {
-    "a billion laughs": laughs(9),
-    "a million laughs in a key that there is": laughs(6) + "\nprepare: {filters: *a5}",
     "a list that contains itself": "speaker_key: &a [*a]",
     "100,000 levels": "speaker_key: " + "[" * 100_000,
-    "2 MiB": "# " + "x" * (2 << 20),
     "a tag in a list": "match: {encoder: [!!python/object/apply:os.mkdir [ran]]}",
     "a line within a value": 'match: {encoder: "a\\n#SBATCH --wrap=x"}',
     "a line within a key": 'prepare: {filters: {"a\\nb": "< 1"}}',
@@ -47,6 +45,28 @@ def test_refused_in_one_line(text, tmp_path, monkeypatch):
     code = "bad_config_value" if r"\n" in text else "bad_config_file"
     with raises(ConfigError, code, str(path)) as refused:
         load_config(path)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "ran").exists()
+
+
+# Of a run directory, which others may have written.
+REFUSED_STORED = {
+    "a billion laughs": (laughs(9), "an alias"),
+    "a list that contains itself": ("speaker_key: &a [*a]", "an alias"),
+    "100,000 levels": ("speaker_key: " + "[" * 100_000, "more than 100 levels"),
+    "2 MiB": ("# " + "x" * (2 << 20), "larger than 1 MiB"),
+    "a tag": ("speaker_key: !!python/object/apply:os.mkdir [ran]", "not valid YAML"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("text", "said"), REFUSED_STORED.values(), ids=REFUSED_STORED.keys())
+def test_a_stored_configuration_is_refused_in_one_line(text, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "resolved_config.yaml"
+    path.write_text(GOOD + text + "\n")
+    with raises(ConfigError, "bad_config_file", str(path), said) as refused:
+        load_for_display(path)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "ran").exists()
 

@@ -273,19 +273,28 @@ def test_transforms_that_are_no_list_are_refused(transforms):
         assert find_forbidden({**values, "transforms": transforms}) == "transforms that are no list"
 
 
-def test_hostile_settings_in_lines_of_values_are_damage(dataset):
+HOSTILE_VALUES = {
+    "a setting of another type": (
+        {**recording("shar", ""), "transforms": [transform("Speed", factor=None)]},
+        "item 0 has a transform Speed with factor None",
+    ),
+    "a command": (recording("command", "touch ran"), "command"),
+}
+
+
+@pytest.mark.parametrize(("values", "what"), HOSTILE_VALUES.values(), ids=HOSTILE_VALUES.keys())
+def test_hostile_lines_of_values_are_damage(dataset, values, what):
     """A field in lhotse's JSON lines, whose values are given as they are."""
     for name in ("dataset.json", "shards.jsonl"):
         (dataset / name).unlink()
     for path in sorted((dataset / "cuts").iterdir()):
-        values = {**recording("shar", ""), "transforms": [transform("Speed", factor=None)]}
         index = path.name.removeprefix("cuts.").removesuffix(".jsonl.gz")
         (dataset / "extra").mkdir(exist_ok=True)
         rewrite(
             dataset / f"extra/extra.{index}.jsonl.gz", [{"cut_id": cut["id"], "extra": values} for cut in lines(path)]
         )
         rewrite(path, [cut | {"custom": None} for cut in lines(path)])
-    with raises(DamagedShard, "damaged_shard", "item 0 has a transform Speed with factor None"):
+    with raises(DamagedShard, "damaged_shard", what):
         load_all(dataset, ["extra"])
 
 
@@ -384,19 +393,6 @@ def test_transforms_without_other_sources_are_applied(dataset, tmp_path):
     expected = expected.load_audio()
     np.testing.assert_array_equal(found.target_audio.load_audio(), expected)
     assert expected.shape == (1, found.target_audio.num_samples)
-
-
-def test_a_field_of_lines_holds_no_recording_of_a_command(dataset):
-    for name in ("dataset.json", "shards.jsonl"):
-        (dataset / name).unlink()
-    for path in sorted((dataset / "cuts").iterdir()):
-        cuts = lines(path)
-        rewrite(path, [cut | {"custom": None} for cut in cuts])
-        (dataset / "extra").mkdir(exist_ok=True)
-        rows = [{"cut_id": cut["id"], "extra": recording("command", "touch ran")} for cut in cuts]
-        rewrite(dataset / "extra" / path.name.replace("cuts", "extra"), rows)
-    with pytest.raises(DamagedShard, match="command"):
-        next(iter(open_shar(dataset, ["extra"])))
 
 
 def npy(data: np.ndarray, **options) -> bytes:
@@ -655,13 +651,6 @@ def test_links_that_lead_in_circles_are_followed_once(dataset):
         (dataset / name).symlink_to(".")
         (dataset / "cuts" / name).symlink_to("..")
     assert len(list(open_shar(dataset, ["target_audio"]))) == 7
-
-
-def test_a_link_to_a_tree_of_folders_is_no_dataset(dataset, monkeypatch):
-    (dataset / "dataset.json").unlink()
-    monkeypatch.setattr(foreign, "_MAX_FOLDERS", 5)
-    with raises(ConfigError, "bad_layout", "more than 5 folders"):
-        foreign.find_shards(dataset)
 
 
 def test_a_folder_that_vanishes_while_shards_are_looked_for_ends_in_one_line(dataset, monkeypatch):

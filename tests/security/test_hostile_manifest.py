@@ -245,6 +245,7 @@ def sparse(tmp_path):
     return project, config
 
 
+@pytest.mark.xdist_group("memory, threads, descriptors")
 def test_rejects_keep_a_part_of_large_records_and_are_accounted_for(sparse, capsys):
     project, config = sparse
     manifest = project.folder / "small.json"

@@ -175,20 +175,15 @@ def test_the_last_configuration_of_several_in_an_archive_is_the_one_that_is_chec
         load_speaker_encoder(f"nemo:{path}", "cpu")
 
 
-@pytest.mark.parametrize("compression", ["", "gz"])
-def test_an_archive_that_unpacks_to_much_more_than_its_file(repack, tmp_path, compression, monkeypatch):
-    monkeypatch.setattr("sharmill.models.nemo_config._FREE_BYTES", 1 << 20)
+def test_an_archive_that_unpacks_to_much_more_than_its_file(repack, tmp_path):
     path = repack()
-    with tarfile.open(path) as old, tarfile.open(tmp_path / "big.nemo", f"w:{compression}") as new:
+    with tarfile.open(path) as old, tarfile.open(tmp_path / "big.nemo", "w") as new:
         for member in old:
             new.addfile(member, old.extractfile(member) if member.isfile() else None)
         zeros = tarfile.TarInfo("zeros")
-        zeros.size = 8 << 20
-        if compression:
-            new.addfile(zeros, io.BytesIO(bytes(zeros.size)))
-        else:
-            # A header alone: the data are not there, as in a sparse member.
-            new.fileobj.write(zeros.tobuf())
+        zeros.size = 1 << 40
+        # A header alone: the data are not there, as in a sparse member.
+        new.fileobj.write(zeros.tobuf())
     with raises(ConfigError, "untrusted_model", "would unpack"):
         describe_speaker_encoder(f"nemo:{tmp_path / 'big.nemo'}")
 
@@ -205,6 +200,7 @@ def test_a_damaged_archive(good_nemo, tmp_path, compression):
             describe_speaker_encoder(f"nemo:{path}")
 
 
+@pytest.mark.xdist_group("memory, threads, descriptors")
 def test_a_configuration_that_unpacks_to_much_is_not_read_whole(repack, tmp_path):
     path = repack(model_config=lambda data: data + b"#" * (48 << 20))
     with tarfile.open(tmp_path / "packed.nemo", "w:gz", compresslevel=1) as packed, tarfile.open(path) as plain:

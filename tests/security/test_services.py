@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import start_ranks
 from support.paths import REPOSITORY
+from torch.distributed import HashStore
 
 from sharmill.executors.ray.node import WORKER_VARIABLE, node_command
 
@@ -131,8 +132,8 @@ def test_the_store_is_bound_to_an_address_that_the_nodes_reach(host, nodes, monk
     bound = []
     monkeypatch.setattr(start_ranks, "TCPStore", lambda *_, master_listen_fd, **__: bound.append(
         socket.socket(fileno=master_listen_fd)
-    ))  # fmt: skip
-    start_ranks.BoundRendezvous(host, 0, 0, nodes, "id", 5)._listen()
+    ) or HashStore())  # fmt: skip
+    start_ranks.BoundRendezvous(host, 0, 0, nodes, "id", 5).next_rendezvous()
     (listener,) = bound
     assert ip_address(listener.getsockname()[0]).is_loopback
     assert listener.getsockname()[0] != "127.0.1.1"
@@ -141,7 +142,7 @@ def test_the_store_is_bound_to_an_address_that_the_nodes_reach(host, nodes, monk
 
 def test_a_name_that_other_nodes_cannot_reach_is_refused_in_one_line():
     with pytest.raises(SystemExit, match="Error: --rdzv-endpoint: on this node localhost") as end:
-        start_ranks.BoundRendezvous("localhost", 0, 0, 2, "id", 5)._listen()
+        start_ranks.BoundRendezvous("localhost", 0, 0, 2, "id", 5).next_rendezvous()
     assert "\n" not in str(end.value)
 
 

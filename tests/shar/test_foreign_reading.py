@@ -19,12 +19,11 @@ from support.shar import members_of, voice, write_members
 
 from sharmill.audio.encoding import encode
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.shar import cut_lines, open_shar
+from sharmill.shar import open_shar
 from sharmill.shar.arrays import array_to_bytes
 from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.items import FieldWriter, Item
 from sharmill.shar.lhotse_json import recording_json, temporal_array_json
-from sharmill.shar.tar import open_field
 
 KEPT = ("shar_position", "shard_origin", "shar_epoch")
 
@@ -346,13 +345,3 @@ def test_audio_that_is_a_command_or_far_away_is_refused(tmp_path, kind, place):
     (tmp_path / "cuts.0.jsonl").write_text(json.dumps(bare("a", **changes)) + "\n")
     with raises(DamagedShard, "damaged_shard", f"'{kind}'"):
         list(open_shar(tmp_path))
-
-
-def test_a_shard_that_is_counted_and_then_opened_has_its_cuts_read_once(lhotse_shar, monkeypatch):
-    opened = []
-    monkeypatch.setattr(cut_lines, "open_field", lambda path: opened.append(path.name) or open_field(path))
-    reader = open_shar(lhotse_shar).data
-    for _ in range(2):
-        assert sum(1 for _ in reader) == 7  # list() would ask for the length first, and so count all shards
-        assert len(opened) == len(set(opened)) == 3
-        opened.clear()

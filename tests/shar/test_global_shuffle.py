@@ -12,10 +12,7 @@ from support.shar import copy
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
-from sharmill.shar.reading import iteration
-from sharmill.shar.reading.shard import OpenShard
 from sharmill.shar.sidecars import write_sidecars
-from sharmill.shar.tar import TarTable
 
 COUNTS = [9] * 40
 
@@ -65,29 +62,6 @@ def test_epochs_and_seeds_have_orders_of_their_own(many):
     assert first != numbers(open_shar(many, [], shuffle="global", seed=4))
     assert first == numbers(open_shar(many, [], shuffle="global", seed=3))
     assert sorted(first) == sorted(second) == list(range(sum(COUNTS)))
-
-
-def test_few_shards_are_open_at_once_and_no_archive_is_gone_through(many, monkeypatch):
-    is_open, most = set(), 0
-    init, close = OpenShard.__init__, OpenShard.close
-
-    def opened(self, files, **options):
-        nonlocal most
-        init(self, files, **options)
-        is_open.add(id(self))
-        most = max(most, len(is_open))
-
-    def closed(self):
-        close(self)
-        is_open.discard(id(self))
-
-    monkeypatch.setattr(OpenShard, "__init__", opened)
-    monkeypatch.setattr(OpenShard, "close", closed)
-    monkeypatch.setattr(iteration, "_OPEN_SHARDS", 5)
-    monkeypatch.setattr(TarTable, "__init__", lambda *arguments: pytest.fail("a whole archive is parsed"))
-    assert sorted(numbers(open_shar(many, shuffle="global"))) == list(range(sum(COUNTS)))
-    assert most == 5
-    assert not is_open
 
 
 def test_index_files_may_lie_elsewhere(many, tmp_path):

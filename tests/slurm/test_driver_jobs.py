@@ -12,18 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.errors import raises
 from support.paths import SHARED
 from support.toy_cluster import SETUP, assert_same_as_local, make_profile, running_ranks, slurm
 from support.toy_stage import wait_until
 
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.run import locked
-from sharmill.engine.rundir import RunDir
-from sharmill.errors import ConfigError
 from sharmill.executors.slurm.chain_state import read_state, wait_for_end
 from sharmill.executors.slurm.profile import StageProfile, StageProfiles
-from sharmill.executors.slurm.queue import make_run_id, outside_own_job, queued_jobs
+from sharmill.executors.slurm.queue import outside_own_job, queued_jobs
 from sharmill.ports.process import is_gone
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -50,14 +47,17 @@ def driver_states(chain):
 def test_a_driver_job_requeued_after_it_has_submitted_leaves_the_work_to_the_next(waiting_chain, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     before = queued_jobs(waiting_chain.run_dir)
-    assert waiting_chain._run_driver_job() is None
+    state = read_state(waiting_chain.run_dir)
+    waiting_chain()
+    assert read_state(waiting_chain.run_dir) == state
     assert {job.id for job in queued_jobs(waiting_chain.run_dir)} == {job.id for job in before}
 
 
 def test_a_driver_job_that_meets_ranks_only_submits_one_behind_them(waiting_chain, monkeypatch, tmp_path):
     (own,) = driver_jobs(waiting_chain)
     monkeypatch.setenv("SLURM_JOB_ID", own)
-    state = waiting_chain._run_driver_job()
+    waiting_chain()
+    state = read_state(waiting_chain.run_dir)
     slurm("scancel", own)
     monkeypatch.delenv("SLURM_JOB_ID")
     wait_until(lambda: driver_jobs(waiting_chain) == state.jobs[-1:])
@@ -74,14 +74,6 @@ def test_one_that_is_killed_within_a_small_stage_leaves_the_rest_to_ranks(make_c
     assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     assert chain.stage.redone() == 1
-
-
-def test_a_submission_that_lost_the_race_submits_nothing(waiting_chain):
-    """Both have looked at the queue when it was empty; the second gets the lock after the first."""
-    before = queued_jobs(waiting_chain.run_dir)
-    with raises(ConfigError, "jobs_in_queue"):
-        waiting_chain._run_stages(waiting_chain.executor(), wait_seconds=0.0)
-    assert len(queued_jobs(waiting_chain.run_dir)) == len(before)
 
 
 def test_a_driver_job_waits_until_the_run_directory_is_free(waiting_chain, tmp_path):
@@ -114,15 +106,6 @@ def test_a_rank_told_to_leave_comes_back_without_stale_state(make_chain, tmp_pat
     assert attempts.errors == {}
     assert set(attempts.counts.values()) == {1}
     assert chain.stage.redone() == (0 if where == "setup" else 1)
-
-
-def test_the_jobs_of_another_dataset_are_not_seen(waiting_chain, tmp_path):
-    roles = sorted(job.role for job in queued_jobs(waiting_chain.run_dir))
-    assert roles == ["driver", "rank", "rank", "watcher"]
-    another = RunDir(tmp_path / "another")
-    assert queued_jobs(another) == []
-    make_run_id(another)
-    assert queued_jobs(another) == []
 
 
 def test_a_job_hides_its_allocation_from_sbatch_and_keeps_it_for_itself(monkeypatch):

@@ -45,26 +45,28 @@ def test_an_undisturbed_chain(make_chain, tmp_path, record_property):
     assert report(chain, record_property) == 0
 
 
-def test_scancel_of_one_array_task_costs_its_unit(make_chain, tmp_path, record_property):
-    chain = make_chain(units=40, seconds=1.2)
-    chain.start()
-    wait_for_units(chain, 4)
-    slurm("scancel", running_ranks(chain)[0])
-    assert wait_for_end(chain.run_dir).state == "done"
-    assert_same_as_local(chain, tmp_path)
-    # It is done again by another rank, after all others have ended.
-    assert report(chain, record_property) == 1
-
-
-def test_kill_of_a_rank_costs_its_unit(make_chain, tmp_path, record_property):
-    chain = make_chain(units=40, seconds=0.5)
-    chain.start()
-    wait_for_units(chain, 4)
+def kill_rank(chain):
     os.kill(read_progress(chain.stage.dir.progress)[0].pid, signal.SIGKILL)
+
+
+def cancel_rank(chain):
+    slurm("scancel", running_ranks(chain)[0])
+
+
+def cancel_driver_job(chain):
+    slurm("scancel", *(job.id for job in queued_jobs(chain.run_dir) if job.role == "driver"))
+
+
+@pytest.mark.parametrize(("end", "units_lost"), [(kill_rank, 1), (cancel_rank, 1), (cancel_driver_job, 0)])
+def test_the_end_of_a_job_costs_at_most_its_unit(make_chain, tmp_path, record_property, end, units_lost):
+    """The unit is done again by another rank, unless the end hit the moment between two units."""
+    chain = make_chain(units=40, seconds=0.7)
+    chain.start()
+    wait_for_units(chain, 4)
+    end(chain)
     assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
-    # None, if it hit the moment between two units.
-    assert report(chain, record_property) <= 1
+    assert report(chain, record_property) <= units_lost
 
 
 def test_preempted_ranks_are_requeued_and_go_on(make_chain, tmp_path, record_property):
@@ -145,13 +147,3 @@ def is_alive(pid_file: str) -> bool:
 
 def restarts(task: str) -> int:
     return int(re.search(r"Restarts=(\d+)", slurm("scontrol", "show", "job", task))[1])
-
-
-def test_a_cancelled_driver_job_is_replaced_by_one_behind_the_ranks(make_chain, tmp_path, record_property):
-    chain = make_chain(units=24, seconds=0.5)
-    chain.start()
-    wait_for_units(chain, 2)
-    slurm("scancel", *(job.id for job in queued_jobs(chain.run_dir) if job.role == "driver"))
-    assert wait_for_end(chain.run_dir).state == "done"
-    assert_same_as_local(chain, tmp_path)
-    assert report(chain, record_property) == 0

@@ -49,13 +49,6 @@ def test_numbers_of_ranges_have_a_limit(pattern):
         expand_shards(pattern)
 
 
-def test_a_list_of_patterns_has_the_limit_of_one(monkeypatch):
-    monkeypatch.setattr("sharmill.sources.files._MAX_FILES", 1000)
-    assert len(find_files(["a_{1..500}", "b_{1..500}"])) == 1000
-    with raises(ConfigError, "bad_config_value", "b_{0..500}", "more than 1,000 files"):
-        find_files(["a_{1..500}", "b_{0..500}", "c_{1..500}"])
-
-
 def test_stars_find_files_sorted(tmp_path):
     for name in ("b.json", "a.json", "[x]/c1.json", "d/e/f.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

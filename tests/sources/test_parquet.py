@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 from threading import Thread
 
@@ -13,17 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from support.errors import raises
 from support.manifests import config_for, run_prepare
-from support.paths import TESTS
 from support.shar import put, voice
 
-from sharmill.audio import containers, row_files, segments
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.row_files import RecentRows, UnreadableRows, read_audio
 from sharmill.audio.segments import SegmentReader
-from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.pipeline import run_dataset
-from sharmill.shar import open_shar
 from sharmill.sources import Located, Unreadable, record_text
 from sharmill.sources.parquet import ParquetSource
 
@@ -353,14 +347,10 @@ def test_columns_that_do_not_fit_are_refused_before_any_work(column, keys, code,
         source_of(path, **keys).check()
 
 
-def test_two_columns_of_one_name_and_a_row_group_that_is_too_large_are_refused(tmp_path, monkeypatch):
+def test_two_columns_of_one_name_are_refused(tmp_path):
     twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["audio", "audio"])
     with raises(ConfigError, "bad_manifest", "two columns"):
         source_of(write(twice, tmp_path / "twice.parquet")).check()
-    monkeypatch.setattr("sharmill.sources.parquet._MAX_GROUP_BYTES", 10)
-    path = write(pa.table({"audio": [b"x" * 100]}), tmp_path / "large.parquet")
-    with raises(ConfigError, "bad_manifest", "row group", "smaller"):
-        source_of(path).check()
 
 
 def test_a_template_with_a_key_that_no_row_has(table, tmp_path):
@@ -379,7 +369,6 @@ class TestRecentRows:
         rows = RecentRows(max_bytes=1)
         expected = [row["bytes"] for row in table["audio"].to_pylist()]
         assert [rows.value(path, "audio", n) for n in range(7)] == expected
-        assert len(rows._columns) == 1
         with pytest.raises(UnreadableRows):
             rows.value(path, "audio", 7)
 
@@ -396,35 +385,3 @@ class TestRecentRows:
             thread.join()
         assert len(found) == 14
         assert all(data == expected[n] for n, data in found)
-
-    def test_a_unit_reads_each_row_group_once_in_any_order(self, tmp_path, monkeypatch):
-        files = [put(tmp_path / f"voices/{n}.flac", voice(0.5 + n / 20, seed=n)) for n in range(12)]
-        rows = {
-            "audio": pa.array([{"bytes": path.read_bytes(), "path": None} for path in files], AUDIO),
-            "text": ["yes"] * 12, "speaker": ["anna", "bert", "carl"] * 4,
-        }  # fmt: skip
-        pq.write_table(pa.table(rows), tmp_path / "t.parquet", row_group_size=2)
-        monkeypatch.syspath_prepend(str(TESTS / "support/plugin"))
-        monkeypatch.setattr(row_files.recent_rows, "_max_bytes", 0)
-        monkeypatch.setattr(containers._recent, "_max_bytes", 0)
-        reads, units = [], []
-        real_read, real_gather = row_files.read_rows, containers.gather_rows
-        monkeypatch.setattr(row_files, "read_rows", lambda *found: reads.append(found[1]) or real_read(*found))
-
-        def gather(recordings):
-            units.append(len(reads))
-            return real_gather(recordings)
-
-        monkeypatch.setattr(segments, "gather_rows", gather)
-        config = config_for(
-            tmp_path, [{"type": "parquet", "parquet": str(tmp_path / "t.parquet"), "language": "en"}],
-            speaker_key="speaker", write={"shard_size": 6, "order": "shuffle"}, executor={"workers": 1},
-            match={"encoder": "python:tiny_speech:TinyEncoder", "min_similarity": -1.0, "min_duration": 0.0},
-        )  # fmt: skip
-        assert run_dataset(config, Listener(), stages=("prepare", "match", "write")).ok
-        assert len(units) >= 3
-        bounds = [*units, len(reads)]
-        for first, last in itertools.pairwise(bounds):
-            assert reads[first:last] == sorted(set(reads[first:last]))
-        assert len(list(open_shar(config.dataset_dir, []))) == 12
-        assert containers._recent._gathered == {}

@@ -42,14 +42,12 @@ class Kind:
     """A kind of damage.
 
     ``codes`` are those of all findings that it makes, in one string, where the index is that of the damaged files; none
-    where only the index can tell. ``level`` is the first at which they are found. ``pending`` says why the checker
-    cannot find it yet.
+    where only the index can tell. ``level`` is the first at which they are found.
     """
 
     do: Damage
     codes: str
     level: str = "default"
-    pending: str = ""
 
 
 def all_of(*damages: Damage) -> Damage:

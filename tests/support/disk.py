@@ -1,29 +1,24 @@
-"""Runs on a disk that fails at a chosen operation; see ``faulty_disk.c`` for what counts as one and how it may fail."""
+"""Runs on a disk that fails at a chosen operation; see ``failing_disk`` for what counts as one and how it may fail."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.paths import REPOSITORY, TESTS
 from support.small_run import SmallRun
 
-# What each kind of fault is called by the system; a kill is not called anything.
-KINDS = {
-    "glitch": "Input/output error",
-    "dead": "Input/output error",
-    "full": "No space left on device",
-    "quota": "Disk quota exceeded",
-    "readonly": "Read-only file system",
-    "fsync": "Input/output error",
-    "unreadable": "Input/output error",
-    "stale": "Stale file handle",
-    "kill": None,
-}
+# The error of each kind of fault; a kill has none.
+_ERRNOS = {
+    "glitch": errno.EIO, "dead": errno.EIO, "full": errno.ENOSPC, "quota": errno.EDQUOT, "readonly": errno.EROFS,
+    "fsync": errno.EIO, "unreadable": errno.EIO, "stale": errno.ESTALE, "kill": 0,
+}  # fmt: skip
+KINDS = tuple(_ERRNOS)
 # Those that strike reads.
 READ_KINDS = ("unreadable", "stale")
 # With these, nothing can be removed either: what is left aside stays until the relaunch.
@@ -49,21 +44,10 @@ class Trouble:
     problems: list[str] = field(default_factory=list)
 
 
-def compiled(source: str, folder: Path) -> Path:
-    """Compiles a library of this folder that is to be preloaded."""
-    library = folder / Path(source).with_suffix(".so")
-    compiler = shutil.which("cc")
-    assert compiler, "there is no C compiler"
-    path = Path(__file__).parent / source
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, path, "-ldl"], check=True)
-    return library
-
-
 class FaultyDisk:
-    """Compiles the library and preloads it into runs."""
+    """The disk below a folder, in runs whose Python has ``failing_disk`` in its path."""
 
     def __init__(self, folder: Path) -> None:
-        self._library = compiled("faulty_disk.c", folder)
         self._count = folder / "count"
         self._log = folder / "log"
         self._counts: dict[tuple[str, bool], int] = {}
@@ -71,16 +55,18 @@ class FaultyDisk:
     def run(
         self, run: SmallRun, stage: str, kind: str, at: int, workers: int = 1, **more: object
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a stage to its end, or to the error's; ``more`` are further settings of the library."""
-        for path in (self._count, self._log):
+        """Runs a stage to its end, or to the error's; ``more`` are further settings of the disk."""
+        for path in (self._count, self._log, self._count.with_suffix(".failed")):
             path.unlink(missing_ok=True)
         values = {"FOLDER": f"{run.work}/", "KIND": kind, "AT": at, "COUNT": self._count, "LOG": self._log} | more
         return run.run(stage, workers, env=os.environ | self.environment(**values))
 
     def environment(self, **values: object) -> dict[str, str]:
-        """What preloads the library with these settings."""
+        """What puts a Python process on the disk of these settings."""
+        values["ERRNO"] = _ERRNOS.get(str(values["KIND"]), 0)
         settings = {f"FAULTY_DISK_{key}": str(value) for key, value in values.items()}
-        return settings | {"LD_PRELOAD": str(self._library)}
+        path = (TESTS / "support/failing_disk", TESTS, REPOSITORY / "src")
+        return settings | {"PYTHONPATH": ":".join(map(str, path))}
 
     def operations(self) -> list[str]:
         """The operations of the last run that failed, or all of them if none should: a name and a path each."""
@@ -94,7 +80,7 @@ class FaultyDisk:
         if key not in self._counts:
             # What comes after the last operation of a run never fails.
             assert self.run(run, stage, "unreadable" if key[1] else "none", sys.maxsize).returncode == _OK
-            self._counts[key] = int.from_bytes(self._count.read_bytes()[:8], sys.byteorder)
+            self._counts[key] = self._count.stat().st_size
             run.restore(stage)
         return self._counts[key]
 
@@ -126,10 +112,10 @@ def relaunch(run: SmallRun, stage: str) -> list[str]:
 
 def _check_message(outcome: subprocess.CompletedProcess[str], kind: str) -> list[str]:
     """What is wrong with how a run ended: one line says what failed and why, and the exit status agrees."""
-    status, name = outcome.returncode, KINDS[kind]
+    status, name = outcome.returncode, os.strerror(_ERRNOS[kind])
     if status == _OK:
         return []
-    if name is None:
+    if kind == "kill":
         return [] if status == _KILLED else [f"the exit status is {status}"]
     if status not in (_FAILED, _WRONG_USE):
         return [f"the exit status is {status}: {outcome.stderr}"]

@@ -17,7 +17,7 @@ ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be 
 ECC = "CUDA error: uncorrectable ECC error encountered"
 
 # Of this process, as a CUDA context is.
-_broken: list[str] = []
+broken: list[str] = []
 
 
 class BreakingStage(GpuStage):
@@ -40,10 +40,10 @@ class BreakingStage(GpuStage):
     def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         if unit.index in self.always or (unit.index in self.once and not self.marked(f"broke-{unit.index}")):
             self.mark(f"broke-{unit.index}")
-            _broken.append(ASSERT)
-        if _broken:
+            broken.append(ASSERT)
+        if broken:
             self.mark("attempts", f"{unit.index} {os.getpid()}")
-            raise self.error(_broken[0])
+            raise self.error(broken[0])
         return super().work(unit, staging, advance)
 
 

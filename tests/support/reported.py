@@ -69,7 +69,7 @@ def make_reported(folder: Path) -> Project:
     # Of one context for all but itself.
     config = project.write(
         [1, *[0] * (len(HOSTILE) - 1)], similarities, write={"shard_size": 5, "order": "manifest"},
-        match={"min_duration": 0.0}, encode={"codecs": [{"name": "toy", "model": "untrained"}]},
+        match={"min_duration": 0.0}, encode={"codecs": [{"name": "toy", "model": "builtin"}]},
     )  # fmt: skip
     project.encode(config, codec=DecodingToy())
     RunDir(project.run_dir).config.write_bytes(to_yaml(config))

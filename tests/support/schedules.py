@@ -1,7 +1,4 @@
-"""Training that is killed and goes on: real processes with real loaders, on other numbers of ranks and workers.
-
-``PYTHONPATH=tests python -m support.schedules DATASET FOLDER FIRST LAST`` runs many seeds and says how each went.
-"""
+"""Training that is killed and goes on: real processes with real loaders, on other numbers of ranks and workers."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -119,7 +115,7 @@ def read_checkpoint(setting: Setting, attempt: int, rank: int) -> dict | None:
         return None
 
 
-def run_schedule(dataset: Path, folder: Path, seed: int, *, bucketing: bool, max_ranks: int = 8) -> str:
+def run_schedule(dataset: Path, folder: Path, seed: int, *, bucketing: bool, max_ranks: int) -> str:
     """Trains over one whole epoch at least, with kills; raises AssertionError unless each id came exactly once."""
     from sharmill.shar import open_shar
 
@@ -134,14 +130,3 @@ def run_schedule(dataset: Path, folder: Path, seed: int, *, bucketing: bool, max
     assert set(seen.values()) == {1}, [entry for entry, count in seen.items() if count > 1]
     assert {cut_id for epoch, cut_id in seen if epoch == 0} == ids
     return f"seed {seed}: ranks x workers {' '.join(attempts)}: {sum(seen.values())} cuts, each once per epoch"
-
-
-def main() -> None:
-    dataset, folder, seeds = Path(sys.argv[1]), Path(sys.argv[2]), range(int(sys.argv[3]), int(sys.argv[4]) + 1)
-    CONTEXT.set_forkserver_preload(PRELOAD)
-    for seed in seeds:
-        print(run_schedule(dataset, folder / str(seed), seed, bucketing=seed % 2 == 1), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,11 +23,9 @@ from sharmill.encode.stage import EncodeStage
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.run import run_stage
 from sharmill.engine.stage import Stage
-from sharmill.errors import UnitFailed
 from sharmill.executors.local.executor import LocalExecutor
 from sharmill.manifest import Context, Utterance
 from sharmill.match.stage import matched_manifest
-from sharmill.models.padding import Padding
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
 from sharmill.shar.tar import TarTable, TarWriter
 from sharmill.storage import checksum
@@ -221,19 +219,6 @@ class ToyCodec:
 def loading(codec: Any):
     """Makes ``codec`` what is loaded, whatever its name."""
     with mock.patch("sharmill.encode.stage.load_codec", return_value=codec):
-        yield
-
-
-@contextmanager
-def without_padding_in_commits(most_seconds: float):
-    """Makes commits as versions did that did not count padding; units of more audio than that fail."""
-
-    def stats(padding: Padding, done: str) -> dict[str, float]:
-        if padding.seconds > most_seconds:
-            raise UnitFailed("too much audio")
-        return {}
-
-    with mock.patch.object(Padding, "stats", stats):
         yield
 
 

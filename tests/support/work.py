@@ -40,11 +40,6 @@ def killed_at_2(number):
     return number
 
 
-def end_by_real_time_signal(number):
-    """As some job schedulers end processes; ``signal.Signals`` has no member for it."""
-    os.kill(os.getpid(), signal.SIGRTMIN + 3)
-
-
 class Particular(Exception):
     """Cannot be made again from its arguments, as many exceptions of libraries."""
 

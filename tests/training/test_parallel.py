@@ -22,7 +22,6 @@ from support.work import (
     NotHere,
     broken,
     end,
-    end_by_real_time_signal,
     family,
     half,
     inverse,
@@ -147,11 +146,6 @@ def test_a_worker_that_is_killed_is_an_error_in_the_place_of_its_item():
     assert [next(results), next(results)] == [0, 1]
     with raises(FatalError, "process_ended", "SIGKILL", "2"):
         next(results)
-
-
-def test_a_worker_that_a_real_time_signal_ended_is_an_error():
-    with raises(FatalError, "process_ended", str(signal.SIGRTMIN + 3), "0"):
-        list(parallel_map(range(2), end_by_real_time_signal, 1, kind="process"))
 
 
 def test_the_cut_at_which_a_worker_died_is_named(many):

@@ -1,16 +1,11 @@
-"""The dataset that tests of damage copy, and ``--damage-table FILE``, which writes down what the checker said."""
+"""The datasets that tests of damage copy."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-
-def pytest_addoption(parser):
-    parser.addoption("--damage-table", metavar="FILE", help="write the kinds of damage and their findings as Markdown")
 
 
 @pytest.fixture(scope="session")
@@ -47,40 +42,3 @@ def _build(folder: Path, name: str, rate: int, samples_per_frame: int, speaker: 
         match={"min_duration": 0.4, "max_duration": 3.0},
     )
     project.encode(config, codec=ToyCodec(sampling_rate=rate, samples_per_frame=samples_per_frame))
-
-
-class DamageTable:
-    """Gathers what was found of each kind of damage, a row a kind."""
-
-    def __init__(self) -> None:
-        self._rows = defaultdict(dict)
-
-    def by_index(self, name, findings):
-        self._rows[name]["index"] = _codes(findings)
-
-    def by_content(self, name, level, findings, dataset):
-        sentence = findings[0].sentence.replace(f"{dataset}/", "") if findings else "no damage any more"
-        self._rows[name].update(level=level, content=_codes(findings), sentence=sentence)
-
-    def by_reader(self, name, error):
-        self._rows[name]["reader"] = "refused" if error else "all read rightly"
-
-    def to_markdown(self) -> str:
-        columns = ("index", "level", "content", "sentence", "reader")
-        titles = "kind", "with the index of before", "level", "with the index of the damage", "first sentence", "reader"
-        lines = [titles, ["---"] * len(titles)]
-        lines += [[name, *(row.get(column, "") for column in columns)] for name, row in self._rows.items()]
-        return "".join(f"| {' | '.join(cell.replace('|', '¦') for cell in line)} |\n" for line in lines)
-
-
-def _codes(findings) -> str:
-    return ", ".join(dict.fromkeys(finding.code for finding in findings)) or "nothing"
-
-
-@pytest.fixture(scope="session")
-def damage_table(request):
-    """Takes what the checker said; it is written to the file of ``--damage-table`` when all tests are done."""
-    table = DamageTable()
-    yield table
-    if file := request.config.getoption("--damage-table", None):
-        Path(file).write_text(table.to_markdown())

@@ -2,7 +2,7 @@
 
 Files are damaged in two ways: alone, as a disk or a copy does it, so that the index tells; and with the index of the
 damaged files, as a faulty writer leaves it, so that only the content tells. The kinds are in ``damage_structure`` and
-``damage_content``; ``pytest tests/validate/test_damage.py --damage-table FILE`` writes down what the checker said.
+``damage_content``.
 """
 
 from __future__ import annotations
@@ -57,14 +57,6 @@ def dataset(finished, tmp_path):
     return copy(finished / "dataset", tmp_path / "dataset")
 
 
-def kinds(table):
-    """The names of kinds; those that the checker cannot find yet are expected to fail."""
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=kind.pending) if kind.pending else ())
-        for name, kind in table.items()
-    ]
-
-
 def check(dataset, level="default"):
     stage = ValidateStage(dataset, RunDir(dataset.with_name(f"check-{level}")), **LEVELS[level](dataset))
     result = run(stage)
@@ -77,7 +69,7 @@ def codes_of(findings):
 
 
 @pytest.mark.parametrize("name", IN_TWO_WAYS)
-def test_the_index_tells_every_file_that_has_changed(dataset, damage_table, name):
+def test_the_index_tells_every_file_that_has_changed(dataset, name):
     before = snapshot(dataset)
     KINDS[name].do(dataset)
     after = snapshot(dataset)
@@ -85,36 +77,23 @@ def test_the_index_tells_every_file_that_has_changed(dataset, damage_table, name
     findings = check(dataset)
     assert changed
     assert {finding.where for finding in findings if finding.code in CHANGED_BYTES} == changed
-    damage_table.by_index(name, [finding for finding in findings if finding.code in CHANGED_BYTES])
 
 
-@pytest.mark.parametrize("name", kinds(IN_TWO_WAYS))
-def test_the_content_tells_where_the_index_cannot(dataset, damage_table, name):
+@pytest.mark.parametrize("name", IN_TWO_WAYS | RECORDS_LOST)
+def test_the_content_or_the_account_of_the_manifest_tells_where_the_index_cannot(dataset, name):
     kind = KINDS[name]
     kind.do(dataset)
     index_as_written(dataset)
     findings = check(dataset, kind.level)
     assert codes_of(findings) == set(kind.codes.split()), findings
-    damage_table.by_content(name, kind.level, findings, dataset)
 
 
-@pytest.mark.parametrize("name", kinds(IN_ONE_WAY))
-def test_what_is_wrong_with_the_directory_or_the_index_is_found(dataset, damage_table, name):
+@pytest.mark.parametrize("name", IN_ONE_WAY)
+def test_what_is_wrong_with_the_directory_or_the_index_is_found(dataset, name):
     kind = KINDS[name]
     kind.do(dataset)
     findings = check(dataset, kind.level)
     assert codes_of(findings) == set(kind.codes.split()), findings
-    damage_table.by_content(name, kind.level, findings, dataset)
-
-
-@pytest.mark.parametrize("name", kinds(RECORDS_LOST))
-def test_only_the_account_of_the_manifest_tells_what_is_lost(dataset, damage_table, name):
-    kind = KINDS[name]
-    kind.do(dataset)
-    index_as_written(dataset)
-    findings = check(dataset, kind.level)
-    assert codes_of(findings) == set(kind.codes.split()), findings
-    damage_table.by_content(name, kind.level, findings, dataset)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.level != "default"])
@@ -192,14 +171,13 @@ def right(finished):
     ("name", "index"),
     [(name, index) for index in ("stale", "fresh") for name in (STRUCTURE if index == "stale" else FILES_DAMAGED)],
 )
-def test_a_reader_refuses_damaged_structure_or_reads_all_rightly(dataset, right, damage_table, name, index):
+def test_a_reader_refuses_damaged_structure_or_reads_all_rightly(dataset, right, name, index):
     KINDS[name].do(dataset)
     if index == "fresh":
         index_as_written(dataset)
     cuts, error = read(dataset)
     assert cuts == right[: len(cuts)]
     assert error is not None or len(cuts) == len(right)
-    damage_table.by_reader(name, error)
 
 
 @pytest.mark.parametrize("name", CONTENT_DAMAGED)

@@ -184,7 +184,6 @@ def test_an_index_makes_it_a_dataset_that_opens_and_validates(published, tmp_pat
     assert description["codecs"] == [{
         "name": "toy", "model": "unknown", "checksum": "unknown", "trained": True, "sampling_rate": 16000,
         "samples_per_frame": 320, "num_codebooks": 3, "codebook_size": 64, "devices": [], "precision": "fp32",
-        "mixed_versions": {},
     }]  # fmt: skip
     assert "16000 Hz, the rate of the audio, with 320 samples a frame" in told[-1]
     report = validate(published, tmp_path / "first")

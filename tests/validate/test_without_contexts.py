@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.shar import ToyCodec, copy, lines, members_of, reindex, rewrite, run, snapshot, write_members
+from support.shar import ToyCodec, copy, lines, reindex, rewrite, run, snapshot
 
 from sharmill.engine.rundir import RunDir
 from sharmill.shar.index import read_dataset
@@ -98,20 +98,6 @@ def test_a_codec_with_codes_of_contexts_is_found(dataset):
     describe(dataset, fields=["cuts", "target_audio", "codes_toy/target_codes", "codes_toy/context_codes"])
     codes = {("missing_field", shard, "codes_toy/context_codes") for shard in range(3)}
     assert found(dataset) == {("wrong_totals", None, None)} | codes
-
-
-def test_damaged_targets_are_found(dataset):
-    path = dataset / "target_audio/recording.000001.tar"
-    write_members(path, members_of(path)[2:])
-    reindex(dataset)
-    assert {("wrong_count", 1, "target_audio"), ("wrong_id", 1, "target_audio")} <= found(dataset)
-
-
-def test_the_index_is_made_again_as_it_was(dataset):
-    before = snapshot(dataset)
-    (dataset / "shards.jsonl").unlink()
-    list(rebuild_index(dataset))
-    assert snapshot(dataset) == before
 
 
 def test_the_index_made_again_does_not_believe_a_description_that_lies(dataset):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -12,8 +11,7 @@ import soundfile as sf
 from lhotse import Recording
 from support.shar import put, voice
 
-from sharmill.audio.encoding import encode
-from sharmill.audio.files import decode_bytes, open_audio, open_recording, probe_bytes
+from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import WriteConfig
@@ -181,40 +179,3 @@ def test_an_error_of_the_machine_is_no_reject(root):
     error = OSError(24, "Too many open files")
     with mock.patch("sharmill.audio.decoder.AudioBytes.read", side_effect=error), pytest.raises(OSError):
         store(root, whole("a.flac"))
-
-
-def test_a_copy_of_what_was_decoded_before_is_not_decoded_again(root):
-    segment = whole("a.flac")
-    notes = SegmentReader(AudioRoots.of([root])).read(segment).notes
-    with mock.patch("sharmill.audio.segments.decode_bytes", wraps=decode_bytes) as decoded:
-        fresh = store(root, segment)
-        known = store(root, replace(segment, notes=notes))
-    assert decoded.call_count == 1
-    assert known == fresh
-
-
-@pytest.mark.parametrize("name", ["a.flac", "a.wav"])
-def test_a_file_is_opened_once_to_be_copied_or_encoded(root, name):
-    with mock.patch("sharmill.audio.files.open_audio", wraps=open_audio) as opened:
-        store(root, whole(name))
-    assert opened.call_count == 1
-
-
-def test_each_segment_is_made_once_and_forgotten_after_its_last_use(root):
-    uses = [part("a.wav", 0.1, 0.5), whole("a.flac"), part("a.wav", 0.1, 0.5), part("a.wav", 0.2, 0.5)]
-    encoder = SegmentEncoder(WriteConfig(), SegmentReader(AudioRoots.of([root])), uses)
-    with mock.patch("sharmill.write.encoder.encode", wraps=encode) as encoded:
-        stored = [encoder(segment) for segment in uses]
-    assert encoded.call_count == 2
-    assert stored[0] == stored[2]
-    assert encoder._kept == {}
-
-
-def test_a_reject_too_is_found_once(root):
-    uses = [whole("gone.wav")] * 3
-    encoder = SegmentEncoder(WriteConfig(), SegmentReader(AudioRoots.of([root])), uses)
-    with mock.patch("sharmill.audio.segments.open_recording", wraps=open_recording) as opened:
-        for segment in uses:
-            with pytest.raises(RejectRecord):
-                encoder(segment)
-    assert opened.call_count == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharmill.config import WriteConfig
-from sharmill.engine import balance
-from sharmill.write import order
 from sharmill.write.order import LineIndex, divide_into_shards, index_matched, index_prepared, order_lines
 
 DURATIONS = st.lists(st.floats(0.0, 100.0), min_size=1, max_size=40).map(np.array)
@@ -43,19 +40,10 @@ def test_the_shuffle_is_the_documented_permutation():
     assert order_lines(index_of(range(7)), "shuffle", 43).tolist() != expected
 
 
-@given(st.lists(st.integers(0, 60), max_size=60), st.integers(1, 70))
-def test_the_order_is_that_of_a_stable_sort_whatever_is_sorted_at_once(positions, at_once):
-    with mock.patch.object(order, "_AT_ONCE", at_once):
-        found = order_lines(index_of(positions), "manifest", 0)
+@given(st.lists(st.integers(0, 60), max_size=60))
+def test_the_order_is_that_of_a_stable_sort(positions):
+    found = order_lines(index_of(positions), "manifest", 0)
     assert found.tolist() == np.argsort(positions, kind="stable").tolist()
-
-
-@given(DURATIONS, st.floats(0.01, 500.0), st.integers(1, 50))
-def test_bounds_do_not_depend_on_what_is_summed_up_at_once(seconds, wanted, at_once):
-    write = WriteConfig(shard_seconds=wanted)
-    with mock.patch.object(balance, "_SUMMED_AT_ONCE", at_once):
-        found = divide_into_shards(seconds, write)
-    assert found == divide_into_shards(seconds, write)
 
 
 def test_nothing_has_an_order():

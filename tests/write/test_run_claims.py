@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import signal
 import socket
 from pathlib import Path
 
 import msgspec
 import pytest
 from support.errors import raises
+from support.pipelines import run_sharmill
 from support.shar import Project, voice
 
-from sharmill.cli.main import main
 from sharmill.engine.fence import claim_for_run, release_run, release_unused
 from sharmill.engine.listener import Listener
 from sharmill.engine.run import locked, run_stage
@@ -198,40 +196,12 @@ def test_what_is_given_up_with_files_in_the_dataset_stays_claimed(project, confi
     assert claims(project) == []
 
 
-@pytest.fixture
-def given_up(config, monkeypatch):
-    """The run directory of a run that was killed when it had its claims, and a process that is ended there."""
+def test_a_damaged_claim_of_another_run_does_not_keep_those_that_are_given_up(project, config):
+    """By ``sharmill cancel``, after the run was killed."""
     run_dir = begin(config)
     run_dir.config.touch()
-    monkeypatch.setattr("sharmill.cli.cancel._end_owner", lambda *_: "process 7 of ada")
-    return run_dir
-
-
-def cancel(run_dir, capsys):
-    """Return the exit status of ``sharmill cancel``, what it prints as JSON, and its errors."""
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended:
-        main(["cancel", str(run_dir.path), "--json"])
-    signal.signal(signal.SIGTERM, before)
-    printed = capsys.readouterr()
-    return ended.value.code, json.loads(printed.out), printed.err
-
-
-def test_one_that_begins_again_while_it_is_cancelled_keeps_its_claims(project, given_up, capsys):
-    with locked(given_up):
-        status, printed, error = cancel(given_up, capsys)
-    assert status == 2
-    assert printed["ended"] == ["process 7 of ada"]
-    assert "another sharmill process is at work" in error
-    assert claims(project) == FIELDS
-    status, printed, _ = cancel(given_up, capsys)
-    assert (status, printed["claims"]) == (0, [])
-    assert claims(project) == []
-
-
-def test_a_damaged_claim_of_another_run_does_not_keep_those_that_are_given_up(project, given_up, capsys):
     (project.dataset / STAGING_NAME / "codes_b.claim").write_text("{")
-    assert cancel(given_up, capsys)[0] == 0
+    assert run_sharmill("cancel", run_dir.path).returncode == 0
     assert claims(project) == ["codes_b"]
 
 

@@ -58,11 +58,6 @@ def at(config, folder):
 
 
 class TestMoved:
-    def test_with_its_project_it_goes_on(self, project):
-        before = snapshot(project.dataset)
-        assert run(WriteStage(project.configure(**SHARDS))).ok
-        assert snapshot(project.dataset) == before
-
     def test_alone_it_goes_on_at_the_place_that_the_configuration_names(self, project, tmp_path):
         before = snapshot(project.dataset)
         project.dataset.rename(tmp_path / "elsewhere")

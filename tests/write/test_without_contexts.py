@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.errors import raises
 from support.manifests import speaker_tag
-from support.shar import Project, ToyCodec, lines, loading, run, run_codec, snapshot, voice
+from support.shar import Project, ToyCodec, lines, run, snapshot, voice
 
 from sharmill.errors import ConfigError
 from sharmill.grow.merge import merge_datasets
@@ -79,20 +79,6 @@ def test_a_context_that_the_manifest_had_is_not_kept(project):
     assert custom["number"] == 0
 
 
-def test_silent_and_changed_audio_are_rejected_by_write(project):
-    fill(project, 2)
-    project.add("silent.wav", np.zeros(8000, np.float32))
-    config = project.configure(**NONE)
-    project.prepare(config)
-    (project.root / "1.wav").write_bytes((project.root / "0.wav").read_bytes())
-    assert run(WriteStage(config)).ok
-    assert [(r["reason"], r["detail"].split(":")[0]) for r in project.rejects("write")] == [
-        ("changed_audio", "target"),
-        ("silent_audio", "target"),
-    ]
-    assert len(customs(project)) == 1
-
-
 def test_order_by_speaker_is_by_the_speaker_of_the_tag(project):
     for number, speaker in enumerate("abcabca"):
         project.add(f"{number}.wav", voice(0.3, seed=number), number=number, speaker=speaker)
@@ -160,20 +146,6 @@ def test_a_run_with_another_configuration_adds_codes_as_the_dataset_asks(project
     assert {name: data for name, data in after.items() if name in before and name not in index} == {
         name: data for name, data in before.items() if name not in index
     }
-
-
-def test_the_bytes_do_not_depend_on_restarts(project):
-    fill(project)
-    config = project.write(**NONE)
-    project.encode(config)
-    before = snapshot(project.dataset)
-    (project.dataset / "target_audio/recording.000001.tar").unlink()
-    (project.dataset / "codes_toy/target_codes/codes.000000.tar").unlink()
-    (project.dataset / "shards.jsonl").unlink()
-    with loading(ToyCodec()):
-        assert run(WriteStage(config)).ok
-        run_codec(config)
-    assert snapshot(project.dataset) == before
 
 
 @pytest.mark.parametrize("first", [True, False])

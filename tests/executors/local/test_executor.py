@@ -119,12 +119,6 @@ class TestDeaths:
         assert sorted(heard.done) == [0, 1, 3, 4, 5]
         assert stage.attempts()[2] == 3
 
-    def test_several_units_that_kill_their_workers(self, tmp_path):
-        stage = ToyStage(tmp_path, behaviour={1: "kill", 3: "exit:1", 4: "segfault"})
-        result, heard = run(stage, 2)
-        assert sorted(result.failures) == [1, 3, 4]
-        assert sorted(heard.done) == [0, 2, 5]
-
     def test_a_worker_that_dies_after_its_commit_counts_once(self, tmp_path):
         stage = ToyStage(tmp_path, setup_does="die_after_commit:2")
         result, heard = run(stage, 2)
@@ -187,12 +181,12 @@ class TestStarts:
             run(stage, 2)
         assert "these are not the bytes" in stage.dir.rank_log(0).read_text()
 
+    @pytest.mark.slow
     def test_a_process_that_cannot_be_started_is_a_failed_start(self, tmp_path, monkeypatch):
         def start(self):
             raise BlockingIOError(11, "Resource temporarily unavailable")
 
         monkeypatch.setattr(SpawnProcess, "start", start)
-        monkeypatch.setattr("sharmill.executors.local.executor._SECONDS_BETWEEN_LOOKS", 0.01)
         with raises(FatalError, "no_ranks", "Resource temporarily unavailable"):
             run(ToyStage(tmp_path), 2)
 
@@ -227,8 +221,8 @@ class TestIdleRanks:
         assert result.ok
         assert stage.attempts() == {0: 1, 1: 1}
 
-    def test_a_rank_that_hangs_at_its_end_is_ended(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("sharmill.executors.local.executor._SECONDS_TO_LEAVE", 0.3)
+    @pytest.mark.slow
+    def test_a_rank_that_hangs_at_its_end_is_ended(self, tmp_path):
         stage = ToyStage(tmp_path, setup_does="hang_at_exit")
         assert run(stage, 2)[0].ok
 
@@ -237,16 +231,14 @@ class TestIdleRanks:
         assert run(stage, 2)[0].ok
         assert sorted(stage.attempts()) == [0, 1]
 
-    def test_a_rank_that_closes_its_pipe_and_lives_on_is_ended(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("sharmill.executors.local.executor._SECONDS_TO_END", 0.3)
+    def test_a_rank_that_closes_its_pipe_and_lives_on_is_ended(self, tmp_path):
         stage = ToyStage(tmp_path, units=3, behaviour={2: "deaf_once"})
         result, _ = run(stage, 2)
         assert result.ok
         assert stage.attempts()[2] == 2
 
-    def test_a_death_that_a_child_process_hides_is_noticed(self, tmp_path, monkeypatch):
+    def test_a_death_that_a_child_process_hides_is_noticed(self, tmp_path):
         """A process that the rank forked holds its pipe and its sentinel open."""
-        monkeypatch.setattr("sharmill.executors.local.executor._SECONDS_BETWEEN_LOOKS", 0.2)
         stage = ToyStage(tmp_path, units=3, behaviour={2: "fork_and_die_once"})
         try:
             assert run(stage, 2)[0].ok
@@ -287,8 +279,8 @@ class TestImports:
         with pytest.raises(KeyboardInterrupt):
             run(stage, 2)
 
-    def test_that_end_the_process_end_the_stage_in_one_line(self, stage, monkeypatch):
-        monkeypatch.setattr("sharmill.executors.local.executor._SECONDS_BETWEEN_LOOKS", 0.05)
+    @pytest.mark.slow
+    def test_that_end_the_process_end_the_stage_in_one_line(self, stage):
         self.module(stage, "import os; os._exit(7)")
         with raises(FatalError, "no_ranks", "the process that makes its imports ended with exit status 7"):
             run(stage, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from types import SimpleNamespace
 
@@ -54,8 +55,8 @@ def test_a_node_that_does_not_listen_is_killed(node, monkeypatch):
 class Ray(SimpleNamespace):
     """A cluster that answers after so many calls."""
 
-    def __init__(self, silent: int, error: Exception) -> None:
-        super().__init__(calls=0, left=0, silent=silent, error=error)
+    def __init__(self, silent: int = 0, error: Exception | None = None) -> None:
+        super().__init__(calls=0, left=0, silent=silent, error=error, address="")
 
     def is_initialized(self) -> bool:
         return False
@@ -65,22 +66,24 @@ class Ray(SimpleNamespace):
 
     def init(self, **options) -> None:
         self.calls += 1
+        self.address = options["address"]
         if self.calls <= self.silent:
             raise self.error
 
 
 @pytest.fixture
 def join(monkeypatch):
-    """Returns a function: a cluster -> it, after a driver has joined."""
-    monkeypatch.setattr(ray_cluster._join.retry, "wait", lambda state: 0.01)
-    monkeypatch.setattr(ray_cluster, "_require_listener", lambda address: None)
+    """Returns a function: a cluster, an address -> the cluster, after a driver has joined."""
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
 
-    def join(ray: Ray) -> Ray:
+    def join(ray: Ray, address: str = "") -> Ray:
         monkeypatch.setitem(sys.modules, "ray", ray)
-        ray_cluster.connect("127.0.0.1:1")
+        ray_cluster.connect(address or listener)
         return ray
 
-    return join
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listener = f"127.0.0.1:{server.getsockname()[1]}"
+        yield join
 
 
 def test_a_cluster_that_does_not_answer_at_once_is_asked_again(join):
@@ -89,7 +92,7 @@ def test_a_cluster_that_does_not_answer_at_once_is_asked_again(join):
 
 
 def test_a_cluster_that_never_answers_is_named(join):
-    with pytest.raises(ConfigError, match=r"no Ray cluster at 127.0.0.1:1 .failed to get node info"):
+    with pytest.raises(ConfigError, match=r"no Ray cluster at 127.0.0.1:\d+ .failed to get node info"):
         join(Ray(9, RuntimeError("failed to get node info")))
 
 
@@ -111,8 +114,12 @@ class TestAuto:
         file.write_text("127.0.0.1:1\n")
         return file
 
-    def test_a_cluster_of_this_user_is_found(self, named):
-        assert ray_cluster._find_address() == "127.0.0.1:1"
+    @pytest.mark.parametrize("variable", ["", "127.0.0.1:x"])
+    def test_a_cluster_of_this_user_is_found_and_the_environment_comes_first(self, named, join, monkeypatch, variable):
+        named.write_text("here\n")
+        if variable:
+            monkeypatch.setenv("RAY_ADDRESS", variable)
+        assert join(Ray(), "auto").address == (variable or "here")
 
     def test_that_of_another_user_is_not_joined(self, named, monkeypatch):
         if os.getuid() == 0:
@@ -151,7 +158,3 @@ class TestAuto:
         named.unlink()
         with raises(ConfigError, "no_cluster", "no Ray cluster is running here"):
             ray_cluster.connect("auto")
-
-    def test_the_environment_comes_first(self, named, monkeypatch):
-        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:2")
-        assert ray_cluster._find_address() == "127.0.0.1:2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from sharmill.engine.run import locked
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import chain as slurm_chain
 from sharmill.executors.slurm.chain import JobChain
-from sharmill.executors.slurm.chain_state import ChainState, read_state
+from sharmill.executors.slurm.chain_state import read_state
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, competing_jobs, job_comment, make_run_id, retrying
 from sharmill.ports import clock
@@ -46,15 +47,17 @@ def test_a_driver_job_waits_for_a_part_of_its_own_time_limit(driver_job):
     assert driver_job.patience == 180.0
 
 
-def meet(monkeypatch, error):
-    def run(self):
+def meet(job, error):
+    """Have the stages of a driver job end with an error."""
+
+    def run(executor, listener, *, restart, wait_seconds):
         raise error
 
-    monkeypatch.setattr(JobChain, "_run_driver_job", run)
+    job.dataset.run = run
 
 
-def test_one_that_has_waited_as_long_as_it_may_is_requeued(driver_job, scontrol, monkeypatch):
-    meet(monkeypatch, SlurmSilent("SLURM does not answer squeue"))
+def test_one_that_has_waited_as_long_as_it_may_is_requeued(driver_job, scontrol):
+    meet(driver_job, SlurmSilent("SLURM does not answer squeue"))
     replace(driver_job, patience=0.0)()
     assert scontrol.read_text() == "requeue 17\n"
     state = read_state(driver_job.run_dir)
@@ -76,7 +79,7 @@ def test_what_will_not_pass_ends_the_chain(driver_job, scontrol, monkeypatch, er
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     times = [0.0] + 1000 * [200.0 if restarts != "0" else 1.0]
     monkeypatch.setattr(clock, "monotonic", iter(times).__next__)
-    meet(monkeypatch, error)
+    meet(driver_job, error)
     with raises(type(error), error.code):
         replace(driver_job, patience=patience)()
     assert not scontrol.exists()
@@ -86,7 +89,7 @@ def test_what_will_not_pass_ends_the_chain(driver_job, scontrol, monkeypatch, er
 def test_where_it_cannot_be_requeued_its_watcher_job_goes_on(driver_job, scontrol, monkeypatch, tmp_path):
     (tmp_path / "bin/scontrol").write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2; exit 1\n")
     monkeypatch.setattr(slurm_chain, "PATIENCE_SECONDS", 0.5)
-    meet(monkeypatch, SlurmSilent("SLURM does not answer squeue"))
+    meet(driver_job, SlurmSilent("SLURM does not answer squeue"))
     with raises(SlurmSilent, "silent_cluster"):
         replace(driver_job, patience=0.0)()
     state = read_state(driver_job.run_dir)
@@ -97,21 +100,23 @@ def test_where_it_cannot_be_requeued_its_watcher_job_goes_on(driver_job, scontro
 def test_the_command_of_the_profile_is_told_of_the_end(driver_job, scontrol, tmp_path, state):
     said = tmp_path / "said"
     command = f'cat > {said}; echo "$SHARMILL_NAME $SHARMILL_STATE $SHARMILL_FINDINGS $SHARMILL_RUN_DIR" >> {said}'
-    chain = replace(driver_job, profile=replace(driver_job.profile, notify=command))
-    chain.run_dir.path.mkdir()
-    chain._write(ChainState(state="waiting", message="jobs"))
-    assert not said.exists()
-    chain._write(ChainState(state=state, message='it\'s "over" $(touch no)', findings=3))
-    assert said.read_text() == f'it\'s "over" $(touch no)\ntoy {state} 3 {chain.run_dir.path}\n'
+    job = replace(driver_job, profile=replace(driver_job.profile, notify=command))
+    message = "there is no stage to run" if state == "done" else 'it\'s "over" $(touch no)'
+    job.dataset.run = lambda *_, **options: SimpleNamespace(stages=[])
+    if state == "failed":
+        meet(job, FatalError(message, code="disk"))
+    with nullcontext() if state == "done" else raises(FatalError, "disk"):
+        job()
+    assert said.read_text() == f"{message}\ntoy {state} 0 {job.run_dir.path}\n"
 
 
 @pytest.mark.parametrize("command", ["echo no such user >&2; exit 3", "printf 'no such user \\xff' >&2; exit 3"])
-def test_a_command_that_fails_changes_nothing(driver_job, scontrol, caplog, command):
-    chain = replace(driver_job, profile=replace(driver_job.profile, notify=command))
-    chain.run_dir.path.mkdir()
-    chain._write(ChainState(state="done", message="all stages are done"))
-    assert read_state(chain.run_dir).state == "done"
-    assert "no such user" in caplog.text
+def test_a_command_that_fails_changes_nothing(driver_job, scontrol, command):
+    job = replace(driver_job, profile=replace(driver_job.profile, notify=command))
+    job.dataset.run = lambda *_, **options: SimpleNamespace(stages=[])
+    job()
+    assert read_state(job.run_dir).state == "done"
+    assert "no such user" in job.run_dir.chain_log.read_text()
 
 
 def test_a_wait_lasts_as_long_as_it_was_to_and_no_longer(monkeypatch):
@@ -134,23 +139,16 @@ def test_a_submission_whose_place_another_process_takes_notes_its_end(driver_job
         (tmp_path / "bin" / name).write_text("#!/bin/bash\n")
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.delenv("SLURM_JOB_ID")
-    driver_job.dataset.make_stages = list
-
-    def refuse(executor, listener, *, restart, wait_seconds):
-        raise ConfigError("another sharmill process is at work", code="locked")
-
-    driver_job.dataset.run = refuse
+    meet(driver_job, ConfigError("another sharmill process is at work", code="locked"))
     with raises(ConfigError, "locked"):
         driver_job.start()
     state = read_state(driver_job.run_dir)
     assert (state.state, state.message) == ("failed", "another sharmill process is at work")
 
 
-def test_one_that_another_process_has_put_out_of_the_run_directory_leaves_the_chain_to_that(
-    driver_job, scontrol, monkeypatch
-):
+def test_one_that_another_process_has_put_out_of_the_run_directory_leaves_the_chain_to_that(driver_job, scontrol):
     """It noted a failure, and cancelled the watcher job of the one at work."""
-    meet(monkeypatch, FatalError("another process took the lock over", code="locked"))
+    meet(driver_job, FatalError("another process took the lock over", code="locked"))
     with raises(FatalError, "locked"):
         driver_job()
     assert read_state(driver_job.run_dir) is None
@@ -169,13 +167,11 @@ def test_a_driver_job_that_is_told_to_end_knows_itself_among_the_jobs(driver_job
     assert competing_jobs(run_dir) == []
 
 
-def test_claims_go_with_the_end_of_a_chain_but_not_while_another_process_has_taken_over(
-    driver_job, scontrol, monkeypatch
-):
+def test_claims_go_with_the_end_of_a_chain_but_not_while_another_process_has_taken_over(driver_job, scontrol):
     stage = ToyStage(driver_job.run_dir.path.parent)
     stage.run_dir.path.mkdir()
     claim_for_run([stage], restart=False)
-    meet(monkeypatch, ConfigError("write was begun differently", code="changed_plan"))
+    meet(driver_job, ConfigError("write was begun differently", code="changed_plan"))
     with locked(driver_job.run_dir), raises(ConfigError, "changed_plan"):
         driver_job()
     assert len(list((stage.root / STAGING_NAME).glob("*.claim"))) == 2
@@ -221,16 +217,14 @@ def test_a_driver_job_of_which_its_submission_never_heard_leaves_the_work_to_the
     assert not scontrol.exists()
 
 
-def test_one_that_meets_ranks_once_it_has_the_run_directory_submits_a_driver_job_behind_them(overtaken, monkeypatch):
-    behind = []
-
-    def submit(self, jobs):
-        behind.extend(found.id for found in jobs)
-        return ChainState(state="waiting", message="")
-
-    monkeypatch.setattr(JobChain, "_submit_driver_job", submit)
-    overtaken({"16_0": "rank"})()
-    assert behind == ["16_0"]
+def test_one_that_meets_ranks_once_it_has_the_run_directory_submits_a_driver_job_behind_them(overtaken, tmp_path):
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.write_text(f'#!/bin/bash\ncat "$1" >> {tmp_path}/scripts; echo Submitted batch job 20\n')
+    sbatch.chmod(0o755)
+    job = overtaken({"16_0": "rank"})
+    job()
+    assert read_state(job.run_dir).jobs == ["16_0", "20"]
+    assert "--dependency=afterany:16" in (tmp_path / "scripts").read_text()
 
 
 def test_where_the_jobs_are_gone_again_the_error_is_noted(overtaken):

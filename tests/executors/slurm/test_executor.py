@@ -23,12 +23,11 @@ from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
-from sharmill.executors.slurm import queue as slurm_queue
 from sharmill.executors.slurm.chain import JobChain
 from sharmill.executors.slurm.chain_state import ChainState, cancel_chain, read_state, require_no_chain, take_over_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-from sharmill.executors.slurm.queue import SlurmSilent, job_comment, make_run_id, queued_jobs
+from sharmill.executors.slurm.queue import job_comment, make_run_id, queued_jobs
 from sharmill.executors.slurm.setup_lines import checked_lines, find_reason
 from sharmill.ports import clock
 from sharmill.storage import make_private_folder, write_atomic
@@ -94,14 +93,6 @@ def test_what_is_wrong_with_a_request_is_told_at_once_and_once(cluster, tmp_path
         executor.run(stage, read_or_make_plan(stage, restart=False), no_limit(), Listener())
     assert cluster.calls("sbatch") == 1
     assert capfd.readouterr().err == ""
-
-
-def test_a_controller_that_stays_silent_is_named(cluster, run_dir, monkeypatch):
-    monkeypatch.setattr(slurm_queue, "_LONGEST_PAUSE_SECONDS", 0.01)
-    cluster.script("squeue", "", fails=999, says="slurm_load_jobs error: Unable to contact slurm controller")
-    with raises(SlurmSilent, "silent_cluster", "squeue", "Unable to contact"):
-        queued_jobs(run_dir, patience=2.0)
-    assert cluster.calls("squeue") >= 3
 
 
 @pytest.mark.parametrize(

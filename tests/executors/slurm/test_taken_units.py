@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import time
-from unittest import mock
 
 import pytest
 from support.toy_cluster import SleepyStage
@@ -148,18 +146,6 @@ def test_a_unit_that_is_late_on_another_rank_is_begun_once_more_and_only_once(tm
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_unit_that_a_requeued_rank_has_begun_anew_is_late_from_then_on_only(tmp_path):
-    stage = make_stage(tmp_path, 2)
-    take(stage, 1, rank=1, seconds_ago=100)
-    take(stage, "watch", rank=2)
-    make_task(stage, 0, [0])()
-    requeued = UnitsToDo(stage, stage.dir.taken, 1, [], lambda: False)
-    watching = UnitsToDo(stage, stage.dir.taken, 2, [], lambda: False)
-    assert next(iter(requeued)).index == 1
-    assert watching._look() == (False, None)
-
-
-@pytest.mark.usefixtures("soon")
 def test_one_rank_alone_waits_for_units_that_are_late(tmp_path):
     stage = make_stage(tmp_path, 2)
     take(stage, 1, rank=1, seconds_ago=100)
@@ -218,23 +204,6 @@ def test_the_rank_that_began_a_unit_once_more_does_not_leave_when_the_slow_one_e
     again.join()
     assert again.exitcode == 0
     assert done(stage) == [0, 1, 2]
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_unit_without_a_note_of_who_has_it_is_begun(tmp_path):
-    stage = make_stage(tmp_path, 2)
-    todo = UnitsToDo(stage, stage.dir.taken, 0, [], lambda: False)
-    assert [unit.index for unit in todo._late_units()] == [0, 1] or stage.begun() == {}
-    assert sorted(path.name for path in stage.dir.taken.iterdir()) == ["0", "1", "watch"]
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_disk_that_does_not_answer_ends_the_waiting_in_the_end(tmp_path, monkeypatch, caplog):
-    stage = make_stage(tmp_path, 1)
-    todo = UnitsToDo(stage, stage.dir.taken, 0, [], lambda: False)
-    monkeypatch.setattr(todo, "_look", mock.Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
-    assert list(todo._late_units()) == []
-    assert caplog.text.count("cannot be looked at") == 10
 
 
 def test_tasks_that_wait_in_the_queue_end_when_nothing_is_left(tmp_path, monkeypatch):

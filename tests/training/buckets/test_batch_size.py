@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from support.properties import examples
 
 from sharmill.errors import ConfigError, FatalError
 from sharmill.models.memory import is_out_of_memory
-from sharmill.training.buckets import step_process
 from sharmill.training.buckets.batch_size import (
     NothingFits,
     batch_sizes_to_yaml,
@@ -280,22 +278,6 @@ def test_the_budget_of_a_gpu_is_a_share_of_all_that_it_has(cuda):
         make_budget("cuda", 0.9, 81 * 2**30)
     with raises(ConfigError, "bad_config_value", "cuda:2", "2"):
         make_budget("cuda:2", 0.9, None)
-
-
-def test_the_limit_of_a_gpu_is_set_in_the_process_of_the_step(cuda):
-    """And each size begins with no memory of the size before."""
-    connection, theirs = multiprocessing.Pipe()
-    connection.send((3, 2.0, None))
-    connection.send((300, 2.0, None))
-    connection.close()
-    answers = []
-    fake = SimpleNamespace(recv=theirs.recv, send=answers.append)
-    step_process._answer_all(fake, "support.steps:short_of_cuda", {}, Budget("cuda:1", 20 * 2**30, 80 * 2**30))
-    assert answers == [("ready", ""), ("fits", ""), ("out_of_memory", "CUDA out of memory. Tried to allocate")]
-    assert cuda.calls == [
-        ("set_device", "cuda:1"), ("set_per_process_memory_fraction", 0.25, "cuda:1"),
-        ("synchronize", "cuda:1"), ("empty_cache",), ("empty_cache",),
-    ]  # fmt: skip
 
 
 def test_a_step_that_takes_too_long_is_an_error():

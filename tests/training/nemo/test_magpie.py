@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import torch
-from lhotse import MonoCut, SupervisionSegment
 from omegaconf import OmegaConf
 from support.shar import ToyCodec
 from support.training import AsIs, flat, number, take
 
 from sharmill.training import get_dataloader
-from sharmill.training.nemo.input_type import _as_nemo_expects
 
 CHARS = "nemo.collections.common.tokenizers.text_to_speech.tts_tokenizers.EnglishCharsTokenizer"
 
@@ -100,9 +98,3 @@ def test_languages_with_a_region_are_written_as_nemo_reads_them(corpora):
     (cut, *_) = load(corpora.entry("small"), AsIs())[0]
     assert cut.supervisions[0].speaker == "| Language:de_DE Dataset:Tests Speaker:bert |"
     assert cut.supervisions[0].custom["original_speaker"] == "| Language:de-DE Dataset:Tests Speaker:bert |"
-
-
-def test_tags_of_others_are_made_readable_on_request():
-    tagged = SupervisionSegment("s", "r", 0, 1, speaker="| Language:de-DE Dataset:Tests Speaker:a-b |")
-    cut = _as_nemo_expects(MonoCut("c", 0, 1, 0, supervisions=[tagged]), speaker_tags="nemo")
-    assert cut.supervisions[0].speaker == "| Language:de_DE Dataset:Tests Speaker:a-b |"

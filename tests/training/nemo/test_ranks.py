@@ -128,13 +128,6 @@ def test_in_order_without_shuffle(corpora):
     assert read_all(corpora, 2, batches=3) == [[0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22], [*range(1, 23, 2), 1]]
 
 
-def test_tensor_parallel_ranks_agree(corpora):
-    """They give the same data-parallel rank."""
-    settings = {"shuffle": True, "shard_seed": "randomized", "num_workers": 2, "seed": 11, "use_bucketing": True}
-    settings |= {"bucket_duration_bins": [1.0, 2.0], "bucket_buffer_size": 20, "shuffle_buffer_size": 20, "batches": 12}
-    assert read(corpora, 1, 2, **settings) == read(corpora, 1, 2, **settings)
-
-
 def test_more_readers_than_cuts_is_an_error(corpora):
     with raises(ConfigError, "too_few_cuts", "11", "12"):
         read(corpora, 11, 12, name="small", batches=1)

@@ -175,6 +175,8 @@ def test_wrong_use_of_commands_ends_with_one_line(arguments, names, capsys):
         (["plan", "c.yaml", "--simulate", "ranks=4"], "executor.workers="),
         (["plan", "{config}", "encode.compile=default"], "leave the key out"),
         (["plan", "{config}", "metrics.tensorboard=true"], "metrics.wandb_project"),
+        (["plan", "{config}", "executor.mixed_versions=true"], "--restart"),
+        (["manifest", "x", "-o", "y", "--restart"], "--force"),
     ],
 )
 def test_what_was_removed_says_what_to_use(arguments, instead, capsys):

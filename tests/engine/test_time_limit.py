@@ -8,44 +8,15 @@ from contextlib import suppress
 import pytest
 from support.toy_stage import wait_until
 
-from sharmill.engine.time_limit import TimeLimit, UnitTimedOut, ended_after
+from sharmill.engine.time_limit import UnitTimedOut, ended_after, find_limit
 from sharmill.engine.unit import make_unit
 
 
-def unit(cost):
-    return make_unit(0, cost=cost, size=1, params={})
-
-
-@pytest.mark.parametrize("setting", [None, 7.5])
-def test_what_is_set_counts_alone(setting):
-    limit = TimeLimit(setting)
-    limit.note(unit(1.0), 1000.0)
-    assert limit.of(unit(1e6)) == setting
-
-
-def test_the_first_unit_has_an_hour_and_ten_seconds_for_each_of_its_cost():
-    limit = TimeLimit("auto")
-    assert (limit.of(unit(10.0)), limit.of(unit(1000.0))) == (3600.0, 10000.0)
-
-
-def test_later_ones_have_thirty_times_what_is_to_be_expected_and_half_an_hour_at_least():
-    limit = TimeLimit("auto")
-    limit.note(unit(100.0), 50.0)
-    limit.note(unit(100.0), 150.0)
-    assert (limit.of(unit(10.0)), limit.of(unit(500.0))) == (1800.0, 15000.0)
-
-
-def test_no_unit_has_less_than_three_times_the_longest():
-    limit = TimeLimit("auto")
-    limit.note(unit(1.0), 5000.0)
-    limit.note(unit(1e6), 5000.0)
-    assert limit.of(unit(1.0)) == 15000.0
-
-
-def test_units_without_cost_have_the_least():
-    limit = TimeLimit("auto")
-    limit.note(unit(0.0), 5.0)
-    assert limit.of(unit(0.0)) == 3600.0
+@pytest.mark.parametrize(("setting", "cost", "limit"), [
+    (None, 1e6, None), (7.5, 1e6, 7.5), ("auto", 10.0, 3600.0), ("auto", 0.0, 3600.0), ("auto", 1000.0, 10_000.0),
+])  # fmt: skip
+def test_the_limit_is_as_set_or_ten_seconds_for_each_of_cost_and_an_hour_at_least(setting, cost, limit):
+    assert find_limit(setting, make_unit(0, cost=cost, size=1, params={})) == limit
 
 
 def test_one_that_is_swallowed_is_raised_at_the_end():

@@ -10,7 +10,6 @@ from support.toy_stage import RecordingListener, ToyStage
 
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.rejects import RejectLimit
-from sharmill.engine.time_limit import TimeLimit
 from sharmill.engine.unit import Commit, make_unit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.driven_rank import DrivenRank, FailedStarts, Ready, as_answer
@@ -74,7 +73,7 @@ def test_a_unit_that_takes_its_node_down_each_time_comes_to_an_end(queue):
 
 
 def test_a_rank_takes_commits_and_errors_for_its_unit(queue, heard):
-    rank = DrivenRank(number=0, limit=TimeLimit(None))
+    rank = DrivenRank(number=0)
     rank.handle_answer(Ready(), queue)
     assert rank.ready
     rank.unit = queue.take()
@@ -88,7 +87,7 @@ def test_a_rank_takes_commits_and_errors_for_its_unit(queue, heard):
 
 
 def test_a_rank_goes_after_two_failures_in_a_row(queue):
-    rank = DrivenRank(number=0, limit=TimeLimit(None))
+    rank = DrivenRank(number=0)
     seen = []
     for answer in (error_of, commit_of, error_of, error_of):
         rank.unit = make_unit(0, cost=0.0, size=1, params={})
@@ -106,12 +105,12 @@ def test_an_error_that_ends_the_stage_is_raised(queue, kind):
     answer = as_answer(Special("this", "that"))
     assert type(answer) is kind
     with raises(kind, "disk", "this that"):
-        DrivenRank(number=0, limit=TimeLimit(None)).handle_answer(answer, queue)
+        DrivenRank(number=0).handle_answer(answer, queue)
 
 
 @pytest.mark.parametrize(("excused", "failures"), [(False, {0}), (True, set())])
 def test_what_a_lost_rank_had_is_done_again(queue, excused, failures, tmp_path):
-    rank, stage = DrivenRank(number=0, limit=TimeLimit(None)), ToyStage(tmp_path)
+    rank, stage = DrivenRank(number=0), ToyStage(tmp_path)
     rank.report_lost_unit(queue, "the actor died", stage)
     assert len(queue) == 2
     unit = make_unit(0, cost=0.0, size=1, params={})
@@ -135,7 +134,7 @@ def test_failed_starts_count_by_place_until_one_succeeds():
 
 
 def test_a_unit_is_set_aside_only_where_more_than_so_many_wait(queue):
-    rank = DrivenRank(number=0, limit=TimeLimit(None))
+    rank = DrivenRank(number=0)
     assert rank.take_unit(queue, 1).index == 1
     assert rank.following is None
     queue.give_back(rank.unit)
@@ -146,7 +145,7 @@ def test_a_unit_is_set_aside_only_where_more_than_so_many_wait(queue):
 
 
 def test_a_unit_that_is_set_aside_and_not_done_is_the_next_again(queue, heard):
-    rank = DrivenRank(number=0, limit=TimeLimit(None))
+    rank = DrivenRank(number=0)
     rank.take_unit(queue, 0)
     rank.give_back(queue)
     rank.give_back(queue)

@@ -263,9 +263,8 @@ class ExecutorConfig:
     embeddings and codes are not the same to the bit, so that by default a stage keeps to the kind that it began on."""
     unit_time_limit: float | Literal["auto"] | None = "auto"
     """Seconds that an attempt at a unit may take, on SLURM too; a rank that takes longer is ended with a traceback in
-    its log and replaced, and the unit is tried again after all others, three times in all. ``auto``: thirty times what
-    the units that the rank has done let expect, and half an hour at least; for a rank's first unit ten seconds for each
-    second of audio or record, and an hour at least. ``null``: no limit, as for a debugger."""
+    its log and replaced, and the unit is tried again after all others, three times in all. ``auto``: ten seconds for
+    each second of audio or record of the unit, and an hour at least. ``null``: no limit, as for a debugger."""
     scratch: str | None = None
     """Folder on a disk of each node, such as ``$TMPDIR`` (its value on the node counts): there ranks write the files of
     a unit, on SLURM too, before they copy them beside the dataset. ``null``: they write beside it at once."""

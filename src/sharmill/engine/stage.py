@@ -67,7 +67,7 @@ class Stage(ABC):
         references: those of the configuration to the environment, whose values are not to be stored.
         mixed_devices: ranks on different kinds of device may work on it.
         seconds_until_seen: seconds until every node sees what another has written.
-        unit_time_limit: seconds after which an attempt at a unit ends its rank; see ``engine.time_limit.TimeLimit``.
+        unit_time_limit: seconds after which an attempt at a unit ends its rank; see ``engine.time_limit.find_limit``.
         scratch: a folder of each machine in which ranks write before they publish, or None.
         replaces_root: begun anew, it removes all of ``root`` that stages of this and of other runs have published.
         uses_gpu: one rank per visible GPU where there are any.

@@ -12,14 +12,9 @@ from typing import Literal
 
 from sharmill.engine.unit import Unit
 
-# What the rank has done so far lets expect a time; a unit may take so many times that, and so many times the longest.
-_TIMES_EXPECTED = 30.0
-_TIMES_LONGEST = 3.0
-# A disk or a model server may stand still for some minutes.
-_LEAST_SECONDS = 1800.0
-# Before the rank has done a unit: no stage is known to be as slow, by record or by second of audio.
+# No stage is known to be as slow, by record or by second of audio; a disk or a model server may stand still.
 _SECONDS_OF_COST = 10.0
-_LEAST_SECONDS_OF_FIRST = 3600.0
+_LEAST_SECONDS = 3600.0
 # Native code does not see the exception that is to end it.
 _SECONDS_TO_FAIL = 60.0
 
@@ -28,33 +23,9 @@ class UnitTimedOut(Exception):
     """The end of an attempt that took too long."""
 
 
-class TimeLimit:
-    """Limit of the units of one rank, as ``executor.unit_time_limit`` sets it: ``auto``, a number of seconds, or None.
-
-    ``auto`` follows the unit's cost and the rate of the units that the rank has done. The rank itself counts, not the
-    stage, since another may be several times as fast.
-    """
-
-    def __init__(self, setting: float | Literal["auto"] | None) -> None:
-        self._setting = setting
-        self._cost = 0.0
-        self._seconds = 0.0
-        self._longest = 0.0
-
-    def note(self, unit: Unit, seconds: float) -> None:
-        """Note that the rank has done a unit in so many seconds."""
-        self._cost += unit.cost
-        self._seconds += seconds
-        self._longest = max(self._longest, seconds)
-
-    def of(self, unit: Unit) -> float | None:
-        """Return how many seconds an attempt at a unit may take, or None for any number."""
-        if self._setting != "auto":
-            return self._setting
-        if not self._cost:
-            return max(_LEAST_SECONDS_OF_FIRST, _SECONDS_OF_COST * unit.cost)
-        expected = unit.cost * self._seconds / self._cost
-        return max(_LEAST_SECONDS, _TIMES_EXPECTED * expected, _TIMES_LONGEST * self._longest)
+def find_limit(setting: float | Literal["auto"] | None, unit: Unit) -> float | None:
+    """Return how many seconds an attempt at a unit may take by ``executor.unit_time_limit``; None for any number."""
+    return max(_LEAST_SECONDS, _SECONDS_OF_COST * unit.cost) if setting == "auto" else setting
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from sharmill.engine.outcomes import BrokenDevice, FailedAttempt, Overtaken
 from sharmill.engine.patience import Patience
 from sharmill.engine.progress import ProgressWriter, peak_memory_mb
 from sharmill.engine.stage import Advance, Processor, Stage
-from sharmill.engine.time_limit import TimeLimit, ended_after
+from sharmill.engine.time_limit import ended_after, find_limit
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.errors import REASONS_OF_NODES, ConfigError, DeviceError, FatalError, is_device_error
 from sharmill.ports import clock, process
@@ -67,7 +67,6 @@ class Worker:
         self._may_publish = may_publish
         self._memory_asked_mb = memory_asked_mb
         self._in_driver = in_driver
-        self._limit = TimeLimit(stage.unit_time_limit)
         self._patience = Patience(seconds_until_seen)
         self._ledger = LedgerWriter(stage.dir.ledger)
         self._progress = ProgressWriter(stage.dir.rank_progress(rank), rank)
@@ -159,7 +158,7 @@ class Worker:
         # That of the plan's token goes before all else where the plan is replaced.
         if not self._staging.folder.is_dir():
             raise superseded(self.stage)
-        limit = self._limit.of(unit)
+        limit = find_limit(self.stage.unit_time_limit, unit)
         self._progress.begin(unit.index, limit)
         self._processor.expect(following)
         try:
@@ -184,7 +183,6 @@ class Worker:
             self._progress.give_up()
             return Overtaken(unit.index, "another rank has published it", "")
         self._progress.end(unit.cost)
-        self._limit.note(unit, commit.seconds)
         self._metrics.commit(unit, commit)
         log.info("unit %d is done in %.1f s: %d out, rejects %s", unit.index, commit.seconds, commit.num_out,
                  commit.rejects)  # fmt: skip

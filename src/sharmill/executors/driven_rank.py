@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from sharmill.engine.attempts import MAX_ATTEMPTS
 from sharmill.engine.outcomes import BrokenDevice, FailedAttempt
 from sharmill.engine.stage import Stage
-from sharmill.engine.time_limit import TimeLimit
+from sharmill.engine.time_limit import find_limit
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import MAX_BROKEN_DEVICES
 from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
@@ -59,7 +59,6 @@ class DrivenRank:
     """
 
     number: int
-    limit: TimeLimit
     ready: bool = False
     unit: Unit | None = None
     following: Unit | None = None
@@ -105,7 +104,6 @@ class DrivenRank:
         assert unit is not None
         if isinstance(answer, Commit):
             self.failures_in_a_row = 0
-            self.limit.note(unit, answer.seconds)
             queue.done(unit, answer)
             return
         if isinstance(answer, BrokenDevice):
@@ -131,7 +129,7 @@ class DrivenRank:
         """Give the unit of a rank that has ended back to the queue; the attempt counts unless excused."""
         if self.unit is None:
             return
-        limit = self.limit.of(self.unit)
+        limit = find_limit(stage.unit_time_limit, self.unit)
         if limit is not None and clock.monotonic() - self.unit_began >= limit and not excused:
             how = f"it took longer than executor.unit_time_limit of {limit:g} s"
         message = f"{how}; its log is {stage.dir.rank_log(self.number)}"

@@ -19,7 +19,6 @@ from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import mark_ended
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
-from sharmill.engine.time_limit import TimeLimit
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.worker import Worker
 from sharmill.errors import DeviceError, FatalError
@@ -163,7 +162,7 @@ class _Pool:
         self.server.await_imports()
         with deferred_interrupts():
             child = ChildProcess(rank_main, start, name=f"sharmill-rank-{number}", server=self.server)
-            self.ranks[number] = _Rank(number=number, limit=TimeLimit(self.stage.unit_time_limit), child=child)
+            self.ranks[number] = _Rank(number=number, child=child)
 
     def _report_loading(self, loading: int) -> None:
         if loading != self.num_loading:

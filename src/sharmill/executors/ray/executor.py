@@ -26,7 +26,6 @@ from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import INTERVAL_SECONDS, mark_ended, read_progress
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
-from sharmill.engine.time_limit import TimeLimit
 from sharmill.engine.unit import Unit
 from sharmill.errors import DeviceError, FatalError
 from sharmill.executors.driven_rank import FINAL_CODES, Answer, DrivenRank, FailedStarts, Ready
@@ -189,8 +188,7 @@ class _Pool:
             given_up=frozenset(self.given_up),
         )
         actor = actors.start(RankActor, start, cores=self.needs.cores, gpus=self.needs.gpus)
-        limit = TimeLimit(self.stage.unit_time_limit)
-        self.ranks[number] = _Rank(number=number, limit=limit, actor=actor, call=actors.call(actor, "set_up"))
+        self.ranks[number] = _Rank(number=number, actor=actor, call=actors.call(actor, "set_up"))
 
     def _report_progress(self) -> None:
         """Tell the listener what the progress records say; an actor that does a unit cannot be asked."""

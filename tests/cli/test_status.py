@@ -410,3 +410,14 @@ def test_what_cannot_be_is_one_line(stage, call, options):
     code, _, err = call("status", stage.run_dir.path, *options)
     assert code == 2
     assert len(err.splitlines()) == 1
+
+
+def test_hours_of_gpus_have_a_price_and_memory_stands_beside_what_was_asked_for(stage, call):
+    (ledger,) = stage.dir.ledger.glob("*.jsonl")
+    facts = {"device_kind": "A GPU", "seconds": 3600.0, "memory_mb": 6012.0, "memory_asked_mb": 48000.0}
+    commits = [json.loads(line) | facts for line in ledger.read_text().splitlines()]
+    ledger.write_text("".join(json.dumps(commit) + "\n" for commit in commits))
+    _, out, _ = call("status", stage.run_dir.path, "--gpu-hour", "2.5")
+    assert f"{len(commits)}:00:00 of ranks on GPUs so far" in out
+    assert f"{2.5 * len(commits):.2f} if each had a GPU of its own" in out
+    assert "at most 6,012 MB on a rank, of 48,000 MB asked; hosts: 1" in out

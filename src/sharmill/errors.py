@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, ClassVar, Final
 
 REASONS: Final[dict[str, str]] = {
@@ -180,11 +181,7 @@ class SharmillError(Exception):
         self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.lines, self.code)
-
-
-def _rebuild(kind: type[SharmillError], lines: tuple[str, ...], code: str) -> SharmillError:
-    return kind(lines[0], code=code, details=lines[1:])
+        return partial(type(self), self.lines[0], code=self.code, details=self.lines[1:]), ()
 
 
 class ConfigError(SharmillError):
@@ -234,11 +231,7 @@ class DeviceError(FatalError):
         self.place = place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_device_error, (str(self), self.place, self.code)
-
-
-def _rebuild_device_error(message: str, place: str, code: str) -> DeviceError:
-    return DeviceError(message, place=place, code=code)
+        return partial(DeviceError, str(self), place=self.place, code=self.code), ()
 
 
 # Sentences of CUDA, its driver and its libraries; since torch 2.8 in an AcceleratorError, before in a RuntimeError.

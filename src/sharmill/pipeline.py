@@ -13,6 +13,7 @@ from pathlib import Path
 from sharmill.audio.encoding import check_encoder
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config, ValidateConfig, to_yaml
+from sharmill.config.loading import load_for_display
 from sharmill.directing import claimed, directed
 from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.stage import EncodeStage
@@ -178,6 +179,19 @@ def _validate_stage(config: Config) -> ValidateStage:
         codec_models=own | level.codec_models if level.recheck_share else level.codec_models, against=against,
         allow_targets={codec.name: codec.allow_targets for codec in config.encode.codecs if codec.allow_targets},
     )  # fmt: skip
+
+
+def config_of_run(run_dir: str | Path) -> Config:
+    """Return the configuration that a run directory has, to show its run; see ``load_for_display``.
+
+    Raises:
+        ConfigError: it is no run directory.
+    """
+    path = RunDir(Path(run_dir)).config
+    if not path.exists():
+        raise ConfigError(f"{run_dir} is not a run directory: there is no {path.name} in it", code="no_run_dir")
+    # By its own path: the stored one is relative to where the run was started, if it is relative.
+    return replace(load_for_display(path), run_dir=str(run_dir))
 
 
 def make_executor(config: Config) -> Executor:

@@ -200,11 +200,9 @@ class ChildProcess:
 
     def ask_to_end(self) -> None:
         """Tell the child that no more messages will come; its ``connection.recv()`` raises EOFError."""
-        try:
+        with suppress(OSError):  # It may have ended already.
             # Closing alone is not enough: a process forked meanwhile has the pipe open as well.
             self.connection.send_bytes(b"")
-        except OSError:
-            pass  # It has ended already.
         self.connection.close()
 
     def terminate(self) -> None:

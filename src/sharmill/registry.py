@@ -120,8 +120,7 @@ class Registry:
         if name in self.removed:
             return f"the {self.kind} {name!r} was removed: {self.removed[name]}"
         names = self.names()
-        near = difflib.get_close_matches(name.lower(), names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = nearest(name.lower(), names, otherwise="")
         return f"there is no {self.kind} {name!r}: valid are {', '.join(names)} and python:package.module:Class{hint}"
 
 

@@ -9,7 +9,6 @@ import shutil
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import BinaryIO
 from uuid import uuid4
 
 from sharmill.ports import process
@@ -112,7 +111,10 @@ class Staging:
             # The disk gets all files at once, and writes while their checksums are computed.
             with process.ThreadPoolExecutor(len(names), "fsync") as pool:
                 flushed = [pool.submit(os.fsync, stream.fileno()) for stream in streams]
-                published = [_describe(name, stream) for name, stream in zip(names, streams, strict=True)]
+                published = [
+                    PublishedFile(name, os.fstat(stream.fileno()).st_size, checksum_stream(stream))
+                    for name, stream in zip(names, streams, strict=True)
+                ]
                 for future in flushed:
                     future.result()
             parents = dict.fromkeys(final.parent for final in finals)
@@ -155,10 +157,6 @@ class Staging:
         if is_strangers(os.fstat(descriptor), folder.parent):
             refuse_strangers(self.root, [folder])
         return descriptor
-
-
-def _describe(name: str, stream: BinaryIO) -> PublishedFile:
-    return PublishedFile(name=name, size=os.fstat(stream.fileno()).st_size, xxh3=checksum_stream(stream))
 
 
 def token_staging(root: Path, token: str) -> Path:

@@ -231,23 +231,24 @@ def create_atomic(path: Path, data: bytes) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         aside = path_aside(path)
         try:
-            with aside.open("xb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
+            _create(aside, data)
             try:
                 os.link(aside, path)
             except OSError as error:
                 if error.errno not in NO_LINKS:
                     raise
-                with path.open("xb") as stream:
-                    stream.write(data)
-                    stream.flush()
-                    os.fsync(stream.fileno())
+                _create(path, data)
         finally:
             aside.unlink(missing_ok=True)
             # Also where another process was faster: what is aside would come back, and nobody looks for it there.
             fsync_directory(path.parent)
+
+
+def _create(path: Path, data: bytes) -> None:
+    with path.open("xb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def publish_directory(aside: Path, final: Path) -> None:

@@ -7,10 +7,10 @@ from threading import Thread
 
 import numpy as np
 import pytest
+from support.audio import read
 from support.manifests import write_tone
 
 from sharmill.audio.containers import read_member
-from sharmill.audio.files import read
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import PrepareConfig

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.audio import reason_of, speech_like, write
+from support.audio import read, reason_of, speech_like, write
 from support.compressed import FORMS, Form, encode, film, some_samples
 
 from sharmill.audio import ffmpeg
-from sharmill.audio.files import decode_bytes, probe, probe_bytes, read
+from sharmill.audio.files import decode_bytes, probe, probe_bytes
 from sharmill.errors import RejectRecord
 
 pytest.importorskip("av")

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile as sf
-from support.audio import FORMATS, container, reason_of, speech_like, write
+from support.audio import FORMATS, container, read, reason_of, speech_like, write
 from support.paths import DATA
 
 from sharmill.audio import mp3
 from sharmill.audio.decoder import AudioInfo
-from sharmill.audio.files import decode_bytes, probe, probe_bytes, read
+from sharmill.audio.files import decode_bytes, probe, probe_bytes
 
 
 @pytest.mark.parametrize(("name", "format", "subtype"), FORMATS)
@@ -155,8 +155,10 @@ def test_segment_beyond_the_end_is_a_mismatch(tmp_path):
 
 
 def test_negative_segment_is_a_mistake_of_the_caller(tmp_path):
+    path = tmp_path / "a.wav"
+    path.write_bytes(container(speech_like(100, 8000), 8000, "WAV", "PCM_16"))
     with pytest.raises(ValueError, match="negative"):
-        read(tmp_path / "a.wav", -1)
+        read(path, -1)
 
 
 @pytest.mark.parametrize("damage", ["half", "last byte", "zeros"])

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.audio import RATES, container, one_torch_thread, speech_like, write
+from support.audio import RATES, container, one_torch_thread, read, speech_like, write
 from support.properties import examples
 
-from sharmill.audio.files import read
 from sharmill.audio.resample import resample, resample_for_encoder, resampled_length, segment_bounds
 from sharmill.errors import RejectRecord
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile as sf
-from support.audio import reason_of, speech_like
+from support.audio import read, reason_of, speech_like
 from support.sphere import shorten, sphere, sphere_header
 
 from sharmill.audio.decoder import AudioBytes
-from sharmill.audio.files import decode_bytes, probe_bytes, read
+from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.audio.sphere import Sph2pipeDecoder
 from sharmill.errors import RejectRecord
 

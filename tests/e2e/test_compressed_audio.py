@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.audio import read
 from support.compressed import FORMS, encode
 from support.manifests import config_for, make_record, write_manifest
 from support.paths import TESTS
 
-from sharmill.audio.files import read
 from sharmill.audio.resample import segment_bounds
 from sharmill.engine.listener import Listener
 from sharmill.pipeline import run_dataset

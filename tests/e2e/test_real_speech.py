@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile as sf
+from support.audio import read
 from support.paths import DATA, REPOSITORY
 from support.pipelines import run_sharmill
 
-from sharmill.audio.files import read
 from sharmill.models import load_speaker_encoder, own_min_similarity
 from sharmill.models.protocols import pad
 from sharmill.shar import open_shar

@@ -12,9 +12,9 @@ import soundfile as sf
 from lhotse import AudioSource, MonoCut, Recording
 from lhotse.audio import AudioLoadingError
 from support import odd_audio as odd
+from support.audio import read
 from support.shar import voice
 
-from sharmill.audio.files import read
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.errors import RejectRecord

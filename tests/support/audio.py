@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 
+from sharmill.audio.files import open_recording
 from sharmill.errors import RejectRecord
 
 RATES = (8000, 11025, 16000, 22050, 24000, 32000, 44100, 48000)
@@ -63,3 +64,9 @@ def one_torch_thread(function, *arguments):
         return function(*arguments)
     finally:
         torch.set_num_threads(before)
+
+
+def read(path, start=0, num_samples=None, channel=None) -> tuple[np.ndarray, int]:
+    """The samples of a file, or of a part of it, and its sampling rate."""
+    with open_recording(path) as recording:
+        return recording.read(start, num_samples, channel), recording.info.sampling_rate

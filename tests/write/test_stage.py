@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from lhotse import CutSet
+from support.audio import read
 from support.errors import raises
 from support.pipelines import shar_fields
 from support.shar import Project, lines, put, run, snapshot, voice
 
-from sharmill.audio.files import read
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.errors import ConfigError, DeviceError

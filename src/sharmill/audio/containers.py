@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
@@ -16,7 +16,7 @@ from typing import Final
 
 from sharmill.audio.decoder import AudioBytes
 from sharmill.audio.files import Recording, open_audio, open_bytes
-from sharmill.audio.row_files import is_mapped, read_audio
+from sharmill.audio.row_files import file_state, is_mapped, read_audio
 from sharmill.audio.spool import Kept, Spool
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Member
@@ -73,28 +73,15 @@ def open_member(path: Path, member: Member, name: str) -> Iterator[Recording]:
             yield recording
 
 
-def _read_bytes(path: Path, member: Member) -> bytes:
-    """Return a range of bytes of a file, as a member of a tar archive is."""
+def _take_out(path: Path, member: Member) -> bytes:
+    """Return the audio of a row of a parquet or Arrow file, or a range of bytes, as a member of a tar archive is."""
+    if member.kind != "bytes":
+        return read_audio(path, member.kind.partition(":")[2], member.start, member.size)
     with open_audio(path) as stream:
-        data = os.pread(stream.fileno(), member.size, member.start)
-        # A read of more than 2 GiB comes in parts.
-        while 0 < len(data) < member.size:
-            more = os.pread(stream.fileno(), member.size - len(data), member.start + len(data))
-            if not more:
-                break
-            data += more
+        data = AudioBytes(str(path), stream, member.start, member.size).read()
     if len(data) < member.size:
         raise RejectRecord("unreadable_audio", f"{path} ends within the recording at byte {member.start}")
     return data
-
-
-def _read_row(path: Path, member: Member) -> bytes:
-    """Return the audio of a row of a parquet or Arrow file."""
-    return read_audio(path, member.kind.partition(":")[2], member.start, member.size)
-
-
-# By ``Member.kind``, up to a colon.
-_READERS: Final[dict[str, Callable[[Path, Member], bytes]]] = {"bytes": _read_bytes, "row": _read_row}
 
 
 class _Recent:
@@ -108,7 +95,7 @@ class _Recent:
 
     def get(self, path: Path, member: Member) -> bytes:
         # A container that was replaced is read anew.
-        key = (path, member, _state(path))
+        key = (path, member, file_state(path))
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -118,7 +105,7 @@ class _Recent:
         if newest is not None:
             spool, kept = newest
             return spool.get(kept)
-        data = _READERS[member.kind.partition(":")[0]](path, member)
+        data = _take_out(path, member)
         with self._lock:
             self._kept[key] = data
             while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self._max_bytes:
@@ -127,12 +114,12 @@ class _Recent:
 
     def gather(self, path: Path, member: Member, spool: Spool) -> _Key:
         """Keep a recording in a spool until it is forgotten as often as it was gathered."""
-        key = (path, member, _state(path))
+        key = (path, member, file_state(path))
         with self._lock:
             if (before := self._gathered.get(key)) is not None:
                 before.append(before[0])
                 return key
-        kept = spool.put(_READERS[member.kind.partition(":")[0]](path, member))
+        kept = spool.put(_take_out(path, member))
         with self._lock:
             self._gathered.setdefault(key, []).append((spool, kept))
         return key
@@ -144,14 +131,6 @@ class _Recent:
                 self._gathered[key].pop()
                 if not self._gathered[key]:
                     del self._gathered[key]
-
-
-def _state(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:  # reading it says why
-        return None
-    return status.st_size, status.st_mtime_ns
 
 
 _recent: Final = _Recent(_KEPT_BYTES)

@@ -53,6 +53,11 @@ _DECODERS: Final = (
     *("pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw"),
 )
 
+_COUNTS_KEPT: Final = 1 << 16
+# The numbers of samples, by the identity of the bytes.
+_counts: Final[OrderedDict[Hashable, int]] = OrderedDict()
+_lock: Final = Lock()
+
 
 def recognise(source: AudioBytes) -> str | None:
     """Return the demuxer for a file, by its first bytes; None where FFmpeg is not asked."""
@@ -91,10 +96,7 @@ class FfmpegDecoder:
     """
 
     def __init__(self, source: AudioBytes, demuxer: str) -> None:
-        num_samples = _counts.get(source.identity)
-        if num_samples is None:
-            with closing(_Frames(source, demuxer)) as frames:
-                num_samples = _counts.put(source.identity, frames.count())
+        num_samples = _count_samples(source, demuxer)
         self._frames = _Frames(source, demuxer)
         try:
             self._next = self._frames.next()
@@ -222,27 +224,19 @@ class _Frames:
         return (self._container.duration or 0) / 1_000_000 if only_stream else 0.0
 
 
-class _Counts:
-    """The numbers of samples of the files that were counted last, by the identity of their bytes."""
-
-    def __init__(self, kept: int) -> None:
-        self._kept = kept
-        self._counts: OrderedDict[Hashable, int] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, identity: Hashable) -> int | None:
-        with self._lock:
-            return self._counts.get(identity)
-
-    def put(self, identity: Hashable, num_samples: int) -> int:
-        with self._lock:
-            self._counts[identity] = num_samples
-            if len(self._counts) > self._kept:
-                self._counts.popitem(last=False)
-        return num_samples
-
-
-_counts: Final = _Counts(1 << 16)
+def _count_samples(source: AudioBytes, demuxer: str) -> int:
+    """Decode a recording to count its samples; the numbers of those that were counted last are kept."""
+    identity = source.identity
+    with _lock:
+        if (known := _counts.get(identity)) is not None:
+            return known
+    with closing(_Frames(source, demuxer)) as frames:
+        counted = frames.count()
+    with _lock:
+        _counts[identity] = counted
+        if len(_counts) > _COUNTS_KEPT:
+            _counts.popitem(last=False)
+    return counted
 
 
 def _samples(frame: av.AudioFrame) -> np.ndarray:

@@ -53,31 +53,6 @@ def probe_bytes(data: bytes, name: str = "audio data") -> AudioInfo:
         return recording.info
 
 
-def read(
-    path: str | os.PathLike[str], start: int = 0, num_samples: int | None = None, channel: Channel = None
-) -> tuple[np.ndarray, int]:
-    """Decode a mono file, or ``num_samples`` of it (by default all that follow) from sample ``start`` on.
-
-    Of a file with several channels ``channel`` is decoded, or the mean of all for "downmix".
-
-    Equal to a slice of ``soundfile.read(path, dtype="float32")``, sample for sample, or of what FFmpeg decodes. To read
-    many parts of a file, open it once with ``open_recording``.
-
-    A whole file must hold what its header promises; of a segment only the segment itself is looked at.
-
-    Returns:
-        float32 samples (samples,) and the sampling rate in Hz.
-
-    Raises:
-        RejectRecord: what ``probe`` raises, and unsupported_channels, unreadable_audio (decoding fails),
-            non_finite_audio, duration_mismatch (fewer samples than the header promised or were asked for).
-        ValueError: ``start`` or ``num_samples`` is negative.
-    """
-    _check_bounds(start, num_samples)
-    with open_recording(path) as recording:
-        return recording.read(start, num_samples, channel), recording.info.sampling_rate
-
-
 def decode_bytes(
     data: bytes,
     start: int = 0,
@@ -85,7 +60,11 @@ def decode_bytes(
     channel: Channel = None,
     name: str = "audio data",
 ) -> tuple[np.ndarray, int]:
-    """Decode an audio file in memory, or a part of it, as ``read`` does a file; errors call it ``name``."""
+    """Decode an audio file in memory, or a part of it, as ``Recording.read`` does; errors call it ``name``.
+
+    Returns:
+        float32 samples (samples,) and the sampling rate in Hz.
+    """
     with open_bytes(AudioBytes(name, data)) as recording:
         return recording.read(start, num_samples, channel), recording.info.sampling_rate
 
@@ -95,11 +74,6 @@ def decode_blocks(data: bytes, name: str = "audio data") -> Iterator[tuple[np.nd
     with open_bytes(AudioBytes(name, data)) as recording:
         for block in recording.blocks():
             yield block, recording.info.sampling_rate
-
-
-def _check_bounds(start: int, num_samples: int | None) -> None:
-    if start < 0 or (num_samples is not None and num_samples < 0):
-        raise ValueError(f"negative segment: start {start}, num_samples {num_samples}")
 
 
 def check_finite(audio: np.ndarray, name: str) -> None:
@@ -184,9 +158,16 @@ class Recording:
     def read(self, start: int = 0, num_samples: int | None = None, channel: Channel = None) -> np.ndarray:
         """Decode ``num_samples`` (by default all that follow) from sample ``start`` on: float32 (num_samples,).
 
+        Of several channels ``channel`` is decoded, or the mean of all for "downmix".
+
+        Equal to a slice of ``soundfile.read(path, dtype="float32")``, sample for sample, or of what FFmpeg decodes. A
+        whole file must hold what its header promises; of a segment only the segment itself is looked at.
+
         Raises:
-            RejectRecord: as ``sharmill.audio.files.read``.
-            ValueError: ``start`` is before that of an earlier part, and seeks are not exact.
+            RejectRecord: unsupported_channels, unreadable_audio (decoding fails), non_finite_audio, empty_audio,
+                duration_mismatch (fewer samples than the header promised or were asked for).
+            ValueError: ``start`` or ``num_samples`` is negative, or ``start`` is before that of an earlier part, and
+                seeks are not exact.
         """
         return to_float(self.read_stored(start, num_samples, channel))
 
@@ -215,7 +196,8 @@ class Recording:
     def _check_claims(self, start: int, num_samples: int | None) -> int:
         """Return how many samples are wanted, where the recording can have them."""
         name, info = self.source.name, self.info
-        _check_bounds(start, num_samples)
+        if start < 0 or (num_samples is not None and num_samples < 0):
+            raise ValueError(f"negative segment: start {start}, num_samples {num_samples}")
         if num_samples == 0:
             raise RejectRecord("empty_audio", f"the segment of {name} has no samples")
         wanted = max(info.num_samples - start, 1) if num_samples is None else num_samples

@@ -58,7 +58,7 @@ def resample(audio: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
     Returns:
         float32 samples (resampled_length(len(audio), from_rate, to_rate),).
     """
-    return _with_torchaudio(audio, from_rate, to_rate, "sinc")
+    return resample_for_encoder(audio, from_rate, to_rate, "sinc")
 
 
 def resample_for_encoder(audio: np.ndarray, from_rate: int, to_rate: int, resampling: Resampling) -> np.ndarray:
@@ -70,20 +70,17 @@ def resample_for_encoder(audio: np.ndarray, from_rate: int, to_rate: int, resamp
     Returns:
         float32 samples; their number is that of ``resample``, give or take one.
     """
-    if resampling != "soxr":
-        return _with_torchaudio(audio, from_rate, to_rate, resampling)
     if from_rate == to_rate or len(audio) == 0:
         return audio
     _check_ratio(from_rate, to_rate)  # soxr could, but not the stages after match
+    if resampling != "soxr":
+        return _with_torchaudio(audio, from_rate, to_rate, resampling)
     import soxr
 
     return soxr.resample(audio, from_rate, to_rate, quality="HQ")
 
 
 def _with_torchaudio(audio: np.ndarray, from_rate: int, to_rate: int, window: Literal["kaiser", "sinc"]) -> np.ndarray:
-    if from_rate == to_rate or len(audio) == 0:
-        return audio
-    _check_ratio(from_rate, to_rate)
     import torch
 
     waveform = torch.from_numpy(np.require(audio, np.float32, ["C", "W"]))[None]

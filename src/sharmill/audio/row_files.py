@@ -6,13 +6,13 @@ A file is known by its content, whatever its name. pyarrow is imported where a f
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from sharmill.errors import RejectRecord
 from sharmill.storage import open_regular
@@ -36,26 +36,26 @@ class UnreadableRows(Exception):
     """A file of rows, or a group of them, that cannot be read; the message says why."""
 
 
-class RowFile(Protocol):
+class RowFile(ABC):
     """An open file of rows: its schema, and the number of rows of each of its groups."""
 
-    @property
-    def schema(self) -> pa.Schema: ...
+    schema: pa.Schema
+    group_sizes: list[int]
 
-    @property
-    def group_sizes(self) -> Sequence[int]: ...
-
+    @abstractmethod
     def read(self, group: int, columns: list[str]) -> pa.Table:
         """Return columns of a group; a column of structs may be named with one of its fields, ``audio.bytes``."""
 
     def num_nulls(self, group: int, column: str) -> int | None:
         """Return how many values of a column, or of a field of it, are null; None where only reading them tells."""
+        return None
 
     def num_bytes(self, group: int, column: str) -> int:
         """Return how many bytes of memory a column of a group takes; 0 where it is mapped."""
+        return 0
 
 
-class _ParquetFile:
+class _ParquetFile(RowFile):
     """A parquet file; its groups are row groups."""
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +95,7 @@ def _footer_size(path: Path) -> int:
         return int.from_bytes(stream.read(4), "little")
 
 
-class _ArrowFile:
+class _ArrowFile(RowFile):
     """An Arrow file, which is mapped into memory; its groups are record batches."""
 
     def __init__(self, path: Path) -> None:
@@ -108,14 +108,8 @@ class _ArrowFile:
     def read(self, group: int, columns: list[str]) -> pa.Table:
         return _select(self._reader.get_batch(group), columns)
 
-    def num_nulls(self, group: int, column: str) -> int | None:
-        return None
 
-    def num_bytes(self, group: int, column: str) -> int:
-        return 0
-
-
-class _ArrowStream:
+class _ArrowStream(RowFile):
     """A stream of Arrow in a file, which is mapped into memory; its groups are record batches."""
 
     def __init__(self, path: Path) -> None:
@@ -145,12 +139,6 @@ class _ArrowStream:
             self._mapped.seek(self._places[group])
             message = self._ipc.read_message(self._mapped)
         return _select(self._ipc.read_record_batch(message, self.schema), columns)
-
-    def num_nulls(self, group: int, column: str) -> int | None:
-        return None
-
-    def num_bytes(self, group: int, column: str) -> int:
-        return 0
 
 
 def _select(batch: pa.RecordBatch, columns: list[str]) -> pa.Table:
@@ -206,6 +194,15 @@ def audio_bytes(schema: pa.Schema, column: str) -> str | None:
     return None if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) else column
 
 
+def file_state(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file that was replaced from the one before; None of one that is not there."""
+    try:
+        status = path.stat()
+    except OSError:  # opening it says why
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
 class RecentRows:
     """The files that were opened last, and the audio columns that were read last, as many as fit into some bytes."""
 
@@ -246,7 +243,7 @@ class RecentRows:
 
     def _open(self, path: Path) -> tuple[RowFile, list[int]]:
         """Return an open file, and the number of the first row of each group, with that of all rows behind."""
-        key = (path, _state(path))
+        key = (path, file_state(path))
         if key not in self._files:
             file = open_rows(path)
             self._files[key] = file, list(accumulate(file.group_sizes, initial=0))
@@ -258,7 +255,7 @@ class RecentRows:
     def _audio(self, path: Path, column: str, group: int) -> pa.ChunkedArray:
         import pyarrow.compute
 
-        key = (path, _state(path), column, group)
+        key = (path, file_state(path), column, group)
         if key not in self._columns:
             file, _ = self._open(path)
             name = audio_bytes(file.schema, column)
@@ -270,14 +267,6 @@ class RecentRows:
                 self._columns.popitem(last=False)
         self._columns.move_to_end(key)
         return self._columns[key]
-
-
-def _state(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:  # opening it says why
-        return None
-    return status.st_size, status.st_mtime_ns
 
 
 recent_rows: Final = RecentRows()

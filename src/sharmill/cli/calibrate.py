@@ -77,9 +77,10 @@ def print_calibration(console: Console, found: Calibration) -> None:
     if found.advice is not None:
         _print_thresholds(console, found.advice)
     if found.rejects:
-        table = make_table("records that would be rejected whatever the threshold is")
-        for column in ("stage", "reason", "records", "share", "one of them"):
-            table.add_column(column, justify="right" if column in ("records", "share") else "left")
+        table = make_table(
+            "records that would be rejected whatever the threshold is",
+            ("stage", "reason", "records", "share", "one of them"), left=("stage", "reason", "one of them"),
+        )  # fmt: skip
         for reject in found.rejects:
             cells = (reject.stage, reject.reason, str(reject.count), f"{reject.share:.1%}",
                      reject.example[:_MAX_EXAMPLE])  # fmt: skip
@@ -98,9 +99,8 @@ def print_calibration(console: Console, found: Calibration) -> None:
 
 
 def _print_thresholds(console: Console, advice: Advice) -> None:
-    table = make_table("contexts by match.min_similarity")
-    for column in ("min_similarity", "records with a context", "of these another speaker", "at most, 95 % sure", ""):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    columns = ("min_similarity", "records with a context", "of these another speaker", "at most, 95 % sure", "")
+    table = make_table("contexts by match.min_similarity", columns, left=("",), no_wrap=True)
     recommended = advice.recommended
     for place, one in enumerate(advice.thresholds):
         chosen = one == recommended

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -88,26 +88,18 @@ def _end_owner(run_dir: RunDir, ray_address: str | None, ended_jobs: Sequence[st
         how = f"scancel {slurm_job}" if slurm_job else f"on that host: kill -TERM {owner.pid}"
         message = f"{owner} is at work in {run_dir.path}, which cannot be ended from here; {how}"
         raise ConfigError(message, code="locked")
-    _interrupt(owner)
-    _wait(lambda: lock_owner(run_dir.path) != owner or _is_gone(owner), str(owner))
+    try:
+        process.tell_to_end(owner.pid)
+    except PermissionError as error:
+        raise ConfigError(f"{owner} is another user's; ask them to run this", code="locked") from error
+    deadline = clock.monotonic() + _SECONDS_TO_END
+    while lock_owner(run_dir.path) == owner and not _is_gone(owner):
+        if clock.monotonic() > deadline:
+            raise FatalError(f"{owner} has not ended within {_SECONDS_TO_END:.0f} s of being told to", code="locked")
+        clock.sleep(0.1)
     return str(owner)
 
 
 def _is_gone(owner: LockOwner) -> bool:
     """Return whether it was a process of this machine, which has ended."""
     return owner.is_here and process.is_gone(owner.pid, owner.started)
-
-
-def _interrupt(owner: LockOwner) -> None:
-    try:
-        process.tell_to_end(owner.pid)
-    except PermissionError as error:
-        raise ConfigError(f"{owner} is another user's; ask them to run this", code="locked") from error
-
-
-def _wait(is_over: Callable[[], bool], name: str) -> None:
-    deadline = clock.monotonic() + _SECONDS_TO_END
-    while not is_over():
-        if clock.monotonic() > deadline:
-            raise FatalError(f"{name} has not ended within {_SECONDS_TO_END:.0f} s of being told to", code="locked")
-        clock.sleep(0.1)

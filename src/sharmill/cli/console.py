@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -89,15 +89,37 @@ def plain(text: str, style: str = "") -> Text:
     return Text(one_line(text), style=style)
 
 
-def make_table(title: str | None = None, *, expand: bool = False) -> Table:
-    """Return an empty table as all commands print them. ``expand`` makes it as wide as the console."""
+def make_table(
+    title: str | None = None, columns: Sequence[str] = (), *, left: Sequence[str] = ("stage",), no_wrap: bool = False,
+    expand: bool = False,
+) -> Table:  # fmt: skip
+    """Return a table without rows, as all commands print them.
+
+    Args:
+        columns: their headings.
+        left: those that are not of numbers.
+        no_wrap: cells stay on one line.
+        expand: it is as wide as the console.
+    """
     from rich import box
     from rich.table import Table
 
-    return Table(
+    table = Table(
         title=None if title is None else plain(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
         show_edge=False, padding=(0, 1, 0, 0), expand=expand,
     )  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=no_wrap)
+    return table
+
+
+def make_pairs() -> Table:
+    """Return a table without rows and headings, for names and their values."""
+    table = make_table()
+    table.show_header = False
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
 
 
 def describe_cost(*costs: float, records: bool) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from sharmill.cli.console import json_option, make_console, make_table, plain, print_json, print_lines
+from sharmill.cli.console import json_option, make_console, make_pairs, plain, print_json, print_lines
 from sharmill.cli.exit_status import FINDINGS, OK
 
 
@@ -48,10 +48,7 @@ def _examine_machine(folder: Path, *, as_json: bool) -> int:
     if as_json:
         print_json(checks)
     console = make_console()
-    table = make_table()
-    table.show_header = False
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = make_pairs()
     for check in checks:
         table.add_row(plain(check.name, style="bold"), plain(check.found, style="yellow" if check.to_do else ""))
         if check.to_do:

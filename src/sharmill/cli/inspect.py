@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sharmill.cli.console import json_option, make_console, print_json
+from sharmill.cli.console import json_option, make_console, make_pairs, make_table, plain, print_json
 from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError
+from sharmill.executors.logs import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sharmill.inspect.stored import StoredCut
+    from sharmill.shar.index import ShardRecord
 
 # Of a table of cuts; see ``shard_rows``.
 _COLUMNS = ("cut", "s", "context s", "similarity", "speaker", "text")
@@ -35,7 +37,7 @@ def inspect(dataset: Path, cut_id: str | None, shard_index: int | None, folder: 
 
     A cut is shown in full, with the shapes of its fields and a line of waveform; a shard is shown as a table.
     """
-    from sharmill.inspect.describe import describe_as_values
+    from sharmill.inspect.describe import dataset_rows, describe_as_values
     from sharmill.inspect.export import export_cut
     from sharmill.inspect.stored import find_cut, find_shard, read_shard
     from sharmill.shar.index import read_dataset
@@ -46,14 +48,16 @@ def inspect(dataset: Path, cut_id: str | None, shard_index: int | None, folder: 
         raise ConfigError("--export writes a cut: give its id", code="bad_usage")
     console = make_console()
     if shard_index is not None:
+        shard = find_shard(dataset, shard_index)
         if as_json:
-            shard = find_shard(dataset, shard_index)
             print_json({"shard": shard, "cuts": list(read_shard(dataset, shard))})
-        _show_shard(console, dataset, shard_index)
+        _show_shard(console, dataset, shard)
     elif cut_id is None:
+        record = read_dataset(dataset)
         if as_json:
-            print_json(read_dataset(dataset))
-        _show_dataset(console, dataset)
+            print_json(record)
+        _print_pairs(console, dataset_rows(dataset, record))
+        console.print(plain(f"sharmill inspect {dataset} --shard 0 lists the cuts of a shard", style="dim"))
     else:
         stored = find_cut(dataset, cut_id)
         files = [] if folder is None else export_cut(stored, folder)
@@ -63,23 +67,11 @@ def inspect(dataset: Path, cut_id: str | None, shard_index: int | None, folder: 
     return OK
 
 
-def _show_dataset(console: Console, directory: Path) -> None:
-    from sharmill.cli.console import plain
-    from sharmill.inspect.describe import dataset_rows
-    from sharmill.shar.index import read_dataset
+def _show_shard(console: Console, directory: Path, shard: ShardRecord) -> None:
+    from sharmill.inspect.describe import shard_rows
+    from sharmill.inspect.stored import read_shard
 
-    _print_pairs(console, dataset_rows(directory, read_dataset(directory)))
-    console.print(plain(f"sharmill inspect {directory} --shard 0 lists the cuts of a shard", style="dim"))
-
-
-def _show_shard(console: Console, directory: Path, index: int) -> None:
-    from sharmill.cli.console import make_table, plain
-    from sharmill.executors.logs import one_line
-    from sharmill.inspect.describe import shard_files, shard_rows
-    from sharmill.inspect.stored import find_shard, read_shard
-
-    shard = find_shard(directory, index)
-    table = make_table(f"shard {index}: {shard.count} cuts, {shard.target_seconds:.1f} s of target audio")
+    table = make_table(f"shard {shard.index}: {shard.count} cuts, {shard.target_seconds:.1f} s of target audio")
     rows = [[one_line(cell) for cell in row] for row in shard_rows(read_shard(directory, shard))]
     for name, *cells in zip(_COLUMNS, *rows, strict=True):
         if any(cells):  # datasets without contexts have nothing in some columns
@@ -89,32 +81,24 @@ def _show_shard(console: Console, directory: Path, index: int) -> None:
     for row in rows:
         table.add_row(*[plain(row[column][:_MAX_CELL]) for column in shown])
     console.print(table)
-    for field, file, size in shard_files(shard):
-        console.print(plain(one_line(f"{field}: {file}, {size}")), soft_wrap=True)
+    for field, file in shard.fields.items():
+        console.print(plain(f"{field}: {file.file}, {file.size:,} bytes"), soft_wrap=True)
 
 
 def _show_cut(console: Console, stored: StoredCut, files: list[Path]) -> None:
-    from sharmill.cli.console import plain
-    from sharmill.executors.logs import one_line
     from sharmill.inspect.describe import cut_rows, field_rows
 
     console.print(plain(f"cut {stored.number} of shard {stored.shard}", style="bold"))
-    _print_pairs(console, cut_rows(stored))
+    _print_pairs(console, cut_rows(stored.cut))
     for field, shape, picture in field_rows(stored):
-        console.print(plain(one_line(f"{field}: {shape}"), style="bold"), soft_wrap=True)
-        console.print(plain("  " + one_line(picture)), soft_wrap=True)
+        console.print(plain(f"{field}: {shape}", style="bold"), soft_wrap=True)
+        console.print(plain(f"  {picture}"), soft_wrap=True)
     for file in files:
         console.print(plain(f"wrote {file}"), soft_wrap=True)
 
 
 def _print_pairs(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
-    from sharmill.cli.console import make_table, plain
-    from sharmill.executors.logs import one_line
-
-    table = make_table()
-    table.show_header = False
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = make_pairs()
     for name, value in pairs:
-        table.add_row(plain(one_line(name)), plain(one_line(value)))
+        table.add_row(plain(name), plain(value))
     console.print(table)

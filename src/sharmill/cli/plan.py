@@ -68,9 +68,8 @@ def _print_measurements(console: Console, config: Config) -> None:
     make_deterministic(device)
     memory = make_budget("cuda:0" if device == "cuda" else device, 1.0, None).size
     found: dict[str, list[Measurement]] = {}
-    table = make_table(f"on one {device} of {memory / 2**30:.1f} GiB")
-    for column in ("model", "MiB per second", "fits at once", "seconds of audio per second, by batch"):
-        table.add_column(column, justify="left" if column == "model" else "right")
+    columns = ("model", "MiB per second", "fits at once", "seconds of audio per second, by batch")
+    table = make_table(f"on one {device} of {memory / 2**30:.1f} GiB", columns, left=("model",))
 
     def add(key: str, name: str, measured: Measurement) -> None:
         found.setdefault(key, []).append(measured)
@@ -134,9 +133,8 @@ def print_plan(
     rates, source = find_rates(config, earlier)
     predictions: list[StagePrediction] = []
     num_records, audio_ratio = 0, 1.0
-    table = make_table(config.name)
-    for column in ("stage", "units", "to process", "ranks", "largest", "balance", "disk"):
-        table.add_column(column, justify="left" if column == "stage" else "right", no_wrap=True)
+    columns = ("stage", "units", "to process", "ranks", "largest", "balance", "disk")
+    table = make_table(config.name, columns, no_wrap=True)
     not_yet = []
     for stage in make_stages(config):
         ranks, left = count_ranks(config, stage), None

@@ -24,9 +24,7 @@ def print_prediction(
     """
     names = ["stage", "ranks", "time", "GPU h", "core h", "disk"]
     names += ["price"] if gpu_hour is not None else []
-    table = make_table("predicted, for what is left")
-    for name in names:
-        table.add_column(name, justify="left" if name == "stage" else "right", no_wrap=True)
+    table = make_table("predicted, for what is left", names, no_wrap=True)
     rows = [(one.name if one.is_planned else f"{one.name} *", str(one.ranks), [one]) for one in predictions]
     for name, ranks, of_row in [*rows, ("all", "", list(predictions))]:
         gpu = sum(one.rank_seconds for one in of_row if one.on_gpu) / 3600

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import click
@@ -28,16 +27,15 @@ def report(directory: Path, output: Path | None, codec_models: tuple[str, ...], 
     index and a sample of its shards say.
     """
     from sharmill.cli.stage_status import stages_of_run
-    from sharmill.config.loading import load_for_display
     from sharmill.engine.rundir import RunDir
+    from sharmill.pipeline import config_of_run
     from sharmill.report.facts import read_dataset_facts, read_run_facts
     from sharmill.report.page import write_page
 
     models = parse_codec_models(codec_models)
     run_dir = RunDir(directory)
     if run_dir.config.exists():
-        # By its own path: the stored one is relative to where the run was started, if it is relative.
-        config = dataclasses.replace(load_for_display(run_dir.config), run_dir=str(directory))
+        config = config_of_run(directory)
         facts, path = read_run_facts(config, stages_of_run(config), models), output or run_dir.report
     else:
         facts, path = read_dataset_facts(directory, models), output or Path("report.html")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from sharmill.cli.console import describe_cost, make_table, plain
+from sharmill.cli.console import describe_cost, make_pairs, make_table, plain
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir
@@ -34,9 +34,7 @@ _ACCOUNTS = ("records found as cuts", "records found among the rejects", "record
 
 def print_result(console: Console, result: DatasetResult) -> None:
     """Print the summary of a run over one dataset: accounts by stage, rejects by reason, failed units."""
-    table = make_table(result.config.name)
-    for column in ("stage", "in", "out", "rejects", "processed", "target audio"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
+    table = make_table(result.config.name, ("stage", "in", "out", "rejects", "processed", "target audio"))
     reasons: Counter[str] = Counter()
     for stage, outcome in result.stages:
         table.add_row(*_accounts(stage, outcome))
@@ -60,10 +58,7 @@ def print_result(console: Console, result: DatasetResult) -> None:
 def print_paths(console: Console, result: DatasetResult) -> None:
     """Print where everything lies, and the command that comes next."""
     paths = result_paths(result)
-    table = make_table()
-    table.show_header = False
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = make_pairs()
     for name, path in paths.items():
         table.add_row(plain(name), plain(path, style="bold" if name == "next" else ""))
     console.print(table)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sharmill.cli.arguments import parse_workers, read_redo_report, redo_option, restart_option, split_arguments
-from sharmill.cli.console import json_option, make_console, print_json
+from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
 from sharmill.errors import SharmillError
 from sharmill.executors.logs import describe_error, one_line
@@ -61,10 +61,9 @@ def run_configs(
     outcomes: list[dict[str, Any]] = []
     for config in configs:
         try:
-            one = _run_one(
+            statuses.append(_run_one(
                 config, stages, restart=restart, redo=redo, json_file=json_file, take_over=take_over, outcomes=outcomes
-            )
-            statuses.append(one)
+            ))  # fmt: skip
         except SharmillError as error:
             if len(configs) == 1:
                 raise
@@ -81,7 +80,6 @@ def _run_one(
     take_over: bool, outcomes: list[dict[str, Any]],
 ) -> int:  # fmt: skip
     """Run stages of one dataset, print and append its outcome, and return the exit status."""
-    from sharmill.cli.console import plain
     from sharmill.cli.progress import ProgressListener
     from sharmill.cli.results import describe_result, print_paths, print_report, print_result
     from sharmill.engine.rundir import RunDir

@@ -7,6 +7,7 @@ import click
 from sharmill.cli.arguments import parse_workers, workers_option
 from sharmill.cli.console import json_option, make_console, make_table, plain, print_json
 from sharmill.cli.exit_status import OK
+from sharmill.errors import ConfigError
 
 
 @click.command()
@@ -29,7 +30,6 @@ def split(
     Writes OUT/train, OUT/valid and OUT/test, datasets whose audio and codes are copied. DATASET stays as it is.
     """
     from sharmill.cli.progress import ProgressListener
-    from sharmill.errors import ConfigError
     from sharmill.grow.split import split_dataset
 
     shares = {name: _parse_share(name, text) for name, text in (("valid", valid), ("test", test)) if text is not None}
@@ -42,9 +42,7 @@ def split(
             restart=restart,
         )  # fmt: skip
     total = sum(part.record.target_seconds for part in splits)
-    table = make_table()
-    for heading in ("split", "speakers", "cuts", "hours", "share", "shards"):
-        table.add_column(heading, justify="left" if heading == "split" else "right")
+    table = make_table(None, ("split", "speakers", "cuts", "hours", "share", "shards"), left=("split",))
     for part in splits:
         record = part.record
         row = (str(part.num_speakers), str(record.num_cuts), f"{record.target_seconds / 3600:.3f}")
@@ -57,8 +55,6 @@ def split(
 
 
 def _parse_share(name: str, text: str) -> float:
-    from sharmill.errors import ConfigError
-
     try:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:

@@ -10,7 +10,6 @@ from operator import itemgetter
 from pathlib import Path
 
 from sharmill.config import CodecConfig, Config
-from sharmill.config.loading import load_for_display
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import load_plan
@@ -20,8 +19,7 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Unit
-from sharmill.errors import ConfigError
-from sharmill.pipeline import make_stages
+from sharmill.pipeline import config_of_run, make_stages
 from sharmill.ports import clock
 
 # Of ranks and of units.
@@ -210,11 +208,7 @@ def stages_in(run_dir: Path) -> list[Stage]:
     Raises:
         ConfigError: there is none.
     """
-    paths = RunDir(run_dir)
-    if not paths.config.exists():
-        raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
-    # By its own path: the stored one is relative to where the run was started, if it is relative.
-    return stages_of_run(replace(load_for_display(paths.config), run_dir=str(run_dir)))
+    return stages_of_run(config_of_run(run_dir))
 
 
 def _state(finished: bool, ranks: Sequence[RankProgress], alive: bool, failed: bool, queued: bool) -> str:

@@ -223,13 +223,11 @@ def print_status(
 
 
 def _table(title: str, statuses: Sequence[StageStatus], *, wide: bool) -> Table:
-    table = make_table(title)
     names = ["stage", "state", "units", "processed", "rejects", "time left"]
     if wide:
         names[3:3] = ["running", "failed", "waiting"]
         names.insert(-2, "rate")
-    for name in names:
-        table.add_column(name, justify="left" if name in ("stage", "state") else "right", no_wrap=True)
+    table = make_table(title, names, left=("stage", "state"), no_wrap=True)
     for status in statuses:
         cells = _cells(status)
         table.add_row(*(plain(cells.get(name, "")) for name in names))
@@ -266,13 +264,12 @@ def _run_lines(
     run_dir: Path, stages: Sequence[Stage], statuses: Sequence[StageStatus], gpu_hour: float | None
 ) -> Iterator[Text]:
     """Yield the time left of all stages, while one is under way, and what they have cost so far."""
-    from sharmill.config.loading import load_for_display
-    from sharmill.engine.rundir import RunDir
     from sharmill.pilot.predict import expect_seconds
+    from sharmill.pipeline import config_of_run
 
     left = [status for status in statuses if status.state != "done"]
     if len(left) > 1 and any(status.state == "under way" for status in left):
-        config = dataclasses.replace(load_for_display(RunDir(run_dir).config), run_dir=str(run_dir))
+        config = config_of_run(run_dir)
         # On how many ranks a stage will run is known of this machine alone.
         expected: dict[str, float] = {}
         try:

@@ -24,7 +24,7 @@ import numpy as np
 
 from sharmill.demo.defects import bad_records
 from sharmill.demo.espeak import Espeak
-from sharmill.demo.voices import Record, Speaker, SpokenText, make_solo, make_speakers, write_audio
+from sharmill.demo.voices import SOLO_VOICE, Record, Speaker, SpokenText, make_speakers, write_audio
 from sharmill.errors import ConfigError
 
 # Raised whenever the same arguments would give other files, so that an old corpus is not taken for a new one.
@@ -138,7 +138,8 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
     good = [_add_optional_keys(record, index, rng) for index, record in enumerate(good)]
 
     utterances = (speak(speaker) for speaker in itertools.cycle(speakers))
-    bad = list(bad_records(utterances, speak(make_solo(espeak, seed=seed)), good[0]))
+    solo = Speaker("solo", SOLO_VOICE, espeak, seed=seed)
+    bad = list(bad_records(utterances, speak(solo), good[0]))
     _write_manifest(directory / _MANIFEST, good, bad, rng)
     return {
         "num_records": len(good) + len(bad),

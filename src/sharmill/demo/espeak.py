@@ -23,7 +23,7 @@ _AUDIO_OUTPUT_SYNCHRONOUS: Final = 2
 _INITIALIZE_DONT_EXIT: Final = 0x8000
 _CHARS_UTF8: Final = 1
 _POSITION_CHARACTER: Final = 1
-_PARAMETER_IDS: Final[dict[str, int]] = {"rate": 1, "volume": 2, "pitch": 3, "pitch_range": 4}
+_PARAMETER_IDS: Final[dict[str, int]] = {"rate": 1, "pitch": 3, "pitch_range": 4}
 
 _SAMPLING_RATE: Final = 22050
 _RANDOM_SEED: Final = 1
@@ -40,21 +40,12 @@ class VoiceSettings:
         rate: words per minute, 80 to 450.
         pitch: base pitch, 0 to 99.
         pitch_range: 0 (monotone) to 99.
-        volume: 0 to 100, where 100 is espeak's normal volume.
     """
 
     name: str
     rate: int = 175
     pitch: int = 50
     pitch_range: int = 50
-    volume: int = 100
-
-    def __post_init__(self) -> None:
-        if not 80 <= self.rate <= 450:
-            raise ValueError(f"rate is {self.rate} words per minute; espeak speaks 80 to 450")
-        for field, limit in (("pitch", 99), ("pitch_range", 99), ("volume", 100)):
-            if not 0 <= getattr(self, field) <= limit:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must lie between 0 and {limit}")
 
 
 class Espeak:

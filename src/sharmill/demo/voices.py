@@ -41,7 +41,8 @@ VOICES: Final[dict[str, VoiceSettings]] = {
     "kate": VoiceSettings("en-029+kaukovalta", 165, 50, 55),
     "liam": VoiceSettings("en-us+sandro", 175, 50, 50),
 }
-_SOLO_VOICE: Final = VoiceSettings("en-gb-scotland+m3", 170, 50, 50)
+# Of a speaker beside the others, who has one utterance only, so that nothing can be its context.
+SOLO_VOICE: Final = VoiceSettings("en-gb-scotland+m3", 170, 50, 50)
 
 
 class Speaker:
@@ -83,11 +84,6 @@ def make_speakers(espeak: Espeak, *, num_voices: int, seed: int) -> list[Speaker
             f"num_voices is {num_voices}; the demo corpus has 1 to {len(VOICES)} voices", code="bad_config_value"
         )
     return [Speaker(name, voice, espeak, seed=seed) for name, voice in islice(VOICES.items(), num_voices)]
-
-
-def make_solo(espeak: Espeak, *, seed: int) -> Speaker:
-    """Return a speaker beside the others, who has one utterance only, so that nothing can be its context."""
-    return Speaker("solo", _SOLO_VOICE, espeak, seed=seed)
 
 
 Record = dict[str, Any]

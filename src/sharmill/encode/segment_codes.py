@@ -77,7 +77,7 @@ def write_codes(path: Path, codes: Sequence[np.ndarray], codebook_size: int) -> 
     table = np.empty(len(codes) + 1, _ENTRY)
     table["position"] = table.nbytes + np.concatenate([[0], np.cumsum([array.nbytes for array in codes])])
     table["xxh3"][:-1] = [xxhash.xxh3_64_intdigest(array.tobytes()) for array in codes]
-    table["xxh3"][-1] = _hash_table(table)
+    table["xxh3"][-1] = xxhash.xxh3_64_intdigest(table[:-1].tobytes() + table["position"][-1].tobytes())
     with path.open("wb") as stream:
         stream.write(table.tobytes())
         for array in codes:
@@ -89,7 +89,7 @@ def write_codes(path: Path, codes: Sequence[np.ndarray], codebook_size: int) -> 
 
 
 def add_counts(paths: StageDir, num_blocks: int, codec: CodecRecord) -> str:
-    """Return how often each code occurs in all blocks, packed; "" where that was not counted in all of them.
+    """Return how often each code occurs in all blocks, packed; "" where there are too many codes to count.
 
     Raises:
         ConfigError: a file is damaged.
@@ -105,8 +105,6 @@ def add_counts(paths: StageDir, num_blocks: int, codec: CodecRecord) -> str:
                     (position,) = np.frombuffer(stream.read(_ENTRY.itemsize), _ENTRY)["position"].tolist()
                     stream.seek(max(0, position - shift))
                 packed = stream.read()
-            if not packed:
-                return ""
             total += _unpack_counts(packed)
         except (ValueError, zlib.error) as error:
             raise damaged_file(path, f"the counts of its codes: {error}") from error
@@ -132,10 +130,6 @@ def read_counts(paths: StageDir) -> np.ndarray | None:
 def _unpack_counts(packed: bytes) -> np.ndarray:
     # No more than there can be: a damaged text could unfold to gigabytes.
     return np.frombuffer(zlib.decompressobj().decompress(packed, _COUNT.itemsize * _MAX_COUNTS), _COUNT)
-
-
-def _hash_table(table: np.ndarray) -> int:
-    return xxhash.xxh3_64_intdigest(table[:-1].tobytes() + table["position"][-1].tobytes())
 
 
 def _num_kept(num_files: int) -> int:

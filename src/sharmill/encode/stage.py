@@ -60,10 +60,7 @@ class EncodeStage(Stage):
         self.assemble = AssembleStage(config, codec)
         self.codec_config = codec
         self._place = ("encode", "codecs", config.encode.codecs.index(codec), "model")
-        self.batch_seconds = config.encode.batch_seconds
-        self.precision = config.encode.precision
-        self.canonical_shapes = config.encode.canonical_shapes
-        self.unit_seconds = config.encode.unit_seconds
+        self.settings = config.encode
         self.root = self.dir.path
 
     @property
@@ -88,10 +85,10 @@ class EncodeStage(Stage):
         self.survey.require_done(self.survey.dir)
         return {
             "codec": describe_codec(self.codec_config.model, self.codec_config.allow_targets),
-            "batch_seconds": self.batch_seconds,
-            "precision": self.precision,
-            "canonical_shapes": self.canonical_shapes,
-            "unit_seconds": self.unit_seconds,
+            "batch_seconds": self.settings.batch_seconds,
+            "precision": self.settings.precision,
+            "canonical_shapes": self.settings.canonical_shapes,
+            "unit_seconds": self.settings.unit_seconds,
             "pieces": PIECE_SECONDS,
             "input": self.survey.dataset.audio_checksum(),
             "versions": versions("torch", "torchaudio", "nemo_toolkit", "transformers"),
@@ -109,7 +106,7 @@ class EncodeStage(Stage):
     def plan(self, folder: Path) -> Iterator[Unit]:
         seconds = self.survey.seconds()
         total = float(seconds.sum())
-        unit_seconds = self.unit_seconds or float(np.clip(total / UNITS_WANTED, *UNIT_SECONDS))
+        unit_seconds = self.settings.unit_seconds or float(np.clip(total / UNITS_WANTED, *UNIT_SECONDS))
         number = min(len(seconds), max(1, round(total / unit_seconds)))
         bounds = np.array(divide_evenly(seconds, number) if number else [0], np.int64)
         save_array(bounds_file(folder), bounds)
@@ -131,12 +128,12 @@ class EncodeStage(Stage):
         threads = make_deterministic(device)
         kind = check_device(device)
         allowed = self.codec_config.allow_targets
-        codec = load_codec(self.codec_config.model, device, allowed, self.precision)
+        codec = load_codec(self.codec_config.model, device, allowed, self.settings.precision)
         batches = CodecBatches(
             codec,
-            batch_seconds=self.batch_seconds,
+            batch_seconds=self.settings.batch_seconds,
             device=device,
-            canonical=self.canonical_shapes,
+            canonical=self.settings.canonical_shapes,
             pieces=find_pieces(codec),
             threads=threads,
         )
@@ -260,5 +257,5 @@ class EncodeProcessor(Processor):
             samples_per_frame=codec.samples_per_frame,
             num_codebooks=codec.num_codebooks,
             codebook_size=codec.codebook_size,
-            precision=self._stage.precision,
+            precision=self._stage.settings.precision,
         )

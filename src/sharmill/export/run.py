@@ -77,7 +77,7 @@ class Exported:
 
 def export_dataset(
     dataset: str | Path, form: str, out: str | Path, *, codec: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:  # fmt: skip
     """Write a finished dataset as files of another form; an export that was interrupted goes on.
 
@@ -128,8 +128,7 @@ def export_dataset(
             if not final.is_dir():
                 with closing(source.open(done, 0)) as opened:
                     _write_shard(opened, shard.count, files, final)
-            if progress is not None:
-                progress(done + 1, len(shards))
+            progress(done + 1, len(shards))
         return _write_manifest(out / files.manifest, folder, [(shard.index, shard.count) for shard in shards])
 
 

@@ -103,12 +103,12 @@ def require_distinct_ids(parts: Sequence[SourceDataset]) -> None:
     Raises:
         DamagedShard: a file of cuts cannot be read.
     """
-    hashes = np.sort(np.fromiter((_hash(cut_id) for part in parts for cut_id in part.cut_ids()), np.uint64))
+    hashes = np.sort(np.fromiter((hash_text(cut_id) for part in parts for cut_id in part.cut_ids()), np.uint64))
     repeated = set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
     seen: dict[str, Path] = {}
     for part in parts if repeated else ():
         for cut_id in part.cut_ids():
-            if _hash(cut_id) not in repeated:
+            if hash_text(cut_id) not in repeated:
                 continue
             # Different ids may have the same hash.
             if cut_id in seen:
@@ -121,5 +121,6 @@ def require_distinct_ids(parts: Sequence[SourceDataset]) -> None:
             seen[cut_id] = part.directory
 
 
-def _hash(cut_id: str) -> int:
-    return xxhash.xxh3_64_intdigest(cut_id.encode())
+def hash_text(text: str) -> int:
+    """Return 64 bits that tell one text from another."""
+    return xxhash.xxh3_64_intdigest(text.encode())

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import numpy as np
-import xxhash
 
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
-from sharmill.grow.parts import SourceDataset
-from sharmill.shar.cut_lines import NOT_JSON, read_lines
+from sharmill.grow.parts import SourceDataset, hash_text
+from sharmill.shar.cut_lines import decode_line, read_lines
 from sharmill.shar.layout import CUTS, shard_file
 from sharmill.sources.speakers import NO_SPEAKER
 from sharmill.speaker_tag import parse_speaker_tag
@@ -78,11 +76,16 @@ class SpeakerTable:
             if len(lines) != shard.count:
                 raise DamagedShard(f"{path}: {len(lines)} cuts instead of {shard.count}")
             for line in lines:
-                cut = _decode(path, line)
+                cut = decode_line(path, line, _decoder)
                 supervision = cut.supervisions[0] if cut.supervisions else _Supervision()
                 number = numbers.setdefault(_speaker(cut.id, supervision.speaker), len(numbers))
                 context = supervision.custom.context_recording_id
-                columns[position] = number, cut.duration, _hash(cut.recording.id), _hash(context) if context else 0
+                columns[position] = (
+                    number,
+                    cut.duration,
+                    hash_text(cut.recording.id),
+                    hash_text(context) if context else 0,
+                )
                 position += 1
         groups = _unite(len(numbers), columns["speaker"], columns["own"], columns["other"])
         return cls(list(numbers), groups, columns["speaker"].astype(np.int32), columns["seconds"].copy())
@@ -110,7 +113,7 @@ class SpeakerTable:
             )  # fmt: skip
         group_of = self.groups[self.speaker_of]
         seconds = np.bincount(group_of, weights=self.seconds, minlength=len(self.speakers))
-        left = sorted(members.tolist(), key=lambda group: (_hash(f"{seed}\n{self.speakers[group]}"), group))
+        left = sorted(members.tolist(), key=lambda group: (hash_text(f"{seed}\n{self.speakers[group]}"), group))
         result = {}
         for number, (split, share) in enumerate(shares.items()):
             chosen = _fill(left, seconds, share * float(seconds.sum()), num_kept=len(shares) - number)
@@ -154,13 +157,6 @@ def _unite(num_speakers: int, speakers: np.ndarray, own: np.ndarray, other: np.n
     return groups
 
 
-def _decode(path: Path, line: bytes) -> _Cut:
-    try:
-        return _decoder.decode(line)
-    except NOT_JSON as error:
-        raise DamagedShard(f"{path}: {error}") from error
-
-
 def _speaker(cut_id: str, speaker: str | None) -> str:
     """Return the name of a speaker, without what a tag says beside it: a speaker of two languages is one."""
     try:
@@ -175,7 +171,3 @@ def _speaker(cut_id: str, speaker: str | None) -> str:
             code="no_speaker",
         )
     return name
-
-
-def _hash(text: str) -> int:
-    return xxhash.xxh3_64_intdigest(text.encode())

@@ -7,7 +7,7 @@ its own, so that the engine keeps the accounts, and a split that was interrupted
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -248,8 +248,7 @@ class SplitProcessor(Processor):
         path = self._checked(shard, CUTS)
         lines, ids = read_lines(path), list(read_cut_ids(path))
         for field, writer in writers.items():
-            table = ItemTable(self._checked(shard, field))
-            try:
+            with closing(ItemTable(self._checked(shard, field))) as table:
                 if len(table) != len(ids):
                     raise table.damage(f"{len(table)} items for {len(ids)} cuts")
                 for number in numbers:
@@ -258,8 +257,6 @@ class SplitProcessor(Processor):
                         raise table.damage(f"item {number} is {cut_id!r}, the cut there is {ids[number]!r}")
                     if field in _SECONDS:
                         stats[_SECONDS[field]] += (table.item(number).metadata or {}).get("duration", 0.0)
-            finally:
-                table.close()
         return [lines[number] for number in numbers]
 
     def _checked(self, shard: ShardRecord, field: str) -> Path:

@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from sharmill.errors import DamagedShard, RejectRecord
-from sharmill.inspect.stored import StoredCut, is_codes, read_codes, read_stored_audio
-from sharmill.shar.index import DatasetRecord, ShardRecord
+from sharmill.inspect.stored import StoredCut, as_mapping, first_supervision, read_codes, read_stored_audio
+from sharmill.shar.index import DatasetRecord
 from sharmill.shar.items import Item
 
 _WAVEFORM_CHARACTERS: Final = " ▁▂▃▄▅▆▇█"
@@ -60,8 +60,8 @@ def dataset_rows(directory: Path, record: DatasetRecord) -> Iterator[tuple[str, 
 def shard_rows(cuts: Iterator[dict[str, Any]]) -> Iterator[tuple[str, str, str, str, str, str]]:
     """Yield id, duration, duration of the context, similarity, speaker and text of the cuts of a shard."""
     for cut in cuts:
-        supervision = _supervision(cut)
-        custom = _mapping(supervision.get("custom"))
+        supervision = first_supervision(cut)
+        custom = as_mapping(supervision.get("custom"))
         yield (
             str(cut.get("id")), _number(cut.get("duration")), _number(custom.get("context_audio_duration")),
             _number(custom.get("context_speaker_similarity")), str(supervision.get("speaker") or ""),
@@ -69,15 +69,17 @@ def shard_rows(cuts: Iterator[dict[str, Any]]) -> Iterator[tuple[str, str, str, 
         )  # fmt: skip
 
 
-def shard_files(shard: ShardRecord) -> Iterator[tuple[str, str, str]]:
-    """Yield field, file and size of the files of a shard."""
-    for field, file in shard.fields.items():
-        yield field, file.file, f"{file.size:,} bytes"
+def cut_rows(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted keys and values of a cut, all of it, in the order in which it is stored.
 
-
-def cut_rows(stored: StoredCut) -> Iterator[tuple[str, str]]:
-    """Yield dotted keys and values of a cut, all of it, in the order in which it is stored."""
-    yield from _walk(stored.cut, "")
+    Args:
+        value: the cut, or one of its parts, whose key is ``key``.
+    """
+    if isinstance(value, (dict, list)) and value:
+        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from cut_rows(child, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def field_rows(stored: StoredCut) -> Iterator[tuple[str, str, str]]:
@@ -109,30 +111,13 @@ def describe_as_values(stored: StoredCut, files: Sequence[Path]) -> dict[str, An
 
 def _describe_item(item: Item) -> tuple[str, str]:
     assert item.data is not None
-    if is_codes(item):
+    if item.extension == "npy":
         codes = read_codes(item)
         first = ", ".join(map(str, codes[0, :_SHOWN_CODES])) if codes.size else ""
         return f"{codes.shape} {codes.dtype}, codebooks and frames", f"the first codebook begins {first}"
     samples, rate = read_stored_audio(item)
     shape = f"({len(samples)},) at {rate} Hz, {len(samples) / rate:.3f} s of {item.extension}"
     return shape, waveform(samples)
-
-
-def _walk(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, (dict, list)) and value:
-        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _walk(child, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _supervision(cut: dict[str, Any]) -> dict[str, Any]:
-    supervisions = cut.get("supervisions")
-    return _mapping(supervisions[0]) if isinstance(supervisions, list) and supervisions else {}
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _number(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,16 +108,13 @@ def _read_items(directory: Path, shard: ShardRecord, number: int, cut_id: str) -
             value = decode_cut(path, lines[number]) if number < len(lines) else None
             items[field] = Item(cut_id, "json", None, value)
             continue
-        table = ItemTable(path)
-        try:
+        with closing(ItemTable(path)) as table:
             if number >= len(table):
                 raise table.damage(f"there are {len(table)} items, and none for {cut_id!r}, which is number {number}")
             item = table.item(number)
             if item.cut_id != cut_id:
                 raise table.damage(f"item {number} is that of {item.cut_id!r}, not of {cut_id!r}")
             items[field] = item
-        finally:
-            table.close()
     return items
 
 
@@ -126,9 +124,15 @@ def _file(directory: Path, shard: ShardRecord, field: str) -> Path:
     return directory / shard.fields[field].file
 
 
-def is_codes(item: Item) -> bool:
-    """Return True for an array."""
-    return item.extension == "npy"
+def first_supervision(cut: dict[str, Any]) -> dict[str, Any]:
+    """Return the first supervision of a cut, which may be damaged, empty where there is none."""
+    supervisions = cut.get("supervisions")
+    return as_mapping(supervisions[0]) if isinstance(supervisions, list) and supervisions else {}
+
+
+def as_mapping(value: Any) -> dict[str, Any]:
+    """Return a mapping as it is, and an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def read_codes(item: Item) -> np.ndarray:

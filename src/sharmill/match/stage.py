@@ -268,7 +268,8 @@ class MatchProcessor(Processor):
                 if utterance.index >= num_records:
                     continue
                 if isinstance(outcome, RejectRecord):
-                    rejects.append(self._reject(utterance, outcome))
+                    record = utterance.public_record()
+                    rejects.append(Reject(MatchStage.kind, outcome.reason, outcome.detail, record))
                 else:
                     matched.append(outcome)
         name = f"parts/{unit.index:06d}.jsonl"
@@ -340,9 +341,6 @@ class MatchProcessor(Processor):
 
     def _key(self, utterance: Utterance) -> str:
         return self._group_key(utterance.audio_filepath, tagged_speaker(utterance.speaker))
-
-    def _reject(self, utterance: Utterance, why: RejectRecord) -> Reject:
-        return Reject(MatchStage.kind, why.reason, why.detail, utterance.public_record())
 
 
 def _embeddings(group: list[Utterance], found: dict[Segment, EmbeddedSegment | RejectRecord]) -> list[tuple[str, Any]]:

@@ -336,12 +336,9 @@ def directory_checksum(path: Path) -> str:
 
     Download tools keep their own notes, with times in them, in hidden folders beside the model.
     """
-    files = [file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path))]
-    return _checksum(sorted(files, key=lambda file: file.relative_to(path).as_posix()), path, with_names=True)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+    files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
+    seen = [files[name] for name in sorted(files) if "/." not in f"/{name}"]
+    return _checksum(seen, path, with_names=True)
 
 
 def _checksum(files: Iterable[Path], root: Path, *, with_names: bool) -> str:

@@ -104,10 +104,7 @@ def measure_canonical(codec: Codec, device: str, memory: int, unit_seconds: floa
         (batch,) = plan([seconds], batch_seconds)
         return batch.num_rows, batch.num_frames * size
 
-    def run_segment(seconds: float) -> None:
-        run(*shape(seconds))
-
-    bytes_per_second = estimate_bytes_per_second(run_segment, device)
+    bytes_per_second = estimate_bytes_per_second(lambda seconds: run(*shape(seconds)), device)
     one_row = shape(_CANONICAL_SECONDS[0], _GPU_SIZES[-1])[0] == 1
     if one_row:
         shapes = {samples / rate: [(rows, samples)] for rows, samples in map(shape, _CANONICAL_SECONDS)}

@@ -87,24 +87,21 @@ class MemoryGuard:
                 raise RejectRecord("too_long_for_device", detail) from error
             self._failed_alike += 1
             kind = UnitFailed if self._proven or self._failed_alike < _UNITS_ALIKE else FatalError
-            why = self._describe_piece(seconds) if is_least else self._describe(seconds, num_rows)
+            if is_least:
+                why = (
+                    f"a piece of {seconds:.0f} s of a longer segment does not fit in the memory of the device, "
+                    f"whatever {self._key} is: {ELSEWHERE}"
+                )
+            else:
+                why = (
+                    f"a batch of {num_rows} rows and {seconds:.0f} s does not fit in the memory of the device: "
+                    f"lower {self._key} below {seconds:.0f}, with --restart {self._key.partition('.')[0]}"
+                )
             raise kind(f"{self._model}: {why} ({first_line(error)})", code="out_of_memory") from error
 
     def unit_done(self) -> None:
         """Note that all batches of a unit had enough memory: what fails later is the fault of that unit alone."""
         self._proven = True
-
-    def _describe(self, seconds: float, num_rows: int) -> str:
-        return (
-            f"a batch of {num_rows} rows and {seconds:.0f} s does not fit in the memory of the device: "
-            f"lower {self._key} below {seconds:.0f}, with --restart {self._key.partition('.')[0]}"
-        )
-
-    def _describe_piece(self, seconds: float) -> str:
-        return (
-            f"a piece of {seconds:.0f} s of a longer segment does not fit in the memory of the device, whatever "
-            f"{self._key} is: {ELSEWHERE}"
-        )
 
 
 def _release_cached() -> None:

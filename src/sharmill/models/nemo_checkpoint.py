@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import pickle
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,13 +11,12 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import yaml
 
-from sharmill.errors import ConfigError, is_device_error
-from sharmill.models.families import first_line, size_of
+from sharmill.errors import ConfigError
+from sharmill.models.families import size_of
 from sharmill.models.hub import require_on_hub, require_reachable
 from sharmill.models.nemo_config import read_nemo_config
-from sharmill.models.tensors import limited_layers
+from sharmill.models.tensors import limited_layers, loading
 from sharmill.registry import require_package
 
 if TYPE_CHECKING:
@@ -109,24 +107,9 @@ def restore_model(
     Raises:
         ConfigError: if the file is no checkpoint of this class or the pretrained model cannot be fetched.
     """
-    try:
-        # A model draws its first weights before it gets those of the checkpoint.
-        with quiet_nemo(), _filters_of_archives(), torch.random.fork_rng(devices=[]):
-            model = _restore(model_class, name, parts, optional)
-    except torch.OutOfMemoryError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise ConfigError(
-            f"cannot load {name.name}: its weights are damaged, or more than tensors", code="bad_model"
-        ) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"cannot load {name.name}: its configuration is damaged, or more than values", code="bad_model"
-        ) from error
-    except _loading_errors() as error:
-        if is_device_error(error):
-            raise
-        raise ConfigError(f"cannot load {name.name}: {first_line(error)}", code="bad_model") from error
+    with loading(name.name, _loading_errors), quiet_nemo(), _filters_of_archives(), torch.random.fork_rng(devices=[]):
+        # A model draws its first weights before it gets those of the checkpoint: hence the fork.
+        model = _restore(model_class, name, parts, optional)
     if not isinstance(model, model_class):
         raise ConfigError(
             f"{name.name} is a {type(model).__name__}, not a {model_class.__name__}: use another model",

@@ -35,9 +35,7 @@ class Padding:
 
 
 def log_padding(stats: Sequence[Mapping[str, Any]], done: str) -> None:
-    """Log the padding of all units; nothing where the commit of one, by an older version, does not have it."""
-    key = f"{done}_seconds"
-    if all(key in one and _PADDED in one for one in stats):
-        seconds, padded = (sum(one[name] for one in stats) for name in (key, _PADDED))
-        log.info("%.1f s of audio %s, %.2f %% of the batches is padding", seconds, done,
-                 100 * (1 - seconds / padded) if padded else 0.0)  # fmt: skip
+    """Log the padding of all units."""
+    seconds, padded = (sum(one[name] for one in stats) for name in (f"{done}_seconds", _PADDED))
+    share = 100 * (1 - seconds / padded) if padded else 0.0
+    log.info("%.1f s of audio %s, %.2f %% of the batches is padding", seconds, done, share)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import pickle
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+import yaml
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, is_device_error
+from sharmill.models.families import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +44,31 @@ class _SizeLimit(TorchDispatchMode):
             if self.left < 0:
                 raise ValueError("its layers are too large")
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def loading(name: str, find_errors: Callable[[], tuple[type[Exception], ...]]) -> Iterator[None]:
+    """Raise ConfigError where the model of this name cannot be loaded, but not for what is the fault of the device.
+
+    ``find_errors`` is called after an error, and tells which ones damaged files and failed downloads raise; anything
+    else is a fault of ours and is shown as it is.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"cannot load {name}: its weights are damaged, or more than tensors", code="bad_model"
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"cannot load {name}: its configuration is damaged, or more than values", code="bad_model"
+        ) from error
+    except find_errors() as error:
+        if is_device_error(error):
+            raise
+        raise ConfigError(f"cannot load {name}: {first_line(error)}", code="bad_model") from error
 
 
 @contextmanager

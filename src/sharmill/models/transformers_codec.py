@@ -10,24 +10,24 @@ changes the last frame or two, and only where the audio is not a whole number of
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sharmill.errors import ConfigError, is_device_error
+from sharmill.errors import ConfigError
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.families import TRANSFORMERS_TYPES, check_transformers_config, first_line, size_of
+from sharmill.models.families import TRANSFORMERS_TYPES, check_transformers_config, size_of
 from sharmill.models.hub import require_reachable
-from sharmill.models.tensors import find_reach, limited_layers, weights_checksum
+from sharmill.models.tensors import find_reach, limited_layers, loading, weights_checksum
 from sharmill.registry import require_package
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sharmill.models.families import ModelName
+_LOADING_ERRORS = (OSError, RuntimeError, ValueError, KeyError)
 
 
 class _TransformersCodec(CodecBackend):
@@ -125,19 +125,8 @@ def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
     require_package("transformers")
     if name.path is not None:
         check_transformers_config(name.path)
-    try:
-        with _quiet_transformers(), torch.random.fork_rng(devices=[]):
-            model = _from_directory_or_hub(name)
-    except torch.OutOfMemoryError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise ConfigError(
-            f"cannot load {name.name}: its weights are damaged, or more than tensors", code="bad_model"
-        ) from error
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        if is_device_error(error):
-            raise
-        raise ConfigError(f"cannot load {name.name}: {first_line(error)}", code="bad_model") from error
+    with loading(name.name, lambda: _LOADING_ERRORS), _quiet_transformers(), torch.random.fork_rng(devices=[]):
+        model = _from_directory_or_hub(name)
     # Half-precision weights become float32, so that codes differ less between machines.
     model = model.float().eval().requires_grad_(False)
     facts, options = _CODECS[model.config.model_type](model, name.name)

@@ -138,11 +138,18 @@ def run_pilot(
         tell("comparing voices")
         voices = _choose(config, config.match, records, embedded, lost)
         advice, similarities = advise(voices, max_wrong), _count_similarities(voices)
+    formats = [
+        AudioFormat(format=name, sampling_rate=rate, channels=channels, count=count)
+        for (name, rate, channels), count in records.formats.most_common()
+    ]
+    # Names as they were written, without values of the environment.
+    hide_at = config.references.hide_at
     outcome = Calibration(
-        name=config.references.hide_at(("name",), config.name), seed=seed, encoder=_name_encoder(config), device=device,
+        name=hide_at(("name",), config.name), seed=seed, device=device,
+        encoder=None if config.match is None else hide_at(("match", "encoder"), config.match.encoder),
         num_records=records.num_records, num_drawn=len(records.sample.rows),
         num_groups=records.sample.num_groups, num_partial_groups=records.sample.num_partial,
-        rejects=_share_rejects(records, lost, config.references), formats=_formats(records),
+        rejects=_share_rejects(records, lost, config.references), formats=formats,
         advice=advice, similarities=similarities,
         audio_seconds=sum(one.duration for one in records.utterances if one.index in embedded),
         rates=[], **_durations(config, records),
@@ -257,11 +264,6 @@ def _count_similarities(voices: Voices) -> SimilarityCounts:
     return SimilarityCounts(within_groups=count(voices.is_within), across_groups=count(voices.is_across))
 
 
-def _name_encoder(config: Config) -> str | None:
-    """Return the encoder as it was written, without values of the environment."""
-    return None if config.match is None else config.references.hide_at(("match", "encoder"), config.match.encoder)
-
-
 def _share_rejects(
     records: PilotRecords, lost: dict[int, tuple[str, RejectRecord]], references: References
 ) -> list[RejectShare]:
@@ -273,13 +275,6 @@ def _share_rejects(
         example = references.hide(lost[min(places)][1].detail)
         found.append(RejectShare(stage=stage, reason=reason, count=count, share=share, example=example))
     return found
-
-
-def _formats(records: PilotRecords) -> list[AudioFormat]:
-    return [
-        AudioFormat(format=name, sampling_rate=rate, channels=channels, count=count)
-        for (name, rate, channels), count in records.formats.most_common()
-    ]
 
 
 def _durations(config: Config, records: PilotRecords) -> dict[str, Any]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from sharmill.config import Config
-from sharmill.config.loading import load_for_display
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.errors import ConfigError
 from sharmill.pilot.calibrate import Calibration
 from sharmill.pilot.rates import StageRate, measure_rates
-from sharmill.pipeline import make_stages
+from sharmill.pipeline import config_of_run, make_stages
 
 
 def find_rates(config: Config, earlier: str | None) -> tuple[dict[str, StageRate], str]:
@@ -27,12 +25,7 @@ def find_rates(config: Config, earlier: str | None) -> tuple[dict[str, StageRate
         ConfigError: there is no run in ``earlier``, or nothing of it is done.
     """
     if earlier is not None:
-        paths = RunDir(Path(earlier))
-        if not paths.config.exists():
-            raise ConfigError(
-                f"{earlier} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir"
-            )
-        rates = _rates_of_run(dataclasses.replace(load_for_display(paths.config), run_dir=earlier))
+        rates = _rates_of_run(config_of_run(earlier))
         if not rates:
             raise ConfigError(f"{earlier} has no finished units: there are no rates in it", code="no_run_dir")
         return rates, earlier
@@ -47,8 +40,7 @@ def find_rates(config: Config, earlier: str | None) -> tuple[dict[str, StageRate
 
 def _rates_of_run(config: Config) -> dict[str, StageRate]:
     stages = make_stages(config)
-    first = stages[0].dir
-    if not first.units.exists():
+    if not stages[0].dir.units.exists():
         return {}
     num_records = sum(unit.size for unit in load_plan(stages[0]))
     return {rate.name: rate for rate in measure_rates(stages, num_records)} if num_records else {}

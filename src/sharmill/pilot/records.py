@@ -65,7 +65,8 @@ def read_pilot(config: Config, size: int, seed: int) -> PilotRecords:
     started = time.monotonic()
     for place, (number, raw) in enumerate(_read_rows(config, pieces, found.sample.rows.tolist())):
         try:
-            utterance = _check(check, raw, number)
+            record, member = _decode(raw)
+            utterance = check(record, number, member)
             utterance.index = place
             _note_format(found, check, utterance)
         except RejectRecord as reject:
@@ -110,11 +111,6 @@ def _decode(raw: RawRecord) -> tuple[dict[str, Any], Any]:
     if isinstance(raw, Unreadable):
         raise RejectRecord(raw.reason, raw.detail)
     return parse_record(record_text(raw)), raw.member if isinstance(raw, Located) else None
-
-
-def _check(check: RecordCheck, raw: RawRecord, number: int) -> Utterance:
-    record, member = _decode(raw)
-    return check(record, number, member)
 
 
 def _note_format(found: PilotRecords, check: RecordCheck, utterance: Utterance) -> None:

@@ -51,7 +51,6 @@ class PrepareStage(Stage):
         self.config = config
         self.run_dir = RunDir(Path(config.run_dir))
         self.root = self.dir.path
-        self._sources = config.sources
 
     def identity(self) -> dict[str, Any]:
         self.make_check().roots.check()
@@ -61,8 +60,8 @@ class PrepareStage(Stage):
         return grows | {
             "prepare": dataclasses.asdict(self.config.prepare),
             "speaker_key": self.config.speaker_key if self.config.has_contexts else None,
-            "sources": [self._identify(source) for source in self._sources],
-            "input": [source.identity() for source in self._sources],
+            "sources": [self._identify(source) for source in self.config.sources],
+            "input": [source.identity() for source in self.config.sources],
             "versions": versions(),
         }
 
@@ -72,7 +71,7 @@ class PrepareStage(Stage):
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         index = 0
-        for number, source in enumerate(self._sources):
+        for number, source in enumerate(self.config.sources):
             for piece in source.pieces(self.config.prepare.unit_records):
                 params = {"source": number, "piece": piece.params}
                 yield make_unit(index, cost=float(piece.num_records), size=piece.num_records, params=params)
@@ -82,7 +81,7 @@ class PrepareStage(Stage):
         self.make_check().roots.check_node()
 
     def open(self, device: str) -> Processor:
-        return PrepareProcessor(self._sources, self.make_check())
+        return PrepareProcessor(self.config.sources, self.make_check())
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
@@ -116,10 +115,10 @@ class PrepareStage(Stage):
         return RecordCheck(
             config=self.config.prepare,
             filters=parse_filters(self.config.prepare.filters),
-            roots=AudioRoots.of((source.audio_root for source in self._sources), self.run_dir.copies),
-            speakers=[source.speaker_rule(self.config.name) for source in self._sources],
-            channels=[source.default_channel() for source in self._sources],
-            keep_ids=[source.keeps_ids() for source in self._sources],
+            roots=AudioRoots.of((source.audio_root for source in self.config.sources), self.run_dir.copies),
+            speakers=[source.speaker_rule(self.config.name) for source in self.config.sources],
+            channels=[source.default_channel() for source in self.config.sources],
+            keep_ids=[source.keeps_ids() for source in self.config.sources],
             group_key=make_speaker_key(self.config.speaker_key) if self.config.has_contexts else whole_corpus,
         )
 
@@ -140,11 +139,11 @@ class PrepareStage(Stage):
                     utterance = Utterance.from_json(line)
                     reject = None
                     if suspects.repeated[position] and keeper.is_duplicate(utterance):
-                        reject = _duplicate(utterance)
+                        reject = _reject(utterance, "duplicate_id", "is the same segment as an earlier record")
                     else:
                         keeper.make_unique(utterance)
                         if known is not None and utterance in known:
-                            reject = _already_there(utterance)
+                            reject = _reject(utterance, "already_there", "is in the dataset that is appended to")
                     if reject is not None:
                         rejected.write(reject.to_json() + b"\n")
                         hours.move_to_rejected(utterance)
@@ -221,14 +220,8 @@ class PrepareProcessor(Processor):
             return record, reject
 
 
-def _duplicate(utterance: Utterance) -> Reject:
-    detail = f"{utterance.cut_id} is the same segment as an earlier record"
-    return Reject("prepare", "duplicate_id", detail, utterance.public_record())
-
-
-def _already_there(utterance: Utterance) -> Reject:
-    detail = f"{utterance.cut_id} is in the dataset that is appended to"
-    return Reject("prepare", "already_there", detail, utterance.public_record())
+def _reject(utterance: Utterance, reason: str, why: str) -> Reject:
+    return Reject("prepare", reason, f"{utterance.cut_id} {why}", utterance.public_record())
 
 
 def manifest_stem(config: Config) -> str:

@@ -25,8 +25,6 @@ _LONGEST_TIP: Final = 80
 # Control characters, those that turn the direction of what follows, and halves of characters.
 _NOT_SHOWN: Final = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
-Number = Callable[[float], str]
-
 
 def show_number(value: float) -> str:
     """Return a number as short as it can be read.
@@ -75,7 +73,9 @@ def histogram(
     return _chart([trace], label, description, _table((label, "count", "share"), rows), axes)
 
 
-def columns(names: Sequence[str], values: Sequence[float], *, label: str, description: str, show: Number) -> Markup:
+def columns(
+    names: Sequence[str], values: Sequence[float], *, label: str, description: str, show: Callable[[float], str]
+) -> Markup:
     """Return a chart with a column for each name; ``show`` makes text of a value."""
     shown = [plain_text(show(value)) for value in values]
     trace = {

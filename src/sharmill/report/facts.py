@@ -31,7 +31,7 @@ from sharmill.engine.stored import decode_stored, read_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Totals
 from sharmill.errors import ConfigError
 from sharmill.match.voices import unpack_voice
-from sharmill.report.sample import DatasetSample, Known, sample_dataset
+from sharmill.report.sample import DatasetSample, sample_dataset
 from sharmill.report.section import shorten
 from sharmill.shar.histograms import CutMeasures
 from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, read_shards
@@ -129,8 +129,10 @@ class Facts:
         """A sample of the cuts, drawn by the checksum of the index: the same for the same dataset."""
         if self.record is None or not self.record.num_cuts:
             return None
-        known = Known(self.run.measures, self.run.code_counts) if self.run else Known()
-        return sample_dataset(self.dataset_dir, self.record, self.shards, known, self.index_checksum)
+        return sample_dataset(
+            self.dataset_dir, self.record, self.shards, self.index_checksum,
+            measures=self.run.measures if self.run else None, counted=self.run.code_counts if self.run else (),
+        )  # fmt: skip
 
     @property
     def measures(self) -> CutMeasures | None:
@@ -194,12 +196,14 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
     run_dir, dataset_dir = RunDir(Path(config.run_dir)), Path(config.dataset_dir)
     noted = _Noted()
     found = [_read_stage(stage, noted) for stage in stages]
+    path = run_dir.stats
+    stats: _Stats | dict[str, Any] = decode_stored(path, read_stored(path), _Stats) if path.exists() else {}
     by_kind = {stage.kind: (stage, read) for stage, read in zip(stages, found, strict=True)}
     run = RunFacts(
         run_dir=run_dir,
         config=read_stored(run_dir.config).decode(errors="replace"),
         stages=found,
-        stats=_read_stats(run_dir.stats) if run_dir.stats.exists() else {},
+        stats=msgspec.to_builtins(stats),
         voices=[voice for _, voice in sorted(noted.voices, key=itemgetter(0))],
         measures=noted.measures if by_kind["write"][1].totals else None,
         context_uses=_context_uses(*by_kind["survey"]) if "survey" in by_kind else None,
@@ -300,10 +304,6 @@ class _Stats(_Hours):
     by_dataset: dict[str, _Hours]
     by_language: dict[str, _Hours]
     by_speaker: dict[str, _Hours]
-
-
-def _read_stats(path: Path) -> dict[str, Any]:
-    return msgspec.to_builtins(decode_stored(path, read_stored(path), _Stats))
 
 
 class _Reject(msgspec.Struct):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from markupsafe import Markup
@@ -14,7 +14,7 @@ from sharmill.audio.encoding import encode
 from sharmill.audio.resample import resample
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.inspect.export import decode_stored_codes, load_decoder
-from sharmill.inspect.stored import read_stored_audio
+from sharmill.inspect.stored import as_mapping, first_supervision, read_stored_audio
 from sharmill.models.protocols import DecodingCodec
 from sharmill.report.facts import Facts
 from sharmill.report.sample import Pair
@@ -97,23 +97,17 @@ def _load_decoders(facts: Facts) -> tuple[list[tuple[CodecRecord, DecodingCodec]
 
 
 def _make_row(pair: Pair, record: DatasetRecord, decoders: list[tuple[CodecRecord, DecodingCodec]]) -> Row:
-    supervision = _first(pair.stored.cut.get("supervisions"))
-    custom = supervision.get("custom")
-    context_text = custom.get("context_audio_text") if isinstance(custom, dict) else None
+    supervision = first_supervision(pair.stored.cut)
+    custom = as_mapping(supervision.get("custom"))
     return Row(
         cut_id=shorten(str(pair.stored.cut.get("id"))),
         reasons=pair.reasons,
         speaker=shorten(str(supervision.get("speaker") or "")),
         text=shorten(str(supervision.get("text") or "")),
-        context_text=shorten(str(context_text or "")),
+        context_text=shorten(str(custom.get("context_audio_text") or "")),
         values=pair.values,
         clips=list(_clips(pair, record, decoders)),
     )
-
-
-def _first(supervisions: Any) -> dict[str, Any]:
-    found = supervisions[0] if isinstance(supervisions, list) and supervisions else {}
-    return found if isinstance(found, dict) else {}
 
 
 def _clips(pair: Pair, record: DatasetRecord, decoders: list[tuple[CodecRecord, DecodingCodec]]) -> Iterator[Clip]:

@@ -6,7 +6,7 @@ The same dataset gives the same sample: it is drawn by the checksum of the index
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -30,7 +30,6 @@ _MEASURED: Final = 240
 _COUNTED: Final = 3000
 _RANDOM_PAIRS: Final = 10
 _WORST_PAIRS: Final = 4
-_UNREADABLE: Final = (DamagedShard, RejectRecord)
 
 
 @dataclass(frozen=True)
@@ -68,22 +67,17 @@ class DatasetSample:
         return f"a sample of {self.num_cuts:,} cuts in {self.num_shards:,} shards"
 
 
-@dataclass(frozen=True)
-class Known:
-    """Measures and counts of codes of all cuts, by codec, where a run directory has them."""
-
-    measures: CutMeasures | None = None
-    code_counts: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-
 def sample_dataset(
-    directory: Path, record: DatasetRecord, shards: Sequence[ShardRecord], known: Known, seed: str
-) -> DatasetSample:
+    directory: Path, record: DatasetRecord, shards: Sequence[ShardRecord], seed: str, *,
+    measures: CutMeasures | None, counted: Collection[str],
+) -> DatasetSample:  # fmt: skip
     """Return a sample of a dataset.
 
     Args:
-        known: names the extreme cuts. Only what it does not have of audio and codes is taken from the sample.
         seed: the checksum of the index.
+        measures: of all cuts, where a run directory has them: they name the extreme cuts, and those of audio are not
+            taken from the sample.
+        counted: codecs whose codes a run directory has counted, which need not be counted in the sample.
     """
     rng = np.random.default_rng(list(seed.encode()))
     filled = [shard for shard in shards if shard.count]
@@ -101,13 +95,13 @@ def sample_dataset(
     sample.num_cuts = len(cuts)
     _count_names(sample, cuts)
     order = rng.permutation(len(cuts)).tolist()
-    if known.measures is None or not known.measures.has_sound:
+    if measures is None or not measures.has_sound:
         _measure_audio(sample, directory, record, [cuts[n] for n in sorted(order[:_MEASURED])])
-    unknown = [codec for codec in record.codecs if codec.name not in known.code_counts]
+    unknown = [codec for codec in record.codecs if codec.name not in counted]
     _count_codes(sample, directory, unknown, [cuts[n] for n in sorted(order[:_COUNTED])])
     random = [(cuts[n][0].index, cuts[n][1]) for n in order[:_RANDOM_PAIRS]]
     reasons: dict[tuple[int, int], list[str]] = {place: ["random"] for place in random}
-    for name, places in _worst(sample, known.measures, cuts).items():
+    for name, places in _worst(sample, measures, cuts).items():
         for place in places[:_WORST_PAIRS]:
             reasons.setdefault(place, []).append(name)
     by_index = {shard.index: shard for shard in shards}
@@ -214,7 +208,7 @@ def _sound_of(sample: DatasetSample, item: Item) -> Sound | None:
     """Return the measures of stored audio, or count it among what cannot be read."""
     try:
         samples, rate = read_stored_audio(item)
-    except _UNREADABLE as error:
+    except (DamagedShard, RejectRecord) as error:
         sample.unreadable[f"{item.cut_id}: {error}"] += 1
         return None
     return measure_sound(samples, rate)

@@ -47,16 +47,13 @@ def wave_path(samples: np.ndarray) -> str:
 def mel_picture(power: np.ndarray, sampling_rate: int) -> str:
     """Return the log-mel spectrogram of audio as a ``data:`` address of a PNG, low frequencies below."""
     columns = np.array_split(power, min(_PICTURE_WIDTH, len(power)))
-    mels = _db(np.stack([part.mean(axis=0) for part in columns]) @ _mel_filters(power.shape[1], sampling_rate).T)
-    top = float(mels.max())
-    shades = np.clip((mels - (top - 70.0)) / 70.0, 0.0, 1.0)
+    mels = np.stack([part.mean(axis=0) for part in columns]) @ _mel_filters(power.shape[1], sampling_rate).T
+    levels = 10 * np.log10(np.maximum(mels, 1e-12))
+    top = float(levels.max())
+    shades = np.clip((levels - (top - 70.0)) / 70.0, 0.0, 1.0)
     # Sixteen shades are enough to look at, and a third of the bytes of all.
     pixels = (np.rint(shades * 15) * 17).astype(np.uint8).T[::-1]
     return f"data:image/png;base64,{base64.b64encode(_png(pixels)).decode()}"
-
-
-def _db(power: np.ndarray) -> np.ndarray:
-    return np.asarray(10 * np.log10(np.maximum(power, 1e-12)))
 
 
 @lru_cache(maxsize=8)

@@ -7,12 +7,14 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from sharmill.errors import DamagedShard
 from sharmill.shar.tar import open_field
+
+T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(dict[str, Any])
@@ -52,7 +54,7 @@ def read_cuts(path: Path) -> Iterator[dict[str, Any]]:
         DamagedShard: it is not there, cut off, or not JSON lines.
     """
     for line in read_lines(path):
-        yield decode_cut(path, line)
+        yield decode_line(path, line, _decoder)
 
 
 def read_cut_ids(path: Path) -> Iterator[str]:
@@ -62,20 +64,22 @@ def read_cut_ids(path: Path) -> Iterator[str]:
         DamagedShard: it is not there, cut off, or not JSON lines with ids.
     """
     for line in read_lines(path):
-        try:
-            yield _id_decoder.decode(line).id
-        except NOT_JSON as error:
-            raise DamagedShard(f"{path}: {error}") from error
+        yield decode_line(path, line, _id_decoder).id
 
 
 def decode_cut(path: Path, line: bytes) -> dict[str, Any]:
-    """Return the cut that one line of a file of cuts has.
+    """Return the cut that one line of a file of cuts has; raises as ``decode_line``."""
+    return decode_line(path, line, _decoder)
+
+
+def decode_line(path: Path, line: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Return what a decoder makes of one line of a file of cuts.
 
     Raises:
-        DamagedShard: it is not JSON.
+        DamagedShard: it is not JSON, or not of the decoder's type.
     """
     try:
-        return _decoder.decode(line)
+        return decoder.decode(line)
     except NOT_JSON as error:
         raise DamagedShard(f"{path}: {error}") from error
 
@@ -86,7 +90,10 @@ def read_lines(path: Path) -> list[bytes]:
     Raises:
         DamagedShard: it is not there or cut off.
     """
-    return split_lines(path, _read(path))
+    lines, damage = salvage_lines(path)
+    if damage:
+        raise damage
+    return lines
 
 
 def salvage_lines(path: Path) -> tuple[list[bytes], DamagedShard | None]:
@@ -101,21 +108,6 @@ def salvage_lines(path: Path) -> tuple[list[bytes], DamagedShard | None]:
     if damage or not lines[-1]:
         lines.pop()
     return lines, damage
-
-
-def split_lines(path: Path, data: bytes) -> list[bytes]:
-    """Return the lines of a ``.jsonl.gz`` or ``.jsonl`` file whose bytes are ``data``.
-
-    Raises:
-        DamagedShard: it is cut off.
-    """
-    data, damage = _unfold(path, data)
-    if damage:
-        raise damage
-    lines = data.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    return lines
 
 
 def _read(path: Path) -> bytes:

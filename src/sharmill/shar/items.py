@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,9 +159,6 @@ def read_field(path: Path) -> Iterator[Item]:
     Raises:
         DamagedShard: the archive is not there or damaged, or its members do not come in pairs.
     """
-    table = ItemTable(path)
-    try:
+    with closing(ItemTable(path)) as table:
         for number in range(len(table)):
             yield table.item(number)
-    finally:
-        table.close()

@@ -7,6 +7,7 @@ cannot be indexed, so there is an uncompressed copy of the cuts. sharmill's own 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -86,13 +87,10 @@ def indexed_shar(
 
 
 def _item_offsets(archive: Path) -> list[int]:
-    table = ItemTable(archive)
-    try:
+    with closing(ItemTable(archive)) as table:
         for number in range(len(table)):
             table.pair(number)
         return table.offsets
-    finally:
-        table.close()
 
 
 def _write_sidecars_of(shard: ShardRecord, directory: Path, root: Path) -> None:

@@ -135,7 +135,8 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     """
     files: list[Path] = []
     for pattern in patterns:
-        files += map(Path, _expand(pattern))
+        for shard in expand_shards(os.path.expanduser(pattern)):  # noqa: PTH111
+            files += map(Path, _find(shard))
         if len(files) > _MAX_FILES:
             raise ConfigError(
                 f"the patterns up to {pattern} name more than {_MAX_FILES:,} files", code="bad_config_value"
@@ -146,10 +147,6 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
 def names_several(pattern: str) -> bool:
     """Return True if a path is a pattern that may stand for several files."""
     return bool(_RANGE.search(pattern)) or "*" in pattern or "?" in pattern
-
-
-def _expand(pattern: str) -> list[str]:
-    return [name for shard in expand_shards(os.path.expanduser(pattern)) for name in _find(shard)]  # noqa: PTH111
 
 
 def _find(name: str) -> list[str]:

@@ -64,10 +64,6 @@ def _sox(words: list[str]) -> dict[str, Any] | None:
     return None if effects else _file(words[:1], {})
 
 
-def _cat(words: list[str]) -> dict[str, Any] | None:
-    return _file(words, {})
-
-
 def _file(words: list[str], channel: dict[str, Any]) -> dict[str, Any] | None:
     if len(words) != 1 or words[0].startswith("-"):
         return None
@@ -78,5 +74,5 @@ _PROGRAMS: Final[dict[str, Callable[[list[str]], dict[str, Any] | None]]] = {
     "sph2pipe": _sph2pipe,
     "flac": _flac,
     "sox": _sox,
-    "cat": _cat,
+    "cat": lambda words: _file(words, {}),
 }

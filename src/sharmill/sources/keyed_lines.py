@@ -40,7 +40,8 @@ class KeyedLines:
         """Return the lines that have a key, in their order."""
         hashes, positions = self._index
         begin, end = (np.searchsorted(hashes, np.uint64(xxhash.xxh3_64_intdigest(key)), s) for s in ("left", "right"))
-        lines = (self._line(int(position)) for position in positions[begin:end])
+        places = (divmod(int(position), 1 << 48) for position in positions[begin:end])
+        lines = (self._stores[file].line(position) for file, position in places)
         return [line for line in lines if self._key_of(line) == key]
 
     @cached_property
@@ -60,9 +61,6 @@ class KeyedLines:
         found = np.frombuffer(hashes, np.uint64) if hashes else np.empty(0, np.uint64)
         order = np.argsort(found, kind="stable")
         return found[order], (np.frombuffer(positions, np.uint64) if positions else np.empty(0, np.uint64))[order]
-
-    def _line(self, position: int) -> bytes:
-        return self._stores[position >> 48].line(position & ((1 << 48) - 1))
 
     def __reduce__(self) -> tuple[type[KeyedLines], tuple[Sequence[Path], str, Callable[[bytes], bytes | None]]]:
         return KeyedLines, (self._files, self._kind, self._key_of)

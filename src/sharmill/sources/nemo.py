@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
+import msgspec
+
+from sharmill.errors import RejectRecord
 from sharmill.manifest import iterate_lines
 from sharmill.sources import Piece
 from sharmill.sources.files import FileSource, bad_file, open_input
@@ -15,6 +18,7 @@ from sharmill.sources.json_lines import MAX_LINE_BYTES, check_json_lines
 _ONE_PER_LINE = (
     "write each record on a line of its own, as a JSON object with audio_filepath, duration, speaker and text"
 )
+_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +84,18 @@ def check_manifest(path: Path) -> None:
             in its last line.
     """
     check_json_lines(path, "manifest", _ONE_PER_LINE)
+
+
+def decode_line(line: bytes, keys: Sequence[str]) -> tuple[dict[str, msgspec.Raw], list[Any]]:
+    """Return a record whose values stay as they are written, and what some keys of it have; None for a missing one.
+
+    Raises:
+        RejectRecord: malformed.
+    """
+    try:
+        record = _decoder.decode(line)
+        return record, [msgspec.json.decode(record[key]) if key in record else None for key in keys]
+    except msgspec.ValidationError as error:
+        raise RejectRecord("malformed", "the line is not a JSON object") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RejectRecord("malformed", f"the line is not JSON: {error}") from error

@@ -15,17 +15,13 @@ from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Member
 from sharmill.sources import Located, Piece, RawRecord, Unreadable
 from sharmill.sources.files import find_files
-from sharmill.sources.nemo import NemoSource
+from sharmill.sources.nemo import NemoSource, decode_line
 from sharmill.sources.tar_members import MemberTable, TarMember, TarSource, clean_name, read_table
 
 # The n-th segment of a recording has -sub<n> behind the name of its member.
 _SEGMENT: Final = re.compile(r"(.+)-sub[0-9]+(\.\w+)?")
 _NUMBERS: Final = re.compile(r"_([0-9]+)")
 _DIGITS: Final = re.compile(r"[0-9]+")
-_NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-# Values stay as they are written.
-_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True)
@@ -124,12 +120,9 @@ class NemoTarredSource(TarSource):
         """Return what a line names, or itself where the stage prepare rejects it anyway."""
         text = line.decode("utf-8", "replace")
         try:
-            record = _decoder.decode(line)
-            name, shard, mark = (_value(record, key) for key in ("audio_filepath", "shard_id", "_skipme"))
-        except msgspec.ValidationError:
-            return Unreadable("malformed", "the line is not a JSON object", text)
-        except _NOT_JSON as error:
-            return Unreadable("malformed", f"the line is not JSON: {error}", text)
+            record, (name, shard, mark) = decode_line(line, ("audio_filepath", "shard_id", "_skipme"))
+        except RejectRecord as reject:
+            return Unreadable(reject.reason, reject.detail, text)
         if mark or not isinstance(name, str) or not name.strip():
             return line
         tars = self._pairs[manifest]
@@ -179,10 +172,6 @@ def _find(table: MemberTable, name: str, file: Path) -> TarMember:
     if table.damage:
         raise RejectRecord("unreadable_audio", f"there is no member {wanted[:200]!r}, and {table.damage}")
     raise RejectRecord("missing_audio", f"the archive {file.name} has no member {wanted[:200]!r} that is a file")
-
-
-def _value(record: dict[str, msgspec.Raw], key: str) -> Any:
-    return msgspec.json.decode(record[key]) if key in record else None
 
 
 def _pair(manifests: Sequence[Path], tars: Sequence[Path], first: int) -> list[dict[int | None, int]]:

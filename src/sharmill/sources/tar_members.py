@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from sharmill.audio.files import open_audio
+from sharmill.audio.row_files import file_state
 from sharmill.shar.tar_headers import (
     BLOCK,
     EMPTY,
@@ -231,11 +232,7 @@ def read_table(path: Path) -> MemberTable:
     Raises:
         RejectRecord: as ``walk_members``.
     """
-    try:
-        status = path.stat()
-    except OSError:  # reading it says why
-        return _read_table(path, None)
-    return _read_table(path, (status.st_size, status.st_mtime_ns))
+    return _read_table(path, file_state(path))
 
 
 @lru_cache(maxsize=4)

@@ -7,6 +7,7 @@ to be known; a piece is then read from its first header on.
 from __future__ import annotations
 
 import os
+import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,9 +28,6 @@ _ARCHIVES_AT_ONCE: Final = 16
 # A text is read as a whole; a larger one is none of an utterance.
 _MAX_TEXT_BYTES: Final = 16 << 20
 _object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-# The key and the end of the name of a member, or None of one that belongs to no sample.
-SplitName = Callable[[str], tuple[str, str] | None]
 
 
 @dataclass(frozen=True)
@@ -70,13 +68,13 @@ class SampleReader:
 
     Args:
         archives: in order.
-        split_name: takes names apart.
+        name: takes the names of members apart, into the key and the end; others belong to no sample.
         record_of: makes the record of a sample, but for its ``audio_filepath``: of its archive's open file and itself.
         audio_suffixes: ends of names of audio, without the first dot.
     """
 
     archives: Sequence[Archive]
-    split_name: SplitName
+    name: re.Pattern[str]
     record_of: Callable[[BinaryIO, TarSample], dict[str, msgspec.Raw]]
     audio_suffixes: Sequence[str]
 
@@ -145,7 +143,8 @@ class SampleReader:
     def _samples(self, path: Path, begin: int) -> Iterator[TarSample | TarDamage]:
         sample: TarSample | None = None
         for item in walk_members(path, begin):
-            parts = self.split_name(clean_name(item.name))
+            match = self.name.fullmatch(clean_name(item.name))
+            parts = (match[1], match[2].lower()) if match else None
             if isinstance(item, TarDamage):
                 if sample and parts and parts[0] == sample.key:
                     # The sample is not complete.

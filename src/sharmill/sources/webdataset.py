@@ -55,7 +55,7 @@ class WebDatasetSource(TarSource):
     def _samples(self) -> SampleReader:
         archives = [Archive(file, name, name) for file in self.files for name in [self.container(file)]]
         suffixes = [suffix.lstrip(".").lower() for suffix in self.audio_suffixes]
-        return SampleReader(archives, _split_name, self._record_of, suffixes)
+        return SampleReader(archives, _NAME, self._record_of, suffixes)
 
     def _record_of(self, stream: BinaryIO, sample: TarSample) -> dict[str, msgspec.Raw]:
         """Return the record of a sample: its key, the keys of its JSON file, and its text where that has none."""
@@ -68,8 +68,3 @@ class WebDatasetSource(TarSource):
         if "txt" in parts and ("text" not in record or bytes(record["text"]) in _EMPTY):
             record["text"] = read_text(stream, parts["txt"], self.encoding)
         return record
-
-
-def _split_name(name: str) -> tuple[str, str] | None:
-    match = _NAME.fullmatch(name)
-    return (match[1], match[2].lower()) if match else None

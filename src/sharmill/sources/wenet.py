@@ -17,7 +17,7 @@ from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import iterate_lines
 from sharmill.sources import Piece, RawRecord, Unreadable, check_encoding
 from sharmill.sources.files import FileSource, bad_file, open_input, read_ends, refuse_compressed
-from sharmill.sources.nemo import NemoSource
+from sharmill.sources.nemo import NemoSource, decode_line
 from sharmill.sources.tar_samples import Archive, SampleReader, TarSample, read_text
 
 _AUDIO_SUFFIXES: Final = ("flac", "mp3", "m4a", "ogg", "opus", "wav", "wma")
@@ -26,8 +26,6 @@ _NAME: Final = re.compile(r"((?:.*/)?[^./][^/]*)\.([^./]+)")
 
 # By these names records of ``raw`` have what manifests have by others.
 _RENAMED: Final = ("wav", "txt", "start", "end")
-
-_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +103,7 @@ class WenetSource(FileSource):
     @cached_property
     def samples(self) -> SampleReader:
         """The samples in the archives of the lists of ``shard``."""
-        return SampleReader(self.archives, _split_name, self._record_of, _AUDIO_SUFFIXES)
+        return SampleReader(self.archives, _NAME, self._record_of, _AUDIO_SUFFIXES)
 
     @cached_property
     def archives(self) -> list[Archive]:
@@ -131,12 +129,9 @@ class WenetSource(FileSource):
         """Return a line as a record, in which ``wav``, ``txt``, ``start`` and ``end`` have the names of manifests."""
         text = line.decode("utf-8", "replace")
         try:
-            record = _decoder.decode(line)
-            key, start, end = (_value(record, name) for name in ("key", "start", "end"))
-        except msgspec.ValidationError:
-            return Unreadable("malformed", "the line is not a JSON object", text)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return Unreadable("malformed", f"the line is not JSON: {error}", text)
+            record, (key, start, end) = decode_line(line, ("key", "start", "end"))
+        except RejectRecord as reject:
+            return Unreadable(reject.reason, reject.detail, text)
         made: dict[str, Any] = {name: value for name, value in record.items() if name not in _RENAMED}
         made |= self._of_key(key)
         made |= {new: record[old] for old, new in (("wav", "audio_filepath"), ("txt", "text")) if old in record}
@@ -158,10 +153,6 @@ class WenetSource(FileSource):
         return {name: _raw(value) for name, value in match.groupdict().items() if value is not None} if match else {}
 
 
-def _value(record: dict[str, msgspec.Raw], name: str) -> Any:
-    return msgspec.json.decode(record[name]) if name in record else None
-
-
 def _archive(line: bytes, roots: AudioRoots) -> Archive:
     """Return the archive that a line of a list names."""
     text = line.decode("utf-8", "replace")
@@ -176,8 +167,3 @@ def _archive(line: bytes, roots: AudioRoots) -> Archive:
 
 def _raw(value: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
-
-
-def _split_name(name: str) -> tuple[str, str] | None:
-    match = _NAME.fullmatch(name)
-    return (match[1], match[2].lower()) if match else None

@@ -116,8 +116,7 @@ def sampling_rate_of(cut: MonoCut) -> int:
     """Return the sampling rate of the target's audio, which the cut must carry."""
     recording = _recording(cut)
     assert recording is not None
-    rate: int = recording.sampling_rate
-    return rate
+    return int(recording.sampling_rate)
 
 
 def epoch_of(cut: MonoCut) -> int:

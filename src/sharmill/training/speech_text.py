@@ -169,13 +169,13 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         """Yield text, context and target of a cut."""
         _require_one_supervision(cut)
         if getattr(cut, "input_ids", None) is not None:
-            yield _text_span(*_prompted(cut))
+            yield Span(Kind.TEXT, *_prompted(cut))
         else:
             text = text_of(cut, "text") or ""
             ids = tokenize(self.tokenizer, text, cut.supervisions[0].language, cut.id)
             bos, eos = self.text_marks
             tokens = np.array([*bos, *ids, *eos], dtype=np.int64)
-            yield _text_span(tokens, np.ones(len(tokens), dtype=bool))
+            yield Span(Kind.TEXT, tokens, np.ones(len(tokens), dtype=bool))
         if self.context:
             if not holds(cut, CONTEXT_CODES):
                 raise ConfigError(
@@ -201,11 +201,11 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         begin = 0
         for turn, (first, last) in zip(turns, self._locators(tokens, turns, example), strict=True):
             if first > begin:
-                yield _text_span(tokens[begin:first], predicted[begin:first])
+                yield Span(Kind.TEXT, tokens[begin:first], predicted[begin:first])
             yield self._audio_turn(turn.cut, bool(predicted[first]), example)
             begin = last
         if begin < len(tokens):
-            yield _text_span(tokens[begin:], predicted[begin:])
+            yield Span(Kind.TEXT, tokens[begin:], predicted[begin:])
 
     def _locators(self, tokens: np.ndarray, turns: list[Any], example: Any) -> list[tuple[int, int]]:
         """Return where the locator of each audio turn begins and ends in the tokens."""
@@ -306,10 +306,6 @@ def _prompted(example: Any) -> tuple[np.ndarray, np.ndarray]:
     tokens = np.asarray(example.input_ids, dtype=np.int64)
     mask = getattr(example, "mask", None)
     return tokens, np.zeros(len(tokens), dtype=bool) if mask is None else np.asarray(mask, dtype=bool)
-
-
-def _text_span(tokens: np.ndarray, predicted: np.ndarray) -> Span:
-    return Span(Kind.TEXT, tokens, predicted)
 
 
 def _samples_of(cut: MonoCut, sampling_rate: int) -> np.ndarray:

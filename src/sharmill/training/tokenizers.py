@@ -164,10 +164,8 @@ def _encode_chars(text: str) -> list[int]:
 
 
 def _encode_json(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _encode_sentencepiece(processor: Any, text: str) -> list[int]:
-    ids: list[int] = processor.encode(text)
-    return ids
+    return list(processor.encode(text))

@@ -21,7 +21,6 @@ import numpy as np
 import xxhash
 
 from sharmill.audio.roots import AudioRoots, normalise_path
-from sharmill.engine.stored import load_stored_array
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.manifest import (
     DURATION_FROM_HEADER,
@@ -156,10 +155,6 @@ class CutHashes:
 
     subject: CheckedDataset
     parts: Sequence[np.ndarray]
-
-    @classmethod
-    def load(cls, subject: CheckedDataset, paths: Sequence[Path]) -> CutHashes:
-        return cls(subject, [load_stored_array(path) for path in paths])
 
     def column(self, name: str) -> np.ndarray:
         return np.concatenate([np.empty(0, dtype=np.uint64), *(part[name] for part in self.parts)])

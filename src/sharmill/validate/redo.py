@@ -52,11 +52,14 @@ def _take_back(config: Config, report: Report, stages: Sequence[str]) -> None:
         concerned += [encode.assemble] if units[encode.assemble.name] or INDEX in wanted else []
     for stage in concerned:
         if stage.kind not in stages:
-            message = f"these findings concern the stage {stage.kind}: name it too, or no stage at all"
-            raise ConfigError(message, code="bad_findings")
+            raise ConfigError(
+                f"these findings concern the stage {stage.kind}: name it too, or no stage at all", code="bad_findings"
+            )
         if not stage.dir.units.exists():
-            message = f"{config.run_dir} has no plan of {stage.name}: it is not the run that made this dataset"
-            raise ConfigError(message, code="bad_findings")
+            raise ConfigError(
+                f"{config.run_dir} has no plan of {stage.name}: it is not the run that made this dataset",
+                code="bad_findings",
+            )
     for encode in encodes:
         units[encode.name] = encode.blocks_of(units[encode.name]) if encode in concerned else set()
     for stage in concerned:
@@ -67,8 +70,9 @@ def _take_back(config: Config, report: Report, stages: Sequence[str]) -> None:
 
 def _check_report(config: Config, report: Report) -> None:
     if Path(report.dataset).resolve() != Path(config.dataset_dir).resolve():
-        message = f"these findings are of {report.dataset}, and {config.name} is in {config.dataset_dir}"
-        raise ConfigError(message, code="bad_findings")
+        raise ConfigError(
+            f"these findings are of {report.dataset}, and {config.name} is in {config.dataset_dir}", code="bad_findings"
+        )
     if not report.units_to_repeat:
         raise ConfigError(
             "these findings name no unit that could be done again"

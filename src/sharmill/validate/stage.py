@@ -13,7 +13,7 @@ from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.plan import read_identity
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import read_stored, save_array
+from sharmill.engine.stored import load_stored_array, read_stored, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
 from sharmill.staging import Staging
@@ -132,7 +132,7 @@ class ValidateStage(Stage):
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
         subject = read_checked_dataset(self.dataset_dir)
-        hashes = CutHashes.load(subject, [self.root / commit.files[1].name for commit in commits])
+        hashes = CutHashes(subject, [load_stored_array(self.root / commit.files[1].name) for commit in commits])
         found, counts = list[Finding](), dict[str, int]()
         if self.against is not None:
             found, counts = check_accounts(self.against, hashes.records(), compare_texts=subject.is_own)

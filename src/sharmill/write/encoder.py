@@ -78,24 +78,19 @@ class SegmentEncoder:
         """Make what is asked for, and with it all that ``uses`` has of its recording."""
         together = [segment] if segment.whole_file else self._together.pop(segment.recording, [segment])
         for index, found in self._reader.read_or_copy(together, self._may_copy):
-            self._keep(together[index], self._store(found))
+            try:
+                stored = self._store(found)
+                self._kept[together[index]] = self._spool.put(stored.data), dataclasses.replace(stored, data=b"")
+            except RejectRecord as reject:
+                self._kept[together[index]] = reject
 
-    def _keep(self, segment: Segment, outcome: StoredAudio | RejectRecord) -> None:
-        if not isinstance(outcome, RejectRecord):
-            self._kept[segment] = self._spool.put(outcome.data), dataclasses.replace(outcome, data=b"")
-        else:
-            self._kept[segment] = outcome
-
-    def _store(self, found: SegmentAudio | FileCopy | RejectRecord) -> StoredAudio | RejectRecord:
+    def _store(self, found: SegmentAudio | FileCopy | RejectRecord) -> StoredAudio:
         if isinstance(found, RejectRecord):
-            return found
+            raise found
         if isinstance(found, FileCopy):
             extension = found.location.info.format
             return StoredAudio(found.data, extension, found.sampling_rate, found.num_samples, found.sound)
-        try:
-            return self._encode(found)
-        except RejectRecord as reject:
-            return reject
+        return self._encode(found)
 
     def _may_copy(self, location: Location) -> bool:
         """Return True for a whole file that is mono and already has the wanted format and rate."""

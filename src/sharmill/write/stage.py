@@ -98,7 +98,22 @@ class WriteStage(Stage):
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
         shards = [_shard_record(commit, self.folders) for commit in commits]
-        self._dataset.write_index(self._dataset_record(shards), shards)
+        record = DatasetRecord(
+            format_version=FORMAT_VERSION,
+            name=self.config.name,
+            fields=list(self.folders),
+            num_shards=len(shards),
+            num_cuts=sum(shard.count for shard in shards),
+            target_seconds=round(sum(shard.target_seconds for shard in shards), 3),
+            context_seconds=round(sum(shard.context_seconds for shard in shards), 3),
+            audio_format=self.config.write.audio_format,
+            sampling_rate=self.config.write.sampling_rate,
+            limits=self._limits(),
+            codecs=[],
+            match_precision=self.config.match.precision if self.config.match else "fp32",
+            match_devices=devices_of_match(self.config) if self.config.match else [],
+        )
+        self._dataset.write_index(record, shards)
         return add_up(commits)
 
     def products(self) -> list[Path]:
@@ -134,23 +149,6 @@ class WriteStage(Stage):
             "min_duration": match.min_duration,
             "max_duration": match.max_duration,
         }
-
-    def _dataset_record(self, shards: list[ShardRecord]) -> DatasetRecord:
-        return DatasetRecord(
-            format_version=FORMAT_VERSION,
-            name=self.config.name,
-            fields=list(self.folders),
-            num_shards=len(shards),
-            num_cuts=sum(shard.count for shard in shards),
-            target_seconds=round(sum(shard.target_seconds for shard in shards), 3),
-            context_seconds=round(sum(shard.context_seconds for shard in shards), 3),
-            audio_format=self.config.write.audio_format,
-            sampling_rate=self.config.write.sampling_rate,
-            limits=self._limits(),
-            codecs=[],
-            match_precision=self.config.match.precision if self.config.match else "fp32",
-            match_devices=devices_of_match(self.config) if self.config.match else [],
-        )
 
 
 class WriteProcessor(Processor):

@@ -12,7 +12,7 @@ from support.training import AsIs, Letters, flat, take
 from sharmill.errors import ConfigError
 from sharmill.training import get_dataloader
 from sharmill.training.nemo.classic import FATES
-from sharmill.training.nemo.loader_settings import SamplerOptions, prepare_settings
+from sharmill.training.nemo.loader_settings import float_limits, prepare_settings
 
 OURS = {"type": "sharmill", "dataset": "d"}
 TOKENS = {"use_multimodal_sampling": True, "token_equivalent_duration": 0.1, "prompt_format": "plain"}
@@ -111,7 +111,7 @@ def test_fractions_of_tokens_per_token(corpora):
     for limit in (0.1, 0.333):
         cfg = {"input_cfg": [pair], "min_tpt": limit, "max_tpt": 10, "batch_size": 10, "force_finite": True} | TOKENS
         assert len(flat(take(get_dataloader(cfg, 0, 1, Letters(), dataset=AsIs())))) == 10
-    assert SamplerOptions.of_section({"min_tpt": 1.5}).min_tpt == 1.5
+    assert float_limits({"min_tpt": 1.5}) == {"min_tpt": 1.5}
     cfg |= {"min_tpt": 1.5}
     assert take(get_dataloader(cfg, 0, 1, Letters(), dataset=AsIs())) == []
 

@@ -7,7 +7,7 @@ alignments, transforms, video) is left to lhotse's own functions.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from lhotse.cut import Cut
 from lhotse.serialization import deserialize_custom_field, deserialize_item
 
 from sharmill.shar.arrays import array_from_bytes, array_layout
-from sharmill.shar.reading.memory_audio import memory_source
+from sharmill.shar.reading.memory_audio import memory_source, same_fields
 from sharmill.shar.reading.safety import SAFE_SOURCES, block_sources, find_forbidden, is_device, is_no_plain_file
 
 # What decoding raises of values that are not what they should be.
@@ -213,7 +213,7 @@ class _NamedSource(AudioSource):
         return super().load_audio(offset, duration, force_opus_sampling_rate)
 
     def __eq__(self, other: object) -> bool:
-        return _same_fields(self, other, AudioSource)
+        return same_fields(self, other, AudioSource)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -234,7 +234,7 @@ class _MemoryArray(Array):
         return array_from_bytes(self.storage_key, "an array in memory").copy(order="K")
 
     def __eq__(self, other: object) -> bool:
-        return _same_fields(self, other, Array)
+        return same_fields(self, other, Array)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -265,12 +265,6 @@ class TimeLastArray(TemporalArray):
         return array[..., first : first + math.ceil(duration / self.frame_shift - _TOLERANCE)]
 
     def __eq__(self, other: object) -> bool:
-        return _same_fields(self, other, TemporalArray)
+        return same_fields(self, other, TemporalArray)
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _same_fields(one: object, other: object, kind: type) -> bool:
-    if not isinstance(other, kind):
-        return NotImplemented
-    return all(getattr(one, field.name) == getattr(other, field.name) for field in fields(kind))

@@ -19,15 +19,14 @@ _OFFSET = np.dtype("<u8")
 _MAX_INDEX_BYTES = 64 << 20
 
 
-class _IndexedFile:
-    """A file that is a sequence of items, and where each of them begins.
+class IndexedFile:
+    """A file that is a sequence of items, the lines of an uncompressed file of cuts too, and where each begins.
 
     Raises:
         DamagedShard: one of the two is not there, or the index is of another file.
     """
 
     def __init__(self, path: Path, index: Path) -> None:
-        self.path = path
         with open_field(index) as stream:
             content = stream.read(_MAX_INDEX_BYTES + 1)
         if len(content) > _MAX_INDEX_BYTES:
@@ -43,6 +42,10 @@ class _IndexedFile:
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
+    def __getitem__(self, number: int) -> bytes:
+        begin, end = self.span(number)
+        return self.data[begin:end]
+
     def span(self, number: int) -> tuple[int, int]:
         """Return where an item begins and ends."""
         return int(self._offsets[number]), int(self._offsets[number + 1])
@@ -52,27 +55,12 @@ class _IndexedFile:
             self.data.close()
 
 
-class IndexedLines:
-    """The lines of the uncompressed copy of a file of cuts."""
-
-    def __init__(self, path: Path, index: Path) -> None:
-        self._file = _IndexedFile(path, index)
-        self.close = self._file.close
-
-    def __len__(self) -> int:
-        return len(self._file)
-
-    def __getitem__(self, number: int) -> bytes:
-        begin, end = self._file.span(number)
-        return self._file.data[begin:end]
-
-
 class IndexedItems(ItemTable):
     """The items of a tar field, of which only those that are asked for are looked at."""
 
     def __init__(self, path: Path, index: Path) -> None:
         self._path = path
-        self._file = _IndexedFile(path, index)
+        self._file = IndexedFile(path, index)
         self.close = self._file.close
         self._number = -1
 

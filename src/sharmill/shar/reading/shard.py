@@ -25,7 +25,7 @@ from sharmill.shar.layout import (
     TARGET_CODES,
 )
 from sharmill.shar.reading.cuts import MALFORMED, as_array, read_cut, read_item, set_field, with_id
-from sharmill.shar.reading.random_access import IndexedItems, IndexedLines
+from sharmill.shar.reading.random_access import IndexedFile, IndexedItems
 from sharmill.shar.reading.safety import find_forbidden
 from sharmill.shar.reading.shard_source import ShardFiles
 
@@ -52,9 +52,9 @@ class OpenShard:
         self.index = files.index
         self._foreign = foreign
         sidecars = files.sidecars
-        self._lines: IndexedLines | list[bytes]
+        self._lines: IndexedFile | list[bytes]
         if sidecars:
-            self._lines = IndexedLines(*sidecars[CUTS])
+            self._lines = IndexedFile(*sidecars[CUTS])
         else:
             self._lines = read_lines(files.cuts) if files.lines is None else files.lines
         if files.count not in (None, len(self._lines)):
@@ -78,7 +78,7 @@ class OpenShard:
         return len(self._lines)
 
     def close(self) -> None:
-        if isinstance(self._lines, IndexedLines):
+        if isinstance(self._lines, IndexedFile):
             self._lines.close()
         for column in self._columns.values():
             column.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,31 +65,37 @@ class ReadableShard(Protocol):
     def close(self) -> None: ...
 
 
-class ShardSource(Protocol):
-    """Shards in a fixed order.
+class ShardSource(ABC):
+    """Shards in a fixed order, of cuts or of other examples.
 
     Attributes:
         sequential: the cuts of a shard can be read in its own order only.
     """
 
-    sequential: bool
+    sequential = False
 
     @property
+    @abstractmethod
     def num_shards(self) -> int: ...
 
     @property
     def shard_size(self) -> int:
         """Cuts in a usual shard: what blocks are chosen by."""
+        return max(1, self.count(0)) if self.num_shards else 1
 
     @property
+    @abstractmethod
     def identity(self) -> dict[str, Any]:
         """The values that tell this dataset from another, for saved states; the fields do not matter."""
 
+    @abstractmethod
     def count(self, shard: int) -> int:
         """Return the number of cuts in a shard."""
 
-    def num_cuts(self) -> int: ...
+    def num_cuts(self) -> int:
+        return sum(self.count(shard) for shard in range(self.num_shards))
 
+    @abstractmethod
     def open(self, shard: int, epoch: int) -> ReadableShard: ...
 
 
@@ -188,10 +195,8 @@ def _version_of(stream: BinaryIO) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-class IndexedShardSource:
+class IndexedShardSource(ShardSource):
     """A finished dataset, read through ``shards.jsonl``: no folder is listed, however many shards there are."""
-
-    sequential = False
 
     def __init__(
         self, directory: Path, fields: Sequence[str] | None, codec: str | None, sidecars: Path | None = None
@@ -264,10 +269,8 @@ class IndexedShardSource:
         return _open_files(self.files(shard), foreign=self._foreign)
 
 
-class _ForeignShardSource:
+class _ForeignShardSource(ShardSource):
     """A folder without an index, listed once. Cuts are counted where their number is needed, by reading them."""
-
-    sequential = False
 
     def __init__(self, directory: Path, fields: Sequence[str] | None, codec: str | None) -> None:
         self._shards = find_shards(directory)
@@ -287,10 +290,6 @@ class _ForeignShardSource:
         return len(self._shards)
 
     @property
-    def shard_size(self) -> int:
-        return max(1, self.count(0))
-
-    @property
     def identity(self) -> dict[str, Any]:
         return {"shards": checksum_bytes(msgspec.json.encode([shard.index for shard in self._shards]))}
 
@@ -299,9 +298,6 @@ class _ForeignShardSource:
             self._counted = {shard: read_lines(self._shards[shard].files[CUTS])}
             self._counts[shard] = len(self._counted[shard])
         return self._counts[shard]
-
-    def num_cuts(self) -> int:
-        return sum(self.count(shard) for shard in range(self.num_shards))
 
     def files(self, shard: int) -> ShardFiles:
         found = self._shards[shard]

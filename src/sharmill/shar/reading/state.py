@@ -7,7 +7,7 @@ were read but not consumed can be named as well; they are left whatever the posi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
@@ -255,8 +255,7 @@ def check_identity(found: Mapping[str, Any], expected: Mapping[str, Any], what: 
             )
 
 
-def _check_complete(parts: Iterable[Part | None]) -> None:
-    found = list(parts)
+def _check_complete(found: Sequence[Part | None]) -> None:
     if None in found:
         raise ConfigError("a state that is merged already cannot be merged once more", code="wrong_state")
     counts = sorted({part.count for part in found if part})

@@ -16,11 +16,12 @@ from sharmill.errors import ConfigError
 from sharmill.shar.layout import DATASET_FILE
 from sharmill.shar.reading.shard_source import open_shard_source
 from sharmill.training.buckets.mixture import Reading
-from sharmill.training.buckets.prompts import ExamplePrompt, load_nemo_tokenizer, resolve_format
+from sharmill.training.buckets.prompts import ExamplePrompt, load_nemo_tokenizer
 from sharmill.training.buckets.report import frame_shift
 from sharmill.training.nemo.classic import translate
 from sharmill.training.nemo.examples import open_listed
 from sharmill.training.nemo.loader_settings import Settings, resolve_settings, section_names, sources_of, types_in
+from sharmill.training.nemo.setting_values import resolve_format
 from sharmill.training.nemo.trial import read_train_settings
 from sharmill.training.yaml_files import read_yaml
 
@@ -73,7 +74,7 @@ def open_inputs(
         settings["prompt_format"] = prompt_format
     prompt_format = settings.get("prompt_format") if tokenizer else settings.pop("prompt_format", None)
     if prompt_format is not None:
-        resolve_format(prompt_format)
+        resolve_format(prompt_format, "--prompt-format")
     if (in_tokens or prompt_format is not None) and not tokenizer:
         raise ConfigError("tokens are counted by a tokenizer: name a --tokenizer, such as 'bytes'", code="bad_usage")
     if in_tokens and not kinds <= _OF_TEXT:

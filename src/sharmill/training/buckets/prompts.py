@@ -6,7 +6,6 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from nemo.collections.common.prompts import PromptFormatter
 from nemo.collections.common.tokenizers.aggregate_tokenizer import AggregateTokenizer
 from nemo.collections.common.tokenizers.canary_tokenizer import (
     CANARY_SPECIAL_TOKENIZER,
@@ -16,6 +15,7 @@ from nemo.collections.common.tokenizers.canary_tokenizer import (
 from nemo.collections.common.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
 from sharmill.errors import ConfigError
+from sharmill.training.nemo.setting_values import resolve_format
 from sharmill.training.tokenizers import PromptTokenizer, Tokenizer, load_tokenizers, tokenize
 
 _CANARY: Final = "canary"
@@ -80,7 +80,7 @@ class ExamplePrompt:
     """
 
     def __init__(self, prompt_format: str, text: str, tokenizer: Any) -> None:
-        self._formatter = resolve_format(prompt_format)(tokenizer)
+        self._formatter = resolve_format(prompt_format, "--prompt-format")(tokenizer)
         self._turns = self._parse(text, prompt_format)
         slots = [turn["slots"] for turn in self._turns]
         self._language = next((one["target_lang"] for one in slots if "target_lang" in one), None)
@@ -118,15 +118,3 @@ class ExamplePrompt:
         answer[self._formatter.PROMPT_LANGUAGE_SLOT] = language or self._language
         turn = {"role": self._formatter.OUTPUT_ROLE, "slots": answer}
         return len(self._formatter.encode_dialog([*self._turns, turn])["input_ids"])
-
-
-def resolve_format(name: str) -> type[PromptFormatter]:
-    """Return NeMo's prompt formatter of a name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    try:
-        return PromptFormatter.resolve(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--prompt-format: {error}", code="unknown_name") from error

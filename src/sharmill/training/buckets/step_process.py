@@ -161,15 +161,10 @@ class StepProcess:
 
 
 def _run_steps(connection: Connection, name: str, options: dict[str, Any], budget: Budget, output: str) -> None:
-    """Answer in the process, whose output goes to a file."""
+    """Load the step under the limit, then answer until the other end is closed; all output goes to a file."""
     descriptor = os.open(output, os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    _answer_all(connection, name, options, budget)
-
-
-def _answer_all(connection: Connection, name: str, options: dict[str, Any], budget: Budget) -> None:
-    """Load the step under the limit, then answer until the other end is closed."""
     try:
         if budget.device == "cpu":
             _limit_memory(budget.size)

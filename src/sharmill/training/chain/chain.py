@@ -19,9 +19,10 @@ import torch
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.reading.iteration import ReadOptions, SharReader
+from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.training.chain import steps
 from sharmill.training.chain.guarded import Guarded
-from sharmill.training.chain.sources import ExampleSource, Items
+from sharmill.training.chain.sources import Items
 from sharmill.training.chain.steps import Examples, count_frames
 from sharmill.training.parallel import parallel_map
 
@@ -69,7 +70,7 @@ class Chain(torch.utils.data.IterableDataset):
 
     def __init__(
         self,
-        source: ExampleSource | Iterable[Any],
+        source: ShardSource | Iterable[Any],
         *,
         shuffle: bool = False,
         seed: int = 0,
@@ -87,7 +88,7 @@ class Chain(torch.utils.data.IterableDataset):
             shuffle=shuffle, seed=seed, rank=rank, world_size=world_size, infinite=infinite, mix_shards=mix_shards,
             block_size=_WHOLE_FILES if divide == "file" else None,
         )  # fmt: skip
-        shards = source if isinstance(source, ExampleSource) else Items(source)
+        shards = source if isinstance(source, ShardSource) else Items(source)
         own = _Source(SharReader(shards, options), shards.num_cuts, options, on_error, max_errors)
         self._sources: tuple[_Source, ...] = (own,)
         self._open: Callable[[], Examples] = own.examples
@@ -126,7 +127,7 @@ class Chain(torch.utils.data.IterableDataset):
 
     def batch(self, size: int) -> Chain:
         """Put every ``size`` examples into a list; the last one of an epoch may be shorter."""
-        return self._then(steps.batch_examples, is_full=partial(steps.has_size, size=_at_least_1("size", size)))
+        return self._then(steps.batch_examples, size=_at_least_1("size", size))
 
     def dynamic_batch(self, max_frames: int, length: Callable[[Any], int] = count_frames) -> Chain:
         """Put examples into lists whose padded length, the longest times their number, is at most ``max_frames``.

@@ -7,7 +7,6 @@ error: the chain raises it, or leaves the example out.
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from sharmill.audio.files import open_audio
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.shar.reading.shard import POSITION
+from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.sources.files import find_files, open_input, read_ends
 from sharmill.sources.json_lines import iterate_checked
 from sharmill.sources.tar_members import TarDamage, TarMember
@@ -64,35 +64,7 @@ class Example:
         return cls(value, (Origin(name, {POSITION: position}),))
 
 
-class ExampleSource(ABC):
-    """Shards of examples in a fixed order; see ``sharmill.shar.reading.shard_source.ShardSource``."""
-
-    sequential = False
-    _counts: dict[int, int]
-
-    @property
-    @abstractmethod
-    def num_shards(self) -> int: ...
-
-    @property
-    def shard_size(self) -> int:
-        return max(1, self.count(0)) if self.num_shards else 1
-
-    @property
-    @abstractmethod
-    def identity(self) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def count(self, shard: int) -> int: ...
-
-    def num_cuts(self) -> int:
-        return sum(self.count(shard) for shard in range(self.num_shards))
-
-    @abstractmethod
-    def open(self, shard: int, epoch: int) -> Any: ...
-
-
-class Items(ExampleSource):
+class Items(ShardSource):
     """Any iterable that can be read again; of one without random access, every reader passes over what is others'."""
 
     def __init__(self, items: Iterable[Any]) -> None:
@@ -150,7 +122,7 @@ class _ItemShard:
         self._iterator = iter(())
 
 
-class _LineFiles(ExampleSource):
+class _LineFiles(ShardSource):
     """Lines of files that are not blank, 8 bytes of memory for each."""
 
     def __init__(self, files: Sequence[Path], parse: Callable[[str, bytes], Any]) -> None:
@@ -262,7 +234,7 @@ class RawList(_LineFiles):
         return record | {"wav": str(self._roots.roots[number].path / relative)}
 
 
-class ShardList(ExampleSource):
+class ShardList(ShardSource):
     """WeNet's ``shard`` lists: lines with the path of a tar, whose members belong together by their name's begin.
 
     The key is the name up to its last dot.

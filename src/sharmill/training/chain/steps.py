@@ -6,7 +6,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from typing import Any, NoReturn
 
 from sharmill.errors import DamagedShard, SharmillError
@@ -130,27 +129,23 @@ def shuffle_examples(examples: Examples, size: int) -> Examples:
 
 
 def sort_examples(examples: Examples, size: int, key: Callable[[Any], Any], reverse: bool) -> Examples:
-    for batch in _groups(examples, partial(has_size, size=size)):
+    for batch in _groups(examples, size):
         yield from sorted(batch, key=lambda example: key(example.value), reverse=reverse)
 
 
-def batch_examples(examples: Examples, is_full: Callable[[list[Example]], bool]) -> Examples:
-    yield from map(_joined, _groups(examples, is_full))
+def batch_examples(examples: Examples, size: int) -> Examples:
+    yield from map(_joined, _groups(examples, size))
 
 
-def _groups(examples: Examples, is_full: Callable[[list[Example]], bool]) -> Iterator[list[Example]]:
+def _groups(examples: Examples, size: int) -> Iterator[list[Example]]:
     group: list[Example] = []
     for example in examples:
         group.append(example)
-        if is_full(group):
+        if len(group) == size:
             yield group
             group = []
     if group:
         yield group
-
-
-def has_size(group: list[Example], size: int) -> bool:
-    return len(group) == size
 
 
 def _joined(batch: Sequence[Example]) -> Example:

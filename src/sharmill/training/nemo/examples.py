@@ -25,6 +25,7 @@ from sharmill.shar.layout import CUTS
 from sharmill.shar.reading.foreign import find_shards
 from sharmill.shar.reading.iteration import ReadOptions, SharReader
 from sharmill.shar.reading.shard import POSITION
+from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.sources.json_lines import open_lines
 from sharmill.storage import checksum_bytes
 from sharmill.training.nemo.setting_values import check_files
@@ -56,7 +57,7 @@ def open_examples(entry: Mapping[str, Any], **order: Any) -> SharReader:
     return SharReader(_ExampleSource(entry), ReadOptions(**order))
 
 
-class _ExampleSource:
+class _ExampleSource(ShardSource):
     """The files of an entry, as shards."""
 
     sequential = True
@@ -86,10 +87,6 @@ class _ExampleSource:
         return len(self._shards)
 
     @property
-    def shard_size(self) -> int:
-        return max(1, self.count(0))
-
-    @property
     def identity(self) -> dict[str, Any]:
         """The type, and the names and sizes of its files."""
         if self._tarred is not None:
@@ -110,9 +107,6 @@ class _ExampleSource:
             else:
                 self._counts[shard] = len(self._tarred.shard_id_to_manifest[files["shard"]])
         return self._counts[shard]
-
-    def num_cuts(self) -> int:
-        return sum(self.count(shard) for shard in range(self.num_shards))
 
     def open(self, shard: int, epoch: int) -> _ExampleShard:
         files = self._shards[shard]

@@ -12,8 +12,8 @@ from sharmill.registry import require_package
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES
 from sharmill.training.nemo.loader_settings import (
     DIVIDED,
-    SamplerOptions,
     Settings,
+    limit_filters,
     prepare_settings,
     resolve_settings,
     sections_of,
@@ -121,9 +121,8 @@ def make_loader(
     sampler = source.dataset.sampler if isinstance(source.dataset, IterableDatasetWrapper) else source.sampler
     dropped = partial(mark_consumed, ours) if resumable else None
     for one, section in zip(getattr(sampler, "samplers", [sampler]), sections_of(resolve_settings(cfg)), strict=True):
-        options = SamplerOptions.of_section(section)
-        report_dropped(one, options.filters() if tokenizer is not None else [], dropped)
-        if not options.sync_buckets:
+        report_dropped(one, limit_filters(section) if tokenizer is not None else [], dropped)
+        if section.get("bucketing_strategy") == "fully_randomized":
             one.sync_buckets = False
     if resumable:
         count_only_marked(sections_of(settings), ours)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from sharmill.config import nearest
@@ -58,8 +57,9 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     for section in sections_of(settings):
         check_types(section)
         translate(section)
-        for key in SamplerOptions.of_section(section).keys:
-            del section[key]
+        # The loader looks at these itself.
+        for key in (*float_limits(section), "bucketing_strategy"):
+            section.pop(key, None)
     drop_ignored(settings)
     _check_keys(settings)
     sections = sections_of(settings)
@@ -90,40 +90,19 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     return settings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplerOptions:
-    """Settings of a sampler that NeMo does not take, or takes for whole numbers only.
+def float_limits(section: Mapping[str, Any]) -> dict[str, float]:
+    """Return the lower limits of tokens of a sampler that NeMo does not take, which takes whole numbers only."""
+    return {key: section[key] for key in ("min_tps", "min_tpt") if isinstance(section.get(key), float)}
 
-    Args:
-        min_tps, min_tpt: lower limits of tokens per second of audio, and per token of input.
-        sync_buckets: all ranks draw from the same bucket.
-        keys: the settings that they were made from.
-    """
 
-    min_tps: float | None = None
-    min_tpt: float | None = None
-    sync_buckets: bool = True
-    keys: tuple[str, ...] = ()
+def limit_filters(section: Mapping[str, Any]) -> list[Callable[[Any], bool]]:
+    """Return NeMo's filters for these limits; they look at tokens, which a tokenizer has made before."""
+    from nemo.collections.common.data.lhotse.sampling import TokenPerSecondFilter, TokenPerTokenFilter
 
-    @classmethod
-    def of_section(cls, section: Mapping[str, Any]) -> SamplerOptions:
-        """Read them from the settings of one sampler."""
-        limits = {key: section[key] for key in ("min_tps", "min_tpt") if isinstance(section.get(key), float)}
-        if section.get("pretokenize", True) is False:
-            limits = dict.fromkeys(limits)
-        keys = (*limits, *(section.keys() & {"bucketing_strategy"}))
-        return cls(**limits, sync_buckets=section.get("bucketing_strategy") != "fully_randomized", keys=keys)
-
-    def filters(self) -> list[Callable[[Any], bool]]:
-        """Return NeMo's filters for the limits; they look at tokens, which a tokenizer has made before."""
-        from nemo.collections.common.data.lhotse.sampling import TokenPerSecondFilter, TokenPerTokenFilter
-
-        filters: list[Callable[[Any], bool]] = []
-        if self.min_tps is not None:
-            filters.append(TokenPerSecondFilter(self.min_tps, math.inf))
-        if self.min_tpt is not None:
-            filters.append(TokenPerTokenFilter(self.min_tpt, math.inf))
-        return filters
+    if section.get("pretokenize", True) is False:
+        return []
+    filters = {"min_tps": TokenPerSecondFilter, "min_tpt": TokenPerTokenFilter}
+    return [filters[key](limit, math.inf) for key, limit in float_limits(section).items()]
 
 
 def resolve_settings(cfg: Mapping[str, Any], origin: str = "the settings") -> Settings:

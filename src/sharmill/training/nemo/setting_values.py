@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sharmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo.collections.common.prompts import PromptFormatter
 
 Settings = dict[str, Any]
 
@@ -66,7 +69,7 @@ def check_batches(section: Settings, sources: Sequence[Settings], types: Sequenc
     _check_ratios(section)
     prompt = section.get("prompt_format")
     if prompt is not None:
-        _check_prompt(prompt)
+        resolve_format(prompt, "prompt_format")
     texts = [kind for kind in types if kind in TEXTS]
     for key in ("use_multimodal_sampling", "prompt_format") if texts else ():
         if not section.get(key):
@@ -202,13 +205,18 @@ def _check_ratios(section: Settings) -> None:
             raise ConfigError(f"{key} has {len(ratios)} numbers for {len(bins)} buckets", code="bad_config_value")
 
 
-def _check_prompt(name: str) -> None:
+def resolve_format(name: str, setting: str) -> type[PromptFormatter]:
+    """Return NeMo's prompt formatter of a name, which a setting has.
+
+    Raises:
+        ConfigError: there is none.
+    """
     from nemo.collections.common.prompts import PromptFormatter
 
     try:
-        PromptFormatter.resolve(name)
+        return PromptFormatter.resolve(name)
     except RuntimeError as error:
-        raise ConfigError(f"prompt_format: {error}", code="unknown_name") from error
+        raise ConfigError(f"{setting}: {error}", code="unknown_name") from error
 
 
 def _has_token_duration(section: Settings, sources: Sequence[Settings]) -> bool:

@@ -221,12 +221,8 @@ class SeenExamples(torch.utils.data.Dataset):
 
 def place_of(example: Any) -> Place | None:
     """Return the place of an example, or of the first cut that it was made from."""
-    for part in _marked(example):
-        return (part.custom[READER], *part.custom["shar_position"])
-    return None
-
-
-def _marked(example: Any) -> Iterator[Any]:
     for part in parts_of(example):
-        if READER in (getattr(part, "custom", None) or {}):
-            yield part
+        custom = getattr(part, "custom", None) or {}
+        if READER in custom:
+            return (custom[READER], *custom["shar_position"])
+    return None

@@ -86,7 +86,7 @@ def check_manifest(path: Path) -> None:
     check_json_lines(path, "manifest", _ONE_PER_LINE)
 
 
-def decode_line(line: bytes, keys: Sequence[str]) -> tuple[dict[str, msgspec.Raw], list[Any]]:
+def decode_json_record(line: bytes, keys: Sequence[str]) -> tuple[dict[str, msgspec.Raw], list[Any]]:
     """Return a record whose values stay as they are written, and what some keys of it have; None for a missing one.
 
     Raises:

@@ -15,7 +15,7 @@ from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Member
 from sharmill.sources import Located, Piece, RawRecord, Unreadable
 from sharmill.sources.files import find_files
-from sharmill.sources.nemo import NemoSource, decode_line
+from sharmill.sources.nemo import NemoSource, decode_json_record
 from sharmill.sources.tar_members import MemberTable, TarMember, TarSource, clean_name, read_table
 
 # The n-th segment of a recording has -sub<n> behind the name of its member.
@@ -120,7 +120,7 @@ class NemoTarredSource(TarSource):
         """Return what a line names, or itself where the stage prepare rejects it anyway."""
         text = line.decode("utf-8", "replace")
         try:
-            record, (name, shard, mark) = decode_line(line, ("audio_filepath", "shard_id", "_skipme"))
+            record, (name, shard, mark) = decode_json_record(line, ("audio_filepath", "shard_id", "_skipme"))
         except RejectRecord as reject:
             return Unreadable(reject.reason, reject.detail, text)
         if mark or not isinstance(name, str) or not name.strip():

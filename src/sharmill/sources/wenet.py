@@ -17,7 +17,7 @@ from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import iterate_lines
 from sharmill.sources import Piece, RawRecord, Unreadable, check_encoding
 from sharmill.sources.files import FileSource, bad_file, open_input, read_ends, refuse_compressed
-from sharmill.sources.nemo import NemoSource, decode_line
+from sharmill.sources.nemo import NemoSource, decode_json_record
 from sharmill.sources.tar_samples import Archive, SampleReader, TarSample, read_text
 
 _AUDIO_SUFFIXES: Final = ("flac", "mp3", "m4a", "ogg", "opus", "wav", "wma")
@@ -129,7 +129,7 @@ class WenetSource(FileSource):
         """Return a line as a record, in which ``wav``, ``txt``, ``start`` and ``end`` have the names of manifests."""
         text = line.decode("utf-8", "replace")
         try:
-            record, (key, start, end) = decode_line(line, ("key", "start", "end"))
+            record, (key, start, end) = decode_json_record(line, ("key", "start", "end"))
         except RejectRecord as reject:
             return Unreadable(reject.reason, reject.detail, text)
         made: dict[str, Any] = {name: value for name, value in record.items() if name not in _RENAMED}

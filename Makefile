@@ -29,10 +29,10 @@ test: venv
 	EXAMPLES=quick $(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not slurm and not ray" $(PYTEST)
 
 test-slow: venv
-	$(BIN)/python -m pytest -m "slow and not slurm and not ray" $(PYTEST)
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "slow and not slurm and not ray" $(PYTEST)
 
 test-all: venv
-	$(BIN)/python -m pytest -m "not slurm and not ray" $(PYTEST)
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slurm and not ray" $(PYTEST)
 
 test-cluster: test-slurm test-ray
 

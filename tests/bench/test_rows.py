@@ -8,7 +8,7 @@ from bench import ALL_ROWS
 from bench.rows import Case, Row, judge, measure, table_line
 
 # They import NeMo or resemblyzer, or start processes.
-SLOW = {"encode model", "encode codec", "encode published", "start rank"}
+SLOW = {"encode model", "encode codec", "encode published", "match model", "match published", "start rank"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in ALL_ROWS])

@@ -56,6 +56,7 @@ def test_a_codec_of_a_hub_out_of_reach_is_refused(name, hub_cache, closed_port):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_transformers_codec_in_the_cache_is_loaded_without_the_hub(hub_cache, checkpoints):
     put_in_cache(hub_cache, "nobody/encodec", *checkpoints["encodec"].iterdir())
     found = load_codec("transformers:nobody/encodec")

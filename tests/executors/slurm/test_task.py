@@ -116,6 +116,7 @@ def test_a_rank_whose_device_breaks_is_requeued_and_its_unit_excused_three_times
     assert not Attempts(stage.dir.attempts).stopped
 
 
+@pytest.mark.slow
 def test_a_rank_that_sees_its_input_no_more_leaves_its_units_to_others(tmp_path):
     stage = GoesBlind(tmp_path, units=4)
     read_or_make_plan(stage, restart=False)

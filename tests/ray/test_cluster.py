@@ -187,17 +187,3 @@ class TestDriver:
         assert ledger_counts(stage) == Counter(range(400))
         assert output_bytes(stage) == whole_bytes(tmp_path, 400)
         print(f"\ndriver killed after {before} of 400 units; redone {redone(stage)}")
-
-
-class TestOverhead:
-    def test_three_thousand_tiny_units_have_the_bytes_of_one_process(self, tmp_path, on_ray):
-        stage = ToyStage(tmp_path / "ray", units=3000)
-        began = time.monotonic()
-        assert on_ray(stage, 2)[0].ok
-        per_unit = (time.monotonic() - began) / 3000
-        inline = ToyStage(tmp_path / "inline", units=3000)
-        began = time.monotonic()
-        run(inline)
-        alone = (time.monotonic() - began) / 3000
-        print(f"\n3000 units: {1000 * per_unit:.1f} ms each on 2 actors, {1000 * alone:.1f} ms inline")
-        assert output_bytes(stage) == output_bytes(inline)

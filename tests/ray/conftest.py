@@ -8,13 +8,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support.ray_node import LOOPBACK, NODE
-from support.toy_stage import RecordingListener, is_running
+from support.toy_stage import RecordingListener, is_running, wait_until
 from tenacity import Retrying, stop_after_attempt
 
 from sharmill.engine.run import locked, run_stage
@@ -129,10 +128,7 @@ def on_ray(cluster):
         return result, heard
 
     yield run
-    deadline = time.monotonic() + 20
-    while left := [pid for stage in stages for pid in stage.pids() - {os.getpid()} if is_running(pid)]:
-        assert time.monotonic() < deadline, f"actors are left: {left}"
-        time.sleep(0.05)
+    wait_until(lambda: not any(is_running(pid) for stage in stages for pid in stage.pids() - {os.getpid()}))
 
 
 @pytest.fixture

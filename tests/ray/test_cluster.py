@@ -59,7 +59,7 @@ def sentence_about_the_node_given_up(on_ray, stage):
     """Runs a stage to its end, without a failure, once one node has been given up."""
     log = stage.dir.driver_log
     with running(on_ray, stage) as future:
-        wait_until(lambda: log.exists() and "is given up" in log.read_text(), 90)
+        wait_until(lambda: log.exists() and "is given up" in log.read_text())
     result, heard = future.result()
     assert result.ok
     assert heard.failed == {}
@@ -92,7 +92,7 @@ class TestNodes:
         with running(on_ray, stage) as future:
             wait_until(lambda: in_flight(stage) == 2)
             add_node(num_cpus=2)
-            wait_until(lambda: in_flight(stage) == 4, seconds=60)
+            wait_until(lambda: in_flight(stage) == 4)
         assert future.result()[0].ok
         assert len(stage.pids()) == 4
         assert set(stage.attempts().values()) == {1}
@@ -125,7 +125,7 @@ class TestNodes:
             wait_until(lambda: in_flight(stage) == 2)
             unit, pid = map(int, stage.marked("attempts")[0].split())
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: len(stage.pids()) == 3, seconds=60)
+            wait_until(lambda: len(stage.pids()) == 3)
         assert future.result()[0].ok
         assert redone(stage) == {unit: 2}
         assert set(ledger_counts(stage).values()) == {1}
@@ -149,7 +149,7 @@ class TestDriver:
         def begin(stage):
             options = json.dumps({"folder": str(tmp_path), "units": stage.units, "everywhere": stage.everywhere})
             process = start(DRIVER, options)
-            wait_until(lambda: in_flight(stage) >= 2 or process.poll() is not None, seconds=60)
+            wait_until(lambda: in_flight(stage) >= 2 or process.poll() is not None)
             return process
 
         return begin
@@ -163,7 +163,7 @@ class TestDriver:
         process.send_signal(number)
         process.wait(60)
         assert process.returncode == (1 if number != signal.SIGKILL else -9)
-        wait_until(lambda: not any(is_running(pid) for pid in stage.pids()), seconds=30)
+        wait_until(lambda: not any(is_running(pid) for pid in stage.pids()))
         seconds = time.monotonic() - began
         (stage.marks / "go").touch()
         again = toy(stage)
@@ -179,7 +179,7 @@ class TestDriver:
         wait_until(lambda: sum(ledger_counts(stage).values()) > 50)
         process.kill()
         process.wait(30)
-        wait_until(lambda: not any(is_running(pid) for pid in stage.pids()), seconds=30)
+        wait_until(lambda: not any(is_running(pid) for pid in stage.pids()))
         before = sum(ledger_counts(stage).values())
         assert before < 400
         assert toy(stage).wait(60) == 0

@@ -64,7 +64,7 @@ class TestJobs:
         submit.address = address
 
         try:
-            wait_until(is_up, seconds=90)
+            wait_until(is_up)
             yield submit
         finally:
             head.terminate()
@@ -126,7 +126,7 @@ class TestJobs:
         with submit(
             working_dir, *job, "all", config, start=partial(subprocess.Popen, stdout=log, stderr=log)
         ) as waiting:
-            wait_until(lambda: (owner := lock_owner(tmp_path / "run")) is not None and "Ray job" in owner.job, 120)
+            wait_until(lambda: (owner := lock_owner(tmp_path / "run")) is not None and "Ray job" in owner.job)
             # What is named goes before another cluster of the environment.
             environment = os.environ | {"RAY_ADDRESS": "127.0.0.1:1023"}
             done = run_sharmill("cancel", tmp_path / "run", "--ray-address", submit.address, env=environment)

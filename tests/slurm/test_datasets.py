@@ -193,7 +193,7 @@ def test_an_sbatch_task_goes_on_after_its_time_limit_signal(tmp_path, make_confi
         "prepare", config,
     ).strip()  # fmt: skip
     lock = tmp_path / "a" / "run" / "prepare"
-    wait_until(lock.exists, 60)
+    wait_until(lock.exists)
     slurm("scancel", "--batch", "--signal=USR1", f"{submitted}_0")
-    wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", f"{submitted}_0"), 60)
-    wait_until(lambda: (lock / "done.json").exists(), 90)
+    wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", f"{submitted}_0"))
+    wait_until(lambda: (lock / "done.json").exists())

@@ -78,11 +78,11 @@ def test_one_that_is_killed_within_a_small_stage_leaves_the_rest_to_ranks(make_c
 
 def test_a_driver_job_waits_until_the_run_directory_is_free(waiting_chain, tmp_path):
     chain = waiting_chain
-    wait_until(lambda: len(running_ranks(chain)) == 2, 60)
+    wait_until(lambda: len(running_ranks(chain)) == 2)
     with locked(chain.run_dir):
         chain.stage.mark("go")
-        wait_until(lambda: not [job for job in queued_jobs(chain.run_dir) if job.role == "rank"], 60)
-        wait_until(lambda: driver_states(chain) == ["RUNNING"], 60)
+        wait_until(lambda: not [job for job in queued_jobs(chain.run_dir) if job.role == "rank"])
+        wait_until(lambda: driver_states(chain) == ["RUNNING"])
         time.sleep(2)  # long enough to have failed; nothing tells that it waits
         assert driver_states(chain) == ["RUNNING"]
     assert wait_for_end(chain.run_dir).state == "done"
@@ -95,9 +95,9 @@ def test_a_rank_told_to_leave_comes_back_without_stale_state(make_chain, tmp_pat
     options = {"setup_does": "wait:go"} if where == "setup" else {"everywhere": "wait:go"}
     chain = make_chain(units=4, profile=make_profile(max_ranks=1), **options)
     rank = chain.start().jobs[0]
-    wait_until(lambda: chain.stage.marked("setup" if where == "setup" else "attempts"), 60)
+    wait_until(lambda: chain.stage.marked("setup" if where == "setup" else "attempts"))
     slurm("scancel", "--signal=USR2", rank)
-    wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", rank), 60)
+    wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", rank))
     chain.stage.mark("go")
     assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
@@ -149,17 +149,17 @@ def test_a_driver_job_that_meets_no_controller_waits_has_itself_requeued_and_goe
     profile = make_profile(setup=[*SETUP, line], stages=StageProfiles(driver=StageProfile(timeout_min=1)))
     chain = make_chain(units=4, profile=profile)
     chain.start()
-    wait_until(lambda: driver_states(chain) == ["RUNNING"], 60)
+    wait_until(lambda: driver_states(chain) == ["RUNNING"])
     (driver,) = driver_jobs(chain)
     pid = int(Path(slurm_setting("SlurmctldPidFile")).read_text())
     os.kill(pid, signal.SIGTERM)
     try:
-        wait_until(lambda: is_gone(pid), 60)
+        wait_until(lambda: is_gone(pid))
         hold.unlink()
-        wait_until(lambda: "ends" in chain_log(chain), 120)
+        wait_until(lambda: "ends" in chain_log(chain))
     finally:
         subprocess.run(["bash", START], check=True, capture_output=True)
-    wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", driver), 60)
+    wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", driver))
     assert wait_for_end(chain.run_dir).state == "done"
     assert "does not answer squeue" in chain_log(chain)
     assert_same_as_local(chain, tmp_path)

@@ -83,12 +83,12 @@ def test_status_says_what_is_in_the_queue_and_that_jobs_are_gone(tmp_path, make_
     profile.write_text("cpu: {partition: cpu, max_ranks: 2, memory_gb: 1.0, extra: {begin: now+1hour}}")
     submitted = run_sharmill("submit", "prepare", config, "--profile", profile)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-    shown = run_sharmill("status", tmp_path / "run").stdout
-    assert "and 1 more: PENDING (BeginTime)" in shown
-    assert "in the queue" in shown
+    # SLURM gives the reason some time after it has taken the jobs.
+    wait_until(lambda: "and 1 more: PENDING (BeginTime)" in run_sharmill("status", tmp_path / "run").stdout)
+    assert "in the queue" in run_sharmill("status", tmp_path / "run").stdout
     run_dir = RunDir(tmp_path / "run")
     slurm("scancel", *(job.id for job in queued_jobs(run_dir)))
-    wait_until(lambda: not queued_jobs(run_dir), 60)
+    wait_until(lambda: not queued_jobs(run_dir))
     assert read_state(run_dir).state == "waiting"
     shown = " ".join(run_sharmill("status", tmp_path / "run").stdout.split())
     assert "its jobs are gone: submit again: cd " in shown

@@ -91,7 +91,7 @@ def test_when_all_jobs_are_cancelled_waiting_ends_and_a_new_submission_goes_on(m
     with raises(FatalError, "jobs_gone"):
         wait_for_end(chain.run_dir)
     chain.stage.mark("go")
-    wait_until(lambda: not queued_jobs(chain.run_dir), 60)
+    wait_until(lambda: not queued_jobs(chain.run_dir))
     chain.start()
     assert wait_for_end(chain.run_dir).state == "done"
 

@@ -82,7 +82,7 @@ def test_preempted_ranks_are_requeued_and_go_on(make_chain, tmp_path, record_pro
         "sbatch", "--parsable", "--partition=cpu", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"
     ).strip()
     for rank in ranks:
-        wait_until(lambda rank=rank: restarts(rank), 90)
+        wait_until(lambda rank=rank: restarts(rank))
     slurm("scancel", intruder)
     chain.stage.mark("hurry")
     assert wait_for_end(chain.run_dir).state == "done"
@@ -110,7 +110,7 @@ def test_work_for_longer_than_the_time_limit(make_chain, tmp_path, record_proper
     """Three minutes of work for four ranks; a limit of one minute, at which a rank leaves 30 s before."""
     chain = make_chain(units=72, seconds=2.5, profile=make_profile(timeout_min=1))
     ranks = [job for job in chain.start().jobs if "_" in job]
-    wait_until(lambda: all(restarts(rank) for rank in ranks), 120)
+    wait_until(lambda: all(restarts(rank) for rank in ranks))
     assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
     assert report(chain, record_property) <= sum(map(restarts, ranks))
@@ -138,7 +138,7 @@ def nodes_come_back():
         if not is_alive(f"/run/slurm-test/slurmd-{node}.pid"):
             slurm(shutil.which("slurmd") or "/usr/sbin/slurmd", "-N", node)
     shown = ("sinfo", "--noheader", "--Node", "--partition=cpu", "--format=%t")
-    wait_until(lambda: not {"down", "down*", "idle*"} & set(slurm(*shown).split()), 60)
+    wait_until(lambda: not {"down", "down*", "idle*"} & set(slurm(*shown).split()))
 
 
 def is_alive(pid_file: str) -> bool:

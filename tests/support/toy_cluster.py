@@ -153,7 +153,7 @@ def make_profile(**changes: Any) -> ClusterProfile:
 def cancel_all(run_dir: RunDir) -> None:
     """Ends the jobs of a run directory, and returns when they are gone."""
     scancel([job.id for job in queued_jobs(run_dir)])
-    wait_until(lambda: not queued_jobs(run_dir), 60)
+    wait_until(lambda: not queued_jobs(run_dir))
 
 
 def assert_same_as_local(chain: ToyChain, folder: Path) -> None:

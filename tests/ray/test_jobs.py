@@ -176,12 +176,12 @@ class TestAllocation:
 
         return run
 
-    def test_a_dataset_has_the_same_bytes_and_status_0(self, sbatch, make_two_configs, tmp_path, local_outcomes):
-        config, _ = make_two_configs(tmp_path, executor={"workers": 2})
+    def test_a_dataset_has_the_same_bytes_and_status_0(self, sbatch, make_config, tmp_path, local_outcomes):
+        config = make_config(tmp_path, executor={"workers": 2})
         status, log = sbatch("all", config)
         assert status == 0, log
         assert "ray.sbatch: ended with exit status 0" in log
-        assert outcome(config.parent) == local_outcomes[0]
+        assert outcome(tmp_path) == local_outcomes[0]
 
     def test_its_exit_status_is_passed_on(self, sbatch, make_config, tmp_path):
         config = make_config(tmp_path, sources=[{"manifest": "/no/such.json", "audio_root": "/"}])

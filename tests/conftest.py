@@ -24,6 +24,8 @@ settings.load_profile("no deadline")
 # Ranks, jobs and actors import toy stages from ``support``.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
+pytest_plugins = ["support.ray_cluster"]
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
-from functools import partial
 from multiprocessing.connection import wait
 
 import pytest
 
 from sharmill import processes
-from sharmill.fork_server import ForkServer
 from sharmill.models import make_deterministic
 from sharmill.processes import (
     ChildEnded,
@@ -25,16 +22,6 @@ from sharmill.processes import (
 )
 
 PATIENCE = 60.0
-REFUSES_THE_SECOND_FORK = """
-import errno, os
-fork, calls = os.fork, []
-def refuse_the_second():
-    calls.append(1)
-    if len(calls) == 2:
-        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-    return fork()
-os.fork = refuse_the_second
-"""
 
 
 def echo(connection, prefix):
@@ -68,47 +55,13 @@ def tell_blocked_signals(connection):
     connection.send(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
 
-def tell_modules(connection):
-    connection.send((os.getpid(), os.getppid(), set(sys.modules)))
-    time.sleep(PATIENCE)
-
-
-def die_behind_a_child(connection):
-    """Ends while a process that it has forked holds all of its pipes open."""
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(PATIENCE)
-    connection.send(pid)
-    os._exit(5)
-
-
-def note(path):
-    path.write_text("set up")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A fork server with a module that is imported, one that is not there, and one that fails."""
-    folder = tmp_path_factory.mktemp("modules")
-    (folder / "fails_at_import.py").write_text("raise ValueError('not today')")
-    (folder / "imported_once.py").write_text("")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        server = ForkServer(["fails_at_import", "not_there_at_all", "imported_once"], partial(note, folder / "note"))
-        yield server
-        server.end()
-    assert not server.is_alive()
-    assert (folder / "note").read_text() == "set up"
-
-
-@pytest.fixture(params=["spawned", "forked"])
-def start(request):
+@pytest.fixture
+def start():
     """Starts children, which end with the test."""
     children = []
-    server = request.getfixturevalue("server") if request.param == "forked" else None
 
     def start(*args):
-        children.append(ChildProcess(*args, name="sharmill-test", server=server))
+        children.append(ChildProcess(*args, name="sharmill-test"))
         return children[-1]
 
     yield start
@@ -193,79 +146,6 @@ def test_children_that_ignore_sigterm_are_killed(start):
 def test_an_interrupt_is_for_the_parent_alone(start):
     assert signal.SIGINT in start(tell_blocked_signals).receive(PATIENCE)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-
-class TestForkServer:
-    def test_its_children_share_its_imports(self, server):
-        children = [ChildProcess(tell_modules, name="sharmill-test", server=server) for _ in range(2)]
-        (pid, parent, modules), (other, same_parent, _) = [child.receive(PATIENCE) for child in children]
-        end_by_force(children)
-        assert "imported_once" in modules
-        assert not {"fails_at_import", "not_there_at_all"} & modules
-        assert parent == same_parent != os.getpid()
-        assert len({pid, other, parent}) == 3
-
-    def test_the_end_of_a_child_that_its_own_child_hides_is_noticed(self, server):
-        child = ChildProcess(die_behind_a_child, name="sharmill-test", server=server)
-        hidden = child.receive(PATIENCE)
-        child.join(PATIENCE)
-        os.kill(hidden, signal.SIGKILL)
-        assert child.exitcode == 5
-
-    def test_its_children_end_with_it(self):
-        server = ForkServer([], partial(int))
-        child = ChildProcess(tell_modules, name="sharmill-test", server=server)
-        _, parent, _ = child.receive(PATIENCE)
-        os.kill(parent, signal.SIGTERM)
-        with pytest.raises(ChildEnded):
-            child.receive(PATIENCE)
-        child.join(PATIENCE)
-        assert child.exitcode == -signal.SIGKILL
-        with pytest.raises(OSError, match="that makes its imports was ended by signal SIGTERM"):
-            ChildProcess(echo, "said", name="sharmill-test", server=server)
-
-    def test_it_is_ended_in_the_middle_of_its_imports(self, tmp_path, monkeypatch):
-        (tmp_path / "imports_for_ever.py").write_text(f"import time; time.sleep({PATIENCE})")
-        monkeypatch.syspath_prepend(str(tmp_path))
-        server = ForkServer(["imports_for_ever"], partial(int))
-        server.end()
-        assert not server.is_alive()
-
-    def test_the_wait_for_its_imports_is_interrupted(self, tmp_path, monkeypatch):
-        (tmp_path / "interrupts.py").write_text(
-            f"import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep({PATIENCE})"
-        )
-        monkeypatch.syspath_prepend(str(tmp_path))
-        server = ForkServer(["interrupts"], partial(int))
-        with pytest.raises(KeyboardInterrupt):
-            ChildProcess(echo, "said", name="sharmill-test", server=server)
-        server.end()
-
-    def test_a_child_that_cannot_be_forked_costs_no_other(self, tmp_path, monkeypatch):
-        (tmp_path / "refuses_the_second_fork.py").write_text(REFUSES_THE_SECOND_FORK)
-        monkeypatch.syspath_prepend(str(tmp_path))
-        server = ForkServer(["refuses_the_second_fork"], partial(int))
-        first = ChildProcess(echo, "first", name="sharmill-test", server=server)
-        with pytest.raises(BlockingIOError, match="Resource temporarily unavailable"):
-            ChildProcess(echo, "second", name="sharmill-test", server=server)
-        third = ChildProcess(echo, "third", name="sharmill-test", server=server)
-        for child, name in ((first, "first"), (third, "third")):
-            child.send(1)
-            assert child.receive(PATIENCE) == (name, 1)
-        end_by_force([first, third])
-        server.end()
-
-    @pytest.mark.parametrize(
-        ("text", "how"),
-        [("import os; os._exit(7)", "ended with exit status 7"),
-         ("import os; os.kill(os.getpid(), 11)", "was ended by signal SIGSEGV")],
-    )  # fmt: skip
-    def test_a_module_that_ends_it_is_named_by_its_end(self, tmp_path, monkeypatch, text, how):
-        (tmp_path / "ends.py").write_text(text)
-        monkeypatch.syspath_prepend(str(tmp_path))
-        server = ForkServer(["ends"], partial(int))
-        with pytest.raises(OSError, match=f"the process that makes its imports {how}"):
-            ChildProcess(echo, "said", name="sharmill-test", server=server)
 
 
 class TestCores:

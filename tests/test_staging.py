@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import xxhash
 
-from sharmill.ports import process
 from sharmill.staging import STAGING_NAME, PublishedFile, Staging, remove_dead_attempts, token_staging
 from sharmill.storage import remove_at_once
 
@@ -87,9 +86,9 @@ def test_only_folders_of_dead_processes_are_removed(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as alive, subprocess.Popen(["true"]) as dead:
         dead.wait()
         for pid in (alive.pid, dead.pid):
-            with mock.patch.object(process, "getpid", return_value=pid):
+            with mock.patch.object(os, "getpid", return_value=pid):
                 open_staging(tmp_path).folder.mkdir()
-        with mock.patch.object(process, "gethostname", return_value="another-host"):
+        with mock.patch("socket.gethostname", return_value="another-host"):
             open_staging(tmp_path).folder.mkdir()
         remove_dead_attempts(tmp_path, TOKEN)
         left = [path.name for path in token_staging(tmp_path, TOKEN).iterdir()]
@@ -100,7 +99,7 @@ def test_only_folders_of_dead_processes_are_removed(tmp_path):
 def test_another_users_folder_stays(tmp_path):
     with subprocess.Popen(["true"]) as dead:
         pass
-    with mock.patch.object(process, "getpid", return_value=dead.pid):
+    with mock.patch.object(os, "getpid", return_value=dead.pid):
         folder = open_staging(tmp_path).folder
     folder.mkdir()
     with mock.patch.object(os, "geteuid", return_value=os.geteuid() + 1):

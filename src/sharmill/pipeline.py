@@ -27,7 +27,7 @@ from sharmill.engine.run import Executor, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError, FatalError
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
 from sharmill.grow.append import append_dataset, require_fitting
 from sharmill.match.choose import min_similarity
@@ -157,7 +157,6 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
     for stage in chosen:
         stage.metrics = config.metrics
         stage.references = config.references
-        stage.mixed_devices = config.executor.mixed_devices
         stage.unit_time_limit = config.executor.unit_time_limit
         stage.scratch = config.executor.scratch
         stage.seconds_until_seen = config.executor.seconds_until_seen

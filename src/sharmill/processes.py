@@ -13,14 +13,12 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from sharmill.fork_server import Forked, ForkServer
+from typing import Any, Final
 
 _SAFE_PATH: Final = "PYTHONSAFEPATH"
 _own_cores: int | None = None
@@ -98,17 +96,15 @@ class ChildEnded(Exception):
 class ChildProcess:
     """A new Python process, and the pipe to it.
 
-    It is spawned, or forked by a ``ForkServer``, but never forked from this process, which may have threads, and locks
-    that they hold. Ctrl-C goes to every process of a terminal, but only this one is to answer it, so the child never
-    sees a SIGINT.
+    It is spawned, not forked from this process, which may have threads, and locks that they hold. Ctrl-C goes to every
+    process of a terminal, but only this one is to answer it, so the child never sees a SIGINT.
 
     Args:
         target: is called in the child as ``target(connection, *args)``, and can be pickled. It reads messages with
             ``connection.recv()``, which raises EOFError once no more will come, and answers with ``connection.send``.
         args: can be pickled.
         name: of the process, for lists of processes.
-        daemon: the child ends with this process; one that is forked does in any case.
-        server: forks the child.
+        daemon: the child ends with this process.
 
     Raises:
         OSError: the process cannot be started.
@@ -117,21 +113,15 @@ class ChildProcess:
         connection: this end of the pipe.
     """
 
-    def __init__(
-        self, target: Callable[..., None], *args: Any, name: str, daemon: bool = True, server: ForkServer | None = None
-    ) -> None:
+    def __init__(self, target: Callable[..., None], *args: Any, name: str, daemon: bool = True) -> None:
         context = multiprocessing.get_context("spawn")
         pipe = context.Pipe()
         self.connection: Connection = pipe[0]
         theirs = pipe[1]
-        self._process: BaseProcess | Forked
+        self._process: BaseProcess = context.Process(target=target, args=(theirs, *args), name=name, daemon=daemon)
         try:
-            if server is not None:
-                self._process = server.fork(target, theirs, args, name)
-            else:
-                self._process = context.Process(target=target, args=(theirs, *args), name=name, daemon=daemon)
-                with safe_path():
-                    self._start(self._process)
+            with safe_path():
+                self._start(self._process)
         except BaseException:
             self.connection.close()
             raise
@@ -256,3 +246,62 @@ def describe_exit(exitcode: int | None) -> str:
         name = str(-exitcode)
     hint = " (as the kernel does when memory runs out)" if -exitcode == signal.SIGKILL else ""
     return f"was ended by signal {name}{hint}"
+
+
+def state_and_start(pid: int) -> tuple[str, int]:
+    """Return the state of a process as one letter, and the time of its start in clock ticks since the machine's.
+
+    Raises:
+        OSError: there is no such process, or it is hidden from this user.
+    """
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return fields[0].decode(), int(fields[19])
+
+
+@cache
+def this_kernel() -> str:
+    """Return what tells the place of this process from all others: the boot of its kernel, and its PID namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def is_gone(pid: int, started: int | None = None) -> bool:
+    """Return True if a process of this kernel has ended.
+
+    Args:
+        started: when it began, as ``state_and_start`` says; else a later process of its number is taken for it.
+    """
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # another user's
+    if started is None:
+        return False
+    try:
+        state, found = state_and_start(pid)
+    except OSError:
+        return False  # hidden from this user, or just ended: the next look tells
+    return state in "ZX" or found != started
+
+
+def seconds_since_start() -> float:
+    """Return the age of this process, imports included."""
+    _, started = state_and_start(os.getpid())
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+def interrupt() -> None:
+    """Interrupt this process as Ctrl-C does; in the background of a shell, where that is ignored, as SIGTERM does."""
+    is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGINT)
+
+
+def tell_to_end(pid: int) -> None:
+    """Send SIGTERM to a process of this kernel.
+
+    Raises:
+        OSError: it has ended, or is another user's.
+    """
+    os.kill(pid, signal.SIGTERM)

@@ -6,12 +6,14 @@ import errno
 import os
 import re
 import shutil
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from uuid import uuid4
 
-from sharmill.ports import process
+from sharmill.processes import is_gone, this_kernel
 from sharmill.storage import (
     STOPPING_ERRNOS,
     checksum_bytes,
@@ -61,7 +63,7 @@ class Staging:
 
     def __init__(self, root: Path, token: str, scratch: Path | None = None) -> None:
         self.root = root
-        name = f"{_names_here()}{process.getpid()}-{uuid4().hex}"
+        name = f"{_names_here()}{os.getpid()}-{uuid4().hex}"
         self.folder = token_staging(root, token) / name
         self.written_in = self.folder if scratch is None else scratch / f"{_SCRATCH_PREFIX}{name}"
         self._begun: set[Path] = set()
@@ -82,7 +84,7 @@ class Staging:
 
     def write_errors(self, errnos: frozenset[int] = STOPPING_ERRNOS) -> AbstractContextManager[None]:
         """Turn errors of writing there into a FatalError, or where it is a disk of this machine into a DeviceError."""
-        host = process.gethostname() if self._has_scratch else ""
+        host = socket.gethostname() if self._has_scratch else ""
         return stopping_errors(self.written_in, errnos, host=host)
 
     @property
@@ -109,7 +111,7 @@ class Staging:
                 shutil.copyfile(self.path(name), self._aside(name), follow_symlinks=False)
             streams = [stack.enter_context(open_regular(self._aside(name), buffering=0)) for name in names]
             # The disk gets all files at once, and writes while their checksums are computed.
-            with process.ThreadPoolExecutor(len(names), "fsync") as pool:
+            with ThreadPoolExecutor(len(names), "fsync") as pool:
                 flushed = [pool.submit(os.fsync, stream.fileno()) for stream in streams]
                 published = [
                     PublishedFile(name, os.fstat(stream.fileno()).st_size, checksum_stream(stream))
@@ -174,7 +176,7 @@ def _names_here() -> str:
 
     Containers of one machine may have its host name, and the numbers of their processes mean nothing in others.
     """
-    return f"rank-{process.gethostname()}-{checksum_bytes(process.this_kernel().encode())[:8]}-"
+    return f"rank-{socket.gethostname()}-{checksum_bytes(this_kernel().encode())[:8]}-"
 
 
 def _remove_dead(parent: Path) -> None:
@@ -186,5 +188,5 @@ def _remove_dead(parent: Path) -> None:
     for folder in parent.glob("*rank-*"):
         match = name.fullmatch(folder.name)
         with suppress(FileNotFoundError):
-            if match and folder.lstat().st_uid == os.geteuid() and process.is_gone(int(match[2])):
+            if match and folder.lstat().st_uid == os.geteuid() and is_gone(int(match[2])):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -12,6 +12,8 @@ import os
 import re
 import shutil
 import stat
+import tempfile
+import time
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -398,3 +400,17 @@ def require_writable(directory: Path) -> None:
             f"cannot write to {directory}: {error.strerror}; choose a folder that you may write to",
             code="disk",
         ) from error
+
+
+def time_of_folder(folder: Path) -> float:
+    """Return the time of the file system that a folder is on, in Unix seconds, as it stands at files written now.
+
+    Nodes' clocks may be minutes apart. Where this user cannot write there, it is the time of this machine.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\n")
+            probe.flush()
+            return os.fstat(probe.fileno()).st_mtime
+    except OSError:
+        return time.time()

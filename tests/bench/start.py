@@ -18,7 +18,7 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.run import run_stage
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.match.stage import MatchStage
 
 

@@ -24,13 +24,13 @@ from support.shar import Project, codec_stages, voice
 from bench_gpu.models import CODEC, ENCODER
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
+from sharmill.engine.progress import ProgressWriter
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run import run_stage
 from sharmill.engine.stage import Stage
 from sharmill.engine.worker import Worker
 from sharmill.errors import ConfigError
-from sharmill.executors.local.executor import LocalExecutor
-from sharmill.executors.unit_queue import UnitQueue
+from sharmill.executors.local import LocalExecutor
 from sharmill.match.select import select_context
 from sharmill.match.stage import MatchStage
 from sharmill.models import load_codec, load_speaker_encoder
@@ -136,16 +136,18 @@ class _InThisProcess(LocalExecutor):
     seconds = 0.0
 
     def run(self, stage: Stage, units: Any, rejects: RejectLimit, listener: Listener) -> Finished:
-        queue = UnitQueue(units, rejects, listener)
-        with Worker(stage, 0, self.device, in_driver=True) as worker:
+        path = stage.dir.rank_progress("bench")
+        with (
+            ProgressWriter(path, 0, "here/rank 0", "bench") as progress,
+            Worker(stage, 0, self.device, progress, lambda *unit: None, lambda unit: True, in_driver=True) as worker,
+        ):
             started = time.perf_counter()
-            while unit := queue.take():
-                outcome: Any = worker.run(unit, queue.following())
+            for unit, following in zip(units, [*units[1:], None], strict=True):
+                outcome: Any = worker.run(unit, following)
                 if hasattr(outcome, "message"):
                     raise RuntimeError(outcome.message)
-                queue.done(unit, outcome)
             object.__setattr__(self, "seconds", time.perf_counter() - started)
-        return Finished(queue.failures)
+        return Finished()
 
 
 def shares(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line]:

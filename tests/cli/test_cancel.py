@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -18,7 +19,6 @@ from sharmill.engine.locks import FolderLock, lock_owner
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.slurm.chain_state import ChainState, cancel_chain, read_state
-from sharmill.ports import clock
 
 _HOLD = """
 import signal, sys, time
@@ -155,7 +155,7 @@ def test_a_lock_that_a_driver_job_left_when_it_was_killed_on_another_host_runs_o
 def test_a_driver_job_whose_process_goes_on_is_named(run_dir, chain, monkeypatch):
     """Its claims must not go, and no other run may begin: it still writes."""
     monkeypatch.setenv("PATH", chain[1]["PATH"])
-    monkeypatch.setattr(clock, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with locked_on_another_host(run_dir, "SLURM job 13"), raises(ConfigError, "locked", "process 77", "SLURM job 13"):
         cancel_chain(RunDir(run_dir), wait_seconds=1.0)
     assert read_state(RunDir(run_dir)).message.startswith("cancelled by ")

@@ -29,12 +29,13 @@ from sharmill.engine.fence import make_fence
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.progress import RankProgress
-from sharmill.engine.worker import Worker
+from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.state import begin_round
+from sharmill.engine.work import Rank, work
 from sharmill.executors.slurm.chain_state import ChainState
 from sharmill.executors.slurm.queue import QueuedJob, make_run_id
-from sharmill.ports import clock
-from sharmill.ports.process import state_and_start, this_kernel
 from sharmill.prepare.stage import PrepareStage
+from sharmill.processes import state_and_start, this_kernel
 from sharmill.storage import write_atomic
 
 NOW = datetime(2026, 3, 1, 12, 0, 0)
@@ -50,7 +51,7 @@ class NoonClock(datetime):
 def noon(monkeypatch):
     """The time at which the status is asked for, in Unix seconds."""
     monkeypatch.setattr(status, "datetime", NoonClock)
-    monkeypatch.setattr(clock, "of_folder", lambda folder: NOW.timestamp())
+    monkeypatch.setattr("sharmill.cli.stage_status.time_of_folder", lambda folder: NOW.timestamp())
     return NOW.timestamp()
 
 
@@ -66,16 +67,22 @@ def stage(tmp_path, audio_root):
     units = read_or_make_plan(stage, restart=False)
     make_fence(stage)
     write_atomic(stage.run_dir.config, to_yaml(config))
-    with Worker(stage, 0, "cpu") as worker:
-        worker.run(units[0])
-    stage.dir.rank_progress(0).unlink()
+    do_units(stage, units[:1])
+    for path in stage.dir.progress.iterdir():
+        path.unlink()
     return stage
+
+
+def do_units(stage, units):
+    begin_round(stage, units, 1, RejectLimit("prepare", stage.dir.path, 8, 1.0))
+    work(stage, Rank(0, "node/rank 0", "cpu"))
 
 
 def put_rank(stage, rank, *, started, updated, pid=1234, **values):
     values = {"unit_began": updated} | values
-    record = RankProgress(rank=rank, pid=pid, host="node7", started=started, updated=updated, **values)
-    path = stage.dir.rank_progress(rank)
+    values |= {"slot": f"node7/rank {rank}", "owner": str(rank), "host": "node7"}
+    record = RankProgress(rank=rank, pid=pid, started=started, updated=updated, **values)
+    path = stage.dir.rank_progress(str(rank))
     path.write_bytes(msgspec.json.encode(record))
     os.utime(path, (updated, updated))
 
@@ -303,8 +310,7 @@ def test_watch_shows_it_again_until_it_is_interrupted(stage):
         if line.startswith("prepare  "):
             seen.append(re.split(r"  +", line)[2].partition("/")[0])
             if len(seen) == 1:
-                with Worker(stage, 1, "cpu") as worker:
-                    worker.run(read_or_make_plan(stage, restart=False)[1])
+                do_units(stage, read_or_make_plan(stage, restart=False)[1:2])
             elif seen[-1] == "2":
                 break
     process.send_signal(2)
@@ -381,7 +387,7 @@ def test_a_run_directory_that_cannot_be_written_has_the_time_of_this_machine(sta
     def refuse(**options):
         raise PermissionError
 
-    monkeypatch.setattr("sharmill.ports.clock.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("sharmill.storage.tempfile.TemporaryFile", refuse)
     put_rank(stage, 0, started=time.time(), updated=time.time())
     assert read_stage(stage).now == pytest.approx(time.time(), abs=60)
     assert read_stage(stage).state == "under way"

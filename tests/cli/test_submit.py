@@ -13,7 +13,7 @@ from sharmill.cli.main import main
 from sharmill.config import to_yaml
 from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm.chain import JobChain
 from sharmill.executors.slurm.chain_state import ChainState
 from sharmill.pipeline import run_dataset

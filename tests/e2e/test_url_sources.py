@@ -16,7 +16,7 @@ from sharmill.audio.segments import SegmentReader
 from sharmill.config import to_config
 from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.match.candidates import segment_roots
 from sharmill.pipeline import run_dataset
 

@@ -12,7 +12,7 @@ from support.manifests import KeepErrors
 from support.shar import ToyCodec, codec_stages, loading, run, voice
 
 from sharmill.engine.run import run_stage
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 
 
 @contextmanager

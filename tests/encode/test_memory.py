@@ -10,7 +10,7 @@ import torch
 from support.errors import raises
 from support.shar import ToyCodec, codec_stages, loading, run, voice
 
-from sharmill.errors import FatalError
+from sharmill.errors import FatalError, UnitFailed
 
 
 class SmallDevice(ToyCodec):
@@ -69,7 +69,7 @@ def test_a_segment_too_long_for_the_device_costs_its_unit_alone_and_a_larger_dev
 ):
     result = encode(config_with_a_long_one, SmallDevice(40000, LACK), batch_seconds=2.0)
     (failure,) = result.failures.values()
-    for part in ("its 4 s do not fit", "at byte", "all other units go on", "executor.mixed_devices=true"):
+    for part in ("its 4 s do not fit", "at byte", "all other units go on", "with more memory"):
         assert part in failure.message
     larger = SmallDevice(80000, LACK)
     assert encode(config_with_a_long_one, larger, batch_seconds=2.0).ok
@@ -87,5 +87,23 @@ def test_segments_that_cannot_fit_are_named_before_their_unit_is_decoded(config_
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(config):
-    result = encode(config, SmallDevice(0, RuntimeError("CUDA error: an illegal memory access was encountered")))
+    device = SmallDevice(0, RuntimeError("CUDA error: an illegal memory access was encountered"))
+    result = encode(config, device)
     assert {"illegal memory access" in failure.message for failure in result.failures.values()} == {True}
+
+
+class NanCodec(ToyCodec):
+    """A codec whose base class finds codes out of range for a segment of four seconds."""
+
+    def encode(self, audio: torch.Tensor, num_samples: torch.Tensor) -> Any:
+        if 64000 in num_samples.tolist():
+            raise UnitFailed("codec toy gave the indices -9 to 4, outside its 64", code="bad_codes")
+        return super().encode(audio, num_samples)
+
+
+def test_a_segment_whose_codes_are_not_finite_costs_its_unit_alone_and_is_named(config_with_a_long_one):
+    result = encode(config_with_a_long_one, NanCodec(), batch_seconds=8.0)
+    (failure,) = result.failures.values()
+    assert "outside its 64 (segments " in failure.message
+    assert "recording.000002.tar at byte" in failure.message
+    assert encode(config_with_a_long_one, ToyCodec(), batch_seconds=8.0).ok

@@ -26,7 +26,7 @@ from sharmill.engine.plan import load_plan
 from sharmill.engine.run import run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.pipeline import make_stages, run_dataset
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset

@@ -36,7 +36,7 @@ from sharmill.encode.stage import EncodeStage
 from sharmill.engine.run import run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, DamagedShard, FatalError
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.shar import open_shar
 from sharmill.shar.index import CodecRecord, read_dataset
 from sharmill.shar.items import FieldWriter, Item, read_field

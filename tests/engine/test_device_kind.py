@@ -48,17 +48,14 @@ def test_the_kind_is_never_seen_half_written(tmp_path, gpus, monkeypatch):
     created.assert_called_once_with(stage.dir.of_present_plan().device_kind, b"cpu")
 
 
-def test_what_was_begun_on_the_cpu_does_not_go_on_on_a_gpu_unless_it_may(tmp_path, gpus):
+def test_what_was_begun_on_the_cpu_does_not_go_on_on_a_gpu(tmp_path, gpus):
     gpus()
     run(KindStage(tmp_path, kinds=KINDS, behaviour={2: "raise"}))
     gpus("0")
     stage = KindStage(tmp_path, kinds=KINDS)
-    with raises(DeviceError, "other_device", "GPU 0", "cpu", "A100", "executor.mixed_devices=true", "--restart"):
+    with raises(DeviceError, "other_device", "GPU 0", "cpu", "A100", "--restart"):
         run(stage, "auto")
     assert stage.attempts()[2] == 3
-    stage.mixed_devices = True
-    assert run(stage, "auto")[0].ok
-    assert kinds_of(stage) == {"cpu", "A100"}
 
 
 def test_what_was_begun_on_a_gpu_does_not_go_on_on_the_cpu(tmp_path, gpus):

@@ -24,7 +24,8 @@ from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.engine.progress import read_progress
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run import make_fence
-from sharmill.engine.worker import Worker
+from sharmill.engine.state import begin_round
+from sharmill.engine.work import Rank, work
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.task import RankTask
 from sharmill.staging import STAGING_NAME, token_staging
@@ -45,18 +46,18 @@ def plan(stage, *, restart=False):
     return units
 
 
-def begin_unit(stage, unit):
-    """Begin a unit as rank 7 in a thread; returned are the thread and a list that gets the code of its error."""
+def begin_work(stage, units):
+    """Begin to work as rank 7 in a thread; returned are the thread and a list that gets the code of its error."""
     outcome = []
+    begin_round(stage, units, 1, RejectLimit("toy", stage.dir.path, 18, 1.0))
 
-    def work():
-        with Worker(stage, 7, "cpu") as worker:
-            try:
-                worker.run(unit)
-            except FatalError as error:
-                outcome.append(error.code)
+    def do_units():
+        try:
+            work(stage, Rank(7, "node/rank 7", "cpu", is_replaced=False))
+        except FatalError as error:
+            outcome.append(error.code)
 
-    rank = threading.Thread(target=work)
+    rank = threading.Thread(target=do_units)
     rank.start()
     wait_until(lambda: stage.marked("attempts"))
     return rank, outcome
@@ -73,11 +74,10 @@ class TestRanksOfAnOlderPlan:
         old = pickle.loads(pickle.dumps(stage))
         assert run(stage, restart=True)[0].ok
         before = contents(tmp_path)
-        rejects = RejectLimit("toy", old.dir.path, 18, 1.0)
         with raises(FatalError, "superseded_plan", old.token):
-            RankTask(old, 0, [0, 1], "cpu", rejects)()
-        with raises(FatalError, "superseded_plan"), Worker(old, 0, "cpu"):
-            pass
+            RankTask(old, 0, "cpu")()
+        with raises(FatalError, "superseded_plan"):
+            work(old, Rank(0, "node/rank 0", "cpu"))
         assert contents(tmp_path) == before
 
     @pytest.mark.parametrize("begun_differently", [False, True])
@@ -85,7 +85,7 @@ class TestRanksOfAnOlderPlan:
         """With units of the same ids, and with others."""
         old = ToyStage(tmp_path, units=2, behaviour={0: "wait:go_on"})
         units = plan(old)
-        rank, outcome = begin_unit(old, units[0])
+        rank, outcome = begin_work(old, units[:1])
         new = ToyStage(tmp_path, units=3 if begun_differently else 2)
         assert run(new, restart=True)[0].ok
         expected = output_bytes(new)
@@ -101,8 +101,8 @@ class TestRanksOfAnOlderPlan:
     def test_a_process_that_was_stopped_meanwhile_changes_nothing(self, tmp_path):
         """A task of a job array, with SIGSTOP in the middle of its unit; the new plan gives other bytes."""
         old = ToyStage(tmp_path, units=4, behaviour={1: "wait:go_on"})
-        plan(old)
-        task = RankTask(old, 0, [0, 1, 2, 3], "cpu", RejectLimit("toy", old.dir.path, 12, 1.0))
+        begin_round(old, plan(old), 1, RejectLimit("toy", old.dir.path, 12, 1.0))
+        task = RankTask(old, 0, "cpu")
         (tmp_path / "task").write_bytes(pickle.dumps(task))
         code = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))()"
         command = [sys.executable, "-c", code, str(tmp_path / "task")]
@@ -118,7 +118,7 @@ class TestRanksOfAnOlderPlan:
             assert rank.wait(60) == 1
             assert "the plan" in rank.stderr.read().splitlines()[-1]
         assert contents(tmp_path) == sorted([*expected, "marks/go_on"])
-        assert not Attempts(new.dir.attempts).stopped
+        assert Attempts(new.dir.attempts).stopped() is None
 
     def test_a_commit_of_another_token_does_not_count(self, tmp_path):
         stage = ToyStage(tmp_path)
@@ -133,21 +133,13 @@ class TestRanksOfTheSamePlan:
     def test_a_relaunch_beside_a_working_rank_leaves_it_its_staging(self, tmp_path):
         stage = ToyStage(tmp_path, units=3, behaviour={0: "wait:go_on"})
         units = plan(stage)
-        outcome = []
-
-        def work():
-            with Worker(stage, 7, "cpu") as worker:
-                outcome.append(worker.run(units[0]))
-
-        rank = threading.Thread(target=work)
-        rank.start()
-        wait_until(lambda: stage.marked("attempts"))
+        rank, outcome = begin_work(stage, units[:1])
         # It does what is left, but one unit, and so does not finish the stage.
         again = ToyStage(tmp_path, units=3, behaviour={0: "raise", 1: "raise"})
         assert not run(again)[0].ok
         stage.mark("go_on")
         rank.join()
-        assert outcome[0].index == 0
+        assert outcome == []
         assert again.token == stage.token
         assert sorted(read_ledger(stage.dir, units)) == [0, 2]
         assert run(ToyStage(tmp_path, units=3))[0].ok
@@ -155,7 +147,7 @@ class TestRanksOfTheSamePlan:
     def test_one_that_comes_too_late_stops(self, tmp_path):
         stage = ToyStage(tmp_path, units=2, behaviour={0: "wait:go_on"})
         units = plan(stage)
-        rank, outcome = begin_unit(stage, units[0])
+        rank, outcome = begin_work(stage, units[:1])
         finished = ToyStage(tmp_path, units=2)
         assert run(finished)[0].ok
         expected = output_bytes(finished)

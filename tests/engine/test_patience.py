@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 
 import pytest
 from support.toy_stage import ToyStage, run
@@ -15,22 +16,23 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.outcomes import FailedAttempt, Finished
 from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan, read_or_make_plan
-from sharmill.engine.worker import Worker
-from sharmill.ports import clock
+from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.state import begin_round
+from sharmill.engine.work import Rank, work
 
 
 @pytest.fixture
 def waited(monkeypatch):
     """The seconds of all waits; nothing really waits."""
-    seconds, really_sleep = [], clock.sleep
+    seconds, really_sleep = [], time.sleep
 
     def sleep(duration):
         # A thread that another test has left does not count.
         note = seconds.append if threading.current_thread() is threading.main_thread() else really_sleep
         note(duration)
 
-    monkeypatch.setattr(clock, "monotonic", lambda: sum(seconds))
-    monkeypatch.setattr(clock, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(seconds))
+    monkeypatch.setattr(time, "sleep", sleep)
     return seconds
 
 
@@ -183,5 +185,6 @@ def test_a_rank_waits_for_the_input_that_the_plan_was_made_of(waited, tmp_path, 
     opened = []
     monkeypatch.setattr(stage, "sees_input", lambda: sum(waited) > 5.0)
     monkeypatch.setattr(stage, "open", lambda device: opened.append(sum(waited)) or ToyStage.open(stage, device))
-    with Worker(stage, 0, "cpu", seconds_until_seen=30.0):
-        assert 5.0 < opened[0] < 7.0
+    begin_round(stage, load_plan(stage), 1, RejectLimit("toy", tmp_path, 6, 1.0))
+    work(stage, Rank(0, "node/rank 0", "cpu"))
+    assert 5.0 < opened[0] < 7.0

@@ -149,19 +149,20 @@ class TestErrorsThatEndTheStage:
     @pytest.mark.parametrize("workers", [1, 2])
     @pytest.mark.parametrize("place", ["setup", "process"])
     @pytest.mark.parametrize(
-        ("does", "kind", "codes", "name"),
+        ("does", "kind", "code", "name"),
         [
-            ("config", ConfigError, {"setup": "unknown_name", "process": "unknown_name"}, "'x'"),
-            ("fatal", FatalError, {"setup": "disk", "process": "disk"}, "disk"),
-            ("import", FatalError, {"setup": "setup_failed", "process": "missing_package"}, "'no_such_module_at_all'"),
+            ("config", ConfigError, "unknown_name", "'x'"),
+            ("fatal", FatalError, "disk", "disk"),
+            # Each rank may lack something that others have.
+            ("import", FatalError, "missing_package", "'no_such_module_at_all'"),
         ],
     )
-    def test_are_raised_in_the_driver(self, tmp_path, workers, place, does, kind, codes, name):
+    def test_are_raised_in_the_driver(self, tmp_path, workers, place, does, kind, code, name):
         where = {"setup_does": does} if place == "setup" else {"behaviour": {2: does}}
         stage = ToyStage(tmp_path, **where)
-        with raises(kind, codes[place], name):
+        with raises(kind, code, name):
             run(stage, workers)
-        assert max(stage.attempts().values(), default=0) <= 1
+        assert max(stage.attempts().values(), default=0) <= workers
         assert len(stage.pids()) <= workers
 
     @pytest.mark.parametrize("workers", [1, 2])
@@ -214,7 +215,7 @@ class TestProgress:
         assert {index for index, _ in heard.advanced} == {0}
 
     def test_progress_within_a_unit_is_in_its_record_and_never_more_than_its_cost(self, tmp_path):
-        with ProgressWriter(tmp_path / "rank-000.json", 0) as writer:
+        with ProgressWriter(tmp_path / "rank-a.json", 0, "node/rank 0", "a", 0.01) as writer:
             writer.begin(7, None)
             writer.advance(1.5)
             assert writer.record.unit_cost_done == 1.5
@@ -232,9 +233,8 @@ class TestProgress:
         run(stage)
         assert [rank.rank for rank in read_progress(stage.dir.progress)] == [0]
 
-    def test_a_long_unit_gives_signs_of_life(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("sharmill.engine.progress.INTERVAL_SECONDS", 0.01)
-        with ProgressWriter(tmp_path / "rank-000.json", 0) as writer:
+    def test_a_long_unit_gives_signs_of_life(self, tmp_path):
+        with ProgressWriter(tmp_path / "rank-a.json", 0, "node/rank 0", "a", 0.01) as writer:
             writer.begin(7, None)
             (first,) = read_progress(tmp_path)
             wait_until(lambda: read_progress(tmp_path)[0].unit == 7)
@@ -243,8 +243,8 @@ class TestProgress:
         assert last.ended
 
     def test_an_empty_record_is_passed_over(self, tmp_path):
-        with ProgressWriter(tmp_path / "rank-001.json", 1):
-            (tmp_path / "rank-000.json").touch()
+        with ProgressWriter(tmp_path / "rank-b.json", 1, "node/rank 1", "b"):
+            (tmp_path / "rank-a.json").touch()
             assert [rank.rank for rank in read_progress(tmp_path)] == [1]
 
     def test_level_and_handlers_of_the_log_are_put_back(self, tmp_path):
@@ -304,7 +304,7 @@ class TestAtomic:
 
 
 def test_engine_imports_no_stage_no_audio_and_no_torch():
-    code = "import sys, sharmill.engine.run, sharmill.executors.local.executor\n"
+    code = "import sys, sharmill.engine.run, sharmill.executors.local\n"
     code += "print(*sorted(name for name in sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"torch", "soundfile", "lhotse", "librosa", "nemo", "ray", "sharmill.audio.files"}.isdisjoint(loaded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,6 @@ from support.toy_stage import output_bytes, run
 
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.errors import DeviceError, FatalError
-from sharmill.ports import process
 from sharmill.staging import STAGING_NAME, Staging, remove_dead_attempts, token_staging
 
 
@@ -48,7 +48,7 @@ def test_units_are_written_there_and_the_bytes_are_the_same(tmp_path, scratch):
 def test_where_it_is_full_for_all_ranks_it_is_named_and_left_empty(tmp_path, scratch, workers):
     stage = make_stage(tmp_path)
     stage.full = 2
-    host, full = process.gethostname(), f"cannot write {scratch}/sharmill-rank-"
+    host, full = socket.gethostname(), f"cannot write {scratch}/sharmill-rank-"
     with raises(DeviceError, "disk", full, f"on {host}: No space left on device", "make room") as caught:
         run(stage, workers)
     assert caught.value.place == host
@@ -79,7 +79,7 @@ def test_one_in_which_nothing_can_be_made_is_an_error_of_its_node(tmp_path, scra
     monkeypatch.setattr(Path, "mkdir", refuse)
     with raises(DeviceError, "disk", f"cannot write {scratch}/", os.strerror(number)) as caught:
         run(make_stage(tmp_path))
-    assert caught.value.place == process.gethostname()
+    assert caught.value.place == socket.gethostname()
 
 
 def test_a_full_disk_of_all_nodes_ends_the_stage(tmp_path):
@@ -92,13 +92,13 @@ def test_a_full_disk_of_all_nodes_ends_the_stage(tmp_path):
 
 @pytest.mark.parametrize("name", ["$NO_SUCH_VARIABLE", "/no/such/folder", "relative"])
 def test_one_that_is_not_there_is_named(tmp_path, name):
-    with raises(DeviceError, "disk", f"executor.scratch {name} is no folder on {process.gethostname()}"):
+    with raises(DeviceError, "disk", f"executor.scratch {name} is no folder on {socket.gethostname()}"):
         run(make_stage(tmp_path, scratch=name))
 
 
 def name_of(pid: int, number: int = 0x123) -> str:
     """Returns the name of the folder of a process that is or was here."""
-    with mock.patch.object(process, "getpid", return_value=pid):
+    with mock.patch.object(os, "getpid", return_value=pid):
         begin, _, _ = Staging(Path(), "0" * 16).folder.name.rpartition("-")
     return f"{begin}-{number:x}"
 
@@ -109,8 +109,11 @@ def test_what_killed_ranks_left_there_goes_and_what_is_at_work_stays(tmp_path, s
     gone, alive = (scratch / f"sharmill-{name_of(pid)}" for pid in (ended.pid, os.getpid()))
     others = [alive]
     # In a container with the same host name, the number of a process that is at work may be none here.
-    for port, name in (("gethostname", "other-host"), ("this_kernel", "the same boot/another PID namespace")):
-        with mock.patch.object(process, port, return_value=name):
+    for place, name in (
+        ("socket.gethostname", "other-host"),
+        ("sharmill.staging.this_kernel", "the same boot/another PID namespace"),
+    ):
+        with mock.patch(place, return_value=name):
             others.append(scratch / f"sharmill-{name_of(ended.pid)}")
     for folder in (gone, *others):
         (folder / "inside").mkdir(parents=True)

@@ -11,7 +11,7 @@ from support import models
 from support.errors import raises
 from support.models import make_audio
 
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import ConfigError, FatalError, UnitFailed
 from sharmill.models import Codec, load_codec
 from sharmill.models.nemo_checkpoint import quiet_nemo
 
@@ -179,10 +179,10 @@ def test_loading_leaves_the_random_state_alone(checkpoints):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_indices_outside_the_codebook_are_fatal(checkpoints):
+def test_indices_outside_the_codebook_fail_their_unit(checkpoints):
     codec = load_codec(f"nemo:{checkpoints['nemo_codec']}")
     codec.codebook_size = 5
-    with raises(FatalError, "bad_codes", "5"):
+    with raises(UnitFailed, "bad_codes", "5"):
         codec.encode(*make_audio([3200]))
 
 

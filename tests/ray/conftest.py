@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.ray_node import LOOPBACK, NODE
+from support.ray_cluster import patiently
+from support.ray_node import NODE
 from support.toy_stage import RecordingListener, is_running, wait_until
-from tenacity import Retrying, stop_after_attempt
 
 from sharmill.engine.run import locked, run_stage
 from sharmill.executors.ray.executor import RayExecutor
-
-
-def patiently(start, **options):
-    """Starts a node anew where it does not come up within the 30 s that Ray gives it: the machine may be busy."""
-    return Retrying(stop=stop_after_attempt(3), reraise=True)(start, **options)
 
 
 def pytest_collection_modifyitems(items):
@@ -31,31 +24,6 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.ray)
         if find_spec("ray") is None:
             item.add_marker(pytest.mark.skip(reason="ray is not installed: pip install 'sharmill[ray]'"))
-
-
-@pytest.fixture(scope="session")
-def ray_folder():
-    """Ray's files; its sockets lie there, and the names of sockets must be short."""
-    folder = Path(tempfile.mkdtemp(prefix="sr-", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def cluster(ray_folder):
-    """A cluster with one node of two CPUs; tests may add nodes and remove what they have added."""
-    before = dict(os.environ)
-    os.environ.update(LOOPBACK, RAY_TMPDIR=str(ray_folder))
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = patiently(Cluster, initialize_head=True, head_node_args=NODE | {"num_cpus": 2})
-    os.environ["RAY_ADDRESS"] = cluster.address
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture

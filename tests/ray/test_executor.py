@@ -71,7 +71,7 @@ class TestRanks:
         ranks = logs["rank-000.log"] + logs["rank-001.log"]
         assert ranks.count("the last words") == 3
         assert "from native code" in ranks
-        assert "unit 2 failed 3 times" in logs["driver.log"]
+        assert "unit 2 failed, attempt 3: " in logs["driver.log"]
 
     def test_only_what_is_missing_is_done(self, tmp_path, on_ray, whole):
         stage = ToyStage(tmp_path, behaviour={2: "raise"})
@@ -120,7 +120,7 @@ class TestFailures:
         result, heard = on_ray(stage, 2)
         assert list(result.failures) == [2]
         message = result.failures[2].message
-        assert message.startswith("the actor died: its worker process has died")
+        assert message.startswith("the rank process ")
         assert "; its log is " in message
         assert sorted(heard.done) == [0, 1, 3, 4, 5]
         assert stage.attempts()[2] == 3
@@ -131,7 +131,9 @@ class TestFailures:
         result, heard = on_ray(stage, 2)
         assert result.failures[1].message == "ValueError: a bad day with two lines"
         assert 'raise ValueError(argument or "a bad day' in result.failures[1].traceback
-        assert heard.failed[1][1] == stage.attempts()[1] == 3
+        # One more where the second slot joins when the first has tried three times.
+        assert heard.failed[1][1] == stage.attempts()[1]
+        assert stage.attempts()[1] in (3, 4)
         assert sorted(heard.done) == [0, 2, 3, 4, 5]
 
     def test_a_commit_that_nobody_heard_of_is_not_lost(self, tmp_path, on_ray, whole):
@@ -159,7 +161,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("stage_class", [ToyStage, Unloadable])
     def test_actors_that_never_start_end_the_stage(self, tmp_path, on_ray, stage_class):
-        with raises(FatalError, "no_ranks", "sharmill"):
+        with raises(FatalError, "no_ranks"):
             on_ray(stage_class(tmp_path, setup_does="kill"), 2)
 
     def test_an_actor_that_dies_at_its_start_is_replaced(self, tmp_path, on_ray):

@@ -19,7 +19,7 @@ from support.toy_stage import wait_until
 
 from sharmill.engine.locks import lock_owner
 from sharmill.executors.ray.node import free_port
-from sharmill.ports.process import is_gone
+from sharmill.processes import is_gone
 
 
 def run_to_end(command: list, **options) -> subprocess.CompletedProcess[str]:

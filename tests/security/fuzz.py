@@ -40,7 +40,7 @@ from sharmill.config import Config, load_config, to_yaml
 from sharmill.engine.listener import Listener
 from sharmill.engine.progress import RankProgress
 from sharmill.errors import RejectRecord, SharmillError
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.manifest import Utterance
 from sharmill.pipeline import make_stages, run_dataset
 from sharmill.prepare.check import parse_record

@@ -26,7 +26,7 @@ from sharmill.config import to_yaml
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.errors import FatalError, RejectRecord
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.executors.logs import logging_to, printable
 from sharmill.manifest import Segment
 from sharmill.match.stage import matched_manifest

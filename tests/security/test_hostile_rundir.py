@@ -20,7 +20,7 @@ from sharmill.engine.locks import LOCK_NAME, FolderLock
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import load_stored_array, map_stored_array, read_stored, read_stored_lines
 from sharmill.errors import ConfigError, SharmillError
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.executors.logs import one_line, printable
 from sharmill.executors.slurm.queue import job_comment
 from sharmill.manifest import read_lines_at, records_checksum

@@ -14,7 +14,7 @@ from sharmill.config.references import References
 from sharmill.demo.corpus import make_corpus
 from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.pipeline import run_dataset
 from sharmill.storage import make_private_folder
 

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.toy_cluster import SleepyStage, ToyChain, ToyDataset, cancel_all, make_profile
+from support.toy_cluster import ToyChain, ToyDataset, cancel_all, make_profile, why_no_cluster
+from support.toy_stage import SleepyStage
 
 from sharmill.engine.rundir import RunDir
 from sharmill.executors.slurm.profile import ClusterProfile
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = _why_not()
+    reason = why_no_cluster()
     for item in items:
         if Path(__file__).parent in item.path.parents and item.get_closest_marker("slurm") and reason:
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _why_not() -> str:
-    if shutil.which("sbatch") is None:
-        return "there is no SLURM here: sbatch is not installed"
-    pinged = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, check=False, timeout=60)
-    if pinged.returncode != 0 or "is UP" not in pinged.stdout:
-        return f"SLURM's controller does not answer: {' '.join((pinged.stdout + pinged.stderr).split())}"
-    shown = subprocess.run(["sinfo", "--noheader", "--format=%P"], capture_output=True, text=True, check=False)
-    if not {"cpu*", "scavenge", "gpu"} <= set(shown.stdout.split()):
-        return "this is not the test cluster: it lacks the partitions cpu, scavenge and gpu"
-    return ""
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from support.paths import SHARED
 from support.toy_cluster import SETUP, assert_same_as_local, make_profile, running_ranks, slurm
 from support.toy_stage import wait_until
 
-from sharmill.engine.attempts import Attempts
+from sharmill.engine.attempts import Attempts, describe_slots_out
 from sharmill.engine.run import locked
 from sharmill.executors.slurm.chain_state import read_state, wait_for_end
 from sharmill.executors.slurm.profile import StageProfile, StageProfiles
 from sharmill.executors.slurm.queue import outside_own_job, queued_jobs
-from sharmill.ports.process import is_gone
+from sharmill.processes import is_gone
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -101,10 +101,10 @@ def test_a_rank_told_to_leave_comes_back_without_stale_state(make_chain, tmp_pat
     chain.stage.mark("go")
     assert wait_for_end(chain.run_dir).state == "done"
     assert_same_as_local(chain, tmp_path)
+    assert describe_slots_out(chain.stage.dir) == []
     attempts = Attempts(chain.stage.dir.attempts)
-    assert attempts.setup_error == ""
-    assert attempts.errors == {}
-    assert set(attempts.counts.values()) == {1}
+    attempts.look()
+    assert [attempts.num_failures(unit) for unit in range(4)] == [0] * 4
     assert chain.stage.redone() == (0 if where == "setup" else 1)
 
 

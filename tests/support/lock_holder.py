@@ -6,12 +6,12 @@ HOST is ``here``, or any other name: then the process does as if it ran under an
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
 from sharmill.engine import locks
 from sharmill.errors import SharmillError
-from sharmill.ports import process
 
 
 def take_turns(folder: Path, lease_seconds: float, turns: int) -> None:
@@ -26,8 +26,8 @@ def take_turns(folder: Path, lease_seconds: float, turns: int) -> None:
 def main() -> None:
     folder, lease_seconds, host, turns = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     if host != "here":
-        process.this_kernel = lambda: host
-        process.gethostname = lambda: host
+        locks.this_kernel = lambda: host
+        socket.gethostname = lambda: host
     locks._POLL_SECONDS = 0.002 if turns else 0.05
     try:
         if turns:

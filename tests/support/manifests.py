@@ -14,7 +14,7 @@ from sharmill.config import Config, to_config
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.run import run_stage
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.manifest import Utterance
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
 

@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 from sharmill.errors import SharmillError
-from sharmill.ports import process
 from sharmill.shar import open_shar
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
 from support.crash_states import Crash, Recording, State
@@ -148,7 +147,7 @@ _FAST_CLOCK = SimpleNamespace(monotonic=count(0, 20).__next__, time=time.time, s
 def _after_reboot() -> Iterator[None]:
     """Make locks of before those of another kernel."""
     with (
-        mock.patch.object(process, "this_kernel", return_value="after the reboot"),
-        mock.patch("sharmill.engine.locks.clock", _FAST_CLOCK),
+        mock.patch("sharmill.engine.locks.this_kernel", return_value="after the reboot"),
+        mock.patch("sharmill.engine.locks.time", _FAST_CLOCK),
     ):
         yield

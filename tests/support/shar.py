@@ -23,7 +23,7 @@ from sharmill.encode.stage import EncodeStage
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.run import run_stage
 from sharmill.engine.stage import Stage
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.manifest import Context, Utterance
 from sharmill.match.stage import matched_manifest
 from sharmill.prepare.stage import PrepareStage, prepared_manifest

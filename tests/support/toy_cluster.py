@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,33 +25,10 @@ from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import queued_jobs, scancel
 from sharmill.staging import Staging
 from support.paths import SHARED
-from support.toy_stage import ToyStage, output_bytes, run, wait_until
+from support.toy_stage import SleepyStage, output_bytes, run, wait_until
 
 KILL_NODE = SHARED / "slurm" / "kill_node.sh"
 SETUP = [f"export PYTHONPATH={os.environ['PYTHONPATH']}", "export OMP_NUM_THREADS=1"]
-
-
-class SleepyStage(ToyStage):
-    """Takes its time over every unit."""
-
-    def __init__(self, *arguments: Any, seconds: float = 0.0, uses_gpu: bool = False, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.seconds = seconds
-        self.uses_gpu = uses_gpu  # type: ignore[misc]
-
-    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        self.mark("begun", str(unit.index))
-        if not (self.marks / "hurry").exists():
-            time.sleep(self.seconds)
-        return super().work(unit, staging, advance)
-
-    def begun(self) -> Counter[int]:
-        """How often each unit was begun."""
-        return Counter(int(line) for line in self.marked("begun"))
-
-    def redone(self) -> int:
-        """How many attempts there were beyond one a unit."""
-        return sum(self.begun().values()) - len(self.begun())
 
 
 class UnevenStage(SleepyStage):
@@ -139,6 +116,19 @@ class ToyChain(JobChain):
 def slurm(*command: Any) -> str:
     """What a SLURM command prints."""
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
+
+
+def why_no_cluster() -> str:
+    """Return why tests that need the test cluster are skipped, or nothing."""
+    if shutil.which("sbatch") is None:
+        return "there is no SLURM here: sbatch is not installed"
+    pinged = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, check=False, timeout=60)
+    if pinged.returncode != 0 or "is UP" not in pinged.stdout:
+        return f"SLURM's controller does not answer: {' '.join((pinged.stdout + pinged.stderr).split())}"
+    shown = subprocess.run(["sinfo", "--noheader", "--format=%P"], capture_output=True, text=True, check=False)
+    if not {"cpu*", "scavenge", "gpu"} <= set(shown.stdout.split()):
+        return "this is not the test cluster: it lacks the partitions cpu, scavenge and gpu"
+    return ""
 
 
 def make_profile(**changes: Any) -> ClusterProfile:

@@ -25,7 +25,7 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, DeviceError, FatalError
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.manifest import Reject
 from sharmill.staging import Staging
 
@@ -276,14 +276,6 @@ def _do_meet(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     wait_until(lambda: len(stage.pids()) >= int(argument))
 
 
-def _do_deaf(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    """Closes the pipe to the driver, whichever it is, and goes on."""
-    for entry in list(Path("/proc/self/fd").iterdir()):
-        if int(entry.name) > 2 and entry.exists() and str(entry.readlink()).startswith("socket:"):
-            os.close(int(entry.name))
-    time.sleep(600)
-
-
 def _do_fork_and_die(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     child = os.fork()
     if child == 0:
@@ -291,6 +283,31 @@ def _do_fork_and_die(stage: ToyStage, unit: Unit | None, argument: str) -> None:
         os._exit(0)
     stage.mark("children", str(child))
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SleepyStage(ToyStage):
+    """Takes its time over every unit."""
+
+    lease_seconds = 30.0
+
+    def __init__(self, *arguments: Any, seconds: float = 0.0, uses_gpu: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.seconds = seconds
+        self.uses_gpu = uses_gpu  # type: ignore[misc]
+
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        self.mark("begun", str(unit.index))
+        if not (self.marks / "hurry").exists():
+            time.sleep(self.seconds)
+        return super().work(unit, staging, advance)
+
+    def begun(self) -> Counter[int]:
+        """How often each unit was begun."""
+        return Counter(int(line) for line in self.marked("begun"))
+
+    def redone(self) -> int:
+        """How many attempts there were beyond one a unit."""
+        return sum(self.begun().values()) - len(self.begun())
 
 
 class GpuStage(ToyStage):

@@ -17,7 +17,7 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm.chain_state import ChainState, read_state
 from sharmill.pipeline import make_stages, run_dataset
 from sharmill.staging import STAGING_NAME

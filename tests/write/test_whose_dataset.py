@@ -16,9 +16,8 @@ from support.shar import PitchEncoder, Project, ToyCodec, codec_stages, loading,
 from sharmill.engine.fence import claim_output, make_fence
 from sharmill.engine.listener import Listener
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.rejects import RejectLimit
 from sharmill.errors import ConfigError, FatalError
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm.task import RankTask
 from sharmill.pipeline import run_dataset
 from sharmill.shar.dataset import ShardedDataset
@@ -152,7 +151,7 @@ class TestRestart:
             read_or_make_plan(encode, restart=False)
         claim_output(encode, encode.token)
         make_fence(encode)
-        task = pickle.loads(pickle.dumps(RankTask(encode, 0, [0], "cpu", RejectLimit("encode", encode.dir.path, 5, 1))))
+        task = pickle.loads(pickle.dumps(RankTask(encode, 0, "cpu")))
         assert run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True).ok
         before = snapshot(project.dataset)
         with raises(FatalError, "superseded_plan"):
@@ -169,7 +168,7 @@ class TestRestart:
         write = WriteStage(config)
         read_or_make_plan(write, restart=False)
         make_fence(write)
-        task = pickle.loads(pickle.dumps(RankTask(write, 0, [0], "cpu", RejectLimit("write", write.dir.path, 5, 1))))
+        task = pickle.loads(pickle.dumps(RankTask(write, 0, "cpu")))
         encoder = mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=PitchEncoder())
         with encoder:
             assert run_dataset(config, Listener(), stages=[stage], restart=True, executor=LocalExecutor(1)).ok

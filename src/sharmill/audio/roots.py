@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from errno import ENOENT
@@ -20,7 +21,6 @@ from urllib.parse import unquote
 from sharmill.audio.fetch import copy_of, fetch, is_url, origin, url_below
 from sharmill.errors import ConfigError, DeviceError, RejectRecord
 from sharmill.manifest import Segment
-from sharmill.ports import process
 
 # A part of a URL's path goes up whatever query or parameter is behind it.
 _GOES_UP: Final = re.compile(r"(?:^|[/\\])\.\.(?:[/\\?;#]|$)")
@@ -224,7 +224,7 @@ class AudioRoots:
                 root.check()
             except ConfigError as error:
                 message = f"this node does not see the audio: {error}"
-                raise DeviceError(message, place=f"node {process.gethostname()}", code="unlike_nodes") from error
+                raise DeviceError(message, place=f"node {socket.gethostname()}", code="unlike_nodes") from error
 
     def fetches(self, source: int) -> bool:
         """Return True if a root of a source is a URL."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -11,7 +12,7 @@ import click
 from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import OK
 from sharmill.errors import ConfigError, FatalError
-from sharmill.ports import clock, process
+from sharmill.processes import is_gone, tell_to_end
 
 if TYPE_CHECKING:
     from sharmill.engine.locks import LockOwner
@@ -89,17 +90,17 @@ def _end_owner(run_dir: RunDir, ray_address: str | None, ended_jobs: Sequence[st
         message = f"{owner} is at work in {run_dir.path}, which cannot be ended from here; {how}"
         raise ConfigError(message, code="locked")
     try:
-        process.tell_to_end(owner.pid)
+        tell_to_end(owner.pid)
     except PermissionError as error:
         raise ConfigError(f"{owner} is another user's; ask them to run this", code="locked") from error
-    deadline = clock.monotonic() + _SECONDS_TO_END
+    deadline = time.monotonic() + _SECONDS_TO_END
     while lock_owner(run_dir.path) == owner and not _is_gone(owner):
-        if clock.monotonic() > deadline:
+        if time.monotonic() > deadline:
             raise FatalError(f"{owner} has not ended within {_SECONDS_TO_END:.0f} s of being told to", code="locked")
-        clock.sleep(0.1)
+        time.sleep(0.1)
     return str(owner)
 
 
 def _is_gone(owner: LockOwner) -> bool:
     """Return whether it was a process of this machine, which has ended."""
-    return owner.is_here and process.is_gone(owner.pid, owner.started)
+    return owner.is_here and is_gone(owner.pid, owner.started)

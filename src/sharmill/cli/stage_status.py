@@ -20,7 +20,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Unit
 from sharmill.pipeline import config_of_run, make_stages
-from sharmill.ports import clock
+from sharmill.storage import time_of_folder
 
 # Of ranks and of units.
 _SLOWEST = 3
@@ -130,7 +130,7 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
         rejects.update(commit.rejects)
     failed = {error.index for error in read_failures(stage)} - set(commits)
     ranks = [] if totals else [rank for rank in read_progress(stage.dir.progress) if not rank.ended]
-    now = clock.of_folder(stage.dir.path)
+    now = time_of_folder(stage.dir.path)
     alive = [rank for rank in ranks if not rank.is_silent(now)]
     pace = _pace(units, commits)
     overdue = _overdue_units(units, alive, pace, now)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _REMOVED_KEYS: Final = {
     "encode.compile": "codecs run as they are; leave the key out",
     "executor.mixed_versions": "restore the versions that the stage was begun with, or begin it anew with --restart",
+    "executor.mixed_devices": "a stage keeps to the kind of device that it was begun on; leave the key out",
     "submit_ahead": "leave the key out; the jobs of a stage are submitted when it is planned",
     "metrics.tensorboard": "set metrics.wandb_project, or look at sharmill status RUN_DIR --json or --prometheus FILE",
 }

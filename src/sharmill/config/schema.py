@@ -258,13 +258,10 @@ class ExecutorConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of match and encode. ``auto``: a GPU for each rank where there are any; a job that was given GPUs and
     finds none is refused. ``cuda``: GPUs or nothing; on Ray, wait for GPU nodes. ``cpu``: no GPU is touched."""
-    mixed_devices: bool = False
-    """Let ranks on different kinds of device work on one stage, on SLURM too: CPU and GPU, or two types of GPU. Their
-    embeddings and codes are not the same to the bit, so that by default a stage keeps to the kind that it began on."""
     unit_time_limit: float | Literal["auto"] | None = "auto"
     """Seconds that an attempt at a unit may take, on SLURM too; a rank that takes longer is ended with a traceback in
-    its log and replaced, and the unit is tried again after all others, three times in all. ``auto``: ten seconds for
-    each second of audio or record of the unit, and an hour at least. ``null``: no limit, as for a debugger."""
+    its log and replaced, and the attempt has failed. ``auto``: ten seconds for each second of audio or record of the
+    unit, and an hour at least. ``null``: no limit, as for a debugger."""
     scratch: str | None = None
     """Folder on a disk of each node, such as ``$TMPDIR`` (its value on the node counts): there ranks write the files of
     a unit, on SLURM too, before they copy them beside the dataset. ``null``: they write beside it at once."""

@@ -28,6 +28,7 @@ from sharmill.prefetch import prefetch
 from sharmill.shar.arrays import codes_dtype, num_frames
 from sharmill.shar.items import Item
 
+_MOST_NAMED: Final = 3
 # What a user can do with segments that no batch size helps.
 TOO_LONG_ADVICE: Final = f"all other units go on, and {ELSEWHERE}"
 
@@ -126,6 +127,10 @@ class CodecBatches:
                 # The dataset has its cut already, and every cut has codes: it cannot be left out any more.
                 why = f"the segment {items[batch.items[0]].cut_id}: {reject.detail}; {TOO_LONG_ADVICE}"
                 raise UnitFailed(why, code="out_of_memory") from reject
+            except UnitFailed as error:
+                named = ", ".join(items[index].cut_id for index in batch.items[:_MOST_NAMED])
+                more = f" and {len(batch.items) - _MOST_NAMED} more" if len(batch.items) > _MOST_NAMED else ""
+                raise UnitFailed(f"{error} (segments {named}{more})", code=error.code) from error
             # Rows beyond the items are silence.
             for index, row in zip(batch.items, codes, strict=False):
                 results[index] = np.ascontiguousarray(row[:, : frames[index]].astype(dtype))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
-
-from sharmill.ports import clock
 
 _seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -18,11 +17,11 @@ def spent_on(delay: Literal["decoding", "model", "disk"]) -> Iterator[None]:
 
     For the one thread that does the units: what runs ahead beside it delays nothing.
     """
-    started = clock.monotonic()
+    started = time.monotonic()
     try:
         yield
     finally:
-        _seconds[delay] += clock.monotonic() - started
+        _seconds[delay] += time.monotonic() - started
 
 
 def take_delays() -> dict[str, float]:

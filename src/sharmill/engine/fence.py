@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import socket
+import time
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -25,7 +27,6 @@ from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import NOT_JSON, decode_stored, read_stored
 from sharmill.errors import ConfigError, FatalError
-from sharmill.ports import clock, process
 from sharmill.processes import user_name
 from sharmill.staging import STAGING_NAME, token_staging
 from sharmill.storage import (
@@ -79,7 +80,7 @@ def make_fence(stage: Stage) -> None:
         remove_at_once(paths.ranks_of(token))
     remove_asides(paths.path / "ranks")
     rejects = paths.unit_rejects(0).parent
-    for folder in (paths.ledger, paths.attempts, paths.taken, paths.progress, paths.metrics, rejects, paths.logs):
+    for folder in (paths.ledger, paths.attempts, paths.claims, paths.progress, paths.metrics, rejects, paths.logs):
         make_folder(folder)
     for folder in (token_staging(stage.root, stage.token), *(stage.root / name for name in stage.folders)):
         make_folder(folder)
@@ -293,8 +294,8 @@ def _make_run_claim(run_dir: RunDir, root: Path) -> str:
 
 
 def _claim_text(run_dir: RunDir, token: str) -> bytes:
-    since = datetime.fromtimestamp(clock.time(), UTC).isoformat(timespec="seconds")
-    host, run = process.gethostname(), run_dir.path.resolve()
+    since = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
+    host, run = socket.gethostname(), run_dir.path.resolve()
     device = run.parent.stat().st_dev
     claim = Claim(token=token, run=str(run), host=host, user=user_name(), since=since, device=device)
     return msgspec.json.encode(claim) + b"\n"
@@ -379,7 +380,7 @@ def _refuse_claim(path: Path, own: Container[str]) -> None:
 
 def _was_removed(claim: Claim) -> bool:
     """Return True if a claim's run directory was removed here by this user, rather than being out of sight."""
-    is_own = claim.host == process.gethostname() and claim.user == user_name() and _TOKEN.fullmatch(claim.token)
+    is_own = claim.host == socket.gethostname() and claim.user == user_name() and _TOKEN.fullmatch(claim.token)
     if is_own and _is_missing(claim):
         with suppress(OSError):
             # A file system that is not mounted leaves an empty folder of another one.

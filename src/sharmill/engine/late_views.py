@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from sharmill.engine.attempts import MAX_ATTEMPTS, Attempts
+from sharmill.engine.attempts import Attempts
 from sharmill.engine.ledger import find_outstanding, read_ledger
 from sharmill.engine.outcomes import Finished
 from sharmill.engine.patience import Patience
@@ -19,7 +19,7 @@ def wait_for_plan(stage: Stage, patience: Patience) -> None:
     """Wait until this node sees the stage's plan and the folders that ranks write to; the caller looks at them."""
     paths = stage.dir
     folders = (
-        *(paths.ledger, paths.attempts, paths.taken, paths.progress, paths.metrics, paths.unit_rejects(0).parent),
+        *(paths.ledger, paths.attempts, paths.claims, paths.progress, paths.metrics, paths.unit_rejects(0).parent),
         *(token_staging(stage.root, stage.token), *(stage.root / name for name in stage.folders)),
     )
     patience.wait_until(
@@ -81,6 +81,7 @@ def _is_finished(stage: Stage) -> bool:
 def _have_ranks_ended(stage: Stage) -> bool:
     """Return True if each unit is done, or given up: of ranks that were killed nothing more is to be seen."""
     attempts = Attempts(stage.dir.attempts)
+    attempts.look()
     units = load_plan(stage)
     _, missing = find_outstanding(stage, units, read_ledger(stage.dir, units), check=units)
-    return bool(attempts.stopped) or all(attempts.counts[unit.index] >= MAX_ATTEMPTS for unit in missing)
+    return attempts.stopped() is not None or all(attempts.is_given_up(unit.index, ()) for unit in missing)

@@ -81,7 +81,7 @@ def iterate_ledger(paths: StageDir, ids: Mapping[int, str] | None = None) -> Ite
     paths = paths.of_present_plan()
     for path in sorted(paths.ledger.glob("*.jsonl")):
         for line in read_stored_lines(path):
-            commit = _decode(path, line)
+            commit = decode_commit(path, line)
             if commit is None or commit.token != paths.token:
                 continue
             if ids is None or ids.get(commit.index) == commit.id:
@@ -114,7 +114,7 @@ def revoke(stage: Stage, indices: Collection[int]) -> None:
         kept, num_lines = list[bytes](), 0
         for line in read_stored_lines(path):
             num_lines += 1
-            if (found := _decode(path, line)) is not None and found.id not in ids:
+            if (found := decode_commit(path, line)) is not None and found.id not in ids:
                 kept.append(line)
         if len(kept) < num_lines:
             write_atomic(path, b"".join(kept))
@@ -129,7 +129,8 @@ def read_revoked(stage: Stage) -> dict[int, Commit]:
     return {commit.index: commit for commit in commits}
 
 
-def _decode(path: Path, line: bytes) -> Commit | None:
+def decode_commit(path: Path, line: bytes) -> Commit | None:
+    """Return the commit record in a line of the ledger; None for one that is incomplete or damaged."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -19,6 +19,9 @@ import json
 import logging
 import os
 import shutil
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,8 +35,7 @@ import msgspec
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from sharmill.errors import ConfigError, FatalError
-from sharmill.ports import clock, process
-from sharmill.processes import user_name
+from sharmill.processes import interrupt, is_gone, state_and_start, this_kernel, user_name
 from sharmill.storage import open_regular, stopping_errors
 
 log = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ class LockOwner(msgspec.Struct, kw_only=True):
     @property
     def is_here(self) -> bool:
         """True for a process under the same kernel as this, which may have ended."""
-        return self.kernel == process.this_kernel()
+        return self.kernel == this_kernel()
 
     def __str__(self) -> str:
         job = f" ({self.job})" if self.job else ""
@@ -152,8 +154,8 @@ class FolderLock:
         self._last_sign_at = 0.0
         self._is_alive = False
         self._is_lost = False
-        self._leave = process.Event()
-        self._toucher = process.Thread(target=self._keep_touching, name="sharmill-lock", daemon=True)
+        self._leave = threading.Event()
+        self._toucher = threading.Thread(target=self._keep_touching, name="sharmill-lock", daemon=True)
 
     def __enter__(self) -> None:
         with stopping_errors(self.path):
@@ -185,23 +187,23 @@ class FolderLock:
             log.info("%s", error)  # what has ended the work is to be raised
 
     def _wait_and_enter(self) -> None:
-        began = clock.monotonic()
+        began = time.monotonic()
         while True:
             seen = _Seen.read(self.path, self._lease_seconds)
             if seen is None:
                 if self._enter():
                     return
                 longest = min(self._wait_seconds, _MOST_SECONDS_WITHOUT_OWNER)
-                enough = clock.monotonic() > began + max(longest, _SECONDS_WITHOUT_OWNER)
+                enough = time.monotonic() > began + max(longest, _SECONDS_WITHOUT_OWNER)
             elif self._is_dead(seen):
                 log.info("%s: its owner has ended: %s", self.path, seen.owner)
                 seen.file.unlink(missing_ok=True)
                 continue
             else:
-                enough = self._is_alive and clock.monotonic() >= began + self._wait_seconds
+                enough = self._is_alive and time.monotonic() >= began + self._wait_seconds
             if enough:
                 raise ConfigError(self._describe(seen), code="locked")
-            clock.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def _enter(self) -> bool:
         """Return False if another process was faster."""
@@ -236,9 +238,9 @@ class FolderLock:
 
     def _is_dead(self, seen: _Seen) -> bool:
         if seen.owner.is_here:
-            self._is_alive = not process.is_gone(seen.owner.pid, seen.owner.started)
+            self._is_alive = not is_gone(seen.owner.pid, seen.owner.started)
             return not self._is_alive
-        sign, now = (seen.file, seen.touched), clock.monotonic()
+        sign, now = (seen.file, seen.touched), time.monotonic()
         if sign != self._last_sign or seen.is_locked:
             was_touched = self._last_sign is not None and self._last_sign[0] == seen.file
             self._is_alive = seen.is_locked or was_touched
@@ -264,7 +266,7 @@ class FolderLock:
                     return
                 self._is_lost = True
                 log.error("%s is gone: this process ends, since another one may be at work", self._file)
-                process.interrupt()
+                interrupt()
                 return
             except OSError as error:
                 log.warning("cannot touch %s: %s; trying again", self._file, error)
@@ -311,18 +313,18 @@ def _warn_without_flock(folder: Path, lease_seconds: float) -> None:
 
 def _describe_this_process(lease_seconds: float) -> LockOwner:
     job = ""
-    if "SLURM_JOB_ID" in process.environ:
-        job = SLURM_JOB + process.environ["SLURM_JOB_ID"]
-    elif "RAY_JOB_CONFIG_JSON_ENV_VAR" in process.environ:
-        metadata = json.loads(process.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]).get("metadata", {})
+    if "SLURM_JOB_ID" in os.environ:
+        job = SLURM_JOB + os.environ["SLURM_JOB_ID"]
+    elif "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        metadata = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]).get("metadata", {})
         job = f"{RAY_JOB}{metadata.get('job_submission_id')}"
     return LockOwner(
-        host=process.gethostname(),
-        pid=process.getpid(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
         user=user_name(),
         job=job,
-        since=datetime.fromtimestamp(clock.time(), UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        kernel=process.this_kernel(),
-        started=process.state_and_start(process.getpid())[1],
+        since=datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        kernel=this_kernel(),
+        started=state_and_start(os.getpid())[1],
         lease_seconds=lease_seconds,
     )

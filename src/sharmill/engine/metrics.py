@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 
 from sharmill.config import MetricsConfig
 from sharmill.engine.unit import Commit, Unit
-from sharmill.ports import clock
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class MetricsLog:
     def __init__(
         self, config: MetricsConfig, stage_name: str, folder: Path, rank: int, *, timeout: float = 30.0
     ) -> None:
-        self._started = clock.monotonic()
+        self._started = time.monotonic()
         self._units, self._audio_seconds, self._rejects = 0, 0.0, 0
         self._run: Any = None
         if config.wandb_project:
@@ -52,7 +52,7 @@ class MetricsLog:
         if self._run is not None:
             values = {
                 "audio_hours": self._audio_seconds / 3600,
-                "audio_hours_per_hour": self._audio_seconds / max(clock.monotonic() - self._started, 1e-6),
+                "audio_hours_per_hour": self._audio_seconds / max(time.monotonic() - self._started, 1e-6),
                 "unit_seconds": commit.seconds,
                 "rejects": float(self._rejects),
             }

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections.abc import Callable
 from typing import TypeVar
-
-from sharmill.ports import clock
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ class Patience:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._deadline = clock.monotonic() + seconds
+        self._deadline = time.monotonic() + seconds
 
     def wait_until(self, is_seen: Callable[[], bool], what: str) -> bool:
         """Wait until a condition holds; return False, and say in the log what is missing, where time is over."""
@@ -66,8 +65,8 @@ class Patience:
                     raise
 
     def _pause(self, seconds: float) -> bool:
-        left = self._deadline - clock.monotonic()
+        left = self._deadline - time.monotonic()
         if left <= 0:
             return False
-        clock.sleep(min(seconds, left))
+        time.sleep(min(seconds, left))
         return True

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+import socket
+import threading
+import time
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import msgspec
 
 from sharmill.engine.stored import NOT_JSON
 from sharmill.errors import ConfigError
-from sharmill.ports import clock, process
+from sharmill.processes import is_gone, state_and_start, this_kernel
 from sharmill.storage import open_stored, path_aside
 
 INTERVAL_SECONDS = 10.0
@@ -26,7 +29,10 @@ SILENT_SECONDS = 60.0
 
 
 class RankProgress(msgspec.Struct, kw_only=True):
-    """One rank's last sign of life.
+    """The heartbeat of one rank process: the last that it has said of itself.
+
+    ``owner`` is the random id of the process, and ``slot`` the host with its GPU or core. ``ready`` says that it has
+    loaded what it needs.
 
     Times are Unix seconds by the rank's own clock, which may be minutes from others; ``written`` alone is by that of
     the file system, set when the record is read. ``cost_done`` is the cost of the units done, and ``unit_cost_done``
@@ -35,6 +41,8 @@ class RankProgress(msgspec.Struct, kw_only=True):
     """
 
     rank: int
+    slot: str
+    owner: str
     pid: int
     host: str
     started: float
@@ -46,6 +54,7 @@ class RankProgress(msgspec.Struct, kw_only=True):
     cost_done: float = 0.0
     unit_cost_done: float = 0.0
     peak_memory_mb: float = 0.0
+    ready: bool = False
     ended: bool = False
     kernel: str = ""
     process_started: int = 0
@@ -69,9 +78,11 @@ class RankProgress(msgspec.Struct, kw_only=True):
 
         ``now`` is by the clock of the file system, as ``written``.
         """
-        if now - self.written > SILENT_SECONDS:
-            return True
-        return self.kernel == process.this_kernel() and process.is_gone(self.pid, self.process_started)
+        return now - self.written > SILENT_SECONDS or self.is_gone()
+
+    def is_gone(self) -> bool:
+        """Return True if its process was one of this machine and has ended."""
+        return self.kernel == this_kernel() and is_gone(self.pid, self.process_started)
 
 
 _decoder = msgspec.json.Decoder(RankProgress)
@@ -80,20 +91,24 @@ _decoder = msgspec.json.Decoder(RankProgress)
 class ProgressWriter:
     """Keeps ``path`` up to date from a thread of its own, so that a long unit does not look like a dead rank."""
 
-    def __init__(self, path: Path, rank: int) -> None:
-        now = clock.time()
+    def __init__(self, path: Path, rank: int, slot: str, owner: str, interval: float = INTERVAL_SECONDS) -> None:
+        now = time.time()
         self.path = path
+        self.last_beat = time.monotonic()
+        self._interval = interval
         self.record = RankProgress(
             rank=rank,
-            pid=process.getpid(),
-            host=process.gethostname(),
+            slot=slot,
+            owner=owner,
+            pid=os.getpid(),
+            host=socket.gethostname(),
             started=now,
-            kernel=process.this_kernel(),
-            process_started=process.state_and_start(process.getpid())[1],
+            kernel=this_kernel(),
+            process_started=state_and_start(os.getpid())[1],
         )
-        self._stop = process.Event()
-        self._changed = process.Event()
-        self._thread = process.Thread(target=self._keep_writing, name="progress", daemon=True)
+        self._stop = threading.Event()
+        self._changed = threading.Event()
+        self._thread = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
 
     def __enter__(self) -> ProgressWriter:
         self._write()
@@ -108,11 +123,16 @@ class ProgressWriter:
         self.record.ended = True
         self._write()
 
+    def be_ready(self) -> None:
+        """Note that the rank has loaded what it needs."""
+        self.record.ready = True
+        self._changed.set()
+
     def begin(self, unit: int, limit: float | None) -> None:
         """Note that an attempt at a unit begins, which may take ``limit`` seconds."""
         self.record.unit = unit
         self.record.unit_limit = limit
-        self.record.unit_began = clock.time()
+        self.record.unit_began = time.time()
         self._changed.set()
 
     def advance(self, done: float) -> None:
@@ -134,15 +154,16 @@ class ProgressWriter:
 
     def _keep_writing(self) -> None:
         while not self._stop.is_set():
-            self._changed.wait(INTERVAL_SECONDS)
+            self._changed.wait(self._interval)
             self._changed.clear()
             if not self._stop.wait(_LEAST_INTERVAL_SECONDS):
                 self._write()
 
     def _write(self) -> None:
-        self.record.updated = clock.time()
+        self.record.updated = time.time()
         self.record.peak_memory_mb = peak_memory_mb()
-        _write_aside(self.path, self.record)
+        if _write_aside(self.path, self.record):
+            self.last_beat = time.monotonic()
 
 
 def peak_memory_mb() -> float:
@@ -150,36 +171,33 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _write_aside(path: Path, record: RankProgress) -> None:
+def _write_aside(path: Path, record: RankProgress) -> bool:
+    """Write a record, and return True if it could be written."""
     aside = path_aside(path)
     try:
         with aside.open("xb") as stream:
             stream.write(msgspec.json.encode(record))
         aside.replace(path)
     except OSError:
-        # Progress is for people to look at: a full disk is reported by the unit that meets it.
+        # A full disk is reported by the unit that meets it.
         with suppress(OSError):
             aside.unlink(missing_ok=True)
+        return False
+    return True
 
 
-def mark_ended(folder: Path) -> None:
-    """Correct the records of ranks that had no chance to say that they end; to be called when none is left."""
+def mark_ended(folder: Path, owners: Container[str]) -> None:
+    """Correct the records of ranks that had no chance to say that they end."""
     for path, record in _records(folder):
-        if not record.ended:
+        if record.owner in owners and not record.ended:
             record.ended = True
             record.unit = None
             _write_aside(path, record)
 
 
-def forget_progress(folder: Path) -> None:
-    """Remove the records of earlier ranks; those that are still at work write theirs anew."""
-    for path in folder.glob("rank-*.json"):
-        path.unlink(missing_ok=True)
-
-
 def read_progress(folder: Path) -> list[RankProgress]:
     """Return the progress records of all ranks, in the order of the ranks."""
-    return [record for _, record in _records(folder)]
+    return sorted((record for _, record in _records(folder)), key=lambda record: (record.rank, record.started))
 
 
 def _records(folder: Path) -> Iterator[tuple[Path, RankProgress]]:

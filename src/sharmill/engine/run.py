@@ -18,7 +18,6 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
 from sharmill.engine.outcomes import FailedAttempt, Finished, StageResult, Submitted
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.progress import forget_progress
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
@@ -103,7 +102,6 @@ def run_stage(
             pass
         make_fence(stage)
         settle_device_kind(stage, commits.values())
-        forget_progress(stage.dir.progress)
         outcome = executor.run(stage, missing, rejects, listener)
         if isinstance(outcome, Submitted):
             return _end(stage, StageResult(submitted=outcome), listener)

@@ -90,14 +90,19 @@ class StageDir:
         return self.ranks / "attempts"
 
     @property
+    def claims(self) -> Path:
+        """The claims of ranks on units."""
+        return self.ranks / "claims"
+
+    @property
+    def round(self) -> Path:
+        """What the ranks that are at work were started with."""
+        return self.ranks / "round.json"
+
+    @property
     def rounds(self) -> Path:
         """The number of attempts so far, each time that ranks were submitted."""
         return self.ranks / "rounds"
-
-    @property
-    def taken(self) -> Path:
-        """The units that ranks which no driver watches have taken since they were submitted."""
-        return self.ranks / "taken"
 
     @property
     def metrics(self) -> Path:
@@ -141,8 +146,8 @@ class StageDir:
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:03d}.log"
 
-    def rank_progress(self, rank: int) -> Path:
-        return self.progress / f"rank-{rank:03d}.json"
+    def rank_progress(self, owner: str) -> Path:
+        return self.progress / f"rank-{owner}.json"
 
     def unit_rejects(self, index: int) -> Path:
         return self.ranks / "rejects" / f"{index:06d}.jsonl"

@@ -65,9 +65,9 @@ class Stage(ABC):
         token: the token of its plan, once that is read or made; ranks have it from the process that started them.
         metrics: which curves its ranks write.
         references: those of the configuration to the environment, whose values are not to be stored.
-        mixed_devices: ranks on different kinds of device may work on it.
         seconds_until_seen: seconds until every node sees what another has written.
         unit_time_limit: seconds after which an attempt at a unit ends its rank; see ``engine.time_limit.find_limit``.
+        lease_seconds: a rank is taken for dead when its heartbeat has not been seen for so long.
         scratch: a folder of each machine in which ranks write before they publish, or None.
         replaces_root: begun anew, it removes all of ``root`` that stages of this and of other runs have published.
         uses_gpu: one rank per visible GPU where there are any.
@@ -83,8 +83,8 @@ class Stage(ABC):
     token: str = ""
     metrics: MetricsConfig = MetricsConfig()
     references: References = References()
-    mixed_devices: bool = False
     unit_time_limit: float | Literal["auto"] | None = None
+    lease_seconds: float = 120.0
     scratch: str | None = None
     seconds_until_seen: float = 0.0
     uses_gpu: ClassVar[bool] = False

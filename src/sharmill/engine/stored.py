@@ -51,6 +51,26 @@ def read_stored_lines(path: Path) -> Iterator[bytes]:
         yield from iter(partial(stream.readline, _MAX_BYTES), b"")
 
 
+class Tail:
+    """Reads the ``.jsonl`` files of a folder to which processes append, each byte once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._offsets: dict[str, int] = {}
+
+    def lines(self) -> Iterator[tuple[Path, bytes]]:
+        """Yield the complete lines that are new since the last call, with their files."""
+        for path in sorted(self._folder.glob("*.jsonl")):
+            # Opening makes NFS ask the server for the size too.
+            with open_stored(path) as stream:
+                stream.seek(self._offsets.get(path.name, 0))
+                for line in iter(partial(stream.readline, _MAX_BYTES), b""):
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offsets[path.name] = self._offsets.get(path.name, 0) + len(line)
+                    yield path, line
+
+
 def decode_stored(path: Path, data: bytes, kind: type[Decoded]) -> Decoded:
     """Decode JSON that a file of a run directory has.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +17,6 @@ from typing import TypeVar
 from sharmill.engine.delays import spent_on, take_delays
 from sharmill.engine.device_kind import claim_device_kind
 from sharmill.engine.fence import require_current, superseded
-from sharmill.engine.late_views import wait_for_plan
 from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.metrics import MetricsLog
 from sharmill.engine.outcomes import BrokenDevice, FailedAttempt, Overtaken
@@ -25,17 +26,12 @@ from sharmill.engine.stage import Advance, Processor, Stage
 from sharmill.engine.time_limit import ended_after, find_limit
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.errors import REASONS_OF_NODES, ConfigError, DeviceError, FatalError, is_device_error
-from sharmill.ports import clock, process
 from sharmill.staging import Staging
 from sharmill.storage import WRITE_ERRNOS, write_atomic
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-# So often a unit that broke a rank's device is excused. Then it may be the unit that does it, as an index beyond a
-# table does, and its attempts count.
-MAX_BROKEN_DEVICES = 3
 
 _SECONDS_BETWEEN_REPORTS = 1.0
 
@@ -44,9 +40,8 @@ class Worker:
     """One rank: loads the stage once and commits units one after the other.
 
     ``report`` is called about once a second with the cost of the unit in flight that is done so far. ``may_publish``
-    is asked before a unit is published, which another rank may have done as well. ``memory_asked_mb`` is what the
-    rank's job has asked for, to be noted beside what it uses. ``in_driver``: this process directs the run as well.
-    ``seconds_until_seen`` is that of the stage, where the rank is on another node than the driver.
+    is asked before a unit is published, which another rank may have done as well. ``in_driver``: this process directs
+    the run as well.
     """
 
     def __init__(
@@ -54,22 +49,23 @@ class Worker:
         stage: Stage,
         rank: int,
         device: str,
-        report: Callable[[Unit, float], None] | None = None,
-        may_publish: Callable[[Unit], bool] = lambda unit: True,
-        memory_asked_mb: float = 0.0,
+        progress: ProgressWriter,
+        report: Callable[[Unit, float], object],
+        may_publish: Callable[[Unit], bool],
+        *,
         in_driver: bool = False,
-        seconds_until_seen: float = 0.0,
     ) -> None:
         self.stage = stage
         self.rank = rank
         self.device = device
         self._report = report
         self._may_publish = may_publish
-        self._memory_asked_mb = memory_asked_mb
+        asked = os.environ.get("SLURM_MEM_PER_NODE", "")
+        self._memory_asked_mb = float(asked) if asked.isdecimal() else 0.0
         self._in_driver = in_driver
-        self._patience = Patience(seconds_until_seen)
+        self._patience = Patience(stage.seconds_until_seen)
         self._ledger = LedgerWriter(stage.dir.ledger)
-        self._progress = ProgressWriter(stage.dir.rank_progress(rank), rank)
+        self._progress = progress
         self._staging = Staging(stage.root, stage.token, scratch_folder(stage.scratch))
         self._closing = ExitStack()
 
@@ -81,29 +77,22 @@ class Worker:
             ConfigError, FatalError: it cannot be loaded, or the plan is not the present one; other ranks would fare no
                 better.
         """
-        wait_for_plan(self.stage, self._patience)
-        require_current(self.stage)
-        started = clock.monotonic()
+        started = time.monotonic()
         with ExitStack() as stack:
             stack.enter_context(self._staging)
-            stack.enter_context(self._progress)
             self._processor = stack.enter_context(closing(self._open()))
             self._keep_to_one_kind()
             self._metrics = MetricsLog(self.stage.metrics, self.stage.name, self.stage.dir.metrics, self.rank)
             stack.callback(self._metrics.close)
             self._closing = stack.pop_all()
         log.info("rank %d is ready for %s on %s after %.1f s", self.rank, self.stage.name, self.device,
-                 clock.monotonic() - started)  # fmt: skip
+                 time.monotonic() - started)  # fmt: skip
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._closing.close()
-
-    def note_end(self) -> None:
-        """Note that this rank ends, for one that ends in the middle of a unit."""
-        self._progress.__exit__()
 
     def _open(self) -> Processor:
         try:
@@ -114,6 +103,8 @@ class Worker:
             raise self._device_error(str(error), error.code, error.place) from error
         except (ConfigError, FatalError):
             raise
+        except ImportError as error:
+            raise self._missing_package(error) from error
         except (Exception, SystemExit) as error:
             log.warning("rank %d cannot be set up", self.rank, exc_info=True)
             # What torch says of a device is a RuntimeError; whether the device or the model is to blame, the other
@@ -126,20 +117,24 @@ class Worker:
                 code="setup_failed",
             ) from error
 
+    def _missing_package(self, error: ImportError) -> FatalError:
+        message = f"{self.stage.name}: what every unit needs is not installed on {socket.gethostname()}"
+        return FatalError(f"{message}: {_one_line(error)}", code="missing_package")
+
     def _keep_to_one_kind(self) -> None:
         kind = self._processor.device_kind
-        if not kind or self.stage.mixed_devices:
+        if not kind:
             return
         if (first := claim_device_kind(self.stage, kind)) != kind:
             reason = (
                 f"the stage keeps to the kind of device of its beginning, {first}, and this is {kind}, whose output "
-                "has other bits: run it there, begin it anew with --restart, or set executor.mixed_devices=true"
+                "has other bits: run it there, or begin it anew with --restart"
             )
             raise self._device_error(reason, code="other_device")
 
     def _device_error(self, reason: str, code: str | None = None, place: str = "") -> DeviceError:
-        device = "the CPU" if self.device == "cpu" else f"GPU {process.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
-        place = place or f"{device} of {process.gethostname()}"
+        device = "the CPU" if self.device == "cpu" else f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
+        place = place or f"{device} of {socket.gethostname()}"
         log = self.stage.dir.rank_log(self.rank)
         message = f"{self.stage.name}: a rank cannot be set up on {place}: {reason}; see {log}"
         return DeviceError(message, place=place, code=code)
@@ -167,10 +162,7 @@ class Worker:
         except (ConfigError, FatalError):
             raise
         except ImportError as error:
-            raise FatalError(
-                f"{self.stage.name}: what every unit needs is not installed: {_one_line(error)}",
-                code="missing_package",
-            ) from error
+            raise self._missing_package(error) from error
         except (Exception, SystemExit) as error:
             log.warning("unit %d failed", unit.index, exc_info=True)
             # What was removed with the plan fails in as many ways as there are files.
@@ -204,21 +196,21 @@ class Worker:
     def _follow(self, unit: Unit) -> Advance:
         """Return what the processor calls as it gets on with the unit."""
         done = 0.0
-        reported = clock.monotonic()
+        reported = time.monotonic()
 
         def advance(cost: float) -> None:
             nonlocal done, reported
             done = min(done + cost, unit.cost)
             self._progress.advance(done)
-            if self._report is not None and clock.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
-                reported = clock.monotonic()
+            if time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
+                reported = time.monotonic()
                 self._report(unit, done)
 
         return advance
 
     def _attempt(self, unit: Unit, require_time: Callable[[], None]) -> Commit | None:
         """Return the commit, or None where another rank has published the unit."""
-        started = clock.monotonic()
+        started = time.monotonic()
         take_delays()  # those of an attempt that failed
         try:
             with self._staging.write_errors(WRITE_ERRNOS):
@@ -245,11 +237,11 @@ class Worker:
             num_out=output.num_out,
             rejects=_count_reasons(output),
             stats=output.stats,
-            seconds=round(clock.monotonic() - started, 3),
+            seconds=round(time.monotonic() - started, 3),
             rank=self.rank,
             device_kind=self._processor.device_kind,
             delays=take_delays(),
-            host=process.gethostname(),
+            host=socket.gethostname(),
             memory_mb=round(peak_memory_mb()),
             memory_asked_mb=self._memory_asked_mb,
         )
@@ -267,7 +259,7 @@ def scratch_folder(scratch: str | None) -> Path | None:
         return None
     path = Path(os.path.expandvars(scratch))
     if not path.is_absolute() or not path.is_dir():
-        host = process.gethostname()
+        host = socket.gethostname()
         message = f"executor.scratch {scratch} is no folder on {host}: it is {path}; name one that every node has"
         raise DeviceError(message, place=host, code="disk")
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 from sharmill.errors import ConfigError
-from sharmill.ports import process
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Set by SLURM where a job has some, whatever else it sets.
@@ -31,20 +31,20 @@ class Device:
 
     def restrict_environment(self) -> None:
         """Hide the other GPUs from this process; to be called before anything uses CUDA."""
-        process.environ[_VISIBLE] = self.visible
+        os.environ[_VISIBLE] = self.visible
 
     @contextmanager
     def only_visible(self) -> Iterator[None]:
         """Hide the other GPUs for as long as the context lasts: the next stage of this process may use them all."""
-        before = process.environ.get(_VISIBLE)
+        before = os.environ.get(_VISIBLE)
         self.restrict_environment()
         try:
             yield
         finally:
             if before is not None:
-                process.environ[_VISIBLE] = before
+                os.environ[_VISIBLE] = before
             else:
-                process.environ.pop(_VISIBLE, None)
+                os.environ.pop(_VISIBLE, None)
 
 
 @cache
@@ -59,7 +59,7 @@ def visible_gpus() -> tuple[str, ...]:
     import torch
 
     count = torch.cuda.device_count()
-    named = [name.strip() for name in process.environ.get(_VISIBLE, "").split(",") if name.strip()]
+    named = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
     if count and named[0:1] and all(name.startswith("MIG-") for name in named):
         # A process sees the first instance alone, whatever the list, and a rank has one.
         return tuple(named)
@@ -88,9 +88,9 @@ def usable_gpus(device: str) -> tuple[str, ...]:
 
 def _gpus_are_given() -> bool:
     """Return True if the scheduler, or whoever started this process, has set GPUs aside for it."""
-    if (named := process.environ.get(_VISIBLE)) is not None:
+    if (named := os.environ.get(_VISIBLE)) is not None:
         return named.split(",")[0].strip() not in ("", "-1", "NoDevFiles")
-    return process.environ.get(_GIVEN, "0") not in ("", "0")
+    return os.environ.get(_GIVEN, "0") not in ("", "0")
 
 
 def plan_devices(workers: int | str, *, uses_gpu: bool, gpus: Sequence[str], cores: int) -> list[Device]:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from sharmill.ports import process
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -30,16 +28,16 @@ def deferred_interrupts() -> Iterator[None]:
         arrived.append(number)
 
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    previous = {number: process.set_handler(number, remember) for number in _SIGNALS}
+    previous = {number: signal.signal(number, remember) for number in _SIGNALS}
     try:
         yield
     finally:
         # What waits behind the mask is delivered here, while it is only remembered.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in previous.items():
-            process.set_handler(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if arrived:
-            process.raise_signal(arrived[0])
+            signal.raise_signal(arrived[0])
 
 
 class ToldToEnd(KeyboardInterrupt):
@@ -57,8 +55,8 @@ def ended_by_sigterm() -> Iterator[None]:
         if len(told) == 1:
             raise ToldToEnd
 
-    previous = process.set_handler(signal.SIGTERM, end)
+    previous = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        process.set_handler(signal.SIGTERM, previous)
+        signal.signal(signal.SIGTERM, previous)

@@ -25,7 +25,7 @@ from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import decode_stored, map_stored_array, read_stored, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, DamagedShard, FatalError
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.grow.parts import SourceDataset
 from sharmill.grow.placing import add_up_shards
 from sharmill.grow.speakers import SpeakerTable

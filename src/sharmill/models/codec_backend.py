@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import ConfigError, FatalError, UnitFailed
 from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.protocols import Codec
 from sharmill.models.tensors import check_batch, fit_length
@@ -180,7 +180,8 @@ class CodecBackend(ABC):
         codes = codes.masked_fill(torch.arange(width)[None, None, :] >= num_frames[:, None, None], 0)
         low, high = int(codes.min()), int(codes.max())
         if low < 0 or high >= self.codebook_size:
-            raise FatalError(
+            # Audio that it cannot encode, as far as is known: other audio may be none the worse.
+            raise UnitFailed(
                 f"codec {self.spec.name} gave the indices {low} to {high}, outside its {self.codebook_size}",
                 code="bad_codes",
             )
@@ -193,7 +194,7 @@ def check_codec(codec: Codec, name: str) -> None:
         samples = num_frames * codec.samples_per_frame
         try:
             codes = codec.encode(torch.zeros(1, samples), torch.tensor([samples]))
-        except FatalError as error:
+        except (FatalError, UnitFailed) as error:
             raise ConfigError(f"{error}; use another codec", code="bad_model") from error
         if tuple(codes.shape) != (1, codec.num_codebooks, num_frames):
             raise ConfigError(

@@ -20,10 +20,7 @@ from sharmill.models.families import first_line
 # Units that fail alike, before one is done, until a rank takes it for the configuration's fault.
 _UNITS_ALIKE: Final = 2
 # What a user can do where no batch size helps.
-ELSEWHERE: Final = (
-    "the same command does the rest on a device with more memory, or on CPUs with executor.device=cpu "
-    "executor.mixed_devices=true"
-)
+ELSEWHERE: Final = "the same command does the rest on a device with more memory, of the same kind"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

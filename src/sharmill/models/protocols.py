@@ -85,7 +85,8 @@ class Codec(Protocol):
 
         Raises:
             ValueError: for shapes that do not fit together.
-            FatalError: if the model gives another number of frames or an index outside its codebook.
+            FatalError: the model gives another number of frames.
+            UnitFailed: it gives an index outside its codebook, as of values that are not finite.
         """
         ...
 

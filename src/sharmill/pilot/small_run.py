@@ -13,7 +13,7 @@ from pathlib import Path
 from sharmill.config import Config, MetricsConfig
 from sharmill.engine.listener import Listener
 from sharmill.engine.rundir import RunDir
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.manifest import Utterance, write_lines
 from sharmill.match.choose import min_similarity
 from sharmill.match.stage import matched_manifest

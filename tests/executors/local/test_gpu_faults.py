@@ -51,8 +51,7 @@ def test_a_unit_that_always_breaks_the_context_is_named_and_the_others_are_done(
     assert list(result.failures) == [2]
     assert result.failures[2].message.startswith("RuntimeError: CUDA error: device-side assert triggered")
     assert sorted(heard.done) == [0, 1, 3, 4, 5]
-    # Excused three times, as it might have been the device, and then its own three.
-    assert stage.attempts() == {0: 1, 1: 1, 2: 6, 3: 1, 4: 1, 5: 1}
+    assert stage.attempts() == {0: 1, 1: 1, 2: 3, 3: 1, 4: 1, 5: 1}
 
 
 @pytest.mark.slow
@@ -64,7 +63,7 @@ def test_a_bad_gpu_is_given_up_and_the_others_go_on_and_the_end_says_so(tmp_path
     assert output_bytes(stage) == whole
     assert stage.marked("bad") == ["1"] * 3
     [sentence] = result.given_up
-    assert sentence.startswith("rank 1 did no work: toy: a rank cannot be set up on GPU 1 of ")
+    assert "GPU 1 of rank 1 was taken out of work: toy: a rank cannot be set up on GPU 1 of " in sentence
     assert ECC in sentence
 
 
@@ -94,9 +93,10 @@ def test_another_error_at_set_up_ends_the_stage_at_once(tmp_path, gpus):
 
 
 @pytest.mark.slow
-def test_every_fault_costs_one_attempt_in_a_pool(tmp_path, gpus):
+@pytest.mark.parametrize("faults", [(0, 1), (2, 3), (4,)])
+def test_every_fault_costs_one_attempt_in_a_pool(tmp_path, gpus, faults):
     gpus(2)
-    stage = FaultyStage(tmp_path)
+    stage = FaultyStage(tmp_path, faults=faults)
     result, heard = run(stage, "auto")
     assert result.ok
     assert heard.failed == {}
@@ -122,12 +122,12 @@ def test_where_nothing_fits_the_stage_ends_at_its_second_unit(tmp_path, gpus, nu
     assert stage.attempts().total() == 2
 
 
-def test_a_rank_has_its_next_unit_while_it_does_one_until_few_are_left(tmp_path, gpus, whole):
+def test_a_rank_has_its_next_unit_while_it_does_one(tmp_path, gpus, whole):
     gpus(1)
     stage = LookingAhead(tmp_path)
     assert run(stage, "auto")[0].ok
     order = [int(line.split()[0]) for line in stage.marked("attempts")]
-    assert stage.marked("expected") == [*map(str, order[1:5]), "none", "none"]
+    assert stage.marked("expected") == [*map(str, order[1:]), "none"]
     assert output_bytes(stage) == whole
 
 

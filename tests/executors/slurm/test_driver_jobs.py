@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +20,6 @@ from sharmill.executors.slurm.chain import JobChain
 from sharmill.executors.slurm.chain_state import read_state
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, competing_jobs, job_comment, make_run_id, retrying
-from sharmill.ports import clock
 from sharmill.staging import STAGING_NAME
 
 
@@ -78,7 +78,7 @@ def test_one_that_has_waited_as_long_as_it_may_is_requeued(driver_job, scontrol)
 def test_what_will_not_pass_ends_the_chain(driver_job, scontrol, monkeypatch, error, restarts, patience):
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     times = [0.0] + 1000 * [200.0 if restarts != "0" else 1.0]
-    monkeypatch.setattr(clock, "monotonic", iter(times).__next__)
+    monkeypatch.setattr(time, "monotonic", iter(times).__next__)
     meet(driver_job, error)
     with raises(type(error), error.code):
         replace(driver_job, patience=patience)()
@@ -122,8 +122,8 @@ def test_a_command_that_fails_changes_nothing(driver_job, scontrol, command):
 def test_a_wait_lasts_as_long_as_it_was_to_and_no_longer(monkeypatch):
     """Else a driver job that gave up a little early would be taken for one that did not wait, and end its chain."""
     now = [0.0]
-    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
-    monkeypatch.setattr(clock, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
 
     def refuse():
         raise OSError("busy")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from support.toy_cluster import ToyDataset
 from support.toy_stage import ToyStage
 
 from sharmill.cli.status import QueueView
-from sharmill.engine.attempts import AttemptLog
+from sharmill.engine.attempts import AttemptLog, Note
 from sharmill.engine.fence import make_fence
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Submitted
@@ -29,7 +30,6 @@ from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import job_comment, make_run_id, queued_jobs
 from sharmill.executors.slurm.setup_lines import checked_lines, find_reason
-from sharmill.ports import clock
 from sharmill.storage import make_private_folder, write_atomic
 
 
@@ -170,8 +170,8 @@ class TestGuard:
 
     def test_a_silent_controller_lets_nobody_in_unless_they_take_over(self, cluster, run_dir, monkeypatch):
         now = [0.0]
-        monkeypatch.setattr(clock, "monotonic", lambda: now[0])
-        monkeypatch.setattr(clock, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
         cluster.script("squeue", "", fails=99, says="Unable to contact slurm controller")
         with raises(ConfigError, "silent_cluster", "Unable to contact", "sharmill run --take-over"):
             require_no_chain(run_dir)
@@ -291,13 +291,12 @@ class TestSetupLines:
         stage = ToyStage(tmp_path, units=8)
         read_or_make_plan(stage, restart=False)
         make_fence(stage)
-        log = AttemptLog(stage.dir.attempts)
-        for unit in range(3):
+        message = "cannot write /scratch on node7: No space left on device"
+        for _ in range(3):
             submit()
-            log.begin(unit)
-            log.give_up(unit, of_node=True)
-            log.fail_setup("cannot write /scratch on node7: No space left on device")
-        with raises(FatalError, "no_ranks", "cannot write /scratch on node7"):
+            note = Note(kind="failed", slot="node7/rank 0", message=message, code="disk", place="node7")
+            AttemptLog(stage.dir.attempts).add(note)
+        with raises(FatalError, "disk", message):
             submit()
 
     @pytest.fixture

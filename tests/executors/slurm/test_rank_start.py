@@ -12,27 +12,22 @@ import pytest
 from sharmill.config import load_config
 from sharmill.engine.listener import Listener
 from sharmill.engine.plan import load_plan
-from sharmill.engine.rejects import RejectLimit
-from sharmill.executors.local.executor import LocalExecutor
-from sharmill.executors.slurm.task import RankTask
+from sharmill.executors.local import LocalExecutor
 from sharmill.pipeline import make_stages, run_dataset
 
-# What a submitted rank does: submitit unpickles its task, and the worker opens the stage on its device.
+# What a rank does: it unpickles its stage, and opens it on its device.
 RANK = """
 import json, pickle, sys
 from pathlib import Path
-import submitit.core.submission
-task = pickle.load(open(sys.argv[1], "rb"))
+import sharmill.executors.supervisor
+stage = pickle.load(open(sys.argv[1], "rb"))
 from sharmill.engine.plan import load_plan
-from sharmill.engine.worker import Worker
-from sharmill.models.device import check_device
 from sharmill.staging import Staging
-check_device(task.device)
-processor = task.stage.open(task.device)
+processor = stage.open("cpu")
 staging = Staging(Path(sys.argv[2]), "token")
 staging.folder.parent.mkdir(parents=True)
 with staging:
-    output = processor.process(load_plan(task.stage)[0], staging, lambda cost: None)
+    output = processor.process(load_plan(stage)[0], staging, lambda cost: None)
 print(json.dumps([output.num_out, sorted({name.partition(".")[0] for name in sys.modules})]))
 """
 # Each of them opens hundreds of files, or brings packages that do.
@@ -56,7 +51,7 @@ def test_imports_what_its_stage_needs_and_nothing_else(name, config, tmp_path):
     (stage,) = [stage for stage in make_stages(config) if stage.kind == name]
     load_plan(stage)  # notes its token
     path = tmp_path / "task.pkl"
-    path.write_bytes(pickle.dumps(RankTask(stage, 0, [0], "cpu", RejectLimit(name, tmp_path, 1, 1.0))))
+    path.write_bytes(pickle.dumps(stage))
     command = [sys.executable, "-c", RANK, path, tmp_path / "root"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     num_out, packages = json.loads(shown.stdout.splitlines()[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from contextlib import ExitStack
 
 import cloudpickle
@@ -28,7 +29,6 @@ from sharmill.executors.slurm.chain_state import ChainState, read_state, take_ov
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile, StageProfile, StageProfiles
 from sharmill.executors.slurm.queue import job_comment, make_run_id
-from sharmill.ports import clock
 from sharmill.prepare.stage import PrepareStage
 
 
@@ -171,8 +171,8 @@ def test_is_waited_for_by_a_second_process_of_its_driver_job(at_work, monkeypatc
         if now[0] > 5000.0:
             first.close()
 
-    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
-    monkeypatch.setattr(clock, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
     job()
     assert now[0] > 5000.0
     assert read_state(stage.run_dir).state == "done"

@@ -1,24 +1,22 @@
-"""The worker's side of the Ray executor: what runs in the process of an actor."""
+"""The worker's side of the Ray executor: an actor is a supervisor of one rank."""
 
 from __future__ import annotations
 
 import logging
 import os
 import pickle
-from contextlib import ExitStack
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import sharmill
 from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Unit
-from sharmill.engine.worker import Worker
 from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
 from sharmill.executors.devices import Device
-from sharmill.executors.driven_rank import Answer, Ready, as_answer
-from sharmill.executors.logs import logging_to, redirect_output
+from sharmill.executors.logs import logging_to
 from sharmill.executors.ray import actors
-from sharmill.ports import clock, process
+from sharmill.executors.supervisor import Supervisor
 from sharmill.processes import limit_cores
 
 log = logging.getLogger(__name__)
@@ -32,10 +30,11 @@ class ActorStart:
     """Values that an actor is started with.
 
     Attributes:
-        stage: pickled; unpacking it imports its modules, once the log is in place.
+        stage: pickled; unpacking it imports its modules.
         folder: what relative paths are meant from; None where the driver itself has only a copy that Ray made.
         must_exist: the folders of the plan's token, which the driver has made in the run directory and where the
             output goes: a node may see one of the two disks only.
+        log: where the supervisor logs.
         version: the driver's version of sharmill.
         given_up: places that are not waited for any more.
     """
@@ -52,49 +51,36 @@ class ActorStart:
 
 
 class RankActor:
-    """One rank. An error that ends the stage is returned and not raised, since Ray would wrap it."""
+    """A supervisor of one rank. An error is returned and not raised, since Ray would wrap it."""
 
     def __init__(self, start: ActorStart) -> None:
         self._start = start
-        self._stack = ExitStack()
-        self._worker: Worker | None = None
 
-    def set_up(self) -> Answer:
-        """Load the model; the first call."""
+    def run(self) -> FatalError | None:
+        """Do units until the stage has ended, or return why this rank can do none."""
         start = self._start
         try:
             self._check_node()
-            if start.device == "cpu":
-                Device().restrict_environment()
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] if start.device == "cuda" else ""
             limit_cores(start.cores)
-            redirect_output(start.log)
-            self._stack.enter_context(logging_to(start.log))
-            stage: Stage = pickle.loads(start.stage)
-            worker = Worker(stage, start.number, start.device, seconds_until_seen=stage.seconds_until_seen)
-            self._worker = self._stack.enter_context(worker)
+            with logging_to(start.log):
+                stage: Stage = pickle.loads(start.stage)
+                supervisor = Supervisor(
+                    stage, [Device(start.device, visible)], [start.number],
+                    join_seconds=stage.lease_seconds, beat_seconds=5.0,
+                )  # fmt: skip
+                supervisor.run()
+                return self._as_answer(supervisor.error)
         except (ConfigError, FatalError) as error:
-            return self._stop(error)
-        return Ready()
-
-    def run(self, unit: Unit, following: Unit | None) -> Answer:
-        """Try a unit once."""
-        assert self._worker is not None
-        try:
-            return self._worker.run(unit, following)
-        except (ConfigError, FatalError) as error:
-            return self._stop(error)
+            log.warning("rank %d stops", start.number, exc_info=error)
+            return self._as_answer(error)
 
     def answer(self) -> None:
         """Return, which says that the actor is there."""
 
-    def close(self) -> None:
-        """End the process once the progress record says so."""
-        self._stack.close()
-        actors.end_this()
-
     def _check_node(self) -> None:
         """Refuse a node that differs from the driver, which would otherwise show as output that has vanished."""
-        start, host = self._start, process.gethostname()
+        start, host = self._start, socket.gethostname()
         if sharmill.__version__ != start.version:
             raise _unlike(f"node {host} has sharmill {sharmill.__version__}, but the driver has {start.version}")
         try:
@@ -106,27 +92,29 @@ class RankActor:
                 "work in one that all nodes share"
             ) from error
         # A node that is given up had its time.
-        deadline = clock.monotonic() + (0.0 if _place() in start.given_up else _SECONDS_UNTIL_VISIBLE)
+        deadline = time.monotonic() + (0.0 if _place() in start.given_up else _SECONDS_UNTIL_VISIBLE)
         for folder in start.must_exist:
             while not folder.is_dir():
-                if clock.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise _does_not_see(folder)
-                clock.sleep(0.5)
+                time.sleep(0.5)
 
-    def _stop(self, error: ConfigError | FatalError) -> SharmillError:
-        log.warning("rank %d stops", self._start.number, exc_info=error)
-        if error.code == "superseded_plan":
+    def _as_answer(self, error: SharmillError | None) -> FatalError | None:
+        """Return an error made anew: what a library attached to it may not be picklable."""
+        gone = [folder for folder in self._start.must_exist if not folder.is_dir()]
+        if error is not None and gone:
             # The driver knows its plan. If that is the present one, this node has lost sight of it.
-            gone = [folder for folder in self._start.must_exist if not folder.is_dir()]
             return _does_not_see(*gone)
-        if error.code == "unlike_nodes":
+        if error is not None and error.code == "unlike_nodes":
             return _unlike(str(error))
-        return as_answer(error)
+        if isinstance(error, DeviceError):
+            return DeviceError(str(error), place=error.place, code=error.code)
+        return None if error is None else FatalError(str(error), code=error.code)
 
 
 def _does_not_see(*folders: Path) -> DeviceError:
     return _unlike(
-        f"node {process.gethostname()} does not see {' and '.join(map(str, folders)) or 'its plan for some time'}: "
+        f"node {socket.gethostname()} does not see {' and '.join(map(str, folders)) or 'its plan for some time'}: "
         "run_dir and dataset_dir must lie on file systems that all nodes share"
     )
 
@@ -137,4 +125,4 @@ def _unlike(message: str) -> DeviceError:
 
 def _place() -> str:
     """Return the node in words."""
-    return f"node {process.gethostname()} ({actors.this_node()[:8]})"
+    return f"node {socket.gethostname()} ({actors.this_node()[:8]})"

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +22,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from sharmill.engine.attempts import Attempts
+from sharmill.engine.attempts import describe_slots_out
 from sharmill.engine.fence import release_run
 from sharmill.engine.late_views import wait_for_stage
 from sharmill.engine.listener import Listener
@@ -55,7 +58,6 @@ from sharmill.executors.slurm.queue import (
     require_slurm,
     scancel,
 )
-from sharmill.ports import clock, process
 from sharmill.processes import user_name
 from sharmill.storage import make_private_folder, remove_asides, remove_tree, write_atomic
 
@@ -171,7 +173,7 @@ class JobChain:
             for stage in self.dataset.make_stages():
                 remove_tree(stage.dir.attempts)
                 remove_tree(stage.dir.rounds)
-            by = f"process {process.getpid()} of {user_name()} on {process.gethostname()}"
+            by = f"process {os.getpid()} of {user_name()} on {socket.gethostname()}"
             message = f"the first jobs are being submitted by {by}"
             state = ChainState(state="waiting", message=message, submitting=True, cluster=cluster_name())
             begun = self._write(state, begins=True)
@@ -193,7 +195,7 @@ class JobChain:
         """
         make_private_folder(self.run_dir.jobs)
         with logging_to(self.run_dir.chain_log):
-            began = clock.monotonic()
+            began = time.monotonic()
             try:
                 with ended_by_sigterm():
                     stages = self.dataset.make_stages()
@@ -208,15 +210,15 @@ class JobChain:
                 # Told to leave, and requeued.
                 raise
             except ToldToEnd:
-                log.warning("job %s is told to end", process.environ.get("SLURM_JOB_ID"))
+                log.warning("job %s is told to end", os.environ.get("SLURM_JOB_ID"))
                 sys.exit(128 + signal.SIGTERM)
             except BaseException as error:
-                log.exception("job %s ends", process.environ.get("SLURM_JOB_ID"))
+                log.exception("job %s ends", os.environ.get("SLURM_JOB_ID"))
                 if isinstance(error, FatalError) and error.code == "locked":
                     # The process that has taken the run directory over notes what becomes of the chain.
                     raise
-                is_waiting = clock.monotonic() - began >= self.patience and self._may_wait_on(error)
-                if is_waiting and requeue(process.environ["SLURM_JOB_ID"], max(self.patience, PATIENCE_SECONDS)):
+                is_waiting = time.monotonic() - began >= self.patience and self._may_wait_on(error)
+                if is_waiting and requeue(os.environ["SLURM_JOB_ID"], max(self.patience, PATIENCE_SECONDS)):
                     self._note_end(error, state="waiting", then="it is requeued and waits on")
                     return
                 failed = self.is_watcher or (isinstance(error, SharmillError) and not is_waiting)
@@ -230,7 +232,7 @@ class JobChain:
 
     def _may_wait_on(self, error: BaseException) -> bool:
         """Return True if the error is that SLURM does not answer or takes no jobs, and that not for half a day yet."""
-        waited = self.patience * (1 + int(process.environ.get("SLURM_RESTART_COUNT", "0")))
+        waited = self.patience * (1 + int(os.environ.get("SLURM_RESTART_COUNT", "0")))
         return (
             isinstance(error, SharmillError)
             and error.code in ("silent_cluster", "jobs_refused")
@@ -284,8 +286,8 @@ class JobChain:
             # The executor has noted this while the run directory was locked.
             return _waiting_for(result.submitted)
         if result.ok:
-            errors = [Attempts(stage.dir.attempts).setup_error for stage, _ in outcome.stages]
-            message = "; on the way: ".join(["all stages are done", *filter(None, errors)])
+            errors = [sentence for stage, _ in outcome.stages for sentence in describe_slots_out(stage.dir)]
+            message = "; on the way: ".join(["all stages are done", *errors])
             message += f"; {outcome.appended}" if outcome.appended else ""
             state = ChainState(state="done", message=message, findings=outcome.num_errors)
         else:
@@ -312,7 +314,7 @@ class JobChain:
         """Note an error that ends this process; if another job is to go on, the state is that of waiting for it."""
         message = "; ".join(error.lines) if isinstance(error, SharmillError) else f"{type(error).__name__}: {error}"
         if state == "waiting":
-            message = f"driver job {process.environ.get('SLURM_JOB_ID')} ended with {message}; {then}"
+            message = f"driver job {os.environ.get('SLURM_JOB_ID')} ended with {message}; {then}"
         # On a disk that takes no note the log and the queue have to tell.
         with suppress(SharmillError, OSError):
             self._write(ChainState(state=state, message=message))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import subprocess
 
@@ -11,7 +12,6 @@ import msgspec
 from sharmill.engine.rundir import RunDir
 from sharmill.executors.slurm.chain_state import ChainState
 from sharmill.executors.slurm.profile import ClusterProfile
-from sharmill.ports import process
 from sharmill.storage import path_aside
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def lines_that_note_failure(run_dir: RunDir, command: str) -> tuple[str, ...]:
 def notify(profile: ClusterProfile, name: str, run_dir: RunDir, state: ChainState) -> None:
     """Run the command of the profile; what becomes of it changes nothing."""
     # Who submits sees the end of what ends at once.
-    if profile.notify is None or "SLURM_JOB_ID" not in process.environ:
+    if profile.notify is None or "SLURM_JOB_ID" not in os.environ:
         return
     values = {
         "SHARMILL_NAME": name,
@@ -61,7 +61,7 @@ def notify(profile: ClusterProfile, name: str, run_dir: RunDir, state: ChainStat
     }
     try:
         subprocess.run(
-            ["bash", "-c", profile.notify], env={**process.environ, **values},
+            ["bash", "-c", profile.notify], env={**os.environ, **values},
             input=f"{state.message}\n".encode(), capture_output=True, check=True, timeout=_SECONDS_TO_NOTIFY,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError, ValueError) as error:

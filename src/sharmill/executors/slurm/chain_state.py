@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import time
 from typing import Literal
 
 import msgspec
@@ -13,7 +16,6 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.slurm.queue import SlurmSilent, cluster_name, describe_jobs, parent_ids, queued_jobs, scancel
-from sharmill.ports import clock, process
 from sharmill.processes import user_name
 from sharmill.storage import write_atomic
 
@@ -102,7 +104,7 @@ def take_over_chain(run_dir: RunDir) -> None:
     """Note that the chain of a run directory has ended, since this process goes on. The caller holds its lock."""
     state = read_state(run_dir)
     if state is not None and state.state == "waiting":
-        by = f"process {process.getpid()} of {user_name()} on {process.gethostname()}"
+        by = f"process {os.getpid()} of {user_name()} on {socket.gethostname()}"
         _note_ended(run_dir, f"taken over by {by}; what is done is kept")
 
 
@@ -119,7 +121,7 @@ def cancel_chain(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> l
     """
     ended: set[str] = set()
     message = f"cancelled by {user_name()}; what is done is kept"
-    deadline = clock.monotonic() + wait_seconds
+    deadline = time.monotonic() + wait_seconds
     while True:
         jobs = queued_jobs(run_dir)
         if not jobs:
@@ -129,11 +131,11 @@ def cancel_chain(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> l
                 break
             # The process of a driver job may outlast its job for a while, and may just have submitted others. So may a
             # submission on another host, which also notes then that it waits for what was ended here.
-            with locked(run_dir, max(0.0, deadline - clock.monotonic())):
+            with locked(run_dir, max(0.0, deadline - time.monotonic())):
                 continue
         if not ended:
             _note_ended(run_dir, message)
-        if clock.monotonic() > deadline:
+        if time.monotonic() > deadline:
             raise FatalError(
                 f"{describe_jobs(jobs)} are still in the queue {wait_seconds:.0f} s after scancel; ask again with "
                 f"sharmill status {run_dir.path}, or end them: scancel {' '.join(parent_ids([j.id for j in jobs]))}",
@@ -145,7 +147,7 @@ def cancel_chain(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> l
         roles = {parent_ids([job.id])[0]: order.index(job.role) for job in jobs}
         ended.update(ids)
         scancel(sorted(ids, key=lambda number: roles[number]))
-        clock.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
     if not ended:
         require_same_cluster(run_dir)
     else:
@@ -172,17 +174,17 @@ def wait_for_end(run_dir: RunDir) -> ChainState:
         state = read_state(run_dir)
         assert state is not None
         if state.state != "waiting":
-            ended = ended or clock.monotonic()
-            if clock.monotonic() - ended > _SECONDS_TO_LEAVE_QUEUE or not _may_have_jobs(run_dir):
+            ended = ended or time.monotonic()
+            if time.monotonic() - ended > _SECONDS_TO_LEAVE_QUEUE or not _may_have_jobs(run_dir):
                 return state
-        elif clock.monotonic() >= next_question:
-            next_question = clock.monotonic() + _SECONDS_BETWEEN_QUESTIONS
+        elif time.monotonic() >= next_question:
+            next_question = time.monotonic() + _SECONDS_BETWEEN_QUESTIONS
             if _is_deserted(run_dir, state):
                 raise FatalError(
                     f"the jobs have ended before the work did; see {run_dir.jobs}, and submit again to go on",
                     code="jobs_gone",
                 )
-        clock.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _is_deserted(run_dir: RunDir, state: ChainState) -> bool:
@@ -190,7 +192,7 @@ def _is_deserted(run_dir: RunDir, state: ChainState) -> bool:
     for _ in range(2):
         if _may_have_jobs(run_dir):
             return False
-        clock.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
         if read_state(run_dir) != state:
             return False
     return True

@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
-from uuid import uuid4
 
-from sharmill.engine.attempts import MAX_ATTEMPTS, MOST_INTERRUPTIONS, Attempts
+from sharmill.engine.attempts import MAX_FAILURES, Attempts
 from sharmill.engine.balance import pack
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import FailedAttempt, Finished, Submitted
+from sharmill.engine.outcomes import Finished, Submitted
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
+from sharmill.engine.state import begin_round, end_attempts
 from sharmill.engine.stored import read_stored
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, FatalError
-from sharmill.executors.local.executor import LocalExecutor
+from sharmill.executors.local import LocalExecutor
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.slurm import scheduler
 from sharmill.executors.slurm.chain_state import require_not_withdrawn
@@ -42,7 +42,7 @@ from sharmill.executors.slurm.queue import (
 from sharmill.executors.slurm.setup_lines import find_reason
 from sharmill.executors.slurm.task import RankTask
 from sharmill.processes import limit_cores
-from sharmill.storage import make_folder, remove_tree, write_atomic
+from sharmill.storage import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +74,17 @@ class SlurmExecutor(JobRequests):
             FatalError: a rank stopped the stage, ranks end without beginning a unit, or SLURM refuses the jobs.
         """
         require_not_withdrawn(self.run_dir)
+        goes_on = stage.dir.rounds.exists()
         attempts = Attempts(stage.dir.attempts)
-        if attempts.stopped:
-            raise FatalError(attempts.stopped, code=attempts.stopped_code)
-        left = [unit for unit in units if attempts.counts[unit.index] < MAX_ATTEMPTS]
+        if goes_on:
+            end_attempts(stage.dir, {unit.index for unit in units})
+            attempts.look()
+            if (stopped := attempts.stopped()) is not None:
+                raise stopped
+        left = [unit for unit in units if not attempts.is_given_up(unit.index, ())]
         if not left:
-            return Finished({unit.index: _describe_failure(stage, unit, attempts) for unit in units})
-        is_small = self.small_stages != "ranks" and not stage.dir.rounds.exists()
+            return Finished({unit.index: attempts.require_error(unit.index) for unit in units})
+        is_small = self.small_stages != "ranks" and not goes_on
         workers = self.driver_workers(stage, left) if is_small else 0
         if not workers:
             self._require_progress(stage, attempts)
@@ -88,7 +92,7 @@ class SlurmExecutor(JobRequests):
         if others := competing_jobs(self.run_dir, self.patience):
             raise ConfigError(f"{describe_jobs(others)} of this dataset appeared in the queue", code="jobs_in_queue")
         if not workers:
-            return self._submit_stage(stage, left, rejects)
+            return self._submit_stage(stage, left, rejects, goes_on=goes_on)
         if self.small_stages == "driver":
             with deferred_interrupts():
                 driver_job = self.submit_driver_job([], stage)
@@ -136,18 +140,12 @@ class SlurmExecutor(JobRequests):
             self._submit_driver_job(stage, [job.id for job in behind], submitted)
         return submitted[0]
 
-    def _submit_stage(self, stage: Stage, left: list[Unit], rejects: RejectLimit) -> Submitted:
-        # No rank of an earlier round is left: units that they had taken and did not end are free again. A folder of
-        # another name is none that a node still sees as it was.
-        round = uuid4().hex
-        remove_tree(stage.dir.taken)
-        make_folder(stage.dir.taken / round)
+    def _submit_stage(self, stage: Stage, left: list[Unit], rejects: RejectLimit, *, goes_on: bool) -> Submitted:
         profile = self.ranks_of(stage)
+        num_ranks = len(self.bins(stage, left))
+        begin_round(stage, left, num_ranks, rejects, goes_on=goes_on)
         limit = profile.timeout_min * 60.0 - self.profile.signal_s
-        tasks = [
-            RankTask(stage, rank, [unit.index for unit in part], profile.device, rejects, limit, round)
-            for rank, part in enumerate(self.bins(stage, left))
-        ]
+        tasks = [RankTask(stage, rank, profile.device, limit) for rank in range(num_ranks)]
         ranks: list[str] = []
         drivers: list[str] = []
         with deferred_interrupts(), outside_own_job(), cancelled_on_error(ranks), cancelled_on_error(drivers):
@@ -182,12 +180,14 @@ class SlurmExecutor(JobRequests):
     def _require_progress(self, stage: Stage, attempts: Attempts) -> None:
         """Raise FatalError where ranks end again and again without doing anything: nothing would ever end that."""
         mark = stage.dir.rounds
-        now = sum(attempts.counts.values()) + sum(attempts.interruptions.values()) - attempts.broken_nodes
+        now = attempts.num_begun
         before = read_stored(mark).decode(errors="replace").split() if mark.exists() else []
-        if len(before) >= MAX_ATTEMPTS and set(before[-MAX_ATTEMPTS:]) == {str(now)}:
-            reason = attempts.setup_error or find_reason(self.run_dir.jobs, mark.stat().st_mtime)
+        if len(before) >= MAX_FAILURES and set(before[-MAX_FAILURES:]) == {str(now)}:
+            if attempts.slots_out():
+                raise attempts.all_out_error(stage.name, stage.dir.logs)
+            reason = find_reason(self.run_dir.jobs, mark.stat().st_mtime)
             reason = reason or f"see the logs in {self.run_dir.jobs} and {stage.dir.logs}"
-            message = f"{stage.name}: the ranks ended {MAX_ATTEMPTS} times without doing a unit: {reason}"
+            message = f"{stage.name}: the ranks ended {MAX_FAILURES} times without doing a unit: {reason}"
             raise FatalError(message, code="no_ranks")
         write_atomic(mark, " ".join([*before, str(now)]).encode())
 
@@ -218,14 +218,3 @@ def pack_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
     # Units without cost would all be packed into one bin.
     costs = [max(unit.cost, 1e-3) for unit in ordered]
     return [[ordered[index] for index in part] for part in pack(costs, min(num_ranks, len(ordered))) if part]
-
-
-def _describe_failure(stage: Stage, unit: Unit, attempts: Attempts) -> FailedAttempt:
-    if unit.index in attempts.errors:
-        return attempts.errors[unit.index]
-    excused = min(attempts.interruptions[unit.index], MOST_INTERRUPTIONS)
-    message = (
-        f"its rank ended {attempts.counts[unit.index] + excused} times in the middle of it (killed, out of memory, out "
-        f"of time, or the node was lost); see {stage.dir.logs}"
-    )
-    return FailedAttempt(unit.index, message, message)

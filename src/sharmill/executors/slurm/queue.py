@@ -7,9 +7,11 @@ them, whatever path led there, and also if the submission died before it could n
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +24,6 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import read_stored
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import scheduler
-from sharmill.ports import clock, process
 from sharmill.storage import write_atomic
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def queued_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[Que
         ConfigError: there is no SLURM here.
         SlurmSilent: nobody answers.
     """
-    return [job for job in _find_jobs(run_dir, patience) if job.id != process.environ.get("SLURM_JOB_ID")]
+    return [job for job in _find_jobs(run_dir, patience) if job.id != os.environ.get("SLURM_JOB_ID")]
 
 
 def competing_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[QueuedJob]:
@@ -110,7 +111,7 @@ def competing_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[
 
     For a driver job these are ranks and later driver jobs: those before it have only not quite ended.
     """
-    own_id = process.environ.get("SLURM_JOB_ID")
+    own_id = os.environ.get("SLURM_JOB_ID")
     found = _find_jobs(run_dir, patience)
     own = [job for job in found if job.id == own_id]
     if not own:
@@ -127,7 +128,7 @@ def _find_jobs(run_dir: RunDir, patience: float) -> list[QueuedJob]:
     found = [QueuedJob(*columns) for columns in re.findall(ours, shown, re.MULTILINE)]
     # A driver job that is completing does nothing any more, and a watcher job whose driver job is done never begins.
     # This process itself may be told to end, which takes a while.
-    own = process.environ.get("SLURM_JOB_ID")
+    own = os.environ.get("SLURM_JOB_ID")
     return [
         job
         for job in found
@@ -206,34 +207,34 @@ def outside_own_job() -> Iterator[None]:
 
     Outside of a job they are the user's own settings and stay, and where SLURM's configuration lies stays in any case.
     """
-    if "SLURM_JOB_ID" not in process.environ:
+    if "SLURM_JOB_ID" not in os.environ:
         yield
         return
     prefixes = ("SLURM_", "SBATCH_", "SRUN_")
-    own = {name: value for name, value in process.environ.items() if name.startswith(prefixes) and name != "SLURM_CONF"}
+    own = {name: value for name, value in os.environ.items() if name.startswith(prefixes) and name != "SLURM_CONF"}
     for name in own:
-        del process.environ[name]
+        del os.environ[name]
     try:
         yield
     finally:
         # Requeueing this job, if it has to leave, needs them.
-        process.environ.update(own)
+        os.environ.update(own)
 
 
 def retrying(patience: float, retry: retry_base) -> Retrying:
     """Return what tries again, at growing intervals, for ``patience`` seconds: a controller may be away for hours."""
-    deadline = clock.monotonic() + patience
+    deadline = time.monotonic() + patience
 
     def is_over(state: RetryCallState) -> bool:
-        return clock.monotonic() >= deadline
+        return time.monotonic() >= deadline
 
     def pause(state: RetryCallState) -> float:
         # The last attempt is at the end, so that who asks has waited as long as it was to.
-        return max(0.0, min(pauses(state), deadline - clock.monotonic()))
+        return max(0.0, min(pauses(state), deadline - time.monotonic()))
 
     pauses = wait_exponential(multiplier=_PAUSE_SECONDS, max=_LONGEST_PAUSE_SECONDS)
     warn = before_sleep_log(log, logging.WARNING)
-    return Retrying(stop=is_over, wait=pause, retry=retry, before_sleep=warn, reraise=True, sleep=clock.sleep)
+    return Retrying(stop=is_over, wait=pause, retry=retry, before_sleep=warn, reraise=True, sleep=time.sleep)
 
 
 def _ask(command: list[str], patience: float) -> str:

@@ -5,6 +5,7 @@ All that this program asks of a cluster goes through these functions, called thr
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from sharmill.errors import ConfigError
-from sharmill.ports import process
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def run(command: Sequence[str], timeout: float) -> str:
         OSError, subprocess.SubprocessError: it cannot be run, fails, or does not end within ``timeout`` seconds.
     """
     # The user's own settings of squeue would hide jobs of others.
-    environment = {name: value for name, value in process.environ.items() if not name.startswith("SQUEUE_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     return subprocess.run(
         command, capture_output=True, check=True, timeout=timeout, env=environment, text=True, errors="replace"
     ).stdout

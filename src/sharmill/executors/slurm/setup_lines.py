@@ -6,6 +6,7 @@ whole is looked at, and where it failed the script ends with one line in the job
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ import msgspec
 
 from sharmill.engine.stored import read_stored
 from sharmill.errors import SharmillError
-from sharmill.ports import process
 
 _FAILED: Final = "sharmill: the setup line failed with status "
 _SAYS_WHY: Final = re.compile(
@@ -53,7 +53,7 @@ def find_reason(jobs: Path, since: float = 0.0) -> str:
 
     Logs of before ``since``, by the clock of the file system, are of other rounds and stages.
     """
-    own = process.environ.get("SLURM_JOB_ID", "none")
+    own = os.environ.get("SLURM_JOB_ID", "none")
     logs = [path for path in jobs.glob("*_log.err") if not path.name.startswith(f"{own}_")]
     by_age = sorted(((path.stat().st_mtime, path) for path in logs), reverse=True)
     for path in [path for written, path in by_age if written >= since][:_MOST_LOGS]:

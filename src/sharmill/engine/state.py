@@ -1,0 +1,190 @@
+"""The state of a stage that is at work, as one process reads it: commits, attempts, and which ranks are alive."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
+
+import msgspec
+
+from sharmill.engine.attempts import AttemptLog, Attempts, NoteKind
+from sharmill.engine.balance import pack
+from sharmill.engine.ledger import decode_commit, read_ledger
+from sharmill.engine.plan import load_plan
+from sharmill.engine.progress import RankProgress, read_progress
+from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.rundir import StageDir
+from sharmill.engine.stage import Stage
+from sharmill.engine.stored import Tail, decode_stored, read_stored
+from sharmill.engine.unit import Commit, Unit
+from sharmill.storage import make_folder, remove_tree, write_atomic
+
+# Units without cost would all be packed into one bin.
+_LEAST_COST = 1e-3
+# A supervisor notes the end of its rank within a second.
+_SECONDS_TO_NOTE_END = 3.0
+# Of a rank that might join.
+_ANOTHER_SLOT = "another host/rank"
+# While none of its own heartbeats gets through for this share of a lease, a rank takes no other for dead.
+_SHARE_WITHOUT_BEAT = 0.4
+
+
+class Round(msgspec.Struct):
+    """What the ranks of a stage are started with, frozen until all of them have ended.
+
+    ``bins`` are the indices of the units of each rank, ``expected_in`` is the number of records of the whole stage.
+    """
+
+    bins: list[list[int]]
+    expected_in: int
+    max_reject_fraction: float
+
+
+def begin_round(
+    stage: Stage, missing: Sequence[Unit], num_ranks: int, rejects: RejectLimit, *, goes_on: bool = False
+) -> None:
+    """Divide units among ranks by their cost, and forget the claims of earlier ranks, which have all ended.
+
+    Args:
+        missing: the units that are to be done.
+        goes_on: the attempts of these ranks count on; else they are forgotten too.
+    """
+    paths = stage.dir
+    for folder in (paths.claims, paths.progress, *(() if goes_on else (paths.attempts,))):
+        remove_tree(folder)
+        make_folder(folder)
+    if goes_on:
+        end_attempts(paths, {unit.index for unit in missing})
+    costs = [max(unit.cost, _LEAST_COST) for unit in missing]
+    bins = [[missing[index].index for index in part] for part in pack(costs, min(num_ranks, len(missing))) if part]
+    write_atomic(paths.round, msgspec.json.encode(Round(bins, rejects.expected_in, rejects.max_fraction)))
+
+
+def end_attempts(paths: StageDir, missing: Container[int]) -> None:
+    """Note the end of attempts whose ranks could not do so; ``missing`` are the units without a commit."""
+    attempts, notes = Attempts(paths.attempts), AttemptLog(paths.attempts)
+    attempts.look()
+    for begun in attempts.open():
+        message = f"its rank on {begun.slot} ended in the middle of it; see {paths.logs}"
+        kind: NoteKind = "failed" if begun.unit in missing else "done"
+        notes.add(msgspec.structs.replace(begun, kind=kind, message=message, traceback=message))
+
+
+def read_round(paths: StageDir) -> Round:
+    """Return what the ranks of a stage were started with."""
+    return decode_stored(paths.round, read_stored(paths.round), Round)
+
+
+class StageState:
+    """The units of a stage that are not committed, and the attempts at them; ``look`` reads what is new of both.
+
+    Args:
+        stage: its plan is the present one.
+        last_beat: returns the time of the last heartbeat of this process that got through, by ``now``.
+        now: the clock by which leases are counted.
+        join_seconds: how long ranks may take to join that could do what those which are there cannot.
+
+    Attributes:
+        missing: the indices of the units that no rank has committed.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        last_beat: Callable[[], float] = lambda: math.inf,
+        now: Callable[[], float] = time.monotonic,
+        join_seconds: float = 0.0,
+    ) -> None:
+        self.stage = stage
+        self.now = now
+        self._join_seconds = join_seconds
+        self._ended_since: float | None = None
+        self.attempts = Attempts(stage.dir.attempts)
+        self.units = load_plan(stage)
+        self.round = read_round(stage.dir)
+        self.missing = {index for part in self.round.bins for index in part}
+        self._ids = {unit.index: unit.id for unit in self.units}
+        self._last_beat = last_beat
+        self._ledger = Tail(stage.dir.ledger)
+        self._watched: dict[str, tuple[float, float]] = {}
+        self._gone: dict[str, float] = {}
+        self._loading_since: dict[str, float] = {}
+        self._reasons: Counter[str] = Counter()
+        self._num_in = 0
+        for commit in read_ledger(stage.dir, self.units).values():
+            if commit.index not in self.missing:
+                self._count(commit)
+
+    def look(self) -> list[Commit]:
+        """Read what is new, and return the commits of units that were missing."""
+        # First the notes: of what is noted as done the commit is there.
+        self.attempts.look()
+        new = []
+        for path, line in self._ledger.lines():
+            commit = decode_commit(path, line)
+            if commit is None or commit.token != self.stage.token or self._ids.get(commit.index) != commit.id:
+                continue
+            if commit.index in self.missing:
+                self.missing.remove(commit.index)
+                self._count(commit)
+                new.append(commit)
+        return new
+
+    def _count(self, commit: Commit) -> None:
+        self._reasons.update(commit.rejects)
+        self._num_in += commit.num_in
+
+    def check_rejects(self) -> None:
+        """Raise FatalError if more is rejected than the configuration allows."""
+        folder = self.stage.dir.unit_rejects(0).parent
+        limit = RejectLimit(self.stage.name, folder, self.round.expected_in, self.round.max_reject_fraction)
+        limit.check(self._reasons, self._num_in)
+
+    def has_ended(self) -> bool:
+        """Return True if no rank can do anything more: each unit is committed or given up, or the stage is stopped."""
+        if not self.missing or self.attempts.stopped() is not None:
+            return True
+        live = self.live_slots() if self.missing <= self.attempts.failed else None
+        if live is None or not self._are_given_up(live):
+            self._ended_since = None
+            return False
+        if self._are_given_up(live | {_ANOTHER_SLOT}):
+            return True
+        self._ended_since = self.now() if self._ended_since is None else self._ended_since
+        return self.now() - self._ended_since >= self._join_seconds
+
+    def _are_given_up(self, live: set[str]) -> bool:
+        return all(self.attempts.is_given_up(index, live) for index in self.missing)
+
+    def live_slots(self) -> set[str]:
+        """Return the slots of the ranks that are alive, and have loaded what they need or may do so soon."""
+        return {record.slot for record in read_progress(self.stage.dir.progress) if self._is_live(record)}
+
+    def _is_live(self, record: RankProgress) -> bool:
+        if self.is_dead(record.owner, record) or record.is_gone():
+            return False
+        # One that hangs while it loads is waited for by nobody.
+        since = self._loading_since.setdefault(record.owner, self.now())
+        return record.ready or self.now() - since < self.stage.lease_seconds
+
+    def is_dead(self, owner: str, record: RankProgress | None) -> bool:
+        """Return True if a rank has ended, or its heartbeat was the same for a lease by this process's clock.
+
+        Args:
+            owner: the id of its process.
+            record: its heartbeat, None where there is none.
+        """
+        if record is not None and record.ended:
+            return True
+        now = self.now()
+        if record is not None and record.is_gone():
+            # Its supervisor, if there is one, notes how it ended.
+            return now - self._gone.setdefault(owner, now) >= _SECONDS_TO_NOTE_END
+        beat = record.updated if record is not None else 0.0
+        seen, since = self._watched.get(owner, (None, now))
+        if beat != seen or now - self._last_beat() > _SHARE_WITHOUT_BEAT * self.stage.lease_seconds:
+            since = now
+        self._watched[owner] = (beat, since)
+        return now - since >= self.stage.lease_seconds

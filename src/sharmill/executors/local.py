@@ -1,0 +1,104 @@
+"""The local executor: a supervisor on this machine, and one rank on the CPU in the process of the run itself."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from sharmill.engine.attempts import MAX_FAILURES
+from sharmill.engine.follow import Follower
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import Finished
+from sharmill.engine.progress import mark_ended, read_progress
+from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.stage import Stage
+from sharmill.engine.state import begin_round
+from sharmill.engine.unit import Unit
+from sharmill.engine.work import Rank, work
+from sharmill.errors import FatalError
+from sharmill.executors.devices import Device, plan_devices, usable_gpus
+from sharmill.executors.logs import logging_to
+from sharmill.executors.signals import deferred_interrupts
+from sharmill.executors.supervisor import slot_of, supervise
+from sharmill.processes import ChildEnded, ChildProcess, end_by_force, usable_cores
+from sharmill.staging import remove_dead_attempts
+
+log = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_LOOKS = 0.25
+_LOOKING_SHARE = 20.0
+# The supervisor gives its ranks two seconds to leave.
+_SECONDS_TO_END = 4.0
+
+
+@dataclass(frozen=True)
+class LocalExecutor:
+    """Runs a stage on ``workers`` ranks of this machine (a number, or ``auto``), on GPUs as ``device`` says."""
+
+    workers: int | str = "auto"
+    device: str = "auto"
+
+    def require_devices(self, stages: Iterable[Stage]) -> None:
+        """Raise ConfigError where a stage is to run on GPUs, and none can be used."""
+        if any(stage.uses_gpu for stage in stages):
+            usable_gpus(self.device)
+
+    def run(self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener) -> Finished:
+        """Do the units; see ``engine.run.Executor``."""
+        gpus = usable_gpus(self.device) if stage.uses_gpu else ()
+        cores = usable_cores()
+        devices = plan_devices(self.workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=cores)[: len(units)]
+        begin_round(stage, units, len(devices), rejects)
+        follower = Follower(stage, listener)
+        follower.look()
+        try:
+            is_exact = isinstance(stage.unit_time_limit, float | int)
+            # A time limit ends the rank, and an error of a GPU does: that must not be this process then.
+            if len(devices) == 1 and devices[0].kind == "cpu" and not is_exact:
+                _run_inline(stage, devices[0], follower)
+            else:
+                _run_supervised(stage, devices, follower)
+        finally:
+            # No rank is left that could do it for itself.
+            remove_dead_attempts(stage.root, stage.token)
+            mark_ended(stage.dir.progress, {record.owner for record in read_progress(stage.dir.progress)})
+        return follower.outcome()
+
+
+def _run_inline(stage: Stage, device: Device, follower: Follower) -> None:
+    rank = Rank(0, slot_of(0, device), device.kind, is_replaced=False, beat_seconds=1.0)
+    with device.only_visible(), logging_to(stage.dir.rank_log(0)):
+        work(stage, rank, follower.look)
+
+
+def _run_supervised(stage: Stage, devices: Sequence[Device], follower: Follower) -> None:
+    """Run a supervisor until the stage has ended; one that is killed is started again."""
+    for _ in range(MAX_FAILURES):
+        # An interrupt would leave a process that nobody knows of.
+        with deferred_interrupts():
+            arguments = (pickle.dumps(stage), devices, stage.dir.driver_log)
+            child = ChildProcess(supervise, *arguments, name="sharmill-supervisor", daemon=False)
+        try:
+            seconds = 0.0
+            while child.is_alive():
+                # Looking takes a small part of the time, also where the disk is slow.
+                child.join(max(_SECONDS_BETWEEN_LOOKS, _LOOKING_SHARE * seconds))
+                began = time.monotonic()
+                follower.look()
+                seconds = time.monotonic() - began
+            with suppress(ChildEnded, TimeoutError):
+                raise child.receive(0.0)
+        finally:
+            with deferred_interrupts():
+                end_by_force([child], _SECONDS_TO_END)
+        if child.exitcode == 0:
+            return
+        log.warning("the supervisor %s", child.describe_exit())
+    raise FatalError(
+        f"{stage.name}: the process that starts the ranks {child.describe_exit()}; see {stage.dir.driver_log}",
+        code="no_ranks",
+    )

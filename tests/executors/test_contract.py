@@ -1,0 +1,228 @@
+"""What every executor promises, whatever ranks, slots and units do: on this machine, on a real SLURM and a real Ray."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from support.toy_cluster import ToyChain, ToyDataset, cancel_all, make_profile, why_no_cluster
+from support.toy_stage import RecordingListener, SleepyStage, ToyStage, is_running, output_bytes, wait_until
+from support.toy_stage import run as run_locally
+
+from sharmill.engine.ledger import read_ledger
+from sharmill.engine.outcomes import FailedAttempt, StageResult
+from sharmill.engine.plan import load_plan
+from sharmill.engine.run import locked, run_stage
+from sharmill.engine.stage import Advance
+from sharmill.engine.stored import decode_stored, read_stored_lines
+from sharmill.engine.unit import Output, Unit
+from sharmill.errors import SharmillError
+from sharmill.executors.local import LocalExecutor
+from sharmill.executors.slurm.chain_state import wait_for_end
+from sharmill.staging import Staging
+
+
+@dataclass
+class End:
+    """How a stage has ended, as its user is told."""
+
+    message: str = ""
+    failures: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.message and not self.failures
+
+
+Run = Callable[[ToyStage, int], End]
+
+
+def _run_stage(stage: ToyStage, executor: object) -> End:
+    try:
+        with locked(stage.run_dir):
+            result: StageResult = run_stage(stage, executor, RecordingListener(), max_reject_fraction=0.5)  # type: ignore[arg-type]
+    except SharmillError as error:
+        return End(str(error))
+    return End(failures={index: error.message for index, error in result.failures.items()})
+
+
+def _on_slurm(stage: ToyStage, ranks: int) -> End:
+    chain = ToyChain(ToyDataset(stage), make_profile(max_ranks=ranks))  # type: ignore[arg-type]
+    try:
+        state = chain.start()
+        if state.state == "waiting":
+            state = wait_for_end(chain.run_dir)
+    finally:
+        cancel_all(chain.run_dir)
+    if not stage.dir.failures.exists():
+        return End("" if state.state == "done" else state.message)
+    lines = read_stored_lines(stage.dir.failures)
+    failures = [decode_stored(stage.dir.failures, line, FailedAttempt) for line in lines]
+    return End(failures={error.index: error.message for error in failures})
+
+
+@pytest.fixture(
+    params=[
+        "local",
+        pytest.param("slurm", marks=[pytest.mark.slurm, pytest.mark.slow]),
+        pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow]),
+    ]
+)
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Returns a function: a stage, on so many ranks at most -> how it ended. No rank may be left behind."""
+    stages = []
+    if request.param == "slurm" and (reason := why_no_cluster()):
+        pytest.skip(reason)
+    if request.param == "ray":
+        from sharmill.executors.ray.executor import RayExecutor
+
+        address = request.getfixturevalue("cluster").address
+
+    def run(stage: ToyStage, ranks: int) -> End:
+        # As a process of its own, also where it is the only one; no unit of these takes so long.
+        stage.unit_time_limit = stage.unit_time_limit or 300.0
+        # Others may join for so long where a unit has failed in the slots that there are.
+        stage.lease_seconds = min(stage.lease_seconds, 15.0)
+        stages.append(stage)
+        if request.param == "slurm":
+            return _on_slurm(stage, ranks)
+        if request.param == "ray":
+            return _run_stage(stage, RayExecutor(workers=min(ranks, 2), address=address))
+        return _run_stage(stage, LocalExecutor(ranks))
+
+    yield run
+    wait_until(lambda: not any(is_running(pid) for stage in stages for pid in stage.pids() - {os.getpid()}))
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Callable[[int], dict[str, bytes]]:
+    """Returns a function: the output of so many units as one rank leaves it."""
+
+    def whole(units: int) -> dict[str, bytes]:
+        stage = ToyStage(tmp_path / "whole", units=units)
+        assert run_locally(stage)[0].ok
+        return output_bytes(stage)
+
+    return whole
+
+
+def rank_number() -> int:
+    """The number of the rank that this process is."""
+    return int(multiprocessing.current_process().name.rpartition("-")[2])
+
+
+class BadRank(SleepyStage):
+    """On rank 1 each unit fails from its third on; the others take their time."""
+
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        if rank_number() == 1:
+            self.mark("on-1", str(unit.index))
+            if len(self.marked("on-1")) > 2:
+                raise ValueError("the codec is broken here")
+        return super().work(unit, staging, advance)
+
+
+class BadDevice(ToyStage):
+    """Rank 1 can never be set up."""
+
+    def load(self, device: str) -> None:
+        super().load(device)
+        if rank_number() == 1:
+            raise RuntimeError("unable to find an engine to execute this computation")
+        wait_until(lambda: len(self.pids()) > 1)
+
+
+class FrozenRank(ToyStage):
+    """The first rank that comes to unit 2 is stopped in the middle of it, as by a disk that stands still."""
+
+    lease_seconds = 4.0
+
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        if unit.index == 2 and not self.marked("frozen"):
+            self.mark("frozen")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().work(unit, staging, advance)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_any_number_of_ranks_gives_the_same_bytes(run, tmp_path, whole, ranks):
+    stage = ToyStage(tmp_path, units=12)
+    assert run(stage, ranks).ok
+    assert output_bytes(stage) == whole(12)
+
+
+@pytest.mark.parametrize("does", ["kill_once", "raise_once", "memory_once", "segfault_once"])
+def test_what_befalls_a_rank_once_costs_one_attempt(run, tmp_path, whole, does):
+    stage = ToyStage(tmp_path, behaviour={2: does})
+    assert run(stage, 2).ok
+    assert stage.attempts()[2] == 2
+    assert output_bytes(stage) == whole(6)
+
+
+@pytest.mark.parametrize(
+    ("does", "how"), [("raise:a bad day", "a bad day"), ("kill", "SIGKILL"), ("wait:never", "unit_time_limit")]
+)
+def test_a_bad_unit_is_given_up_and_named_and_the_others_are_done(run, tmp_path, does, how):
+    stage = ToyStage(tmp_path, behaviour={2: does})
+    if does == "wait:never":
+        stage.unit_time_limit = 2.0
+    end = run(stage, 2)
+    assert list(end.failures) == [2], end
+    assert how in end.failures[2]
+    assert 3 <= stage.attempts()[2] <= 4
+    assert sorted(read_ledger(stage.dir, load_plan(stage))) == [0, 1, 3, 4, 5]
+
+
+def test_a_rank_that_turns_bad_costs_no_unit(run, tmp_path, whole):
+    stage = BadRank(tmp_path, units=14, seconds=0.3)
+    end = run(stage, 3)
+    assert end.ok, end
+    assert output_bytes(stage) == whole(14)
+
+
+def test_a_rank_that_cannot_be_set_up_costs_no_unit(run, tmp_path, whole):
+    stage = BadDevice(tmp_path, units=8)
+    end = run(stage, 2)
+    assert end.ok, end
+    assert output_bytes(stage) == whole(8)
+
+
+def test_a_frozen_rank_holds_nobody_up_for_longer_than_a_lease(run, tmp_path, whole):
+    stage = FrozenRank(tmp_path)
+    end = run(stage, 2)
+    assert end.ok, end
+    assert stage.attempts()[2] == 1
+    assert output_bytes(stage) == whole(6)
+
+
+@pytest.mark.parametrize(
+    ("does", "names"),
+    [("config", "model 'x' is unknown; use 'y'"), ("fatal", "the disk is full"), ("import", "no_such_module_at_all")],
+)
+@pytest.mark.parametrize("where", ["setup_does", "everywhere"])
+def test_what_all_ranks_would_meet_ends_the_stage_and_is_named(run, tmp_path, does, names, where):
+    stage = ToyStage(tmp_path, **{where: does})
+    end = run(stage, 2)
+    assert names in end.message, end
+    assert max(stage.attempts().values(), default=0) <= 2
+    assert read_ledger(stage.dir, load_plan(stage)) == {}
+
+
+def test_where_every_unit_fails_on_every_rank_the_stage_ends_and_names_units(run, tmp_path):
+    stage = ToyStage(tmp_path, units=24, everywhere="raise:no such voice")
+    end = run(stage, 2)
+    assert "no such voice" in end.message
+    assert "no rank can work on units" in end.message
+
+
+def test_what_was_given_up_is_tried_again_by_the_next_run(run, tmp_path, whole):
+    stage = ToyStage(tmp_path, behaviour={2: "raise"})
+    assert list(run(stage, 2).failures) == [2]
+    again = ToyStage(tmp_path)
+    assert run(again, 2).ok
+    assert output_bytes(again) == whole(6)

@@ -1,0 +1,45 @@
+"""A real Ray on this machine, listening on 127.0.0.1 only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tenacity import Retrying, stop_after_attempt
+
+from support.ray_node import LOOPBACK, NODE
+
+
+def patiently(start: Callable[..., Any], **options: Any) -> Any:
+    """Starts a node anew where it does not come up within the 30 s that Ray gives it: the machine may be busy."""
+    return Retrying(stop=stop_after_attempt(3), reraise=True)(start, **options)
+
+
+@pytest.fixture(scope="session")
+def ray_folder() -> Iterator[Path]:
+    """Ray's files; its sockets lie there, and the names of sockets must be short."""
+    folder = Path(tempfile.mkdtemp(prefix="sr-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def cluster(ray_folder: Path) -> Iterator[Any]:
+    """A cluster with one node of two CPUs; tests may add nodes and remove what they have added."""
+    before = dict(os.environ)
+    os.environ.update(LOOPBACK, RAY_TMPDIR=str(ray_folder))
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = patiently(Cluster, initialize_head=True, head_node_args=NODE | {"num_cpus": 2})
+    os.environ["RAY_ADDRESS"] = cluster.address
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+    os.environ.clear()
+    os.environ.update(before)

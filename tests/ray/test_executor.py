@@ -32,21 +32,6 @@ def whole(tmp_path_factory):
 
 
 class TestRanks:
-    def test_any_number_of_workers_gives_the_bytes_of_the_local_executor(self, tmp_path, on_ray):
-        outputs = []
-        for workers in (None, 1, 2):
-            stage = ToyStage(
-                tmp_path / str(workers),
-                units=12,
-                behaviour={4: "reject:too_short"},
-                setup_does=f"meet:{workers}" if workers else "",
-            )
-            result, _ = on_ray(stage, workers) if workers else run(stage)
-            assert result.ok
-            assert len(stage.pids()) == (workers or 1)
-            outputs.append((output_bytes(stage), stage.dir.rejects.read_bytes()))
-        assert outputs[0] == outputs[1] == outputs[2]
-
     def test_actors_are_processes_of_their_own_that_say_that_they_end(self, tmp_path, on_ray):
         stage = ToyStage(tmp_path, setup_does="meet:2")
         on_ray(stage)
@@ -104,56 +89,11 @@ class TestRanks:
 
 
 class TestFailures:
-    def test_a_killed_actor_costs_one_attempt(self, tmp_path, on_ray, whole):
-        stage = ToyStage(tmp_path, behaviour={2: "kill_once"})
-        result, heard = on_ray(stage, 2)
-        assert result.ok
-        assert sorted(heard.done) == list(range(6))
-        assert stage.attempts() == {0: 1, 1: 1, 2: 2, 3: 1, 4: 1, 5: 1}
-        assert len({line for line in stage.marked("attempts") if line.startswith("2 ")}) == 2
-        assert output_bytes(stage) == whole
-        assert num_records(stage) == 6
-
-    @pytest.mark.parametrize("does", ["kill", "segfault", "exit:3"])
-    def test_a_unit_that_always_kills_its_actor_fails_and_the_others_finish(self, tmp_path, on_ray, does):
-        stage = ToyStage(tmp_path, behaviour={2: does})
-        result, heard = on_ray(stage, 2)
-        assert list(result.failures) == [2]
-        message = result.failures[2].message
-        assert message.startswith("the rank process ")
-        assert "; its log is " in message
-        assert sorted(heard.done) == [0, 1, 3, 4, 5]
-        assert stage.attempts()[2] == 3
-        assert '"index":2' in stage.dir.failures.read_text()
-
-    def test_a_unit_that_raises_has_three_attempts(self, tmp_path, on_ray):
-        stage = ToyStage(tmp_path, behaviour={1: "raise"})
-        result, heard = on_ray(stage, 2)
-        assert result.failures[1].message == "ValueError: a bad day with two lines"
-        assert 'raise ValueError(argument or "a bad day' in result.failures[1].traceback
-        # One more where the second slot joins when the first has tried three times.
-        assert heard.failed[1][1] == stage.attempts()[1]
-        assert stage.attempts()[1] in (3, 4)
-        assert sorted(heard.done) == [0, 2, 3, 4, 5]
-
     def test_a_commit_that_nobody_heard_of_is_not_lost(self, tmp_path, on_ray, whole):
         stage = ToyStage(tmp_path, setup_does="die_after_commit:3")
         assert on_ray(stage, 1)[0].ok
         assert output_bytes(stage) == whole
         assert set(read_ledger(stage.dir, load_plan(stage))) == set(range(6))
-
-    @pytest.mark.parametrize(
-        ("does", "error", "message"),
-        [
-            ("config", ConfigError, "model 'x' is unknown; use 'y'"),
-            ("fatal", FatalError, "the disk is full and that is that"),
-            ("import", FatalError, "what every unit needs is not installed.*no_such_module_at_all"),
-            ("miscount", FatalError, "3 records in, but 2 out and 0 rejected"),
-        ],
-    )
-    def test_an_error_that_ends_the_stage_is_the_drivers(self, tmp_path, on_ray, does, error, message):
-        with pytest.raises(error, match=message):
-            on_ray(ToyStage(tmp_path, behaviour={3: does}), 2)
 
     def test_an_actor_that_cannot_be_set_up_ends_the_stage(self, tmp_path, on_ray):
         with raises(FatalError, "setup_failed", "cpu", "ValueError: a bad day", "rank-00"):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from support.errors import raises
 from support.toy_cluster import SETUP, make_profile, slurm
-from support.toy_stage import output_bytes, wait_until
+from support.toy_stage import wait_until
 
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
@@ -24,43 +24,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 def done_units(chain) -> list[int]:
     return sorted(read_ledger(chain.stage.dir, load_plan(chain.stage)))
-
-
-def test_units_that_fail_or_kill_their_rank_are_named_and_the_others_are_done(make_chain):
-    chain = make_chain(units=20, behaviour={3: "raise:no such voice", 7: "kill"})
-    chain.start()
-    state = wait_for_end(chain.run_dir)
-    assert state.state == "failed"
-    assert "2 units" in state.message
-    assert "unit 3: ValueError: no such voice" in state.message
-    assert "unit 7: " in state.message
-    assert str(chain.stage.dir.failures) in state.message
-    assert "no such voice" in chain.stage.dir.failures.read_text()
-    assert "Traceback" in chain.stage.dir.failures.read_text()
-    assert done_units(chain) == [index for index in range(20) if index not in (3, 7)]
-    # A failure in a slot that had done nothing before counts for nothing.
-    assert chain.stage.attempts()[3] in (3, 4)
-    assert chain.stage.attempts()[7] in (3, 4)
-
-
-def test_units_that_were_given_up_have_new_attempts_after_a_new_submission(make_chain):
-    chain = make_chain(units=6, behaviour={2: "raise"})
-    chain.start()
-    assert wait_for_end(chain.run_dir).state == "failed"
-    chain.stage.behaviour.clear()
-    chain.start()
-    assert wait_for_end(chain.run_dir).state == "done"
-    assert len(output_bytes(chain.stage)) == 2 * 6 + 1
-
-
-@pytest.mark.parametrize("does", ["fatal", "config"])
-def test_an_error_that_all_units_would_meet_stops_the_stage(make_chain, does):
-    chain = make_chain(units=40, everywhere=does, profile=make_profile(max_ranks=2))
-    chain.start()
-    state = wait_for_end(chain.run_dir)
-    assert state.state == "failed"
-    assert {"fatal": "disk", "config": "'x'"}[does] in state.message
-    assert sum(chain.stage.attempts().values()) <= 2
 
 
 def test_ranks_that_cannot_be_set_up_are_tried_three_times(make_chain):

@@ -21,7 +21,6 @@ from support.toy_stage import (
     ToyStage,
     Unloadable,
     is_running,
-    output_bytes,
     run,
 )
 
@@ -61,17 +60,6 @@ class TestUnitTimeLimit:
 
 
 class TestWorkers:
-    def test_any_number_of_workers_gives_the_same_bytes(self, tmp_path):
-        outputs = []
-        for workers in (1, 2, 3):
-            stage = ToyStage(
-                tmp_path / str(workers), units=12, behaviour={4: "reject:too_short"}, setup_does=f"meet:{workers}"
-            )
-            assert run(stage, workers)[0].ok
-            assert len(stage.pids()) == workers
-            outputs.append((output_bytes(stage), stage.dir.rejects.read_bytes()))
-        assert outputs[0] == outputs[1] == outputs[2]
-
     def test_one_worker_runs_inline(self, tmp_path):
         stage = ToyStage(tmp_path)
         run(stage, 1)
@@ -90,34 +78,6 @@ class TestWorkers:
 
 
 class TestDeaths:
-    def test_a_killed_worker_costs_one_attempt(self, tmp_path):
-        stage = ToyStage(tmp_path, behaviour={2: "kill_once"})
-        result, heard = run(stage, 2)
-        assert result.ok
-        assert sorted(heard.done) == list(range(6))
-        assert stage.attempts() == {0: 1, 1: 1, 2: 2, 3: 1, 4: 1, 5: 1}
-        assert len({line for line in stage.marked("attempts") if line.startswith("2 ")}) == 2
-        whole = ToyStage(tmp_path / "whole")
-        run(whole)
-        assert output_bytes(stage) == output_bytes(whole)
-
-    @pytest.mark.parametrize(
-        ("does", "how"),
-        [
-            ("kill", "SIGKILL"),
-            ("kill:SIGABRT", "SIGABRT"),
-            ("segfault", "SIGSEGV"),
-            ("exit:3", "3"),
-        ],
-    )
-    def test_a_unit_that_always_kills_its_worker_fails_and_the_others_finish(self, tmp_path, does, how):
-        stage = ToyStage(tmp_path, behaviour={2: does})
-        result, heard = run(stage, 2)
-        assert list(result.failures) == [2]
-        assert re.search(rf"{how}.*/rank-00\d\.log", result.failures[2].message)
-        assert sorted(heard.done) == [0, 1, 3, 4, 5]
-        assert stage.attempts()[2] == 3
-
     def test_a_worker_that_dies_after_its_commit_counts_once(self, tmp_path):
         stage = ToyStage(tmp_path, setup_does="die_after_commit:2")
         result, heard = run(stage, 2)

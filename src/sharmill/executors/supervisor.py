@@ -221,7 +221,10 @@ class Supervisor:
         records = {record.owner: record for record in read_progress(self.stage.dir.progress)}
         for number, one in self.running.items():
             record = records.get(one.rank.owner)
-            if number not in self._frozen and record is not None and self._state.is_dead(one.rank.owner, record):
+            # One that has ended is about to leave by itself.
+            if number in self._frozen or record is None or record.ended:
+                continue
+            if self._state.is_dead(one.rank.owner, record):
                 log.warning("rank %d gives no heartbeat any more and is killed", number)
                 self._frozen.add(number)
                 one.process.kill()

@@ -97,7 +97,7 @@ class TestRejects:
 class TestFailures:
     @pytest.mark.parametrize("workers", [1, 2])
     def test_are_tried_three_times_and_named_while_the_others_finish(self, tmp_path, workers):
-        stage = ToyStage(tmp_path, behaviour={2: "raise"})
+        stage = ToyStage(tmp_path, behaviour={2: "raise"}, setup_does=f"meet:{workers}")
         result, heard = run(stage, workers)
         assert not result.ok
         assert sorted(heard.done) == [0, 1, 3, 4, 5]

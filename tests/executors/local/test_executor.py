@@ -39,7 +39,7 @@ class TestUnitTimeLimit:
     @pytest.mark.parametrize("workers", [1, 2])
     @pytest.mark.parametrize("does", ["hold_gil", "wait:never"])
     def test_a_unit_that_hangs_is_tried_three_times_after_all_others_and_given_up(self, tmp_path, workers, does):
-        stage = ToyStage(tmp_path, units=4, behaviour={0: does})
+        stage = ToyStage(tmp_path, units=4, behaviour={0: does}, setup_does=f"meet:{workers}")
         stage.unit_time_limit = 2.0
         result, _ = run(stage, workers)
         assert {index: error.message for index, error in result.failures.items()} == {
@@ -87,7 +87,7 @@ class TestDeaths:
         assert stage.attempts()[2] == 1
 
     def test_a_rank_that_fails_twice_in_a_row_makes_way_for_a_fresh_one(self, tmp_path):
-        stage = ToyStage(tmp_path, units=2, behaviour={0: "raise", 1: "raise"})
+        stage = ToyStage(tmp_path, units=2, behaviour={0: "raise", 1: "raise"}, setup_does="meet:2")
         run(stage, 2)
         assert stage.attempts() == {0: 3, 1: 3}
         assert len(stage.pids()) > 2
@@ -234,7 +234,7 @@ class TestLogs:
         assert logs.count("is ready for toy on cpu") == len(stage.pids())
 
     def test_what_a_rank_prints_goes_to_its_log_even_if_it_is_killed(self, tmp_path, capfd):
-        stage = ToyStage(tmp_path, behaviour={2: "print:hello from unit 2"})
+        stage = ToyStage(tmp_path, behaviour={2: "print:hello from unit 2"}, setup_does="meet:2")
         run(stage, 2)
         logs = _rank_logs(stage)
         assert logs.count("hello from unit 2\n") == 3

@@ -84,7 +84,10 @@ class Corpus:
         token = (stage / "plan/token").read_text()
         progress = stage / "ranks" / token / "progress"
         progress.mkdir(parents=True, exist_ok=True)
-        record = RankProgress(rank=0, pid=7, host="a", started=1.0, updated=2.0, unit=1, unit_began=1.5, units_done=1)
+        record = RankProgress(
+            rank=0, slot="a/rank 0", owner="b", pid=7, host="a", started=1.0, updated=2.0, unit=1, unit_began=1.5,
+            units_done=1,
+        )  # fmt: skip
         (progress / "rank-000.json").write_bytes(msgspec.json.encode(record))
         (stage / "failures.jsonl").write_bytes(b'{"index":1,"message":"m","traceback":"t"}\n')
         (self.run_dir / "chain.json").write_bytes(b'{"state":"failed","message":"m","jobs":["1"],"command":"c"}')

@@ -268,6 +268,8 @@ def _refuse_foreign_folder(stage: Stage) -> None:
         return
     own = re.compile(rf"ranks|{re.escape(STAGING_NAME)}|{re.escape(LOCK_NAME)}.*|{_PLAN_ASIDE.pattern}")
     foreign = [path.name for path in sorted(paths.path.iterdir()) if not own.fullmatch(path.name)]
+    # Left by a process that asked whether there is a plan, on a disk that removes nothing.
+    foreign = [name for name in foreign if name != paths.plan.name or any(paths.plan.iterdir())]
     ranks = paths.path / "ranks"
     foreign += [f"ranks/{p.name}" for p in sorted(ranks.glob("[!.]*")) if p.name not in tokens_of(paths)]
     if foreign:

@@ -149,8 +149,9 @@ class _Attempter:
             self._end(note, kind, f"its rank had to leave after {spent:.0f} s")
             raise
         except SharmillError as error:
-            # The unit is not to blame.
-            self._end(note, "released", str(error))
+            # The unit is not to blame. On a disk that takes no note, the error of the work is to be told.
+            with suppress(SharmillError):
+                self._end(note, "released", str(error))
             raise
         if isinstance(outcome, Commit):
             self.failures_in_a_row = 0
@@ -196,10 +197,10 @@ def _note_error(rank: Rank, notes: AttemptLog, error: SharmillError) -> None:
         else:
             notes.stop(error)
     except SharmillError as failed:
-        if not rank.is_replaced:
-            raise
-        # For the supervisor this is not the end of a rank that has noted why.
-        raise OSError(f"the end of the rank cannot be noted: {failed}") from failed
+        if rank.is_replaced:
+            # For the supervisor this is not the end of a rank that has noted why.
+            raise OSError(f"the end of the rank cannot be noted: {failed}") from failed
+        log.warning("%s", failed)
 
 
 class Taken(NamedTuple):

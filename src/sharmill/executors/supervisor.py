@@ -34,7 +34,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.state import StageState
 from sharmill.engine.time_limit import find_limit
 from sharmill.engine.work import Rank, Replace, ToldToLeave, end_attempt, was_most_of_job, work
-from sharmill.errors import SharmillError
+from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors import preload
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to, redirect_output
@@ -263,16 +263,15 @@ def supervise(connection: Connection, stage: bytes, devices: Sequence[Device], l
         stage: pickled.
     """
     end_with_parent(signal.SIGTERM)
-    redirect_output(log_file)
-    with logging_to(log_file), told_to_leave():
-        try:
+    try:
+        redirect_output(log_file)
+        with logging_to(log_file), told_to_leave():
             Supervisor(pickle.loads(stage), devices, range(len(devices)), beat_seconds=1.0).run()
-        except ToldToLeave:
-            log.warning("told to leave")
-            sys.exit(128 + signal.SIGTERM)
-        except SharmillError as error:
-            log.warning("%s", error)
-            connection.send(type(error)(error.lines[0], code=error.code, details=error.lines[1:]))
+    except ToldToLeave:
+        sys.exit(128 + signal.SIGTERM)
+    except SharmillError as error:
+        kind = ConfigError if isinstance(error, ConfigError) else FatalError
+        connection.send(kind(error.lines[0], code=error.code, details=error.lines[1:]))
 
 
 def rank_main(start: RankStart) -> None:

@@ -43,7 +43,7 @@ NoteKind = Literal["begun", "done", "failed", "released"]
 
 
 class Note(msgspec.Struct, kw_only=True):
-    """What happened to an attempt at a unit, or to the set-up of a rank.
+    """An event of an attempt at a unit, or of the set-up of a rank.
 
     ``owner`` is the id of the rank's process, and ``generation`` that of its claim on the unit. ``time`` is by the
     clock of the slot's host. ``place`` is that of a ``DeviceError``, and ``code`` that of the error.
@@ -103,7 +103,7 @@ class Stopped(msgspec.Struct):
 
 @dataclass
 class _Slot:
-    """What a slot has done. Since it last did a unit, ``failed`` are those that failed there, at their times, and
+    """The record of a slot. Since it last did a unit, ``failed`` are those that failed there, at their times, and
     ``setups`` counts the ranks that could not be set up."""
 
     num_done: int = 0
@@ -255,6 +255,10 @@ class Attempts:
         """Return the slots that are out by their own failures, and the last error of each."""
         return {name: slot.error for name, slot in sorted(self._slots.items()) if slot.error and self._is_bad(slot)}
 
+    def describe_out(self) -> list[str]:
+        """Return a sentence for each slot that was taken out of work."""
+        return [f"{slot} was taken out of work: {note.message}" for slot, note in self.slots_out().items()]
+
     def is_given_up(self, unit: int, live: Collection[str]) -> bool:
         """Return True if no further attempt at a unit is worth it.
 
@@ -299,7 +303,7 @@ def describe_slots_out(paths: StageDir) -> list[str]:
     """Return a sentence for each slot that was taken out of the work on a stage."""
     attempts = Attempts(paths.attempts)
     attempts.look()
-    return [f"{slot} was taken out of work: {note.message}" for slot, note in attempts.slots_out().items()]
+    return attempts.describe_out()
 
 
 def host_of(slot: str) -> str:

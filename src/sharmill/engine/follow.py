@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from sharmill.engine.attempts import describe_slots_out
 from sharmill.engine.fence import require_current
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
@@ -102,4 +101,4 @@ class Follower:
         failures = {index: attempts.require_error(index) for index in state.missing}
         for index in sorted(failures.keys() - self._given_up):
             self._listener.unit_failed(state.units[index], failures[index], attempts.num_failures(index))
-        return Finished(failures, describe_slots_out(self._stage.dir))
+        return Finished(failures, attempts.describe_out())

@@ -1,4 +1,4 @@
-"""Progress records: each rank writes what it is doing to the run directory about every ten seconds."""
+"""Heartbeats: each rank process writes what it is doing to a file of its own, at fixed intervals."""
 
 from __future__ import annotations
 
@@ -186,10 +186,10 @@ def _write_aside(path: Path, record: RankProgress) -> bool:
     return True
 
 
-def mark_ended(folder: Path, owners: Container[str]) -> None:
-    """Correct the records of ranks that had no chance to say that they end."""
+def mark_ended(folder: Path, owners: Container[str] | None = None) -> None:
+    """Correct the records of ranks that had no chance to say that they end; by default of all."""
     for path, record in _records(folder):
-        if record.owner in owners and not record.ended:
+        if not record.ended and (owners is None or record.owner in owners):
             record.ended = True
             record.unit = None
             _write_aside(path, record)

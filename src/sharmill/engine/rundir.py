@@ -96,7 +96,7 @@ class StageDir:
 
     @property
     def round(self) -> Path:
-        """What the ranks that are at work were started with."""
+        """The values that the ranks that are at work were started with."""
         return self.ranks / "round.json"
 
     @property

@@ -32,7 +32,7 @@ _SHARE_WITHOUT_BEAT = 0.4
 
 
 class Round(msgspec.Struct):
-    """What the ranks of a stage are started with, frozen until all of them have ended.
+    """The values that the ranks of a stage are started with, frozen until all of them have ended.
 
     ``bins`` are the indices of the units of each rank, ``expected_in`` is the number of records of the whole stage.
     """
@@ -131,6 +131,11 @@ class StageState:
                 self._count(commit)
                 new.append(commit)
         return new
+
+    def is_missing(self, unit: Unit) -> bool:
+        """Return True if no rank has committed a unit, as far as can be seen now."""
+        self.look()
+        return unit.index in self.missing
 
     def _count(self, commit: Commit) -> None:
         self._reasons.update(commit.rejects)

@@ -97,7 +97,7 @@ def work(stage: Stage, rank: Rank, on_change: Callable[[], object] = lambda: Non
         try:
             with Worker(
                 stage, rank.number, rank.device, progress, lambda unit, done: on_change(),
-                lambda unit: state.look() is not None and unit.index in state.missing,
+                state.is_missing,
                 in_driver=not rank.is_replaced,
             ) as worker:  # fmt: skip
                 progress.be_ready()

@@ -29,6 +29,11 @@ class Device:
     kind: str = "cpu"
     visible: str = ""
 
+    @classmethod
+    def given(cls, kind: str) -> Device:
+        """Return the device of a job that was given one: the first GPU that is visible, if it is to be one."""
+        return cls(kind, os.environ.get(_VISIBLE, "").split(",")[0] if kind == "cuda" else "")
+
     def restrict_environment(self) -> None:
         """Hide the other GPUs from this process; to be called before anything uses CUDA."""
         os.environ[_VISIBLE] = self.visible

@@ -13,7 +13,7 @@ from sharmill.engine.attempts import MAX_FAILURES
 from sharmill.engine.follow import Follower
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
-from sharmill.engine.progress import mark_ended, read_progress
+from sharmill.engine.progress import mark_ended
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import begin_round
@@ -65,7 +65,7 @@ class LocalExecutor:
         finally:
             # No rank is left that could do it for itself.
             remove_dead_attempts(stage.root, stage.token)
-            mark_ended(stage.dir.progress, {record.owner for record in read_progress(stage.dir.progress)})
+            mark_ended(stage.dir.progress)
         return follower.outcome()
 
 

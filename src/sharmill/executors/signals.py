@@ -45,15 +45,18 @@ class ToldToEnd(KeyboardInterrupt):
 
 
 @contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end this process: submitit takes no notice of it, so a cancelled job would go on until SIGKILL."""
+def ended_by_sigterm(error: type[BaseException] = ToldToEnd) -> Iterator[None]:
+    """Have SIGTERM raise an error in the main thread, once.
+
+    Submitit takes no notice of the signal, so a cancelled job would go on until SIGKILL.
+    """
     told: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
         told.append(number)
         # The way out is not to be interrupted.
         if len(told) == 1:
-            raise ToldToEnd
+            raise error
 
     previous = signal.signal(signal.SIGTERM, end)
     try:

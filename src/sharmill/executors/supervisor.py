@@ -17,13 +17,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Final
 from uuid import uuid4
 
@@ -38,6 +37,7 @@ from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors import preload
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to, redirect_output
+from sharmill.executors.signals import ended_by_sigterm
 from sharmill.processes import describe_exit, limit_cores, safe_path, usable_cores
 from sharmill.staging import remove_dead_attempts
 
@@ -71,7 +71,7 @@ class RankStart:
 
 @dataclass
 class _Running:
-    """A rank process, and when it was started."""
+    """A rank and its process."""
 
     rank: Rank
     process: BaseProcess
@@ -265,7 +265,7 @@ def supervise(connection: Connection, stage: bytes, devices: Sequence[Device], l
     end_with_parent(signal.SIGTERM)
     try:
         redirect_output(log_file)
-        with logging_to(log_file), told_to_leave():
+        with logging_to(log_file), ended_by_sigterm(ToldToLeave):
             Supervisor(pickle.loads(stage), devices, range(len(devices)), beat_seconds=1.0).run()
     except ToldToLeave:
         sys.exit(128 + signal.SIGTERM)
@@ -293,7 +293,7 @@ def rank_main(start: RankStart) -> None:
 
 def _work(start: RankStart) -> int:
     try:
-        with told_to_leave():
+        with ended_by_sigterm(ToldToLeave):
             work(pickle.loads(start.stage), start.rank)
     except Replace:
         return _REPLACE
@@ -307,21 +307,6 @@ def _work(start: RankStart) -> int:
         log.exception("rank %d fails", start.rank.number)
         return 1
     return _LEFT
-
-
-@contextmanager
-def told_to_leave() -> Iterator[None]:
-    """Have SIGTERM raise ``ToldToLeave``, once, in the main thread."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise ToldToLeave
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def end_with_parent(number: int) -> None:

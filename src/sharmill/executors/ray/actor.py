@@ -61,12 +61,11 @@ class RankActor:
         start = self._start
         try:
             self._check_node()
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] if start.device == "cuda" else ""
             limit_cores(start.cores)
             with logging_to(start.log):
                 stage: Stage = pickle.loads(start.stage)
                 supervisor = Supervisor(
-                    stage, [Device(start.device, visible)], [start.number],
+                    stage, [Device.given(start.device)], [start.number],
                     join_seconds=stage.lease_seconds, beat_seconds=5.0,
                 )  # fmt: skip
                 supervisor.run()

@@ -86,7 +86,7 @@ class RayExecutor:
         finally:
             # No actor is left that could do it for itself.
             remove_dead_attempts(stage.root, stage.token)
-            mark_ended(stage.dir.progress, {record.owner for record in read_progress(stage.dir.progress)})
+            mark_ended(stage.dir.progress)
         outcome = pool.follower.outcome()
         given_up = [str(error) for error in pool.given_up.values()]
         return replace(outcome, given_up=given_up or outcome.given_up, on_other_nodes=True)

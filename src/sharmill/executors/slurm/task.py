@@ -22,8 +22,9 @@ from sharmill.engine.state import StageState
 from sharmill.engine.work import ToldToLeave
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to
+from sharmill.executors.signals import ended_by_sigterm
 from sharmill.executors.slurm.queue import cancel_pending
-from sharmill.executors.supervisor import Supervisor, told_to_leave
+from sharmill.executors.supervisor import Supervisor
 from sharmill.processes import limit_cores
 
 if TYPE_CHECKING:
@@ -49,13 +50,12 @@ class RankTask:
         if (cores := os.environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
             # A cluster need not bind tasks to their cores.
             limit_cores(int(cores))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] if self.device == "cuda" else ""
         supervisor = Supervisor(
-            stage, [Device(self.device, visible)], [self.rank], job_seconds=self.limit, join_seconds=stage.lease_seconds
+            stage, [Device.given(self.device)], [self.rank], job_seconds=self.limit, join_seconds=stage.lease_seconds
         )
         with logging_to(stage.dir.driver_log):
             try:
-                with told_to_leave():
+                with ended_by_sigterm(ToldToLeave):
                     supervisor.run()
             except ToldToLeave:
                 log.warning("rank %d will be killed", self.rank)

@@ -165,11 +165,11 @@ def test_what_befalls_a_rank_once_costs_one_attempt(run, tmp_path, whole, does):
 
 
 @pytest.mark.parametrize(
-    ("does", "how"), [("raise:a bad day", "a bad day"), ("kill", "SIGKILL"), ("wait:never", "unit_time_limit")]
+    ("does", "how"), [("raise:a bad day", "a bad day"), ("kill", "SIGKILL"), ("hold_gil", "unit_time_limit")]
 )
 def test_a_bad_unit_is_given_up_and_named_and_the_others_are_done(run, tmp_path, does, how):
     stage = ToyStage(tmp_path, behaviour={2: does})
-    if does == "wait:never":
+    if does == "hold_gil":
         stage.unit_time_limit = 2.0
     end = run(stage, 2)
     assert list(end.failures) == [2], end

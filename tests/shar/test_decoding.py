@@ -152,3 +152,15 @@ def test_damaged_files_are_refused_as_by_libsndfile_or_have_their_samples(damage
             compared += 1
     assert compared > 50
     np.testing.assert_array_equal(decoded(data), by_libsndfile(data))
+
+
+def test_samples_that_stand_in_memory_from_before_are_not_taken_for_decoded_ones(monkeypatch):
+    """As where the memory of an earlier decoding of the same recording is given out again."""
+    data = flac(9000)
+    before = (by_libsndfile(data).T * 32768).astype(np.int16)
+    empty = np.empty
+    monkeypatch.setattr(
+        np, "empty", lambda shape, dtype, **rest: before.reshape(shape) if dtype == np.int16 else empty(shape, dtype)
+    )
+    with pytest.raises(sf.LibsndfileError):
+        decode_samples(data[:-30])

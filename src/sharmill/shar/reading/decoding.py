@@ -131,9 +131,12 @@ def _decode_flac(data: bytes) -> np.ndarray | None:
             return None
         samples = np.empty((num_samples, channels), np.int16)
         address = ffi.cast("short *", samples.ctypes.data)
-        lib.ma_dr_flac_read_pcm_frames_s16(flac, num_samples, address)
+        num_decoded = lib.ma_dr_flac_read_pcm_frames_s16(flac, num_samples, address)
     finally:
         lib.ma_dr_flac_close(flac)
+    if num_decoded != num_samples:
+        # What is missing may stand there from an earlier decoding of the same recording: memory is given out again.
+        return None
     return samples if hashlib.md5(samples.data, usedforsecurity=False).digest() == data[_MD5] else None
 
 

@@ -149,6 +149,7 @@ CODES: Final[dict[str, str]] = {
     "too_many_rejects": "more records are rejected than max_reject_fraction allows",
     "units_failed": "units failed for good",
     # Clusters
+    "cancelled": "a user has cancelled the run",
     "chain_withdrawn": "the chain of this job was cancelled or taken over by a user",
     "jobs_elsewhere": "the chain of a dataset waits for jobs of another cluster",
     "jobs_gone": "the jobs of a dataset have ended before the work did",

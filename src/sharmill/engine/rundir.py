@@ -192,6 +192,16 @@ class RunDir:
         return self.path / "calibration.json"
 
     @property
+    def given(self) -> Path:
+        """The stages that a run was begun with; see ``run_notes``."""
+        return self.path / "given.json"
+
+    @property
+    def end(self) -> Path:
+        """How a run has ended; not there while it is under way."""
+        return self.path / "end.json"
+
+    @property
     def chain(self) -> Path:
         """The state of the driver jobs on a cluster."""
         return self.path / "chain.json"

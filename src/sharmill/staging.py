@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from uuid import uuid4
 
-from sharmill.processes import is_gone, this_kernel
+from sharmill.engine.host import is_gone, this_kernel
 from sharmill.storage import (
     STOPPING_ERRNOS,
     checksum_bytes,

@@ -22,6 +22,7 @@ from bench.speech import in_batches, write_corpus
 from support.shar import Project, codec_stages, voice
 
 from bench_gpu.models import CODEC, ENCODER
+from sharmill.engine.host import usable_cores
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import ProgressWriter
@@ -37,7 +38,6 @@ from sharmill.models import load_codec, load_speaker_encoder
 from sharmill.models.measure import measure_model
 from sharmill.models.memory import measure_peak
 from sharmill.models.protocols import pad
-from sharmill.processes import usable_cores
 
 RATE = 22050
 # Of a large dataset.

@@ -13,8 +13,8 @@ from support.shar import run, snapshot, voice
 from sharmill.cli.main import cli
 from sharmill.cli.plan import print_plan
 from sharmill.config import to_config, to_yaml
+from sharmill.engine.host import usable_cores
 from sharmill.prepare.stage import PrepareStage
-from sharmill.processes import usable_cores
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from sharmill.cli.stage_status import read_stage
 from sharmill.cli.status import QueueView, print_status
 from sharmill.config import to_yaml
 from sharmill.engine.fence import make_fence
+from sharmill.engine.host import state_and_start, this_kernel
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.progress import RankProgress
@@ -35,7 +36,6 @@ from sharmill.engine.work import Rank, work
 from sharmill.executors.slurm.chain_state import ChainState
 from sharmill.executors.slurm.queue import QueuedJob, make_run_id
 from sharmill.prepare.stage import PrepareStage
-from sharmill.processes import state_and_start, this_kernel
 from sharmill.storage import write_atomic
 
 NOW = datetime(2026, 3, 1, 12, 0, 0)

@@ -80,7 +80,7 @@ def python_files():
 
 def test_every_process_is_started_with_the_safe_path():
     for path, text in python_files().items():
-        if "get_context(" in text or "ProcessPoolExecutor(" in text:
+        if re.search(r"get_context\(|ProcessPoolExecutor\(|SpawnProcess\)", text):
             assert "with safe_path()" in text, path
         for call in re.findall(r"sys\.executable[^\n]*", text):
             assert call.startswith('sys.executable, "-P"'), f"{path}: {call}"

@@ -17,11 +17,11 @@ from support.toy_cluster import SETUP, assert_same_as_local, make_profile, runni
 from support.toy_stage import wait_until
 
 from sharmill.engine.attempts import Attempts, describe_slots_out
+from sharmill.engine.host import is_gone
 from sharmill.engine.run import locked
 from sharmill.executors.slurm.chain_state import read_state, wait_for_end
 from sharmill.executors.slurm.profile import StageProfile, StageProfiles
 from sharmill.executors.slurm.queue import outside_own_job, queued_jobs
-from sharmill.processes import is_gone
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -11,11 +11,11 @@ from support.errors import raises
 from support.pipelines import run_sharmill
 from support.toy_cluster import cancel_all, slurm
 
+from sharmill.engine.host import user_name
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.slurm.chain_state import require_no_chain
 from sharmill.executors.slurm.queue import job_comment, make_run_id, queued_jobs
-from sharmill.processes import user_name
 from sharmill.staging import STAGING_NAME
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from sharmill.engine.host import usable_cores
 from sharmill.engine.stage import Advance, Processor
 from sharmill.engine.unit import Output, Unit
 from sharmill.models.memory import MemoryGuard
-from sharmill.processes import usable_cores
 from sharmill.staging import Staging
 from support.toy_stage import GpuStage, ToyStage, output_bytes, run, wait_until
 

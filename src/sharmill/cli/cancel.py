@@ -11,8 +11,8 @@ import click
 
 from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import OK
+from sharmill.engine.host import is_gone, tell_to_end
 from sharmill.errors import ConfigError, FatalError
-from sharmill.processes import is_gone, tell_to_end
 
 if TYPE_CHECKING:
     from sharmill.engine.locks import LockOwner

@@ -18,11 +18,11 @@ import msgspec
 from sharmill.collect.complete import Chunk, Completed, Completion, Input, Raw, read_input
 from sharmill.collect.corpora import RECIPE_LOG, read_corpus
 from sharmill.collect.workers import map_in_order
+from sharmill.engine.host import usable_cores
 from sharmill.engine.reject_examples import describe_rejects
 from sharmill.engine.unit import Totals
 from sharmill.errors import ConfigError, FatalError
 from sharmill.manifest import write_lines
-from sharmill.processes import usable_cores
 from sharmill.sources import SpeechSource
 from sharmill.sources.files import FileSource, find_files, names_several, read_ends
 from sharmill.sources.folder import FolderSource

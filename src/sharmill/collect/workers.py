@@ -13,8 +13,8 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
 from typing import Any, Final, TypeVar
 
+from sharmill.engine.child import safe_path
 from sharmill.errors import FatalError
-from sharmill.processes import safe_path
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import msgspec
 
+from sharmill.engine.host import user_name
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import NOT_JSON, decode_stored, read_stored
 from sharmill.errors import ConfigError, FatalError
-from sharmill.processes import user_name
 from sharmill.staging import STAGING_NAME, token_staging
 from sharmill.storage import (
     create_atomic,

@@ -34,8 +34,8 @@ from uuid import uuid4
 import msgspec
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
+from sharmill.engine.host import interrupt, is_gone, state_and_start, this_kernel, user_name
 from sharmill.errors import ConfigError, FatalError
-from sharmill.processes import interrupt, is_gone, state_and_start, this_kernel, user_name
 from sharmill.storage import open_regular, stopping_errors
 
 log = logging.getLogger(__name__)

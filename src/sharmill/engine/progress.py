@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from sharmill.engine.host import is_gone, state_and_start, this_kernel
 from sharmill.engine.stored import NOT_JSON
 from sharmill.errors import ConfigError
-from sharmill.processes import is_gone, state_and_start, this_kernel
 from sharmill.storage import open_stored, path_aside
 
 INTERVAL_SECONDS = 10.0

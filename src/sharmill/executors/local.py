@@ -10,7 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from sharmill.engine.attempts import MAX_FAILURES
+from sharmill.engine.child import ChildEnded, ChildProcess, describe_exit
 from sharmill.engine.follow import Follower
+from sharmill.engine.host import usable_cores
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import mark_ended
@@ -24,7 +26,6 @@ from sharmill.executors.devices import Device, plan_devices, usable_gpus
 from sharmill.executors.logs import logging_to
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.executors.supervisor import slot_of, supervise
-from sharmill.processes import ChildEnded, ChildProcess, end_by_force, usable_cores
 from sharmill.staging import remove_dead_attempts
 
 log = logging.getLogger(__name__)
@@ -94,11 +95,11 @@ def _run_supervised(stage: Stage, devices: Sequence[Device], follower: Follower)
                 raise child.receive(0.0)
         finally:
             with deferred_interrupts():
-                end_by_force([child], _SECONDS_TO_END)
+                child.end(_SECONDS_TO_END)
         if child.exitcode == 0:
             return
-        log.warning("the supervisor %s", child.describe_exit())
+        log.warning("the supervisor %s", describe_exit(child.exitcode))
     raise FatalError(
-        f"{stage.name}: the process that starts the ranks {child.describe_exit()}; see {stage.dir.driver_log}",
+        f"{stage.name}: the process that starts the ranks {describe_exit(child.exitcode)}; see {stage.dir.driver_log}",
         code="no_ranks",
     )

@@ -27,7 +27,9 @@ from typing import Final
 from uuid import uuid4
 
 from sharmill.engine.attempts import SETUP, AttemptLog, Note
+from sharmill.engine.child import describe_exit, safe_path
 from sharmill.engine.fence import require_current
+from sharmill.engine.host import limit_cores, usable_cores
 from sharmill.engine.progress import mark_ended, read_progress
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import StageState
@@ -38,7 +40,6 @@ from sharmill.executors import preload
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to, redirect_output
 from sharmill.executors.signals import ended_by_sigterm
-from sharmill.processes import describe_exit, limit_cores, safe_path, usable_cores
 from sharmill.staging import remove_dead_attempts
 
 log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from sharmill.config import Config
 from sharmill.encode.stage import UNIT_SECONDS as ENCODE_UNIT_SECONDS
 from sharmill.encode.stage import UNITS_WANTED as ENCODE_UNITS
 from sharmill.engine.balance import pack
+from sharmill.engine.host import usable_cores
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir
@@ -24,7 +25,6 @@ from sharmill.match.stage import UNITS_WANTED as MATCH_UNITS
 from sharmill.pilot.calibrate import Calibration
 from sharmill.pilot.known_rates import find_rates
 from sharmill.pilot.rates import StageRate
-from sharmill.processes import usable_cores
 
 
 @dataclass(frozen=True, kw_only=True)

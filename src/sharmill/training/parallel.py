@@ -16,14 +16,13 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
+from sharmill.engine.child import ChildEnded, ChildProcess
 from sharmill.errors import ConfigError, FatalError
-from sharmill.processes import ChildEnded, ChildProcess
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -102,7 +101,7 @@ class _ParallelMap(Generic[T, R]):
             stack.callback(atexit.unregister, stack.close)
             fn = self._fn
             if self._kind == "process":
-                fn = stack.enter_context(_WorkerProcesses(fn, self._num_workers))
+                fn = stack.enter_context(_worker_processes(fn, self._num_workers))
             feeder = _Feeder(self._items, fn, self._num_workers, self._prefetch)
             stack.callback(feeder.stop)
             yield from feeder.results()
@@ -154,51 +153,47 @@ class _Feeder(Generic[T, R]):
                 close()
 
 
-class _WorkerProcesses(Generic[T, R]):
+@contextmanager
+def _worker_processes(fn: Callable[[T], R], num_workers: int) -> Iterator[Callable[[T], R]]:
     """A function that is called in other processes, by as many threads as there are processes.
 
     The items and the results go as pickles through a pipe per process, so that nothing but the two ends can block: no
-    queues, no threads between, no shared memory of tensors that is gone with its maker.
+    queues, no threads between, no shared memory of tensors that is gone with its maker. The processes import what the
+    function needs while this one goes on; at the end, when they must be idle, they are waited for.
+
+    Raises:
+        Exception: the function cannot be pickled.
     """
+    function = pickle.dumps(fn, pickle.HIGHEST_PROTOCOL)
+    workers: list[ChildProcess] = []
+    free: SimpleQueue[ChildProcess] = SimpleQueue()
 
-    def __init__(self, fn: Callable[[T], R], num_workers: int) -> None:
-        """Start the processes; they import what the function needs while this one goes on.
-
-        Raises:
-            Exception: the function cannot be pickled.
-        """
-        function = pickle.dumps(fn, pickle.HIGHEST_PROTOCOL)
-        self._workers: list[ChildProcess] = []
-        self._free: SimpleQueue[ChildProcess] = SimpleQueue()
-        for _ in range(num_workers):
-            self._workers.append(ChildProcess(_map_items, function, name="sharmill-map"))
-            self._free.put(self._workers[-1])
-
-    def __call__(self, item: T) -> R:
-        worker = self._free.get()
+    def call(item: T) -> R:
+        worker = free.get()
         try:
             worker.send(item)
             good, value, trace = worker.receive()
-        except ChildEnded:
-            worker.join()
+        except ChildEnded as error:
             name = repr(item.id) if hasattr(item, "id") else reprlib.repr(item)
-            raise FatalError(
-                f"a worker process of parallel_map {worker.describe_exit()}, at {name}", code="process_ended"
-            ) from None
+            raise FatalError(f"a worker process of parallel_map {error}, at {name}", code="process_ended") from None
         finally:
-            self._free.put(worker)
+            free.put(worker)
         if good:
             return value
         raise value from _RemoteTraceback(trace)
 
-    def __enter__(self) -> _WorkerProcesses[T, R]:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """End the processes, which must be idle, and wait for them."""
-        for worker in self._workers:
-            worker.ask_to_end()
-        for worker in self._workers:
+    try:
+        for _ in range(num_workers):
+            workers.append(ChildProcess(_map_items, function, name="sharmill-map"))
+            free.put(workers[-1])
+        yield call
+    finally:
+        for worker in workers:
+            with suppress(OSError):  # It may have ended already.
+                # Closing alone is not enough: a process forked meanwhile has the pipe open as well.
+                worker.connection.send_bytes(b"")
+            worker.connection.close()
+        for worker in workers:
             worker.join()
 
 

@@ -53,7 +53,7 @@ class InterruptedStage(ToyStage):
 @pytest.fixture(autouse=True)
 def own_cores(monkeypatch):
     """The limit of cores is one of the process."""
-    monkeypatch.setattr("sharmill.processes._own_cores", None)
+    monkeypatch.setattr("sharmill.engine.host._own_cores", None)
 
 
 def make_executor(folder, *, small_stages="driver", **profile) -> SlurmExecutor:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sharmill
+from sharmill.engine.host import limit_cores
 from sharmill.engine.stage import Stage
 from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to
 from sharmill.executors.ray import actors
 from sharmill.executors.supervisor import Supervisor
-from sharmill.processes import limit_cores
 
 log = logging.getLogger(__name__)
 

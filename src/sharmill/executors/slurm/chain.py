@@ -24,6 +24,7 @@ import msgspec
 
 from sharmill.engine.attempts import describe_slots_out
 from sharmill.engine.fence import release_run
+from sharmill.engine.host import user_name
 from sharmill.engine.late_views import wait_for_stage
 from sharmill.engine.listener import Listener
 from sharmill.engine.locks import lock_owner
@@ -58,7 +59,6 @@ from sharmill.executors.slurm.queue import (
     require_slurm,
     scancel,
 )
-from sharmill.processes import user_name
 from sharmill.storage import make_private_folder, remove_asides, remove_tree, write_atomic
 
 log = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from typing import Literal
 
 import msgspec
 
+from sharmill.engine.host import user_name
 from sharmill.engine.locks import SLURM_JOB, lock_owner
 from sharmill.engine.run import locked
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.slurm.queue import SlurmSilent, cluster_name, describe_jobs, parent_ids, queued_jobs, scancel
-from sharmill.processes import user_name
 from sharmill.storage import write_atomic
 
 log = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from typing import Literal
 
 from sharmill.engine.attempts import MAX_FAILURES, Attempts
 from sharmill.engine.balance import pack
+from sharmill.engine.host import limit_cores
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished, Submitted
 from sharmill.engine.rejects import RejectLimit
@@ -41,7 +42,6 @@ from sharmill.executors.slurm.queue import (
 )
 from sharmill.executors.slurm.setup_lines import find_reason
 from sharmill.executors.slurm.task import RankTask
-from sharmill.processes import limit_cores
 from sharmill.storage import write_atomic
 
 log = logging.getLogger(__name__)

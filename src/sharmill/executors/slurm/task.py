@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sharmill.engine.fence import require_current
+from sharmill.engine.host import limit_cores
 from sharmill.engine.late_views import wait_for_plan
 from sharmill.engine.patience import Patience
 from sharmill.engine.stage import Stage
@@ -25,7 +26,6 @@ from sharmill.executors.logs import logging_to
 from sharmill.executors.signals import ended_by_sigterm
 from sharmill.executors.slurm.queue import cancel_pending
 from sharmill.executors.supervisor import Supervisor
-from sharmill.processes import limit_cores
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from sharmill.engine.child import safe_path
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.processes import safe_path
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.reading.shard_source import open_shard_source
 from sharmill.training.tokenizers import Tokenizers, load_tokenizers, tokenize

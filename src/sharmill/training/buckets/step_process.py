@@ -15,16 +15,17 @@ import resource
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from sharmill.engine.child import ChildEnded, ChildProcess
+from sharmill.engine.host import group_limits
 from sharmill.errors import ConfigError, FatalError, SharmillError, mentions_memory
 from sharmill.models.memory import is_out_of_memory
-from sharmill.processes import ChildEnded, ChildProcess, control_groups
 from sharmill.training.tokenizers import load_callable
 
 # Optimizers make their state in the first step; only the second one has activations and state at once.
@@ -93,10 +94,7 @@ class StepProcess:
             FatalError: the step failed for another reason; its traceback, or last output, is in the message.
         """
         child = self._child or self._start()
-        try:
-            child.send((batch_size, bucket.length, bucket.num_tokens))
-        except ChildEnded:
-            pass  # It died in between; the missing answer tells.
+        child.send((batch_size, bucket.length, bucket.num_tokens))
         return self._expect(self._answer(child), "fits", f"a batch of {batch_size} of {bucket}")
 
     def _start(self) -> ChildProcess:
@@ -116,18 +114,17 @@ class StepProcess:
             answer: tuple[str, str] = child.receive(self._timeout)
         except TimeoutError:
             return "error", f"it took more than {self._timeout:g} seconds; allow it more with --timeout"
-        except ChildEnded:
-            return "died", self._cause_of_death(child)
+        except ChildEnded as error:
+            return "died", self._cause_of_death(child.exitcode or 0, str(error))
         return answer
 
-    def _cause_of_death(self, child: ChildProcess) -> str:
-        child.join()
+    def _cause_of_death(self, code: int, how: str) -> str:
         assert self._output is not None
-        output, code = self._output.read_text(errors="replace"), child.exitcode or 0
+        output = self._output.read_text(errors="replace")
         # SIGKILL is how the kernel gets memory back; other deaths must have said so.
         if code == -signal.SIGKILL or (code < 0 and mentions_memory(output)):
             return ""
-        return "\n".join([f"its process {child.describe_exit()}", *output.splitlines()[-_LAST_LINES:]])
+        return "\n".join([f"its process {how}", *output.splitlines()[-_LAST_LINES:]])
 
     def _expect(self, answer: tuple[str, str], good: str, doing: str) -> bool:
         """Return True for the good answer, False where memory was lacking; raise for all others."""
@@ -245,16 +242,9 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     """Return the bytes that this process may still take: of the machine, and of the control groups that it is in."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     assert match is not None, "Linux tells what is available since 3.14"
-    return min([int(match[1]) * 1024, *_left_in_groups(proc, cgroups)])
-
-
-def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Yield the bytes that each control group of this process with a limit leaves; version 2 and version 1."""
-    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
-    for group, version in control_groups("memory", proc, cgroups):
-        limit, used = names[version]
-        if (group / limit).is_file() and (text := (group / limit).read_text().strip()) != "max":
-            yield max(0, int(text) - int((group / used).read_text()))
+    files1, files2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+    limits = group_limits("memory", files1, files2, proc, cgroups)
+    return min([int(match[1]) * 1024, *(max(0, limit - used) for limit, used in limits)])
 
 
 def _limit_memory(size: int) -> None:

@@ -17,9 +17,9 @@ from lhotse.cut import Cut
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from sharmill.engine.child import safe_path
 from sharmill.errors import ConfigError
 from sharmill.models.nemo_checkpoint import quiet_nemo
-from sharmill.processes import safe_path
 from sharmill.training.nemo.canonical import check_count
 from sharmill.training.nemo.loader import get_dataloader
 from sharmill.training.nemo.loader_settings import (

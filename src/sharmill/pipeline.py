@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+
+import yaml
 
 from sharmill.audio.encoding import check_encoder
 from sharmill.audio.roots import AudioRoots
@@ -23,12 +26,16 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan, mark_to_begin_anew
-from sharmill.engine.run import Executor, run_stage
+from sharmill.engine.run import Executor, Unlocked, run_stage
+from sharmill.engine.run_notes import End, Given, begin_run, end_of_error, note_end, read_end
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
-from sharmill.errors import ConfigError, FatalError
+from sharmill.engine.state import find_live
+from sharmill.engine.stored import read_stored
+from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
+from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.grow.append import append_dataset, require_fitting
 from sharmill.match.choose import min_similarity
 from sharmill.match.speaker_key import make_speaker_key
@@ -65,6 +72,15 @@ class DatasetResult:
     def ok(self) -> bool:
         """Return True if all stages that were to be run are done."""
         return all(result.ok for _, result in self.stages)
+
+    def end(self) -> End:
+        """Return the end of the run, as it is noted in the run directory."""
+        if self.ok:
+            return End(state="done", message="all stages are done", findings=self.num_errors)
+        stage, result = self.stages[-1]
+        named = "; ".join(f"unit {error.index}: {error.message}" for error in list(result.failures.values())[:3])
+        message = f"{stage.name}: {len(result.failures)} units failed ({named}); tracebacks: {stage.dir.failures}"
+        return End(state="failed", message=message, code="units_failed")
 
     @property
     def report(self) -> Report | None:
@@ -251,10 +267,14 @@ def run_dataset(
     stages: Sequence[str] | None = None,
     restart: bool = False,
     executor: Executor | None = None,
-    wait_seconds: float = 0.0,
+    wait_seconds: float = math.inf,
     take_over: bool = False,
+    command: str = "",
+    joins: bool = False,
 ) -> DatasetResult:
     """Run stages over one dataset, in order, until one has units that failed or is submitted to a cluster.
+
+    Where others are at work on the same run, this process adds its ranks to theirs.
 
     Args:
         listener: follows the run; ``Listener()`` shows nothing.
@@ -262,7 +282,10 @@ def run_dataset(
         restart: begin these stages anew.
         executor: by default the one that the configuration names.
         wait_seconds: how long to wait for another process to leave the run directory.
-        take_over: go on also where SLURM cannot be asked whether jobs submitted from the run directory are left.
+        take_over: go on also where SLURM cannot be asked whether jobs submitted from the run directory are left, and
+            with ``restart`` also beside ranks that are at work, which come to nothing then.
+        command: what goes on with the run, as it can be typed anywhere.
+        joins: go on with a run only as it was begun elsewhere, and not with one that has failed.
 
     Raises:
         ConfigError: before any work.
@@ -282,16 +305,70 @@ def run_dataset(
         check_config(config, stages, restart=restart)
         if isinstance(executor, LocalExecutor):
             executor.require_devices(_unfinished(config, stages, restart=restart))
-    with directed(run_dir, executor, wait_seconds=wait_seconds, take_over=take_over):
-        write_atomic(run_dir.config, to_yaml(config))
-        with claimed(run_dir, make_stages(config, stages), executor, restart=restart):
-            results = _run_stages(config, stages, executor, listener, restart=restart)
-        _check_accounts(config, results)
-    return DatasetResult(config, results)
+    with directed(run_dir, executor, wait_seconds=wait_seconds, take_over=take_over) as lock:
+        live = find_workers(config)
+        if live and restart and not take_over:
+            raise ConfigError(
+                f"{describe_workers(live)} of this run: wait until it ends, or end it by sharmill cancel "
+                f"{run_dir.path}; --restart --take-over begins anew all the same, and what they do comes to nothing",
+                code="locked",
+            )
+        if joins:
+            if (end := read_end(run_dir)) is not None and end.state != "done":
+                raise end.as_error()
+        elif live and not restart:
+            _require_same_configuration(config, live)
+        else:
+            write_atomic(run_dir.config, to_yaml(config))
+            if not isinstance(executor, SlurmExecutor):
+                begin_run(run_dir, Given(stages=list(stages), folder=str(Path.cwd()), command=command))
+        try:
+            with claimed(run_dir, make_stages(config, stages), executor, restart=restart):
+                results = _run_stages(config, stages, executor, listener, restart=restart, unlocked=lock.released)
+            _check_accounts(config, results)
+        except SharmillError as error:
+            # The error that ended the run is the one to be raised.
+            with suppress(SharmillError, OSError):
+                if not isinstance(executor, SlurmExecutor) and not find_workers(config):
+                    note_end(run_dir, end_of_error(error))
+            raise
+        result = DatasetResult(config, results)
+        if not isinstance(executor, SlurmExecutor):
+            note_end(run_dir, result.end())
+    return result
+
+
+def find_workers(config: Config) -> list[str]:
+    """Return a few words about each process that may be at work on a stage of a run."""
+    return [words for stage in make_stages(config) for words in find_live(stage)]
+
+
+def describe_workers(live: Sequence[str]) -> str:
+    """Return words that name processes that are at work on a run, whatever their number."""
+    more = f" and {len(live) - 3} more" if len(live) > 3 else ""
+    return f"{', '.join(live[:3])}{more} are at work on a stage"
+
+
+def _require_same_configuration(config: Config, live: Sequence[str]) -> None:
+    """Raise ConfigError where a run is to be joined that has another configuration, but for its executor."""
+    path = RunDir(Path(config.run_dir)).config
+    theirs, ours = (yaml.safe_load(text) for text in (read_stored(path), to_yaml(config)))
+    if changed := [key for key in sorted(theirs | ours) if key != "executor" and theirs.get(key) != ours.get(key)]:
+        raise ConfigError(
+            f"{describe_workers(live)} of this run with another configuration ({', '.join(changed)} in {path}): "
+            "wait until it ends, or choose another run_dir",
+            code="locked",
+        )
 
 
 def _run_stages(
-    config: Config, stages: Sequence[str], executor: Executor, listener: Listener, *, restart: bool
+    config: Config,
+    stages: Sequence[str],
+    executor: Executor,
+    listener: Listener,
+    *,
+    restart: bool,
+    unlocked: Unlocked,
 ) -> list[tuple[Stage, StageResult]]:
     """Run stages until one has units that failed or is submitted, and return how each ended."""
     results = []
@@ -304,8 +381,9 @@ def _run_stages(
     for stage in make_stages(config, stages):
         try:
             result = run_stage(
-                stage, executor, listener, max_reject_fraction=config.max_reject_fraction, restart=restart
-            )
+                stage, executor, listener, max_reject_fraction=config.max_reject_fraction, restart=restart,
+                unlocked=unlocked,
+            )  # fmt: skip
         except BaseException as error:
             # The error that ended the stage is the one to be raised.
             with suppress(FatalError, OSError):

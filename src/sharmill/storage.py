@@ -319,6 +319,30 @@ def remove_if_empty(*folders: Path) -> None:
             folder.rmdir()
 
 
+def require_private(folder: Path) -> None:
+    """Raise ConfigError unless a folder and what lies in it belong to this user, and nobody else can put things there.
+
+    What is read there decides what this process does: a configuration may name code of other packages.
+    """
+    for path in (folder, *folder.parents):
+        status = path.lstat()
+        is_shared = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        owners = {os.geteuid()}
+        if path != folder:
+            owners.add(0)
+            # In a folder like /tmp others cannot replace what is not theirs.
+            is_shared = is_shared and not status.st_mode & stat.S_ISVTX
+        if is_shared or status.st_uid not in owners:
+            raise ConfigError(
+                f"{folder} is not for this user alone: others may write to {path}, or it is theirs (chmod go-w, chown)",
+                code="foreign_output",
+            )
+    for path in folder.iterdir():
+        status = path.lstat()
+        if status.st_uid != os.geteuid() or stat.S_ISLNK(status.st_mode):
+            raise ConfigError(f"{path} is a link or another user's: {folder} is not worked on", code="foreign_output")
+
+
 def refuse_strangers(root: Path, paths: Iterable[Path]) -> None:
     """Raise ConfigError if a path below ``root``, or a folder on the way to it, is a link or a stranger's."""
     seen: set[Path] = set()

@@ -21,7 +21,7 @@ from sharmill.engine.attempts import Attempts
 from sharmill.engine.fence import claim_output, release_output
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan, read_or_make_plan
-from sharmill.engine.progress import read_progress
+from sharmill.engine.progress import mark_ended, read_progress
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run import make_fence
 from sharmill.engine.state import begin_round
@@ -49,7 +49,7 @@ def plan(stage, *, restart=False):
 def begin_work(stage, units):
     """Begin to work as rank 7 in a thread; returned are the thread and a list that gets the code of its error."""
     outcome = []
-    begin_round(stage, units, 1, RejectLimit("toy", stage.dir.path, 18, 1.0))
+    begin_round(stage, units, 1, RejectLimit("toy", stage.dir.path, 18, 1.0), waits=False)
 
     def do_units():
         try:
@@ -61,6 +61,11 @@ def begin_work(stage, units):
     rank.start()
     wait_until(lambda: stage.marked("attempts"))
     return rank, outcome
+
+
+def take_for_dead(stage):
+    """What becomes of a rank whose heartbeats do not get through for a lease."""
+    mark_ended(stage.dir.progress, {record.owner for record in read_progress(stage.dir.progress)})
 
 
 def contents(folder):
@@ -101,7 +106,7 @@ class TestRanksOfAnOlderPlan:
     def test_a_process_that_was_stopped_meanwhile_changes_nothing(self, tmp_path):
         """A task of a job array, with SIGSTOP in the middle of its unit; the new plan gives other bytes."""
         old = ToyStage(tmp_path, units=4, behaviour={1: "wait:go_on"})
-        begin_round(old, plan(old), 1, RejectLimit("toy", old.dir.path, 12, 1.0))
+        begin_round(old, plan(old), 1, RejectLimit("toy", old.dir.path, 12, 1.0), waits=False)
         task = RankTask(old, 0, "cpu")
         (tmp_path / "task").write_bytes(pickle.dumps(task))
         code = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))()"
@@ -130,24 +135,27 @@ class TestRanksOfAnOlderPlan:
 
 
 class TestRanksOfTheSamePlan:
-    def test_a_relaunch_beside_a_working_rank_leaves_it_its_staging(self, tmp_path):
+    def test_a_second_run_joins_it_and_waits_for_its_unit(self, tmp_path):
         stage = ToyStage(tmp_path, units=3, behaviour={0: "wait:go_on"})
         units = plan(stage)
-        rank, outcome = begin_work(stage, units[:1])
-        # It does what is left, but one unit, and so does not finish the stage.
-        again = ToyStage(tmp_path, units=3, behaviour={0: "raise", 1: "raise"})
-        assert not run(again)[0].ok
+        rank, outcome = begin_work(stage, units)
+        again = ToyStage(tmp_path, units=3)
+        results = []
+        joined = threading.Thread(target=lambda: results.append(run(again)[0]))
+        joined.start()
+        wait_until(lambda: sorted(read_ledger(stage.dir, units)) == [1, 2])
         stage.mark("go_on")
         rank.join()
-        assert outcome == []
-        assert again.token == stage.token
-        assert sorted(read_ledger(stage.dir, units)) == [0, 2]
-        assert run(ToyStage(tmp_path, units=3))[0].ok
+        joined.join()
+        assert (outcome, results[0].ok, again.token) == ([], True, stage.token)
+        assert stage.attempts() == {0: 1, 1: 1, 2: 1}
+        assert {record.rank for record in read_progress(stage.dir.progress)} == {7, 1}
 
-    def test_one_that_comes_too_late_stops(self, tmp_path):
+    def test_one_that_was_taken_for_dead_and_comes_too_late_stops(self, tmp_path):
         stage = ToyStage(tmp_path, units=2, behaviour={0: "wait:go_on"})
         units = plan(stage)
         rank, outcome = begin_work(stage, units[:1])
+        take_for_dead(stage)
         finished = ToyStage(tmp_path, units=2)
         assert run(finished)[0].ok
         expected = output_bytes(finished)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +20,12 @@ from support.toy_stage import run as run_locally
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.outcomes import FailedAttempt, StageResult
 from sharmill.engine.plan import load_plan
-from sharmill.engine.run import locked, run_stage
+from sharmill.engine.progress import read_progress
+from sharmill.engine.run import Executor, locked, run_stage
+from sharmill.engine.run_notes import End as RunEnd
+from sharmill.engine.run_notes import Given, begin_run, note_end
 from sharmill.engine.stage import Advance
+from sharmill.engine.state import find_live
 from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.engine.unit import Output, Unit
 from sharmill.errors import SharmillError
@@ -42,10 +49,12 @@ class End:
 Run = Callable[[ToyStage, int], End]
 
 
-def _run_stage(stage: ToyStage, executor: object) -> End:
+def _run_stage(stage: ToyStage, executor: Executor) -> End:
     try:
-        with locked(stage.run_dir):
-            result: StageResult = run_stage(stage, executor, RecordingListener(), max_reject_fraction=0.5)  # type: ignore[arg-type]
+        with locked(stage.run_dir, wait_seconds=60.0) as lock:
+            result: StageResult = run_stage(
+                stage, executor, RecordingListener(), max_reject_fraction=0.5, unlocked=lock.released
+            )
     except SharmillError as error:
         return End(str(error))
     return End(failures={index: error.message for index, error in result.failures.items()})
@@ -226,3 +235,44 @@ def test_what_was_given_up_is_tried_again_by_the_next_run(run, tmp_path, whole):
     again = ToyStage(tmp_path)
     assert run(again, 2).ok
     assert output_bytes(again) == whole(6)
+
+
+def test_a_second_run_adds_ranks_and_both_see_the_end(run, tmp_path, whole, request):
+    """Another executor may join as well: here it is the local one, in a process of its own."""
+    if "slurm" in request.node.name:
+        pytest.skip("n/a: a second submission waits for the ranks of the first")
+    stage = SleepyStage(tmp_path, units=16, seconds=0.4)
+    joining = SleepyStage(tmp_path, units=16, seconds=0.4)
+    joining.unit_time_limit = 300.0
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(run, stage, 1)
+        wait_until(lambda: stage.attempts())
+        second = multiprocessing.get_context("spawn").Process(target=_join, args=(joining,))
+        second.start()
+        second.join()
+    assert (first.result().ok, second.exitcode) == (True, 0), first.result()
+    assert set(stage.attempts().values()) == {1}
+    assert len({record.rank for record in read_progress(stage.dir.progress) if record.units_done}) > 1
+    assert output_bytes(stage) == whole(16)
+
+
+def _join(stage: ToyStage) -> None:
+    sys.exit(0 if _run_stage(stage, LocalExecutor(1)).ok else 1)
+
+
+def test_a_cancelled_run_ends_and_the_same_command_goes_on(run, tmp_path, whole, request):
+    if "slurm" in request.node.name:
+        pytest.skip("n/a: its jobs are cancelled as well; see tests/slurm/test_cancel.py")
+    stage = SleepyStage(tmp_path, units=12, seconds=0.4)
+    with ThreadPoolExecutor(1) as pool:
+        cancelled = pool.submit(run, stage, 2)
+        wait_until(lambda: len(stage.attempts()) > 3)
+        note_end(stage.run_dir, RunEnd(state="cancelled", message="cancelled by ada"))
+        began = time.monotonic()
+        assert cancelled.result().message == "the run was cancelled by ada"
+    assert time.monotonic() - began < 30
+    assert find_live(stage) == []
+    assert len(read_ledger(stage.dir, load_plan(stage))) < 12
+    begin_run(stage.run_dir, Given(stages=["toy"]))
+    assert run(SleepyStage(tmp_path, units=12), 2).ok
+    assert output_bytes(stage) == whole(12)

@@ -91,8 +91,8 @@ def on_ray(cluster):
         stages.append(stage)
         heard = RecordingListener()
         executor = RayExecutor(workers=workers, address=cluster.address, **options)
-        with locked(stage.run_dir):
-            result = run_stage(stage, executor, heard, max_reject_fraction=max_reject_fraction)
+        with locked(stage.run_dir) as lock:
+            result = run_stage(stage, executor, heard, max_reject_fraction=max_reject_fraction, unlocked=lock.released)
         return result, heard
 
     yield run

@@ -20,8 +20,8 @@ def toy(options: str) -> int:
     values = json.loads(options)
     behaviour = {int(index): does for index, does in values.pop("behaviour", {}).items()}
     stage = ToyStage(Path(values.pop("folder")), behaviour=behaviour, **values)
-    with locked(stage.run_dir):
-        result = run_stage(stage, RayExecutor(), RecordingListener(), max_reject_fraction=0.5)
+    with locked(stage.run_dir) as lock:
+        result = run_stage(stage, RayExecutor(), RecordingListener(), max_reject_fraction=0.5, unlocked=lock.released)
     return 0 if result.ok else 1
 
 

@@ -433,10 +433,11 @@ def run(
 ) -> tuple[StageResult, RecordingListener]:
     """Runs the stage as the pipeline would."""
     heard = RecordingListener()
-    with locked(stage.run_dir):
+    with locked(stage.run_dir) as lock:
         result = run_stage(
-            stage, LocalExecutor(workers), heard, max_reject_fraction=max_reject_fraction, restart=restart
-        )
+            stage, LocalExecutor(workers), heard, max_reject_fraction=max_reject_fraction, restart=restart,
+            unlocked=lock.released,
+        )  # fmt: skip
     return result, heard
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -46,6 +48,11 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], lis
     return paths, overrides, names
 
 
+def command_line(*words: str) -> str:
+    """Return a command of sharmill as it can be typed anywhere, although its paths are relative to this folder."""
+    return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(['sharmill', *words])}"
+
+
 def is_override(argument: str) -> bool:
     """Return True for ``key=value``."""
     return _OVERRIDE.match(argument) is not None
@@ -80,8 +87,6 @@ def read_redo_report(path: str | None, configs: Sequence[Config], *, restart: bo
     Raises:
         ConfigError: it cannot be read, or is combined with several datasets or with ``--restart``.
     """
-    from pathlib import Path
-
     from sharmill.validate.findings import read_report
 
     if path is None:

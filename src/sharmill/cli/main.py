@@ -24,7 +24,7 @@ from sharmill.executors.logs import PrintableFormatter, describe_error, one_line
 
 # A command NAME is the function NAME of the module NAME of this package, with "_" for "-".
 COMMANDS: Final = {
-    "Make": ("demo", "run", "manifest", "submit"),
+    "Make": ("demo", "run", "manifest", "submit", "work"),
     "Watch": ("calibrate", "plan", "status", "cancel"),
     "Look": ("report", "inspect", "decode", "validate"),
     "Change": ("append", "merge", "split", "index", "sidecars", "export"),

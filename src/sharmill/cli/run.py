@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sharmill.cli.arguments import parse_workers, read_redo_report, redo_option, restart_option, split_arguments
+from sharmill.cli.arguments import (
+    command_line,
+    parse_workers,
+    read_redo_report,
+    redo_option,
+    restart_option,
+    split_arguments,
+)
 from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
 from sharmill.errors import SharmillError
@@ -24,12 +31,16 @@ if TYPE_CHECKING:
 @restart_option
 @redo_option
 @click.option("--workers", help="Worker processes, as executor.workers: a number, or auto.")
-@click.option("--take-over", is_flag=True, help="Run where SLURM cannot be asked whether submitted jobs are left.")
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="Run where SLURM cannot be asked about submitted jobs; with --restart, also beside ranks that are at work.",
+)
 @json_option
 def run(
     arguments: tuple[str, ...], restart: bool, redo: str | None, workers: str | None, take_over: bool, as_json: bool
 ) -> int:
-    """Run all stages, or those named, for datasets.
+    """Run all stages, or those named, for datasets. Where that is under way already, more ranks are added.
 
     CONFIG is a YAML file. STAGE is prepare, match (stage1), write (stage2), encode (stage3) or validate; a dataset
     without contexts (match: null) has no stage match. With encode come survey, which finds what is to be encoded, and
@@ -44,14 +55,22 @@ def run(
         overrides.append(f"executor.workers={parse_workers(workers)}")
     configs = [load_config(path, overrides) for path in paths]
     named = read_redo_report(redo, configs, restart=restart)
-    return run_configs(configs, stages, restart=restart, redo=named, take_over=take_over, as_json=as_json)
+    # As it can be typed anywhere: paths in configurations are relative to this folder.
+    commands = [command_line("run", str(Path(path).absolute()), *names, *overrides) for path in paths]
+    return run_configs(
+        configs, stages, restart=restart, redo=named, take_over=take_over, as_json=as_json, commands=commands
+    )
 
 
 def run_configs(
     configs: Sequence[Config], stages: Sequence[str] | None, *, restart: bool = False, redo: Report | None = None,
-    json_file: str | None = None, take_over: bool = False, as_json: bool = False,
+    json_file: str | None = None, take_over: bool = False, as_json: bool = False, commands: Sequence[str] = (),
+    joins: bool = False,
 ) -> int:  # fmt: skip
-    """Run stages, None for all, of the datasets one after the other, and return the worst exit status."""
+    """Run stages, None for all, of the datasets one after the other, and return the worst exit status.
+
+    Each of ``commands`` goes on with one of them. With ``joins`` they are gone on with as they were begun elsewhere.
+    """
     from sharmill.pipeline import check_config
 
     # One dataset is checked by its own run; of several, a bad one must not show only after the others have run.
@@ -59,10 +78,11 @@ def run_configs(
         check_config(config, stages)
     statuses = []
     outcomes: list[dict[str, Any]] = []
-    for config in configs:
+    for config, command in zip(configs, commands or [""] * len(configs), strict=True):
         try:
             statuses.append(_run_one(
-                config, stages, restart=restart, redo=redo, json_file=json_file, take_over=take_over, outcomes=outcomes
+                config, stages, restart=restart, redo=redo, json_file=json_file, take_over=take_over, outcomes=outcomes,
+                command=command, joins=joins,
             ))  # fmt: skip
         except SharmillError as error:
             if len(configs) == 1:
@@ -77,12 +97,13 @@ def run_configs(
 
 def _run_one(
     config: Config, stages: Sequence[str] | None, *, restart: bool, redo: Report | None, json_file: str | None,
-    take_over: bool, outcomes: list[dict[str, Any]],
+    take_over: bool, outcomes: list[dict[str, Any]], command: str, joins: bool,
 ) -> int:  # fmt: skip
     """Run stages of one dataset, print and append its outcome, and return the exit status."""
     from sharmill.cli.progress import ProgressListener
     from sharmill.cli.results import describe_result, print_paths, print_report, print_result
     from sharmill.engine.rundir import RunDir
+    from sharmill.executors.local import LocalExecutor
     from sharmill.executors.slurm.chain_state import require_no_chain
     from sharmill.pilot.predict import expect_seconds
     from sharmill.pipeline import check_config, choose_stages, make_executor, make_stages, run_dataset
@@ -93,7 +114,9 @@ def _run_one(
 
     console = make_console()
     stages = choose_stages(config, stages)
-    executor = make_executor(config)
+    executor = (
+        LocalExecutor(config.executor.workers, config.executor.device, goes_on=True) if joins else make_executor(config)
+    )
     if redo is not None:
         # What was done is taken back only for a run that can begin.
         check_config(config, stages)
@@ -108,7 +131,10 @@ def _run_one(
             console.print(plain(f"the time left of the whole run is not known: {error}", style="dim"), soft_wrap=True)
     names = [stage.name for stage in make_stages(config, stages)]
     with ProgressListener(console, names=names, expected=expected) as listener:
-        result = run_dataset(config, listener, stages=stages, restart=restart, executor=executor, take_over=take_over)
+        result = run_dataset(
+            config, listener, stages=stages, restart=restart, executor=executor, take_over=take_over, command=command,
+            joins=joins,
+        )  # fmt: skip
     print_result(console, result)
     report = result.report
     if result.ok and set(config.stages) <= set(stages):

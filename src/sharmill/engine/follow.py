@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from sharmill.engine.fence import require_current
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import read_progress
+from sharmill.engine.run_notes import require_not_cancelled
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import StageState
+from sharmill.engine.unit import Unit
+from sharmill.errors import FatalError
 
 log = logging.getLogger(__name__)
 
@@ -17,15 +21,20 @@ log = logging.getLogger(__name__)
 class Follower:
     """Tells a listener what the ranks of a stage do, each time that it looks; and in the end, how that ended.
 
+    Args:
+        units: those that the listener knows to be missing.
+
     Attributes:
         num_done: how many units ranks have committed since this was made.
         num_ready: how many ranks have loaded what they need.
     """
 
-    def __init__(self, stage: Stage, listener: Listener, join_seconds: float = 0.0) -> None:
+    def __init__(self, stage: Stage, units: Sequence[Unit], listener: Listener, join_seconds: float = 0.0) -> None:
         self._stage = stage
         self._listener = listener
         self._state = StageState(stage, join_seconds=join_seconds)
+        # Of those that other ranks have done before, where this process joins them, nothing is told.
+        self._untold = {unit.index for unit in units}
         self._failures: dict[int, int] = {}
         self._given_up: set[int] = set()
         self._were_ready: set[int] = set()
@@ -43,9 +52,16 @@ class Follower:
         """Report what is new, and return True if the stage has ended.
 
         An error of the display costs only the progress within units.
+
+        Raises:
+            FatalError: a user has cancelled the run.
         """
+        require_not_cancelled(self._stage.run_dir)
         state, attempts = self._state, self._state.attempts
         for commit in state.look():
+            if commit.index not in self._untold:
+                continue
+            self._untold.remove(commit.index)
             self.num_done += 1
             self._listener.unit_done(state.units[commit.index], commit)
         for index in sorted(state.missing & attempts.failed):
@@ -83,14 +99,28 @@ class Follower:
             self._shows_progress = False
             log.warning("progress within units is no longer shown", exc_info=True)
 
+    def is_current(self) -> bool:
+        """Return True as long as ranks of the stage's plan may write."""
+        try:
+            require_current(self._stage)
+        except FatalError:
+            return False
+        return True
+
     def outcome(self) -> Finished:
         """Return how the work has ended, once no rank is left.
 
         Raises:
             SharmillError: an error has ended the stage, or no slot is left that could go on.
         """
-        require_current(self._stage)
+        paths = self._stage.dir
+        is_finished = paths.done.exists() and paths.read_token() == paths.token
+        if not is_finished:
+            require_current(self._stage)
         self.look()
+        if is_finished:
+            # Another process that is at work on it was faster.
+            return Finished()
         state, attempts = self._state, self._state.attempts
         if (stopped := attempts.stopped()) is not None:
             raise stopped

@@ -17,6 +17,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
 import socket
@@ -50,6 +51,7 @@ RAY_JOB: Final = "Ray job "
 SECONDS_TO_WAIT_FOR_INDEX = 600.0
 _TOUCHES_PER_LEASE = 6
 _POLL_SECONDS = 0.25
+_SECONDS_UNTIL_SAID = 5.0
 # A folder that nobody owns and that cannot be entered: for a moment so on NFS, where an open file is removed.
 _SECONDS_WITHOUT_OWNER = 5.0
 _MOST_SECONDS_WITHOUT_OWNER = 600.0
@@ -148,16 +150,16 @@ class FolderLock:
         self.path = folder / LOCK_NAME
         self._wait_seconds = wait_seconds
         self._lease_seconds = lease_seconds
-        self._file = self.path / f"owner-{uuid4().hex}.json"
         self._descriptor = -1
+
+    def __enter__(self) -> FolderLock:
+        self._file = self.path / f"owner-{uuid4().hex}.json"
         self._last_sign: tuple[Path, int] | None = None
         self._last_sign_at = 0.0
         self._is_alive = False
         self._is_lost = False
         self._leave = threading.Event()
         self._toucher = threading.Thread(target=self._keep_touching, name="sharmill-lock", daemon=True)
-
-    def __enter__(self) -> None:
         with stopping_errors(self.path):
             self._wait_and_enter()
             # What processes left that were killed while they entered; nobody can enter meanwhile.
@@ -165,12 +167,26 @@ class FolderLock:
                 for _ in range(_REMOVALS):
                     shutil.rmtree(aside, ignore_errors=True)
         self._toucher.start()
+        return self
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Leave the folder to others as long as the context lasts; then wait for it, however long they hold it."""
+        self.__exit__(None)
+        try:
+            yield
+        finally:
+            self._wait_seconds = math.inf
+            self.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if self._descriptor < 0:
+            return  # it was released, and an error came while it was waited for
         self._leave.set()
         self._toucher.join()
         # Before the file is removed: NFS keeps an open one under another name.
         os.close(self._descriptor)
+        self._descriptor = -1
         if self._is_lost or not self._file.exists():
             raise FatalError(
                 f"{self._file} is gone: another process took the lock over, since this one gave no sign of life for "
@@ -187,7 +203,7 @@ class FolderLock:
             log.info("%s", error)  # what has ended the work is to be raised
 
     def _wait_and_enter(self) -> None:
-        began = time.monotonic()
+        began, said = time.monotonic(), False
         while True:
             seen = _Seen.read(self.path, self._lease_seconds)
             if seen is None:
@@ -201,6 +217,9 @@ class FolderLock:
                 continue
             else:
                 enough = self._is_alive and time.monotonic() >= began + self._wait_seconds
+                if not said and time.monotonic() > began + _SECONDS_UNTIL_SAID:
+                    said = True
+                    log.warning("waiting for %s to leave %s", seen.owner, self.path.parent)
             if enough:
                 raise ConfigError(self._describe(seen), code="locked")
             time.sleep(_POLL_SECONDS)

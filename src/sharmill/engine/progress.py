@@ -186,10 +186,10 @@ def _write_aside(path: Path, record: RankProgress) -> bool:
     return True
 
 
-def mark_ended(folder: Path, owners: Container[str] | None = None) -> None:
-    """Correct the records of ranks that had no chance to say that they end; by default of all."""
+def mark_ended(folder: Path, owners: Container[str] = ()) -> None:
+    """Correct the records of ranks that had no chance to say that they end: of these, and of those that are gone."""
     for path, record in _records(folder):
-        if not record.ended and (owners is None or record.owner in owners):
+        if not record.ended and (record.owner in owners or record.is_gone()):
             record.ended = True
             record.unit = None
             _write_aside(path, record)

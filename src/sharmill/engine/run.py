@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
@@ -21,6 +22,7 @@ from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
+from sharmill.engine.state import find_live, read_round
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.errors import ConfigError, FatalError
@@ -38,16 +40,24 @@ from sharmill.storage import (
 
 log = logging.getLogger(__name__)
 
+Unlocked = Callable[[], AbstractContextManager[object]]
+
 
 class Executor(Protocol):
     """The interface of what runs the worker loop on ranks."""
 
     def run(
-        self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener
+        self,
+        stage: Stage,
+        units: Sequence[Unit],
+        rejects: RejectLimit,
+        listener: Listener,
+        unlocked: Unlocked = nullcontext,
     ) -> Finished | Submitted:
         """Do the units, and return those that failed for good; or submit ranks that will do them.
 
-        The listener follows what the executor sees: where ranks are submitted, nothing.
+        The listener follows what the executor sees: where ranks are submitted, nothing. An executor that waits for
+        ranks does so in an ``unlocked`` context, so that others may join.
 
         Raises:
             ConfigError: the stage cannot be run like this.
@@ -56,21 +66,30 @@ class Executor(Protocol):
 
 
 @contextmanager
-def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> Iterator[None]:
+def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> Iterator[FolderLock]:
     """Hold the run directory for this process: two that direct the run of one dataset would undo each other's work.
 
     Raises:
         ConfigError: another process still holds it after ``wait_seconds``.
     """
     require_writable(run_dir.path)
-    with FolderLock(run_dir.path, wait_seconds=wait_seconds):
-        yield
+    with FolderLock(run_dir.path, wait_seconds=wait_seconds) as lock:
+        yield lock
 
 
 def run_stage(
-    stage: Stage, executor: Executor, listener: Listener, *, max_reject_fraction: float, restart: bool = False
+    stage: Stage,
+    executor: Executor,
+    listener: Listener,
+    *,
+    max_reject_fraction: float,
+    restart: bool = False,
+    unlocked: Unlocked = nullcontext,
 ) -> StageResult:
-    """Do what is missing of a stage, and finalize it when all is done. The caller holds the run directory's lock.
+    """Do what is missing of a stage, and finalize it when all is done; join those that are at work on it already.
+
+    Args:
+        unlocked: makes a context in which others may direct the run; the caller holds the run directory's lock.
 
     Raises:
         ConfigError: before any work.
@@ -79,7 +98,35 @@ def run_stage(
     require_writable(stage.run_dir.path)
     units = read_or_make_plan(stage, restart=restart)
     _remove_leftovers(stage)
-    done = read_ledger(stage.dir, units)
+    joins = bool(find_live(stage))
+    commits = read_ledger(stage.dir, units)
+    missing = [unit for unit in units if unit.index not in commits]
+    if not joins:
+        commits, missing = _find_missing(stage, units, commits)
+    expected_in = sum(unit.size for unit in units)
+    rejects = RejectLimit(stage.name, stage.dir.unit_rejects(0).parent, expected_in, max_reject_fraction)
+    listener.stage_started(stage, units, list(commits.values()))
+    rejects.add(commits.values())
+    given_up: list[str] = []
+    if missing:
+        if not joins:
+            _make_ready(stage, commits)
+        outcome = executor.run(stage, missing, rejects, listener, unlocked)
+        if isinstance(outcome, Submitted):
+            return _end(stage, StageResult(submitted=outcome), listener)
+        if joins or read_round(stage.dir).num_joined:
+            outcome = replace(outcome, on_other_nodes=True)
+        commits, missing = wait_for_units(stage, units, missing, outcome)
+        if missing:
+            return _end(stage, _note_failures(stage, missing, outcome), listener)
+        given_up = outcome.given_up
+    totals = read_totals(stage) or _finalize(stage, units, commits, rejects)
+    remove_tree(stage.dir.failures)
+    return _end(stage, StageResult(totals, given_up=given_up), listener)
+
+
+def _find_missing(stage: Stage, units: list[Unit], done: dict[int, Commit]) -> tuple[dict[int, Commit], list[Unit]]:
+    """Return the commits whose output is there, and the units that are to be done, for which the output is claimed."""
     commits, missing = find_outstanding(stage, units, done, check=units)
     if not commits:
         _refuse_vanished(stage, done.values())
@@ -90,28 +137,17 @@ def run_stage(
         remove_tree(stage.dir.done)
     if not stage.dir.done.exists():
         claim_output(stage, stage.token)
-    expected_in = sum(unit.size for unit in units)
-    rejects = RejectLimit(stage.name, stage.dir.unit_rejects(0).parent, expected_in, max_reject_fraction)
-    listener.stage_started(stage, units, list(commits.values()))
-    rejects.add(commits.values())
-    given_up: list[str] = []
-    if missing:
-        require_writable(stage.root)
-        # The index can be written under a lock only, which must not turn out when all units are done.
-        with FolderLock(stage.root, wait_seconds=SECONDS_TO_WAIT_FOR_INDEX):
-            pass
-        make_fence(stage)
-        settle_device_kind(stage, commits.values())
-        outcome = executor.run(stage, missing, rejects, listener)
-        if isinstance(outcome, Submitted):
-            return _end(stage, StageResult(submitted=outcome), listener)
-        commits, missing = wait_for_units(stage, units, missing, outcome)
-        if missing:
-            return _end(stage, _note_failures(stage, missing, outcome), listener)
-        given_up = outcome.given_up
-    totals = read_totals(stage) or _finalize(stage, units, commits, rejects)
-    remove_tree(stage.dir.failures)
-    return _end(stage, StageResult(totals, given_up=given_up), listener)
+    return commits, missing
+
+
+def _make_ready(stage: Stage, commits: dict[int, Commit]) -> None:
+    """Make all that ranks need before they begin."""
+    require_writable(stage.root)
+    # The index can be written under a lock only, which must not turn out when all units are done.
+    with FolderLock(stage.root, wait_seconds=SECONDS_TO_WAIT_FOR_INDEX):
+        pass
+    make_fence(stage)
+    settle_device_kind(stage, commits.values())
 
 
 def _end(stage: Stage, result: StageResult, listener: Listener) -> StageResult:

@@ -18,11 +18,13 @@ from sharmill.storage import write_atomic
 class Given(msgspec.Struct, kw_only=True):
     """What a run was begun with; who joins it, and the jobs that go on with it, take it from here.
 
-    ``stages`` are the names of its stages and ``command`` is what goes on with it, "" where nobody knows.
-    ``cluster`` is the name of the SLURM cluster that has its jobs, "" where it has none.
+    ``stages`` are the names of its stages, ``folder`` is what relative paths of its configuration begin at, and
+    ``command`` is what goes on with it, "" where nobody knows. ``cluster`` is the name of the SLURM cluster that has
+    its jobs, "" where it has none.
     """
 
     stages: list[str]
+    folder: str = ""
     command: str = ""
     cluster: str = ""
 

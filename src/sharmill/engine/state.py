@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 
 import msgspec
 
 from sharmill.engine.attempts import AttemptLog, Attempts, NoteKind
 from sharmill.engine.balance import pack
+from sharmill.engine.host import is_gone, state_and_start, this_kernel
 from sharmill.engine.ledger import decode_commit, read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import RankProgress, read_progress
@@ -19,7 +23,7 @@ from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import Tail, decode_stored, read_stored
 from sharmill.engine.unit import Commit, Unit
-from sharmill.storage import make_folder, remove_tree, write_atomic
+from sharmill.storage import make_folder, open_stored, remove_tree, time_of_folder, write_atomic
 
 # Units without cost would all be packed into one bin.
 _LEAST_COST = 1e-3
@@ -31,27 +35,102 @@ _ANOTHER_SLOT = "another host/rank"
 _SHARE_WITHOUT_BEAT = 0.4
 
 
+class Starter(msgspec.Struct, frozen=True):
+    """A process that has started ranks and waits for their end."""
+
+    host: str
+    kernel: str
+    pid: int
+    started: int
+
+
 class Round(msgspec.Struct):
     """The values that the ranks of a stage are started with, frozen until all of them have ended.
 
     ``bins`` are the indices of the units of each rank, ``expected_in`` is the number of records of the whole stage.
+    ``num_joined`` ranks came later, and have no bins; ``starters`` are those that wait for the end of ranks.
     """
 
     bins: list[list[int]]
     expected_in: int
     max_reject_fraction: float
+    num_joined: int = 0
+    starters: list[Starter] = []
 
 
 def begin_round(
-    stage: Stage, missing: Sequence[Unit], num_ranks: int, rejects: RejectLimit, *, goes_on: bool = False
-) -> None:
-    """Divide units among ranks by their cost, and forget the claims of earlier ranks, which have all ended.
+    stage: Stage,
+    missing: Sequence[Unit],
+    num_ranks: int,
+    rejects: RejectLimit,
+    *,
+    goes_on: bool = False,
+    waits: bool = True,
+) -> range:
+    """Divide units among ranks by their cost, and return the numbers of the ranks; or add ranks to those at work.
+
+    Of ranks that have all ended the claims are forgotten. The caller holds the lock of the run directory.
 
     Args:
         missing: the units that are to be done.
-        goes_on: the attempts of these ranks count on; else they are forgotten too.
+        goes_on: the attempts of ranks that have ended count on; else they are forgotten too.
+        waits: this process waits for the end of the ranks, and calls ``end_round`` then.
     """
     paths = stage.dir
+    if find_live(stage):
+        round = read_round(paths)
+        first = len(round.bins) + round.num_joined
+        numbers = range(first, first + num_ranks)
+        round.num_joined += num_ranks
+    else:
+        round = _divide(paths, missing, num_ranks, rejects, goes_on=goes_on)
+        numbers = range(len(round.bins))
+    if waits:
+        round.starters.append(_this_process())
+    _write_round(paths, round)
+    return numbers
+
+
+def end_round(stage: Stage) -> None:
+    """Note that this process does not wait for ranks any more."""
+    with suppress(FileNotFoundError):  # the folder may have gone with the plan
+        round = read_round(stage.dir)
+        round.starters = [one for one in round.starters if one != _this_process()]
+        _write_round(stage.dir, round)
+
+
+def find_live(stage: Stage) -> list[str]:
+    """Return a few words about each process that may be at work on the plan of a stage."""
+    paths = stage.dir.of_present_plan()
+    try:
+        with open_stored(paths.round) as stream:
+            round, written = decode_stored(paths.round, stream.read(), Round), os.fstat(stream.fileno()).st_mtime
+    except FileNotFoundError:
+        return []
+    # By the clock of the file system, as what is written there.
+    oldest = time_of_folder(paths.path) - stage.lease_seconds
+    starters = [
+        f"process {one.pid} on {one.host}"
+        for one in round.starters
+        if (not is_gone(one.pid, one.started) if one.kernel == this_kernel() else written > oldest)
+    ]
+    ranks = [
+        f"rank {record.rank} on {record.host}"
+        for record in read_progress(paths.progress)
+        if not record.ended and not record.is_gone() and record.written > oldest
+    ]
+    return starters + ranks
+
+
+def _this_process() -> Starter:
+    return Starter(socket.gethostname(), this_kernel(), os.getpid(), state_and_start(os.getpid())[1])
+
+
+def _write_round(paths: StageDir, round: Round) -> None:
+    write_atomic(paths.round, msgspec.json.encode(round), parents=False)
+
+
+def _divide(paths: StageDir, missing: Sequence[Unit], num_ranks: int, rejects: RejectLimit, *, goes_on: bool) -> Round:
     for folder in (paths.claims, paths.progress, *(() if goes_on else (paths.attempts,))):
         remove_tree(folder)
         make_folder(folder)
@@ -59,7 +138,7 @@ def begin_round(
         end_attempts(paths, {unit.index for unit in missing})
     costs = [max(unit.cost, _LEAST_COST) for unit in missing]
     bins = [[missing[index].index for index in part] for part in pack(costs, min(num_ranks, len(missing))) if part]
-    write_atomic(paths.round, msgspec.json.encode(Round(bins, rejects.expected_in, rejects.max_fraction)))
+    return Round(bins, rejects.expected_in, rejects.max_fraction)
 
 
 def end_attempts(paths: StageDir, missing: Container[int]) -> None:

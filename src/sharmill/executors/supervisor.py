@@ -31,6 +31,7 @@ from sharmill.engine.child import describe_exit, safe_path
 from sharmill.engine.fence import require_current
 from sharmill.engine.host import limit_cores, usable_cores
 from sharmill.engine.progress import mark_ended, read_progress
+from sharmill.engine.run_notes import require_not_cancelled
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import StageState
 from sharmill.engine.time_limit import find_limit
@@ -110,7 +111,7 @@ class Supervisor:
         """Start ranks, and return when none is left.
 
         Raises:
-            FatalError: the plan has been replaced or finished by another process.
+            FatalError: the plan has been replaced or finished by another process, or a user has cancelled the run.
         """
         self._pickled = pickle.dumps(self.stage)
         self._state = StageState(self.stage, join_seconds=self.join_seconds)
@@ -125,6 +126,7 @@ class Supervisor:
             ended_at: float | None = None
             while True:
                 require_current(self.stage)
+                require_not_cancelled(self.stage.run_dir)
                 self._state.look()
                 if not self._state.has_ended():
                     ended_at = None
@@ -256,18 +258,21 @@ def slot_of(number: int, device: Device) -> str:
     return f"{socket.gethostname()}/{place} {number}"
 
 
-def supervise(connection: Connection, stage: bytes, devices: Sequence[Device], log_file: Path) -> None:
+def supervise(
+    connection: Connection, stage: bytes, numbers: Sequence[int], devices: Sequence[Device], log_file: Path
+) -> None:
     """Run the supervisor of a local run in this process, which the run has started.
 
     Args:
         connection: the pipe to the run, to which an error goes that the run has to raise.
         stage: pickled.
+        numbers: of the ranks, one for each device.
     """
     end_with_parent(signal.SIGTERM)
     try:
         redirect_output(log_file)
         with logging_to(log_file), ended_by_sigterm(ToldToLeave):
-            Supervisor(pickle.loads(stage), devices, range(len(devices)), beat_seconds=1.0).run()
+            Supervisor(pickle.loads(stage), devices, numbers, beat_seconds=1.0).run()
     except ToldToLeave:
         sys.exit(128 + signal.SIGTERM)
     except SharmillError as error:

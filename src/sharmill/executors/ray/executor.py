@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -27,8 +28,9 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import mark_ended, read_progress
 from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.run import Unlocked
 from sharmill.engine.stage import Stage
-from sharmill.engine.state import begin_round
+from sharmill.engine.state import begin_round, end_round
 from sharmill.engine.unit import Unit
 from sharmill.errors import DeviceError, FatalError
 from sharmill.executors.logs import logging_to
@@ -73,20 +75,29 @@ class RayExecutor:
         wanted = config.executor
         return cls(workers=wanted.workers, address=wanted.address, cores=wanted.cores, device=wanted.device)
 
-    def run(self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener) -> Finished:
+    def run(
+        self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener,
+        unlocked: Unlocked = nullcontext,
+    ) -> Finished:  # fmt: skip
         """Do the units; see ``engine.run.Executor``."""
         connect(self.address)
         needs = self._needs(stage)
         most = needs.capacity() or len(units) if self.workers == "auto" else int(self.workers)
-        begin_round(stage, units, most, rejects)
-        pool = _Pool(stage, needs, self.workers, Follower(stage, listener, join_seconds=stage.lease_seconds))
+        numbers = begin_round(stage, units, most, rejects)
+        follower = Follower(stage, units, listener, join_seconds=stage.lease_seconds)
+        pool = _Pool(stage, needs, self.workers, follower, numbers.start)
         try:
-            with logging_to(stage.dir.driver_log):
+            with unlocked(), logging_to(stage.dir.driver_log):
                 pool.run()
+        except (FatalError, FileNotFoundError):
+            # Another process may have finished the stage, or begun it anew.
+            if follower.is_current():
+                raise
         finally:
+            end_round(stage)
             # No actor is left that could do it for itself.
             remove_dead_attempts(stage.root, stage.token)
-            mark_ended(stage.dir.progress)
+            mark_ended(stage.dir.progress, pool.owners())
         outcome = pool.follower.outcome()
         given_up = [str(error) for error in pool.given_up.values()]
         return replace(outcome, given_up=given_up or outcome.given_up, on_other_nodes=True)
@@ -125,9 +136,11 @@ class _Pool:
     needs: RankNeeds
     workers: int | str
     follower: Follower
+    first_number: int = 0
     ranks: dict[int, _Rank] = field(default_factory=dict)
     given_up: dict[str, FatalError] = field(default_factory=dict)
     holding: list[_Rank] = field(default_factory=list)
+    started: set[int] = field(default_factory=set)
     failed_starts: int = 0
     next_start: float = 0.0
     all_held_since: float = float("inf")
@@ -148,6 +161,11 @@ class _Pool:
         finally:
             for rank in [*self.ranks.values(), *self.holding]:
                 actors.kill(rank.actor)
+
+    def owners(self, numbers: Iterable[int] | None = None) -> set[str]:
+        """Return the owners of the records of ranks, by default of all that were started here."""
+        among = {*self.started} if numbers is None else {*numbers}
+        return {record.owner for record in read_progress(self.stage.dir.progress) if record.rank in among}
 
     def _limit(self) -> int:
         """Return how many actors there may be: one more than there is room for where the configuration has no number.
@@ -170,7 +188,7 @@ class _Pool:
         for _ in range(min(self.follower.num_missing, self._limit()) - len(self.ranks)):
             # The slots of those that are held are out.
             taken = {*self.ranks, *(rank.number for rank in self.holding)}
-            self._start(next(number for number in count() if number not in taken))
+            self._start(next(number for number in count(self.first_number) if number not in taken))
 
     def _start(self, number: int) -> None:
         start = ActorStart(
@@ -185,6 +203,7 @@ class _Pool:
             given_up=frozenset(self.given_up),
         )
         actor = actors.start(RankActor, start, cores=self.needs.cores, gpus=self.needs.gpus)
+        self.started.add(number)
         self.ranks[number] = _Rank(number=number, actor=actor, call=actors.call(actor, "run"))
 
     def _poll_all(self) -> None:
@@ -269,9 +288,8 @@ class _Pool:
         actors.kill(rank.actor)
         del self.ranks[rank.number]
         log.warning("rank %d: %s", rank.number, error, exc_info=error)
-        records = read_progress(self.stage.dir.progress)
         # Its unit is free at once, without a lease.
-        mark_ended(self.stage.dir.progress, {record.owner for record in records if record.rank == rank.number})
+        mark_ended(self.stage.dir.progress, self.owners([rank.number]))
         # Ray goes on placing actors on a node for some seconds after it has died.
         if not error.excused:
             self._count_failed_start(str(error))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Container, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from sharmill.engine.host import limit_cores
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished, Submitted
 from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.run import Unlocked
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import begin_round, end_attempts
 from sharmill.engine.stored import read_stored
@@ -63,8 +64,9 @@ class SlurmExecutor(JobRequests):
     note: Callable[[Submitted], object] = lambda submitted: None
 
     def run(
-        self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener
-    ) -> Finished | Submitted:
+        self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener,
+        unlocked: Unlocked = nullcontext,
+    ) -> Finished | Submitted:  # fmt: skip
         """Submit the units, or return those that failed for good once no other is left; see ``engine.run.Executor``.
 
         Few units are done in the driver job. If that is killed, they wait for ranks in the next round.
@@ -102,7 +104,7 @@ class SlurmExecutor(JobRequests):
         write_atomic(stage.dir.rounds, b"driver")
         log.info("%s: %d units are done here, on %d workers", stage.name, len(left), workers)
         limit_cores(self.profile.for_stage("driver", uses_gpu=False).cores)
-        return LocalExecutor(workers, device="cpu").run(stage, left, rejects, listener)
+        return LocalExecutor(workers, device="cpu").run(stage, left, rejects, listener, unlocked)
 
     def script(self, stage: Stage, num_ranks: int) -> str:
         """Return the sbatch script of the first array of a stage's ranks, to be shown."""
@@ -143,9 +145,9 @@ class SlurmExecutor(JobRequests):
     def _submit_stage(self, stage: Stage, left: list[Unit], rejects: RejectLimit, *, goes_on: bool) -> Submitted:
         profile = self.ranks_of(stage)
         num_ranks = len(self.bins(stage, left))
-        begin_round(stage, left, num_ranks, rejects, goes_on=goes_on)
+        numbers = begin_round(stage, left, num_ranks, rejects, goes_on=goes_on, waits=False)
         limit = profile.timeout_min * 60.0 - self.profile.signal_s
-        tasks = [RankTask(stage, rank, profile.device, limit) for rank in range(num_ranks)]
+        tasks = [RankTask(stage, number, profile.device, limit) for number in numbers]
         ranks: list[str] = []
         drivers: list[str] = []
         with deferred_interrupts(), outside_own_job(), cancelled_on_error(ranks), cancelled_on_error(drivers):

@@ -1,0 +1,141 @@
+"""``sharmill work``, and what a second ``run`` may do beside one that is at work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+import yaml
+from support.errors import raises
+from support.manifests import make_record, write_manifest, write_tone
+from support.pipelines import command, digest, run_sharmill
+from support.toy_stage import wait_until
+
+from sharmill.config import load_config
+from sharmill.engine.plan import read_or_make_plan
+from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.run_notes import End, note_end, read_given
+from sharmill.engine.rundir import RunDir
+from sharmill.engine.state import begin_round, end_round
+from sharmill.errors import ConfigError
+from sharmill.pipeline import make_stages
+from sharmill.storage import require_private
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A folder with a corpus of tones, and a configuration whose paths are relative to it."""
+    tmp_path.chmod(0o755)
+    records = []
+    for number in range(12):
+        write_tone(tmp_path / f"audio/{number}.wav", 0.3)
+        records.append(make_record(audio_filepath=f"{number}.wav", duration=0.3))
+    write_manifest(tmp_path / "manifest.json", records)
+    values = {
+        "name": "tones", "run_dir": "run", "dataset_dir": "dataset", "match": None, "encode": {"codecs": []},
+        "sources": [{"manifest": "manifest.json", "audio_root": "audio"}], "prepare": {"unit_records": 2},
+        "write": {"shard_size": 2}, "executor": {"workers": 1},
+    }  # fmt: skip
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path
+
+
+def run(project, *options):
+    return run_sharmill("run", "config.yaml", *options, cwd=project)
+
+
+@pytest.fixture
+def at_work(project, monkeypatch):
+    """The project while this process is at work on its first stage."""
+    assert run(project, "prepare").returncode == 0
+    monkeypatch.chdir(project)
+    (stage,) = make_stages(load_config("config.yaml"), ["prepare"])
+    units = read_or_make_plan(stage, restart=False)
+    begin_round(stage, units, 1, RejectLimit("prepare", stage.dir.path, 12, 0.5))
+    yield project
+    end_round(stage)
+
+
+def test_goes_on_from_any_folder_with_a_run_that_was_killed(project, tmp_path_factory):
+    with subprocess.Popen(command("run", "config.yaml"), cwd=project, stdout=subprocess.PIPE) as killed:
+        wait_until(lambda: read_given(RunDir(project / "run")))
+        killed.send_signal(signal.SIGKILL)
+    done = run_sharmill("work", project / "run", cwd="/")
+    assert (done.returncode, done.stderr) == (0, "")
+    first = digest(project / "dataset")
+    assert run(project, "--restart", "dataset_dir=again", "run_dir=other").returncode == 0
+    assert digest(project / "again") == first
+    # It is done already.
+    assert run_sharmill("work", project / "run", cwd="/").returncode == 0
+
+
+def test_a_run_that_has_failed_is_begun_again_by_its_own_command_only(project):
+    assert run(project, "prepare").returncode == 0
+    note_end(RunDir(project / "run"), End(state="failed", message="toy: 1 units failed", code="units_failed"))
+    done = run_sharmill("work", project / "run")
+    assert (done.returncode, done.stderr) == (1, "Error: toy: 1 units failed\n")
+
+
+def test_a_run_directory_that_was_moved_or_never_begun_is_refused(project):
+    (project / "empty").mkdir(mode=0o755)
+    assert "no run has begun" in run_sharmill("work", project / "empty").stderr
+    assert run(project, "prepare").returncode == 0
+    (project / "run").rename(project / "moved")
+    done = run_sharmill("work", project / "moved")
+    assert done.returncode == 2
+    assert "copied or moved" in done.stderr
+
+
+def test_a_variable_that_this_machine_lacks_is_named(project):
+    text = (project / "config.yaml").read_text().replace("manifest: manifest.json", "manifest: ${oc.env:WHERE}")
+    (project / "config.yaml").write_text(text)
+    with_it = os.environ | {"WHERE": "manifest.json"}
+    assert run_sharmill("run", "config.yaml", "prepare", cwd=project, env=with_it).returncode == 0
+    done = run_sharmill("work", project / "run")
+    assert done.returncode == 2
+    assert "WHERE" in done.stderr
+    assert run_sharmill("work", project / "run", env=with_it).returncode == 0
+
+
+def test_of_a_run_directory_of_others_nothing_is_read(project, monkeypatch):
+    assert run(project, "prepare").returncode == 0
+    run_dir = project / "run"
+    (run_dir / "given.json").write_text("not JSON")
+    run_dir.chmod(0o775)
+    done = run_sharmill("work", run_dir)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "not for this user alone" in done.stderr
+    run_dir.chmod(0o755)
+    (run_dir / "linked").symlink_to("given.json")
+    with raises(ConfigError, "foreign_output", "linked"):
+        require_private(run_dir)
+    (run_dir / "linked").unlink()
+    require_private(run_dir)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with raises(ConfigError, "foreign_output", "not for this user alone"):
+        require_private(run_dir)
+
+
+def test_restart_beside_ranks_that_are_at_work_is_refused_unless_it_takes_over(at_work):
+    token = (at_work / "run/prepare/plan/token").read_text()
+    refused = run(at_work, "prepare", "--restart")
+    assert refused.returncode == 2
+    assert f"process {os.getpid()} on" in refused.stderr
+    assert "--take-over" in refused.stderr
+    assert (at_work / "run/prepare/plan/token").read_text() == token
+    assert run(at_work, "prepare", "--restart", "--take-over").returncode == 0
+    assert (at_work / "run/prepare/plan/token").read_text() != token
+
+
+def test_another_configuration_beside_ranks_that_are_at_work_is_refused(at_work):
+    before = (at_work / "run/resolved_config.yaml").read_text()
+    refused = run(at_work, "write.shard_size=3")
+    assert refused.returncode == 2
+    assert f"process {os.getpid()} on" in refused.stderr
+    assert "another configuration (write in" in refused.stderr
+    assert (at_work / "run/resolved_config.yaml").read_text() == before
+    # How many ranks there are is not part of it.
+    assert run(at_work, "executor.workers=2").returncode == 0

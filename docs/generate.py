@@ -54,7 +54,7 @@ PROFILE = """\
 """
 STAGE_PROFILES = """\
 `stages` has such a section for each of `prepare`, `match`, `write`, `survey`, `encode`, `assemble` and `validate` that
-needs one, and for `driver`, the jobs between the stages.
+needs one, and for `driver`, the advance jobs between the stages.
 """
 TRAINING = """\
 `jobs/train.py` and `jobs/launch_training.py` read this configuration. `configs/training/example.yaml` is an example;

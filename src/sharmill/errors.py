@@ -149,9 +149,8 @@ CODES: Final[dict[str, str]] = {
     "too_many_rejects": "more records are rejected than max_reject_fraction allows",
     "units_failed": "units failed for good",
     # Clusters
-    "cancelled": "a user has cancelled the run",
-    "chain_withdrawn": "the chain of this job was cancelled or taken over by a user",
-    "jobs_elsewhere": "the chain of a dataset waits for jobs of another cluster",
+    "cancelled": "a user has cancelled the run, or another one has taken its place",
+    "jobs_elsewhere": "the run of a dataset waits for jobs of another cluster",
     "jobs_gone": "the jobs of a dataset have ended before the work did",
     "jobs_in_queue": "jobs of the dataset are still in the queue",
     "jobs_refused": "the scheduler does not accept a job",

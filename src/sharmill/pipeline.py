@@ -17,7 +17,6 @@ from sharmill.audio.encoding import check_encoder
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config, ValidateConfig, to_yaml
 from sharmill.config.loading import load_for_display
-from sharmill.directing import claimed, directed
 from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage
@@ -26,16 +25,17 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan, mark_to_begin_anew
-from sharmill.engine.run import Executor, Unlocked, run_stage
+from sharmill.engine.run import Executor, Unlocked, claimed, locked, run_stage
 from sharmill.engine.run_notes import End, Given, begin_run, end_of_error, note_end, read_end
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.state import find_live
+from sharmill.engine.state import describe_workers, find_workers
 from sharmill.engine.stored import read_stored
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
 from sharmill.executors.slurm.executor import SlurmExecutor
+from sharmill.executors.slurm.queue import describe_jobs, require_no_jobs
 from sharmill.grow.append import append_dataset, require_fitting
 from sharmill.match.choose import min_similarity
 from sharmill.match.speaker_key import make_speaker_key
@@ -98,7 +98,7 @@ class DatasetResult:
 
 @dataclass(frozen=True)
 class DatasetRun:
-    """The stages of one dataset that are to be run, by default all: what a chain of cluster jobs carries along."""
+    """The stages of one dataset that are to be run, by default all: what the jobs of a cluster carry along."""
 
     config: Config
     stages: tuple[str, ...] | None = None
@@ -129,7 +129,7 @@ class DatasetRun:
     def show(self) -> None:
         """Make the page about a finished run of all stages."""
         if self.is_whole:
-            # A driver job has little memory: no model is loaded in it.
+            # An advance job has little memory: no model is loaded in it.
             log.info("%s", report_on_run(self.config, make_stages(self.config), decode=False))
 
     @property
@@ -305,48 +305,62 @@ def run_dataset(
         check_config(config, stages, restart=restart)
         if isinstance(executor, LocalExecutor):
             executor.require_devices(_unfinished(config, stages, restart=restart))
-    with directed(run_dir, executor, wait_seconds=wait_seconds, take_over=take_over) as lock:
-        live = find_workers(config)
-        if live and restart and not take_over:
-            raise ConfigError(
-                f"{describe_workers(live)} of this run: wait until it ends, or end it by sharmill cancel "
-                f"{run_dir.path}; --restart --take-over begins anew all the same, and what they do comes to nothing",
-                code="locked",
-            )
+    is_submitted = isinstance(executor, SlurmExecutor)
+    with disk_errors(run_dir.path), locked(run_dir, wait_seconds) as lock:
         if joins:
             if (end := read_end(run_dir)) is not None and end.state != "done":
                 raise end.as_error()
-        elif live and not restart:
-            _require_same_configuration(config, live)
         else:
-            write_atomic(run_dir.config, to_yaml(config))
-            if not isinstance(executor, SlurmExecutor):
-                begin_run(run_dir, Given(stages=list(stages), folder=str(Path.cwd()), command=command))
+            given = Given(stages=list(stages), folder=str(Path.cwd()), command=command)
+            _begin(config, given, executor, restart=restart, take_over=take_over)
         try:
-            with claimed(run_dir, make_stages(config, stages), executor, restart=restart):
+            with claimed(run_dir, make_stages(config, stages), restart=restart, releases=not is_submitted):
                 results = _run_stages(config, stages, executor, listener, restart=restart, unlocked=lock.released)
             _check_accounts(config, results)
         except SharmillError as error:
             # The error that ended the run is the one to be raised.
             with suppress(SharmillError, OSError):
-                if not isinstance(executor, SlurmExecutor) and not find_workers(config):
+                if not is_submitted and not find_workers(run_dir):
                     note_end(run_dir, end_of_error(error))
             raise
         result = DatasetResult(config, results)
-        if not isinstance(executor, SlurmExecutor):
+        if not is_submitted:
             note_end(run_dir, result.end())
     return result
 
 
-def find_workers(config: Config) -> list[str]:
-    """Return a few words about each process that may be at work on a stage of a run."""
-    return [words for stage in make_stages(config) for words in find_live(stage)]
+def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, take_over: bool) -> None:
+    """Begin a run, or join it where others are at work. This process has the run directory.
 
-
-def describe_workers(live: Sequence[str]) -> str:
-    """Return words that name processes that are at work on a run, whatever their number."""
-    more = f" and {len(live) - 3} more" if len(live) > 3 else ""
-    return f"{', '.join(live[:3])}{more} are at work on a stage"
+    Raises:
+        ConfigError: they are at work on another configuration, or it is to begin anew beside them.
+        FatalError: the run of this job has ended.
+    """
+    if isinstance(executor, SlurmExecutor) and executor.is_job:
+        executor.require_current()
+        return
+    run_dir = RunDir(Path(config.run_dir))
+    live = find_workers(run_dir)
+    if live and restart and not take_over:
+        raise ConfigError(
+            f"{describe_workers(live)} on this run: wait until it ends, or end it by sharmill cancel "
+            f"{run_dir.path}; --restart --take-over begins anew all the same, and what they do comes to nothing",
+            code="locked",
+        )
+    others = []
+    if isinstance(executor, SlurmExecutor):
+        others = executor.find_others()
+    elif restart or not live:
+        require_no_jobs(run_dir, take_over=take_over)
+    joins = bool(live) and not restart
+    if joins or others:
+        _require_same_configuration(config, live + ([describe_jobs(others)] if others else []))
+    else:
+        write_atomic(run_dir.config, to_yaml(config))
+    if isinstance(executor, SlurmExecutor):
+        executor.begin(others, joins=joins)
+    elif not joins:
+        begin_run(run_dir, given)
 
 
 def _require_same_configuration(config: Config, live: Sequence[str]) -> None:
@@ -355,7 +369,7 @@ def _require_same_configuration(config: Config, live: Sequence[str]) -> None:
     theirs, ours = (yaml.safe_load(text) for text in (read_stored(path), to_yaml(config)))
     if changed := [key for key in sorted(theirs | ours) if key != "executor" and theirs.get(key) != ours.get(key)]:
         raise ConfigError(
-            f"{describe_workers(live)} of this run with another configuration ({', '.join(changed)} in {path}): "
+            f"{describe_workers(live)} on this run with another configuration ({', '.join(changed)} in {path}): "
             "wait until it ends, or choose another run_dir",
             code="locked",
         )

@@ -429,7 +429,8 @@ def require_writable(directory: Path) -> None:
 def time_of_folder(folder: Path) -> float:
     """Return the time of the file system that a folder is on, in Unix seconds, as it stands at files written now.
 
-    Nodes' clocks may be minutes apart. Where this user cannot write there, it is the time of this machine.
+    Nodes' clocks may be minutes apart. Where this user cannot write there, it is the time of this machine. On NFS this
+    also brings the node's view of the names in the folder up to date, since it makes a file there.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:

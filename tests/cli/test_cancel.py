@@ -16,9 +16,11 @@ from support.pipelines import run_sharmill
 from support.toy_stage import wait_until
 
 from sharmill.engine.locks import FolderLock, lock_owner
+from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end
 from sharmill.engine.rundir import RunDir
+from sharmill.engine.state import find_workers
 from sharmill.errors import ConfigError
-from sharmill.executors.slurm.chain_state import ChainState, cancel_chain, read_state
+from sharmill.executors.slurm.queue import cancel_jobs
 
 _HOLD = """
 import signal, sys, time
@@ -73,6 +75,7 @@ def test_where_nothing_is_at_work_it_says_so(run_dir):
     done = cancel(run_dir)
     assert (done.returncode, done.stderr) == (0, "")
     assert "nothing is at work" in " ".join(done.stdout.split())
+    assert read_end(RunDir(run_dir)) is None
 
 
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):
@@ -103,59 +106,95 @@ def test_a_process_of_another_machine_is_named(run_dir, job, advice):
 
 
 @pytest.fixture
-def chain(run_dir, tmp_path_factory):
-    """Stand-ins for SLURM's commands, and a chain of which the driver job submits ranks while it is being ended.
+def jobs(run_dir, tmp_path_factory):
+    """Stand-ins for SLURM's commands, and a run of which the advance job submits ranks while it is being ended.
 
     Returns the folder of the commands, which holds what ``scancel`` was asked, and the environment with it.
     """
     folder = tmp_path_factory.mktemp("bin")
     queue = folder / "queue"
-    rows = [
-        "12_0|RUNNING|None|ada|sharmill:feedfeedfeedfeed:rank",
-        "13|PENDING|Dependency|ada|sharmill:feedfeedfeedfeed:driver",
-    ]
-    queue.write_text("\n".join([*rows, "14|PENDING|Dependency|ada|sharmill:feedfeedfeedfeed:watcher"]) + "\n")
+    comment = "ada|sharmill:feedfeedfeedfeed"
+    queue.write_text(
+        f"12_0|RUNNING|None|(null)|{comment}:rank\n13|PENDING|Dependency|afterany:12_*(unfulfilled)|{comment}:advance\n"
+        f"14|PENDING|Dependency|afternotok:13(unfulfilled)|{comment}:second\n"
+    )
     (folder / "squeue").write_text(f"#!/bin/sh\ncat {queue}\n")
     (folder / "scancel").write_text(
         f'#!/bin/sh\necho "$@" >> {folder}/asked\n'
-        f"if grep -q '^13' {queue}; then echo '15_0|PENDING|None|ada|sharmill:feedfeedfeedfeed:rank' > {queue}; "
+        f"if grep -q '^13' {queue}; then echo '15_0|PENDING|None|(null)|{comment}:rank' > {queue}; "
         f"else : > {queue}; fi\n"
     )
     for name in ("squeue", "scancel"):
         (folder / name).chmod(0o755)
     paths = RunDir(run_dir)
     paths.id.write_text("feedfeedfeedfeed")
-    paths.chain.write_bytes(json.dumps({"state": "waiting", "message": "m", "command": "sharmill submit c"}).encode())
+    begin_run(paths, Given(stages=["prepare"], command="sharmill submit c", cluster="here"))
     return folder, os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
-def test_jobs_on_slurm_end_watchers_first_and_the_chain_notes_it(run_dir, chain):
-    folder, environment = chain
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_jobs_on_slurm_end_the_second_first_and_an_end_is_noted_unless_there_is_one(run_dir, jobs, has_failed):
+    folder, environment = jobs
+    if has_failed:
+        note_end(RunDir(run_dir), End(state="failed", message="units failed"))
     done = cancel(run_dir, environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert "ended on SLURM: jobs 12, 13, 14, 15" in " ".join(done.stdout.split())
     assert (folder / "asked").read_text().splitlines() == ["14 13 12", "15"]
-    state = read_state(RunDir(run_dir))
-    assert isinstance(state, ChainState)
-    assert (state.state, state.command) == ("failed", "sharmill submit c")
-    assert state.message.startswith("cancelled by ")
+    end = read_end(RunDir(run_dir))
+    assert (end.state, end.message.split()[0]) == (("failed", "units") if has_failed else ("cancelled", "cancelled"))
 
 
-def test_a_lock_that_a_driver_job_left_when_it_was_killed_on_another_host_runs_out(run_dir, chain, monkeypatch):
+def test_a_lock_that_an_advance_job_left_when_it_was_killed_on_another_host_runs_out(run_dir, jobs, monkeypatch):
     with locked_on_another_host(run_dir, "SLURM job 13"):
         (record,) = (run_dir / ".sharmill-lock").iterdir()
         left = json.loads(record.read_bytes()) | {"lease_seconds": 0.5}
     record.parent.mkdir()
     record.write_text(json.dumps(left))
-    monkeypatch.setenv("PATH", chain[1]["PATH"])
-    assert cancel_chain(RunDir(run_dir)) == ["12", "13", "14", "15"]
+    monkeypatch.setenv("PATH", jobs[1]["PATH"])
+    assert cancel_jobs(RunDir(run_dir)) == ["12", "13", "14", "15"]
     assert lock_owner(run_dir) is None
 
 
-def test_a_driver_job_whose_process_goes_on_is_named(run_dir, chain, monkeypatch):
+def test_an_advance_job_whose_process_goes_on_is_named(run_dir, jobs, monkeypatch):
     """Its claims must not go, and no other run may begin: it still writes."""
-    monkeypatch.setenv("PATH", chain[1]["PATH"])
+    monkeypatch.setenv("PATH", jobs[1]["PATH"])
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with locked_on_another_host(run_dir, "SLURM job 13"), raises(ConfigError, "locked", "process 77", "SLURM job 13"):
-        cancel_chain(RunDir(run_dir), wait_seconds=1.0)
-    assert read_state(RunDir(run_dir)).message.startswith("cancelled by ")
+        cancel_jobs(RunDir(run_dir), wait_seconds=1.0)
+
+
+_WORK = """
+import sys, time
+from pathlib import Path
+from support.toy_stage import ToyStage
+from sharmill.engine.fence import make_fence
+from sharmill.engine.plan import read_or_make_plan
+from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.run_notes import require_not_cancelled
+from sharmill.engine.state import begin_round, end_round
+from sharmill.errors import FatalError
+stage = ToyStage(Path(sys.argv[1]))
+units = read_or_make_plan(stage, restart=False)
+make_fence(stage)
+begin_round(stage, units, 1, RejectLimit("toy", stage.dir.path, 18, 1.0))
+try:
+    while True:
+        require_not_cancelled(stage.run_dir)
+        time.sleep(0.1)
+except FatalError as error:
+    end_round(stage)
+    print(error)
+"""
+
+
+def test_ranks_that_hold_no_lock_read_that_the_run_is_cancelled(run_dir):
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY / 'tests'}"}
+    command = [sys.executable, "-c", _WORK, run_dir]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker:
+        wait_until(lambda: find_workers(RunDir(run_dir)))
+        done = cancel(run_dir)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"ended: process {worker.pid} on" in " ".join(done.stdout.split())
+        assert worker.communicate()[0].startswith("the run was cancelled by")
+    assert "nothing is at work" in " ".join(cancel(run_dir).stdout.split())

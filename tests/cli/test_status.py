@@ -31,9 +31,10 @@ from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.progress import RankProgress
 from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.run import locked
+from sharmill.engine.run_notes import End, Given, begin_run, note_end
 from sharmill.engine.state import begin_round
 from sharmill.engine.work import Rank, work
-from sharmill.executors.slurm.chain_state import ChainState
 from sharmill.executors.slurm.queue import QueuedJob, make_run_id
 from sharmill.prepare.stage import PrepareStage
 from sharmill.storage import write_atomic
@@ -189,35 +190,37 @@ def test_ranks_that_have_ended_are_not_shown(stage, noon):
 
 @pytest.fixture
 def waiting(stage, noon):
-    """The state of a chain that waits for its jobs."""
-    state = ChainState(
-        state="waiting", message="prepare: 3 units on 3 ranks (job 8)", command="cd / && sharmill submit"
-    )
-    write_atomic(stage.run_dir.chain, msgspec.json.encode(state))
-    os.utime(stage.run_dir.chain, (noon, noon))
+    """A run that was submitted and has not ended."""
+    begin_run(stage.run_dir, Given(stages=["prepare"], command="cd / && sharmill submit", cluster="here"))
 
 
 def test_a_stage_whose_jobs_wait_is_in_the_queue(stage, waiting):
-    jobs = [QueuedJob(f"8_{n}", "PENDING", "Priority", "ann", "rank") for n in range(3)]
-    jobs.append(QueuedJob("9", "RUNNING", "None", "ann", "driver"))
+    jobs = [QueuedJob(f"8_{n}", "PENDING", "Priority", "", "ann", "rank") for n in range(3)]
+    jobs.append(QueuedJob("9", "PENDING", "Dependency", "afterany:8_*", "ann", "advance"))
+    jobs.append(QueuedJob("10", "RUNNING", "None", "", "ann", "second"))
     text = shown(stage, QueueView(stage.run_dir.path, jobs, next_question=math.inf))
     assert row(text, "prepare")[1] == "in the queue"
-    assert "chain of jobs: waiting since 2026-03-01 12:00:00: prepare: 3 units on 3 ranks" in text
     assert "rank job 8_0 and 2 more: PENDING (Priority)" in text
-    assert "driver job 9: RUNNING\n" in text
+    assert "advance job 9: PENDING (Dependency: afterany:8_*)\n" in text
+    assert "the job behind it 10: RUNNING\n" in text
+    assert "run: " not in text
 
 
 @pytest.mark.parametrize(("jobs", "state"), [(["rank"], "in the queue"), ([], "stopped")])
 def test_json_and_the_exit_status_say_if_jobs_are_left(stage, waiting, call, jobs, state):
-    queued = [QueuedJob("8", "PENDING", "Priority", "ann", role) for role in jobs]
-    with mock.patch("sharmill.executors.slurm.queue.queued_jobs", return_value=queued):
+    queued = [QueuedJob("8", "PENDING", "Priority", "", "ann", role) for role in jobs]
+    with mock.patch("sharmill.executors.slurm.queue.queued_jobs", return_value=queued), mock.patch(
+        "sharmill.executors.slurm.queue.cluster_name", return_value="here"
+    ):  # fmt: skip
         code, out, _ = call("status", stage.run_dir.path, "--json")
         assert call("status", stage.run_dir.path, "--check")[0] == (0 if jobs else 1)
     shown = json.loads(out)
     found = {one["name"]: one["state"] for one in shown["stages"]}
     assert code == 0
-    # A chain whose jobs are gone has failed.
-    assert shown["chain"]["state"] == ("waiting" if jobs else "failed")
+    # A run whose jobs are gone has failed.
+    assert (shown["end"] and (shown["end"]["state"], shown["end"]["code"])) == (
+        None if jobs else ("failed", "jobs_gone")
+    )
     assert [(job["id"], job["state"], job["reason"]) for job in shown["jobs"]] == [("8", "PENDING", "Priority")] * len(
         jobs
     )
@@ -227,9 +230,15 @@ def test_json_and_the_exit_status_say_if_jobs_are_left(stage, waiting, call, job
 
 
 def test_jobs_that_are_gone_are_to_be_submitted_again(stage, waiting):
-    text = shown(stage)
+    text = shown(stage, QueueView(stage.run_dir.path, next_question=math.inf))
     assert row(text, "prepare")[1] == "stopped"
-    assert "its jobs are gone: submit again: cd / && sharmill submit" in text
+    assert "run: failed: no job is left though work is: submit again: cd / && sharmill submit" in text
+
+
+def test_the_end_of_a_run_is_shown_with_its_time(stage, waiting, noon):
+    note_end(stage.run_dir, End(state="cancelled", message="cancelled by ann"))
+    os.utime(stage.run_dir.end, (noon, noon))
+    assert "run: cancelled since 2026-03-01 12:00:00: cancelled by ann" in shown(stage)
 
 
 def test_where_nobody_can_be_asked_status_says_so(stage, waiting, monkeypatch):
@@ -299,7 +308,7 @@ def test_prometheus_reads_the_numbers(stage, noon, call, tmp_path):
     assert values["sharmill_stage_state", "prepare", "under way"] == 1
     assert values["sharmill_stage_state", "match", "not begun"] == 1
     assert values["sharmill_rejects", "empty_text", "prepare"] == 1
-    assert values["sharmill_chain_failed",] == 0
+    assert values["sharmill_run_failed",] == 0
 
 
 def test_watch_shows_it_again_until_it_is_interrupted(stage):
@@ -393,10 +402,9 @@ def test_a_run_directory_that_cannot_be_written_has_the_time_of_this_machine(sta
     assert read_stage(stage).state == "under way"
 
 
-def test_a_chain_whose_first_jobs_are_not_submitted_yet_is_not_in_trouble(stage, waiting, call):
-    state = ChainState(state="waiting", message="the first jobs are being submitted", submitting=True)
-    write_atomic(stage.run_dir.chain, msgspec.json.encode(state))
-    with mock.patch("sharmill.executors.slurm.queue.queued_jobs", return_value=[]):
+def test_a_run_whose_first_jobs_are_not_submitted_yet_is_not_in_trouble(stage, waiting, call):
+    """The process that submits them holds the run directory."""
+    with mock.patch("sharmill.executors.slurm.queue.cluster_name", return_value="here"), locked(stage.run_dir):
         assert call("status", stage.run_dir.path, "--check")[0] == 0
 
 

@@ -12,10 +12,10 @@ from support.shar import Project, voice
 from sharmill.cli.main import main
 from sharmill.config import to_yaml
 from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import Submitted
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
-from sharmill.executors.slurm.chain import JobChain
-from sharmill.executors.slurm.chain_state import ChainState
+from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.pipeline import run_dataset
 
 
@@ -62,15 +62,19 @@ def submit(capsys, *arguments) -> tuple[int, str, str]:
     return ended.value.code, shown.out, shown.err
 
 
-def test_the_scripts_of_the_ranks_and_of_the_job_behind_them_are_shown(make_config, capsys, tmp_path):
+def test_every_job_that_is_known_now_is_shown_and_a_line_of_each_later_stage(make_config, capsys, tmp_path):
     profile = tmp_path / "profile.yaml"
-    profile.write_text("driver_units: 0\n")
-    status, out, _ = show(capsys, make_config("a")[1], "--profile", profile)
+    profile.write_text("driver_units: 0\ncpu: {max_ranks: 9}\n")
+    codecs = "encode.codecs=[{name: b, model: builtin}]"
+    status, out, _ = show(capsys, make_config("a")[1], codecs, "--profile", profile, stage="all")
     assert status == 0
-    assert "1 units on 1 ranks" in out
+    assert "prepare: 1 units (2 records) on 1 cpu ranks; at most 1 run at once" in " ".join(out.split())
+    assert re.findall("--dependency=.*", out) == ["--dependency=afterany:RANKS", "--dependency=afternotok:ADVANCE"]
     assert out.count("#!/bin/bash") == 3
-    assert "#SBATCH --dependency=afterany:RANKS" in out
-    assert "#SBATCH --dependency=afternotok:DRIVER" in out
+    later = re.findall(r", (\S+), later: at most (\d+ \w+) ranks", out)
+    assert later == [
+        ("write", "9 cpu"), ("survey", "9 cpu"), ("encode/b", "64 gpu"), ("assemble/b", "9 cpu"), ("validate", "9 cpu")
+    ]  # fmt: skip
 
 
 def test_datasets_share_the_ranks_that_run_at_once(make_config, capsys, tmp_path):
@@ -83,12 +87,12 @@ def test_datasets_share_the_ranks_that_run_at_once(make_config, capsys, tmp_path
         assert re.findall(r"#SBATCH --array=0-1%(\d+)", out) == [str(at_once)] * 2
 
 
-def test_the_script_of_the_driver_job_that_does_few_units_itself_is_shown(make_config, capsys):
+def test_the_script_of_the_advance_job_that_does_few_units_itself_is_shown(make_config, capsys):
     status, out, _ = show(capsys, make_config("a")[1])
     assert status == 0
-    assert "1 units in the driver job itself" in out
+    assert "1 units in the advance job itself" in out
     assert out.count("#!/bin/bash") == 2
-    assert re.findall("--dependency=.*", out) == ["--dependency=afternotok:DRIVER"]
+    assert re.findall("--dependency=.*", out) == ["--dependency=afternotok:ADVANCE"]
 
 
 def test_one_that_is_bad_hides_no_other(make_config, capsys):
@@ -116,18 +120,18 @@ def test_json_of_what_would_be_submitted(make_config, capsys):
     assert (first["name"], first["code"]) == (bad.name, "missing_input")
     assert second["stage"] == "prepare"
     assert [script.startswith("#!/bin/bash") for script in second["scripts"]] == [True, True]
-    assert second["balance"] == ["1 units in the driver job itself, on 1 workers"]
+    assert second["balance"][0] == "1 units in the advance job itself, on 1 workers"
 
 
-def test_json_of_chains_has_their_state_or_their_error(make_config, capsys, monkeypatch):
+def test_json_of_runs_has_their_state_or_their_error(make_config, capsys, monkeypatch):
     (config, one), (_, other) = make_config("a"), make_config("b")
 
-    def start(chain):
-        if str(chain.run_dir.path) == config.run_dir:
-            return ChainState(state="waiting", message="submitted", jobs=["7", "8"])
+    def start(run):
+        if str(run.run_dir.path) == config.run_dir:
+            return Submitted("submitted", ["7", "8"])
         raise ConfigError("no", code="bad_usage")
 
-    monkeypatch.setattr(JobChain, "start", start)
+    monkeypatch.setattr(SlurmExecutor, "start", start)
     status, out, _ = submit(capsys, "prepare", one, other, "--json")
     first, second = json.loads(out)
     assert status == 2

@@ -79,8 +79,8 @@ class TestRanksOfAnOlderPlan:
         old = pickle.loads(pickle.dumps(stage))
         assert run(stage, restart=True)[0].ok
         before = contents(tmp_path)
-        with raises(FatalError, "superseded_plan", old.token):
-            RankTask(old, 0, "cpu")()
+        # The task of an array has not failed; it was overtaken.
+        assert RankTask(old, 0, "cpu")() == 0
         with raises(FatalError, "superseded_plan"):
             work(old, Rank(0, "node/rank 0", "cpu"))
         assert contents(tmp_path) == before
@@ -120,8 +120,7 @@ class TestRanksOfAnOlderPlan:
             expected = contents(tmp_path)
             old.mark("go_on")
             rank.send_signal(signal.SIGCONT)
-            assert rank.wait(60) == 1
-            assert "the plan" in rank.stderr.read().splitlines()[-1]
+            assert rank.wait(60) == 0
         assert contents(tmp_path) == sorted([*expected, "marks/go_on"])
         assert Attempts(new.dir.attempts).stopped() is None
 

@@ -288,7 +288,7 @@ class TestAtomic:
         for place in places + of_ranks:
             place.parent.mkdir(exist_ok=True)
             path_aside(place).touch()
-        of_others = path_aside(stage.run_dir.chain)
+        of_others = path_aside(stage.run_dir.calibration)
         of_others.touch()
         assert run(stage)[0].ok
         # Ranks may be at work for this plan: what is theirs goes when it is done.

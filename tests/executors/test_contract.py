@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.toy_cluster import ToyChain, ToyDataset, cancel_all, make_profile, why_no_cluster
+from support.toy_cluster import ToyDataset, ToyRun, cancel_all, make_profile, why_no_cluster
 from support.toy_stage import RecordingListener, SleepyStage, ToyStage, is_running, output_bytes, wait_until
 from support.toy_stage import run as run_locally
 
 from sharmill.engine.ledger import read_ledger
-from sharmill.engine.outcomes import FailedAttempt, StageResult
+from sharmill.engine.outcomes import FailedAttempt, StageResult, Submitted
 from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import read_progress
 from sharmill.engine.run import Executor, locked, run_stage
@@ -30,7 +30,7 @@ from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.engine.unit import Output, Unit
 from sharmill.errors import SharmillError
 from sharmill.executors.local import LocalExecutor
-from sharmill.executors.slurm.chain_state import wait_for_end
+from sharmill.executors.slurm.queue import wait_for_end
 from sharmill.staging import Staging
 
 
@@ -61,15 +61,15 @@ def _run_stage(stage: ToyStage, executor: Executor) -> End:
 
 
 def _on_slurm(stage: ToyStage, ranks: int) -> End:
-    chain = ToyChain(ToyDataset(stage), make_profile(max_ranks=ranks))  # type: ignore[arg-type]
+    run = ToyRun(ToyDataset(stage), make_profile(max_ranks=ranks))  # type: ignore[arg-type]
     try:
-        state = chain.start()
-        if state.state == "waiting":
-            state = wait_for_end(chain.run_dir)
+        end = run.start()
+        if isinstance(end, Submitted):
+            end = wait_for_end(run.run_dir)
     finally:
-        cancel_all(chain.run_dir)
+        cancel_all(run.run_dir)
     if not stage.dir.failures.exists():
-        return End("" if state.state == "done" else state.message)
+        return End("" if end.state == "done" else end.message)
     lines = read_stored_lines(stage.dir.failures)
     failures = [decode_stored(stage.dir.failures, line, FailedAttempt) for line in lines]
     return End(failures={error.index: error.message for error in failures})
@@ -271,7 +271,7 @@ def test_a_cancelled_run_ends_and_the_same_command_goes_on(run, tmp_path, whole,
         began = time.monotonic()
         assert cancelled.result().message == "the run was cancelled by ada"
     assert time.monotonic() - began < 30
-    assert find_live(stage) == []
+    assert find_live(stage.dir) == []
     assert len(read_ledger(stage.dir, load_plan(stage))) < 12
     begin_run(stage.run_dir, Given(stages=["toy"]))
     assert run(SleepyStage(tmp_path, units=12), 2).ok

@@ -90,7 +90,7 @@ class Corpus:
         )  # fmt: skip
         (progress / "rank-000.json").write_bytes(msgspec.json.encode(record))
         (stage / "failures.jsonl").write_bytes(b'{"index":1,"message":"m","traceback":"t"}\n')
-        (self.run_dir / "chain.json").write_bytes(b'{"state":"failed","message":"m","jobs":["1"],"command":"c"}')
+        (self.run_dir / "given.json").write_bytes(b'{"stages":["prepare"],"command":"c","cluster":"d"}')
 
     def targets(self) -> Iterator[Target]:
         """Yield what is fuzzed."""

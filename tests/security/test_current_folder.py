@@ -10,12 +10,12 @@ import sys
 import pytest
 from support.paths import REPOSITORY
 from support.shar import copy
+from support.toy_stage import ToyStage
 
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
-from sharmill.executors.slurm.executor import SlurmExecutor
+from sharmill.executors.slurm.executor import JobRequests
 from sharmill.executors.slurm.profile import ClusterProfile
-from sharmill.executors.slurm.queue import make_run_id
 from sharmill.registry import ENCODERS
 
 # Each is imported by every new Python process of multiprocessing, submitit or sharmill itself.
@@ -58,13 +58,9 @@ def test_the_command_as_a_module(hostile, tmp_path):
 
 
 def test_a_job_of_slurm_exports_the_safe_path_before_python_starts(tmp_path):
-    profile, run_dir = ClusterProfile(setup=["module load sox"]), RunDir(tmp_path)
-    make_run_id(run_dir)
-    parameters = SlurmExecutor(profile, run_dir, lambda: None, lambda: None, "job").parameters(
-        "match", "rank", profile.cpu
-    )
-    assert parameters["setup"][0] == "export PYTHONSAFEPATH=1"
-    assert parameters["setup"][-1].startswith("eval 'module load sox'")
+    jobs = JobRequests(ClusterProfile(setup=["module load sox"]), RunDir(tmp_path), "job")
+    script = jobs.scripts(ToyStage(tmp_path), 1)[0]
+    assert script.index("export PYTHONSAFEPATH=1") < script.index("eval 'module load sox'") < script.index("srun")
 
 
 def test_a_job_of_submitit_with_the_safe_path(hostile, tmp_path):
@@ -125,4 +121,4 @@ def test_code_that_the_user_names_is_found_in_the_current_folder_but_replaces_no
 
 def test_a_run_directory_of_two_lines_makes_no_script(tmp_path):
     with pytest.raises(ConfigError, match="control character"):
-        SlurmExecutor(ClusterProfile(), RunDir(tmp_path / "a\n#SBATCH --wrap=x"), lambda: None, lambda: None, "job")
+        JobRequests(ClusterProfile(), RunDir(tmp_path / "a\n#SBATCH --wrap=x"), "job")

@@ -107,7 +107,7 @@ def test_files_of_plans_that_are_none_end_in_one_line(prepared, run_dir, name, c
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["jobs", "chain.json", "prepare/failures.jsonl"])
+@pytest.mark.parametrize("name", ["jobs", "given.json", "end.json", "prepare/failures.jsonl"])
 def test_other_files_that_are_none_end_in_one_line(run_dir, name):
     write_atomic(run_dir / name, DEEP)
     assert_clear(lambda: show(run_dir))

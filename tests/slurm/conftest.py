@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.toy_cluster import ToyChain, ToyDataset, cancel_all, make_profile, why_no_cluster
+from support.toy_cluster import ToyDataset, ToyRun, cancel_all, make_profile, why_no_cluster
 from support.toy_stage import SleepyStage
 
 from sharmill.engine.rundir import RunDir
@@ -21,8 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def make_chain(tmp_path):
-    """Returns a function: options of the stage, ``profile`` -> a chain over a toy stage of class ``kind``, by default
+def make_run(tmp_path):
+    """Returns a function: options of the stage, ``profile`` -> a run over a toy stage of class ``kind``, by default
     in the test's folder, and over those of ``later``. No job of it is left behind."""
     folders = []
 
@@ -33,9 +33,9 @@ def make_chain(tmp_path):
         profile: ClusterProfile | None = None,
         folder: Path = tmp_path,
         **options: Any,
-    ) -> ToyChain:
+    ) -> ToyRun:
         folders.append(folder / "run")
-        return ToyChain(ToyDataset(kind(folder, **options), later), profile or make_profile())
+        return ToyRun(ToyDataset(kind(folder, **options), later), profile or make_profile())
 
     yield make
     for run_dir in folders:

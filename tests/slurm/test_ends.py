@@ -1,4 +1,4 @@
-"""However the driver jobs of a chain end, the chain goes on or its end is noted, and status says so."""
+"""However the advance jobs of a run end, the run goes on or its end is noted, and status says so."""
 
 from __future__ import annotations
 
@@ -6,75 +6,60 @@ from dataclasses import replace
 
 import pytest
 from support.pipelines import run_sharmill
-from support.toy_cluster import SETUP, MortalStage, ToyChain, assert_same_as_local, make_profile, slurm
+from support.toy_cluster import SETUP, MortalStage, ToyRun, assert_same_as_local, make_profile, slurm
 from support.toy_stage import wait_until
 
+from sharmill.engine.run_notes import read_end
 from sharmill.engine.rundir import RunDir
-from sharmill.executors.slurm.chain_state import read_state, wait_for_end
-from sharmill.executors.slurm.queue import queued_jobs
+from sharmill.executors.slurm.queue import queued_jobs, wait_for_end
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def roles(chain) -> dict[str, str]:
-    """The numbers of the jobs in the queue that are no ranks, by role."""
-    return {job.role: job.id for job in queued_jobs(chain.run_dir) if job.role != "rank"}
-
-
 @pytest.fixture
-def make_mortal(tmp_path, make_chain):
-    """Returns a function: how the driver jobs end, one after the other -> a chain that was started."""
+def make_mortal(tmp_path, make_run):
+    """Returns a function: how the advance jobs end, one after the other -> a run that was started."""
 
-    def make(*ends: str, **options) -> ToyChain:
-        chain = make_chain(units=4, profile=make_profile(max_ranks=2), **options)
+    def make(*ends: str, **options) -> ToyRun:
+        run = make_run(units=4, profile=make_profile(max_ranks=2), **options)
         stage = MortalStage(tmp_path, units=4)
         for end in ends:
             stage.mark("ends", end)
-        chain = replace(chain, dataset=replace(chain.dataset, stage=stage), command="sharmill submit all c.yaml")
-        chain.start()
-        return chain
+        run = replace(run, dataset=replace(run.dataset, stage=stage))
+        run.start()
+        return run
 
     return make
 
 
-@pytest.mark.parametrize("how", ["kill", "scancel", "error", "requeue"])
-def test_a_driver_job_that_ends_in_the_middle_is_continued_by_its_watcher_job(make_mortal, tmp_path, how):
-    chain = make_mortal(how)
-    assert wait_for_end(chain.run_dir).state == "done"
-    assert queued_jobs(chain.run_dir) == []
-    assert_same_as_local(chain, tmp_path)
-    assert chain.stage.redone() == 0
+@pytest.mark.parametrize("how", ["kill", "scancel", "requeue"])
+def test_an_advance_job_that_ends_in_the_middle_is_continued_by_its_second_job(make_mortal, tmp_path, how):
+    run = make_mortal(how)
+    assert wait_for_end(run.run_dir).state == "done"
+    assert queued_jobs(run.run_dir) == []
+    assert_same_as_local(run, tmp_path)
+    assert run.stage.redone() == 0
 
 
-def test_an_error_that_does_not_pass_is_noted_by_the_watcher_job(make_mortal):
-    state = wait_for_end(make_mortal("error", "error").run_dir)
-    assert state.state == "failed"
-    assert "OSError: [Errno 39] Directory not empty" in state.message
+def test_an_error_that_does_not_pass_is_noted_by_the_second_job(make_mortal):
+    end = wait_for_end(make_mortal("error", "error").run_dir)
+    assert end.state == "failed"
+    assert "RuntimeError: nobody thought of this" in end.message
 
 
-def test_where_python_cannot_note_it_the_shell_of_the_watcher_job_does(make_mortal):
-    chain = make_mortal("kill", "kill")
-    state = wait_for_end(chain.run_dir)
-    assert state.state == "failed"
-    assert "so did the watcher job behind it" in state.message
-    assert state.command == "sharmill submit all c.yaml"
+def test_where_python_cannot_note_it_the_shell_of_the_second_job_does(make_mortal):
+    run = make_mortal("kill", "kill")
+    end = wait_for_end(run.run_dir)
+    assert end.state == "failed"
+    assert "so did the job behind it" in end.message
 
 
-def test_a_setup_line_that_ends_the_script_is_noted(make_chain):
-    """The driver jobs cannot even begin."""
+def test_a_setup_line_that_ends_the_script_is_noted(make_run):
+    """The advance jobs cannot even begin."""
     profile = make_profile()
-    chain = make_chain(units=4, uses_gpu=True, profile=replace(profile, setup=[*SETUP, "exit 7"]))
-    chain.start()
-    assert wait_for_end(chain.run_dir).state == "failed"
-
-
-def test_the_watcher_job_leaves_the_queue_with_the_chain(make_chain):
-    chain = make_chain(units=4, everywhere="wait:go", profile=make_profile(max_ranks=2))
-    chain.start()
-    assert set(roles(chain)) == {"driver", "watcher"}
-    chain.stage.mark("go")
-    assert wait_for_end(chain.run_dir).state == "done"
-    assert queued_jobs(chain.run_dir) == []
+    run = make_run(units=4, uses_gpu=True, profile=replace(profile, setup=[*SETUP, "exit 7"]))
+    run.start()
+    assert wait_for_end(run.run_dir).state == "failed"
 
 
 def test_status_says_what_is_in_the_queue_and_that_jobs_are_gone(tmp_path, make_config):
@@ -89,8 +74,8 @@ def test_status_says_what_is_in_the_queue_and_that_jobs_are_gone(tmp_path, make_
     run_dir = RunDir(tmp_path / "run")
     slurm("scancel", *(job.id for job in queued_jobs(run_dir)))
     wait_until(lambda: not queued_jobs(run_dir))
-    assert read_state(run_dir).state == "waiting"
+    assert read_end(run_dir) is None
     shown = " ".join(run_sharmill("status", tmp_path / "run").stdout.split())
-    assert "its jobs are gone: submit again: cd " in shown
+    assert "no job is left though work is: submit again: cd " in shown
     assert "in the queue" not in shown
     assert f"sharmill submit prepare {config} --profile {profile}" in shown.replace("\n", "")

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 from support.gpu_faults import FULL, FaultyStage, FullStage
-from support.toy_cluster import ToyChain, ToyDataset, cancel_all, make_profile
+from support.toy_cluster import ToyDataset, ToyRun, cancel_all, make_profile
 
-from sharmill.executors.slurm.chain_state import wait_for_end
+from sharmill.executors.slurm.queue import wait_for_end
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 @pytest.fixture
 def finish():
-    """Returns a function: a stage -> the state in which its chain ends, on one rank."""
-    chains = []
+    """Returns a function: a stage -> the state in which its run ends, on one rank."""
+    runs = []
 
     def finish(stage):
-        chains.append(ToyChain(ToyDataset(stage), make_profile(max_ranks=1)))
-        chains[-1].start()
-        return wait_for_end(chains[-1].run_dir)
+        runs.append(ToyRun(ToyDataset(stage), make_profile(max_ranks=1)))
+        runs[-1].start()
+        return wait_for_end(runs[-1].run_dir)
 
     yield finish
-    for chain in chains:
-        cancel_all(chain.run_dir)
+    for run in runs:
+        cancel_all(run.run_dir)
 
 
 def test_every_fault_costs_one_attempt_and_a_broken_context_none(tmp_path, finish):

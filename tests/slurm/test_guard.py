@@ -14,8 +14,7 @@ from support.toy_cluster import cancel_all, slurm
 from sharmill.engine.host import user_name
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
-from sharmill.executors.slurm.chain_state import require_no_chain
-from sharmill.executors.slurm.queue import job_comment, make_run_id, queued_jobs
+from sharmill.executors.slurm.queue import job_comment, make_run_id, queued_jobs, require_no_jobs
 from sharmill.staging import STAGING_NAME
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -42,7 +41,7 @@ def test_jobs_of_another_user_are_found(run_dir, monkeypatch):
     monkeypatch.setenv("SQUEUE_USERS", "root")
     number = start_job(run_dir, "runuser", "-u", "nobody", "--")
     with raises(ConfigError, "jobs_in_queue", number, "user nobody", f"scancel {number}"):
-        require_no_chain(run_dir)
+        require_no_jobs(run_dir)
 
 
 def test_jobs_are_found_through_a_link_and_with_a_comment_of_the_site(run_dir, tmp_path):
@@ -55,7 +54,7 @@ def test_jobs_are_found_through_a_link_and_with_a_comment_of_the_site(run_dir, t
     assert sorted(job.id for job in queued_jobs(RunDir(link))) == [f"{number}_0", f"{number}_1"]
 
 
-def test_a_run_and_a_submission_are_refused_while_a_chain_is_under_way(tmp_path, make_config, run_dir):
+def test_a_run_and_a_submission_are_refused_while_jobs_are_in_the_queue(tmp_path, make_config, run_dir):
     config = make_config(tmp_path)
     number = start_job(run_dir)
     for command in (["run", config], ["run", config, "--restart"], ["submit", "all", config, "--cluster", "local"]):
@@ -63,13 +62,6 @@ def test_a_run_and_a_submission_are_refused_while_a_chain_is_under_way(tmp_path,
         assert refused.returncode == 2, refused.stdout + refused.stderr
         assert f"jobs {number} (user" in refused.stderr
     assert not (tmp_path / "run" / "prepare").exists()
-
-
-def test_a_run_directory_with_a_percent_sign_is_refused_before_any_work(make_chain, tmp_path):
-    chain = make_chain(folder=tmp_path / "100%accurate", units=8)
-    with raises(ConfigError, "bad_config_value", "100%accurate/run has a '%' in it"):
-        chain.start()
-    assert not chain.run_dir.path.exists()
 
 
 def test_a_second_submission_for_a_dataset_is_refused_until_the_first_is_cancelled(tmp_path, make_config):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -21,62 +20,48 @@ from support.toy_cluster import (
 )
 from support.toy_stage import wait_until
 
-from sharmill.engine.progress import read_progress
-from sharmill.executors.slurm.chain_state import wait_for_end
 from sharmill.executors.slurm.profile import StageProfile, StageProfiles
-from sharmill.executors.slurm.queue import queued_jobs
+from sharmill.executors.slurm.queue import queued_jobs, wait_for_end
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def report(chain, record_property) -> int:
+def report(run, record_property) -> int:
     """How many attempts there were beyond one a unit; shown in the JUnit file, and with ``-s``."""
-    redone = chain.stage.redone()
+    redone = run.stage.redone()
     record_property("units redone", redone)
-    print(f"\n{redone} of {chain.stage.units} units redone")
+    print(f"\n{redone} of {run.stage.units} units redone")
     return redone
 
 
-def test_an_undisturbed_chain(make_chain, tmp_path, record_property):
-    chain = make_chain(units=40)
-    assert chain.start().state == "waiting"
-    assert wait_for_end(chain.run_dir).state == "done"
-    assert_same_as_local(chain, tmp_path)
-    assert report(chain, record_property) == 0
+def cancel_rank(run):
+    slurm("scancel", running_ranks(run)[0])
 
 
-def kill_rank(chain):
-    os.kill(read_progress(chain.stage.dir.progress)[0].pid, signal.SIGKILL)
+def cancel_advance_job(run):
+    slurm("scancel", *(job.id for job in queued_jobs(run.run_dir) if job.role == "advance"))
 
 
-def cancel_rank(chain):
-    slurm("scancel", running_ranks(chain)[0])
-
-
-def cancel_driver_job(chain):
-    slurm("scancel", *(job.id for job in queued_jobs(chain.run_dir) if job.role == "driver"))
-
-
-@pytest.mark.parametrize(("end", "units_lost"), [(kill_rank, 1), (cancel_rank, 1), (cancel_driver_job, 0)])
-def test_the_end_of_a_job_costs_at_most_its_unit(make_chain, tmp_path, record_property, end, units_lost):
+@pytest.mark.parametrize(("end", "units_lost"), [(cancel_rank, 1), (cancel_advance_job, 0)])
+def test_the_end_of_a_job_costs_at_most_its_unit(make_run, tmp_path, record_property, end, units_lost):
     """The unit is done again by another rank, unless the end hit the moment between two units."""
-    chain = make_chain(units=40, seconds=0.7)
-    chain.start()
-    wait_for_units(chain, 4)
-    end(chain)
-    assert wait_for_end(chain.run_dir).state == "done"
-    assert_same_as_local(chain, tmp_path)
-    assert report(chain, record_property) <= units_lost
+    run = make_run(units=40, seconds=0.7)
+    run.start()
+    wait_for_units(run, 4)
+    end(run)
+    assert wait_for_end(run.run_dir).state == "done"
+    assert_same_as_local(run, tmp_path)
+    assert report(run, record_property) <= units_lost
 
 
-def test_preempted_ranks_are_requeued_and_go_on(make_chain, tmp_path, record_property):
-    """As with configs/clusters/preemptible.yaml, the driver job is where nothing is preempted."""
+def test_preempted_ranks_are_requeued_and_go_on(make_run, tmp_path, record_property):
+    """As with configs/clusters/preemptible.yaml, the advance job is where nothing is preempted."""
     stages = StageProfiles(driver=StageProfile(partition="cpu"))
-    chain = make_chain(units=120, seconds=3.0, profile=make_profile(partition="scavenge", stages=stages))
-    driver_job = chain.start().jobs[-1]
-    wait_for_units(chain, 4)
-    ranks = running_ranks(chain)
-    shown = slurm("squeue", "--noheader", "--format=%P", f"--jobs={driver_job},{ranks[0]}")
+    run = make_run(units=120, seconds=3.0, profile=make_profile(partition="scavenge", stages=stages))
+    advance_job = run.start().jobs[-1]
+    wait_for_units(run, 4)
+    ranks = running_ranks(run)
+    shown = slurm("squeue", "--noheader", "--format=%P", f"--jobs={advance_job},{ranks[0]}")
     assert sorted(shown.split()) == ["cpu", "scavenge"]
     intruder = slurm(
         "sbatch", "--parsable", "--partition=cpu", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"
@@ -84,13 +69,13 @@ def test_preempted_ranks_are_requeued_and_go_on(make_chain, tmp_path, record_pro
     for rank in ranks:
         wait_until(lambda rank=rank: restarts(rank))
     slurm("scancel", intruder)
-    chain.stage.mark("hurry")
-    assert wait_for_end(chain.run_dir).state == "done"
-    assert_same_as_local(chain, tmp_path)
-    assert report(chain, record_property) <= len(ranks)
+    run.stage.mark("hurry")
+    assert wait_for_end(run.run_dir).state == "done"
+    assert_same_as_local(run, tmp_path)
+    assert report(run, record_property) <= len(ranks)
 
 
-def test_ranks_in_an_image_of_apptainer(make_chain, tmp_path):
+def test_ranks_in_an_image_of_apptainer(make_run, tmp_path):
     """By a stand-in, which runs what follows the image."""
     apptainer = tmp_path / "bin/apptainer"
     apptainer.parent.mkdir()
@@ -98,37 +83,38 @@ def test_ranks_in_an_image_of_apptainer(make_chain, tmp_path):
     apptainer.chmod(0o755)
     setup = [*SETUP, f"export PATH={apptainer.parent}:$PATH"]
     python = f"apptainer exec --nv image.sif {sys.executable}"
-    chain = make_chain(units=4, profile=make_profile(max_ranks=2, python=python, setup=setup, driver_units=4))
-    chain.start()
-    assert wait_for_end(chain.run_dir).state == "done"
-    assert_same_as_local(chain, tmp_path)
+    run = make_run(units=4, profile=make_profile(max_ranks=2, python=python, setup=setup, driver_units=4))
+    run.start()
+    assert wait_for_end(run.run_dir).state == "done"
+    assert_same_as_local(run, tmp_path)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [call.startswith(f"exec --nv image.sif {sys.executable} -u -m submitit") for call in calls] == [True, True]
 
 
-def test_work_for_longer_than_the_time_limit(make_chain, tmp_path, record_property):
+def test_work_for_longer_than_the_time_limit(make_run, tmp_path, record_property):
     """Three minutes of work for four ranks; a limit of one minute, at which a rank leaves 30 s before."""
-    chain = make_chain(units=72, seconds=2.5, profile=make_profile(timeout_min=1))
-    ranks = [job for job in chain.start().jobs if "_" in job]
+    run = make_run(units=72, seconds=2.5, profile=make_profile(timeout_min=1))
+    ranks = [job for job in run.start().jobs if "_" in job]
     wait_until(lambda: all(restarts(rank) for rank in ranks))
-    assert wait_for_end(chain.run_dir).state == "done"
-    assert_same_as_local(chain, tmp_path)
-    assert report(chain, record_property) <= sum(map(restarts, ranks))
+    run.stage.mark("hurry")
+    assert wait_for_end(run.run_dir).state == "done"
+    assert_same_as_local(run, tmp_path)
+    assert report(run, record_property) <= sum(map(restarts, ranks))
 
 
 @pytest.mark.skipif(
     not KILL_NODE.exists() or os.getuid() != 0, reason="needs kill_node.sh of the test cluster, as root"
 )
-def test_a_node_crash_costs_the_units_of_its_ranks(make_chain, tmp_path, record_property, nodes_come_back):
-    chain = make_chain(units=60, seconds=1.0)
-    chain.start()
-    wait_for_units(chain, 8)
-    node = slurm("squeue", "--noheader", "--format=%N", f"--jobs={running_ranks(chain)[0]}").strip()
+def test_a_node_crash_costs_the_units_of_its_ranks(make_run, tmp_path, record_property, nodes_come_back):
+    run = make_run(units=60, seconds=1.0)
+    run.start()
+    wait_for_units(run, 8)
+    node = slurm("squeue", "--noheader", "--format=%N", f"--jobs={running_ranks(run)[0]}").strip()
     lost = slurm("squeue", "--noheader", "--array", f"--nodelist={node}", "--format=%i").split()
     subprocess.run(["bash", KILL_NODE, node], check=True)
-    assert wait_for_end(chain.run_dir).state == "done"
-    assert_same_as_local(chain, tmp_path)
-    assert report(chain, record_property) <= len(lost)
+    assert wait_for_end(run.run_dir).state == "done"
+    assert_same_as_local(run, tmp_path)
+    assert report(run, record_property) <= len(lost)
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ STAGES = ("prepare", "match", "write", "encode", "validate")
 CODEC = "tiny"
 # Of one run only: who did what and when. Each of them may differ from run to run.
 _PERSONAL = {
-    "attempts", "claim.json", "claims", "jobs", "ledger", "logs", "progress", "resolved_config.yaml", "round.json",
-    "rounds", "token",
+    "attempts", "claim.json", "claims", "end.json", "given.json", "jobs", "ledger", "logs", "progress",
+    "resolved_config.yaml", "round.json", "token",
 }  # fmt: skip
 # It has the times of the dataset's files.
 _PERSONAL_FILES = {"run/validate/plan/identity.json"}

@@ -1,4 +1,4 @@
-"""Chains over a toy stage, and the cluster that they run on; importable in the cluster's jobs, which unpickle them."""
+"""Runs over a toy stage, and the cluster that they are on; importable in the cluster's jobs, which unpickle them."""
 
 from __future__ import annotations
 
@@ -18,30 +18,22 @@ from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan
 from sharmill.engine.run import Executor, locked, read_totals, run_stage
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Advance, Stage
-from sharmill.engine.unit import Commit, Output, Totals, Unit
-from sharmill.executors.slurm.chain import JobChain
+from sharmill.engine.stage import Stage
+from sharmill.engine.state import find_live
+from sharmill.engine.unit import Commit, Totals, Unit
+from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import queued_jobs, scancel
-from sharmill.staging import Staging
 from support.paths import SHARED
-from support.toy_stage import SleepyStage, output_bytes, run, wait_until
+from support.toy_stage import SleepyStage, output_bytes, wait_until
+from support.toy_stage import run as run_locally
 
 KILL_NODE = SHARED / "slurm" / "kill_node.sh"
 SETUP = [f"export PYTHONPATH={os.environ['PYTHONPATH']}", "export OMP_NUM_THREADS=1"]
 
 
-class UnevenStage(SleepyStage):
-    """Takes eight times as long on the first rank of a job array."""
-
-    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        if os.environ["SLURM_ARRAY_TASK_ID"] == "0":
-            time.sleep(7 * self.seconds)
-        return super().work(unit, staging, advance)
-
-
 class MortalStage(SleepyStage):
-    """Ends the driver jobs that finalize it, one after the other, in the ways that were marked as ``ends``."""
+    """Ends the advance jobs that finalize it, one after the other, in the ways that were marked as ``ends``."""
 
     def finalize(self, units: Sequence[Unit], commits: Sequence[Commit]) -> Totals:
         ends, ended = self.marked("ends"), self.marked("ended")
@@ -53,7 +45,7 @@ class MortalStage(SleepyStage):
             elif how != "error":
                 subprocess.run(["scancel", job] if how == "scancel" else ["scontrol", how, job], check=True)
                 time.sleep(60)
-            raise OSError(39, "Directory not empty")
+            raise RuntimeError("nobody thought of this")
         return super().finalize(units, commits)
 
 
@@ -67,13 +59,9 @@ class MiddleStage(SleepyStage):
         self.root, self.marks = folder / self.kind / "out", folder / self.kind / "marks"
 
 
-class LastStage(MiddleStage):
-    kind = "last"
-
-
 @dataclass(frozen=True)
 class ToyDataset:
-    """A dataset of one toy stage, as chains take it, or of several: ``later`` are those behind it."""
+    """A dataset of one toy stage, or of several: ``later`` are those behind it."""
 
     stage: SleepyStage
     later: tuple[SleepyStage, ...] = ()
@@ -92,10 +80,17 @@ class ToyDataset:
 
     def run(self, executor: Executor, listener: Listener, *, restart: bool, wait_seconds: float) -> ToyDataset:
         results: list[tuple[Stage, StageResult]] = []
-        with locked(self.stage.run_dir, wait_seconds):
+        with locked(self.stage.run_dir, wait_seconds) as lock:
+            assert isinstance(executor, SlurmExecutor)
+            if executor.is_job:
+                executor.require_current()
+            else:
+                executor.begin(executor.find_others(), joins=bool(find_live(self.stage.dir)))
             for stage in self.make_stages():
                 limit = self.max_reject_fraction
-                result = run_stage(stage, executor, listener, max_reject_fraction=limit, restart=restart)
+                result = run_stage(
+                    stage, executor, listener, max_reject_fraction=limit, restart=restart, unlocked=lock.released
+                )
                 results.append((stage, result))
                 if not result.ok:
                     break
@@ -105,8 +100,8 @@ class ToyDataset:
         """Shows nothing."""
 
 
-@dataclass(frozen=True)
-class ToyChain(JobChain):
+@dataclass
+class ToyRun(SlurmExecutor):
     @property
     def stage(self) -> SleepyStage:
         assert isinstance(self.dataset, ToyDataset)
@@ -146,23 +141,23 @@ def cancel_all(run_dir: RunDir) -> None:
     wait_until(lambda: not queued_jobs(run_dir))
 
 
-def assert_same_as_local(chain: ToyChain, folder: Path) -> None:
+def assert_same_as_local(run: ToyRun, folder: Path) -> None:
     """The output has the bytes of an undisturbed local run, every unit is in the ledger, and the accounts add up."""
-    stage = chain.stage
+    stage = run.stage
     reference = SleepyStage(folder / "reference", units=stage.units)
-    run(reference)
+    run_locally(reference)
     assert output_bytes(stage) == output_bytes(reference)
     units = load_plan(stage)
     assert sorted(read_ledger(stage.dir, units)) == list(range(stage.units))
     assert read_totals(stage) == read_totals(reference)
 
 
-def running_ranks(chain: ToyChain) -> list[str]:
+def running_ranks(run: ToyRun) -> list[str]:
     """The tasks of the ranks' array that run."""
-    return [job.id for job in queued_jobs(chain.run_dir) if job.state == "RUNNING" and "_" in job.id]
+    return [job.id for job in queued_jobs(run.run_dir) if job.state == "RUNNING" and "_" in job.id]
 
 
-def wait_for_units(chain: ToyChain, count: int, seconds: float = 90.0) -> None:
+def wait_for_units(run: ToyRun, count: int, seconds: float = 90.0) -> None:
     """Returns when at least ``count`` units are in the ledger."""
-    stage = chain.stage
+    stage = run.stage
     wait_until(lambda: stage.dir.units.exists() and len(read_ledger(stage.dir, load_plan(stage))) >= count, seconds)

@@ -6,7 +6,6 @@ import dataclasses
 import socket
 from pathlib import Path
 
-import msgspec
 import pytest
 from support.errors import raises
 from support.pipelines import run_sharmill
@@ -15,10 +14,10 @@ from support.shar import Project, voice
 from sharmill.engine.fence import claim_for_run, release_run, release_unused
 from sharmill.engine.listener import Listener
 from sharmill.engine.run import locked, run_stage
+from sharmill.engine.run_notes import Given, begin_run, read_given
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
-from sharmill.executors.slurm.chain_state import ChainState, read_state
 from sharmill.pipeline import make_stages, run_dataset
 from sharmill.staging import STAGING_NAME
 
@@ -119,7 +118,7 @@ def test_an_error_before_anything_is_published_leaves_no_claim(project, config):
 
 
 def test_what_is_to_begin_anew_does_so_in_a_later_run_too(config):
-    """A chain of jobs leaves all stages but the first to later jobs, and a run may be killed."""
+    """On SLURM all stages but the first are left to later jobs, and a run may be killed."""
     stages = ["prepare", "write", "survey"]
     assert run_dataset(config, Listener(), stages=stages).ok
     before = {stage.name: stage.dir.read_token() for stage in make_stages(config, stages)}
@@ -133,19 +132,17 @@ def test_what_is_to_begin_anew_does_so_in_a_later_run_too(config):
     assert {stage.name: stage.dir.read_token() for stage in make_stages(config, stages)} == after
 
 
-def test_a_run_that_takes_over_from_a_chain_ends_it(config, monkeypatch):
+def test_a_run_that_takes_over_from_jobs_elsewhere_ends_their_run(config, monkeypatch):
     """Else each later command would refuse for its sake."""
-    monkeypatch.setattr("sharmill.executors.slurm.scheduler.is_here", lambda command: False)  # no controller is asked
+    monkeypatch.setattr("sharmill.executors.slurm.queue.is_here", lambda command: False)  # no controller is asked
     run_dir = RunDir(Path(config.run_dir))
     run_dir.path.mkdir(parents=True)
-    state = ChainState(state="waiting", message="", jobs=["7"], cluster="elsewhere")
-    run_dir.chain.write_bytes(msgspec.json.encode(state))
+    begin_run(run_dir, Given(stages=["prepare"], cluster="elsewhere"))
     with raises(ConfigError, "jobs_elsewhere", "submit or run --take-over"):
         run_dataset(config, Listener(), stages=[])
     run_dataset(config, Listener(), stages=[], take_over=True)
     run_dataset(config, Listener(), stages=[])
-    ended = read_state(run_dir)
-    assert (ended.state, ended.is_withdrawn) == ("failed", True)
+    assert read_given(run_dir).cluster == ""
 
 
 def test_one_that_is_begun_again_keeps_its_claims_and_goes_on(project, config):

@@ -11,7 +11,7 @@ import click
 
 from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import OK
-from sharmill.engine.host import is_gone, tell_to_end
+from sharmill.engine.host import is_gone, tell_to_end, user_name
 from sharmill.errors import ConfigError, FatalError
 
 if TYPE_CHECKING:
@@ -32,20 +32,35 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     published nothing yet is free for others.
     """
     from sharmill.engine.fence import release_unused
+    from sharmill.engine.locks import lock_owner
     from sharmill.engine.run import locked
+    from sharmill.engine.run_notes import End, note_end, read_end
     from sharmill.engine.rundir import RunDir
-    from sharmill.executors.slurm.chain_state import cancel_chain
+    from sharmill.engine.state import describe_workers, find_workers
+    from sharmill.executors.slurm.queue import cancel_jobs, queued_jobs, require_same_cluster
 
     paths, console = RunDir(run_dir), make_console()
     if not paths.config.exists():
         raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
-    jobs = cancel_chain(paths)
+    queued, owner, live = queued_jobs(paths), lock_owner(paths.path), find_workers(paths)
+    if not queued:
+        require_same_cluster(paths)
+    if read_end(paths) is None and (queued or live or (owner is not None and not _is_gone(owner))):
+        # First of all: what goes on meanwhile submits nothing more.
+        note_end(paths, End(state="cancelled", message=f"cancelled by {user_name()}; what is done is kept"))
+    jobs = cancel_jobs(paths)
+    ended = _end_owner(paths, ray_address, jobs)
+    if live:
+        # They look every few seconds, also on other hosts.
+        _wait_for_workers(paths)
+        console.print(plain(f"ended: {describe_workers(live)}"))
+    if ended:
+        # It may just have submitted some.
+        jobs = sorted({*jobs, *cancel_jobs(paths)}, key=int)
+        console.print(plain(f"ended: {ended}"))
     if jobs:
         console.print(plain(f"ended on SLURM: jobs {', '.join(jobs)}"))
-    ended = _end_owner(paths, ray_address, jobs)
-    if ended:
-        console.print(plain(f"ended: {ended}"))
-    if not jobs and not ended:
+    if not jobs and not ended and not live:
         console.print(plain(f"nothing is at work in {run_dir}"))
     claims: list[Path] = []
     try:
@@ -57,11 +72,27 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
         # What was ended is told in any case.
         if as_json:
             names = [str(path) for path in claims]
-            print_json({"slurm_jobs": jobs, "ended": [ended] if ended else [], "claims": names})
+            print_json({"slurm_jobs": jobs, "ended": live + ([ended] if ended else []), "claims": names})
     if claims:
         line = f"{claims[0].parent.parent} has files of this run, so its claims stay: {' '.join(map(str, claims))}"
         console.print(plain(line), soft_wrap=True)
     return OK
+
+
+def _wait_for_workers(run_dir: RunDir) -> None:
+    """Wait until no process is at work that has read that the run is cancelled.
+
+    Raises:
+        FatalError: one still is after a minute.
+    """
+    from sharmill.engine.state import describe_workers, find_workers
+
+    deadline = time.monotonic() + _SECONDS_TO_END
+    while live := find_workers(run_dir):
+        if time.monotonic() > deadline:
+            message = f"{describe_workers(live)} still {_SECONDS_TO_END:.0f} s after the run was cancelled"
+            raise FatalError(message, code="locked")
+        time.sleep(0.2)
 
 
 def _end_owner(run_dir: RunDir, ray_address: str | None, ended_jobs: Sequence[str]) -> str:

@@ -104,7 +104,7 @@ def _run_one(
     from sharmill.cli.results import describe_result, print_paths, print_report, print_result
     from sharmill.engine.rundir import RunDir
     from sharmill.executors.local import LocalExecutor
-    from sharmill.executors.slurm.chain_state import require_no_chain
+    from sharmill.executors.slurm.queue import require_no_jobs
     from sharmill.pilot.predict import expect_seconds
     from sharmill.pipeline import check_config, choose_stages, make_executor, make_stages, run_dataset
     from sharmill.report.last_step import report_on_run
@@ -120,7 +120,7 @@ def _run_one(
     if redo is not None:
         # What was done is taken back only for a run that can begin.
         check_config(config, stages)
-        require_no_chain(RunDir(Path(config.run_dir)), take_over=take_over)
+        require_no_jobs(RunDir(Path(config.run_dir)), take_over=take_over)
         take_back_commits(config, redo, stages)
     expected: dict[str, float] = {}
     if config.executor.kind == "local" and not restart:

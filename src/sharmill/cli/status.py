@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
     from sharmill.cli.stage_status import LateUnit, StageStatus
     from sharmill.engine.progress import RankProgress
-    from sharmill.engine.rundir import RunDir
+    from sharmill.engine.run_notes import End
     from sharmill.engine.stage import Stage
-    from sharmill.executors.slurm.chain_state import ChainState
     from sharmill.executors.slurm.queue import QueuedJob
 
 _MAX_FAILURES = 5
@@ -101,7 +100,7 @@ def status(
 
 def _read_runs(
     queues: Sequence[QueueView],
-) -> tuple[dict[str, tuple[list[StageStatus], ChainState | None]], list[SharmillError]]:
+) -> tuple[dict[str, tuple[list[StageStatus], End | None]], list[SharmillError]]:
     """Return what is known of each run directory, and the errors of those that cannot be read."""
     runs, errors = {}, []
     for queue in queues:
@@ -112,33 +111,45 @@ def _read_runs(
     return runs, errors
 
 
-def _read_run(queue: QueueView) -> tuple[list[StageStatus], ChainState | None]:
-    """Return the stages of a run directory, and its chain, which is failed where it waits for jobs that are gone."""
+def _read_run(queue: QueueView) -> tuple[list[StageStatus], End | None]:
+    """Return the stages of a run directory, and the end of its run."""
     from sharmill.cli.stage_status import read_stage, stages_in
-    from sharmill.engine.rundir import RunDir
-    from sharmill.executors.slurm.chain_state import read_state
 
     queued = queue.holds_jobs()
-    chain = read_state(RunDir(queue.path))
+    stages = [read_stage(stage, queued=queued) for stage in stages_in(queue.path)]
+    return stages, _end_of_run(queue, stages)
+
+
+def _end_of_run(queue: QueueView, stages: Sequence[StageStatus]) -> End | None:
+    """Return the end of a run; one whose jobs are gone before its work was done has failed."""
+    from sharmill.engine.locks import lock_owner
+    from sharmill.engine.run_notes import End, read_end, read_given
+    from sharmill.engine.rundir import RunDir
+    from sharmill.executors.slurm.queue import waits_for_jobs
+
+    run_dir = RunDir(queue.path)
+    is_done = all(stage.state == "done" for stage in stages)
     # Planning and submitting the first jobs takes its time.
-    if chain is not None and chain.state == "waiting" and not chain.submitting and not queued:
-        chain = msgspec.structs.replace(chain, state="failed")
-    return [read_stage(stage, queued=queued) for stage in stages_in(queue.path)], chain
+    if not waits_for_jobs(run_dir) or queue.holds_jobs() or is_done or lock_owner(run_dir.path) is not None:
+        return read_end(run_dir)
+    given = read_given(run_dir)
+    again = f": {given.command}" if given is not None and given.command else ""
+    return End(state="failed", message=f"no job is left though work is: submit again{again}", code="jobs_gone")
 
 
-def _describe_run(queue: QueueView, stages: Sequence[StageStatus], chain: ChainState | None) -> dict[str, Any]:
+def _describe_run(queue: QueueView, stages: Sequence[StageStatus], end: End | None) -> dict[str, Any]:
     """Return what is known of a run directory, as JSON has it; ``jobs`` are those of SLURM's queue."""
     return {
         "stages": [msgspec.to_builtins(one) | {"seconds_left": one.seconds_left} for one in stages],
-        "chain": msgspec.to_builtins(chain),
+        "end": msgspec.to_builtins(end),
         "jobs": [dataclasses.asdict(job) for job in queue.jobs],
         "problem": queue.problem,
     }
 
 
-def _is_in_trouble(stages: Sequence[StageStatus], chain: ChainState | None) -> bool:
+def _is_in_trouble(stages: Sequence[StageStatus], end: End | None) -> bool:
     failed = any(stage.state in ("failed", "silent") or stage.late for stage in stages)
-    return failed or (chain is not None and chain.state == "failed")
+    return failed or (end is not None and end.state != "done")
 
 
 @dataclasses.dataclass
@@ -153,8 +164,7 @@ class QueueView:
     def ask(self) -> None:
         """Bring ``jobs`` up to date, or say in ``problem`` why they are not known."""
         from sharmill.engine.rundir import RunDir
-        from sharmill.executors.slurm.chain_state import require_same_cluster
-        from sharmill.executors.slurm.queue import queued_jobs
+        from sharmill.executors.slurm.queue import queued_jobs, require_same_cluster
 
         if time.monotonic() < self.next_question:
             return
@@ -167,35 +177,29 @@ class QueueView:
         self.next_question = time.monotonic() + _SECONDS_BETWEEN_QUESTIONS
 
     def holds_jobs(self) -> bool:
-        """Ask, and return True if a chain waits for jobs, or if SLURM cannot be asked about them."""
+        """Ask, and return True if a run waits for jobs, or if SLURM cannot be asked about them."""
         from sharmill.engine.rundir import RunDir
-        from sharmill.executors.slurm.chain_state import read_state
+        from sharmill.executors.slurm.queue import waits_for_jobs
 
         self.ask()
-        chain = read_state(RunDir(self.path))
-        return chain is not None and chain.state == "waiting" and bool(self.jobs or self.problem)
+        return bool(self.jobs or self.problem) and waits_for_jobs(RunDir(self.path))
 
 
 def print_status(
     console: Console, run_dir: Path, queue: QueueView | None = None, *, gpu_hour: float | None = None
 ) -> None:
-    """Print a row per stage, one per rank of the stages that are under way, and the state of a chain and its jobs.
+    """Print a row per stage, one per rank of the stages that are under way, the end of the run, and its jobs.
 
     ``gpu_hour`` is the price of an hour of a GPU, or None.
 
     Raises:
         ConfigError: there is no run directory.
     """
-    from sharmill.cli.stage_status import read_stage, stages_in
-    from sharmill.engine.rundir import RunDir
-    from sharmill.executors.slurm.chain_state import read_state
+    from sharmill.cli.stage_status import stages_in
 
-    paths = RunDir(run_dir)
     stages = stages_in(run_dir)
-    chain = read_state(paths)
     queue = queue or QueueView(run_dir)
-    queued = queue.holds_jobs()
-    statuses = [read_stage(stage, queued=queued) for stage in stages]
+    statuses, end = _read_run(queue)
     console.print(_table(str(run_dir), statuses, wide=console.width >= _WIDE))
     for status in statuses:
         if status.seconds_left is not None:
@@ -216,9 +220,9 @@ def print_status(
     for stage in stages:
         for line in _failure_lines(stage):
             console.print(line)
-    if chain is not None:
-        console.print(_chain_line(chain, paths))
-    for line in _queue_lines(queue, chain):
+    if end is not None:
+        console.print(_run_line(end, run_dir))
+    for line in _queue_lines(queue):
         console.print(line)
 
 
@@ -322,29 +326,27 @@ def _failure_lines(stage: Stage) -> Iterator[Text]:
         yield plain(f"{stage.name}: {len(failures)} units failed; tracebacks: {stage.dir.failures}", style="red")
 
 
-def _chain_line(state: ChainState, run_dir: RunDir) -> Text:
-    """Return the state of the chain of jobs on a cluster."""
-    since = datetime.fromtimestamp(run_dir.chain.stat().st_mtime)
-    line = f"chain of jobs: {state.state} since {since:%Y-%m-%d %H:%M:%S}: {state.message}"
-    return plain(line, style="red" if state.state == "failed" else "")
+def _run_line(end: End, run_dir: Path) -> Text:
+    """Return how a run has ended, and when that was noted."""
+    from sharmill.engine.rundir import RunDir
+
+    path = RunDir(run_dir).end
+    since = f" since {datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M:%S}" if path.exists() else ""
+    return plain(f"run: {end.state}{since}: {end.message}", style="red" if end.state == "failed" else "")
 
 
-def _queue_lines(queue: QueueView, chain: ChainState | None) -> Iterator[Text]:
-    """Yield a line for each kind and state of jobs, or one that says that they are gone or not known."""
+def _queue_lines(queue: QueueView) -> Iterator[Text]:
+    """Yield a line for each kind and state of jobs, with what they wait for, or one that says that nobody answers."""
+    names = {"rank": "rank job", "advance": "advance job", "second": "the job behind it"}
     groups: dict[tuple[str, str, str], list[str]] = {}
     for job in queue.jobs:
-        groups.setdefault((job.role, job.state, job.reason), []).append(job.id)
-    for (role, state, reason), ids in groups.items():
-        why = f" ({reason})" if reason not in ("None", "") else ""
+        why = ": ".join(filter(None, [job.reason.replace("None", ""), job.waits_for]))
+        groups.setdefault((names.get(job.role, job.role), job.state, f" ({why})" if why else ""), []).append(job.id)
+    for (name, state, why), ids in groups.items():
         more = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
-        yield plain(f"{role} job {ids[0]}{more}: {state}{why}")
-    if chain is None or chain.state != "waiting" or queue.jobs:
-        return
-    if queue.problem:
+        yield plain(f"{name} {ids[0]}{more}: {state}{why}")
+    if queue.problem and queue.holds_jobs():
         yield plain(f"it is not known whether its jobs are left: {queue.problem}", style="red")
-    else:
-        again = f": {chain.command}" if chain.command else ""
-        yield plain(f"its jobs are gone: submit again{again}", style="red")
 
 
 def _late_line(stage: str, late: LateUnit) -> Text:

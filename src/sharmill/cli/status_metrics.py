@@ -11,18 +11,16 @@ from sharmill.registry import require_package
 
 if TYPE_CHECKING:
     from sharmill.cli.stage_status import StageStatus
-    from sharmill.executors.slurm.chain_state import ChainState
+    from sharmill.engine.run_notes import End
 
 _STATES = ("not begun", "under way", "in the queue", "stopped", "silent", "failed", "done")
 
 
-def write_metrics(
-    path: Path, runs: Mapping[str, tuple[Sequence[StageStatus], ChainState | None]], num_unread: int
-) -> None:
+def write_metrics(path: Path, runs: Mapping[str, tuple[Sequence[StageStatus], End | None]], num_unread: int) -> None:
     """Write the progress of runs to a file, whole or not at all.
 
     Args:
-        runs: stages and chain of each run, by its run directory.
+        runs: stages and end of each run, by its run directory.
         num_unread: how many run directories could not be read.
 
     Raises:
@@ -44,10 +42,10 @@ def write_metrics(
     late = gauge("late_units", "Units that take far longer than is usual")
     spent = gauge("rank_seconds", "Time of all ranks in units that are done")
     memory = gauge("peak_memory_bytes", "Most memory that a rank has held")
-    failed = Gauge("sharmill_chain_failed", "1 where a chain of jobs has failed, or lost its jobs", ["run_dir"],
+    failed = Gauge("sharmill_run_failed", "1 where a run has failed, or lost its jobs", ["run_dir"],
                    registry=registry)  # fmt: skip
-    for run_dir, (stages, chain) in runs.items():
-        failed.labels(run_dir).set(chain is not None and chain.state == "failed")
+    for run_dir, (stages, end) in runs.items():
+        failed.labels(run_dir).set(end is not None and end.state != "done")
         for stage in stages:
             for name in _STATES:
                 state.labels(run_dir, stage.name, name).set(stage.state == name)

@@ -1,4 +1,4 @@
-"""``sharmill submit``: the chains of several datasets on SLURM, submitted, shown, or waited for."""
+"""``sharmill submit``: the runs of several datasets on SLURM, submitted, shown, or waited for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from sharmill.cli.arguments import read_redo_report, redo_option, restart_option, split_arguments
-from sharmill.cli.console import json_option, make_console, plain, print_json
+from sharmill.cli.console import describe_cost, json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
 from sharmill.cli.run import run_configs
 from sharmill.errors import ConfigError, SharmillError
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sharmill.config import Config
+    from sharmill.engine.run_notes import End
     from sharmill.engine.stage import Stage
     from sharmill.engine.unit import Unit
-    from sharmill.executors.slurm.chain import JobChain
-    from sharmill.executors.slurm.chain_state import ChainState
+    from sharmill.executors.slurm.executor import JobRequests, SlurmExecutor
     from sharmill.executors.slurm.profile import ClusterProfile
     from sharmill.validate.findings import Report
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 @redo_option
 @click.option("--take-over", is_flag=True, help="Submit although jobs may be left that nobody here can be asked about.")
 @click.option("--wait", is_flag=True, help="Wait until all datasets are done, and return how that ended.")
-@click.option("--dry-run", is_flag=True, help="Show the sbatch scripts and the balance; submit nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be submitted, with the scripts; submit nothing.")
 @json_option
 def submit(
     arguments: tuple[str, ...], cluster: str, profile: str | None, restart: bool, redo: str | None,
     take_over: bool, wait: bool, dry_run: bool, as_json: bool,
 ) -> int:  # fmt: skip
-    """Run stages on a cluster, each dataset in a chain of its own.
+    """Run stages on a cluster, each dataset with jobs of its own.
 
     CONFIG, STAGE and KEY=VALUE are those of sharmill run.
     """
@@ -110,31 +110,32 @@ def submit_all(
 
     An error of one dataset is printed and does not keep the others from being submitted. The units that ``redo`` names
     are done again. ``commands`` are what submits each of them again, to be shown. ``outcomes`` gets, for each dataset,
-    its name with the state of its chain or its error.
+    its name with what was submitted, its end or its error.
     """
-    from sharmill.executors.slurm.chain import JobChain
-    from sharmill.executors.slurm.chain_state import require_no_chain
+    from sharmill.executors.slurm.executor import SlurmExecutor
+    from sharmill.executors.slurm.queue import require_no_jobs
     from sharmill.pipeline import DatasetRun, check_config, choose_stages
     from sharmill.validate.redo import take_back_commits
 
-    chains = [
-        JobChain(
-            DatasetRun(config, tuple(choose_stages(config, stages))), profile, restart, command, take_over=take_over
+    runs = [
+        SlurmExecutor(
+            DatasetRun(config, tuple(choose_stages(config, stages))), profile, command, restart=restart,
+            take_over=take_over,
         )
         for config, command in zip(configs, commands, strict=True)
-    ]
+    ]  # fmt: skip
     if redo is not None:
-        for config, chain in zip(configs, chains, strict=True):
+        for config, run in zip(configs, runs, strict=True):
             # Ranks that are still at work would add to what is taken back.
-            require_no_chain(chain.run_dir, take_over=take_over)
+            require_no_jobs(run.run_dir, take_over=take_over)
             check_config(config, stages)
             take_back_commits(config, redo, choose_stages(config, stages))
-    started = [_guarded(console, chain, _start) for chain in chains]
+    started = [_guarded(console, run, _start) for run in runs]
     ends = [
-        _guarded(console, chain, _finish) if wait and status == OK else (status, outcome)
-        for chain, (status, outcome) in zip(chains, started, strict=True)
+        _guarded(console, run, _finish) if wait and outcome.get("state") == "waiting" else (status, outcome)
+        for run, (status, outcome) in zip(runs, started, strict=True)
     ]
-    outcomes += [{"name": chain.name} | outcome for chain, (_, outcome) in zip(chains, ends, strict=True)]
+    outcomes += [{"name": run.dataset.name} | outcome for run, (_, outcome) in zip(runs, ends, strict=True)]
     return [status for status, _ in ends]
 
 
@@ -154,10 +155,10 @@ def _show_guarded(
 def show_submission(
     console: Console, config: Config, stages: Sequence[str] | None, profile: ClusterProfile
 ) -> dict[str, Any]:
-    """Print and return the sbatch scripts and the balance of the first stage of a dataset that has something to do, or
-    that none has; what comes after it depends on its outcome."""
+    """Print and return all jobs that are known now, with their sbatch scripts: those of the first stage of a dataset
+    that has something to do. What comes after it depends on its outcome; of later stages only the resource is known."""
     from sharmill.cli.stage_status import read_or_preview_units
-    from sharmill.executors.slurm.chain import JobChain
+    from sharmill.executors.slurm.executor import SlurmExecutor
     from sharmill.pipeline import DatasetRun, check_config, choose_stages, make_stages
 
     chosen = choose_stages(config, stages)
@@ -166,69 +167,93 @@ def show_submission(
     if config.append_to is not None and run.is_whole:
         line = f"{config.name}: once all stages are done, its shards are appended to {config.append_to}"
         console.print(plain(line), soft_wrap=True)
-    executor = JobChain(run, profile).executor()
+    jobs = SlurmExecutor(run, profile).jobs
+    left: list[tuple[Stage, list[Unit]]] = []
     for stage in make_stages(config, chosen):
-        units, done = read_or_preview_units(stage)
-        left = [unit for unit in units if unit.index not in done]
-        if not left:
-            continue
-        if workers := executor.driver_workers(stage, left):
-            balance = [f"{len(left)} units in the driver job itself, on {workers} workers"]
-            scripts = [executor.driver_script(stage, behind_ranks=False)]
-        else:
-            bins = executor.bins(stage, left)
-            balance = _describe_balance(stage, bins, executor.arrays(stage, len(bins)))
-            scripts = [executor.script(stage, len(bins)), executor.driver_script(stage, behind_ranks=True)]
-        scripts.append(executor.watcher_script(stage))
-        for line in balance:
-            console.print(plain(f"{config.name}, {stage.name}: {line}"))
-        for script in scripts:
-            # As it is: a script with wrapped lines would be another one.
-            for line in script.split("\n"):
-                console.print(plain(line), soft_wrap=True)
-        return {"stage": stage.name, "balance": balance, "scripts": scripts}
-    console.print(plain(f"{config.name}: no unit is left to be submitted"))
-    return {"stage": None, "balance": [], "scripts": []}
+        units, done = read_or_preview_units(stage) if not left else ([], {})
+        missing = [unit for unit in units if unit.index not in done]
+        if missing or left:
+            left.append((stage, missing))
+    if not left:
+        console.print(plain(f"{config.name}: no unit is left to be submitted"))
+        return {"stage": None, "balance": [], "scripts": [], "later": []}
+    (stage, units), *behind = left
+    num_ranks = 0 if jobs.workers_in_job(stage, units) else jobs.num_ranks(stage, units)
+    balance = _describe_balance(stage, units, jobs, num_ranks)
+    later = [_describe_later(stage, jobs) for stage, _ in behind]
+    scripts = jobs.scripts(stage, num_ranks)
+    for line in balance:
+        console.print(plain(f"{config.name}, {stage.name}: {line}"))
+    for script in scripts:
+        # As it is: a script with wrapped lines would be another one.
+        for line in script.split("\n"):
+            console.print(plain(line), soft_wrap=True)
+    for line in later:
+        console.print(plain(f"{config.name}, {line}"))
+    return {"stage": stage.name, "balance": balance, "scripts": scripts, "later": later}
 
 
-def _describe_balance(stage: Stage, bins: Sequence[Sequence[Unit]], arrays: Sequence[tuple[range, int]]) -> list[str]:
-    loads = [sum(unit.cost for unit in units) for units in bins]
+def _describe_balance(stage: Stage, units: Sequence[Unit], jobs: JobRequests, num_ranks: int) -> list[str]:
+    """Return sentences about the units of a stage: who does them, and what waits for whom."""
+    from sharmill.engine.state import pack_units
+
+    behind = "the job behind it, which runs only if that fails (afternotok)"
+    if not num_ranks:
+        workers = jobs.workers_in_job(stage, units)
+        return [f"{len(units)} units in the advance job itself, on {workers} workers", f"then {behind}"]
+    arrays = jobs.arrays(stage, num_ranks)
+    loads = [sum(unit.cost for unit in part) for part in pack_units(units, num_ranks)]
     balance = f", balance {sum(loads) / len(loads) / max(loads):.0%}" if max(loads) else ""
     parallel = sum(parallel for _, parallel in arrays)
     split = f" in {len(arrays)} job arrays, of which the first is shown" if len(arrays) > 1 else ""
+    cost = describe_cost(sum(loads), records=stage.cost_unit == "records")
     return [
-        f"{sum(map(len, bins))} units on {len(bins)} ranks{split}; at most {min(parallel, len(bins))} run at once",
+        f"{len(units)} units ({cost}) on {num_ranks} {_resource(stage)} ranks{split}; at most "
+        f"{min(parallel, num_ranks)} run at once",
         f"{min(loads):.1f} to {max(loads):.1f} {stage.cost_unit} per rank{balance}",
+        f"then the advance job, once the ranks have ended (afterany), then {behind}",
     ]
 
 
-def _start(console: Console, chain: JobChain) -> tuple[int, ChainState]:
-    state = chain.start()
-    console.print(plain(f"{chain.name}: {state.message}"))
-    return _status(state) if state.state != "waiting" else OK, state
+def _describe_later(stage: Stage, jobs: JobRequests) -> str:
+    own = "" if stage.uses_gpu or not jobs.profile.driver_units else ", or few units in the advance job itself"
+    return f"{stage.name}, later: at most {jobs.ranks_of(stage).max_ranks} {_resource(stage)} ranks{own}"
 
 
-def _finish(console: Console, chain: JobChain) -> tuple[int, ChainState]:
-    from sharmill.executors.slurm.chain_state import wait_for_end
-
-    state = wait_for_end(chain.run_dir)
-    console.print(plain(f"{chain.name}: {state.state}: {state.message}"))
-    return _status(state), state
+def _resource(stage: Stage) -> str:
+    return "gpu" if stage.uses_gpu else "cpu"
 
 
-def _status(state: ChainState) -> int:
-    if state.state == "failed":
+def _start(console: Console, run: SlurmExecutor) -> tuple[int, dict[str, Any]]:
+    from sharmill.engine.outcomes import Submitted
+
+    outcome = run.start()
+    console.print(plain(f"{run.dataset.name}: {outcome.message}"))
+    if isinstance(outcome, Submitted):
+        return OK, {"state": "waiting", "message": outcome.message, "jobs": outcome.jobs}
+    return _status(outcome), msgspec.to_builtins(outcome)
+
+
+def _finish(console: Console, run: SlurmExecutor) -> tuple[int, dict[str, Any]]:
+    from sharmill.executors.slurm.queue import wait_for_end
+
+    end = wait_for_end(run.run_dir)
+    console.print(plain(f"{run.dataset.name}: {end.state}: {end.message}"))
+    return _status(end), msgspec.to_builtins(end)
+
+
+def _status(end: End) -> int:
+    if end.state != "done":
         return FAILED
-    return FINDINGS if state.findings else OK
+    return FINDINGS if end.findings else OK
 
 
 def _guarded(
-    console: Console, chain: JobChain, step: Callable[[Console, JobChain], tuple[int, ChainState]]
+    console: Console, run: SlurmExecutor, step: Callable[[Console, SlurmExecutor], tuple[int, dict[str, Any]]]
 ) -> tuple[int, dict[str, Any]]:
-    """Return the exit status of a step, and the state after it, or its error."""
+    """Return the exit status of a step, and what there is to tell after it, or its error."""
     try:
-        status, state = step(console, chain)
+        return step(console, run)
     except SharmillError as error:
-        console.print(plain(f"Error: {chain.name}: {'; '.join(error.lines)}", style="red"))
+        console.print(plain(f"Error: {run.dataset.name}: {'; '.join(error.lines)}", style="red"))
         return status_of_error(error), {"error": str(error), "code": error.code}
-    return status, msgspec.to_builtins(state)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from sharmill.cli.arguments import parse_workers, workers_option
+from sharmill.cli.console import json_option
 from sharmill.cli.run import run_configs
 from sharmill.errors import ConfigError
 from sharmill.storage import require_private
@@ -17,8 +18,9 @@ from sharmill.storage import require_private
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @workers_option
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="As executor.device.")
-def work(run_dir: Path, workers: str, device: str | None) -> int:
-    """Work on a run that was begun elsewhere, until it has ended: with ranks on this machine, beside all others.
+@json_option
+def work(run_dir: Path, workers: str, device: str | None, as_json: bool) -> int:
+    """Add ranks on this machine to a run, until it has ended.
 
     A run is begun by sharmill run, sharmill submit or a job on Ray. Any number of these may be started, at any time,
     by any scheduler: they share what is left, and whoever comes to the end of a stage first plans the next.
@@ -49,4 +51,4 @@ def work(run_dir: Path, workers: str, device: str | None) -> int:
             "a run here",
             code="no_run_dir",
         )
-    return run_configs([config], given.stages, commands=[given.command], joins=True)
+    return run_configs([config], given.stages, commands=[given.command], joins=True, as_json=as_json)

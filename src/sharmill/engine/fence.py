@@ -88,8 +88,13 @@ def make_fence(stage: Stage) -> None:
 
 def require_current(stage: Stage) -> None:
     """Raise FatalError unless ranks of the stage's plan may write: another process has replaced or finished it."""
-    if not (stage.dir.ranks.is_dir() and token_staging(stage.root, stage.token).is_dir()):
+    if not is_current(stage):
         raise superseded(stage)
+
+
+def is_current(stage: Stage) -> bool:
+    """Return True as long as ranks of the stage's plan may write."""
+    return stage.dir.ranks.is_dir() and token_staging(stage.root, stage.token).is_dir()
 
 
 def superseded(stage: Stage) -> FatalError:

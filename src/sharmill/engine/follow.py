@@ -13,7 +13,6 @@ from sharmill.engine.run_notes import require_not_cancelled
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import StageState
 from sharmill.engine.unit import Unit
-from sharmill.errors import FatalError
 
 log = logging.getLogger(__name__)
 
@@ -98,14 +97,6 @@ class Follower:
         except Exception:
             self._shows_progress = False
             log.warning("progress within units is no longer shown", exc_info=True)
-
-    def is_current(self) -> bool:
-        """Return True as long as ranks of the stage's plan may write."""
-        try:
-            require_current(self._stage)
-        except FatalError:
-            return False
-        return True
 
     def outcome(self) -> Finished:
         """Return how the work has ended, once no rank is left.

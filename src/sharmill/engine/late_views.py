@@ -32,7 +32,7 @@ def wait_for_stage(stages: Sequence[Stage], name: str, token: str, *, had_ranks:
     """Wait until this node sees the plan of a stage, what its ranks have done, and what the stages before left.
 
     Args:
-        stages: those of the chain, in order.
+        stages: those of the run, in order.
         name: that of the stage, which is planned and not finished; of those behind it nothing is there.
         token: the token of its plan.
         had_ranks: that ranks of that plan have run and ended.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Protocol
 
 import msgspec
 
 from sharmill.engine.device_kind import settle_device_kind
-from sharmill.engine.fence import claim_output, make_fence, release_output
+from sharmill.engine.fence import claim_for_run, claim_output, make_fence, release_output, release_run
 from sharmill.engine.late_views import wait_for_units
 from sharmill.engine.ledger import find_outstanding, read_ledger, read_revoked, revoke
 from sharmill.engine.listener import Listener
@@ -22,7 +22,7 @@ from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.state import find_live, read_round
+from sharmill.engine.state import find_live, find_workers, read_round
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.errors import ConfigError, FatalError
@@ -35,6 +35,7 @@ from sharmill.storage import (
     remove_at_once,
     remove_tree,
     require_writable,
+    time_of_folder,
     write_atomic,
 )
 
@@ -77,6 +78,30 @@ def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> Iterator[FolderLock]:
         yield lock
 
 
+@contextmanager
+def claimed(run_dir: RunDir, stages: Sequence[Stage], *, restart: bool, releases: bool = True) -> Iterator[None]:
+    """Claim what the stages of a run publish into as long as the context lasts, or, unless it ``releases``, for good.
+
+    Raises:
+        ConfigError: another run has claimed it.
+    """
+
+    def release() -> None:
+        # What others still need stays; they release it.
+        if releases and not find_workers(run_dir):
+            release_run(run_dir)
+
+    try:
+        claim_for_run(stages, restart=restart)
+        yield
+    except BaseException:
+        # The error that ended the run is the one to be raised.
+        with suppress(FatalError, OSError):
+            release()
+        raise
+    release()
+
+
 def run_stage(
     stage: Stage,
     executor: Executor,
@@ -98,7 +123,10 @@ def run_stage(
     require_writable(stage.run_dir.path)
     units = read_or_make_plan(stage, restart=restart)
     _remove_leftovers(stage)
-    joins = bool(find_live(stage))
+    if stage.dir.ledger.is_dir():
+        # Another process may just have finished the stage, or left it to this one.
+        time_of_folder(stage.dir.ledger)
+    joins = bool(find_live(stage.dir, stage.lease_seconds))
     commits = read_ledger(stage.dir, units)
     missing = [unit for unit in units if unit.index not in commits]
     if not joins:
@@ -167,7 +195,7 @@ def _remove_leftovers(stage: Stage) -> None:
     remove_dead_attempts(stage.root, stage.token)
     remove_asides(stage.root, {PROBE})
     paths = stage.run_dir
-    own = (paths.id, paths.claim, paths.config, paths.rejects, paths.stats)
+    own = (paths.id, paths.claim, paths.config, paths.given, paths.end, paths.rejects, paths.stats)
     remove_asides(paths.path, {path.name for path in own} | {PROBE})
     for folder in (paths.manifests, stage.dir.path, stage.dir.merged):
         remove_asides(folder)

@@ -86,7 +86,7 @@ class StageDir:
 
     @property
     def attempts(self) -> Path:
-        """The notes of ranks that no driver watches."""
+        """The notes of ranks about their attempts."""
         return self.ranks / "attempts"
 
     @property
@@ -98,11 +98,6 @@ class StageDir:
     def round(self) -> Path:
         """The values that the ranks that are at work were started with."""
         return self.ranks / "round.json"
-
-    @property
-    def rounds(self) -> Path:
-        """The number of attempts so far, each time that ranks were submitted."""
-        return self.ranks / "rounds"
 
     @property
     def metrics(self) -> Path:
@@ -202,19 +197,14 @@ class RunDir:
         return self.path / "end.json"
 
     @property
-    def chain(self) -> Path:
-        """The state of the driver jobs on a cluster."""
-        return self.path / "chain.json"
-
-    @property
     def jobs(self) -> Path:
         """The scripts of a cluster's jobs, their input and their output."""
         return self.path / "jobs"
 
     @property
-    def chain_log(self) -> Path:
-        """The log of the driver jobs on a cluster."""
-        return self.jobs / "chain.log"
+    def advance_log(self) -> Path:
+        """The log of the advance jobs on a cluster."""
+        return self.jobs / "advance.log"
 
     @property
     def manifests(self) -> Path:

@@ -19,7 +19,7 @@ from sharmill.engine.ledger import decode_commit, read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import RankProgress, read_progress
 from sharmill.engine.rejects import RejectLimit
-from sharmill.engine.rundir import StageDir
+from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import Tail, decode_stored, read_stored
 from sharmill.engine.unit import Commit, Unit
@@ -48,7 +48,8 @@ class Round(msgspec.Struct):
     """The values that the ranks of a stage are started with, frozen until all of them have ended.
 
     ``bins`` are the indices of the units of each rank, ``expected_in`` is the number of records of the whole stage.
-    ``num_joined`` ranks came later, and have no bins; ``starters`` are those that wait for the end of ranks.
+    ``num_joined`` ranks came later, and have no bins; ``starters`` are those that wait for the end of ranks. ``begun``
+    is how many attempts there had been each time that ranks were started in the run, last at these ranks.
     """
 
     bins: list[list[int]]
@@ -56,6 +57,7 @@ class Round(msgspec.Struct):
     max_reject_fraction: float
     num_joined: int = 0
     starters: list[Starter] = []
+    begun: list[int] = []
 
 
 def begin_round(
@@ -65,6 +67,7 @@ def begin_round(
     rejects: RejectLimit,
     *,
     goes_on: bool = False,
+    joins: bool = False,
     waits: bool = True,
 ) -> range:
     """Divide units among ranks by their cost, and return the numbers of the ranks; or add ranks to those at work.
@@ -74,10 +77,11 @@ def begin_round(
     Args:
         missing: the units that are to be done.
         goes_on: the attempts of ranks that have ended count on; else they are forgotten too.
+        joins: ranks are there, or about to begin, although none can be seen.
         waits: this process waits for the end of the ranks, and calls ``end_round`` then.
     """
     paths = stage.dir
-    if find_live(stage):
+    if joins or find_live(paths, stage.lease_seconds):
         round = read_round(paths)
         first = len(round.bins) + round.num_joined
         numbers = range(first, first + num_ranks)
@@ -99,16 +103,32 @@ def end_round(stage: Stage) -> None:
         _write_round(stage.dir, round)
 
 
-def find_live(stage: Stage) -> list[str]:
-    """Return a few words about each process that may be at work on the plan of a stage."""
-    paths = stage.dir.of_present_plan()
+def find_workers(run_dir: RunDir) -> list[str]:
+    """Return a few words about each process that may be at work on a run."""
+    folders = [path.parent for pattern in ("*/ranks", "*/*/ranks") for path in run_dir.path.glob(pattern)]
+    return [words for folder in sorted(folders) for words in find_live(StageDir(folder))]
+
+
+def describe_workers(live: Sequence[str]) -> str:
+    """Return words that name processes that are at work on a run, whatever their number."""
+    more = f" and {len(live) - 3} more" if len(live) > 3 else ""
+    return f"{', '.join(live[:3])}{more} are at work"
+
+
+def find_live(paths: StageDir, lease_seconds: float = Stage.lease_seconds) -> list[str]:
+    """Return a few words about each process that may be at work on the plan of a stage that is not finished."""
+    if paths.done.exists():
+        return []
+    paths = paths.of_present_plan()
+    if not paths.ranks.is_dir():
+        return []
+    # By the clock of the file system, as what is written there; what others have just made is seen from here on.
+    oldest = time_of_folder(paths.ranks) - lease_seconds
     try:
         with open_stored(paths.round) as stream:
             round, written = decode_stored(paths.round, stream.read(), Round), os.fstat(stream.fileno()).st_mtime
     except FileNotFoundError:
         return []
-    # By the clock of the file system, as what is written there.
-    oldest = time_of_folder(paths.path) - stage.lease_seconds
     starters = [
         f"process {one.pid} on {one.host}"
         for one in round.starters
@@ -131,14 +151,22 @@ def _write_round(paths: StageDir, round: Round) -> None:
 
 
 def _divide(paths: StageDir, missing: Sequence[Unit], num_ranks: int, rejects: RejectLimit, *, goes_on: bool) -> Round:
+    begun = read_round(paths).begun if goes_on and paths.round.exists() else []
     for folder in (paths.claims, paths.progress, *(() if goes_on else (paths.attempts,))):
         remove_tree(folder)
         make_folder(folder)
     if goes_on:
         end_attempts(paths, {unit.index for unit in missing})
-    costs = [max(unit.cost, _LEAST_COST) for unit in missing]
-    bins = [[missing[index].index for index in part] for part in pack(costs, min(num_ranks, len(missing))) if part]
-    return Round(bins, rejects.expected_in, rejects.max_fraction)
+    attempts = Attempts(paths.attempts)
+    attempts.look()
+    bins = [[unit.index for unit in part] for part in pack_units(missing, num_ranks)]
+    return Round(bins, rejects.expected_in, rejects.max_fraction, begun=[*begun, attempts.num_begun])
+
+
+def pack_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
+    """Return the units of each rank, balanced by cost; never more ranks than units, and no rank without one."""
+    costs = [max(unit.cost, _LEAST_COST) for unit in units]
+    return [[units[index] for index in part] for part in pack(costs, min(num_ranks, len(units))) if part]
 
 
 def end_attempts(paths: StageDir, missing: Container[int]) -> None:
@@ -161,8 +189,7 @@ class StageState:
 
     Args:
         stage: its plan is the present one.
-        last_beat: returns the time of the last heartbeat of this process that got through, by ``now``.
-        now: the clock by which leases are counted.
+        last_beat: returns the time of the last heartbeat of this process that got through, by ``time.monotonic``.
         join_seconds: how long ranks may take to join that could do what those which are there cannot.
 
     Attributes:
@@ -173,11 +200,9 @@ class StageState:
         self,
         stage: Stage,
         last_beat: Callable[[], float] = lambda: math.inf,
-        now: Callable[[], float] = time.monotonic,
         join_seconds: float = 0.0,
     ) -> None:
         self.stage = stage
-        self.now = now
         self._join_seconds = join_seconds
         self._ended_since: float | None = None
         self.attempts = Attempts(stage.dir.attempts)
@@ -200,6 +225,14 @@ class StageState:
         """Read what is new, and return the commits of units that were missing."""
         # First the notes: of what is noted as done the commit is there.
         self.attempts.look()
+        return self._read_commits()
+
+    def is_missing(self, unit: Unit) -> bool:
+        """Return True if no rank has committed a unit, as far as can be seen now."""
+        self._read_commits()
+        return unit.index in self.missing
+
+    def _read_commits(self) -> list[Commit]:
         new = []
         for path, line in self._ledger.lines():
             commit = decode_commit(path, line)
@@ -210,11 +243,6 @@ class StageState:
                 self._count(commit)
                 new.append(commit)
         return new
-
-    def is_missing(self, unit: Unit) -> bool:
-        """Return True if no rank has committed a unit, as far as can be seen now."""
-        self.look()
-        return unit.index in self.missing
 
     def _count(self, commit: Commit) -> None:
         self._reasons.update(commit.rejects)
@@ -236,8 +264,8 @@ class StageState:
             return False
         if self._are_given_up(live | {_ANOTHER_SLOT}):
             return True
-        self._ended_since = self.now() if self._ended_since is None else self._ended_since
-        return self.now() - self._ended_since >= self._join_seconds
+        self._ended_since = time.monotonic() if self._ended_since is None else self._ended_since
+        return time.monotonic() - self._ended_since >= self._join_seconds
 
     def _are_given_up(self, live: set[str]) -> bool:
         return all(self.attempts.is_given_up(index, live) for index in self.missing)
@@ -250,8 +278,8 @@ class StageState:
         if self.is_dead(record.owner, record) or record.is_gone():
             return False
         # One that hangs while it loads is waited for by nobody.
-        since = self._loading_since.setdefault(record.owner, self.now())
-        return record.ready or self.now() - since < self.stage.lease_seconds
+        since = self._loading_since.setdefault(record.owner, time.monotonic())
+        return record.ready or time.monotonic() - since < self.stage.lease_seconds
 
     def is_dead(self, owner: str, record: RankProgress | None) -> bool:
         """Return True if a rank has ended, or its heartbeat was the same for a lease by this process's clock.
@@ -262,7 +290,7 @@ class StageState:
         """
         if record is not None and record.ended:
             return True
-        now = self.now()
+        now = time.monotonic()
         if record is not None and record.is_gone():
             # Its supervisor, if there is one, notes how it ended.
             return now - self._gone.setdefault(owner, now) >= _SECONDS_TO_NOTE_END

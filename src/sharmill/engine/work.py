@@ -84,13 +84,17 @@ def work(stage: Stage, rank: Rank, on_change: Callable[[], object] = lambda: Non
         Replace: a fresh process is to go on.
         SharmillError: this rank can do nothing; others are told where that holds for them too.
     """
-    wait_for_plan(stage, Patience(stage.seconds_until_seen))
+    patience = Patience(stage.seconds_until_seen)
+    wait_for_plan(stage, patience)
     require_current(stage)
     owner = rank.owner or uuid4().hex
     notes = AttemptLog(stage.dir.attempts)
     interval = min(rank.beat_seconds, stage.lease_seconds / _BEATS_PER_LEASE)
     with ProgressWriter(stage.dir.rank_progress(owner), rank.number, rank.slot, owner, interval) as progress:
-        state = StageState(stage, lambda: progress.last_beat, join_seconds=rank.join_seconds)
+        # The files in a folder may be seen later than the folder.
+        state = patience.once_seen(
+            lambda: StageState(stage, lambda: progress.last_beat, join_seconds=rank.join_seconds)
+        )
         units = Units(state, rank, owner, notes)
         if not units.has_work():
             return
@@ -335,6 +339,8 @@ class Units:
         state, attempts = self._state, self._state.attempts
         latest = self._claims.latest()
         records = {record.owner: record for record in read_progress(state.stage.dir.progress)}
+        # A rank that has ended by now may have committed since the last look.
+        state.look()
         for index in sorted(state.missing & latest.keys()):
             generation = latest[index]
             if generation < attempts.generation(index):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from sharmill.engine.attempts import MAX_FAILURES
 from sharmill.engine.child import ChildEnded, ChildProcess, describe_exit
+from sharmill.engine.fence import is_current
 from sharmill.engine.follow import Follower
 from sharmill.engine.host import usable_cores
 from sharmill.engine.listener import Listener
@@ -74,7 +75,7 @@ class LocalExecutor:
                     _run_supervised(stage, numbers, devices[: len(numbers)], follower)
         except (FatalError, FileNotFoundError):
             # Another process may have finished the stage, or begun it anew.
-            if follower.is_current():
+            if is_current(stage):
                 raise
         finally:
             end_round(stage)

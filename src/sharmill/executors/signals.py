@@ -41,7 +41,7 @@ def deferred_interrupts() -> Iterator[None]:
 
 
 class ToldToEnd(KeyboardInterrupt):
-    """The end of a driver job by SIGTERM, as Ctrl-C ends other processes: no attempt at a unit is one that failed."""
+    """The end of an advance job by SIGTERM, as Ctrl-C ends other processes: no attempt at a unit is one that failed."""
 
 
 @contextmanager

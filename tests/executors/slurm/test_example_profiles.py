@@ -12,7 +12,7 @@ from support.paths import REPOSITORY
 from support.toy_stage import ToyStage
 
 from sharmill.engine.rundir import RunDir
-from sharmill.executors.slurm.executor import SlurmExecutor
+from sharmill.executors.slurm.executor import JobRequests
 from sharmill.executors.slurm.profile import load_profile
 
 EXAMPLES = sorted((REPOSITORY / "configs/clusters").glob("*.yaml"))
@@ -23,23 +23,17 @@ class MatchStage(ToyStage):
     uses_gpu = True
 
 
-def do_nothing() -> None:
-    pass
-
-
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
-    """Returns a function: name of an example -> the scripts of ranks on GPUs, of others, and of driver jobs."""
+    """Returns a function: name of an example -> the scripts of ranks on GPUs, of others, and of advance jobs."""
     # No controller is asked.
-    monkeypatch.setattr("sharmill.executors.slurm.scheduler.is_here", lambda command: False)
+    monkeypatch.setattr("sharmill.executors.slurm.queue.is_here", lambda command: False)
     monkeypatch.chdir(tmp_path)
 
     def make(name: str) -> list[str]:
         profile = load_profile(REPOSITORY / f"configs/clusters/{name}.yaml")
-        executor = SlurmExecutor(profile, RunDir(tmp_path / "run"), do_nothing, do_nothing, "toy")
-        cpu = ToyStage(tmp_path)
-        return [executor.script(MatchStage(tmp_path), 2), executor.script(cpu, 2), executor.driver_script(
-            cpu, behind_ranks=True)]  # fmt: skip
+        jobs = JobRequests(profile, RunDir(tmp_path / "run"), "toy")
+        return [jobs.scripts(MatchStage(tmp_path), 2)[0], *jobs.scripts(ToyStage(tmp_path), 2)[:2]]
 
     return make
 
@@ -54,7 +48,7 @@ def test_makes_scripts_that_the_shell_can_read(path, scripts):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-def test_preemptible_ranks_have_safe_driver_jobs(scripts):
+def test_preemptible_ranks_have_safe_advance_jobs(scripts):
     partitions = [options(script)["partition"] for script in scripts("preemptible")]
     assert partitions == ["gpu-scavenge", "cpu-scavenge", "cpu"]
 
@@ -65,19 +59,19 @@ def test_a_type_of_gpu_is_asked_for_by_gres_alone(scripts):
     assert "gpus-per-node" not in ranks
 
 
-def test_apptainer_runs_the_python_of_ranks_and_not_of_driver_jobs(scripts):
-    gpu, cpu, driver = scripts("apptainer")
+def test_apptainer_runs_the_python_of_ranks_and_not_of_advance_jobs(scripts):
+    gpu, cpu, advance = scripts("apptainer")
     command = " apptainer exec --nv /images/sharmill.sif python -u -m submitit.core._submit "
-    assert [command in script for script in (gpu, cpu, driver)] == [True, True, False]
+    assert [command in script for script in (gpu, cpu, advance)] == [True, True, False]
 
 
-def test_pyxis_gets_image_mounts_and_folder_of_ranks_and_not_of_driver_jobs(scripts, tmp_path):
-    gpu, cpu, driver = scripts("pyxis")
+def test_pyxis_gets_image_mounts_and_folder_of_ranks_and_not_of_advance_jobs(scripts, tmp_path):
+    gpu, cpu, advance = scripts("pyxis")
     arguments = (
         "--container-image=/images/sharmill.sqsh --container-mounts=/data:/data,/runs:/runs "
         f"--container-workdir={tmp_path} python -u -m submitit.core._submit "
     )
-    assert [arguments in script for script in (gpu, cpu, driver)] == [True, True, False]
+    assert [arguments in script for script in (gpu, cpu, advance)] == [True, True, False]
 
 
 @pytest.fixture

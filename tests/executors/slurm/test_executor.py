@@ -6,13 +6,11 @@ import dataclasses
 import os
 import subprocess
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from support.errors import raises
-from support.toy_cluster import ToyDataset
+from support.toy_cluster import ToyDataset, ToyRun
 from support.toy_stage import ToyStage
 
 from sharmill.cli.status import QueueView
@@ -21,24 +19,15 @@ from sharmill.engine.fence import make_fence
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Submitted
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.run import locked, run_stage
+from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end, read_given
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
-from sharmill.executors.slurm.chain import JobChain
-from sharmill.executors.slurm.chain_state import ChainState, cancel_chain, read_state, require_no_chain, take_over_chain
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-from sharmill.executors.slurm.queue import job_comment, make_run_id, queued_jobs
-from sharmill.executors.slurm.setup_lines import checked_lines, find_reason
-from sharmill.storage import make_private_folder, write_atomic
-
-
-def do_nothing() -> None:
-    pass
-
-
-def no_limit() -> RejectLimit:
-    return RejectLimit("toy", Path("rejects"), expected_in=24, max_fraction=1.0)
+from sharmill.executors.slurm.queue import job_comment, make_run_id, outside_own_job, queued_jobs, require_no_jobs
+from sharmill.executors.slurm.setup_lines import checked_lines, find_reason, lines_that_note_failure
+from sharmill.storage import make_private_folder
 
 
 @pytest.fixture
@@ -56,10 +45,10 @@ def submit(tmp_path):
     def submit(**profile) -> Submitted:
         stage = ToyStage(tmp_path, units=8)
         ranks = RankProfile(max_ranks=profile.pop("max_ranks", 2))
-        executor = SlurmExecutor(
-            ClusterProfile(cpu=ranks, **profile), RunDir(tmp_path / "run"), do_nothing, do_nothing, "toy", patience=0.2
-        )
-        submitted = executor.run(stage, read_or_make_plan(stage, restart=False), no_limit(), Listener())
+        executor = ToyRun(ToyDataset(stage), ClusterProfile(cpu=ranks, **profile), patience=0.2)
+        with locked(stage.run_dir):
+            make_run_id(stage.run_dir)
+            submitted = run_stage(stage, executor, Listener(), max_reject_fraction=1.0).submitted
         assert isinstance(submitted, Submitted)
         return submitted
 
@@ -83,14 +72,10 @@ def test_a_limit_on_jobs_in_the_queue_is_waited_for(cluster, submit, limit):
     assert submit().jobs == ["7_0", "7_1", "7"]
 
 
-def test_what_is_wrong_with_a_request_is_told_at_once_and_once(cluster, tmp_path, capfd):
+def test_what_is_wrong_with_a_request_is_told_at_once_and_once(cluster, submit, capfd):
     cluster.script("sbatch", "", fails=9, says="Batch job submission failed: Invalid qos specification")
-    stage = ToyStage(tmp_path, units=8)
-    executor = SlurmExecutor(
-        ClusterProfile(qos="gold"), RunDir(tmp_path / "run"), do_nothing, do_nothing, "toy", patience=0.2
-    )
     with raises(FatalError, "jobs_refused", "Invalid qos specification"):
-        executor.run(stage, read_or_make_plan(stage, restart=False), no_limit(), Listener())
+        submit(qos="gold")
     assert cluster.calls("sbatch") == 1
     assert capfd.readouterr().err == ""
 
@@ -110,34 +95,17 @@ def test_arrays_are_no_larger_than_the_cluster_allows_and_never_run_too_many_at_
     cluster, tmp_path, max_ranks, max_parallel, arrays, parallel
 ):
     profile = ClusterProfile(cpu=RankProfile(max_ranks=max_ranks), max_parallel=max_parallel)
-    executor = SlurmExecutor(profile, RunDir(tmp_path / "run"), do_nothing, do_nothing, "toy")
     stage = ToyStage(tmp_path, units=8)
-    bins = executor.bins(stage, read_or_make_plan(stage, restart=False))
-    assert sorted(unit.index for part in bins for unit in part) == list(range(8))
-    shares = executor.arrays(stage, len(bins))
+    jobs = ToyRun(ToyDataset(stage), profile).jobs
+    num_ranks = jobs.num_ranks(stage, read_or_make_plan(stage, restart=False))
+    shares = jobs.arrays(stage, num_ranks)
     assert [len(ranks) for ranks, _ in shares] == arrays
     assert [share for _, share in shares] == parallel
-    assert f"--array=0-{arrays[0] - 1}%{min(parallel[0], arrays[0])}\n" in executor.script(stage, len(bins))
-
-
-def test_the_files_of_old_jobs_go_and_those_of_the_last_stay(cluster, submit, tmp_path):
-    """The oldest go, whatever their numbers: a cluster may begin to count anew."""
-    jobs = tmp_path / "run/jobs"
-    make_private_folder(jobs)
-    for number in range(100, 200):
-        for name in (f"{number}_0_0_log.out", f"{number}_submission.sh"):
-            (jobs / name).touch()
-            os.utime(jobs / name, (1e9 + number, 1e9 + number))
-    (jobs / "chain.log").touch()
-    cluster.script("sbatch", "echo Submitted batch job 7")
-    submit()
-    left = {int(path.name.split("_")[0]) for path in jobs.iterdir() if path.name[0].isdigit()}
-    assert left == {7, *range(150, 200)}
-    assert (jobs / "chain.log").exists()
+    assert f"--array=0-{arrays[0] - 1}%{min(parallel[0], arrays[0])}\n" in jobs.scripts(stage, num_ranks)[0]
 
 
 def test_split_arrays_are_all_submitted(cluster, submit):
-    """In the order of their numbers, and the driver job last."""
+    """In the order of their numbers, and the advance job last."""
     ranks = [*(f"1_{n}" for n in range(3)), *(f"2_{n}" for n in range(3)), "3_0", "3_1"]
     assert submit(max_ranks=8).jobs == [*ranks, "4"]
 
@@ -147,26 +115,44 @@ def test_a_script_can_be_shown_where_there_is_no_slurm(tmp_path, run_dir, monkey
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    executor = SlurmExecutor(ClusterProfile(), RunDir(tmp_path / "run"), do_nothing, do_nothing, "toy")
     stage = ToyStage(tmp_path)
-    assert "#SBATCH --array=0-63%64\n" in executor.script(stage, 64)
-    assert executor.arrays(stage, 2500) == [(range(1000), 102), (range(1000, 2000), 102), (range(2000, 2500), 51)]
+    jobs = ToyRun(ToyDataset(stage), ClusterProfile()).jobs
+    assert "#SBATCH --array=0-63%64\n" in jobs.scripts(stage, 64)[0]
+    assert jobs.arrays(stage, 2500) == [(range(1000), 102), (range(1000, 2000), 102), (range(2000, 2500), 51)]
     with raises(ConfigError, "no_cluster", "squeue"):
         queued_jobs(run_dir)
+
+
+def test_a_job_hides_its_allocation_from_sbatch_and_keeps_it_for_itself(monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "SLURM_CONF"):
+        monkeypatch.setenv(name, "1")
+    with outside_own_job():
+        assert {name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))} == {"SLURM_CONF"}
+    assert os.environ["SLURM_JOB_ID"] == "1"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    with outside_own_job():
+        assert os.environ["SBATCH_PARTITION"] == "1"
+
+
+def test_a_run_directory_with_a_percent_sign_is_refused_before_any_work(cluster, tmp_path):
+    run = ToyRun(ToyDataset(ToyStage(tmp_path / "100%accurate", units=8)), ClusterProfile())
+    with raises(ConfigError, "bad_config_value", "100%accurate/run has a '%' in it"):
+        run.start()
+    assert not run.run_dir.path.exists()
 
 
 class TestGuard:
     """What a run asks before it begins, where jobs may be at work in its run directory."""
 
     def test_where_nothing_was_submitted_nobody_is_asked(self, cluster, tmp_path):
-        require_no_chain(RunDir(tmp_path / "run"))
+        require_no_jobs(RunDir(tmp_path / "run"))
         assert not (cluster.folder / "squeue.calls").exists()
 
     def test_where_there_is_no_slurm_to_ask_a_run_is_refused_unless_it_takes_over(self, run_dir, monkeypatch):
         monkeypatch.setenv("PATH", str(run_dir.path))
         with raises(ConfigError, "no_cluster", "sharmill run --take-over"):
-            require_no_chain(run_dir)
-        require_no_chain(run_dir, take_over=True)
+            require_no_jobs(run_dir)
+        require_no_jobs(run_dir, take_over=True)
 
     def test_a_silent_controller_lets_nobody_in_unless_they_take_over(self, cluster, run_dir, monkeypatch):
         now = [0.0]
@@ -174,46 +160,41 @@ class TestGuard:
         monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
         cluster.script("squeue", "", fails=99, says="Unable to contact slurm controller")
         with raises(ConfigError, "silent_cluster", "Unable to contact", "sharmill run --take-over"):
-            require_no_chain(run_dir)
-        require_no_chain(run_dir, take_over=True)
+            require_no_jobs(run_dir)
+        require_no_jobs(run_dir, take_over=True)
 
-    def test_a_chain_that_is_done_has_left_no_jobs(self, run_dir, monkeypatch):
+    @pytest.mark.parametrize("is_done", [True, False])
+    def test_a_run_that_is_done_or_was_not_on_a_cluster_has_left_no_jobs(self, run_dir, monkeypatch, is_done):
         monkeypatch.setenv("PATH", str(run_dir.path))
-        write_atomic(run_dir.chain, msgspec.json.encode(ChainState(state="done", message="all stages are done")))
-        require_no_chain(run_dir)
+        begin_run(run_dir, Given(stages=[], cluster="here" if is_done else ""))
+        if is_done:
+            note_end(run_dir, End(state="done", message="all stages are done"))
+        require_no_jobs(run_dir)
 
     def test_jobs_that_are_known_are_not_taken_over(self, cluster, run_dir):
-        cluster.script("squeue", f"echo '7_1|RUNNING|None|bob|{job_comment(run_dir, 'rank')}'")
+        cluster.script("squeue", f"echo '7_1|RUNNING|None|(null)|bob|{job_comment(run_dir, 'rank')}'")
         with raises(ConfigError, "jobs_in_queue", "7_1", "bob", "scancel 7"):
-            require_no_chain(run_dir, take_over=True)
+            require_no_jobs(run_dir, take_over=True)
 
-    def test_a_chain_that_waits_on_another_cluster_is_refused_unless_it_is_taken_over(self, cluster, run_dir):
-        state = ChainState(state="waiting", message="", jobs=["7_0", "7_1", "8"], cluster="elsewhere")
-        write_atomic(run_dir.chain, msgspec.json.encode(state))
-        chain = JobChain(ToyDataset(ToyStage(run_dir.path.parent)), ClusterProfile())
-        wanted = (ConfigError, "jobs_elsewhere", "the cluster elsewhere (jobs 7, 8)", "this one is here", "--take-over")
-        for ask in (chain.start, lambda: require_no_chain(run_dir), lambda: cancel_chain(run_dir)):
+    def test_a_run_that_waits_on_another_cluster_is_refused_unless_it_is_taken_over(self, cluster, run_dir):
+        begin_run(run_dir, Given(stages=["toy"], cluster="elsewhere"))
+        run = ToyRun(ToyDataset(ToyStage(run_dir.path.parent)), ClusterProfile())
+        wanted = (ConfigError, "jobs_elsewhere", "the cluster elsewhere", "this one is here", "--take-over")
+        for ask in (run.start, lambda: require_no_jobs(run_dir)):
             with raises(*wanted):
                 ask()
-        require_no_chain(run_dir, take_over=True)
-        with raises(*wanted):
-            require_no_chain(run_dir)
-        take_over_chain(run_dir)
-        require_no_chain(run_dir)
-        assert read_state(run_dir).message.startswith("taken over by process ")
-        write_atomic(run_dir.chain, msgspec.json.encode(state))
-        dataclasses.replace(chain, take_over=True).start()
-        assert read_state(run_dir).cluster == "here"
-        require_no_chain(run_dir)
         queue = QueueView(run_dir.path)
-        write_atomic(run_dir.chain, msgspec.json.encode(state))
         assert queue.holds_jobs()
         assert "the cluster elsewhere" in queue.problem
+        require_no_jobs(run_dir, take_over=True)
+        dataclasses.replace(run, take_over=True).start()
+        assert read_given(run_dir).cluster == "here"
+        require_no_jobs(run_dir)
 
     def test_comments_of_others_are_nothing(self, cluster, run_dir):
         cluster.script(
             "squeue",
-            "printf '7|RUNNING|None|bob|(null)\\n8|PENDING|a|b|\\xff\\n|\\n9|RUNNING|None|x|sharmill:0:rank\\n'",
+            "printf '7|RUNNING|None|(null)|bob|\\n8|PENDING|a||b|\\xff\\n|\\n9|RUNNING|None||x|sharmill:0:rank\\n'",
         )
         assert queued_jobs(run_dir) == []
 
@@ -228,14 +209,13 @@ class TestSetupLines:
 
         def run(*setup: str) -> subprocess.CompletedProcess[str]:
             profile = ClusterProfile(cpu=RankProfile(max_ranks=2), setup=list(setup))
-            executor = SlurmExecutor(profile, RunDir(tmp_path / "run"), do_nothing, do_nothing, "toy", patience=0.2)
-            jobs = executor.run_dir.jobs
-            make_private_folder(jobs)
-            with (jobs / "7_0_0_log.err").open("w") as errors:
+            stage = ToyStage(tmp_path)
+            script = ToyRun(ToyDataset(stage), profile).jobs.scripts(stage, 2)[0]
+            make_private_folder(stage.run_dir.jobs)
+            with (stage.run_dir.jobs / "7_0_0_log.err").open("w") as errors:
                 return subprocess.run(
-                    ["bash", "-c", executor.script(ToyStage(tmp_path), 2)], stdout=subprocess.PIPE, stderr=errors,
-                    text=True, check=False,
-                )  # fmt: skip
+                    ["bash", "-c", script], stdout=subprocess.PIPE, stderr=errors, text=True, check=False
+                )
 
         return run
 
@@ -247,21 +227,19 @@ class TestSetupLines:
         assert (ended.returncode, ended.stdout) == (0, "good day function\n")
 
     def test_names_in_a_script_are_text(self, cluster, tmp_path, monkeypatch):
-        """Of the run directory, of the dataset, of the folder that jobs start in and of the chain's command."""
+        """Of the run directory, of the dataset and of the folder that jobs start in."""
         name = """$(touch ran1) `touch ran2` 'a' "b" ; touch ran3 & x\\"""
         folder = tmp_path / name.replace("/", "|")
         folder.mkdir()
         monkeypatch.chdir(folder)
         cluster.script("srun", "echo the rank runs")
-        dataset = SimpleNamespace(name=name, run_dir=folder / "run")
-        executor = JobChain(dataset, ClusterProfile(), command=f"sharmill submit {name}").executor()
-        make_private_folder(executor.run_dir.jobs)
-        write_atomic(executor.run_dir.chain, msgspec.json.encode(ChainState(state="waiting", message="jobs")))
-        watcher = "\n".join([*executor.watcher_setup, "exit 1"])
-        for script in (executor.script(ToyStage(folder), 2), watcher):
+        run = SlurmExecutor(SimpleNamespace(name=name, run_dir=folder / "run"), ClusterProfile())
+        make_private_folder(run.run_dir.jobs)
+        second = "\n".join([*lines_that_note_failure(run.run_dir), "exit 1"])
+        for script in (run.jobs.scripts(ToyStage(folder), 2)[0], second):
             ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path)
             assert ended.stderr == ""
-        assert read_state(executor.run_dir).command == f"sharmill submit {name}"
+        assert read_end(run.run_dir).state == "failed"
         assert not list(tmp_path.rglob("ran[0-9]"))
 
     def test_commands_that_fail_within_a_line_end_nothing(self, run_script):
@@ -299,28 +277,23 @@ class TestSetupLines:
         with raises(FatalError, "disk", message):
             submit()
 
-    @pytest.fixture
-    def waiting(self, tmp_path):
-        """A chain that waits for jobs."""
-        dataset = SimpleNamespace(name="toy", run_dir=tmp_path / "run")
-        chain = JobChain(dataset, ClusterProfile(), command="sharmill submit all c.yaml")
-        chain.run_dir.path.mkdir()
-        write_atomic(chain.run_dir.chain, msgspec.json.encode(ChainState(state="waiting", message="jobs")))
-        return chain
-
-    def test_a_watcher_job_on_a_full_disk_leaves_the_state_as_it_was(self, waiting):
+    def test_a_second_job_on_a_full_disk_leaves_no_broken_note(self, run_dir):
         # As a full disk does, the limit makes every write fail.
-        lines = ["trap '' XFSZ", "ulimit -f 0", *waiting.executor().watcher_setup, "exit 1"]
+        lines = ["trap '' XFSZ", "ulimit -f 0", *lines_that_note_failure(run_dir), "exit 1"]
         subprocess.run(["bash", "-c", "\n".join(lines)], stderr=subprocess.DEVNULL, check=False)
-        assert read_state(waiting.run_dir) == ChainState(state="waiting", message="jobs")
+        assert read_end(run_dir) is None
 
-    def test_a_watcher_job_that_a_line_ends_notes_which(self, waiting):
-        chain = waiting
-        lines = [*chain.executor().watcher_setup, *checked_lines(['no_such_module "a" && \\'])]
+    @pytest.mark.parametrize("was_cancelled", [True, False])
+    def test_a_second_job_that_a_line_ends_notes_which_unless_the_run_has_ended(self, run_dir, was_cancelled):
+        if was_cancelled:
+            note_end(run_dir, End(state="cancelled", message="cancelled by bob"))
+        lines = [*lines_that_note_failure(run_dir), *checked_lines(['no_such_module "a" && \\'])]
         subprocess.run(["bash", "-c", "\n".join(lines)], stderr=subprocess.DEVNULL, check=False)
-        state = read_state(chain.run_dir)
-        assert (state.state, state.command) == ("failed", "sharmill submit all c.yaml")
-        assert 'behind it: the setup line failed: no_such_module "a" && \\: see the last logs' in state.message
+        end = read_end(run_dir)
+        assert (end.state, end.code) == (("cancelled", "") if was_cancelled else ("failed", "jobs_gone"))
+        assert (
+            was_cancelled or 'behind it: the setup line failed: no_such_module "a" && \\: see the last' in end.message
+        )
 
     @pytest.mark.parametrize(
         ("log", "reason"),

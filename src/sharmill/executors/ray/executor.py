@@ -22,7 +22,7 @@ from typing import Any
 import sharmill
 from sharmill.config import Config
 from sharmill.engine.attempts import MAX_FAILURES
-from sharmill.engine.fence import require_current
+from sharmill.engine.fence import is_current, require_current
 from sharmill.engine.follow import Follower
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
@@ -91,7 +91,7 @@ class RayExecutor:
                 pool.run()
         except (FatalError, FileNotFoundError):
             # Another process may have finished the stage, or begun it anew.
-            if follower.is_current():
+            if is_current(stage):
                 raise
         finally:
             end_round(stage)

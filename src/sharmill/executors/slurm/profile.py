@@ -63,7 +63,7 @@ class RankProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """Values that one stage, or the driver jobs, have of their own; ``null`` is the value of ``gpu`` or ``cpu``."""
+    """Values that one stage, or the advance jobs, have of their own; ``null`` is the value of ``gpu`` or ``cpu``."""
 
     partition: str | None = None
     """Partition to submit to."""
@@ -90,7 +90,7 @@ class StageProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfiles:
-    """Values that single stages and the driver jobs have instead of those of ``gpu`` or ``cpu``."""
+    """Values that single stages and the advance jobs have instead of those of ``gpu`` or ``cpu``."""
 
     prepare: StageProfile = field(default_factory=StageProfile)
     match: StageProfile = field(default_factory=StageProfile)
@@ -109,9 +109,9 @@ class ClusterProfile:
     gpu: RankProfile = field(default_factory=lambda: RankProfile(gpus=1, device="cuda"))
     """Ranks of match and encode: see below."""
     cpu: RankProfile = field(default_factory=RankProfile)
-    """Ranks of the other stages, and the driver jobs between the stages: see below."""
+    """Ranks of the other stages, and the advance jobs between the stages: see below."""
     stages: StageProfiles = field(default_factory=StageProfiles)
-    """Stages, and driver jobs, for which something is different: see below."""
+    """Stages, and advance jobs, for which something is different: see below."""
     account: str | None = None
     """Account to charge (``sbatch --account``)."""
     qos: str | None = None
@@ -129,20 +129,20 @@ class ClusterProfile:
     """Python interpreter of the ranks, or the beginning of a command such as ``apptainer exec --nv IMAGE python``;
     ``null`` is the one that submits. In a container of pyxis, the interpreter inside it."""
     driver_units: int = 4
-    """A stage on the CPU with at most so many units per worker is done by the driver job itself, instead of by ranks
+    """A stage on the CPU with at most so many units per worker is done by the advance job itself, instead of by ranks
     that have to wait in the queue. It has as many workers as its cores and memory are enough for. ``0``: none is."""
     driver_hours: float = 10.0
-    """Most hours of audio of a stage that a driver job does itself. ``prepare`` and ``assemble``, whose work goes by
+    """Most hours of audio of a stage that an advance job does itself. ``prepare`` and ``assemble``, whose work goes by
     records, have no limit but ``driver_units``."""
     setup: list[str] = field(default_factory=list)
-    """Shell lines that run before a rank or a driver job starts, such as ``module load cuda``. Each is a whole
+    """Shell lines that run before a rank or an advance job starts, such as ``module load cuda``. Each is a whole
     command, of several lines with ``|``. Where one fails, the job ends: add ``|| true`` to one that may."""
     notify: str | None = None
-    """Shell command that a driver job runs once when its chain is done or has failed, such as ``mail -s "$SHARMILL_NAME
+    """Shell command that an advance job runs once when the run is done or has failed, such as ``mail -s "$SHARMILL_NAME
     $SHARMILL_STATE" me@example.org``. It has ``SHARMILL_NAME``, ``SHARMILL_STATE`` (``done`` or ``failed``),
     ``SHARMILL_FINDINGS`` (their number), ``SHARMILL_MESSAGE`` and ``SHARMILL_RUN_DIR``; the message is its input."""
     container_image: str | None = None
-    """Container image that ranks run in (needs pyxis). Driver jobs run outside it."""
+    """Container image that ranks run in (needs pyxis). Advance jobs run outside it."""
     container_mounts: list[str] = field(default_factory=list)
     """Mounts of the container, such as ``/data:/data``."""
 
@@ -160,7 +160,7 @@ class ClusterProfile:
                 )
 
     def for_stage(self, name: str, uses_gpu: bool) -> RankProfile:
-        """Return the profile of the ranks of a stage, such as ``encode/builtin``, or of driver jobs (``driver``)."""
+        """Return the profile of the ranks of a stage, such as ``encode/builtin``, or of advance jobs (``driver``)."""
         ranks = self.gpu if uses_gpu else self.cpu
         own = getattr(self.stages, name.split("/")[0], StageProfile())
         changed = {field.name: value for field in fields(own) if (value := getattr(own, field.name)) is not None}
@@ -173,7 +173,7 @@ class ClusterProfile:
         return replace(self, max_parallel_all=max(1, self.max_parallel_all // num_datasets))
 
     def driver_workers(self, ranks: RankProfile) -> int:
-        """Return as how many ranks of a stage a driver job could work, by its cores and memory."""
+        """Return as how many ranks of a stage an advance job could work, by its cores and memory."""
         if self.python is not None or self.container_image is not None:
             # It has other packages than the ranks, and so perhaps other bytes.
             return 0

@@ -1,7 +1,8 @@
-"""SLURM's own commands: the jobs of a run directory in the queue, their end, and the limits of the cluster.
+"""SLURM's own commands: the jobs of a run directory in the queue, the wait for them and their end, and the limits of
+the cluster.
 
 The jobs of a run directory are found by their comment, which has the id of the run directory in it: whoever submitted
-them, whatever path led there, and also if the submission died before it could note their numbers.
+them, whatever path led there, and also if the submission died before it could tell their numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -17,13 +19,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from tenacity import RetryCallState, Retrying, before_sleep_log, retry_if_exception, wait_exponential
+from tenacity import Retrying, before_sleep_log, retry_if_exception, stop_after_delay, wait_exponential
 from tenacity.retry import retry_base
 
+from sharmill.engine.locks import SLURM_JOB, lock_owner
+from sharmill.engine.run import locked
+from sharmill.engine.run_notes import End, read_end, read_given
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import read_stored
-from sharmill.errors import ConfigError, FatalError
-from sharmill.executors.slurm import scheduler
+from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.storage import write_atomic
 
 log = logging.getLogger(__name__)
@@ -34,9 +38,16 @@ _LONGEST_PAUSE_SECONDS = 300.0
 # A command that hangs; however short the patience is, one that answers is heard.
 _SECONDS_TO_ANSWER = 60.0
 PATIENCE_SECONDS = 30.0
+_POLL_SECONDS = 2.0
+_SECONDS_BETWEEN_QUESTIONS = 10.0
+# After its end was noted an advance job has little left to do, but a site may have something to clean up.
+_SECONDS_TO_LEAVE_QUEUE = 60.0
+# A process that takes no notice of SIGTERM is killed by SLURM after KillWait, which is 30 s by default.
+_SECONDS_TO_CANCEL = 180.0
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
-Role = Literal["rank", "driver", "watcher"]
+# Of a rank, of the advance job behind ranks, and of the job behind that, which runs only if it fails.
+Role = Literal["rank", "advance", "second"]
 
 
 class SlurmSilent(FatalError):
@@ -47,11 +58,15 @@ class SlurmSilent(FatalError):
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job that is not over. ``id`` is that of the task where it belongs to an array (``12_3``)."""
+    """A job that is not over. ``id`` is that of the task where it belongs to an array (``12_3``).
+
+    ``waits_for`` is its dependency, such as ``afterany:12_*``, or "".
+    """
 
     id: str
     state: str
     reason: str
+    waits_for: str
     user: str
     role: str
 
@@ -61,9 +76,29 @@ class QueuedJob:
         return int(self.id.split("_")[0])
 
 
+def is_here(command: str) -> bool:
+    """Return True if there is such a command on this machine."""
+    return shutil.which(command) is not None
+
+
+def run(command: Sequence[str]) -> str:
+    """Return what a command of SLURM prints.
+
+    Raises:
+        FileNotFoundError: there is no such command here.
+        OSError, subprocess.SubprocessError: it cannot be run, fails, or does not end in time.
+    """
+    # The user's own settings of squeue would hide jobs of others.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    return subprocess.run(
+        command, capture_output=True, check=True, timeout=_SECONDS_TO_ANSWER, env=environment, text=True,
+        errors="replace",
+    ).stdout  # fmt: skip
+
+
 def require_slurm() -> None:
     """Raise ConfigError where jobs cannot be submitted."""
-    if not scheduler.is_here("sbatch"):
+    if not is_here("sbatch"):
         raise ConfigError("there is no sbatch here; are you on a SLURM cluster?", code="no_cluster")
 
 
@@ -107,33 +142,34 @@ def queued_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[Que
 
 
 def competing_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[QueuedJob]:
-    """Return the jobs of a run directory beside which this process must submit none.
+    """Return the jobs of a run directory beside which this process must submit no ranks.
 
-    For a driver job these are ranks and later driver jobs: those before it have only not quite ended.
+    For an advance job these are ranks and later advance jobs: those before it have only not quite ended.
     """
-    own_id = os.environ.get("SLURM_JOB_ID")
     found = _find_jobs(run_dir, patience)
-    own = [job for job in found if job.id == own_id]
-    if not own:
+    own = next((job.number for job in found if job.id == os.environ.get("SLURM_JOB_ID")), None)
+    if own is None:
         return found
-    return [job for job in found if job.role == "rank" or (job.role == "driver" and job.number > own[0].number)]
+    return [job for job in found if job.role == "rank" or (job.role == "advance" and job.number > own)]
 
 
 def _find_jobs(run_dir: RunDir, patience: float) -> list[QueuedJob]:
     if not run_dir.id.exists():
         return []
-    shown = _ask(["squeue", "--noheader", "--all", "--array", "--format=%i|%T|%r|%u|%k"], patience)
+    shown = _ask(["squeue", "--noheader", "--all", "--array", "--format=%i|%T|%r|%E|%u|%k"], patience)
     # A site may add to comments.
-    ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|.*\bsharmill:{_run_id(run_dir)}:(\w+)"
-    found = [QueuedJob(*columns) for columns in re.findall(ours, shown, re.MULTILINE)]
-    # A driver job that is completing does nothing any more, and a watcher job whose driver job is done never begins.
+    ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|([^|]*)\|.*\bsharmill:{_run_id(run_dir)}:(\w+)"
+    found = [
+        QueuedJob(number, state, reason, re.sub(r"\((null|unfulfilled)\)", "", waits_for), user, role)
+        for number, state, reason, waits_for, user, role in re.findall(ours, shown, re.MULTILINE)
+    ]
+    # A job without ranks that is completing does nothing any more, and one behind a job that is done never begins.
     # This process itself may be told to end, which takes a while.
-    own = os.environ.get("SLURM_JOB_ID")
     return [
         job
         for job in found
         if job.role == "rank"
-        or job.id == own
+        or job.id == os.environ.get("SLURM_JOB_ID")
         or (job.state != "COMPLETING" and job.reason != "DependencyNeverSatisfied")
     ]
 
@@ -150,11 +186,11 @@ def parent_ids(job_ids: Sequence[str]) -> list[str]:
     return sorted({job_id.split("_")[0] for job_id in job_ids}, key=int)
 
 
-def scancel(job_ids: Sequence[str]) -> None:
+def scancel(job_ids: Sequence[str], *options: str) -> None:
     """Ask SLURM to end jobs; no error where it does not answer."""
     if job_ids:
         with suppress(OSError, subprocess.SubprocessError):
-            scheduler.run(["scancel", *job_ids], timeout=_SECONDS_TO_ANSWER)
+            run(["scancel", *options, *job_ids])
 
 
 def requeue(job_id: str, patience: float = PATIENCE_SECONDS) -> bool:
@@ -167,10 +203,122 @@ def requeue(job_id: str, patience: float = PATIENCE_SECONDS) -> bool:
     return True
 
 
-def cancel_pending(job_id: str) -> None:
-    """Ask SLURM to end the tasks of an array that have not begun; no error where it does not answer."""
-    with suppress(OSError, subprocess.SubprocessError):
-        scheduler.run(["scancel", "--state=PENDING", job_id], timeout=_SECONDS_TO_ANSWER)
+def require_no_jobs(run_dir: RunDir, *, take_over: bool = False) -> None:
+    """Raise ConfigError if jobs of a run directory are in the queue, or may be there because nobody can be asked.
+
+    With ``take_over`` nobody need be asked: the user says that there are none.
+    """
+    try:
+        jobs = queued_jobs(run_dir)
+    except SharmillError as error:
+        given, end = read_given(run_dir), read_end(run_dir)
+        # The last run was none on SLURM, or has left no jobs.
+        if take_over or (given is not None and not given.cluster) or (end is not None and end.state == "done"):
+            return
+        raise ConfigError(
+            f"jobs that were submitted from {run_dir.path} may still be at work on it, and nobody can be asked here: "
+            f"{error}; ask where squeue answers, or, if you know that none is left: sharmill run --take-over",
+            code=error.code,
+        ) from error
+    if jobs:
+        raise ConfigError(
+            f"{describe_jobs(jobs)} of this dataset are still in the queue; wait for them (sharmill status "
+            f"{run_dir.path}) or end them: scancel {' '.join(parent_ids([job.id for job in jobs]))}",
+            code="jobs_in_queue",
+        )
+    if not take_over:
+        require_same_cluster(run_dir)
+
+
+def waits_for_jobs(run_dir: RunDir) -> bool:
+    """Return True if a run was submitted to a cluster, and has not ended."""
+    given = read_given(run_dir)
+    return given is not None and given.cluster != "" and read_end(run_dir) is None
+
+
+def require_same_cluster(run_dir: RunDir) -> None:
+    """Raise ConfigError if a run waits for jobs of a cluster that is not the one here."""
+    given = read_given(run_dir)
+    if given is None or not waits_for_jobs(run_dir) or (here := cluster_name()) == given.cluster:
+        return
+    raise ConfigError(
+        f"the run waits for its jobs on the cluster {given.cluster}, and this one is {here or 'none'}: end it there by "
+        f"sharmill cancel {run_dir.path}; if you know that no job is left there, sharmill submit or run --take-over "
+        "goes on here",
+        code="jobs_elsewhere",
+    )
+
+
+def cancel_jobs(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> list[str]:
+    """End all jobs of a run directory; return their numbers once none of them directs the run any more.
+
+    Its end was noted before, so what they submit meanwhile does nothing more; the queue is asked until it has none.
+
+    Raises:
+        ConfigError: there is no SLURM here to be asked, the jobs are on another cluster, or the process of one holds
+            the run directory after ``wait_seconds``.
+        SlurmSilent: nobody answers.
+        FatalError: jobs are still there after ``wait_seconds``.
+    """
+    ended: set[str] = set()
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        if jobs := queued_jobs(run_dir):
+            if time.monotonic() > deadline:
+                raise FatalError(
+                    f"{describe_jobs(jobs)} are still in the queue {wait_seconds:.0f} s after scancel; ask again with "
+                    f"sharmill status {run_dir.path}",
+                    code="jobs_in_queue",
+                )
+            # The second job would begin in the place of its advance job, and that would submit the ranks again.
+            order = ("second", "advance", "rank")
+            jobs.sort(key=lambda job: (order.index(job.role), job.number))
+            ids = list(dict.fromkeys(str(job.number) for job in jobs))
+            ended.update(ids)
+            scancel(ids)
+            time.sleep(_POLL_SECONDS)
+            continue
+        owner = lock_owner(run_dir.path)
+        if owner is None or owner.job.removeprefix(SLURM_JOB) not in ended:
+            return sorted(ended, key=int)
+        # The process of an advance job may outlast its job for a while, and may just have submitted others.
+        with locked(run_dir, max(0.0, deadline - time.monotonic())):
+            continue
+
+
+def wait_for_end(run_dir: RunDir) -> End:
+    """Wait until a run has ended, and its jobs have left the queue.
+
+    Raises:
+        FatalError: its jobs are gone and it has not come to an end.
+    """
+    next_question = 0.0
+    ended: float | None = None
+    num_without = 0
+    while True:
+        end, now = read_end(run_dir), time.monotonic()
+        if end is not None:
+            ended = ended or now
+            if now - ended > _SECONDS_TO_LEAVE_QUEUE or not _may_have_jobs(run_dir):
+                return end
+        elif now >= next_question:
+            num_without = 0 if _may_have_jobs(run_dir) else num_without + 1
+            # Asked twice: its last job may just have ended.
+            next_question = now + (0.0 if num_without else _SECONDS_BETWEEN_QUESTIONS)
+            if num_without == 2:
+                raise FatalError(
+                    f"the jobs have ended before the work did; see {run_dir.jobs}, and submit again to go on",
+                    code="jobs_gone",
+                )
+        time.sleep(_POLL_SECONDS)
+
+
+def _may_have_jobs(run_dir: RunDir) -> bool:
+    try:
+        return bool(queued_jobs(run_dir))
+    except SlurmSilent as error:
+        log.warning("%s", error)
+        return True
 
 
 def max_array_size(patience: float = PATIENCE_SECONDS) -> int:
@@ -195,7 +343,7 @@ def cluster_name(patience: float = PATIENCE_SECONDS) -> str:
 
 def _setting(name: str, patience: float) -> str:
     """Return a value of SLURM's configuration, "" where it has none or there is no SLURM to ask."""
-    if not scheduler.is_here("scontrol"):
+    if not is_here("scontrol"):
         return ""
     match = re.search(rf"^{name}\s*=\s*(\S+)", _ask(["scontrol", "show", "config"], patience), re.MULTILINE)
     return match[1] if match else ""
@@ -223,24 +371,16 @@ def outside_own_job() -> Iterator[None]:
 
 def retrying(patience: float, retry: retry_base) -> Retrying:
     """Return what tries again, at growing intervals, for ``patience`` seconds: a controller may be away for hours."""
-    deadline = time.monotonic() + patience
-
-    def is_over(state: RetryCallState) -> bool:
-        return time.monotonic() >= deadline
-
-    def pause(state: RetryCallState) -> float:
-        # The last attempt is at the end, so that who asks has waited as long as it was to.
-        return max(0.0, min(pauses(state), deadline - time.monotonic()))
-
-    pauses = wait_exponential(multiplier=_PAUSE_SECONDS, max=_LONGEST_PAUSE_SECONDS)
+    # Who asks is not to wait much longer.
+    pauses = wait_exponential(multiplier=_PAUSE_SECONDS, max=min(_LONGEST_PAUSE_SECONDS, patience / 8))
     warn = before_sleep_log(log, logging.WARNING)
-    return Retrying(stop=is_over, wait=pause, retry=retry, before_sleep=warn, reraise=True, sleep=time.sleep)
+    return Retrying(stop=stop_after_delay(patience), wait=pauses, retry=retry, before_sleep=warn, reraise=True)
 
 
 def _ask(command: list[str], patience: float) -> str:
     """Return what a command prints."""
     try:
-        return retrying(patience, retry_if_exception(_may_pass))(scheduler.run, command, _SECONDS_TO_ANSWER)
+        return retrying(patience, retry_if_exception(_may_pass))(run, command)
     except FileNotFoundError as error:
         message = f"there is no {command[0]} here; are you on a SLURM cluster?"
         raise ConfigError(message, code="no_cluster") from error

@@ -15,13 +15,18 @@ from typing import Final
 
 import msgspec
 
+from sharmill.engine.run_notes import End
+from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import read_stored
 from sharmill.errors import SharmillError
+from sharmill.storage import path_aside
 
 _FAILED: Final = "sharmill: the setup line failed with status "
 _SAYS_WHY: Final = re.compile(
     r"(?!\s).*(error|exception|not ?found|no such|denied|cannot|could not|unable|fail|killed)", re.IGNORECASE
 )
+# Where the shell puts the setup line that failed, if one did.
+_WHY: Final = "@WHY@"
 _MOST_LOGS: Final = 50
 _MOST_CHARACTERS: Final = 300
 
@@ -46,6 +51,31 @@ def checked_lines(lines: Sequence[str]) -> list[str]:
         "}",
         *checked,
     ]
+
+
+def lines_that_note_failure(run_dir: RunDir) -> tuple[str, ...]:
+    """Return shell lines that note the failure of a run whose last job ends before its Python could do so.
+
+    A Python that is told to leave, and requeued, ends with status 255.
+    """
+    message = (
+        f"an advance job ended before its work did, and so did the job behind it{_WHY}: see the last logs in "
+        f"{run_dir.jobs}, and submit again"
+    )
+    end = msgspec.json.encode(End(state="failed", message=message, code="jobs_gone")).decode()
+    before, _, after = end.partition(_WHY)
+    path, aside = shlex.quote(str(run_dir.end)), shlex.quote(str(path_aside(run_dir.end)))
+    return (
+        "note_failure() {",
+        "    case $? in 0|255) return ;; esac",
+        f"    [ -e {path} ] && return",
+        f"""    printf '%s%s%s\\n' {shlex.quote(before)} "${{setup_failure-}}" {shlex.quote(after)} > {aside} &&""",
+        # Else a loss of power may leave an empty file.
+        f"        sync {aside} &&",
+        f"        mv -f {aside} {path}",
+        "}",
+        "trap note_failure EXIT",
+    )
 
 
 def find_reason(jobs: Path, since: float = 0.0) -> str:

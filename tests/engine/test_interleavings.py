@@ -1,0 +1,165 @@
+"""What becomes of units in any order of steps: ranks and drivers on hosts that see each other's files late.
+
+The functions of the engine are the real ones, on a real folder; see ``support.shared_disk`` for what hosts see of it. A
+search for an order that breaks a property is worth as much as the mistakes that it finds: some are made on purpose.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from support.properties import examples
+from support.shared_disk import Fault, Host
+from support.simulated_run import SimulatedStage, simulate
+
+from sharmill.engine.claims import Claims
+from sharmill.engine.ledger import LedgerWriter
+from sharmill.engine.state import StageState
+from sharmill.errors import SharmillError
+from sharmill.staging import PublishedFile, Staging
+from sharmill.storage import checksum
+
+MOST_LATE = 55.0
+FOLDERS = ("claims", "attempts", "progress", "ledger", "first", "last")
+# A rank that stands still for longer may be taken for dead: a lease, less the time between its heartbeats.
+MOST_UNNOTICED = SimulatedStage.lease_seconds - 20.0
+MOST_EXAMPLES = 60
+
+DURATIONS = [(20.0, False), (200.0, False), (200.0, True), (400.0, True), (math.inf, True), (math.inf, True)]
+FAULTS = [
+    Fault(folder, nth, *duration)
+    for folder in FOLDERS
+    for nth in range(4 if folder == "progress" else 2)
+    for duration in DURATIONS
+]
+CLOCKS = st.sampled_from([-3600.0, 0.0, 3600.0])
+
+
+@st.composite
+def courses(draw):
+    """The arguments of ``follow``. The first rank fails with bad units only, and always comes back.
+
+    It is always there where others are bad: what they alone have failed with is given up.
+    """
+    good_for = [math.inf, *draw(st.lists(st.sampled_from([math.inf, math.inf, math.inf, 0, 2]), max_size=3))]
+    most_faults = draw(st.sampled_from([0, 2, 2]))
+    faults = [draw(st.lists(st.sampled_from(FAULTS), max_size=most_faults)) for _ in good_for]
+    faults[0] = [fault for fault in faults[0] if max(good_for) == min(good_for) and fault.seconds < math.inf]
+    hosts = draw(st.integers(1, 4))
+    ranks = [
+        Host(
+            f"h{number % hosts}/rank {number}",
+            draw(CLOCKS),
+            tuple(faults[number]),
+            good,
+        )
+        for number, good in enumerate(good_for)
+    ]
+    delays = [0.0, *(draw(st.floats(0.0, 100.0)) for _ in ranks[1:])]
+    num_units = draw(st.integers(1, 6))
+    bad_units = draw(st.sampled_from([frozenset(), frozenset(), frozenset({0}), frozenset({0, num_units - 1})]))
+    late, second = draw(st.sampled_from([0.0, MOST_LATE])), draw(st.floats(0.0, 300.0))
+    return ranks, delays, num_units, bad_units, late, second, draw(st.integers(0, 2**32))
+
+
+def follow(folder, ranks, delays, num_units, bad_units, late, second, seed):
+    """Let a run take its course, and check what it leaves."""
+    drivers = [0.0] if bad_units else [0.0, second]
+    run = simulate(folder, ranks, delays, units=num_units, bad_units=bad_units, late=late, seed=seed, drivers=drivers)
+    commits = run.commits()
+    assert commits.keys() == set(range(num_units)) - bad_units, "a unit is lost"
+    for found in commits.values():
+        assert all(commit.files == found[0].files for commit in found), "a unit has two results"
+    assert max(run.begun().values()) == 1, "two ranks hold one claim"
+    if bad_units:
+        assert run.results[0].failures.keys() == bad_units, "a unit is neither done nor given up"
+        # Slots that had done nothing before count for nothing, and a late end of an attempt comes on top.
+        assert all(run.attempts().num_failures(index) <= 3 + 2 * len(ranks) for index in bad_units)
+    else:
+        assert [result.ok for result in run.results] == [True, True], "a driver does not see that all is done"
+        assert run.finished == run.outcome_files(), "a finished stage is changed"
+    if late == 0.0:
+        long = [[fault for fault in rank.faults if fault.seconds > MOST_UNNOTICED] for rank in ranks]
+        for found in commits.values():
+            assert len(found) == 1 or any(long[commit.rank] for commit in found), "a unit is done twice"
+        is_calm = not any(long) and not bad_units and all(rank.good_for > 0 for rank in ranks)
+        assert not is_calm or len(run.begun()) == num_units, "a unit is taken from a rank that is alive"
+
+
+def search(tmp_path_factory, **options):
+    """Follow as many courses as ``max_examples`` says, until one breaks a property."""
+
+    @settings(deadline=None, derandomize=True, report_multiple_bugs=False, **options)
+    @given(courses())
+    def search(course):
+        follow(tmp_path_factory.mktemp("run"), *course)
+
+    search()
+
+
+def test_no_order_of_steps_loses_a_unit_or_changes_what_is_finished(tmp_path_factory):
+    search(tmp_path_factory, max_examples=examples(200))
+
+
+def take_over_without_asking(monkeypatch):
+    """Two ranks that find a claim stale both hold the next."""
+    make = Claims.make
+
+    def make_again(claims, unit, generation):
+        return make(claims, unit, generation) or generation > 0
+
+    monkeypatch.setattr(Claims, "make", make_again)
+
+
+def finish_without_lock(monkeypatch):
+    lock = SimpleNamespace(released=nullcontext)
+    monkeypatch.setattr("support.simulated_run.locked", lambda *arguments, **options: nullcontext(lock))
+
+
+def finish_before_all_is_seen(monkeypatch):
+    monkeypatch.setattr("support.simulated_run.replace", lambda outcome, **changes: outcome)
+
+
+def count_leases_by_the_clock_of_others(monkeypatch):
+    def is_dead(state, owner, record):
+        return record is not None and (record.ended or time.time() - record.updated >= state.stage.lease_seconds)
+
+    monkeypatch.setattr(StageState, "is_dead", is_dead)
+
+
+def commit_before_publishing(monkeypatch):
+    publish, clear, append = Staging.publish, Staging.clear, LedgerWriter.append
+    later = threading.local()
+
+    def publish_later(staging, names):
+        later.publish = lambda: (publish(staging, names), clear(staging))
+        paths = {name: staging.path(name) for name in names}
+        return [PublishedFile(name, path.stat().st_size, checksum(path)) for name, path in paths.items()]
+
+    def append_first(writer, commit):
+        append(writer, commit)
+        later.publish()
+
+    monkeypatch.setattr(Staging, "publish", publish_later)
+    monkeypatch.setattr(Staging, "clear", lambda staging: None)
+    monkeypatch.setattr(LedgerWriter, "append", append_first)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        take_over_without_asking, finish_without_lock, finish_before_all_is_seen, count_leases_by_the_clock_of_others,
+        commit_before_publishing,
+    ],
+)  # fmt: skip
+def test_the_search_finds_a_mistake(tmp_path_factory, monkeypatch, mistake):
+    mistake(monkeypatch)
+    with pytest.raises((AssertionError, OSError, SharmillError)):
+        search(tmp_path_factory, max_examples=MOST_EXAMPLES, phases=[Phase.generate])

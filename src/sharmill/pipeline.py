@@ -31,6 +31,7 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import describe_workers, find_workers
 from sharmill.engine.stored import read_stored
+from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.ray.executor import RayExecutor
@@ -125,6 +126,12 @@ class DatasetRun:
             return result
         appended = append_dataset(config.append_to, config.dataset_dir)
         return replace(result, appended=appended.describe(config.append_to, config.dataset_dir))
+
+    def ranks_of_use(self, stage: Stage, units: Sequence[Unit]) -> int:
+        """Return for how many ranks the units of a stage are enough."""
+        from sharmill.pilot.predict import ranks_of_use
+
+        return ranks_of_use(self.config, stage, units)
 
     def show(self) -> None:
         """Make the page about a finished run of all stages."""
@@ -340,6 +347,12 @@ def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, t
         executor.require_current()
         return
     run_dir = RunDir(Path(config.run_dir))
+    if run_dir.config.exists() and not run_dir.given.exists():
+        raise ConfigError(
+            f"{run_dir.path} was begun by an earlier version of sharmill: finish it with that, or choose another "
+            "run_dir (a dataset that is finished needs none)",
+            code="changed_plan",
+        )
     live = find_workers(run_dir)
     if live and restart and not take_over:
         raise ConfigError(
@@ -355,12 +368,12 @@ def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, t
     joins = bool(live) and not restart
     if joins or others:
         _require_same_configuration(config, live + ([describe_jobs(others)] if others else []))
-    else:
-        write_atomic(run_dir.config, to_yaml(config))
     if isinstance(executor, SlurmExecutor):
         executor.begin(others, joins=joins)
     elif not joins:
         begin_run(run_dir, given)
+    if not (joins or others):
+        write_atomic(run_dir.config, to_yaml(config))
 
 
 def _require_same_configuration(config: Config, live: Sequence[str]) -> None:

@@ -53,6 +53,7 @@ def at_work(project, monkeypatch):
     monkeypatch.chdir(project)
     (stage,) = make_stages(load_config("config.yaml"), ["prepare"])
     units = read_or_make_plan(stage, restart=False)
+    stage.dir.done.unlink()
     begin_round(stage, units, 1, RejectLimit("prepare", stage.dir.path, 12, 0.5))
     yield project
     end_round(stage)
@@ -86,6 +87,14 @@ def test_a_run_directory_that_was_moved_or_never_begun_is_refused(project):
     done = run_sharmill("work", project / "moved")
     assert done.returncode == 2
     assert "copied or moved" in done.stderr
+
+
+def test_a_run_directory_of_an_earlier_version_is_refused(project):
+    assert run(project, "prepare").returncode == 0
+    (project / "run/given.json").unlink()
+    refused = run(project)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "earlier version of sharmill" in refused.stderr
 
 
 def test_a_variable_that_this_machine_lacks_is_named(project):

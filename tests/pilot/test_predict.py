@@ -12,9 +12,10 @@ from support.shar import Project, run, voice
 
 from sharmill.cli.plan import print_plan
 from sharmill.cli.prediction import describe_bytes, describe_hours
+from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError
 from sharmill.pilot.known_rates import find_rates
-from sharmill.pilot.predict import compare_audio, expect_seconds, predict_stage
+from sharmill.pilot.predict import compare_audio, expect_seconds, predict_stage, ranks_of_use
 from sharmill.pilot.rates import StageRate
 from sharmill.pipeline import make_stages
 from sharmill.prepare.stage import PrepareStage
@@ -93,6 +94,18 @@ def test_what_is_done_costs_nothing(project):
     config = project.configure()
     found = predict_stage(config, stage_of(config, "match"), rate(), ranks=4, num_records=10, costs=[])
     assert (found.wall_seconds, found.rank_seconds) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rates", "least", "expected"),
+    # 77 s of work: four starts of 5 s for each rank, as many seconds as are named, or a pace that nobody knows.
+    [({"match": rate()}, None, 3), ({"match": rate()}, 30.0, 2), ({"match": rate()}, 0.0, 10), ({}, None, 10)],
+)
+def test_no_more_ranks_are_of_use_than_have_work_for_a_while(project, monkeypatch, rates, least, expected):
+    monkeypatch.setattr("sharmill.pilot.predict.find_rates", lambda config, earlier: (rates, ""))
+    config = project.configure(executor={"least_seconds_per_rank": least})
+    units = [Unit(index=number, id=str(number), size=1, cost=77.0, params={}) for number in range(10)]
+    assert ranks_of_use(config, stage_of(config, "match"), units) == expected
 
 
 def test_a_run_gives_its_own_rates(project):

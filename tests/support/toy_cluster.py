@@ -96,6 +96,9 @@ class ToyDataset:
                     break
         return replace(self, stages=tuple(results))
 
+    def ranks_of_use(self, stage: Stage, units: Sequence[Unit]) -> int:
+        return len(units)
+
     def show(self) -> None:
         """Shows nothing."""
 

@@ -270,7 +270,13 @@ class ExecutorConfig:
     files that others have made. 60 is the longest that NFS keeps names by its defaults (``acdirmax``). File systems
     that are coherent, as Lustre, GPFS and CephFS are, need none: 0."""
 
+    least_seconds_per_rank: float | None = None
+    """Least predicted work of a rank on SLURM, in seconds: no more ranks are submitted than have so much, where the
+    pace of the stage is known by a pilot (`sharmill calibrate`) or by what is done. ``null``: four times what starting
+    a rank and loading its model took in the pilot. ``0``: as many ranks as the profile allows."""
+
     def __post_init__(self) -> None:
+        _require((self.least_seconds_per_rank or 0.0) >= 0, "least_seconds_per_rank must not be negative")
         _require(self.workers == "auto" or int(self.workers) >= 1, "workers must be 'auto' or a number from 1")
         _require(self.cores >= 1, "cores must be at least 1")
         limit = self.unit_time_limit

@@ -19,12 +19,16 @@ from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import decode_stored, read_stored
+from sharmill.engine.unit import Unit
 from sharmill.executors.devices import plan_devices, usable_gpus
 from sharmill.match.stage import UNIT_SECONDS as MATCH_UNIT_SECONDS
 from sharmill.match.stage import UNITS_WANTED as MATCH_UNITS
 from sharmill.pilot.calibrate import Calibration
 from sharmill.pilot.known_rates import find_rates
 from sharmill.pilot.rates import StageRate
+
+# A rank is to work so many times as long as it takes to start.
+_STARTS_PER_RANK = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +143,17 @@ def expect_seconds(config: Config, stages: Sequence[Stage]) -> dict[str, float]:
         )  # fmt: skip
         expected[stage.name] = found.wall_seconds
     return expected
+
+
+def ranks_of_use(config: Config, stage: Stage, units: Sequence[Unit]) -> int:
+    """Return for how many ranks units are enough by ``executor.least_seconds_per_rank``; all where no pace is known."""
+    rate = find_rates(config, None)[0].get(stage.name)
+    if rate is None or not units:
+        return len(units)
+    least = config.executor.least_seconds_per_rank
+    least = _STARTS_PER_RANK * rate.seconds_to_start if least is None else least
+    seconds = sum(unit.cost for unit in units) * rate.seconds_per_cost
+    return max(1, min(len(units), int(seconds / least))) if least else len(units)
 
 
 def count_ranks(config: Config, stage: Stage) -> int:

@@ -106,21 +106,30 @@ class Dataset(Protocol):
     def run(self, executor: SlurmExecutor, listener: Listener, *, restart: bool, wait_seconds: float) -> Outcome:
         """Run the stages until one fails or is submitted; wait so long for the run directory to be free."""
 
+    def ranks_of_use(self, stage: Stage, units: Sequence[Unit]) -> int:
+        """Return for how many ranks the units of a stage are enough."""
+
     def show(self) -> None:
         """Show to people what has been made, once all is done."""
+
+
+def _one_each(stage: Stage, units: Sequence[Unit]) -> int:
+    return len(units)
 
 
 @dataclass(frozen=True)
 class JobRequests:
     """The jobs of a run, as sbatch is told of them. All nodes share the file system of ``run_dir``.
 
-    ``patience`` is how many seconds to go on trying where SLURM does not answer or takes no more jobs.
+    ``patience`` is how many seconds to go on trying where SLURM does not answer or takes no more jobs, and
+    ``ranks_of_use`` is that of the dataset.
     """
 
     profile: ClusterProfile
     run_dir: RunDir
     name: str
     patience: float = queue.PATIENCE_SECONDS
+    ranks_of_use: Callable[[Stage, Sequence[Unit]], int] = _one_each
 
     def __post_init__(self) -> None:
         # It is in lines of the sbatch script.
@@ -138,9 +147,10 @@ class JobRequests:
         return min(workers, len(units)) if fits else 0
 
     def num_ranks(self, stage: Stage, units: Sequence[Unit]) -> int:
-        """Return the number of ranks for these units: as many as the profile allows, each with a unit."""
+        """Return the number of ranks for these units: as many as the profile allows and are of use."""
         # So many arrays that not each could have a rank running would break max_parallel.
-        return min(self.ranks_of(stage).max_ranks, self.max_array_size * self.max_parallel(stage), len(units))
+        most = min(self.ranks_of(stage).max_ranks, self.max_array_size * self.max_parallel(stage))
+        return min(most, self.ranks_of_use(stage, units))
 
     def arrays(self, stage: Stage, num_ranks: int) -> list[tuple[range, int]]:
         """Return the ranks of each job array, as large as the cluster allows, and how many of them may run at once."""
@@ -289,7 +299,7 @@ class SlurmExecutor:
     jobs: JobRequests = field(init=False)
 
     def __post_init__(self) -> None:
-        self.jobs = JobRequests(self.profile, self.run_dir, self.dataset.name, self.patience)
+        self.jobs = JobRequests(self.profile, self.run_dir, self.dataset.name, self.patience, self.dataset.ranks_of_use)
 
     @property
     def run_dir(self) -> RunDir:

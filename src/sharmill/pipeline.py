@@ -327,7 +327,8 @@ def run_dataset(
         except SharmillError as error:
             # The error that ended the run is the one to be raised.
             with suppress(SharmillError, OSError):
-                if not is_submitted and not find_workers(run_dir):
+                # What ends the ranks that are added here, as the device of this machine, need not end those of others.
+                if not (is_submitted or joins or find_workers(run_dir)):
                     note_end(run_dir, end_of_error(error))
             raise
         result = DatasetResult(config, results)

@@ -81,7 +81,10 @@ def test_a_run_that_has_failed_is_begun_again_by_its_own_command_only(project):
 
 def test_a_run_directory_that_was_moved_or_never_begun_is_refused(project):
     (project / "empty").mkdir(mode=0o755)
-    assert "no run has begun" in run_sharmill("work", project / "empty").stderr
+    for name in ("empty", "nowhere"):
+        none = run_sharmill("work", project / name)
+        assert (none.returncode, none.stderr.count("\n")) == (2, 1)
+        assert "no run has begun" in none.stderr
     assert run(project, "prepare").returncode == 0
     (project / "run").rename(project / "moved")
     done = run_sharmill("work", project / "moved")

@@ -237,10 +237,8 @@ def test_what_was_given_up_is_tried_again_by_the_next_run(run, tmp_path, whole):
     assert output_bytes(again) == whole(6)
 
 
-def test_a_second_run_adds_ranks_and_both_see_the_end(run, tmp_path, whole, request):
+def test_a_second_run_adds_ranks_and_both_see_the_end(run, tmp_path, whole):
     """Another executor may join as well: here it is the local one, in a process of its own."""
-    if "slurm" in request.node.name:
-        pytest.skip("n/a: a second submission waits for the ranks of the first")
     stage = SleepyStage(tmp_path, units=16, seconds=0.4)
     joining = SleepyStage(tmp_path, units=16, seconds=0.4)
     joining.unit_time_limit = 300.0

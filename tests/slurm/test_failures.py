@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -26,11 +27,14 @@ def done_units(run) -> list[int]:
     return sorted(read_ledger(run.stage.dir, load_plan(run.stage)))
 
 
-def test_a_second_submission_is_refused_while_the_first_is_in_the_queue(make_run):
+def test_a_second_submission_adds_ranks_and_one_that_begins_anew_is_refused(make_run):
     run = make_run(units=8, everywhere="wait:go", profile=make_profile(max_ranks=2))
     run.start()
-    with raises(ConfigError, "jobs_in_queue"):
-        run.start()
+    jobs = queued_jobs(run.run_dir)
+    added = replace(run).start()
+    assert "8 units on 2 more ranks" in added.message
+    roles = Counter(job.role for job in queued_jobs(run.run_dir))
+    assert roles == Counter(job.role for job in jobs) + Counter(rank=2)
     with raises(ConfigError, "jobs_in_queue"):
         replace(run, restart=True).start()
     assert read_end(run.run_dir) is None

@@ -30,8 +30,10 @@ def work(run_dir: Path, workers: str, device: str | None, as_json: bool) -> int:
     from sharmill.engine.rundir import RunDir
 
     paths = RunDir(run_dir.resolve())
-    require_private(paths.path)
-    given = read_given(paths)
+    given = None
+    if paths.path.is_dir():
+        require_private(paths.path)
+        given = read_given(paths)
     if given is None:
         message = f"no run has begun in {run_dir}: begin it with sharmill run or sharmill submit"
         raise ConfigError(message, code="no_run_dir")

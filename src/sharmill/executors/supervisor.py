@@ -40,7 +40,7 @@ from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors import preload
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to, redirect_output
-from sharmill.executors.signals import ended_by_sigterm
+from sharmill.executors.signals import deferred_interrupts, ended_by_sigterm
 from sharmill.staging import remove_dead_attempts
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,9 @@ class Supervisor:
             require_current(self.stage)
             raise
         finally:
-            self._end(list(self.running.values()))
+            # Schedulers may send a second signal; how the ranks ended is noted before it counts.
+            with deferred_interrupts():
+                self._end(list(self.running.values()))
 
     def _startable(self) -> list[tuple[int, Device]]:
         """Return the ranks that may be started: they have not left, and their slots are not out."""

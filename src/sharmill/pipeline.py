@@ -25,7 +25,7 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan, mark_to_begin_anew
-from sharmill.engine.run import Executor, Unlocked, claimed, locked, run_stage
+from sharmill.engine.run import Executor, Unlocked, claimed, describe_end, locked, run_stage
 from sharmill.engine.run_notes import End, Given, begin_run, end_of_error, note_end, read_end
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
@@ -76,12 +76,7 @@ class DatasetResult:
 
     def end(self) -> End:
         """Return the end of the run, as it is noted in the run directory."""
-        if self.ok:
-            return End(state="done", message="all stages are done", findings=self.num_errors)
-        stage, result = self.stages[-1]
-        named = "; ".join(f"unit {error.index}: {error.message}" for error in list(result.failures.values())[:3])
-        message = f"{stage.name}: {len(result.failures)} units failed ({named}); tracebacks: {stage.dir.failures}"
-        return End(state="failed", message=message, code="units_failed")
+        return describe_end(self.stages, findings=self.num_errors, appended=self.appended)
 
     @property
     def report(self) -> Report | None:

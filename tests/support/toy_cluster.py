@@ -16,7 +16,8 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan
-from sharmill.engine.run import Executor, locked, read_totals, run_stage
+from sharmill.engine.run import Executor, describe_end, locked, read_totals, run_stage
+from sharmill.engine.run_notes import End
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import find_live
@@ -67,8 +68,6 @@ class ToyDataset:
     later: tuple[SleepyStage, ...] = ()
     name: str = "toy"
     max_reject_fraction: float = 0.5
-    num_errors: int = 0
-    appended: str = ""
     stages: tuple[tuple[Stage, StageResult], ...] = ()
 
     @property
@@ -95,6 +94,9 @@ class ToyDataset:
                 if not result.ok:
                     break
         return replace(self, stages=tuple(results))
+
+    def end(self) -> End:
+        return describe_end(self.stages)
 
     def ranks_of_use(self, stage: Stage, units: Sequence[Unit]) -> int:
         return len(units)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from sharmill.engine.attempts import describe_slots_out
 from sharmill.engine.device_kind import settle_device_kind
 from sharmill.engine.fence import claim_for_run, claim_output, make_fence, release_output, release_run
 from sharmill.engine.late_views import wait_for_units
@@ -20,6 +21,7 @@ from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
 from sharmill.engine.outcomes import FailedAttempt, Finished, StageResult, Submitted
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.run_notes import End
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import find_live, find_workers, read_round
@@ -176,6 +178,23 @@ def _make_ready(stage: Stage, commits: dict[int, Commit]) -> None:
         pass
     make_fence(stage)
     settle_device_kind(stage, commits.values())
+
+
+def describe_end(stages: Sequence[tuple[Stage, StageResult]], *, findings: int = 0, appended: str = "") -> End:
+    """Return the end of a run as it is noted: of its stages the last is done, or has units that failed.
+
+    Args:
+        findings: errors that the checker found.
+        appended: a sentence about the append to another dataset.
+    """
+    stage, result = stages[-1] if stages else (None, StageResult())
+    if stage is not None and not result.ok:
+        named = "; ".join(f"unit {error.index}: {error.message}" for error in list(result.failures.values())[:3])
+        message = f"{stage.name}: {len(result.failures)} units failed ({named}); tracebacks: {stage.dir.failures}"
+        return End(state="failed", message=message, code="units_failed")
+    out = [sentence for stage, _ in stages for sentence in describe_slots_out(stage.dir)]
+    done = "; on the way: ".join(["all stages are done" if stages else "there is no stage to run", *out])
+    return End(state="done", message="; ".join(filter(None, [done, appended])), findings=findings)
 
 
 def _end(stage: Stage, result: StageResult, listener: Listener) -> StageResult:

@@ -13,7 +13,7 @@ from support.toy_cluster import ToyDataset, ToyRun
 from support.toy_stage import ToyStage
 
 from sharmill.engine.fence import claim_for_run
-from sharmill.engine.run import locked
+from sharmill.engine.run import describe_end, locked
 from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm import queue as slurm_queue
@@ -29,8 +29,10 @@ def job(cluster, tmp_path, monkeypatch):
     cluster.script("scontrol", 'echo "$@" >> orders')
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     (tmp_path / "run").mkdir()
-    dataset = SimpleNamespace(name="toy", run_dir=tmp_path / "run", make_stages=list, show=lambda: None)
-    dataset.run = lambda executor, listener, **options: SimpleNamespace(stages=[])
+    dataset = SimpleNamespace(
+        name="toy", run_dir=tmp_path / "run", make_stages=list, show=lambda: None, ranks_of_use=None
+    )
+    dataset.run = lambda executor, listener, **options: SimpleNamespace(stages=[], end=lambda: describe_end([]))
     job = SlurmExecutor(dataset, ClusterProfile(), "sharmill submit all c.yaml", cluster="here", is_job=True)
     begin_run(job.run_dir, job.given)
     return job

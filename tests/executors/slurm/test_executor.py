@@ -233,7 +233,7 @@ class TestSetupLines:
         folder.mkdir()
         monkeypatch.chdir(folder)
         cluster.script("srun", "echo the rank runs")
-        run = SlurmExecutor(SimpleNamespace(name=name, run_dir=folder / "run"), ClusterProfile())
+        run = SlurmExecutor(SimpleNamespace(name=name, run_dir=folder / "run", ranks_of_use=None), ClusterProfile())
         make_private_folder(run.run_dir.jobs)
         second = "\n".join([*lines_that_note_failure(run.run_dir), "exit 1"])
         for script in (run.jobs.scripts(ToyStage(folder), 2)[0], second):

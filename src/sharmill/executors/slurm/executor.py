@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from tenacity import retry_if_exception_message, retry_if_exception_type
 
 from sharmill.config.loading import check_one_line
-from sharmill.engine.attempts import MAX_FAILURES, Attempts, describe_slots_out
+from sharmill.engine.attempts import MAX_FAILURES, Attempts
 from sharmill.engine.fence import release_run
 from sharmill.engine.host import limit_cores
 from sharmill.engine.late_views import wait_for_stage
@@ -80,13 +80,8 @@ class Outcome(Protocol):
     def stages(self) -> Sequence[tuple[Stage, StageResult]]:
         """The stages that were run, in order, and how each ended."""
 
-    @property
-    def num_errors(self) -> int:
-        """The errors that the checker found in the dataset."""
-
-    @property
-    def appended(self) -> str:
-        """A sentence about the append to another dataset, "" where nothing was appended."""
+    def end(self) -> End:
+        """Return the end of the run, once none is submitted."""
 
 
 class Dataset(Protocol):
@@ -505,20 +500,9 @@ class SlurmExecutor:
 
     def _run_stages(self, wait_seconds: float) -> End | Submitted:
         outcome = self.dataset.run(self, _LogListener(), restart=self.restart, wait_seconds=wait_seconds)
-        stage, result = outcome.stages[-1] if outcome.stages else (None, StageResult())
-        if result.submitted is not None:
-            return result.submitted
-        if stage is None:
-            end = End(state="done", message="there is no stage to run")
-        elif result.ok:
-            errors = [sentence for stage, _ in outcome.stages for sentence in describe_slots_out(stage.dir)]
-            done = "; on the way: ".join(["all stages are done", *errors])
-            message = "; ".join(filter(None, [done, outcome.appended]))
-            end = End(state="done", message=message, findings=outcome.num_errors)
-        else:
-            named = "; ".join(f"unit {error.index}: {error.message}" for error in list(result.failures.values())[:3])
-            message = f"{stage.name}: {len(result.failures)} units failed ({named}); tracebacks: {stage.dir.failures}"
-            end = End(state="failed", message=message, code="units_failed")
+        if outcome.stages and (submitted := outcome.stages[-1][1].submitted) is not None:
+            return submitted
+        end = outcome.end()
         self._note(end)
         if end.state == "done":
             # Last of all: the run is done, whatever becomes of this.

@@ -33,7 +33,8 @@ class Follower:
         self._listener = listener
         self._state = StageState(stage, join_seconds=join_seconds)
         # Of those that other ranks have done before, where this process joins them, nothing is told.
-        self._untold = {unit.index for unit in units}
+        self._given = frozenset(unit.index for unit in units)
+        self._untold = set(self._given)
         self._failures: dict[int, int] = {}
         self._given_up: set[int] = set()
         self._were_ready: set[int] = set()
@@ -63,12 +64,14 @@ class Follower:
             self._untold.remove(commit.index)
             self.num_done += 1
             self._listener.unit_done(state.units[commit.index], commit)
-        for index in sorted(state.missing & attempts.failed):
+        for index in sorted(self._given & attempts.failed):
             failures = attempts.num_failures(index)
             if failures > self._failures.get(index, 0):
                 self._failures[index] = failures
                 error = attempts.require_error(index)
                 log.warning("unit %d failed, attempt %d: %s", index, failures, error.message)
+                if index not in state.missing:
+                    continue  # another attempt was faster than this look
                 self._advance(index, 0.0)
                 if index not in self._given_up and attempts.is_given_up(index, state.live_slots()):
                     self._given_up.add(index)

@@ -26,7 +26,7 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan, mark_to_begin_anew
 from sharmill.engine.run import Executor, Unlocked, claimed, describe_end, locked, run_stage
-from sharmill.engine.run_notes import End, Given, begin_run, end_of_error, note_end, read_end
+from sharmill.engine.run_notes import End, Given, begin_run, end_of_error, note_end, read_end, read_given
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import describe_workers, find_workers
@@ -307,27 +307,29 @@ def run_dataset(
         check_config(config, stages, restart=restart)
         if isinstance(executor, LocalExecutor):
             executor.require_devices(_unfinished(config, stages, restart=restart))
-    is_submitted = isinstance(executor, SlurmExecutor)
     with disk_errors(run_dir.path), locked(run_dir, wait_seconds) as lock:
+        given = Given(stages=list(stages), folder=str(Path.cwd()), command=command)
         if joins:
             if (end := read_end(run_dir)) is not None and end.state != "done":
                 raise end.as_error()
         else:
-            given = Given(stages=list(stages), folder=str(Path.cwd()), command=command)
             _begin(config, given, executor, restart=restart, take_over=take_over)
         try:
-            with claimed(run_dir, make_stages(config, stages), restart=restart, releases=not is_submitted):
+            with claimed(run_dir, make_stages(config, stages), restart=restart, releases=executor.waits):
                 results = _run_stages(config, stages, executor, listener, restart=restart, unlocked=lock.released)
             _check_accounts(config, results)
         except SharmillError as error:
             # The error that ended the run is the one to be raised.
             with suppress(SharmillError, OSError):
                 # What ends the ranks that are added here, as the device of this machine, need not end those of others.
-                if not (is_submitted or joins or find_workers(run_dir)):
+                is_own = executor.waits and not joins and error.code != "superseded_plan"
+                if is_own and not find_workers(run_dir):
                     note_end(run_dir, end_of_error(error))
             raise
         result = DatasetResult(config, results)
-        if not is_submitted:
+        # Others may go on to stages that were not named here.
+        given = read_given(run_dir) or given
+        if executor.waits and not (result.ok and _unfinished(config, given.stages, restart=False)):
             note_end(run_dir, result.end())
     return result
 
@@ -343,13 +345,15 @@ def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, t
         executor.require_current()
         return
     run_dir = RunDir(Path(config.run_dir))
-    if run_dir.config.exists() and not run_dir.given.exists():
+    if any(run_dir.path.glob("*/plan")) and not (
+        run_dir.given.exists() or any(run_dir.path.glob("*/ranks/*/round.json"))
+    ):
         raise ConfigError(
             f"{run_dir.path} was begun by an earlier version of sharmill: finish it with that, or choose another "
             "run_dir (a dataset that is finished needs none)",
             code="changed_plan",
         )
-    live = find_workers(run_dir)
+    live = find_workers(run_dir, ranks=executor.waits)
     if live and restart and not take_over:
         raise ConfigError(
             f"{describe_workers(live)} on this run: wait until it ends, or end it by sharmill cancel "
@@ -364,12 +368,12 @@ def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, t
     joins = bool(live) and not restart
     if joins or others:
         _require_same_configuration(config, live + ([describe_jobs(others)] if others else []))
+    else:
+        write_atomic(run_dir.config, to_yaml(config))
     if isinstance(executor, SlurmExecutor):
         executor.begin(others, joins=joins)
     elif not joins:
         begin_run(run_dir, given)
-    if not (joins or others):
-        write_atomic(run_dir.config, to_yaml(config))
 
 
 def _require_same_configuration(config: Config, live: Sequence[str]) -> None:

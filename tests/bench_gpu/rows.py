@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import ProgressWriter
 from sharmill.engine.rejects import RejectLimit
-from sharmill.engine.run import run_stage
+from sharmill.engine.run import Unlocked, run_stage
 from sharmill.engine.stage import Stage
 from sharmill.engine.worker import Worker
 from sharmill.errors import ConfigError
@@ -135,7 +136,9 @@ class _InThisProcess(LocalExecutor):
 
     seconds = 0.0
 
-    def run(self, stage: Stage, units: Any, rejects: RejectLimit, listener: Listener) -> Finished:
+    def run(
+        self, stage: Stage, units: Any, rejects: RejectLimit, listener: Listener, unlocked: Unlocked = nullcontext
+    ) -> Finished:
         path = stage.dir.rank_progress("bench")
         with (
             ProgressWriter(path, 0, "here/rank 0", "bench") as progress,

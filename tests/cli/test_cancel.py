@@ -13,7 +13,7 @@ import pytest
 from support.errors import raises
 from support.paths import REPOSITORY
 from support.pipelines import run_sharmill
-from support.toy_stage import wait_until
+from support.toy_stage import ToyStage, wait_until
 
 from sharmill.engine.locks import FolderLock, lock_owner
 from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end
@@ -164,6 +164,15 @@ def test_an_advance_job_whose_process_goes_on_is_named(run_dir, jobs, monkeypatc
         cancel_jobs(RunDir(run_dir), wait_seconds=1.0)
 
 
+@contextmanager
+def ended(process):
+    """Ends a process in any case: one that a failed test leaves would be waited for without end."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 _WORK = """
 import sys, time
 from pathlib import Path
@@ -188,13 +197,16 @@ except FatalError as error:
 """
 
 
-def test_ranks_that_hold_no_lock_read_that_the_run_is_cancelled(run_dir):
+def test_ranks_that_hold_no_lock_read_that_the_run_is_cancelled(tmp_path):
+    run_dir = ToyStage(tmp_path).run_dir
+    run_dir.path.mkdir()
+    run_dir.config.write_text("{}")
     environment = os.environ | {"PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY / 'tests'}"}
-    command = [sys.executable, "-c", _WORK, run_dir]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker:
-        wait_until(lambda: find_workers(RunDir(run_dir)))
-        done = cancel(run_dir)
+    command = [sys.executable, "-c", _WORK, tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker, ended(worker):
+        wait_until(lambda: find_workers(run_dir))
+        done = cancel(run_dir.path)
         assert (done.returncode, done.stderr) == (0, "")
         assert f"ended: process {worker.pid} on" in " ".join(done.stdout.split())
         assert worker.communicate()[0].startswith("the run was cancelled by")
-    assert "nothing is at work" in " ".join(cancel(run_dir).stdout.split())
+    assert "nothing is at work" in " ".join(cancel(run_dir.path).stdout.split())

@@ -95,6 +95,8 @@ def test_a_run_directory_that_was_moved_or_never_begun_is_refused(project):
 def test_a_run_directory_of_an_earlier_version_is_refused(project):
     assert run(project, "prepare").returncode == 0
     (project / "run/given.json").unlink()
+    for path in (project / "run").glob("*/ranks/*/round.json"):
+        path.unlink()
     refused = run(project)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "earlier version of sharmill" in refused.stderr

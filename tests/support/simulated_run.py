@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -70,6 +70,7 @@ class Run:
         delays: seconds until each is there.
     """
 
+    waits: ClassVar[bool] = True
     disk: SharedDisk
     stage: SimulatedStage
     ranks: Sequence[Host]

@@ -84,7 +84,7 @@ class ToyDataset:
             if executor.is_job:
                 executor.require_current()
             else:
-                executor.begin(executor.find_others(), joins=bool(find_live(self.stage.dir)))
+                executor.begin(executor.find_others(), joins=bool(find_live(self.stage.dir, ranks=False)))
             for stage in self.make_stages():
                 limit = self.max_reject_fraction
                 result = run_stage(

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -47,7 +47,12 @@ Unlocked = Callable[[], AbstractContextManager[object]]
 
 
 class Executor(Protocol):
-    """The interface of what runs the worker loop on ranks."""
+    """The interface of what runs the worker loop on ranks.
+
+    One that ``waits`` returns when its ranks have ended; another submits them to a queue, which knows which are alive.
+    """
+
+    waits: ClassVar[bool]
 
     def run(
         self,
@@ -128,7 +133,7 @@ def run_stage(
     if stage.dir.ledger.is_dir():
         # Another process may just have finished the stage, or left it to this one.
         time_of_folder(stage.dir.ledger)
-    joins = bool(find_live(stage.dir, stage.lease_seconds))
+    joins = bool(find_live(stage.dir, stage.lease_seconds, ranks=executor.waits))
     commits = read_ledger(stage.dir, units)
     missing = [unit for unit in units if unit.index not in commits]
     if not joins:

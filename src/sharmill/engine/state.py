@@ -78,10 +78,10 @@ def begin_round(
         missing: the units that are to be done.
         goes_on: the attempts of ranks that have ended count on; else they are forgotten too.
         joins: ranks are there, or about to begin, although none can be seen.
-        waits: this process waits for the end of the ranks, and calls ``end_round`` then.
+        waits: as that of the executor; one that waits calls ``end_round`` then.
     """
     paths = stage.dir
-    if joins or find_live(paths, stage.lease_seconds):
+    if joins or find_live(paths, stage.lease_seconds, ranks=waits):
         round = read_round(paths)
         first = len(round.bins) + round.num_joined
         numbers = range(first, first + num_ranks)
@@ -103,10 +103,10 @@ def end_round(stage: Stage) -> None:
         _write_round(stage.dir, round)
 
 
-def find_workers(run_dir: RunDir) -> list[str]:
-    """Return a few words about each process that may be at work on a run."""
+def find_workers(run_dir: RunDir, *, ranks: bool = True) -> list[str]:
+    """Return a few words about each process that may be at work on a run; ``ranks`` as that of ``find_live``."""
     folders = [path.parent for pattern in ("*/ranks", "*/*/ranks") for path in run_dir.path.glob(pattern)]
-    return [words for folder in sorted(folders) for words in find_live(StageDir(folder))]
+    return [words for folder in sorted(folders) for words in find_live(StageDir(folder), ranks=ranks)]
 
 
 def describe_workers(live: Sequence[str]) -> str:
@@ -115,8 +115,12 @@ def describe_workers(live: Sequence[str]) -> str:
     return f"{', '.join(live[:3])}{more} are at work"
 
 
-def find_live(paths: StageDir, lease_seconds: float = Stage.lease_seconds) -> list[str]:
-    """Return a few words about each process that may be at work on the plan of a stage that is not finished."""
+def find_live(paths: StageDir, lease_seconds: float = Stage.lease_seconds, *, ranks: bool = True) -> list[str]:
+    """Return a few words about each process that may be at work on the plan of a stage that is not finished.
+
+    Args:
+        ranks: also ranks that nobody waits for; a scheduler's queue knows better than their heartbeats which are alive.
+    """
     if paths.done.exists():
         return []
     paths = paths.of_present_plan()
@@ -134,12 +138,11 @@ def find_live(paths: StageDir, lease_seconds: float = Stage.lease_seconds) -> li
         for one in round.starters
         if (not is_gone(one.pid, one.started) if one.kernel == this_kernel() else written > oldest)
     ]
-    ranks = [
+    return starters + [
         f"rank {record.rank} on {record.host}"
-        for record in read_progress(paths.progress)
+        for record in (read_progress(paths.progress) if ranks else ())
         if not record.ended and not record.is_gone() and record.written > oldest
     ]
-    return starters + ranks
 
 
 def _this_process() -> Starter:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from typing import ClassVar
 
 from sharmill.engine.attempts import MAX_FAILURES
 from sharmill.engine.child import ChildEnded, ChildProcess, describe_exit
@@ -48,6 +49,7 @@ class LocalExecutor:
     workers: int | str = "auto"
     device: str = "auto"
     goes_on: bool = False
+    waits: ClassVar[bool] = True
 
     def require_devices(self, stages: Iterable[Stage]) -> None:
         """Raise ConfigError where a stage is to run on GPUs, and none can be used."""

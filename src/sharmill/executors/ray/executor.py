@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import sharmill
 from sharmill.config import Config
@@ -62,6 +62,7 @@ class RayExecutor:
     address: str = "auto"
     cores: int = 1
     device: str = "auto"
+    waits: ClassVar[bool] = True
 
     @classmethod
     def from_config(cls, config: Config) -> RayExecutor:

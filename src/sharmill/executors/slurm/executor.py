@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from io import StringIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from tenacity import retry_if_exception_message, retry_if_exception_type
 
@@ -279,6 +279,7 @@ class SlurmExecutor:
         jobs: the requests for its jobs.
     """
 
+    waits: ClassVar[bool] = False
     dataset: Dataset
     profile: ClusterProfile
     command: str = ""
@@ -376,7 +377,7 @@ class SlurmExecutor:
             return Submitted(message, ids)
         if others and not is_advanced:
             return self._submit(stage, message, behind=ids)
-        joins = is_advanced or bool(find_live(stage.dir, stage.lease_seconds))
+        joins = is_advanced or bool(find_live(stage.dir, stage.lease_seconds, ranks=False))
         if goes_on and not joins:
             end_attempts(stage.dir, {unit.index for unit in units})
             attempts.look()

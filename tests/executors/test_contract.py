@@ -239,12 +239,12 @@ def test_what_was_given_up_is_tried_again_by_the_next_run(run, tmp_path, whole):
 
 def test_a_second_run_adds_ranks_and_both_see_the_end(run, tmp_path, whole):
     """Another executor may join as well: here it is the local one, in a process of its own."""
-    stage = SleepyStage(tmp_path, units=16, seconds=0.4)
-    joining = SleepyStage(tmp_path, units=16, seconds=0.4)
+    stage = SleepyStage(tmp_path, units=16, seconds=0.4, setup_does="meet:2")
+    joining = SleepyStage(tmp_path, units=16, seconds=0.4, setup_does="meet:2")
     joining.unit_time_limit = 300.0
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(run, stage, 1)
-        wait_until(lambda: stage.attempts())
+        wait_until(lambda: stage.pids())
         second = multiprocessing.get_context("spawn").Process(target=_join, args=(joining,))
         second.start()
         second.join()

@@ -356,7 +356,7 @@ def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, t
     live = find_workers(run_dir, ranks=executor.waits)
     if live and restart and not take_over:
         raise ConfigError(
-            f"{describe_workers(live)} on this run: wait until it ends, or end it by sharmill cancel "
+            f"{describe_workers(live)} at work on this run: wait until it ends, or end it by sharmill cancel "
             f"{run_dir.path}; --restart --take-over begins anew all the same, and what they do comes to nothing",
             code="locked",
         )
@@ -382,8 +382,8 @@ def _require_same_configuration(config: Config, live: Sequence[str]) -> None:
     theirs, ours = (yaml.safe_load(text) for text in (read_stored(path), to_yaml(config)))
     if changed := [key for key in sorted(theirs | ours) if key != "executor" and theirs.get(key) != ours.get(key)]:
         raise ConfigError(
-            f"{describe_workers(live)} on this run with another configuration ({', '.join(changed)} in {path}): "
-            "wait until it ends, or choose another run_dir",
+            f"{describe_workers(live)} at work on this run with another configuration ({', '.join(changed)} in "
+            f"{path}): wait until it ends, or choose another run_dir",
             code="locked",
         )
 

@@ -51,8 +51,8 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     jobs = cancel_jobs(paths)
     ended = _end_owner(paths, ray_address, jobs)
     if live:
-        # They look every few seconds, also on other hosts.
-        _wait_for_workers(paths)
+        # They look every few seconds, also on other hosts. Of its own ranks SLURM has said that they are gone.
+        _wait_for_workers(paths, ranks=not jobs)
         console.print(plain(f"ended: {describe_workers(live)}"))
     if ended:
         # It may just have submitted some.
@@ -79,8 +79,8 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     return OK
 
 
-def _wait_for_workers(run_dir: RunDir) -> None:
-    """Wait until no process is at work that has read that the run is cancelled.
+def _wait_for_workers(run_dir: RunDir, *, ranks: bool) -> None:
+    """Wait until no process is at work that has read that the run is cancelled; ``ranks`` as that of ``find_workers``.
 
     Raises:
         FatalError: one still is after a minute.
@@ -88,9 +88,9 @@ def _wait_for_workers(run_dir: RunDir) -> None:
     from sharmill.engine.state import describe_workers, find_workers
 
     deadline = time.monotonic() + _SECONDS_TO_END
-    while live := find_workers(run_dir):
+    while live := find_workers(run_dir, ranks=ranks):
         if time.monotonic() > deadline:
-            message = f"{describe_workers(live)} still {_SECONDS_TO_END:.0f} s after the run was cancelled"
+            message = f"{describe_workers(live)} still at work {_SECONDS_TO_END:.0f} s after the run was cancelled"
             raise FatalError(message, code="locked")
         time.sleep(0.2)
 

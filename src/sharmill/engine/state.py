@@ -110,9 +110,9 @@ def find_workers(run_dir: RunDir, *, ranks: bool = True) -> list[str]:
 
 
 def describe_workers(live: Sequence[str]) -> str:
-    """Return words that name processes that are at work on a run, whatever their number."""
+    """Return words that name processes which are at work on a run, whatever their number."""
     more = f" and {len(live) - 3} more" if len(live) > 3 else ""
-    return f"{', '.join(live[:3])}{more} are at work"
+    return f"{', '.join(live[:3])}{more}"
 
 
 def find_live(paths: StageDir, lease_seconds: float = Stage.lease_seconds, *, ranks: bool = True) -> list[str]:

@@ -184,17 +184,6 @@ class TestKilledDriver:
         assert output_bytes(driver.stage) == output_bytes(whole)
 
 
-class TestTwoDrivers:
-    def test_the_second_ends_with_the_status_of_wrong_use(self, start):
-        first = start(2, units=12, behaviour=BUSY)
-        wait_until_busy(first, 2)
-        second = start(2, units=12, behaviour=BUSY)
-        status, output, _ = second.end()
-        assert status == 2
-        assert output.startswith("Error: ")
-        assert first.process.poll() is None
-
-
 class TestDeferredInterrupts:
     def test_an_interrupt_comes_when_the_context_ends(self):
         steps = []

@@ -30,6 +30,7 @@ from sharmill.engine.progress import ProgressWriter
 from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run import Unlocked, run_stage
 from sharmill.engine.stage import Stage
+from sharmill.engine.state import begin_round
 from sharmill.engine.worker import Worker
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
@@ -139,6 +140,7 @@ class _InThisProcess(LocalExecutor):
     def run(
         self, stage: Stage, units: Any, rejects: RejectLimit, listener: Listener, unlocked: Unlocked = nullcontext
     ) -> Finished:
+        begin_round(stage, units, 1, rejects, waits=False)
         path = stage.dir.rank_progress("bench")
         with (
             ProgressWriter(path, 0, "here/rank 0", "bench") as progress,

@@ -173,11 +173,15 @@ class FolderLock:
     def released(self) -> Iterator[None]:
         """Leave the folder to others as long as the context lasts; then wait for it, however long they hold it."""
         self.__exit__(None)
+        self._wait_seconds = math.inf
         try:
             yield
-        finally:
-            self._wait_seconds = math.inf
-            self.__enter__()
+        except BaseException:
+            # The error that has ended the work is the one to be raised.
+            with suppress(ConfigError, FatalError, OSError):
+                self.__enter__()
+            raise
+        self.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if self._descriptor < 0:

@@ -23,6 +23,7 @@ from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import Tail, decode_stored, read_stored
 from sharmill.engine.unit import Commit, Unit
+from sharmill.errors import SharmillError
 from sharmill.storage import make_folder, open_stored, remove_tree, time_of_folder, write_atomic
 
 # Units without cost would all be packed into one bin.
@@ -96,8 +97,9 @@ def begin_round(
 
 
 def end_round(stage: Stage) -> None:
-    """Note that this process does not wait for ranks any more."""
-    with suppress(FileNotFoundError):  # the folder may have gone with the plan
+    """Note that this process does not wait for ranks any more; where that cannot be noted, its end will say so."""
+    # The folder may have gone with the plan, and an error of the disk is to be told by the work that has met it.
+    with suppress(OSError, SharmillError):
         round = read_round(stage.dir)
         round.starters = [one for one in round.starters if one != _this_process()]
         _write_round(stage.dir, round)

@@ -22,6 +22,8 @@ from sharmill.engine.state import begin_round, end_round
 from sharmill.errors import ConfigError
 from sharmill.pipeline import make_stages
 from sharmill.storage import require_private
+from sharmill.validate.findings import Report, UnitToRepeat
+from sharmill.validate.redo import take_back_commits
 
 
 @pytest.fixture
@@ -142,6 +144,15 @@ def test_restart_beside_ranks_that_are_at_work_is_refused_unless_it_takes_over(a
     assert (at_work / "run/prepare/plan/token").read_text() == token
     assert run(at_work, "prepare", "--restart", "--take-over").returncode == 0
     assert (at_work / "run/prepare/plan/token").read_text() != token
+
+
+def test_nothing_is_taken_back_from_ranks_that_are_at_work(at_work):
+    found = Report(
+        format_version=1, dataset="dataset", level={}, checked={}, unchecked=[], errors=1, warnings=0, kinds=[],
+        units_to_repeat=[UnitToRepeat(stage="write", shard=0)], findings=[],
+    )  # fmt: skip
+    with raises(ConfigError, "locked", f"process {os.getpid()} on"):
+        take_back_commits(load_config("config.yaml"), found, ["prepare", "write"])
 
 
 def test_another_configuration_beside_ranks_that_are_at_work_is_refused(at_work):

@@ -67,7 +67,7 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
         if paths.claim.exists():
             # A run that has begun again meanwhile keeps its claims, and ranks their staging folder.
             with locked(paths):
-                claims = release_unused(paths)
+                claims = [] if find_workers(paths, ranks=not jobs) else release_unused(paths)
     finally:
         # What was ended is told in any case.
         if as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from sharmill.cli.arguments import read_redo_report, redo_option, restart_option, split_arguments
+from sharmill.cli.arguments import command_line, read_redo_report, redo_option, restart_option, split_arguments
 from sharmill.cli.console import describe_cost, json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import FAILED, FINDINGS, OK, status_of_error, worst
 from sharmill.cli.run import run_configs
@@ -79,9 +78,7 @@ def submit(
     options = ["--profile", str(Path(profile).absolute())] if profile else []
     # As it can be typed anywhere: paths in configurations are relative to this folder.
     again = [
-        f"cd {shlex.quote(str(Path.cwd()))} && "
-        + shlex.join(["sharmill", "submit", *(names or ["all"]), str(Path(path).absolute()), *overrides, *options])
-        for path in paths
+        command_line("submit", *(names or ["all"]), str(Path(path).absolute()), *overrides, *options) for path in paths
     ]
     statuses = submit_all(
         console, configs, stages, loaded, restart=restart, wait=wait, redo=named, commands=again, outcomes=outcomes,

@@ -16,7 +16,7 @@ from sharmill.storage import write_atomic
 
 
 class Given(msgspec.Struct, kw_only=True):
-    """What a run was begun with; who joins it, and the jobs that go on with it, take it from here.
+    """Values that a run was begun with; who joins it, and the jobs that go on with it, take it from here.
 
     ``stages`` are the names of its stages, ``folder`` is what relative paths of its configuration begin at, and
     ``command`` is what goes on with it, "" where nobody knows. ``cluster`` is the name of the SLURM cluster that has
@@ -30,7 +30,7 @@ class Given(msgspec.Struct, kw_only=True):
 
 
 class End(msgspec.Struct, kw_only=True):
-    """How a run has ended. ``code`` is that of an error, and ``findings`` are the errors that the checker found."""
+    """The end of a run. ``code`` is that of an error, and ``findings`` are the errors that the checker found."""
 
     state: Literal["done", "failed", "cancelled"]
     message: str

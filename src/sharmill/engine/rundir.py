@@ -193,7 +193,7 @@ class RunDir:
 
     @property
     def end(self) -> Path:
-        """How a run has ended; not there while it is under way."""
+        """The note of how a run has ended; not there while it is under way."""
         return self.path / "end.json"
 
     @property

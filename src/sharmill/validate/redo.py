@@ -12,6 +12,7 @@ from sharmill.engine.plan import load_plan
 from sharmill.engine.run import locked
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
+from sharmill.engine.state import describe_workers, find_workers
 from sharmill.errors import ConfigError
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.storage import remove_tree
@@ -31,7 +32,15 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
             then.
     """
     _check_report(config, report)
-    with locked(RunDir(Path(config.run_dir))):
+    run_dir = RunDir(Path(config.run_dir))
+    with locked(run_dir):
+        # Ranks that are at work hold no lock.
+        if live := find_workers(run_dir):
+            raise ConfigError(
+                f"{describe_workers(live)} at work on this run: wait until it ends, or end it by sharmill "
+                f"cancel {run_dir.path}",
+                code="locked",
+            )
         _take_back(config, report, stages)
 
 

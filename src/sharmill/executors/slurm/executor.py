@@ -49,7 +49,7 @@ from sharmill.engine.run_notes import (
 )
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.state import begin_round, end_attempts, find_live, read_round
+from sharmill.engine.state import begin_round, end_attempts, find_live, find_workers, read_round
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.local import LocalExecutor
@@ -304,7 +304,7 @@ class SlurmExecutor:
 
     @property
     def given(self) -> Given:
-        """What the run was given, by which its jobs know whether it is still the one of its run directory."""
+        """The values that the run was given, by which its jobs know whether it is still that of its run directory."""
         kinds = dict.fromkeys(stage.kind for stage in self.dataset.make_stages())
         return Given(stages=list(kinds), folder=self.folder, command=self.command, cluster=self.cluster)
 
@@ -523,8 +523,8 @@ class SlurmExecutor:
         """
         self.require_current()
         note_end(self.run_dir, end)
-        # Another process may have taken over meanwhile.
-        if lock_owner(self.run_dir.path) is None:
+        # Another process may have taken over meanwhile; its ranks hold no lock.
+        if lock_owner(self.run_dir.path) is None and not find_workers(self.run_dir, ranks=False):
             release_run(self.run_dir)
         # The job behind one that has noted the end has nothing to do.
         with suppress(SharmillError):

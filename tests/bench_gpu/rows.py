@@ -27,7 +27,6 @@ from sharmill.engine.host import usable_cores
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import ProgressWriter
-from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run import Unlocked, run_stage
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import begin_round
@@ -137,10 +136,8 @@ class _InThisProcess(LocalExecutor):
 
     seconds = 0.0
 
-    def run(
-        self, stage: Stage, units: Any, rejects: RejectLimit, listener: Listener, unlocked: Unlocked = nullcontext
-    ) -> Finished:
-        begin_round(stage, units, 1, rejects, waits=False)
+    def run(self, stage: Stage, units: Any, listener: Listener, unlocked: Unlocked = nullcontext) -> Finished:
+        begin_round(stage, units, 1, waits=False)
         path = stage.dir.rank_progress("bench")
         with (
             ProgressWriter(path, 0, "here/rank 0", "bench") as progress,

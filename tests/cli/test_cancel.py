@@ -179,14 +179,13 @@ from pathlib import Path
 from support.toy_stage import ToyStage
 from sharmill.engine.fence import make_fence
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run_notes import require_not_cancelled
 from sharmill.engine.state import begin_round, end_round
 from sharmill.errors import FatalError
 stage = ToyStage(Path(sys.argv[1]))
 units = read_or_make_plan(stage, restart=False)
 make_fence(stage)
-begin_round(stage, units, 1, RejectLimit("toy", stage.dir.path, 18, 1.0))
+begin_round(stage, units, 1)
 try:
     while True:
         require_not_cancelled(stage.run_dir)

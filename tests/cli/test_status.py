@@ -30,7 +30,6 @@ from sharmill.engine.host import state_and_start, this_kernel
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.progress import RankProgress
-from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run import locked
 from sharmill.engine.run_notes import End, Given, begin_run, note_end
 from sharmill.engine.state import begin_round
@@ -75,7 +74,7 @@ def stage(tmp_path, audio_root):
 
 
 def do_units(stage, units):
-    begin_round(stage, units, 1, RejectLimit("prepare", stage.dir.path, 8, 1.0))
+    begin_round(stage, units, 1)
     work(stage, Rank(0, "node/rank 0", "cpu"))
 
 

@@ -15,7 +15,6 @@ from support.toy_stage import wait_until
 
 from sharmill.config import load_config
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run_notes import End, note_end, read_given
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.state import begin_round, end_round
@@ -56,7 +55,7 @@ def at_work(project, monkeypatch):
     (stage,) = make_stages(load_config("config.yaml"), ["prepare"])
     units = read_or_make_plan(stage, restart=False)
     stage.dir.done.unlink()
-    begin_round(stage, units, 1, RejectLimit("prepare", stage.dir.path, 12, 0.5))
+    begin_round(stage, units, 1)
     yield project
     end_round(stage)
 

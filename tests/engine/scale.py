@@ -22,7 +22,6 @@ from support.toy_stage import ToyStage
 from sharmill.engine.fence import make_fence
 from sharmill.engine.ledger import iterate_ledger
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.state import begin_round
 from sharmill.engine.unit import Output
 from sharmill.engine.work import Rank, work
@@ -69,7 +68,7 @@ def measure(num_units, num_ranks):
         stage = EmptyStage(Path(folder), units=num_units)
         units = read_or_make_plan(stage, restart=False)
         make_fence(stage)
-        begin_round(stage, units, num_ranks, RejectLimit(stage.name, stage.root, 3 * num_units, 1.0))
+        begin_round(stage, units, num_ranks)
         fork = multiprocessing.get_context("fork")
         ranks = [fork.Process(target=run_rank, args=(stage, number)) for number in range(num_ranks)]
         began = time.monotonic()

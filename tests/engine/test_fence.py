@@ -22,7 +22,6 @@ from sharmill.engine.fence import claim_output, release_output
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.engine.progress import mark_ended, read_progress
-from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run import make_fence
 from sharmill.engine.state import begin_round
 from sharmill.engine.work import Rank, work
@@ -49,7 +48,7 @@ def plan(stage, *, restart=False):
 def begin_work(stage, units):
     """Begin to work as rank 7 in a thread; returned are the thread and a list that gets the code of its error."""
     outcome = []
-    begin_round(stage, units, 1, RejectLimit("toy", stage.dir.path, 18, 1.0), waits=False)
+    begin_round(stage, units, 1, waits=False)
 
     def do_units():
         try:
@@ -106,7 +105,7 @@ class TestRanksOfAnOlderPlan:
     def test_a_process_that_was_stopped_meanwhile_changes_nothing(self, tmp_path):
         """A task of a job array, with SIGSTOP in the middle of its unit; the new plan gives other bytes."""
         old = ToyStage(tmp_path, units=4, behaviour={1: "wait:go_on"})
-        begin_round(old, plan(old), 1, RejectLimit("toy", old.dir.path, 12, 1.0), waits=False)
+        begin_round(old, plan(old), 1, waits=False)
         task = RankTask(old, 0, "cpu")
         (tmp_path / "task").write_bytes(pickle.dumps(task))
         code = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))()"

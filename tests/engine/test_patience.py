@@ -16,7 +16,6 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.outcomes import FailedAttempt, Finished
 from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan, read_or_make_plan
-from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.state import begin_round
 from sharmill.engine.work import Rank, work
 
@@ -185,6 +184,6 @@ def test_a_rank_waits_for_the_input_that_the_plan_was_made_of(waited, tmp_path, 
     opened = []
     monkeypatch.setattr(stage, "sees_input", lambda: sum(waited) > 5.0)
     monkeypatch.setattr(stage, "open", lambda device: opened.append(sum(waited)) or ToyStage.open(stage, device))
-    begin_round(stage, load_plan(stage), 1, RejectLimit("toy", tmp_path, 6, 1.0))
+    begin_round(stage, load_plan(stage), 1)
     work(stage, Rank(0, "node/rank 0", "cpu"))
     assert 5.0 < opened[0] < 7.0

@@ -20,7 +20,6 @@ from sharmill.engine.follow import Follower
 from sharmill.engine.ledger import iterate_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished, StageResult
-from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run import Unlocked, locked, run_stage
 from sharmill.engine.stage import Advance
 from sharmill.engine.state import begin_round, end_round
@@ -88,12 +87,10 @@ class Run:
             result = run_stage(stage, self, Listener(), max_reject_fraction=1.0, unlocked=lock.released)
             self.results.append(result)
 
-    def run(
-        self, stage: Any, units: Sequence[Unit], rejects: RejectLimit, listener: Listener, unlocked: Unlocked
-    ) -> Finished:
+    def run(self, stage: Any, units: Sequence[Unit], listener: Listener, unlocked: Unlocked) -> Finished:
         """Do the units, as an executor. Who joins another driver brings no ranks, and follows those of the other."""
         self.stage.token = stage.token
-        numbers = begin_round(stage, units, len(self.ranks), rejects)
+        numbers = begin_round(stage, units, len(self.ranks))
         if not numbers.start:
             self.started += [
                 self.disk.start(host, partial(self._work, pickle.dumps(stage), number, host), delay)

@@ -19,7 +19,7 @@ from sharmill.collect.complete import Chunk, Completed, Completion, Input, Raw, 
 from sharmill.collect.corpora import RECIPE_LOG, read_corpus
 from sharmill.collect.workers import map_in_order
 from sharmill.engine.host import usable_cores
-from sharmill.engine.reject_examples import describe_rejects
+from sharmill.engine.rejects import describe_rejects
 from sharmill.engine.unit import Totals
 from sharmill.errors import ConfigError, FatalError
 from sharmill.manifest import write_lines

@@ -1,64 +1,78 @@
-"""The limit on rejects: a stage stops early when more of its records are rejected than the configuration allows."""
+"""The limit on rejects, and sentences about those there are: the first of each reason, and what mends it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from sharmill.engine.reject_examples import describe_rejects
-from sharmill.engine.unit import Commit
-from sharmill.errors import HARMLESS_REASONS, FatalError
+import msgspec
+
+from sharmill.engine.stage import Stage
+from sharmill.engine.stored import decode_stored, read_stored_lines
+from sharmill.errors import HARMLESS_REASONS, REMEDIES, FatalError
+
+_MAX_REASONS = 3
+_MAX_CHARACTERS = 160
 
 
-@dataclass
-class RejectLimit:
-    """The share of a stage's records that may be rejected, and the rejects counted so far.
+class _Reject(msgspec.Struct):
+    """The keys of a reject that are shown."""
 
-    Executors that see every commit call ``add``; ranks that no driver watches call ``check`` with what they read in the
-    ledger.
+    reason: str
+    detail: str
+    record: Any
 
-    Attributes:
-        stage: the stage's name.
-        folder: the stage's folder of rejects, one file a unit.
+
+def check_rejects(stage: Stage, expected_in: int, reasons: Mapping[str, int], num_in: int) -> None:
+    """Raise FatalError with the commonest reasons if these are more rejects than the configuration allows.
+
+    Args:
         expected_in: the number of records of the stage.
+        reasons: how many records were rejected so far, by reason.
+        num_in: how many records were read for that.
     """
+    reasons = {reason: count for reason, count in reasons.items() if reason not in HARMLESS_REASONS}
+    rejected = sum(reasons.values())
+    # A quotient, since 0.29 * 100 is less than 29.
+    if rejected == 0 or rejected / expected_in <= stage.max_reject_fraction:
+        return
+    # Where nothing is left, a higher limit would only move the error to the next stage.
+    remedy = "mend the input" if rejected >= num_in else "mend the input, or raise max_reject_fraction"
+    folder = stage.dir.unit_rejects(0).parent
+    summary = (
+        f"{stage.name} stopped: {rejected} of {expected_in} records are rejected, more than "
+        f"max_reject_fraction={stage.max_reject_fraction:g} allows; {remedy}. The commonest reasons (all: {folder}):"
+    )
+    raise FatalError(summary, code="too_many_rejects", details=describe_rejects(folder, reasons))
 
-    stage: str
-    folder: Path
-    expected_in: int
-    max_fraction: float
-    reasons: Counter[str] = field(default_factory=Counter)
-    num_in: int = 0
 
-    def add(self, commits: Iterable[Commit]) -> None:
-        """Count the rejects of commits.
+def describe_rejects(folder: Path, reasons: Mapping[str, int]) -> list[str]:
+    """Return a line for each of the commonest reasons: its count, the first sentence, and the remedy.
 
-        Raises:
-            FatalError: there are too many now.
-        """
-        for commit in commits:
-            self.reasons.update(commit.rejects)
-            self.num_in += commit.num_in
-        self.check(self.reasons, self.num_in)
+    Args:
+        folder: a stage's folder of rejects, one file a unit.
+        reasons: how many records were rejected, by reason.
+    """
+    commonest = Counter(reasons).most_common(_MAX_REASONS)
+    examples = dict.fromkeys((reason for reason, _ in commonest), "")
+    rejects = (
+        decode_stored(path, line, _Reject)
+        for path in sorted(folder.glob("*.jsonl"))
+        for line in read_stored_lines(path)
+    )
+    for reject in rejects:
+        if examples.get(reject.reason) == "":
+            examples[reject.reason] = f", the first: {_describe(reject)}"
+        if all(examples.values()):
+            break
+    return [f"{reason} {count}{examples[reason]}. To do: {REMEDIES[reason]}" for reason, count in commonest]
 
-    def check(self, reasons: Mapping[str, int], num_in: int) -> None:
-        """Raise FatalError with the commonest reasons if these are more rejects than are allowed.
 
-        Args:
-            reasons: how many records were rejected, by reason.
-            num_in: how many records were read for that.
-        """
-        reasons = {reason: count for reason, count in reasons.items() if reason not in HARMLESS_REASONS}
-        rejected = sum(reasons.values())
-        # A quotient, since 0.29 * 100 is less than 29.
-        if rejected == 0 or rejected / self.expected_in <= self.max_fraction:
-            return
-        # Where nothing is left, a higher limit would only move the error to the next stage.
-        remedy = "mend the input" if rejected >= num_in else "mend the input, or raise max_reject_fraction"
-        summary = (
-            f"{self.stage} stopped: {rejected} of {self.expected_in} records are rejected, more than "
-            f"max_reject_fraction={self.max_fraction:g} allows; {remedy}. The commonest reasons (all: {self.folder}):"
-        )
-        raise FatalError(summary, code="too_many_rejects", details=describe_rejects(self.folder, reasons))
+def _describe(reject: _Reject) -> str:
+    """Return the sentence of a reject, with the name of its audio where the sentence does not have it."""
+    name = reject.record.get("audio_filepath", "") if isinstance(reject.record, dict) else ""
+    text = reject.detail if str(name) in reject.detail else f"{name}: {reject.detail}"
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS - 3]}..."

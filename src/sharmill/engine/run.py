@@ -20,10 +20,10 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
 from sharmill.engine.outcomes import FailedAttempt, Finished, StageResult, Submitted
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.rejects import check_rejects
 from sharmill.engine.run_notes import End
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage
+from sharmill.engine.stage import Stage, add_up
 from sharmill.engine.state import find_live, find_workers, read_round
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.engine.unit import Commit, Totals, Unit
@@ -58,7 +58,6 @@ class Executor(Protocol):
         self,
         stage: Stage,
         units: Sequence[Unit],
-        rejects: RejectLimit,
         listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> Finished | Submitted:
@@ -69,7 +68,7 @@ class Executor(Protocol):
 
         Raises:
             ConfigError: the stage cannot be run like this.
-            FatalError: the stage cannot go on, or more is rejected than ``rejects`` allows.
+            FatalError: the stage cannot go on, or more is rejected than the stage allows.
         """
 
 
@@ -128,6 +127,7 @@ def run_stage(
         FatalError: the stage stopped: too many rejects, a full disk, accounts that do not add up.
     """
     require_writable(stage.run_dir.path)
+    stage.max_reject_fraction = max_reject_fraction
     units = read_or_make_plan(stage, restart=restart)
     _remove_leftovers(stage)
     if stage.dir.ledger.is_dir():
@@ -139,14 +139,14 @@ def run_stage(
     if not joins:
         commits, missing = _find_missing(stage, units, commits)
     expected_in = sum(unit.size for unit in units)
-    rejects = RejectLimit(stage.name, stage.dir.unit_rejects(0).parent, expected_in, max_reject_fraction)
     listener.stage_started(stage, units, list(commits.values()))
-    rejects.add(commits.values())
+    before = add_up(commits.values())
+    check_rejects(stage, expected_in, before.rejects, before.num_in)
     given_up: list[str] = []
     if missing:
         if not joins:
             _make_ready(stage, commits)
-        outcome = executor.run(stage, missing, rejects, listener, unlocked)
+        outcome = executor.run(stage, missing, listener, unlocked)
         if isinstance(outcome, Submitted):
             return _end(stage, StageResult(submitted=outcome), listener)
         if joins or read_round(stage.dir).num_joined:
@@ -155,7 +155,7 @@ def run_stage(
         if missing:
             return _end(stage, _note_failures(stage, missing, outcome), listener)
         given_up = outcome.given_up
-    totals = read_totals(stage) or _finalize(stage, units, commits, rejects)
+    totals = read_totals(stage) or _finalize(stage, units, commits)
     remove_tree(stage.dir.failures)
     return _end(stage, StageResult(totals, given_up=given_up), listener)
 
@@ -236,7 +236,7 @@ def _refuse_vanished(stage: Stage, done: Collection[Commit]) -> None:
         )
 
 
-def _finalize(stage: Stage, units: list[Unit], commits: dict[int, Commit], rejects: RejectLimit) -> Totals:
+def _finalize(stage: Stage, units: list[Unit], commits: dict[int, Commit]) -> Totals:
     # All is there: a rank that still does a unit once more changes nothing from here on.
     remove_at_once(token_staging(stage.root, stage.token))
     for folder in (stage.dir.ranks, stage.dir.unit_rejects(0).parent, stage.dir.progress):
@@ -245,8 +245,9 @@ def _finalize(stage: Stage, units: list[Unit], commits: dict[int, Commit], rejec
     _check_redone(stage, commits)
     _merge_rejects(stage, in_order)
     totals = stage.finalize(units, in_order)
-    totals.check(stage.name, rejects.expected_in)
-    rejects.check(totals.rejects, totals.num_in)
+    expected_in = sum(unit.size for unit in units)
+    totals.check(stage.name, expected_in)
+    check_rejects(stage, expected_in, totals.rejects, totals.num_in)
     for root in (stage.root, stage.claims[0]):
         release_output(root, [stage.token])
     write_atomic(stage.dir.done, msgspec.json.encode(totals))

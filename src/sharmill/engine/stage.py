@@ -52,7 +52,8 @@ class Processor(ABC):
 class Stage(ABC):
     """One step of the pipeline over one dataset: its configuration.
 
-    An instance is cheap to make and to pickle. Nothing changes it but the engine, which notes the token of its plan.
+    An instance is cheap to make and to pickle. Nothing changes it but the engine, which notes the
+    token of its plan and the limit on rejects.
 
     Attributes:
         kind: the stage as the command line calls it, such as ``encode``.
@@ -67,6 +68,7 @@ class Stage(ABC):
         references: those of the configuration to the environment, whose values are not to be stored.
         seconds_until_seen: seconds until every node sees what another has written.
         unit_time_limit: seconds after which an attempt at a unit ends its rank; see ``engine.time_limit.find_limit``.
+        max_reject_fraction: the share of its records that may be rejected before it stops; set by ``run_stage``.
         lease_seconds: a rank is taken for dead when its heartbeat has not been seen for so long.
         scratch: a folder of each machine in which ranks write before they publish, or None.
         replaces_root: begun anew, it removes all of ``root`` that stages of this and of other runs have published.
@@ -84,6 +86,7 @@ class Stage(ABC):
     metrics: MetricsConfig = MetricsConfig()
     references: References = References()
     unit_time_limit: float | Literal["auto"] | None = None
+    max_reject_fraction: float = 1.0
     lease_seconds: float = 120.0
     scratch: str | None = None
     seconds_until_seen: float = 0.0

@@ -18,7 +18,7 @@ from sharmill.engine.host import is_gone, state_and_start, this_kernel
 from sharmill.engine.ledger import decode_commit, read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import RankProgress, read_progress
-from sharmill.engine.rejects import RejectLimit
+from sharmill.engine.rejects import check_rejects
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import Tail, decode_stored, read_stored
@@ -48,14 +48,12 @@ class Starter(msgspec.Struct, frozen=True):
 class Round(msgspec.Struct):
     """The values that the ranks of a stage are started with, frozen until all of them have ended.
 
-    ``bins`` are the indices of the units of each rank, ``expected_in`` is the number of records of the whole stage.
+    ``bins`` are the indices of the units of each rank.
     ``num_joined`` ranks came later, and have no bins; ``starters`` are those that wait for the end of ranks. ``begun``
     is how many attempts there had been each time that ranks were started in the run, last at these ranks.
     """
 
     bins: list[list[int]]
-    expected_in: int
-    max_reject_fraction: float
     num_joined: int = 0
     starters: list[Starter] = []
     begun: list[int] = []
@@ -65,7 +63,6 @@ def begin_round(
     stage: Stage,
     missing: Sequence[Unit],
     num_ranks: int,
-    rejects: RejectLimit,
     *,
     goes_on: bool = False,
     joins: bool = False,
@@ -88,7 +85,7 @@ def begin_round(
         numbers = range(first, first + num_ranks)
         round.num_joined += num_ranks
     else:
-        round = _divide(paths, missing, num_ranks, rejects, goes_on=goes_on)
+        round = _divide(paths, missing, num_ranks, goes_on=goes_on)
         numbers = range(len(round.bins))
     if waits:
         round.starters.append(_this_process())
@@ -155,7 +152,7 @@ def _write_round(paths: StageDir, round: Round) -> None:
     write_atomic(paths.round, msgspec.json.encode(round), parents=False)
 
 
-def _divide(paths: StageDir, missing: Sequence[Unit], num_ranks: int, rejects: RejectLimit, *, goes_on: bool) -> Round:
+def _divide(paths: StageDir, missing: Sequence[Unit], num_ranks: int, *, goes_on: bool) -> Round:
     begun = read_round(paths).begun if goes_on and paths.round.exists() else []
     for folder in (paths.claims, paths.progress, *(() if goes_on else (paths.attempts,))):
         remove_tree(folder)
@@ -165,7 +162,7 @@ def _divide(paths: StageDir, missing: Sequence[Unit], num_ranks: int, rejects: R
     attempts = Attempts(paths.attempts)
     attempts.look()
     bins = [[unit.index for unit in part] for part in pack_units(missing, num_ranks)]
-    return Round(bins, rejects.expected_in, rejects.max_fraction, begun=[*begun, attempts.num_begun])
+    return Round(bins, begun=[*begun, attempts.num_begun])
 
 
 def pack_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
@@ -222,6 +219,7 @@ class StageState:
         self._loading_since: dict[str, float] = {}
         self._reasons: Counter[str] = Counter()
         self._num_in = 0
+        self._expected_in = sum(unit.size for unit in self.units)
         for commit in read_ledger(stage.dir, self.units).values():
             if commit.index not in self.missing:
                 self._count(commit)
@@ -255,9 +253,7 @@ class StageState:
 
     def check_rejects(self) -> None:
         """Raise FatalError if more is rejected than the configuration allows."""
-        folder = self.stage.dir.unit_rejects(0).parent
-        limit = RejectLimit(self.stage.name, folder, self.round.expected_in, self.round.max_reject_fraction)
-        limit.check(self._reasons, self._num_in)
+        check_rejects(self.stage, self._expected_in, self._reasons, self._num_in)
 
     def has_ended(self) -> bool:
         """Return True if no rank can do anything more: each unit is committed or given up, or the stage is stopped."""

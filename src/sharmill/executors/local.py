@@ -18,7 +18,6 @@ from sharmill.engine.host import usable_cores
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import mark_ended
-from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run import Unlocked
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import begin_round, end_round
@@ -57,14 +56,14 @@ class LocalExecutor:
             usable_gpus(self.device)
 
     def run(
-        self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener,
+        self, stage: Stage, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> Finished:  # fmt: skip
         """Do the units; see ``engine.run.Executor``."""
         gpus = usable_gpus(self.device) if stage.uses_gpu else ()
         cores = usable_cores()
         devices = plan_devices(self.workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=cores)[: len(units)]
-        numbers = begin_round(stage, units, len(devices), rejects, goes_on=self.goes_on)
+        numbers = begin_round(stage, units, len(devices), goes_on=self.goes_on)
         follower = Follower(stage, units, listener)
         try:
             with unlocked():

@@ -19,7 +19,6 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.locks import lock_owner
 from sharmill.engine.outcomes import Submitted
 from sharmill.engine.plan import load_plan, read_or_make_plan
-from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.run_notes import End, begin_run, note_end, read_end
 from sharmill.engine.state import begin_round
@@ -80,7 +79,7 @@ def test_left_over_ranks_have_an_advance_job_behind_them_that_waits_for_their_pl
     stage = ToyStage(tmp_path, units=8)
     with locked(stage.run_dir):
         make_run_id(stage.run_dir)
-        begin_round(stage, read_or_make_plan(stage, restart=False), 2, RejectLimit("toy", tmp_path, 24, 1.0))
+        begin_round(stage, read_or_make_plan(stage, restart=False), 2)
     cluster.script("squeue", f"echo '7_1|RUNNING|None|(null)|bob|{job_comment(stage.run_dir, 'rank')}'")
     assert "are still in the queue, then advance job 1" in make_executor(stage, is_job=False).start().message
     assert submitted_call(stage, 1).keywords == {"stage": "toy", "token": stage.token, "had_ranks": True}

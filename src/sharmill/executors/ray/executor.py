@@ -27,7 +27,6 @@ from sharmill.engine.follow import Follower
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
 from sharmill.engine.progress import mark_ended, read_progress
-from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run import Unlocked
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import begin_round, end_round
@@ -77,14 +76,14 @@ class RayExecutor:
         return cls(workers=wanted.workers, address=wanted.address, cores=wanted.cores, device=wanted.device)
 
     def run(
-        self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener,
+        self, stage: Stage, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> Finished:  # fmt: skip
         """Do the units; see ``engine.run.Executor``."""
         connect(self.address)
         needs = self._needs(stage)
         most = needs.capacity() or len(units) if self.workers == "auto" else int(self.workers)
-        numbers = begin_round(stage, units, most, rejects)
+        numbers = begin_round(stage, units, most)
         follower = Follower(stage, units, listener, join_seconds=stage.lease_seconds)
         pool = _Pool(stage, needs, self.workers, follower, numbers.start)
         try:

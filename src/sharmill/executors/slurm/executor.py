@@ -35,7 +35,6 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.locks import lock_owner
 from sharmill.engine.outcomes import Finished, StageResult, Submitted
 from sharmill.engine.patience import Patience
-from sharmill.engine.rejects import RejectLimit
 from sharmill.engine.run import Unlocked
 from sharmill.engine.run_notes import (
     End,
@@ -355,7 +354,7 @@ class SlurmExecutor:
             remove_tree(stage.dir.round)
 
     def run(
-        self, stage: Stage, units: Sequence[Unit], rejects: RejectLimit, listener: Listener,
+        self, stage: Stage, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> Finished | Submitted:  # fmt: skip
         """Submit the units, or return those that failed for good once no other is left; see ``engine.run.Executor``.
@@ -391,14 +390,14 @@ class SlurmExecutor:
             if goes_on and not joins:
                 self._require_progress(stage, attempts)
             wanted = self.jobs.num_ranks(stage, left)
-            numbers = begin_round(stage, left, wanted, rejects, goes_on=goes_on, joins=joins, waits=False)
+            numbers = begin_round(stage, left, wanted, goes_on=goes_on, joins=joins, waits=False)
             message = f"{stage.name}: {len(left)} units on {len(numbers)} {'more ' if joins else ''}ranks"
             return self._submit(stage, message, numbers, is_advanced=is_advanced)
         if not self.is_job or self.is_second:
             return self._submit(stage, f"{stage.name}: {len(left)} units in the advance job itself")
         log.info("%s: %d units are done here, on %d workers", stage.name, len(left), workers)
         limit_cores(self.profile.for_stage("driver", uses_gpu=False).cores)
-        return LocalExecutor(workers, device="cpu").run(stage, left, rejects, listener, unlocked)
+        return LocalExecutor(workers, device="cpu").run(stage, left, listener, unlocked)
 
     def _submit(
         self, stage: Stage, message: str, numbers: Sequence[int] = (), behind: Sequence[str] = (), *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sharmill.engine.reject_examples import describe_rejects
+from sharmill.engine.rejects import describe_rejects
 from sharmill.errors import REASONS, REMEDIES
 from sharmill.manifest import Reject
 

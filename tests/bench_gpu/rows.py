@@ -141,7 +141,7 @@ class _InThisProcess(LocalExecutor):
         path = stage.dir.rank_progress("bench")
         with (
             ProgressWriter(path, 0, "here/rank 0", "bench") as progress,
-            Worker(stage, 0, self.device, progress, lambda *unit: None, lambda unit: True, in_driver=True) as worker,
+            Worker(stage, 0, self.device, progress, lambda *unit: None, lambda unit: True) as worker,
         ):
             started = time.perf_counter()
             for unit, following in zip(units, [*units[1:], None], strict=True):

@@ -249,8 +249,8 @@ class ExecutorConfig:
     kind: Literal["local", "ray"] = "local"
     """``local``: processes on this machine. ``ray``: actors on a Ray cluster."""
     workers: int | Literal["auto"] = "auto"
-    """Number of ranks. ``auto``: one per visible GPU for match and encode where there are any, else one per core. One
-    worker on the CPU runs inside the process, so that a debugger works."""
+    """Number of ranks. ``auto``: one per visible GPU for match and encode where there are any, else one per core. ``1``
+    on the CPU runs inside the process, so that a debugger works."""
     address: str = "auto"
     """Address of the Ray cluster (``kind: ray``)."""
     cores: int = 1
@@ -261,7 +261,8 @@ class ExecutorConfig:
     unit_time_limit: float | Literal["auto"] | None = "auto"
     """Seconds that an attempt at a unit may take, on SLURM too; a rank that takes longer is ended with a traceback in
     its log and replaced, and the attempt has failed. ``auto``: ten seconds for each second of audio or record of the
-    unit, and an hour at least. ``null``: no limit, as for a debugger."""
+    unit, and an hour at least; none where ``workers: 1`` runs inside the process, which a number of seconds prevents.
+    ``null``: no limit."""
     scratch: str | None = None
     """Folder on a disk of each node, such as ``$TMPDIR`` (its value on the node counts): there ranks write the files of
     a unit, on SLURM too, before they copy them beside the dataset. ``null``: they write beside it at once."""

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, Final
 
-_SAFE_PATH: Final = "PYTHONSAFEPATH"
+_PR_SET_PDEATHSIG: Final = 1
 
 
 @contextmanager
-def safe_path() -> Iterator[None]:
-    """Have new Python processes look for modules in the current folder last, if at all: it may be a stranger's dataset.
-
-    They, and all processes that they start, have PYTHONSAFEPATH in their environment.
-    """
-    before = os.environ.get(_SAFE_PATH)
-    os.environ[_SAFE_PATH] = "1"
+def variable(name: str, value: str) -> Iterator[None]:
+    """Have an environment variable for as long as the context lasts."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_SAFE_PATH]
+            del os.environ[name]
         else:
-            os.environ[_SAFE_PATH] = before
+            os.environ[name] = before
+
+
+def safe_path() -> AbstractContextManager[None]:
+    """Have new Python processes look for modules in the current folder last, if at all: it may be a stranger's dataset.
+
+    They, and all processes that they start, have PYTHONSAFEPATH in their environment.
+    """
+    return variable("PYTHONSAFEPATH", "1")
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, even in the middle of native code."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Of a forked server's child, that is the process which has started the server.
+    starter = multiprocessing.parent_process()
+    if starter is not None and not starter.is_alive():
+        os._exit(1)
 
 
 class ChildEnded(Exception):

@@ -17,6 +17,10 @@ from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.unit import Commit, Output, Totals, Unit
 from sharmill.staging import Staging
 
+# No stage is known to be as slow, by record or by second of audio; a disk or a model server may stand still.
+_SECONDS_OF_COST = 10.0
+_LEAST_TIME_LIMIT = 3600.0
+
 # Called by a processor with the part of a unit's cost that it has done since the last call.
 Advance = Callable[[float], None]
 
@@ -67,7 +71,7 @@ class Stage(ABC):
         metrics: which curves its ranks write.
         references: those of the configuration to the environment, whose values are not to be stored.
         seconds_until_seen: seconds until every node sees what another has written.
-        unit_time_limit: seconds after which an attempt at a unit ends its rank; see ``engine.time_limit.find_limit``.
+        unit_time_limit: that of ``time_limit``.
         max_reject_fraction: the share of its records that may be rejected before it stops; set by ``run_stage``.
         lease_seconds: a rank is taken for dead when its heartbeat has not been seen for so long.
         scratch: a folder of each machine in which ranks write before they publish, or None.
@@ -112,6 +116,12 @@ class Stage(ABC):
     def claims(self) -> tuple[Path, Sequence[str]]:
         """Return a directory that runs share, and its folders that no other run may change before this stage ends."""
         return self.root, self.folders if self.shares_root else ()
+
+    def time_limit(self, unit: Unit) -> float | None:
+        """Return the seconds after which an attempt at a unit ends its rank, None for no limit."""
+        if self.unit_time_limit == "auto":
+            return max(_LEAST_TIME_LIMIT, _SECONDS_OF_COST * unit.cost)
+        return self.unit_time_limit
 
     def sharers(self) -> list[StageDir]:
         """Return the folders of other stages of this run that claim the same folders, one after the other."""

@@ -100,10 +100,8 @@ def work(stage: Stage, rank: Rank, on_change: Callable[[], object] = lambda: Non
             return
         try:
             with Worker(
-                stage, rank.number, rank.device, progress, lambda unit, done: on_change(),
-                state.is_missing,
-                in_driver=not rank.is_replaced,
-            ) as worker:  # fmt: skip
+                stage, rank.number, rank.device, progress, lambda unit, done: on_change(), state.is_missing
+            ) as worker:
                 progress.be_ready()
                 attempter = _Attempter(rank, owner, worker, state, notes)
                 while (taken := units.next()) is not None:
@@ -147,7 +145,7 @@ class _Attempter:
         began = time.monotonic()
         try:
             outcome = self.worker.run(unit, following)
-        except (KeyboardInterrupt, ToldToLeave):
+        except KeyboardInterrupt:
             spent = time.monotonic() - began
             kind: NoteKind = "failed" if was_most_of_job(spent, self.rank.job_seconds) else "released"
             self._end(note, kind, f"its rank had to leave after {spent:.0f} s")
@@ -175,10 +173,6 @@ class _Attempter:
 def was_most_of_job(seconds: float, job_seconds: float | None) -> bool:
     """Return True if a unit had most of the time that any unit can have in a job, and did not end."""
     return job_seconds is not None and seconds > _MOST_OF_THE_TIME * job_seconds
-
-
-class ToldToLeave(BaseException):
-    """The end of a rank by SIGTERM: preemption, the end of its job, or a cancelled run."""
 
 
 def end_attempt(

@@ -23,7 +23,6 @@ from sharmill.engine.outcomes import BrokenDevice, FailedAttempt, Overtaken
 from sharmill.engine.patience import Patience
 from sharmill.engine.progress import ProgressWriter, peak_memory_mb
 from sharmill.engine.stage import Advance, Processor, Stage
-from sharmill.engine.time_limit import ended_after, find_limit
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.errors import REASONS_OF_NODES, ConfigError, DeviceError, FatalError, is_device_error
 from sharmill.staging import Staging
@@ -40,8 +39,7 @@ class Worker:
     """One rank: loads the stage once and commits units one after the other.
 
     ``report`` is called about once a second with the cost of the unit in flight that is done so far. ``may_publish``
-    is asked before a unit is published, which another rank may have done as well. ``in_driver``: this process directs
-    the run as well.
+    is asked before a unit is published, which another rank may have done as well.
     """
 
     def __init__(
@@ -52,8 +50,6 @@ class Worker:
         progress: ProgressWriter,
         report: Callable[[Unit, float], object],
         may_publish: Callable[[Unit], bool],
-        *,
-        in_driver: bool = False,
     ) -> None:
         self.stage = stage
         self.rank = rank
@@ -62,7 +58,6 @@ class Worker:
         self._may_publish = may_publish
         asked = os.environ.get("SLURM_MEM_PER_NODE", "")
         self._memory_asked_mb = float(asked) if asked.isdecimal() else 0.0
-        self._in_driver = in_driver
         self._patience = Patience(stage.seconds_until_seen)
         self._ledger = LedgerWriter(stage.dir.ledger)
         self._progress = progress
@@ -153,12 +148,10 @@ class Worker:
         # That of the plan's token goes before all else where the plan is replaced.
         if not self._staging.folder.is_dir():
             raise superseded(self.stage)
-        limit = find_limit(self.stage.unit_time_limit, unit)
-        self._progress.begin(unit.index, limit)
+        self._progress.begin(unit.index, self.stage.time_limit(unit))
         self._processor.expect(following)
         try:
-            with ended_after(limit, in_driver=self._in_driver) as require_time:
-                commit = self._once_seen(lambda: self._attempt(unit, require_time))
+            commit = self._once_seen(lambda: self._attempt(unit))
         except (ConfigError, FatalError):
             raise
         except ImportError as error:
@@ -208,7 +201,7 @@ class Worker:
 
         return advance
 
-    def _attempt(self, unit: Unit, require_time: Callable[[], None]) -> Commit | None:
+    def _attempt(self, unit: Unit) -> Commit | None:
         """Return the commit, or None where another rank has published the unit."""
         started = time.monotonic()
         take_delays()  # those of an attempt that failed
@@ -218,7 +211,6 @@ class Worker:
             output.check_accounts(unit)
             if REASONS_OF_NODES & {reject.reason for reject in output.rejects}:
                 self.stage.check_node()
-            require_time()
             if not self._may_publish(unit):
                 return None
             with spent_on("disk"):

@@ -1,18 +1,18 @@
-"""Which device a rank gets."""
+"""The devices of ranks: what this process may use, and how ranks share it."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from sharmill.errors import ConfigError
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Set by SLURM where a job has some, whatever else it sets.
 _GIVEN = "SLURM_GPUS_ON_NODE"
 # What the drivers of NVIDIA (on Linux, in containers, below Windows) and AMD have, where there is one.
@@ -32,24 +32,15 @@ class Device:
     @classmethod
     def given(cls, kind: str) -> Device:
         """Return the device of a job that was given one: the first GPU that is visible, if it is to be one."""
-        return cls(kind, os.environ.get(_VISIBLE, "").split(",")[0] if kind == "cuda" else "")
+        return cls(kind, os.environ.get(VISIBLE, "").split(",")[0] if kind == "cuda" else "")
 
     def restrict_environment(self) -> None:
         """Hide the other GPUs from this process; to be called before anything uses CUDA."""
-        os.environ[_VISIBLE] = self.visible
+        os.environ[VISIBLE] = self.visible
 
-    @contextmanager
-    def only_visible(self) -> Iterator[None]:
-        """Hide the other GPUs for as long as the context lasts: the next stage of this process may use them all."""
-        before = os.environ.get(_VISIBLE)
-        self.restrict_environment()
-        try:
-            yield
-        finally:
-            if before is not None:
-                os.environ[_VISIBLE] = before
-            else:
-                os.environ.pop(_VISIBLE, None)
+    def slot(self, number: int) -> str:
+        """Return the slot of a rank with this device on this host."""
+        return f"{socket.gethostname()}/{f'GPU {self.visible} of rank' if self.visible else 'rank'} {number}"
 
 
 @cache
@@ -64,7 +55,7 @@ def visible_gpus() -> tuple[str, ...]:
     import torch
 
     count = torch.cuda.device_count()
-    named = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
+    named = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     if count and named[0:1] and all(name.startswith("MIG-") for name in named):
         # A process sees the first instance alone, whatever the list, and a rank has one.
         return tuple(named)
@@ -93,7 +84,7 @@ def usable_gpus(device: str) -> tuple[str, ...]:
 
 def _gpus_are_given() -> bool:
     """Return True if the scheduler, or whoever started this process, has set GPUs aside for it."""
-    if (named := os.environ.get(_VISIBLE)) is not None:
+    if (named := os.environ.get(VISIBLE)) is not None:
         return named.split(",")[0].strip() not in ("", "-1", "NoDevFiles")
     return os.environ.get(_GIVEN, "0") not in ("", "0")
 

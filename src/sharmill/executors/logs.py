@@ -6,12 +6,13 @@ import faulthandler
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from sharmill.errors import SharmillError
 from sharmill.storage import open_stored, stopping_errors
@@ -55,10 +56,8 @@ class PrintableFormatter(logging.Formatter):
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
     """Send this process's log records to ``path`` as well, for as long as the context lasts."""
-    with stopping_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _make_room(path)
-        handler = _LogFile(path)
+    stream = TextIOWrapper(_open_log(path), encoding="utf-8")
+    handler = _LogFile(stream)
     handler.setFormatter(PrintableFormatter(_FORMAT))
     root = logging.getLogger()
     sharmill = logging.getLogger("sharmill")
@@ -72,43 +71,36 @@ def logging_to(path: Path) -> Iterator[None]:
         sharmill.setLevel(level)
         # What could not be written is still in the buffer, and closing tries once more.
         with suppress(OSError):
-            handler.close()
+            stream.close()
 
 
-def _make_room(path: Path) -> None:
-    """Have a long log become ``NAME.old.log``, in the place of the one before."""
-    # Another process may do so at the same time.
-    with suppress(FileNotFoundError):
-        if path.lstat().st_size > _MAX_BYTES:
-            path.replace(path.with_suffix(f".old{path.suffix}"))
+def redirect_output(path: Path) -> None:
+    """Send all that this process prints to the end of ``path``, and its stacks if it crashes or gets SIGUSR1."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with _open_log(path) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    # A process that is killed does not flush: what it printed last is what one looks for.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+
+
+def _open_log(path: Path) -> BinaryIO:
+    """Open a log to append to it; a long one becomes ``NAME.old.log``, in the place of the one before."""
+    with stopping_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may do so at the same time.
+        with suppress(FileNotFoundError):
+            if path.lstat().st_size > _MAX_BYTES:
+                path.replace(path.with_suffix(f".old{path.suffix}"))
+        return open_stored(path, append=True)
 
 
 class _LogFile(logging.StreamHandler[TextIO]):
     """A log that a full disk ends quietly: the unit that meets it says so in one line."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(TextIOWrapper(open_stored(path, append=True), encoding="utf-8"))
-
-    def close(self) -> None:
-        """Close the file as well."""
-        super().close()
-        self.stream.close()
-
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
-
-
-def redirect_output(path: Path) -> None:
-    """Send all that this process prints, and the stack of a crash in native code, to the end of ``path``."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with stopping_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _make_room(path)
-        with open_stored(path, append=True) as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-    # A process that is killed does not flush: what it printed last is what one looks for.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.enable()

@@ -1,4 +1,4 @@
-"""Imports that the ranks of one machine share: the process that they are forked from makes them once.
+"""Imports that the ranks of one machine share, made by the server process that they are forked from when it starts.
 
 A module that cannot be imported is left out, so that the rank which needs it meets the error and reports it.
 """
@@ -6,18 +6,24 @@ A module that cannot be imported is left out, so that the rank which needs it me
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from contextlib import suppress
-from typing import Final
+from pathlib import Path
 
-MODULES: Final = "SHARMILL_PRELOAD"
-PATH: Final = "SHARMILL_PRELOAD_PATH"
+from sharmill.engine.child import end_with_parent
+from sharmill.errors import SharmillError
+from sharmill.executors.logs import redirect_output
 
+end_with_parent()
+modules, path, log = json.loads(os.environ["SHARMILL_PRELOAD"])
+with suppress(SharmillError):
+    redirect_output(Path(log))
 # Otherwise torch asks CUDA itself whether there are GPUs, after which no forked process can use them.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-# The server of multiprocessing begins without the places that the process which starts it has added.
-sys.path += [entry for entry in os.environ.get(PATH, "").split(os.pathsep) if entry not in sys.path]
-for name in os.environ.get(MODULES, "").split():
+# The server begins without the places that the process which starts it has added.
+sys.path += [entry for entry in path if entry not in sys.path]
+for name in modules:
     with suppress(Exception, SystemExit):
         importlib.import_module(name)

@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+class Terminated(KeyboardInterrupt):
+    """The end of a process by SIGTERM: preemption, the end of its job, or a cancelled run.
+
+    As with Ctrl-C, no attempt at a unit has failed.
+    """
 
 
 @contextmanager
@@ -28,7 +33,7 @@ def deferred_interrupts() -> Iterator[None]:
         arrived.append(number)
 
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    previous = {number: signal.signal(number, remember) for number in _SIGNALS}
+    previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -40,23 +45,17 @@ def deferred_interrupts() -> Iterator[None]:
             signal.raise_signal(arrived[0])
 
 
-class ToldToEnd(KeyboardInterrupt):
-    """The end of an advance job by SIGTERM, as Ctrl-C ends other processes: no attempt at a unit is one that failed."""
-
-
 @contextmanager
-def ended_by_sigterm(error: type[BaseException] = ToldToEnd) -> Iterator[None]:
-    """Have SIGTERM raise an error in the main thread, once.
+def ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM raise ``Terminated`` in the main thread, once.
 
     Submitit takes no notice of the signal, so a cancelled job would go on until SIGKILL.
     """
-    told: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        told.append(number)
         # The way out is not to be interrupted.
-        if len(told) == 1:
-            raise error
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
 
     previous = signal.signal(signal.SIGTERM, end)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from support.toy_stage import (
     run,
 )
 
+from sharmill.engine.unit import make_unit
 from sharmill.errors import DeviceError, FatalError
 
 
@@ -34,36 +34,35 @@ def _no_process_is_left(tmp_path):
     assert [pid for pid in stage.pids() - {os.getpid()} if is_running(pid)] == []
 
 
-class TestUnitTimeLimit:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("workers", [1, 2])
-    @pytest.mark.parametrize("does", ["hold_gil", "wait:never"])
-    def test_a_unit_that_hangs_is_tried_three_times_after_all_others_and_given_up(self, tmp_path, workers, does):
-        stage = ToyStage(tmp_path, units=4, behaviour={0: does}, setup_does=f"meet:{workers}")
-        stage.unit_time_limit = 2.0
-        result, _ = run(stage, workers)
-        assert {index: error.message for index, error in result.failures.items()} == {
-            0: "it took longer than executor.unit_time_limit of 2 s; its log is "
-            + result.failures[0].message.rpartition("its log is ")[2]
-        }
-        assert stage.attempts() == {0: 3, 1: 1, 2: 1, 3: 1}
-        # Where it hung is in the log.
-        assert re.search(
-            r"Timeout \(0:00:02\)!.*in _do_", "".join(map(Path.read_text, stage.dir.logs.glob("rank*"))), re.S
-        )
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("does", ["hold_gil", "wait:never"])
+def test_a_unit_that_hangs_is_tried_three_times_after_all_others_and_given_up(tmp_path, workers, does):
+    stage = ToyStage(tmp_path, units=4, behaviour={0: does}, setup_does=f"meet:{workers}")
+    stage.unit_time_limit = 2.0
+    result, _ = run(stage, workers)
+    message = result.failures[0].message
+    assert message.startswith("it took longer than executor.unit_time_limit of 2 s; its log is ")
+    assert stage.attempts() == {0: 3, 1: 1, 2: 1, 3: 1}
+    assert "in _do_" in Path(message.rpartition("its log is ")[2]).read_text(), "where it hung is in the log"
 
-    def test_the_limit_is_for_each_unit(self, tmp_path):
-        stage = ToyStage(tmp_path, units=4)
-        stage.unit_time_limit = 60.0
-        assert run(stage)[0].ok
-        assert os.getpid() not in stage.pids()
+
+@pytest.mark.parametrize(("setting", "cost", "limit"), [
+    (None, 1e6, None), (7.5, 1e6, 7.5), ("auto", 10.0, 3600.0), ("auto", 0.0, 3600.0), ("auto", 1000.0, 10_000.0),
+])  # fmt: skip
+def test_the_limit_is_as_set_or_ten_seconds_for_each_of_cost_and_an_hour_at_least(tmp_path, setting, cost, limit):
+    stage = ToyStage(tmp_path)
+    stage.unit_time_limit = setting
+    assert stage.time_limit(make_unit(0, cost=cost, size=1, params={})) == limit
 
 
 class TestWorkers:
-    def test_one_worker_runs_inline(self, tmp_path):
-        stage = ToyStage(tmp_path)
-        run(stage, 1)
-        assert stage.pids() == {os.getpid()}
+    @pytest.mark.parametrize(("workers", "limit"), [(1, "auto"), (1, 60.0), (2, "auto")])
+    def test_one_without_a_time_limit_of_its_own_runs_inline(self, tmp_path, workers, limit):
+        stage = ToyStage(tmp_path, units=1)
+        stage.unit_time_limit = limit
+        run(stage, workers)
+        assert (stage.pids() == {os.getpid()}) == (workers == 1 and limit == "auto")
 
     def test_there_are_no_more_ranks_than_units(self, tmp_path):
         stage = ToyStage(tmp_path, units=2, setup_does="meet:2")
@@ -138,7 +137,7 @@ class TestStarts:
         stage = Unloadable(tmp_path)
         with raises(FatalError, "no_ranks"):
             run(stage, 2)
-        assert "these are not the bytes" in stage.dir.driver_log.read_text()
+        assert "these are not the bytes" in _rank_logs(stage)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -53,7 +53,7 @@ from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.logs import logging_to
-from sharmill.executors.signals import ToldToEnd, deferred_interrupts, ended_by_sigterm
+from sharmill.executors.signals import Terminated, deferred_interrupts, ended_by_sigterm
 from sharmill.executors.slurm import queue
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.setup_lines import checked_lines, find_reason, lines_that_note_failure
@@ -456,7 +456,7 @@ class SlurmExecutor:
                     # Its submission may not have left the run directory yet. One that a node starts twice, or that is
                     # requeued from a node out of reach, waits as long as its other process is at work.
                     end = self._run_stages(wait_seconds=math.inf)
-            except ToldToEnd:
+            except Terminated:
                 log.warning("job %s is told to end", job)
                 sys.exit(128 + signal.SIGTERM)
             except Exception as error:

@@ -20,11 +20,10 @@ from sharmill.engine.late_views import wait_for_plan
 from sharmill.engine.patience import Patience
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import StageState
-from sharmill.engine.work import ToldToLeave
 from sharmill.errors import FatalError
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to
-from sharmill.executors.signals import ended_by_sigterm
+from sharmill.executors.signals import Terminated, ended_by_sigterm
 from sharmill.executors.slurm.queue import scancel
 from sharmill.executors.supervisor import Supervisor
 
@@ -57,9 +56,9 @@ class RankTask:
         )
         with logging_to(stage.dir.driver_log):
             try:
-                with ended_by_sigterm(ToldToLeave):
+                with ended_by_sigterm():
                     supervisor.run()
-            except ToldToLeave:
+            except Terminated:
                 log.warning("rank %d will be killed", self.rank)
                 sys.exit(128 + signal.SIGTERM)
             except FatalError:

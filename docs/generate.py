@@ -52,10 +52,6 @@ PROFILE = """\
 `sharmill submit --profile FILE` reads a cluster profile: what a rank needs on a given cluster. Start from
 `configs/clusters/example.yaml`; [Clusters](clusters.md) says how it is used.
 """
-STAGE_PROFILES = """\
-`stages` has such a section for each of `prepare`, `match`, `write`, `survey`, `encode`, `assemble` and `validate` that
-needs one, and for `driver`, the advance jobs between the stages.
-"""
 TRAINING = """\
 `jobs/train.py` and `jobs/launch_training.py` read this configuration. `configs/training/example.yaml` is an example;
 [Training](training.md) says how they are used.
@@ -67,7 +63,7 @@ def make_configuration() -> str:
     from train_config import ModelConfig, TrainConfig
 
     from sharmill.config import CodecConfig, Config
-    from sharmill.executors.slurm.profile import ClusterProfile, RankProfile, StageProfile
+    from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
     from sharmill.registry import SOURCES
 
     parts = [INTRODUCTION, section(Config, "Top level")]
@@ -82,7 +78,6 @@ def make_configuration() -> str:
             parts.append(section(CodecConfig, "`encode.codecs`", "Each item of the list has these keys."))
     parts.append(section(ClusterProfile, "Cluster profile", PROFILE))
     parts.append(section(RankProfile, "`gpu` and `cpu` of a cluster profile"))
-    parts.append(section(StageProfile, "`stages` of a cluster profile", STAGE_PROFILES))
     parts.append(section(TrainConfig, "Training example", TRAINING))
     parts.append(section(ModelConfig, "`model` of the training example"))
     return "\n".join(parts)

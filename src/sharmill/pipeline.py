@@ -23,7 +23,7 @@ from sharmill.encode.survey import SurveyStage
 from sharmill.engine.fence import require_own_output, stop_ranks
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import StageResult
+from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.plan import load_plan, mark_to_begin_anew
 from sharmill.engine.run import Executor, Unlocked, claimed, describe_end, locked, run_stage
 from sharmill.engine.run_notes import End, Given, begin_run, end_of_error, note_end, read_end, read_given
@@ -111,16 +111,18 @@ class DatasetRun:
         """Return the stages in the order in which they run."""
         return make_stages(self.config, self.stages)
 
-    def run(self, executor: Executor, listener: Listener, *, restart: bool, wait_seconds: float) -> DatasetResult:
+    def run(self, executor: Executor, *, restart: bool, wait_seconds: float) -> End | Submitted:
         """Run the stages; see ``run_dataset``. Once all of them are done, the shards are appended to ``append_to``."""
         config = self.config
         result = run_dataset(
-            config, listener, stages=self.stages, restart=restart, executor=executor, wait_seconds=wait_seconds
+            config, Listener(), stages=self.stages, restart=restart, executor=executor, wait_seconds=wait_seconds
         )
+        if result.stages and (submitted := result.stages[-1][1].submitted) is not None:
+            return submitted
         if config.append_to is None or not self.is_whole or result.report is None or result.num_errors:
-            return result
+            return result.end()
         appended = append_dataset(config.append_to, config.dataset_dir)
-        return replace(result, appended=appended.describe(config.append_to, config.dataset_dir))
+        return replace(result, appended=appended.describe(config.append_to, config.dataset_dir)).end()
 
     def ranks_of_use(self, stage: Stage, units: Sequence[Unit]) -> int:
         """Return for how many ranks the units of a stage are enough."""
@@ -341,7 +343,7 @@ def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, t
         ConfigError: they are at work on another configuration, or it is to begin anew beside them.
         FatalError: the run of this job has ended.
     """
-    if isinstance(executor, SlurmExecutor) and executor.is_job:
+    if isinstance(executor, SlurmExecutor) and executor.role is not None:
         executor.require_current()
         return
     run_dir = RunDir(Path(config.run_dir))

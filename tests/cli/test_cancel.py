@@ -133,14 +133,14 @@ def jobs(run_dir, tmp_path_factory):
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
-def test_jobs_on_slurm_end_the_second_first_and_an_end_is_noted_unless_there_is_one(run_dir, jobs, has_failed):
+def test_jobs_on_slurm_end_and_an_end_is_noted_unless_there_is_one(run_dir, jobs, has_failed):
     folder, environment = jobs
     if has_failed:
         note_end(RunDir(run_dir), End(state="failed", message="units failed"))
     done = cancel(run_dir, environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert "ended on SLURM: jobs 12, 13, 14, 15" in " ".join(done.stdout.split())
-    assert (folder / "asked").read_text().splitlines() == ["14 13 12", "15"]
+    assert (folder / "asked").read_text().splitlines() == ["12 13 14", "15"]
     end = read_end(RunDir(run_dir))
     assert (end.state, end.message.split()[0]) == (("failed", "units") if has_failed else ("cancelled", "cancelled"))
 
@@ -152,6 +152,7 @@ def test_a_lock_that_an_advance_job_left_when_it_was_killed_on_another_host_runs
     record.parent.mkdir()
     record.write_text(json.dumps(left))
     monkeypatch.setenv("PATH", jobs[1]["PATH"])
+    note_end(RunDir(run_dir), End(state="cancelled", message="cancelled by ada"))
     assert cancel_jobs(RunDir(run_dir)) == ["12", "13", "14", "15"]
     assert lock_owner(run_dir) is None
 
@@ -160,6 +161,7 @@ def test_an_advance_job_whose_process_goes_on_is_named(run_dir, jobs, monkeypatc
     """Its claims must not go, and no other run may begin: it still writes."""
     monkeypatch.setenv("PATH", jobs[1]["PATH"])
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    note_end(RunDir(run_dir), End(state="cancelled", message="cancelled by ada"))
     with locked_on_another_host(run_dir, "SLURM job 13"), raises(ConfigError, "locked", "process 77", "SLURM job 13"):
         cancel_jobs(RunDir(run_dir), wait_seconds=1.0)
 

@@ -208,9 +208,7 @@ def test_a_stage_whose_jobs_wait_is_in_the_queue(stage, waiting):
 @pytest.mark.parametrize(("jobs", "state"), [(["rank"], "in the queue"), ([], "stopped")])
 def test_json_and_the_exit_status_say_if_jobs_are_left(stage, waiting, call, jobs, state):
     queued = [QueuedJob("8", "PENDING", "Priority", "", "ann", role) for role in jobs]
-    with mock.patch("sharmill.executors.slurm.queue.queued_jobs", return_value=queued), mock.patch(
-        "sharmill.executors.slurm.queue.cluster_name", return_value="here"
-    ):  # fmt: skip
+    with mock.patch("sharmill.executors.slurm.queue.queued_jobs", return_value=queued):
         code, out, _ = call("status", stage.run_dir.path, "--json")
         assert call("status", stage.run_dir.path, "--check")[0] == (0 if jobs else 1)
     shown = json.loads(out)
@@ -403,7 +401,7 @@ def test_a_run_directory_that_cannot_be_written_has_the_time_of_this_machine(sta
 
 def test_a_run_whose_first_jobs_are_not_submitted_yet_is_not_in_trouble(stage, waiting, call):
     """The process that submits them holds the run directory."""
-    with mock.patch("sharmill.executors.slurm.queue.cluster_name", return_value="here"), locked(stage.run_dir):
+    with locked(stage.run_dir):
         assert call("status", stage.run_dir.path, "--check")[0] == 0
 
 

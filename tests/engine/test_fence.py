@@ -26,7 +26,8 @@ from sharmill.engine.run import make_fence
 from sharmill.engine.state import begin_round
 from sharmill.engine.work import Rank, work
 from sharmill.errors import ConfigError, FatalError
-from sharmill.executors.slurm.task import RankTask
+from sharmill.executors.slurm.executor import RankTask
+from sharmill.executors.slurm.profile import RankProfile
 from sharmill.staging import STAGING_NAME, token_staging
 
 
@@ -79,7 +80,7 @@ class TestRanksOfAnOlderPlan:
         assert run(stage, restart=True)[0].ok
         before = contents(tmp_path)
         # The task of an array has not failed; it was overtaken.
-        assert RankTask(old, 0, "cpu")() == 0
+        RankTask(old, 0, RankProfile())()
         with raises(FatalError, "superseded_plan"):
             work(old, Rank(0, "node/rank 0", "cpu"))
         assert contents(tmp_path) == before
@@ -106,7 +107,7 @@ class TestRanksOfAnOlderPlan:
         """A task of a job array, with SIGSTOP in the middle of its unit; the new plan gives other bytes."""
         old = ToyStage(tmp_path, units=4, behaviour={1: "wait:go_on"})
         begin_round(old, plan(old), 1, waits=False)
-        task = RankTask(old, 0, "cpu")
+        task = RankTask(old, 0, RankProfile())
         (tmp_path / "task").write_bytes(pickle.dumps(task))
         code = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))()"
         command = [sys.executable, "-c", code, str(tmp_path / "task")]

@@ -10,11 +10,10 @@ import sys
 import pytest
 from support.paths import REPOSITORY
 from support.shar import copy
+from support.toy_cluster import ToyDataset, ToyRun
 from support.toy_stage import ToyStage
 
-from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
-from sharmill.executors.slurm.executor import JobRequests
 from sharmill.executors.slurm.profile import ClusterProfile
 from sharmill.registry import ENCODERS
 
@@ -58,8 +57,8 @@ def test_the_command_as_a_module(hostile, tmp_path):
 
 
 def test_a_job_of_slurm_exports_the_safe_path_before_python_starts(tmp_path):
-    jobs = JobRequests(ClusterProfile(setup=["module load sox"]), RunDir(tmp_path), "job")
-    script = jobs.scripts(ToyStage(tmp_path), 1)[0]
+    stage = ToyStage(tmp_path)
+    script = ToyRun(ToyDataset(stage), ClusterProfile(setup=["module load sox"])).scripts(stage, 1)[0]
     assert script.index("export PYTHONSAFEPATH=1") < script.index("eval 'module load sox'") < script.index("srun")
 
 
@@ -121,4 +120,4 @@ def test_code_that_the_user_names_is_found_in_the_current_folder_but_replaces_no
 
 def test_a_run_directory_of_two_lines_makes_no_script(tmp_path):
     with pytest.raises(ConfigError, match="control character"):
-        JobRequests(ClusterProfile(), RunDir(tmp_path / "a\n#SBATCH --wrap=x"), "job")
+        ToyRun(ToyDataset(ToyStage(tmp_path / "a\n#SBATCH --wrap=x")), ClusterProfile())

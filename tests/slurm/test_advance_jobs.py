@@ -1,4 +1,4 @@
-"""Advance jobs of a run that meet jobs, locks and signals at awkward moments."""
+"""Advance jobs on a real SLURM: however they end, the run goes on, or status says that it does not."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.errors import raises
 from support.paths import SHARED
-from support.toy_cluster import SETUP, MiddleStage, assert_same_as_local, make_profile, slurm
+from support.pipelines import run_sharmill
+from support.toy_cluster import SETUP, MiddleStage, MortalStage, assert_same_as_local, make_profile, slurm
 from support.toy_stage import wait_until
 
-from sharmill.engine.attempts import Attempts, describe_slots_out
 from sharmill.engine.host import is_gone
-from sharmill.executors.slurm.profile import StageProfile, StageProfiles
+from sharmill.engine.locks import lock_owner
+from sharmill.engine.run_notes import read_end
+from sharmill.engine.rundir import RunDir
+from sharmill.errors import FatalError
 from sharmill.executors.slurm.queue import queued_jobs, wait_for_end
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -25,12 +29,42 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 START = SHARED / "slurm" / "start.sh"
 
 
-def advance_jobs(run) -> list[str]:
-    return [job.id for job in queued_jobs(run.run_dir) if job.role == "advance"]
+@pytest.fixture
+def start_mortal(make_run):
+    """Returns a function: how the advance jobs end, one after the other -> a run that was started."""
+
+    def start(*ends: str):
+        run = make_run(kind=MortalStage, units=4, profile=make_profile(max_ranks=2))
+        for end in ends:
+            run.stage.mark("ends", end)
+        run.start()
+        return run
+
+    return start
 
 
-def advance_states(run):
-    return [job.state for job in queued_jobs(run.run_dir) if job.role == "advance"]
+@pytest.mark.parametrize("how", ["kill", "scancel", "requeue", "error"])
+def test_one_that_ends_in_the_middle_is_continued_by_its_second_job(start_mortal, tmp_path, how):
+    run = start_mortal(how)
+    assert wait_for_end(run.run_dir).state == "done"
+    assert queued_jobs(run.run_dir) == []
+    assert_same_as_local(run, tmp_path)
+    assert run.stage.redone() == 0
+
+
+def test_an_error_that_does_not_pass_is_noted_by_the_second_job(start_mortal):
+    end = wait_for_end(start_mortal("error", "error").run_dir)
+    assert end.state == "failed"
+    assert "RuntimeError: nobody thought of this" in end.message
+
+
+def test_where_no_job_can_note_the_end_waiting_for_it_tells_the_reason(make_run):
+    """A setup line ends the scripts of all of them."""
+    line = "echo 'module: command not found' >&2; false"
+    run = make_run(units=4, profile=replace(make_profile(max_ranks=2), setup=[*SETUP, line]))
+    run.start()
+    with raises(FatalError, "jobs_gone", "module: command not found", "setup line failed with status 1"):
+        wait_for_end(run.run_dir)
 
 
 def test_one_that_is_killed_within_a_small_stage_leaves_the_rest_to_ranks(make_run, tmp_path):
@@ -42,48 +76,39 @@ def test_one_that_is_killed_within_a_small_stage_leaves_the_rest_to_ranks(make_r
     assert run.stage.redone() == 1
 
 
-@pytest.mark.parametrize("where", ["setup", "unit"])
-def test_a_rank_told_to_leave_comes_back_without_stale_state(make_run, tmp_path, where):
-    """In the middle of loading its model, or of a unit with the model loaded, which cannot be pickled."""
-    options = {"setup_does": "wait:go"} if where == "setup" else {"everywhere": "wait:go"}
-    run = make_run(units=4, profile=make_profile(max_ranks=1), **options)
-    rank = run.start().jobs[0]
-    wait_until(lambda: run.stage.marked("setup" if where == "setup" else "attempts"))
-    slurm("scancel", "--signal=USR2", rank)
-    wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", rank))
-    run.stage.mark("go")
-    assert wait_for_end(run.run_dir).state == "done"
-    assert_same_as_local(run, tmp_path)
-    assert describe_slots_out(run.stage.dir) == []
-    attempts = Attempts(run.stage.dir.attempts)
-    attempts.look()
-    assert [attempts.num_failures(unit) for unit in range(4)] == [0] * 4
-    assert run.stage.redone() == (0 if where == "setup" else 1)
-
-
-def test_restart_does_the_whole_stage_again(make_run, tmp_path):
-    run = make_run(units=4)
+def test_one_in_the_middle_of_a_small_stage_ends_at_once_when_the_run_is_cancelled(make_run):
+    """Without srun only its own handler has it end before SLURM kills it, and it would submit more until then."""
+    run = make_run(units=2, seconds=600.0, profile=make_profile(driver_units=4))
     run.start()
-    assert wait_for_end(run.run_dir).state == "done"
-    replace(run, restart=True).start()
-    assert wait_for_end(run.run_dir).state == "done"
-    assert_same_as_local(run, tmp_path)
-    assert run.stage.redone() == 4
+    wait_until(lambda: run.stage.marked("begun"))
+    run.run_dir.config.touch()
+    assert run_sharmill("cancel", str(run.run_dir.path)).returncode == 0
+    assert lock_owner(run.run_dir.path) is None
+    assert read_end(run.run_dir).message.startswith("cancelled by ")
+
+
+def advance_jobs(run):
+    return [job for job in queued_jobs(run.run_dir) if job.role == "advance"]
+
+
+def advance_log(run) -> str:
+    return run.run_dir.advance_log.read_text() if run.run_dir.advance_log.exists() else ""
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not START.exists(), reason="only root stops the controller of the test cluster")
-def test_an_advance_job_that_meets_no_controller_waits_has_itself_requeued_and_goes_on(make_run, tmp_path):
+def test_one_that_meets_no_controller_waits_has_itself_requeued_and_goes_on(make_run, tmp_path):
     """An advance job of one minute waits for fifteen seconds, and then asks for its requeue as long as it may."""
     hold = tmp_path / "hold"
     hold.touch()
     line = f"case $SLURM_JOB_NAME in *advance) while [ -e {shlex.quote(str(hold))} ]; do sleep 0.2; done;; esac"
-    profile = make_profile(setup=[*SETUP, line], stages=StageProfiles(driver=StageProfile(timeout_min=1)))
+    profile = make_profile(setup=[*SETUP, line], stages={"driver": {"timeout_min": 1}})
     # It has a second stage to submit.
     run = make_run(units=4, later=(MiddleStage(tmp_path, units=4),), profile=profile)
     run.start()
-    wait_until(lambda: advance_states(run) == ["RUNNING"])
+    wait_until(lambda: [job.state for job in advance_jobs(run)] == ["RUNNING"])
     (driver,) = advance_jobs(run)
-    pid = int(Path(slurm_setting("SlurmctldPidFile")).read_text())
+    pid_file = re.search(r"^SlurmctldPidFile\s*=\s*(\S+)", slurm("scontrol", "show", "config"), re.MULTILINE)[1]
+    pid = int(Path(pid_file).read_text())
     os.kill(pid, signal.SIGTERM)
     try:
         wait_until(lambda: is_gone(pid))
@@ -91,16 +116,25 @@ def test_an_advance_job_that_meets_no_controller_waits_has_itself_requeued_and_g
         wait_until(lambda: "ends" in advance_log(run))
     finally:
         subprocess.run(["bash", START], check=True, capture_output=True)
-    wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", driver))
+    wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", driver.id))
     assert wait_for_end(run.run_dir).state == "done"
     assert "does not answer squeue" in advance_log(run)
     assert_same_as_local(run, tmp_path)
     assert run.stage.redone() == 0
 
 
-def slurm_setting(name):
-    return re.search(rf"^{name}\s*=\s*(\S+)", slurm("scontrol", "show", "config"), re.MULTILINE)[1]
-
-
-def advance_log(run):
-    return run.run_dir.advance_log.read_text() if run.run_dir.advance_log.exists() else ""
+def test_status_says_what_is_in_the_queue_and_that_jobs_are_gone(tmp_path, make_config):
+    config = make_config(tmp_path)
+    profile = tmp_path / "profile.yaml"
+    profile.write_text("cpu: {partition: cpu, max_ranks: 2, memory_gb: 1.0, extra: {begin: now+1hour}}")
+    submitted = run_sharmill("submit", "prepare", config, "--profile", profile)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    # SLURM gives the reason some time after it has taken the jobs.
+    wait_until(lambda: "and 1 more: PENDING (BeginTime)" in run_sharmill("status", tmp_path / "run").stdout)
+    run_dir = RunDir(tmp_path / "run")
+    slurm("scancel", *(job.id for job in queued_jobs(run_dir)))
+    wait_until(lambda: not queued_jobs(run_dir))
+    shown = " ".join(run_sharmill("status", tmp_path / "run").stdout.split())
+    assert "no job is left though work is: submit again: cd " in shown
+    assert "in the queue" not in shown
+    assert f"sharmill submit prepare {config} --profile {profile}" in shown.replace("\n", "")

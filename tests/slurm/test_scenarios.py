@@ -7,8 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 
 import pytest
+from support.errors import raises
 from support.toy_cluster import (
     KILL_NODE,
     SETUP,
@@ -20,44 +23,55 @@ from support.toy_cluster import (
 )
 from support.toy_stage import wait_until
 
-from sharmill.executors.slurm.profile import StageProfile, StageProfiles
+from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.queue import queued_jobs, wait_for_end
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def report(run, record_property) -> int:
-    """How many attempts there were beyond one a unit; shown in the JUnit file, and with ``-s``."""
-    redone = run.stage.redone()
-    record_property("units redone", redone)
-    print(f"\n{redone} of {run.stage.units} units redone")
-    return redone
+def finish(run, folder, record_property, units_lost: int) -> None:
+    """Wait for the end of a run, and compare it with a local one; the attempts redone are shown in the JUnit file."""
+    assert wait_for_end(run.run_dir).state == "done"
+    assert_same_as_local(run, folder)
+    record_property("units redone", run.stage.redone())
+    assert run.stage.redone() <= units_lost
 
 
-def cancel_rank(run):
+def cancel_rank(run) -> int:
     slurm("scancel", running_ranks(run)[0])
+    return 1
 
 
-def cancel_advance_job(run):
-    slurm("scancel", *(job.id for job in queued_jobs(run.run_dir) if job.role == "advance"))
+def kill_rank_task(run) -> int:
+    """The process of the task itself, which is the supervisor of its rank."""
+    slurm("scancel", "--signal=KILL", running_ranks(run)[0])
+    return 1
 
 
-@pytest.mark.parametrize(("end", "units_lost"), [(cancel_rank, 1), (cancel_advance_job, 0)])
-def test_the_end_of_a_job_costs_at_most_its_unit(make_run, tmp_path, record_property, end, units_lost):
+def kill_node(run) -> int:
+    if not KILL_NODE.exists() or os.getuid() != 0:
+        pytest.skip("needs kill_node.sh of the test cluster, as root")
+    node = slurm("squeue", "--noheader", "--format=%N", f"--jobs={running_ranks(run)[0]}").strip()
+    lost = slurm("squeue", "--noheader", "--array", f"--nodelist={node}", "--format=%i").split()
+    subprocess.run(["bash", KILL_NODE, node], check=True)
+    return len(lost)
+
+
+@pytest.mark.parametrize("end", [cancel_rank, kill_rank_task, kill_node])
+def test_the_end_of_ranks_costs_at_most_their_units(make_run, tmp_path, record_property, nodes_come_back, end):
     """The unit is done again by another rank, unless the end hit the moment between two units."""
     run = make_run(units=40, seconds=0.7)
     run.start()
     wait_for_units(run, 4)
-    end(run)
-    assert wait_for_end(run.run_dir).state == "done"
-    assert_same_as_local(run, tmp_path)
-    assert report(run, record_property) <= units_lost
+    lost = end(run)
+    run.stage.mark("hurry")
+    finish(run, tmp_path, record_property, lost)
 
 
 def test_preempted_ranks_are_requeued_and_go_on(make_run, tmp_path, record_property):
     """As with configs/clusters/preemptible.yaml, the advance job is where nothing is preempted."""
-    stages = StageProfiles(driver=StageProfile(partition="cpu"))
-    run = make_run(units=120, seconds=3.0, profile=make_profile(partition="scavenge", stages=stages))
+    profile = make_profile(partition="scavenge", stages={"driver": {"partition": "cpu"}})
+    run = make_run(units=120, seconds=3.0, profile=profile)
     advance_job = run.start().jobs[-1]
     wait_for_units(run, 4)
     ranks = running_ranks(run)
@@ -70,12 +84,19 @@ def test_preempted_ranks_are_requeued_and_go_on(make_run, tmp_path, record_prope
         wait_until(lambda rank=rank: restarts(rank))
     slurm("scancel", intruder)
     run.stage.mark("hurry")
-    assert wait_for_end(run.run_dir).state == "done"
-    assert_same_as_local(run, tmp_path)
-    assert report(run, record_property) <= len(ranks)
+    finish(run, tmp_path, record_property, len(ranks))
 
 
-def test_ranks_in_an_image_of_apptainer(make_run, tmp_path):
+def test_work_for_longer_than_the_time_limit(make_run, tmp_path, record_property):
+    """Three minutes of work for four ranks; a limit of one minute, at which a rank leaves 30 s before."""
+    run = make_run(units=72, seconds=2.5, profile=make_profile(timeout_min=1))
+    ranks = [job for job in run.start().jobs if "_" in job]
+    wait_until(lambda: all(restarts(rank) for rank in ranks))
+    run.stage.mark("hurry")
+    finish(run, tmp_path, record_property, sum(map(restarts, ranks)))
+
+
+def test_ranks_in_an_image_of_apptainer(make_run, tmp_path, record_property):
     """By a stand-in, which runs what follows the image."""
     apptainer = tmp_path / "bin/apptainer"
     apptainer.parent.mkdir()
@@ -85,50 +106,75 @@ def test_ranks_in_an_image_of_apptainer(make_run, tmp_path):
     python = f"apptainer exec --nv image.sif {sys.executable}"
     run = make_run(units=4, profile=make_profile(max_ranks=2, python=python, setup=setup, driver_units=4))
     run.start()
-    assert wait_for_end(run.run_dir).state == "done"
-    assert_same_as_local(run, tmp_path)
+    finish(run, tmp_path, record_property, 0)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [call.startswith(f"exec --nv image.sif {sys.executable} -u -m submitit") for call in calls] == [True, True]
 
 
-def test_work_for_longer_than_the_time_limit(make_run, tmp_path, record_property):
-    """Three minutes of work for four ranks; a limit of one minute, at which a rank leaves 30 s before."""
-    run = make_run(units=72, seconds=2.5, profile=make_profile(timeout_min=1))
-    ranks = [job for job in run.start().jobs if "_" in job]
-    wait_until(lambda: all(restarts(rank) for rank in ranks))
-    run.stage.mark("hurry")
-    assert wait_for_end(run.run_dir).state == "done"
-    assert_same_as_local(run, tmp_path)
-    assert report(run, record_property) <= sum(map(restarts, ranks))
-
-
-@pytest.mark.skipif(
-    not KILL_NODE.exists() or os.getuid() != 0, reason="needs kill_node.sh of the test cluster, as root"
-)
-def test_a_node_crash_costs_the_units_of_its_ranks(make_run, tmp_path, record_property, nodes_come_back):
-    run = make_run(units=60, seconds=1.0)
+def test_a_second_submission_adds_ranks_and_one_that_begins_anew_is_refused(make_run, tmp_path, record_property):
+    run = make_run(units=8, everywhere="wait:go", profile=make_profile(max_ranks=2))
     run.start()
-    wait_for_units(run, 8)
-    node = slurm("squeue", "--noheader", "--format=%N", f"--jobs={running_ranks(run)[0]}").strip()
-    lost = slurm("squeue", "--noheader", "--array", f"--nodelist={node}", "--format=%i").split()
-    subprocess.run(["bash", KILL_NODE, node], check=True)
+    jobs = queued_jobs(run.run_dir)
+    assert "8 units on 2 more ranks" in replace(run).start().message
+    roles = Counter(job.role for job in queued_jobs(run.run_dir))
+    assert roles == Counter(job.role for job in jobs) + Counter(rank=2)
+    with raises(ConfigError, "jobs_in_queue"):
+        replace(run, restart=True).start()
+    run.stage.mark("go")
+    finish(run, tmp_path, record_property, 0)
+    replace(run, restart=True).start()
     assert wait_for_end(run.run_dir).state == "done"
-    assert_same_as_local(run, tmp_path)
-    assert report(run, record_property) <= len(lost)
+    assert run.stage.redone() == 8
+
+
+def test_when_all_jobs_are_cancelled_waiting_ends_and_a_new_submission_goes_on(make_run, tmp_path, record_property):
+    run = make_run(units=8, everywhere="wait:go", profile=make_profile(max_ranks=2))
+    run.start()
+    slurm("scancel", *(job.id for job in queued_jobs(run.run_dir)))
+    with raises(FatalError, "jobs_gone"):
+        wait_for_end(run.run_dir)
+    run.stage.mark("go")
+    run.start()
+    finish(run, tmp_path, record_property, 2)
+
+
+def test_what_slurm_refuses_leaves_no_job_behind(make_run):
+    """The ranks are accepted, the advance job behind them is not."""
+    run = make_run(units=8, profile=make_profile(stages={"driver": {"partition": "nowhere"}}))
+    with raises(FatalError, "jobs_refused", "invalid partition"):
+        run.start()
+    wait_until(lambda: queued_jobs(run.run_dir) == [])
+
+
+def test_a_submission_killed_between_ranks_and_advance_job_goes_on_when_started_again(
+    make_run, tmp_path, record_property
+):
+    import cloudpickle
+
+    run = make_run(units=8, seconds=0.3, profile=make_profile(max_ranks=2))
+    (tmp_path / "run.pkl").write_bytes(cloudpickle.dumps(run))
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/bash\ngrep -q array= $1 || kill -9 $PPID\nexec {shutil.which('sbatch')} $1\n")
+    sbatch.chmod(0o755)
+    code = "import cloudpickle, sys; cloudpickle.load(open(sys.argv[1], 'rb')).start()"
+    environment = dict(line.removeprefix("export ").split("=", 1) for line in SETUP)
+    environment["PATH"] = f"{sbatch.parent}:{os.environ['PATH']}"
+    command = [sys.executable, "-c", code, tmp_path / "run.pkl"]
+    assert subprocess.run(command, env=os.environ | environment, check=False).returncode == -9
+    assert "still in the queue, then advance job" in run.start().message
+    finish(run, tmp_path, record_property, 0)
 
 
 @pytest.fixture
 def nodes_come_back():
     yield
     for node in ("n1", "n2"):
-        if not is_alive(f"/run/slurm-test/slurmd-{node}.pid"):
+        command = ["pgrep", "--pidfile", f"/run/slurm-test/slurmd-{node}.pid"]
+        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
             slurm(shutil.which("slurmd") or "/usr/sbin/slurmd", "-N", node)
     shown = ("sinfo", "--noheader", "--Node", "--partition=cpu", "--format=%t")
     wait_until(lambda: not {"down", "down*", "idle*"} & set(slurm(*shown).split()))
-
-
-def is_alive(pid_file: str) -> bool:
-    return subprocess.run(["pgrep", "--pidfile", pid_file], capture_output=True, check=False).returncode == 0
 
 
 def restarts(task: str) -> int:

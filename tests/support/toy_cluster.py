@@ -14,9 +14,9 @@ from typing import Any
 
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import StageResult
+from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.plan import load_plan
-from sharmill.engine.run import Executor, describe_end, locked, read_totals, run_stage
+from sharmill.engine.run import describe_end, locked, read_totals, run_stage
 from sharmill.engine.run_notes import End
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
@@ -68,7 +68,6 @@ class ToyDataset:
     later: tuple[SleepyStage, ...] = ()
     name: str = "toy"
     max_reject_fraction: float = 0.5
-    stages: tuple[tuple[Stage, StageResult], ...] = ()
 
     @property
     def run_dir(self) -> Path:
@@ -77,26 +76,24 @@ class ToyDataset:
     def make_stages(self) -> list[Stage]:
         return [self.stage, *self.later]
 
-    def run(self, executor: Executor, listener: Listener, *, restart: bool, wait_seconds: float) -> ToyDataset:
+    def run(self, executor: SlurmExecutor, *, restart: bool, wait_seconds: float) -> End | Submitted:
         results: list[tuple[Stage, StageResult]] = []
         with locked(self.stage.run_dir, wait_seconds) as lock:
-            assert isinstance(executor, SlurmExecutor)
-            if executor.is_job:
+            if executor.role is not None:
                 executor.require_current()
             else:
                 executor.begin(executor.find_others(), joins=bool(find_live(self.stage.dir, ranks=False)))
             for stage in self.make_stages():
                 limit = self.max_reject_fraction
                 result = run_stage(
-                    stage, executor, listener, max_reject_fraction=limit, restart=restart, unlocked=lock.released
+                    stage, executor, Listener(), max_reject_fraction=limit, restart=restart, unlocked=lock.released
                 )
                 results.append((stage, result))
+                if result.submitted is not None:
+                    return result.submitted
                 if not result.ok:
                     break
-        return replace(self, stages=tuple(results))
-
-    def end(self) -> End:
-        return describe_end(self.stages)
+        return describe_end(results)
 
     def ranks_of_use(self, stage: Stage, units: Sequence[Unit]) -> int:
         return len(units)

@@ -18,6 +18,7 @@ from sharmill.engine.run_notes import Given, begin_run, read_given
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
+from sharmill.executors.slurm.queue import make_run_id
 from sharmill.pipeline import make_stages, run_dataset
 from sharmill.staging import STAGING_NAME
 
@@ -134,9 +135,10 @@ def test_what_is_to_begin_anew_does_so_in_a_later_run_too(config):
 
 def test_a_run_that_takes_over_from_jobs_elsewhere_ends_their_run(config, monkeypatch):
     """Else each later command would refuse for its sake."""
-    monkeypatch.setattr("sharmill.executors.slurm.queue.is_here", lambda command: False)  # no controller is asked
+    monkeypatch.setattr("sharmill.executors.slurm.queue.ask", lambda command, patience: "")  # an empty queue
     run_dir = RunDir(Path(config.run_dir))
     run_dir.path.mkdir(parents=True)
+    make_run_id(run_dir)
     begin_run(run_dir, Given(stages=["prepare"], cluster="elsewhere"))
     with raises(ConfigError, "jobs_elsewhere", "submit or run --take-over"):
         run_dataset(config, Listener(), stages=[])

@@ -37,14 +37,12 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     from sharmill.engine.run_notes import End, note_end, read_end
     from sharmill.engine.rundir import RunDir
     from sharmill.engine.state import describe_workers, find_workers
-    from sharmill.executors.slurm.queue import cancel_jobs, queued_jobs, require_same_cluster
+    from sharmill.executors.slurm.queue import cancel_jobs, queued_jobs
 
     paths, console = RunDir(run_dir), make_console()
     if not paths.config.exists():
         raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
     queued, owner, live = queued_jobs(paths), lock_owner(paths.path), find_workers(paths)
-    if not queued:
-        require_same_cluster(paths)
     if read_end(paths) is None and (queued or live or (owner is not None and not _is_gone(owner))):
         # First of all: what goes on meanwhile submits nothing more.
         note_end(paths, End(state="cancelled", message=f"cancelled by {user_name()}; what is done is kept"))

@@ -164,14 +164,12 @@ class QueueView:
     def ask(self) -> None:
         """Bring ``jobs`` up to date, or say in ``problem`` why they are not known."""
         from sharmill.engine.rundir import RunDir
-        from sharmill.executors.slurm.queue import queued_jobs, require_same_cluster
+        from sharmill.executors.slurm.queue import queued_jobs
 
         if time.monotonic() < self.next_question:
             return
         try:
             self.jobs, self.problem = queued_jobs(RunDir(self.path), patience=_SECONDS_TO_ASK), ""
-            if not self.jobs:
-                require_same_cluster(RunDir(self.path))
         except SharmillError as error:
             self.jobs, self.problem = [], str(error)
         self.next_question = time.monotonic() + _SECONDS_BETWEEN_QUESTIONS

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sharmill.engine.run_notes import End
     from sharmill.engine.stage import Stage
     from sharmill.engine.unit import Unit
-    from sharmill.executors.slurm.executor import JobRequests, SlurmExecutor
+    from sharmill.executors.slurm.executor import SlurmExecutor
     from sharmill.executors.slurm.profile import ClusterProfile
     from sharmill.validate.findings import Report
 
@@ -164,7 +164,7 @@ def show_submission(
     if config.append_to is not None and run.is_whole:
         line = f"{config.name}: once all stages are done, its shards are appended to {config.append_to}"
         console.print(plain(line), soft_wrap=True)
-    jobs = SlurmExecutor(run, profile).jobs
+    jobs = SlurmExecutor(run, profile)
     left: list[tuple[Stage, list[Unit]]] = []
     for stage in make_stages(config, chosen):
         units, done = read_or_preview_units(stage) if not left else ([], {})
@@ -190,7 +190,7 @@ def show_submission(
     return {"stage": stage.name, "balance": balance, "scripts": scripts, "later": later}
 
 
-def _describe_balance(stage: Stage, units: Sequence[Unit], jobs: JobRequests, num_ranks: int) -> list[str]:
+def _describe_balance(stage: Stage, units: Sequence[Unit], jobs: SlurmExecutor, num_ranks: int) -> list[str]:
     """Return sentences about the units of a stage: who does them, and what waits for whom."""
     from sharmill.engine.state import pack_units
 
@@ -198,21 +198,18 @@ def _describe_balance(stage: Stage, units: Sequence[Unit], jobs: JobRequests, nu
     if not num_ranks:
         workers = jobs.workers_in_job(stage, units)
         return [f"{len(units)} units in the advance job itself, on {workers} workers", f"then {behind}"]
-    arrays = jobs.arrays(stage, num_ranks)
     loads = [sum(unit.cost for unit in part) for part in pack_units(units, num_ranks)]
     balance = f", balance {sum(loads) / len(loads) / max(loads):.0%}" if max(loads) else ""
-    parallel = sum(parallel for _, parallel in arrays)
-    split = f" in {len(arrays)} job arrays, of which the first is shown" if len(arrays) > 1 else ""
     cost = describe_cost(sum(loads), records=stage.cost_unit == "records")
     return [
-        f"{len(units)} units ({cost}) on {num_ranks} {_resource(stage)} ranks{split}; at most "
-        f"{min(parallel, num_ranks)} run at once",
+        f"{len(units)} units ({cost}) on {num_ranks} {_resource(stage)} ranks; at most "
+        f"{min(jobs.max_parallel(stage), num_ranks)} run at once",
         f"{min(loads):.1f} to {max(loads):.1f} {stage.cost_unit} per rank{balance}",
         f"then the advance job, once the ranks have ended (afterany), then {behind}",
     ]
 
 
-def _describe_later(stage: Stage, jobs: JobRequests) -> str:
+def _describe_later(stage: Stage, jobs: SlurmExecutor) -> str:
     own = "" if stage.uses_gpu or not jobs.profile.driver_units else ", or few units in the advance job itself"
     return f"{stage.name}, later: at most {jobs.ranks_of(stage).max_ranks} {_resource(stage)} ranks{own}"
 

@@ -84,8 +84,8 @@ class Supervisor:
         is_out = all(map(attempts.is_out, self._slots.values()))
         return attempts.all_out_error(self.stage.name, self.stage.dir.logs) if is_out else None
 
-    def run(self, on_look: Callable[[], object] = lambda: None) -> None:
-        """Start ranks, and return when none is left.
+    def run(self, on_look: Callable[[], object] = lambda: None) -> bool:
+        """Start ranks, and return when none is left: True if the stage has ended.
 
         Args:
             on_look: is called after each look at the stage.
@@ -106,6 +106,7 @@ class Supervisor:
             leave_by = time.monotonic() + _SECONDS_TO_LEAVE
             while self._running and time.monotonic() < leave_by:
                 self._wait_and_look(on_look)
+            return self._state.has_ended()
         except FileNotFoundError:
             # The folders have gone with the plan.
             require_current(self.stage)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from support.paths import REPOSITORY
+from support.toy_cluster import ToyDataset, ToyRun
 from support.toy_stage import ToyStage
 
-from sharmill.engine.rundir import RunDir
-from sharmill.executors.slurm.executor import JobRequests
 from sharmill.executors.slurm.profile import load_profile
 
 EXAMPLES = sorted((REPOSITORY / "configs/clusters").glob("*.yaml"))
@@ -26,14 +25,13 @@ class MatchStage(ToyStage):
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
     """Returns a function: name of an example -> the scripts of ranks on GPUs, of others, and of advance jobs."""
-    # No controller is asked.
-    monkeypatch.setattr("sharmill.executors.slurm.queue.is_here", lambda command: False)
     monkeypatch.chdir(tmp_path)
 
     def make(name: str) -> list[str]:
         profile = load_profile(REPOSITORY / f"configs/clusters/{name}.yaml")
-        jobs = JobRequests(profile, RunDir(tmp_path / "run"), "toy")
-        return [jobs.scripts(MatchStage(tmp_path), 2)[0], *jobs.scripts(ToyStage(tmp_path), 2)[:2]]
+        stage = ToyStage(tmp_path)
+        run = ToyRun(ToyDataset(stage), profile)
+        return [run.scripts(MatchStage(tmp_path), 2)[0], *run.scripts(stage, 2)[:2]]
 
     return make
 
@@ -68,8 +66,8 @@ def test_apptainer_runs_the_python_of_ranks_and_not_of_advance_jobs(scripts):
 def test_pyxis_gets_image_mounts_and_folder_of_ranks_and_not_of_advance_jobs(scripts, tmp_path):
     gpu, cpu, advance = scripts("pyxis")
     arguments = (
-        "--container-image=/images/sharmill.sqsh --container-mounts=/data:/data,/runs:/runs "
-        f"--container-workdir={tmp_path} python -u -m submitit.core._submit "
+        f"--container-image=/images/sharmill.sqsh --container-workdir={tmp_path} "
+        "--container-mounts=/data:/data,/runs:/runs python -u -m submitit.core._submit "
     )
     assert [arguments in script for script in (gpu, cpu, advance)] == [True, True, False]
 

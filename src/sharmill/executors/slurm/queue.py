@@ -1,5 +1,4 @@
-"""SLURM's own commands: the jobs of a run directory in the queue, the wait for them and their end, and the limits of
-the cluster.
+"""SLURM's own commands: the jobs of a run directory in the queue, the wait for them and their end, and their logs.
 
 The jobs of a run directory are found by their comment, which has the id of the run directory in it: whoever submitted
 them, whatever path led there, and also if the submission died before it could tell their numbers.
@@ -8,21 +7,30 @@ them, whatever path led there, and also if the submission died before it could t
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import secrets
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
-from tenacity import Retrying, before_sleep_log, retry_if_exception, stop_after_delay, wait_exponential
+from tenacity import (
+    Retrying,
+    before_sleep_log,
+    retry_if_exception_type,
+    retry_if_not_exception_type,
+    stop_after_delay,
+    wait_exponential,
+)
 from tenacity.retry import retry_base
 
 from sharmill.engine.locks import SLURM_JOB, lock_owner
+from sharmill.engine.patience import Patience
 from sharmill.engine.run import locked
 from sharmill.engine.run_notes import End, read_end, read_given
 from sharmill.engine.rundir import RunDir
@@ -32,26 +40,29 @@ from sharmill.storage import write_atomic
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_MAX_ARRAY = 1001
 _PAUSE_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 300.0
 # A command that hangs; however short the patience is, one that answers is heard.
 _SECONDS_TO_ANSWER = 60.0
 PATIENCE_SECONDS = 30.0
 _POLL_SECONDS = 2.0
-_SECONDS_BETWEEN_QUESTIONS = 10.0
-# After its end was noted an advance job has little left to do, but a site may have something to clean up.
-_SECONDS_TO_LEAVE_QUEUE = 60.0
+_SECONDS_TO_SEE_END = 5.0
 # A process that takes no notice of SIGTERM is killed by SLURM after KillWait, which is 30 s by default.
 _SECONDS_TO_CANCEL = 180.0
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
+SETUP_FAILED = "sharmill: the setup line failed with status "
+_SAYS_WHY = re.compile(
+    r"(?!\s).*(error|exception|not ?found|no such|denied|cannot|could not|unable|fail|killed)", re.IGNORECASE
+)
+_MOST_LOGS = 50
+_MOST_CHARACTERS = 300
 
 # Of a rank, of the advance job behind ranks, and of the job behind that, which runs only if it fails.
 Role = Literal["rank", "advance", "second"]
 
 
 class SlurmSilent(FatalError):
-    """The controller does not answer; that says nothing about the jobs."""
+    """The controller does not answer, or takes no jobs at present; that says nothing about the jobs."""
 
     default_code: ClassVar[str] = "silent_cluster"
 
@@ -70,37 +81,6 @@ class QueuedJob:
     user: str
     role: str
 
-    @property
-    def number(self) -> int:
-        """Return the job's number, which it shares with the other tasks of its array. Later jobs have higher ones."""
-        return int(self.id.split("_")[0])
-
-
-def is_here(command: str) -> bool:
-    """Return True if there is such a command on this machine."""
-    return shutil.which(command) is not None
-
-
-def run(command: Sequence[str]) -> str:
-    """Return what a command of SLURM prints.
-
-    Raises:
-        FileNotFoundError: there is no such command here.
-        OSError, subprocess.SubprocessError: it cannot be run, fails, or does not end in time.
-    """
-    # The user's own settings of squeue would hide jobs of others.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
-    return subprocess.run(
-        command, capture_output=True, check=True, timeout=_SECONDS_TO_ANSWER, env=environment, text=True,
-        errors="replace",
-    ).stdout  # fmt: skip
-
-
-def require_slurm() -> None:
-    """Raise ConfigError where jobs cannot be submitted."""
-    if not is_here("sbatch"):
-        raise ConfigError("there is no sbatch here; are you on a SLURM cluster?", code="no_cluster")
-
 
 def make_run_id(run_dir: RunDir) -> None:
     """Give a run directory its id, unless it has one. The caller holds the run directory's lock."""
@@ -109,13 +89,14 @@ def make_run_id(run_dir: RunDir) -> None:
 
 
 def job_comment(run_dir: RunDir, role: Role) -> str:
-    """Return the comment by which the jobs of a run directory are found."""
-    # Without an id, scripts are only shown.
-    run_id = _run_id(run_dir) if run_dir.id.exists() else "new"
-    return f"sharmill:{run_id}:{role}"
+    """Return the comment by which the jobs of a run directory are found; without an id, scripts are only shown."""
+    return f"sharmill:{_run_id(run_dir) or 'new'}:{role}"
 
 
 def _run_id(run_dir: RunDir) -> str:
+    """Return the id of a run directory, "" if no job was ever submitted from it."""
+    if not run_dir.id.exists():
+        return ""
     found = read_stored(run_dir.id).decode("ascii", "replace")
     if not _RUN_ID.fullmatch(found):
         raise ConfigError(
@@ -126,52 +107,54 @@ def _run_id(run_dir: RunDir) -> str:
     return found
 
 
-def queued_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[QueuedJob]:
+def queued_jobs(
+    run_dir: RunDir, patience: float = PATIENCE_SECONDS, *, on_any_cluster: bool = False
+) -> list[QueuedJob]:
     """Return the jobs of a run directory that are not over, of all users, without the one that asks.
 
     Where no job was ever submitted from the run directory, nobody is asked.
 
     Args:
         patience: how many seconds to go on asking where nobody answers.
+        on_any_cluster: the run may wait for jobs on a cluster that is not the one here.
 
     Raises:
-        ConfigError: there is no SLURM here.
+        ConfigError: there is no SLURM here, or the run waits for jobs on another cluster.
         SlurmSilent: nobody answers.
     """
-    return [job for job in _find_jobs(run_dir, patience) if job.id != os.environ.get("SLURM_JOB_ID")]
-
-
-def competing_jobs(run_dir: RunDir, patience: float = PATIENCE_SECONDS) -> list[QueuedJob]:
-    """Return the jobs of a run directory beside which this process must submit no ranks.
-
-    For an advance job these are ranks and later advance jobs: those before it have only not quite ended.
-    """
-    found = _find_jobs(run_dir, patience)
-    own = next((job.number for job in found if job.id == os.environ.get("SLURM_JOB_ID")), None)
-    if own is None:
-        return found
-    return [job for job in found if job.role == "rank" or (job.role == "advance" and job.number > own)]
-
-
-def _find_jobs(run_dir: RunDir, patience: float) -> list[QueuedJob]:
-    if not run_dir.id.exists():
+    if not (run_id := _run_id(run_dir)):
         return []
-    shown = _ask(["squeue", "--noheader", "--all", "--array", "--format=%i|%T|%r|%E|%u|%k"], patience)
+    shown = ask(["squeue", "--noheader", "--all", "--array", "--format=%i|%T|%r|%E|%u|%k"], patience)
     # A site may add to comments.
-    ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|([^|]*)\|.*\bsharmill:{_run_id(run_dir)}:(\w+)"
-    found = [
-        QueuedJob(number, state, reason, re.sub(r"\((null|unfulfilled)\)", "", waits_for), user, role)
-        for number, state, reason, waits_for, user, role in re.findall(ours, shown, re.MULTILINE)
-    ]
-    # A job without ranks that is completing does nothing any more, and one behind a job that is done never begins.
-    # This process itself may be told to end, which takes a while.
-    return [
-        job
-        for job in found
-        if job.role == "rank"
-        or job.id == os.environ.get("SLURM_JOB_ID")
-        or (job.state != "COMPLETING" and job.reason != "DependencyNeverSatisfied")
-    ]
+    ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|([^|]*)\|.*\bsharmill:{run_id}:(\w+)"
+    jobs = []
+    for number, state, reason, waits_for, user, role in re.findall(ours, shown, re.MULTILINE):
+        # A job without ranks that is completing does nothing any more, and one behind a job that is done never begins.
+        is_over = role != "rank" and (state == "COMPLETING" or reason == "DependencyNeverSatisfied")
+        if not is_over and number != os.environ.get("SLURM_JOB_ID"):
+            waits_for = re.sub(r"\((null|unfulfilled)\)", "", waits_for)
+            jobs.append(QueuedJob(number, state, reason, waits_for, user, role))
+    if not jobs and not on_any_cluster:
+        _require_same_cluster(run_dir)
+    return jobs
+
+
+def _require_same_cluster(run_dir: RunDir) -> None:
+    given = read_given(run_dir)
+    if given is None or not waits_for_jobs(run_dir) or (here := setting("ClusterName")) == given.cluster:
+        return
+    raise ConfigError(
+        f"the run waits for its jobs on the cluster {given.cluster}, and this one is {here or 'none'}: end it there by "
+        f"sharmill cancel {run_dir.path}; if you know that no job is left there, sharmill submit or run --take-over "
+        "goes on here",
+        code="jobs_elsewhere",
+    )
+
+
+def waits_for_jobs(run_dir: RunDir) -> bool:
+    """Return True if a run was submitted to a cluster, and has not ended."""
+    given = read_given(run_dir)
+    return given is not None and given.cluster != "" and read_end(run_dir) is None
 
 
 def describe_jobs(jobs: Sequence[QueuedJob]) -> str:
@@ -190,17 +173,7 @@ def scancel(job_ids: Sequence[str], *options: str) -> None:
     """Ask SLURM to end jobs; no error where it does not answer."""
     if job_ids:
         with suppress(OSError, subprocess.SubprocessError):
-            run(["scancel", *options, *job_ids])
-
-
-def requeue(job_id: str, patience: float = PATIENCE_SECONDS) -> bool:
-    """Ask SLURM to end a job and to put it back into the queue; return False where it does not take the order."""
-    try:
-        _ask(["scontrol", "requeue", job_id], patience)
-    except (SlurmSilent, ConfigError) as error:
-        log.warning("job %s cannot be requeued: %s", job_id, error)
-        return False
-    return True
+            _run(["scancel", *options, *job_ids])
 
 
 def require_no_jobs(run_dir: RunDir, *, take_over: bool = False) -> None:
@@ -209,15 +182,15 @@ def require_no_jobs(run_dir: RunDir, *, take_over: bool = False) -> None:
     With ``take_over`` nobody need be asked: the user says that there are none.
     """
     try:
-        jobs = queued_jobs(run_dir)
+        jobs = queued_jobs(run_dir, on_any_cluster=take_over)
     except SharmillError as error:
         given, end = read_given(run_dir), read_end(run_dir)
         # The last run was none on SLURM, or has left no jobs.
         if take_over or (given is not None and not given.cluster) or (end is not None and end.state == "done"):
             return
         raise ConfigError(
-            f"jobs that were submitted from {run_dir.path} may still be at work on it, and nobody can be asked here: "
-            f"{error}; ask where squeue answers, or, if you know that none is left: sharmill run --take-over",
+            f"jobs that were submitted from {run_dir.path} may still be at work on it: {error}; ask where squeue "
+            "answers, or, if you know that none is left: sharmill run --take-over",
             code=error.code,
         ) from error
     if jobs:
@@ -226,27 +199,6 @@ def require_no_jobs(run_dir: RunDir, *, take_over: bool = False) -> None:
             f"{run_dir.path}) or end them: scancel {' '.join(parent_ids([job.id for job in jobs]))}",
             code="jobs_in_queue",
         )
-    if not take_over:
-        require_same_cluster(run_dir)
-
-
-def waits_for_jobs(run_dir: RunDir) -> bool:
-    """Return True if a run was submitted to a cluster, and has not ended."""
-    given = read_given(run_dir)
-    return given is not None and given.cluster != "" and read_end(run_dir) is None
-
-
-def require_same_cluster(run_dir: RunDir) -> None:
-    """Raise ConfigError if a run waits for jobs of a cluster that is not the one here."""
-    given = read_given(run_dir)
-    if given is None or not waits_for_jobs(run_dir) or (here := cluster_name()) == given.cluster:
-        return
-    raise ConfigError(
-        f"the run waits for its jobs on the cluster {given.cluster}, and this one is {here or 'none'}: end it there by "
-        f"sharmill cancel {run_dir.path}; if you know that no job is left there, sharmill submit or run --take-over "
-        "goes on here",
-        code="jobs_elsewhere",
-    )
 
 
 def cancel_jobs(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> list[str]:
@@ -263,21 +215,17 @@ def cancel_jobs(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> li
     ended: set[str] = set()
     deadline = time.monotonic() + wait_seconds
     while True:
-        if jobs := queued_jobs(run_dir):
+        while jobs := queued_jobs(run_dir):
             if time.monotonic() > deadline:
                 raise FatalError(
                     f"{describe_jobs(jobs)} are still in the queue {wait_seconds:.0f} s after scancel; ask again with "
                     f"sharmill status {run_dir.path}",
                     code="jobs_in_queue",
                 )
-            # The second job would begin in the place of its advance job, and that would submit the ranks again.
-            order = ("second", "advance", "rank")
-            jobs.sort(key=lambda job: (order.index(job.role), job.number))
-            ids = list(dict.fromkeys(str(job.number) for job in jobs))
-            ended.update(ids)
-            scancel(ids)
+            numbers = parent_ids([job.id for job in jobs])
+            ended.update(numbers)
+            scancel(numbers)
             time.sleep(_POLL_SECONDS)
-            continue
         owner = lock_owner(run_dir.path)
         if owner is None or owner.job.removeprefix(SLURM_JOB) not in ended:
             return sorted(ended, key=int)
@@ -292,60 +240,49 @@ def wait_for_end(run_dir: RunDir) -> End:
     Raises:
         FatalError: its jobs are gone and it has not come to an end.
     """
-    next_question = 0.0
-    ended: float | None = None
-    num_without = 0
     while True:
-        end, now = read_end(run_dir), time.monotonic()
-        if end is not None:
-            ended = ended or now
-            if now - ended > _SECONDS_TO_LEAVE_QUEUE or not _may_have_jobs(run_dir):
-                return end
-        elif now >= next_question:
-            num_without = 0 if _may_have_jobs(run_dir) else num_without + 1
-            # Asked twice: its last job may just have ended.
-            next_question = now + (0.0 if num_without else _SECONDS_BETWEEN_QUESTIONS)
-            if num_without == 2:
-                raise FatalError(
-                    f"the jobs have ended before the work did; see {run_dir.jobs}, and submit again to go on",
-                    code="jobs_gone",
-                )
+        jobs = queued_jobs(run_dir, math.inf)
+        end = read_end(run_dir)
+        if end is not None and not jobs:
+            return end
+        if not jobs and not Patience(_SECONDS_TO_SEE_END).wait_until(
+            lambda: read_end(run_dir) is not None, "the end of the run"
+        ):
+            reason = find_reason(run_dir.jobs) or f"see {run_dir.jobs}"
+            message = f"the jobs have ended before the work did: {reason}; submit again to go on"
+            raise FatalError(message, code="jobs_gone")
         time.sleep(_POLL_SECONDS)
 
 
-def _may_have_jobs(run_dir: RunDir) -> bool:
+def find_reason(jobs: Path, since: float = 0.0) -> str:
+    """Return what the newest log of a job in a folder says of its end, in one line; "" where none says anything.
+
+    Logs of before ``since``, by the clock of the file system, are of other rounds and stages.
+    """
+    by_age = sorted(((path.stat().st_mtime, path) for path in jobs.glob("*_log.err")), reverse=True)
+    for path in [path for written, path in by_age if written >= since][:_MOST_LOGS]:
+        try:
+            text = read_stored(path).decode(errors="replace")
+        except (OSError, SharmillError):
+            continue  # the log of another job may say it
+        if said := [line.rstrip() for line in text.splitlines() if _SAYS_WHY.match(line)]:
+            # What a setup line printed comes before the sentence about its end.
+            named = [line for line in said[1:] if line.startswith(SETUP_FAILED)]
+            return f"{' | '.join([said[0], *named])[:_MOST_CHARACTERS]}; {path}"
+    return ""
+
+
+def setting(name: str, patience: float = PATIENCE_SECONDS) -> str:
+    """Return a value of SLURM's configuration, "" where it has none or there is no SLURM to ask.
+
+    Raises:
+        SlurmSilent: nobody answers.
+    """
     try:
-        return bool(queued_jobs(run_dir))
-    except SlurmSilent as error:
-        log.warning("%s", error)
-        return True
-
-
-def max_array_size(patience: float = PATIENCE_SECONDS) -> int:
-    """Return how many tasks the cluster allows in one array; SLURM's own default where there is no SLURM to ask.
-
-    Raises:
-        SlurmSilent: nobody answers.
-    """
-    found = _setting("MaxArraySize", patience)
-    # The largest index is one less than MaxArraySize, and so is the largest number of tasks from index 0 on.
-    return (int(found) if found.isdecimal() else _DEFAULT_MAX_ARRAY) - 1
-
-
-def cluster_name(patience: float = PATIENCE_SECONDS) -> str:
-    """Return the name of the cluster, "" where there is none.
-
-    Raises:
-        SlurmSilent: nobody answers.
-    """
-    return _setting("ClusterName", patience)
-
-
-def _setting(name: str, patience: float) -> str:
-    """Return a value of SLURM's configuration, "" where it has none or there is no SLURM to ask."""
-    if not is_here("scontrol"):
+        shown = ask(["scontrol", "show", "config"], patience)
+    except ConfigError:
         return ""
-    match = re.search(rf"^{name}\s*=\s*(\S+)", _ask(["scontrol", "show", "config"], patience), re.MULTILINE)
+    match = re.search(rf"^{name}\s*=\s*(\S+)", shown, re.MULTILINE)
     return match[1] if match else ""
 
 
@@ -355,11 +292,10 @@ def outside_own_job() -> Iterator[None]:
 
     Outside of a job they are the user's own settings and stay, and where SLURM's configuration lies stays in any case.
     """
-    if "SLURM_JOB_ID" not in os.environ:
-        yield
-        return
-    prefixes = ("SLURM_", "SBATCH_", "SRUN_")
-    own = {name: value for name, value in os.environ.items() if name.startswith(prefixes) and name != "SLURM_CONF"}
+    own: dict[str, str] = {}
+    if "SLURM_JOB_ID" in os.environ:
+        prefixes = ("SLURM_", "SBATCH_", "SRUN_")
+        own = {name: value for name, value in os.environ.items() if name.startswith(prefixes) and name != "SLURM_CONF"}
     for name in own:
         del os.environ[name]
     try:
@@ -377,10 +313,16 @@ def retrying(patience: float, retry: retry_base) -> Retrying:
     return Retrying(stop=stop_after_delay(patience), wait=pauses, retry=retry, before_sleep=warn, reraise=True)
 
 
-def _ask(command: list[str], patience: float) -> str:
-    """Return what a command prints."""
+def ask(command: list[str], patience: float) -> str:
+    """Return what a command of SLURM prints, which is run again where it fails.
+
+    Raises:
+        ConfigError: there is no such command here.
+        SlurmSilent: it still fails after ``patience`` seconds.
+    """
+    failed = retry_if_exception_type((OSError, subprocess.SubprocessError))
     try:
-        return retrying(patience, retry_if_exception(_may_pass))(run, command)
+        return retrying(patience, failed & retry_if_not_exception_type(FileNotFoundError))(_run, command)
     except FileNotFoundError as error:
         message = f"there is no {command[0]} here; are you on a SLURM cluster?"
         raise ConfigError(message, code="no_cluster") from error
@@ -389,5 +331,10 @@ def _ask(command: list[str], patience: float) -> str:
         raise SlurmSilent(f"SLURM does not answer {command[0]}: {' '.join(said.split())}") from error
 
 
-def _may_pass(error: BaseException) -> bool:
-    return isinstance(error, (OSError, subprocess.SubprocessError)) and not isinstance(error, FileNotFoundError)
+def _run(command: Sequence[str]) -> str:
+    # The user's own settings of squeue would hide jobs of others.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    return subprocess.run(
+        command, capture_output=True, check=True, timeout=_SECONDS_TO_ANSWER, env=environment, text=True,
+        errors="replace",
+    ).stdout  # fmt: skip

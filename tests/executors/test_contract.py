@@ -258,17 +258,15 @@ def _join(stage: ToyStage) -> None:
     sys.exit(0 if _run_stage(stage, LocalExecutor(1)).ok else 1)
 
 
-def test_a_cancelled_run_ends_and_the_same_command_goes_on(run, tmp_path, whole, request):
-    if "slurm" in request.node.name:
-        pytest.skip("n/a: its jobs are cancelled as well; see tests/slurm/test_cancel.py")
+def test_a_cancelled_run_ends_and_the_same_command_goes_on(run, tmp_path, whole):
     stage = SleepyStage(tmp_path, units=12, seconds=0.4)
     with ThreadPoolExecutor(1) as pool:
         cancelled = pool.submit(run, stage, 2)
         wait_until(lambda: len(stage.attempts()) > 3)
         note_end(stage.run_dir, RunEnd(state="cancelled", message="cancelled by ada"))
         began = time.monotonic()
-        assert cancelled.result().message == "the run was cancelled by ada"
-    assert time.monotonic() - began < 30
+        assert "cancelled by ada" in cancelled.result().message
+    assert time.monotonic() - began < 60
     assert find_live(stage.dir) == []
     assert len(read_ledger(stage.dir, load_plan(stage))) < 12
     begin_run(stage.run_dir, Given(stages=["toy"]))

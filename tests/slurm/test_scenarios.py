@@ -155,7 +155,9 @@ def test_a_submission_killed_between_ranks_and_advance_job_goes_on_when_started_
     (tmp_path / "run.pkl").write_bytes(cloudpickle.dumps(run))
     sbatch = tmp_path / "bin/sbatch"
     sbatch.parent.mkdir()
-    sbatch.write_text(f"#!/bin/bash\ngrep -q array= $1 || kill -9 $PPID\nexec {shutil.which('sbatch')} $1\n")
+    sbatch.write_text(
+        f"#!/bin/bash\ngrep -q array= $1 || {{ kill -9 $PPID; exit 1; }}\nexec {shutil.which('sbatch')} $1\n"
+    )
     sbatch.chmod(0o755)
     code = "import cloudpickle, sys; cloudpickle.load(open(sys.argv[1], 'rb')).start()"
     environment = dict(line.removeprefix("export ").split("=", 1) for line in SETUP)

@@ -37,7 +37,7 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     from sharmill.engine.run_notes import End, note_end, read_end
     from sharmill.engine.rundir import RunDir
     from sharmill.engine.state import describe_workers, find_workers
-    from sharmill.executors.slurm.queue import cancel_jobs, queued_jobs
+    from sharmill.executors.slurm.queue import SECONDS_TO_CANCEL, cancel_jobs, queued_jobs
 
     paths, console = RunDir(run_dir), make_console()
     if not paths.config.exists():
@@ -62,9 +62,10 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
         console.print(plain(f"nothing is at work in {run_dir}"))
     claims: list[Path] = []
     try:
-        if paths.claim.exists():
-            # A run that has begun again meanwhile keeps its claims, and ranks their staging folder.
-            with locked(paths):
+        if jobs or paths.claim.exists():
+            # The process of an advance job may outlast its job for a while. A run that has begun again meanwhile keeps
+            # its claims, and ranks their staging folder.
+            with locked(paths, SECONDS_TO_CANCEL if jobs else 0.0):
                 claims = [] if find_workers(paths, ranks=not jobs) else release_unused(paths)
     finally:
         # What was ended is told in any case.

@@ -165,7 +165,7 @@ class SlurmExecutor:
     take_over: bool = False
     patience: float = queue.PATIENCE_SECONDS
     role: queue.Role | None = None
-    given: Given | None = None
+    given: Given = field(default_factory=lambda: Given(stages=[]))
     run_dir: RunDir = field(init=False)
 
     def __post_init__(self) -> None:
@@ -205,7 +205,6 @@ class SlurmExecutor:
         """Begin the run beside other jobs of it; with ``joins``, ranks that are none of them are at work as well."""
         if any(job.role != "rank" for job in others):
             return  # its advance jobs go on, and this adds ranks
-        assert self.given is not None
         begin_run(self.run_dir, self.given)
         # The work of ranks whose advance job is gone, or was never submitted, counts on.
         for stage in self.dataset.make_stages() if not (others or joins) else ():

@@ -29,9 +29,7 @@ from tenacity import (
 )
 from tenacity.retry import retry_base
 
-from sharmill.engine.locks import SLURM_JOB, lock_owner
 from sharmill.engine.patience import Patience
-from sharmill.engine.run import locked
 from sharmill.engine.run_notes import End, read_end, read_given
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import read_stored
@@ -48,7 +46,7 @@ PATIENCE_SECONDS = 30.0
 _POLL_SECONDS = 2.0
 _SECONDS_TO_SEE_END = 5.0
 # A process that takes no notice of SIGTERM is killed by SLURM after KillWait, which is 30 s by default.
-_SECONDS_TO_CANCEL = 180.0
+SECONDS_TO_CANCEL = 180.0
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 SETUP_FAILED = "sharmill: the setup line failed with status "
 _SAYS_WHY = re.compile(
@@ -201,37 +199,30 @@ def require_no_jobs(run_dir: RunDir, *, take_over: bool = False) -> None:
         )
 
 
-def cancel_jobs(run_dir: RunDir, wait_seconds: float = _SECONDS_TO_CANCEL) -> list[str]:
-    """End all jobs of a run directory; return their numbers once none of them directs the run any more.
+def cancel_jobs(run_dir: RunDir) -> list[str]:
+    """End all jobs of a run directory; return their numbers once the queue has none of them any more.
 
-    Its end was noted before, so what they submit meanwhile does nothing more; the queue is asked until it has none.
+    The end of the run was noted before, so what they submit meanwhile does nothing more.
 
     Raises:
-        ConfigError: there is no SLURM here to be asked, the jobs are on another cluster, or the process of one holds
-            the run directory after ``wait_seconds``.
+        ConfigError: there is no SLURM here to be asked, or the jobs are on another cluster.
         SlurmSilent: nobody answers.
-        FatalError: jobs are still there after ``wait_seconds``.
+        FatalError: jobs are still there after three minutes.
     """
     ended: set[str] = set()
-    deadline = time.monotonic() + wait_seconds
-    while True:
-        while jobs := queued_jobs(run_dir):
-            if time.monotonic() > deadline:
-                raise FatalError(
-                    f"{describe_jobs(jobs)} are still in the queue {wait_seconds:.0f} s after scancel; ask again with "
-                    f"sharmill status {run_dir.path}",
-                    code="jobs_in_queue",
-                )
-            numbers = parent_ids([job.id for job in jobs])
-            ended.update(numbers)
-            scancel(numbers)
-            time.sleep(_POLL_SECONDS)
-        owner = lock_owner(run_dir.path)
-        if owner is None or owner.job.removeprefix(SLURM_JOB) not in ended:
-            return sorted(ended, key=int)
-        # The process of an advance job may outlast its job for a while, and may just have submitted others.
-        with locked(run_dir, max(0.0, deadline - time.monotonic())):
-            continue
+    deadline = time.monotonic() + SECONDS_TO_CANCEL
+    while jobs := queued_jobs(run_dir):
+        if time.monotonic() > deadline:
+            raise FatalError(
+                f"{describe_jobs(jobs)} are still in the queue {SECONDS_TO_CANCEL:.0f} s after scancel; ask again with "
+                f"sharmill status {run_dir.path}",
+                code="jobs_in_queue",
+            )
+        numbers = parent_ids([job.id for job in jobs])
+        ended.update(numbers)
+        scancel(numbers)
+        time.sleep(_POLL_SECONDS)
+    return sorted(ended, key=int)
 
 
 def wait_for_end(run_dir: RunDir) -> End:

@@ -314,18 +314,6 @@ class GpuStage(ToyStage):
     uses_gpu = True
 
 
-class HalfBroken(GpuStage):
-    """Dies on the second GPU, at once and always; the first works once it has died three times."""
-
-    def load(self, device: str) -> None:
-        super().load(device)
-        if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
-            self.mark("died-on-1")
-            if len(self.marked("died-on-1")) == 3:
-                self.mark("given-up")
-            os._exit(1)
-
-
 class Unloadable(ToyStage):
     def __reduce__(self) -> Any:
         return _refuse, ()

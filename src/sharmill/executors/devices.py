@@ -34,10 +34,6 @@ class Device:
         """Return the device of a job that was given one: the first GPU that is visible, if it is to be one."""
         return cls(kind, os.environ.get(VISIBLE, "").split(",")[0] if kind == "cuda" else "")
 
-    def restrict_environment(self) -> None:
-        """Hide the other GPUs from this process; to be called before anything uses CUDA."""
-        os.environ[VISIBLE] = self.visible
-
     def slot(self, number: int) -> str:
         """Return the slot of a rank with this device on this host."""
         return f"{socket.gethostname()}/{f'GPU {self.visible} of rank' if self.visible else 'rank'} {number}"

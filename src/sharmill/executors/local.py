@@ -13,17 +13,15 @@ from sharmill.engine.follow import Follower
 from sharmill.engine.host import usable_cores
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
-from sharmill.engine.progress import mark_ended
 from sharmill.engine.run import Unlocked
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import begin_round, end_round
 from sharmill.engine.unit import Unit
 from sharmill.engine.work import Rank, work
 from sharmill.errors import FatalError
-from sharmill.executors.devices import VISIBLE, Device, plan_devices, usable_gpus
+from sharmill.executors.devices import VISIBLE, plan_devices, usable_gpus
 from sharmill.executors.logs import logging_to
 from sharmill.executors.supervisor import Supervisor
-from sharmill.staging import remove_dead_attempts
 
 
 @dataclass(frozen=True)
@@ -54,31 +52,24 @@ class LocalExecutor:
         numbers = begin_round(stage, units, len(devices), goes_on=self.goes_on)
         follower = Follower(stage, units, listener)
         devices = devices[: len(numbers)]
-        # One rank may be this process itself, but for a device that may break it and a time limit, which kills ranks.
+        # A device may break its process, and a time limit kills it.
         has_limit = isinstance(stage.unit_time_limit, float | int)
         is_inline = str(self.workers) == "1" and devices[0].kind == "cpu" and not has_limit
+        log_file = stage.dir.rank_log(numbers[0]) if is_inline else stage.dir.driver_log
         try:
-            with unlocked():
+            with unlocked(), logging_to(log_file):
                 follower.look()
                 if is_inline:
-                    _work_inline(stage, numbers[0], devices[0], follower)
+                    rank = Rank(numbers[0], devices[0].slot(numbers[0]), "cpu", is_replaced=False, beat_seconds=1.0)
+                    # The next stage of this process may use the GPUs that this one must not see.
+                    with variable(VISIBLE, ""):
+                        work(stage, rank, follower.look)
                 else:
-                    with logging_to(stage.dir.driver_log):
-                        Supervisor(stage, devices, numbers, beat_seconds=1.0).run(follower.look)
+                    Supervisor(stage, devices, numbers, beat_seconds=1.0).run(follower.look)
         except (FatalError, FileNotFoundError):
             # Another process may have finished the stage, or begun it anew.
             if is_current(stage):
                 raise
         finally:
             end_round(stage)
-            # No rank is left that could do it for itself.
-            remove_dead_attempts(stage.root, stage.token)
-            mark_ended(stage.dir.progress)
         return follower.outcome()
-
-
-def _work_inline(stage: Stage, number: int, device: Device, follower: Follower) -> None:
-    rank = Rank(number, device.slot(number), device.kind, is_replaced=False, beat_seconds=1.0)
-    # The next stage of this process may use the GPUs that this one must not see.
-    with variable(VISIBLE, device.visible), logging_to(stage.dir.rank_log(number)):
-        work(stage, rank, follower.look)

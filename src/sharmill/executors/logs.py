@@ -18,8 +18,6 @@ from sharmill.errors import SharmillError
 from sharmill.storage import open_stored, stopping_errors
 
 _FURTHER_LINE = re.compile(r"\n(?!  |\n|$)")
-# A run that is relaunched for months would fill the disk.
-_MAX_BYTES = 16 << 20
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -88,13 +86,8 @@ def redirect_output(path: Path) -> None:
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """Open a log to append to it; a long one becomes ``NAME.old.log``, in the place of the one before."""
     with stopping_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may do so at the same time.
-        with suppress(FileNotFoundError):
-            if path.lstat().st_size > _MAX_BYTES:
-                path.replace(path.with_suffix(f".old{path.suffix}"))
         return open_stored(path, append=True)
 
 

@@ -34,7 +34,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.state import StageState
 from sharmill.engine.work import Rank, Replace, end_attempt, was_most_of_job, work
 from sharmill.errors import SharmillError
-from sharmill.executors.devices import Device
+from sharmill.executors.devices import VISIBLE, Device
 from sharmill.executors.logs import logging_to, redirect_output
 from sharmill.executors.signals import Terminated, deferred_interrupts, ended_by_sigterm
 from sharmill.staging import remove_dead_attempts
@@ -44,8 +44,6 @@ log = logging.getLogger(__name__)
 # Exit statuses of ranks; with any other, a rank has not noted why it ends.
 _LEFT: Final = 0
 _NOTED: Final = 75
-_SECONDS_BETWEEN_STARTS: Final = 0.5
-_MOST_SECONDS_BETWEEN_LOOKS: Final = 10.0
 _SECONDS_TO_LEAVE: Final = 30.0
 _SECONDS_TO_END: Final = 2.0
 _SECONDS_TO_PRINT: Final = 0.5
@@ -119,8 +117,7 @@ class Supervisor:
 
     def _wait_and_look(self, on_look: Callable[[], object]) -> None:
         """Look at the stage when a rank has ended, or it is time."""
-        seconds = min(self.beat_seconds, _MOST_SECONDS_BETWEEN_LOOKS) if self._running else _SECONDS_BETWEEN_STARTS
-        wait([process.sentinel for process in self._running], timeout=seconds)
+        wait([process.sentinel for process in self._running], timeout=self.beat_seconds)
         for process in [process for process in self._running if not process.is_alive()]:
             self._remove(process)
         require_current(self.stage)
@@ -238,7 +235,7 @@ def run_rank(stage: bytes, rank: Rank, device: Device, cores: int, log_file: Pat
     # Ctrl-C, which reaches the whole group, is left to the run.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
-    device.restrict_environment()
+    os.environ[VISIBLE] = device.visible
     limit_cores(cores)
     redirect_output(log_file)
     status = _NOTED

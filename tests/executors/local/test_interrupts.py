@@ -1,4 +1,4 @@
-"""The driver is interrupted, terminated or killed: it ends soon, leaves no process, and a relaunch goes on."""
+"""A run is interrupted, terminated or killed: it ends soon, leaves no process, and a relaunch goes on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from sharmill.engine.progress import read_progress
 from sharmill.executors.signals import deferred_interrupts
 from sharmill.staging import token_staging
 
-DRIVER = TESTS / "support" / "toy_driver.py"
 MESSAGE = "Interrupted. What is done is kept; run the same command again to go on."
 SECONDS_TO_END = 5.0
 
@@ -35,31 +34,34 @@ class Driver:
         self.stage = ToyStage(folder)
         values = json.dumps({"folder": str(folder), "workers": workers, **options})
         self.process = subprocess.Popen(
-            [sys.executable, DRIVER, values],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+            [sys.executable, TESTS / "support" / "toy_driver.py", values],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
 
     def members(self):
         """The processes of the driver's session that run."""
-        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-        return [pid for pid in pids if is_running(pid) and _session(pid) == self.process.pid]
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(ProcessLookupError):
+                if os.getsid(int(path.name)) == self.process.pid and is_running(int(path.name)):
+                    found.append(int(path.name))
+        return found
 
-    def end(self):
-        """Its exit status, its output and the seconds that it took to end, with all its processes."""
+    def end(self, how):
+        """Its exit status and its output, once a signal has ended it and all its processes in time."""
         started = time.monotonic()
+        if how == "ctrl-c":
+            os.killpg(self.process.pid, signal.SIGINT)
+        else:
+            self.process.send_signal(getattr(signal, how))
         output, _ = self.process.communicate(timeout=120)
         wait_until(lambda: not self.members())
-        return self.process.returncode, output, time.monotonic() - started
+        assert time.monotonic() - started < within(SECONDS_TO_END)
+        return self.process.returncode, output.strip().splitlines()
 
-
-def _session(pid):
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+    def done(self):
+        stage = self.stage
+        return sorted(read_ledger(stage.dir, load_plan(stage))) if stage.dir.units.exists() else []
 
 
 @pytest.fixture
@@ -79,154 +81,90 @@ def start(tmp_path):
         driver.process.wait()
 
 
-def done(stage):
-    return sorted(read_ledger(stage.dir, load_plan(stage))) if stage.dir.units.exists() else []
-
-
-def send(driver, how):
-    if how == "ctrl-c":
-        os.killpg(driver.process.pid, signal.SIGINT)
-    else:
-        os.kill(driver.process.pid, getattr(signal, how))
+def whole(folder, units):
+    stage = ToyStage(folder / "whole", units=units)
+    run(stage)
+    return output_bytes(stage)
 
 
 # The three units of cost 4 come first: they wait, so that two ranks are busy and nothing else is done.
 BUSY = {3: "wait:never", 7: "wait:never", 11: "wait:never"}
 
 
-def wait_until_busy(driver, workers):
+@pytest.mark.parametrize("how", ["ctrl-c", "SIGTERM"])
+@pytest.mark.parametrize(("workers", "does"), [(1, "wait:never"), (2, "wait:never"), (2, "hold_gil")])
+def test_an_interrupted_run_ends_in_time_with_the_message_and_without_orphans(start, workers, does, how):
+    driver = start(workers, units=12, behaviour=dict.fromkeys(BUSY, does))
     wait_until(lambda: len(driver.stage.marked("attempts")) >= workers)
+    assert driver.end(how) == (1, [MESSAGE])
+    assert all(rank.ended for rank in read_progress(driver.stage.dir.progress))
+    assert not list(token_staging(driver.stage.root, driver.stage.dir.read_token()).iterdir())
 
 
-class TestInterrupt:
-    @pytest.mark.parametrize("how", ["ctrl-c", "SIGTERM"])
-    @pytest.mark.parametrize("workers", [1, 2])
-    def test_ends_in_time_with_the_message_and_without_orphans(self, start, tmp_path, workers, how):
-        driver = start(workers, units=12, behaviour=BUSY)
-        wait_until_busy(driver, workers)
-        send(driver, how)
-        status, output, seconds = driver.end()
-        assert (status, output.strip().splitlines()[-1]) == (1, MESSAGE)
-        assert "Traceback" not in output
-        assert seconds < within(SECONDS_TO_END)
-        assert all(rank.ended for rank in read_progress(driver.stage.dir.progress))
-        assert not list(token_staging(driver.stage.root, driver.stage.dir.read_token()).iterdir())
-
-    def test_a_relaunch_does_only_what_is_missing(self, start, tmp_path):
-        driver = start(2, units=12, behaviour={3: "wait:never"})
-        wait_until(lambda: len(done(driver.stage)) == 11)
-        send(driver, "ctrl-c")
-        assert driver.end()[0] == 1
-        result, heard = run(ToyStage(tmp_path, units=12), 2)
-        assert result.ok
-        assert heard.done == [3]
-        whole = ToyStage(tmp_path / "whole", units=12)
-        run(whole)
-        assert output_bytes(driver.stage) == output_bytes(whole)
-
-    def test_while_ranks_start_leaves_no_traceback(self, start):
-        """Ctrl-C reaches the ranks before they can ask to be spared."""
-        driver = start(3, units=12, behaviour=BUSY)
-        wait_until(lambda: len(driver.members()) >= 4)
-        send(driver, "ctrl-c")
-        status, output, seconds = driver.end()
-        assert (status, output.strip().splitlines()) == (1, [MESSAGE])
-        assert seconds < within(SECONDS_TO_END)
-
-    def test_ranks_in_native_code_end_too(self, start):
-        driver = start(2, units=2, behaviour={0: "hold_gil", 1: "hold_gil"})
-        wait_until(lambda: len(driver.stage.marked("holding")) == 2)
-        send(driver, "ctrl-c")
-        status, _, seconds = driver.end()
-        assert status == 1
-        assert seconds < within(SECONDS_TO_END)
-
-    def test_many_times_leaves_no_orphans_either(self, start):
-        driver = start(2, units=12, behaviour=BUSY)
-        wait_until_busy(driver, 2)
-        for _ in range(20):
-            if driver.process.poll() is None:
-                send(driver, "ctrl-c")
-            time.sleep(0.005)
-        status, _, seconds = driver.end()
-        assert status != 0
-        assert seconds < within(SECONDS_TO_END)
+def test_an_interrupt_while_ranks_start_leaves_no_traceback(start):
+    """Ctrl-C reaches the ranks before they can ask to be spared."""
+    driver = start(3, units=12, behaviour=BUSY)
+    wait_until(lambda: len(driver.members()) >= 4)
+    assert driver.end("ctrl-c") == (1, [MESSAGE])
 
 
-class TestKilledDriver:
-    @pytest.mark.parametrize("does", ["wait:never", "hold_gil"])
-    def test_its_ranks_end_and_a_relaunch_goes_on(self, start, tmp_path, does):
-        driver = start(2, units=12, behaviour={3: "wait:never", 8: does})
-        wait_until(lambda: {3, 8} <= set(driver.stage.attempts()))
-        committed = set(done(driver.stage))
-        send(driver, "SIGKILL")
-        status, _, seconds = driver.end()
-        assert status == -signal.SIGKILL
-        assert seconds < within(SECONDS_TO_END)
-        result, heard = run(ToyStage(tmp_path, units=12), 2)
-        assert result.ok
-        assert set(heard.done) == set(range(12)) - committed
-        assert driver.stage.attempts() == {index: 2 if index in (3, 8) else 1 for index in range(12)}
-
-    def test_at_any_moment_the_bytes_are_the_same(self, start, tmp_path):
-        killed = 0
-        for attempt in range(6):
-            driver = start(2, units=24)
-            wait_until(lambda n=4 * attempt, d=driver: len(done(d.stage)) > n or d.process.poll() is not None)
-            killed += driver.process.poll() is None
-            send(driver, "SIGKILL")
-            driver.end()
-        result, _ = run(ToyStage(tmp_path, units=24), 2)
-        assert result.ok
-        assert killed >= 2
-        whole = ToyStage(tmp_path / "whole", units=24)
-        run(whole)
-        assert output_bytes(driver.stage) == output_bytes(whole)
+def test_many_interrupts_leave_no_orphans_either(start):
+    driver = start(2, units=12, behaviour=BUSY)
+    wait_until(lambda: len(driver.stage.marked("attempts")) >= 2)
+    for _ in range(20):
+        if driver.process.poll() is None:
+            os.killpg(driver.process.pid, signal.SIGINT)
+        time.sleep(0.005)
+    assert driver.end("SIGCONT")[0] != 0
 
 
-class TestDeferredInterrupts:
-    def test_an_interrupt_comes_when_the_context_ends(self):
-        steps = []
+@pytest.mark.parametrize(
+    ("how", "does"), [("ctrl-c", "wait:never"), ("SIGKILL", "wait:never"), ("SIGKILL", "hold_gil")]
+)
+def test_a_relaunch_does_only_what_is_missing(start, tmp_path, how, does):
+    driver = start(2, units=12, behaviour={3: "wait:never", 8: does})
+    wait_until(lambda: {3, 8} <= set(driver.stage.attempts()))
+    driver.end(how)
+    missing = set(range(12)) - set(driver.done())
+    assert {3, 8} <= missing
+    result, heard = run(ToyStage(tmp_path, units=12), 2)
+    assert result.ok
+    assert set(heard.done) == missing
+    assert output_bytes(driver.stage) == whole(tmp_path, 12)
 
-        def interrupt_and_go_on():
-            with deferred_interrupts():
-                os.kill(os.getpid(), signal.SIGINT)
-                steps.append("went on")
 
-        with pytest.raises(KeyboardInterrupt):
-            interrupt_and_go_on()
-        assert steps == ["went on"]
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+def test_a_run_that_is_killed_at_any_moment_gives_the_same_bytes(start, tmp_path):
+    killed = 0
+    for attempt in range(6):
+        driver = start(2, units=24)
+        wait_until(lambda n=4 * attempt, d=driver: len(d.done()) > n or d.process.poll() is not None)
+        killed += driver.process.poll() is None
+        driver.end("SIGKILL")
+    assert run(ToyStage(tmp_path, units=24), 2)[0].ok
+    assert killed >= 2
+    assert output_bytes(driver.stage) == whole(tmp_path, 24)
 
-    def test_one_that_another_thread_receives_as_well(self):
-        steps, inside = [], threading.Event()
 
-        def interrupt_from_here():
-            inside.wait()
-            signal.raise_signal(signal.SIGINT)
+def test_a_deferred_interrupt_comes_when_the_context_ends_also_where_another_thread_receives_it():
+    steps, inside = [], threading.Event()
 
-        # Started before: a thread inherits the mask.
-        thread = threading.Thread(target=interrupt_from_here)
-        thread.start()
+    def interrupt_from_here():
+        inside.wait()
+        signal.raise_signal(signal.SIGINT)
 
-        def interrupt_and_go_on():
-            with deferred_interrupts():
-                inside.set()
-                thread.join()
-                steps.append("went on")
+    # Started before: a thread inherits the mask.
+    thread = threading.Thread(target=interrupt_from_here)
+    thread.start()
 
-        with pytest.raises(KeyboardInterrupt):
-            interrupt_and_go_on()
-        assert steps == ["went on"]
+    def interrupt_and_go_on():
+        with deferred_interrupts():
+            os.kill(os.getpid(), signal.SIGINT)
+            inside.set()
+            thread.join()
+            steps.append("went on")
 
-    def test_elsewhere_than_in_the_main_thread_it_does_nothing(self):
-        def enter():
-            with deferred_interrupts():
-                seen.append(signal.getsignal(signal.SIGINT))
-
-        seen = []
-        thread = threading.Thread(target=enter)
-        thread.start()
-        thread.join()
-        assert seen == [signal.default_int_handler]
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_and_go_on()
+    assert steps == ["went on"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

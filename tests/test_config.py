@@ -141,6 +141,7 @@ def test_wrong_choice_names_the_valid_values(override, choices, write):
         ("encode.codecs=[{name: a/b, model: x}]", "encode.codecs[0]: codec name 'a/b' must be letters"),
         ("executor.workers=0", "executor: workers must be 'auto' or a number from 1"),
         ("executor.unit_time_limit=0", "executor: unit_time_limit must be positive, auto or null"),
+        ("executor.cores=2", "executor: address and cores are for kind: ray"),
     ],
 )
 def test_value_out_of_range(override, names, write):

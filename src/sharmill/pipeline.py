@@ -34,7 +34,7 @@ from sharmill.engine.stored import read_stored
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.local import LocalExecutor
-from sharmill.executors.ray.executor import RayExecutor
+from sharmill.executors.ray import RayExecutor
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.queue import describe_jobs, require_no_jobs
 from sharmill.grow.append import append_dataset, require_fitting

@@ -88,7 +88,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     if request.param == "slurm" and (reason := why_no_cluster()):
         pytest.skip(reason)
     if request.param == "ray":
-        from sharmill.executors.ray.executor import RayExecutor
+        from sharmill.executors.ray import RayExecutor
 
         address = request.getfixturevalue("cluster").address
 
@@ -158,6 +158,19 @@ class FrozenRank(ToyStage):
         return super().work(unit, staging, advance)
 
 
+class KillsItsSupervisor(ToyStage):
+    """The first rank that comes to unit 2 kills the process that starts the ranks, and with it itself."""
+
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        if unit.index == 2 and not self.marked("killed"):
+            self.mark("killed")
+            # The server that ranks are forked from is between them.
+            status = Path(f"/proc/{os.getppid()}/stat").read_text()
+            os.kill(int(status.rpartition(")")[2].split()[1]), signal.SIGKILL)
+            time.sleep(60)
+        return super().work(unit, staging, advance)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_any_number_of_ranks_gives_the_same_bytes(run, tmp_path, whole, ranks):
     stage = ToyStage(tmp_path, units=12)
@@ -206,6 +219,16 @@ def test_a_frozen_rank_holds_nobody_up_for_longer_than_a_lease(run, tmp_path, wh
     end = run(stage, 2)
     assert end.ok, end
     assert stage.attempts()[2] == 1
+    assert output_bytes(stage) == whole(6)
+
+
+def test_a_killed_supervisor_costs_only_the_attempts_of_its_ranks(run, tmp_path, whole, request):
+    if "local" in request.node.name:
+        pytest.skip("n/a: the run itself is the supervisor")
+    stage = KillsItsSupervisor(tmp_path)
+    end = run(stage, 2)
+    assert end.ok, end
+    assert stage.marked("killed") == [""]
     assert output_bytes(stage) == whole(6)
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from support.ray_node import NODE
 from support.toy_stage import RecordingListener, is_running, wait_until
 
 from sharmill.engine.run import locked, run_stage
-from sharmill.executors.ray.executor import RayExecutor
+from sharmill.executors.ray import RayExecutor
 
 
 def pytest_collection_modifyitems(items):
@@ -41,42 +38,36 @@ def add_node(cluster):
             cluster.remove_node(node)
 
 
-_WITHOUT_DRIVERS_FOLDER = """
+_BLIND = """
 import os
 
-
-def chdir(path):
-    raise FileNotFoundError(2, "No such file or directory")
+chdir, stat = os.chdir, os.stat
 
 
-os.chdir = chdir
-"""
-_WITHOUT_NAMED_FOLDER = """
-import os
-
-stat = os.stat
+def chdir_where_seen(path):
+    if str(path) == {0!r}:
+        raise FileNotFoundError(2, "No such file or directory")
+    chdir(path)
 
 
-def stat_without(path, *args, **options):
-    if str(path).startswith({!r}):
+def stat_where_seen(path, *args, **options):
+    if str(path).startswith({0!r} + "/.sharmill"):
         raise FileNotFoundError(2, "No such file or directory")
     return stat(path, *args, **options)
 
 
-os.stat = stat_without
+os.chdir, os.stat = chdir_where_seen, stat_where_seen
 """
 
 
 @pytest.fixture
 def add_blind_node(add_node, tmp_path):
-    """Returns a function that adds a node whose processes do not see a folder: the driver's own, or a named one."""
-    folder = tmp_path / "blind"
-    folder.mkdir()
+    """Returns a function that adds a node whose processes do not see a folder: the driver's own, or an output."""
 
-    def add(hidden=None, **resources):
-        source = _WITHOUT_DRIVERS_FOLDER if hidden is None else _WITHOUT_NAMED_FOLDER.format(str(hidden))
-        (folder / "sitecustomize.py").write_text(source)
-        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    def add(hidden, **resources):
+        (tmp_path / "blind").mkdir()
+        (tmp_path / "blind/sitecustomize.py").write_text(_BLIND.format(str(hidden)))
+        path = os.pathsep.join([str(tmp_path / "blind"), os.environ["PYTHONPATH"]])
         return add_node(env_vars={"PYTHONPATH": path}, **resources)
 
     return add
@@ -97,21 +88,3 @@ def on_ray(cluster):
 
     yield run
     wait_until(lambda: not any(is_running(pid) for stage in stages for pid in stage.pids() - {os.getpid()}))
-
-
-@pytest.fixture
-def start(cluster):
-    """Returns a function that starts a Python program as a driver of the cluster, in a process group of its own."""
-    started: list[subprocess.Popen] = []
-
-    def start(*arguments, **options) -> subprocess.Popen:
-        command = [sys.executable, *map(str, arguments)]
-        started.append(subprocess.Popen(command, start_new_session=True, text=True, **options))
-        return started[-1]
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
-        process.wait()

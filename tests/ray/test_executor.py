@@ -1,151 +1,176 @@
-"""The Ray executor in this process, on a real cluster: outcomes, errors, and every way in which an actor can die."""
+"""The Ray executor on a real cluster: nodes and drivers that come and go, places that cannot be used, configurations.
+
+``tests/executors/test_contract.py`` has what all executors promise.
+"""
 
 from __future__ import annotations
 
-import os
+import json
+import signal
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from support.errors import raises
+from support.gpu_faults import ECC, BadDevices, LookingAhead
 from support.manifests import config_for
+from support.paths import TESTS
 from support.pipelines import run_sharmill
-from support.toy_stage import GpuStage, ToyStage, Unloadable, output_bytes, run
+from support.toy_stage import GpuStage, ToyStage, Unloadable, is_running, output_bytes, run, wait_until
 
-from sharmill.config import ExecutorConfig
-from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load_plan
-from sharmill.engine.progress import read_progress
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import ConfigError, DeviceError, FatalError
+from sharmill.pipeline import make_executor
 
 
-def num_records(stage) -> int:
-    """Lines in the ledger: more than one for a unit means that it was redone after it had been done."""
-    return sum(len(path.read_text().splitlines()) for path in stage.dir.ledger.glob("*.jsonl"))
+@contextmanager
+def running(on_ray, stage, *arguments):
+    """Runs a stage in a thread of its own, since nodes can be added in the main thread only; yields its future.
+
+    Units wait for the mark ``go``, which is there when the context ends, whatever happens in it.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(on_ray, stage, *arguments)
+        try:
+            yield future
+        finally:
+            stage.mark("go")
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """What the local executor makes of six units that behave."""
-    stage = ToyStage(tmp_path_factory.mktemp("whole"))
+def redone(stage) -> dict[int, int]:
+    """The units that were begun more than once, and how often."""
+    return {unit: count for unit, count in stage.attempts().items() if count > 1}
+
+
+def whole_bytes(folder, units):
+    stage = ToyStage(folder / "whole", units=units)
     run(stage)
     return output_bytes(stage)
 
 
-class TestRanks:
-    def test_actors_are_processes_of_their_own_that_say_that_they_end(self, tmp_path, on_ray):
-        stage = ToyStage(tmp_path, setup_does="meet:2")
-        on_ray(stage)
-        assert os.getpid() not in stage.pids()
-        assert len(stage.pids()) == 2
-        records = read_progress(stage.dir.progress)
-        assert {record.pid for record in records} == stage.pids()
-        assert all(record.ended for record in records)
-        assert sum(record.units_done for record in records) == 6
-
-    def test_largest_units_come_first(self, tmp_path, on_ray):
-        stage = ToyStage(tmp_path, units=8)
-        on_ray(stage, 1)
-        order = [int(line.split()[0]) for line in stage.marked("attempts")]
-        assert order == [3, 7, 2, 6, 1, 5, 0, 4]
-
-    def test_each_actor_logs_to_its_own_file(self, tmp_path, on_ray):
-        stage = ToyStage(tmp_path, setup_does="meet:2", behaviour={2: "print:the last words"})
-        on_ray(stage, 2)
-        logs = {path.name: path.read_text() for path in stage.dir.logs.iterdir()}
-        assert {"driver.log", "rank-000.log", "rank-001.log"} <= set(logs)
-        ranks = logs["rank-000.log"] + logs["rank-001.log"]
-        assert ranks.count("the last words") == 3
-        assert "from native code" in ranks
-        assert "unit 2 failed, attempt 3: " in logs["driver.log"]
-
-    def test_only_what_is_missing_is_done(self, tmp_path, on_ray, whole):
-        stage = ToyStage(tmp_path, behaviour={2: "raise"})
-        run(stage)
-        again = ToyStage(tmp_path)
-        result, heard = on_ray(again)
+class TestNodes:
+    def test_one_that_is_removed_costs_only_what_was_in_flight_on_it(self, tmp_path, on_ray, add_node, cluster):
+        node = add_node(num_cpus=2)
+        stage = ToyStage(tmp_path, units=24, setup_does="meet:4", everywhere="wait:go")
+        with running(on_ray, stage) as future:
+            wait_until(lambda: stage.attempts().total() == 4)
+            cluster.remove_node(node, allow_graceful=False)
+            wait_until(lambda: sum(map(is_running, stage.pids())) == 2)
+        result, heard = future.result()
         assert result.ok
-        assert heard.done == [2]
-        assert output_bytes(again) == whole
-        assert num_records(again) == 6
+        assert heard.failed == {}
+        assert list(redone(stage).values()) == [2, 2]
+        assert output_bytes(stage) == whole_bytes(tmp_path, 24)
 
-    def test_a_gpu_stage_gets_one_gpu_per_actor(self, tmp_path, on_ray, add_node):
+    def test_one_that_joins_later_is_used(self, tmp_path, on_ray, add_node):
+        stage = ToyStage(tmp_path, units=24, everywhere="wait:go")
+        with running(on_ray, stage) as future:
+            wait_until(lambda: stage.attempts().total() == 2)
+            add_node(num_cpus=2)
+            wait_until(lambda: stage.attempts().total() == 4)
+        assert future.result()[0].ok
+        assert (len(stage.pids()), redone(stage)) == (4, {})
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("hidden", "says"), [("", "not have the driver's folder "), ("out", "not see ")])
+    def test_one_without_a_shared_disk_is_given_up_alone(self, tmp_path, on_ray, add_blind_node, hidden, says):
+        folder = tmp_path / hidden if hidden else Path.cwd()
+        add_blind_node(folder, num_cpus=2)
+        stage = ToyStage(tmp_path, units=6, everywhere="wait:go")
+        log = stage.dir.driver_log
+        with running(on_ray, stage) as future:
+            wait_until(lambda: log.exists() and log.read_text().count("is given up") == 2)
+        result, heard = future.result()
+        assert result.ok
+        assert heard.failed == {}
+        [sentence] = result.given_up
+        assert f"{says}{folder}" in sentence
+        assert redone(stage) == {}
+
+    @pytest.mark.slow
+    def test_where_none_has_the_shared_disk_the_stage_ends_with_that(self, tmp_path, on_ray, add_blind_node):
+        """The cores of the other node are too few."""
+        add_blind_node(Path.cwd(), num_cpus=4)
+        with raises(DeviceError, "unlike_nodes", "does not have the driver's folder"):
+            on_ray(ToyStage(tmp_path, units=3), 2, cores=3)
+
+    def test_where_no_actor_can_start_the_stage_ends_with_the_reason(self, tmp_path, on_ray):
+        with raises(FatalError, "no_ranks", "ValueError: these are not the bytes", "same Python, Ray and sharmill"):
+            on_ray(Unloadable(tmp_path), 2)
+
+    @pytest.mark.parametrize(("workers", "cores", "ranks"), [(3, 1, 3), ("auto", 2, 2)])
+    def test_workers_and_cores_limit_the_ranks(self, tmp_path, on_ray, add_node, workers, cores, ranks):
+        add_node(num_cpus=2)
+        stage = ToyStage(tmp_path, units=12, setup_does=f"meet:{ranks}")
+        assert on_ray(stage, workers, cores=cores)[0].ok
+        assert len(stage.pids()) == ranks
+
+
+class TestGpus:
+    """The GPUs of these nodes are such in name only."""
+
+    def test_a_rank_of_a_gpu_stage_has_one_gpu_and_the_cores_set_aside(self, tmp_path, on_ray, add_node):
         add_node(num_cpus=2, num_gpus=2)
-        stage = GpuStage(tmp_path, setup_does="meet:2", everywhere="environment:CUDA_VISIBLE_DEVICES")
+        stage = LookingAhead(tmp_path, setup_does="meet:2", everywhere="environment:CUDA_VISIBLE_DEVICES")
         assert on_ray(stage)[0].ok
-        seen = dict(line.split() for line in stage.marked("environment"))
         assert {line.split()[1] for line in stage.marked("setup")} == {"cuda"}
-        assert set(seen.values()) == {"0", "1"}
-        assert len(seen) == 2
+        seen = dict(line.split() for line in stage.marked("environment"))
+        assert sorted(seen.values()) == ["0", "1"]
+        assert stage.marked("cores") == ["1", "1"]
 
-    def test_a_gpu_stage_runs_on_cores_where_there_is_no_gpu(self, tmp_path, on_ray):
+    def test_a_gpu_stage_runs_on_cores_where_there_is_none(self, tmp_path, on_ray):
         stage = GpuStage(tmp_path)
         assert on_ray(stage)[0].ok
         assert {line.split()[1] for line in stage.marked("setup")} == {"cpu"}
 
-    def test_cores_are_set_aside(self, tmp_path, on_ray):
-        stage = ToyStage(tmp_path)
-        assert on_ray(stage, cores=2)[0].ok
-        assert len(stage.pids()) == 1
+    @pytest.mark.slow
+    def test_a_bad_one_is_kept_from_others_and_the_end_says_so(self, tmp_path, on_ray, add_node):
+        add_node(num_cpus=2, num_gpus=2)
+        stage = BadDevices(tmp_path, bad=("1",))
+        result, _ = on_ray(stage)
+        assert result.ok
+        assert stage.marked("bad") == ["1"] * 3
+        [sentence] = result.given_up
+        assert "cannot be set up on GPU 1 of " in sentence
+        assert ECC in sentence
+
+    @pytest.mark.slow
+    def test_where_all_are_bad_the_stage_ends_with_the_reason(self, tmp_path, on_ray, add_node):
+        add_node(num_cpus=1, num_gpus=1)
+        stage = BadDevices(tmp_path, bad=("0",))
+        with raises(DeviceError, "device_failed", "GPU 0 of ", ECC):
+            on_ray(stage, 1)
+        assert stage.marked("bad") == ["0"] * 3
 
 
-class TestFailures:
-    def test_a_commit_that_nobody_heard_of_is_not_lost(self, tmp_path, on_ray, whole):
-        stage = ToyStage(tmp_path, setup_does="die_after_commit:3")
-        assert on_ray(stage, 1)[0].ok
-        assert output_bytes(stage) == whole
-        assert set(read_ledger(stage.dir, load_plan(stage))) == set(range(6))
-
-    def test_an_actor_that_cannot_be_set_up_ends_the_stage(self, tmp_path, on_ray):
-        with raises(FatalError, "setup_failed", "cpu", "ValueError: a bad day", "rank-00"):
-            on_ray(ToyStage(tmp_path, setup_does="raise"), 2)
-
-    @pytest.mark.parametrize("stage_class", [ToyStage, Unloadable])
-    def test_actors_that_never_start_end_the_stage(self, tmp_path, on_ray, stage_class):
-        with raises(FatalError, "no_ranks"):
-            on_ray(stage_class(tmp_path, setup_does="kill"), 2)
-
-    def test_an_actor_that_dies_at_its_start_is_replaced(self, tmp_path, on_ray):
-        stage = ToyStage(tmp_path, setup_does="kill_once")
-        assert on_ray(stage, 1)[0].ok
-        assert set(stage.attempts().values()) == {1}
-
-    def test_too_many_rejects_stop_the_stage(self, tmp_path, on_ray):
-        stage = ToyStage(tmp_path, units=40, everywhere="reject:too_short,too_short")
-        with raises(FatalError, "too_many_rejects", "too_short"):
-            on_ray(stage, 2, max_reject_fraction=0.1)
-        assert len(stage.attempts()) < 40
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_driver_that_ends_takes_its_actors_along_and_a_relaunch_goes_on(tmp_path, number):
+    stage = ToyStage(tmp_path, units=12, everywhere="wait:go")
+    options = json.dumps({"folder": str(tmp_path), "units": 12, "everywhere": "wait:go"})
+    command = [sys.executable, TESTS / "support/ray_driver.py", options]
+    with subprocess.Popen(command) as process:
+        wait_until(lambda: stage.attempts().total() == 2)
+        in_flight = {*stage.attempts()}
+        process.send_signal(number)
+        assert process.wait(60) == (-9 if number == signal.SIGKILL else 1)
+    wait_until(lambda: not any(map(is_running, stage.pids())))
+    stage.mark("go")
+    assert subprocess.run(command, timeout=240, check=False).returncode == 0
+    assert redone(stage) == dict.fromkeys(in_flight, 2)
+    assert output_bytes(stage) == whole_bytes(tmp_path, 12)
 
 
 class TestConfiguration:
     def test_without_ray_the_message_names_the_package(self, monkeypatch, tmp_path):
-        from sharmill.pipeline import make_executor
-
         monkeypatch.setitem(sys.modules, "ray", None)
         with raises(ConfigError, "missing_package", "sharmill[ray]"):
             make_executor(config_for(tmp_path, [("m.json", "audio")], executor={"kind": "ray"}))
 
-    def test_relative_paths_are_refused_in_a_copy_of_the_working_directory(self, monkeypatch, tmp_path):
-        from sharmill.pipeline import make_executor
-
-        copy = tmp_path / "working_dir_files" / "_ray_pkg_1"
-        copy.mkdir(parents=True)
-        monkeypatch.chdir(copy)
-        config = config_for(tmp_path, [("m.json", tmp_path)], executor={"kind": "ray"})
-        with raises(ConfigError, "bad_config_value", "sources[0].manifest", "'m.json'", "--root DIR"):
-            make_executor(config)
-
-    def test_no_cluster_is_a_configuration_error(self, tmp_path, ray_folder):
-        (tmp_path / "m.json").write_text("{}\n")
-        config = tmp_path / "config.yaml"
-        config.write_text(
-            f"{{name: x, run_dir: {tmp_path}/run, dataset_dir: {tmp_path}/data,"
-            f" executor: {{kind: ray, address: '127.0.0.1:1023'}},"
-            f" sources: [{{manifest: {tmp_path}/m.json, audio_root: {tmp_path}}}]}}"
-        )
+    def test_no_cluster_is_a_configuration_error(self, make_config, tmp_path):
+        config = make_config(tmp_path, executor={"kind": "ray", "address": "127.0.0.1:1023"})
         done = run_sharmill("run", config, "prepare")
-        assert "127.0.0.1:1023" in done.stderr
+        assert "there is no Ray cluster at 127.0.0.1:1023" in done.stderr.replace("\n", " ")
         assert done.returncode == 2
-
-    def test_keys_for_ray_are_errors_elsewhere(self):
-        with pytest.raises(ValueError, match="for kind: ray"):
-            ExecutorConfig(cores=2)

@@ -19,57 +19,44 @@ from support.toy_stage import wait_until
 
 from sharmill.engine.host import is_gone
 from sharmill.engine.locks import lock_owner
-from sharmill.executors.ray.node import free_port
+from sharmill.executors.ray_node import free_port
 
 
 def run_to_end(command: list, **options) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240, **options)
-
-
-def test_two_datasets_on_ray_have_the_bytes_of_a_local_run(cluster, make_two_configs, tmp_path, local_outcomes):
-    configs = make_two_configs(tmp_path, executor={"workers": 2})
-    done = run_sharmill("run", *configs, "executor.kind=ray")
-    assert done.returncode == 0, done.stderr
-    assert [outcome(config.parent) for config in configs] == local_outcomes
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=500, **options)
 
 
 class TestJobs:
     @pytest.fixture(scope="class")
     def submit(self, tmp_path_factory, ray_folder):
         """Starts a head with a dashboard on 127.0.0.1; returns a function that submits a job and follows it."""
-        port, dashboard = free_port(), free_port()
-        environment = {**os.environ, **LOOPBACK, "RAY_TMPDIR": str(ray_folder / "jobs")}
-        environment.pop("RAY_ADDRESS", None)
+        dashboard = free_port()
         # As in a shell with the virtual environment active: `python` is the one that has sharmill.
-        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {**os.environ, **LOOPBACK, "RAY_TMPDIR": str(ray_folder / "jobs"), "PATH": path}
+        environment.pop("RAY_ADDRESS", None)
         ray = Path(sys.executable).with_name("ray")
-        command = [ray, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2",
+        command = [ray, "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=2",
+                   f"--port={free_port()}",
                    "--object-store-memory=100000000", f"--ray-client-server-port={free_port()}",
                    "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
                    f"--dashboard-agent-listen-port={free_port()}"]  # fmt: skip
         log = (tmp_path_factory.mktemp("head") / "head.log").open("w")
         head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
-        def is_up() -> bool:
-            assert head.poll() is None, Path(log.name).read_text()
-            with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", dashboard)) == 0
-
-        address = f"http://127.0.0.1:{dashboard}"
-
         def submit(working_dir, *arguments, start=run_to_end):
-            command = [ray, "job", "submit", "--address", address, "--working-dir", working_dir, "--"]
-            return start([*command, *arguments], env=environment)
+            command = [ray, "job", "submit", "--address", submit.address, "--working-dir", working_dir, "--"]
+            return start([*command, "python", "jobs/ray_job.py", *arguments], env=environment)
 
-        submit.address = address
-
+        submit.address = f"http://127.0.0.1:{dashboard}"
+        probe = socket.socket()
         try:
-            wait_until(is_up)
+            wait_until(lambda: head.poll() is not None or probe.connect_ex(("127.0.0.1", dashboard)) == 0)
+            assert head.poll() is None, Path(log.name).read_text()
             yield submit
         finally:
             head.terminate()
             head.wait(60)
-            log.close()
 
     @pytest.fixture(scope="class")
     def working_dir(self, tmp_path_factory):
@@ -80,75 +67,59 @@ class TestJobs:
         return folder
 
     @pytest.fixture
-    def relative(self, working_dir, make_two_configs):
-        """The names of two configurations in the working directory, with paths that are relative."""
-        for config in make_two_configs(working_dir):
-            values = yaml.safe_load(config.read_text())
-            changes = {"run_dir": f"{config.parent.name}/run", "dataset_dir": f"{config.parent.name}/dataset"}
-            config.write_text(yaml.safe_dump(values | changes))
-        return ["a/config.yaml", "b/config.yaml"]
+    def relative(self, working_dir, make_config):
+        """The name of a configuration in the working directory, with paths that are relative."""
+        config = make_config(working_dir)
+        values = yaml.safe_load(config.read_text())
+        config.write_text(yaml.safe_dump(values | {"run_dir": "run", "dataset_dir": "dataset"}))
+        return config.name
 
-    def test_a_job_of_two_datasets_succeeds_with_the_same_bytes(
+    def test_a_dataset_has_the_bytes_of_a_local_run_and_what_is_damaged_is_done_again(
         self, submit, working_dir, relative, tmp_path, local_outcomes
     ):
-        done = submit(working_dir, "python", "jobs/ray_job.py", "all", *relative, "--root", tmp_path)
+        done = submit(working_dir, "all", relative, "--root", tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "succeeded" in done.stdout + done.stderr
         assert "ray_job: ended with exit status 0: all is done" in done.stdout
-        assert [outcome(tmp_path / name) for name in ("a", "b")] == local_outcomes
-        for name in ("a", "b"):
-            check_page(tmp_path / name)
-
-    def test_what_the_checker_names_is_done_again(self, submit, working_dir, make_config, tmp_path):
-        config = make_config(tmp_path)
-        assert run_sharmill("run", config).returncode == 0
-        before = outcome(tmp_path)
-        report = damage(tmp_path)
-        done = submit(working_dir, "python", "jobs/ray_job.py", "all", config, "--redo", report)
+        assert outcome(tmp_path) == local_outcomes[0]
+        check_page(tmp_path)
+        done = submit(working_dir, "all", relative, "--root", tmp_path, "--redo", damage(tmp_path))
         assert done.returncode == 0, done.stdout + done.stderr
-        assert outcome(tmp_path) == before
+        assert outcome(tmp_path) == local_outcomes[0]
 
     def test_relative_paths_without_a_root_are_refused(self, submit, working_dir, relative):
-        done = submit(working_dir, "python", "jobs/ray_job.py", "all", *relative)
+        done = submit(working_dir, "all", relative)
         assert done.returncode == 1
         output = done.stdout + done.stderr
-        assert "run_dir" in output
-        assert "'a/run'" in output
+        assert "run_dir is 'run'" in output
         assert "exit code 2" in output
-        assert "failed" in output
 
     @pytest.mark.slow
     def test_a_job_that_is_cancelled_ends_and_goes_on_when_it_is_submitted_again(
         self, submit, working_dir, make_config, tmp_path
     ):
-        config, job = make_config(tmp_path), ("python", "jobs/ray_job.py")
-        log = (tmp_path / "job.log").open("w")
-        with submit(
-            working_dir, *job, "all", config, start=partial(subprocess.Popen, stdout=log, stderr=log)
-        ) as waiting:
+        config, log = make_config(tmp_path), (tmp_path / "job.log").open("w")
+        with submit(working_dir, "all", config, start=partial(subprocess.Popen, stdout=log, stderr=log)) as waiting:
             wait_until(lambda: (owner := lock_owner(tmp_path / "run")) is not None and "Ray job" in owner.job)
             # What is named goes before another cluster of the environment.
-            environment = os.environ | {"RAY_ADDRESS": "127.0.0.1:1023"}
-            done = run_sharmill("cancel", tmp_path / "run", "--ray-address", submit.address, env=environment)
+            done = run_sharmill("cancel", tmp_path / "run", "--ray-address", submit.address,
+                                env=os.environ | {"RAY_ADDRESS": "127.0.0.1:1023"})  # fmt: skip
             assert done.returncode == 0, done.stdout + done.stderr
             assert "ended: " in done.stdout
             waiting.wait(60)  # of a job that is stopped, Ray returns 0
         # One that a slow machine gives Ray the time to kill leaves its lock.
         owner = lock_owner(tmp_path / "run")
         assert owner is None or is_gone(owner.pid, owner.started)
-        assert "stopped" in (tmp_path / "job.log").read_text()
         assert not (tmp_path / "dataset/dataset.json").exists()
-        assert submit(working_dir, *job, "prepare", config).returncode == 0
+        assert submit(working_dir, "prepare", config).returncode == 0
 
     def test_a_unit_that_fails_fails_the_job_and_is_named(self, submit, working_dir, make_config, tmp_path):
         config = make_config(tmp_path)
-        first = run_sharmill("run", config, "prepare", "match", "write")
-        assert first.returncode == 0, first.stderr
+        assert run_sharmill("run", config, "prepare", "match", "write").returncode == 0
         # A folder stands where the cuts of shard 1 have to be: no attempt can publish them.
         cuts = tmp_path / "dataset/cuts/cuts.000001.jsonl.gz"
         cuts.unlink()
         (cuts / "in the way").mkdir(parents=True)
-        done = submit(working_dir, "python", "jobs/ray_job.py", "write", config)
+        done = submit(working_dir, "write", config)
         output = done.stdout + done.stderr
         assert done.returncode == 1, output
         assert "ray_job: ended with exit status 1: something failed, see above" in output
@@ -167,9 +138,9 @@ class TestAllocation:
         def run(*arguments):
             log = tmp_path / "job.log"
             options = ["--wait", "--partition=cpu", "--nodes=2", "--cpus-per-task=1", "--mem=3000M", "--time=10"]
-            environment = {**os.environ, "SHARMILL_PYTHON": sys.executable}
-            for name in ("RAY_ADDRESS", "RAY_TMPDIR"):
-                environment.pop(name, None)
+            # Not of a cluster that another test has started.
+            environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+            environment["SHARMILL_PYTHON"] = sys.executable
             command = ["sbatch", *options, f"--output={log}", "jobs/sbatch/ray.sbatch", *arguments]
             done = run_to_end(command, env=environment, cwd=REPOSITORY)
             return done.returncode, log.read_text()

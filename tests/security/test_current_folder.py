@@ -90,7 +90,7 @@ def test_every_script_of_a_job_exports_the_safe_path_before_python_looks_into_th
         found = re.search(r'^[^#\n]*(python|\$python)"? +(-c|-m|-) ', text, re.MULTILINE)
         if found is not None:
             assert 0 <= text.find("\nexport PYTHONSAFEPATH=1\n") < found.start(), path
-    assert "-m sharmill.executors.ray.node" in scripts[REPOSITORY / "jobs/sbatch/ray.sbatch"]
+    assert "-m sharmill.executors.ray_node" in scripts[REPOSITORY / "jobs/sbatch/ray.sbatch"]
 
 
 def test_the_script_of_a_cluster_of_ray(hostile, tmp_path):

@@ -18,7 +18,7 @@ import start_ranks
 from support.paths import REPOSITORY
 from torch.distributed import HashStore
 
-from sharmill.executors.ray.node import WORKER_VARIABLE, node_command
+from sharmill.executors.ray_node import WORKER_VARIABLE, node_command
 
 SOURCES = [path for folder in ("src", "jobs", "pipelines") for path in sorted((REPOSITORY / folder).rglob("*"))
            if path.suffix in (".py", ".sbatch", ".sh")]  # fmt: skip
@@ -56,7 +56,7 @@ def test_no_node_listens_on_every_address_by_its_options(head):
 
 def test_a_cluster_in_an_allocation_asks_for_a_token_of_its_own():
     script = (REPOSITORY / "jobs/sbatch/ray.sbatch").read_text()
-    started = script.index('sharmill.executors.ray.node "$head_address"')
+    started = script.index('sharmill.executors.ray_node "$head_address"')
     assert script.index("export RAY_AUTH_MODE=token") < started
     assert script.index("secrets.token_hex(32)") < started
     # Where all nodes are one machine, Ray is told to believe it.

@@ -10,7 +10,7 @@ import click
 
 from sharmill.cli.main import cli, main
 from sharmill.engine.run import locked, run_stage
-from sharmill.executors.ray.executor import RayExecutor
+from sharmill.executors.ray import RayExecutor
 from support.toy_stage import RecordingListener, ToyStage
 
 

@@ -111,7 +111,7 @@ def _end_owner(run_dir: RunDir, ray_address: str | None, ended_jobs: Sequence[st
     if slurm_job in ended_jobs:
         return ""
     if owner.job.startswith(RAY_JOB):
-        from sharmill.executors.ray.cluster import stop_job
+        from sharmill.executors.ray import stop_job
 
         stop_job(owner.job.removeprefix(RAY_JOB), ray_address)
         return str(owner)

@@ -1,0 +1,433 @@
+"""The Ray executor: ranks are actors on the nodes of a cluster.
+
+Each actor is a supervisor of one rank, which takes its units itself. The driver asks for actors as long as units are
+missing, for one more than there is room for: so nodes that join later are used, an autoscaler sees the demand, and
+actors that died with their process or their node are replaced. An actor whose GPU or node cannot be used stays in its
+place, so that Ray gives that place to no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tenacity import (
+    RetryError,
+    Retrying,
+    retry_if_exception_type,
+    retry_if_result,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_fixed,
+)
+
+import sharmill
+from sharmill.config import Config
+from sharmill.engine.attempts import MAX_FAILURES
+from sharmill.engine.fence import is_current, require_current
+from sharmill.engine.follow import Follower
+from sharmill.engine.host import limit_cores
+from sharmill.engine.late_views import wait_for_plan
+from sharmill.engine.listener import Listener
+from sharmill.engine.outcomes import Finished
+from sharmill.engine.patience import Patience
+from sharmill.engine.progress import mark_ended, read_progress
+from sharmill.engine.run import Unlocked
+from sharmill.engine.stage import Stage
+from sharmill.engine.state import begin_round, end_round
+from sharmill.engine.unit import Unit
+from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
+from sharmill.executors.devices import Device
+from sharmill.executors.logs import logging_to
+from sharmill.executors.supervisor import Supervisor
+from sharmill.staging import remove_dead_attempts, token_staging
+from sharmill.storage import open_regular
+
+log = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_LOOKS = 2.0
+_SECONDS_UNTIL_WARNING = 60.0
+_SECONDS_FOR_OTHER_NODES = 600.0
+_SECONDS_TO_LEAVE = 10.0
+_SECONDS_TO_STOP = 60.0
+
+
+def _import_ray() -> Any:
+    """Return Ray, which is imported where it is used only.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            "executor.kind=ray needs a package: pip install 'sharmill[ray]'", code="missing_package"
+        ) from error
+    return ray
+
+
+@dataclass(frozen=True)
+class RayExecutor:
+    """Runs a stage on at most ``workers`` actors of a Ray cluster (``auto``: as many as there is room for).
+
+    ``cores`` are set aside for each; a stage that uses GPUs gets one GPU as well, where the cluster has any (``device:
+    auto``) or in any case (``cuda``, for clusters whose GPU nodes come only when they are asked for).
+    """
+
+    workers: int | str = "auto"
+    address: str = "auto"
+    cores: int = 1
+    device: str = "auto"
+    waits: ClassVar[bool] = True
+
+    @classmethod
+    def from_config(cls, config: Config) -> RayExecutor:
+        """Return the executor that a configuration asks for.
+
+        Raises:
+            ConfigError: relative paths would lead into a folder that Ray removes, or Ray is not installed.
+        """
+        _import_ray()
+        _check_paths(config)
+        return cls(config.executor.workers, config.executor.address, config.executor.cores, config.executor.device)
+
+    def run(
+        self, stage: Stage, units: Sequence[Unit], listener: Listener,
+        unlocked: Unlocked = nullcontext,
+    ) -> Finished:  # fmt: skip
+        """Do the units; see ``engine.run.Executor``."""
+        connect(self.address)
+        may_use_gpus = stage.uses_gpu and self.device != "cpu"
+        gpus = int(may_use_gpus and (self.device == "cuda" or _count_places(self.cores, 1) > 0))
+        most = _count_places(self.cores, gpus) or len(units) if self.workers == "auto" else int(self.workers)
+        numbers = begin_round(stage, units, most)
+        follower = Follower(stage, units, listener, join_seconds=stage.lease_seconds)
+        actors = _Actors(stage, follower, self.workers, self.cores, gpus, numbers.start)
+        try:
+            with unlocked(), logging_to(stage.dir.driver_log):
+                actors.run()
+        except (FatalError, FileNotFoundError):
+            # Another process may have finished the stage, or begun it anew.
+            if is_current(stage):
+                raise
+        finally:
+            end_round(stage)
+            # No actor is left that could do it for itself.
+            remove_dead_attempts(stage.root, stage.token)
+        outcome = follower.outcome()
+        given_up = list(actors.given_up)
+        return replace(outcome, given_up=given_up or outcome.given_up, on_other_nodes=True)
+
+
+def _count_places(cores: int, gpus: int) -> int:
+    """Return the number of ranks that fit on the present nodes, were nothing else running on them."""
+    wanted = {"CPU": cores, "GPU": gpus} if gpus else {"CPU": cores}
+    nodes = [node["Resources"] for node in _import_ray().nodes() if node["Alive"]]
+    return sum(min(int(node.get(name, 0) // number) for name, number in wanted.items()) for node in nodes)
+
+
+class RankActor:
+    """A supervisor of one rank on a node of the cluster."""
+
+    def run(
+        self, version: str, folder: Path | None, pickled: bytes, number: int, device: str, cores: int
+    ) -> SharmillError | None:
+        """Do units until the stage has ended, or return the reason why this rank cannot; Ray would wrap a raised one.
+
+        Args:
+            version: that of the driver's sharmill.
+            folder: where relative paths start; None if the driver itself has only a copy that Ray made.
+            pickled: the stage. Unpacking it imports its modules.
+        """
+        if sharmill.__version__ != version:
+            return _unlike(f"has sharmill {sharmill.__version__}, but the driver has {version}")
+        try:
+            if folder is not None:
+                os.chdir(folder)
+        except OSError as error:
+            return _unlike(
+                f"does not have the driver's folder {folder} ({error.strerror}): work in one that all nodes share"
+            )
+        limit_cores(cores)
+        stage: Stage = pickle.loads(pickled)
+        wait_for_plan(stage, Patience(stage.seconds_until_seen))
+        try:
+            require_current(stage)
+            supervisor = Supervisor(
+                stage, [Device.given(device)], [number], join_seconds=stage.lease_seconds, beat_seconds=5.0
+            )
+            with logging_to(stage.dir.driver_log):
+                supervisor.run()
+            error_of_rank = supervisor.error
+        except SharmillError as error:
+            error_of_rank = error
+        if error_of_rank is None or is_current(stage):
+            return error_of_rank
+        # The driver knows its plan. If that is the present one, this node does not see one of the two disks.
+        folders = stage.dir.ranks, token_staging(stage.root, stage.token)
+        gone = " and ".join(str(folder) for folder in folders if not folder.is_dir())
+        return _unlike(f"does not see {gone}: run_dir and dataset_dir must lie on file systems that all nodes share")
+
+    def hold_place(self) -> None:
+        """Occupy the place until the actor is killed or its node dies."""
+        threading.Event().wait()
+
+
+def _unlike(message: str) -> DeviceError:
+    return DeviceError(f"node {socket.gethostname()} {message}", code="unlike_nodes")
+
+
+@dataclass
+class _Actors:
+    """The actors of a stage as the driver has them: asked for, awaited, held in bad places, and killed in the end.
+
+    Attributes:
+        working: the number of the rank and the handle of each actor that has to work, by its call.
+        holding: the same of those that occupy a bad place.
+        given_up: why ranks cannot work in their places, by message.
+        deaths: how many actors have died since a rank was ready.
+    """
+
+    stage: Stage
+    follower: Follower
+    workers: int | str
+    cores: int
+    gpus: int
+    first_number: int
+    working: dict[Any, tuple[int, Any]] = field(default_factory=dict)
+    holding: dict[Any, tuple[int, Any]] = field(default_factory=dict)
+    given_up: dict[str, SharmillError] = field(default_factory=dict)
+    deaths: int = 0
+
+    def run(self) -> None:
+        """Keep ranks at work until the stage has ended.
+
+        Raises:
+            FatalError: no place is left in which a rank can work, or actors cannot start.
+        """
+        ray, pickled = _import_ray(), pickle.dumps(self.stage)
+        usable_at, warns_at = time.monotonic(), time.monotonic() + _SECONDS_UNTIL_WARNING
+        try:
+            while not self.follower.look():
+                places, now = _count_places(self.cores, self.gpus), time.monotonic()
+                self._ask(pickled, places)
+                if self.follower.num_ready or len(self.holding) < max(places, 1):
+                    usable_at = now
+                # Where ranks have worked, the nodes that are lost may be replaced, as spot instances are.
+                elif now - usable_at >= (_SECONDS_FOR_OTHER_NODES if self.follower.num_done else 0.0):
+                    raise list(self.given_up.values())[-1]
+                if now > warns_at and not self.follower.num_ready:
+                    warns_at = float("inf")
+                    log.error("%s: no actor is ready yet: they are loading (see %s), or wait for room in the cluster; "
+                              "each needs %d cores and %d GPUs, and there is room for %d", self.stage.name,
+                              self.stage.dir.logs, self.cores, self.gpus, places)  # fmt: skip
+                self._collect()
+            if self.working:
+                ray.wait(list(self.working), num_returns=len(self.working), timeout=_SECONDS_TO_LEAVE)
+        finally:
+            for _, actor in [*self.working.values(), *self.holding.values()]:
+                ray.kill(actor)
+            self._mark_ended({number for number, _ in self.working.values()})
+
+    def _mark_ended(self, numbers: set[int]) -> None:
+        """Note that ranks have ended which can no longer do so: their units are free at once, without a lease."""
+        folder = self.stage.dir.progress
+        mark_ended(folder, {record.owner for record in read_progress(folder) if record.rank in numbers})
+
+    def _ask(self, pickled: bytes, places: int) -> None:
+        """Ask for as many ranks as are wanted; those in bad places are asked for elsewhere."""
+        most = places + 1 - len(self.holding) if self.workers == "auto" else int(self.workers)
+        kind = _import_ray().remote(num_cpus=self.cores, num_gpus=self.gpus, scheduling_strategy="SPREAD")(RankActor)
+        folder = None if _is_in_copy() else Path.cwd()
+        for _ in range(min(most, self.follower.num_missing) - len(self.working)):
+            # The slots of those that hold a place are out.
+            taken = {number for number, _ in [*self.working.values(), *self.holding.values()]}
+            number = next(number for number in count(self.first_number) if number not in taken)
+            actor = kind.remote()
+            call = actor.run.remote(
+                sharmill.__version__, folder, pickled, number, "cuda" if self.gpus else "cpu", self.cores
+            )
+            self.working[call] = number, actor
+
+    def _collect(self) -> None:
+        """Wait a moment for calls to end, and handle those that have.
+
+        Raises:
+            FatalError: one actor after the other dies, and no rank is ready.
+        """
+        ray, calls = _import_ray(), self.working | self.holding
+        ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_SECONDS_BETWEEN_LOOKS)
+        for call in ended:
+            number, actor = calls[call]
+            self.working.pop(call, None)
+            self.holding.pop(call, None)
+            self._mark_ended({number})
+            try:
+                error = ray.get(call)
+            except ray.exceptions.RayTaskError as failed:
+                error = self._cannot_start(failed.cause)
+            except ray.exceptions.RayError as died:
+                error = None
+                log.warning("the actor of rank %d died: %s", number, died)
+                # Ray goes on placing actors on a node for some seconds after it has died.
+                self.deaths = 0 if self.follower.num_ready else self.deaths + 1
+                if self.deaths >= MAX_FAILURES * len(calls):
+                    raise self._cannot_start(died) from died
+            if error is None:
+                # One that Ray cannot reach may still run, and must not go on beside the one that takes its place.
+                ray.kill(actor)
+                continue
+            # To a rank, a plan that has been replaced and a disk that has gone from its node look the same.
+            require_current(self.stage)
+            log.error("rank %d is given up, and its place is kept from others: %s", number, error)
+            self.given_up[str(error)] = error
+            self.holding[actor.hold_place.remote()] = number, actor
+
+    def _cannot_start(self, error: Exception) -> FatalError:
+        # Ray tells the reason last.
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[-400:]}"
+        return FatalError(
+            f"{self.stage.name}: actors cannot start: {reason}; see {self.stage.dir.logs}. "
+            "Every node needs the same Python, Ray and sharmill as the driver",
+            code="no_ranks",
+        )
+
+
+def connect(address: str) -> None:
+    """Join the cluster as a driver, unless this process has already.
+
+    Raises:
+        ConfigError: there is no cluster at ``address``.
+    """
+    ray = _import_ray()
+    if ray.is_initialized():
+        return
+    # A cluster that has just been started, or is busy, may take longer than Ray waits. A ConnectionError says that
+    # nothing is there.
+    retrying = Retrying(
+        stop=stop_after_attempt(3), wait=wait_fixed(5),
+        retry=retry_if_exception_type(RuntimeError), before_sleep=lambda state: ray.shutdown(), reraise=True,
+    )  # fmt: skip
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        if address == "auto":
+            address = os.environ.get("RAY_ADDRESS") or _read_address()
+        host, _, port = address.rpartition(":")
+        if port.isdecimal() and "://" not in address:
+            # Ray itself goes on trying for minutes.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=20).close()
+        retrying(ray.init, address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError) as error:
+        where = "no Ray cluster is running here" if address == "auto" else f"there is no Ray cluster at {address}"
+        raise ConfigError(
+            f"{where} ({' '.join(str(error).split())[:200]}); start one with `ray start --head`, "
+            "submit with `ray job submit`, or name one with executor.address=HOST:PORT",
+            code="no_cluster",
+        ) from error
+    finally:
+        # Ray installs its own, which would turn a clean end into exit status 15.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
+
+
+def _read_address() -> str:
+    """Return the address of the cluster that this user has started on this machine.
+
+    Ray itself would take whatever stands in a file of a folder that every user can write to, or whatever process is
+    called like one of its own; and a driver runs what its cluster sends.
+
+    Raises:
+        ConfigError: it is another user's.
+        OSError, ValueError: there is none.
+    """
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    file = Path(folder) / "ray/ray_current_cluster"
+    with open_regular(file, follow_links=False) as stream:
+        owner, address = os.fstat(stream.fileno()).st_uid, stream.read(300).decode("ascii").strip()
+    if owner not in (os.getuid(), 0):
+        raise ConfigError(
+            f"{file} belongs to another user, whose cluster it names: if you mean that one, say "
+            f"executor.address={address!r}",
+            code="no_cluster",
+        )
+    return address
+
+
+def _is_in_copy() -> bool:
+    """Return True if the current folder is a copy that Ray made of a job's working directory, and will remove."""
+    return "working_dir_files" in Path.cwd().parts
+
+
+def _check_paths(config: Config) -> None:
+    """Refuse paths below the copy of a job's working directory: what is written there is lost with the copy.
+
+    Raises:
+        ConfigError: a path of the configuration is relative, and the current folder is such a copy.
+    """
+    paths = {"run_dir": config.run_dir, "dataset_dir": config.dataset_dir}
+    for number, source in enumerate(config.sources):
+        paths |= {f"sources[{number}].{key}": path for key, path in source.paths().items()}
+    relative = [f"{key} is {path!r}" for key, path in paths.items() if not Path(path).is_absolute()]
+    if relative and _is_in_copy():
+        raise ConfigError(
+            f"{', '.join(relative)}, but a Ray job runs in a copy of the working directory that is removed afterwards: "
+            "give absolute paths on a file system that all nodes share, or the folder that relative paths are meant "
+            "from with `jobs/ray_job.py --root DIR`",
+            code="bad_config_value",
+        )
+
+
+def stop_job(submission_id: str, address: str | None) -> None:
+    """Tell a Ray job to end, as ``ray job stop`` does, and wait for it: its driver gets a SIGTERM, and its ranks end.
+
+    Ray kills a driver that has not ended within three seconds: its lock stays behind, and a later run removes it.
+
+    Args:
+        address: of the dashboard, as ``ray job submit`` takes it; None for Ray's own settings.
+
+    Raises:
+        ConfigError: there is no such dashboard, or it knows no such job.
+        FatalError: the job goes on.
+    """
+    _import_ray()
+    from ray.job_submission import JobSubmissionClient
+
+    # The dashboard of a busy head answers late.
+    retrying = Retrying(
+        retry=retry_if_exception_type(ConnectionError), stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True
+    )
+    if address is not None:
+        # Else Ray takes these before what it is told.
+        for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+            os.environ.pop(name, None)
+    try:
+        client = retrying(JobSubmissionClient, address)
+        retrying(client.stop_job, submission_id)
+        waiting = Retrying(
+            retry=retry_if_result(lambda status: not status.is_terminal()),
+            stop=stop_after_delay(_SECONDS_TO_STOP),
+            wait=wait_fixed(0.2),
+        )
+        waiting(retrying, client.get_job_status, submission_id)
+    except RetryError as error:
+        raise FatalError(
+            f"Ray job {submission_id} goes on {_SECONDS_TO_STOP:.0f} s after it was told to end", code="locked"
+        ) from error
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"Ray job {submission_id} cannot be stopped from here: {' '.join(str(error).split())}; name the dashboard "
+            f"of its cluster with --ray-address, or: ray job stop {submission_id}",
+            code="no_cluster",
+        ) from error

@@ -1,0 +1,107 @@
+"""A node of a Ray cluster inside a SLURM allocation: what each task of ``jobs/sbatch/ray.sbatch`` runs.
+
+``python -m sharmill.executors.ray_node HEAD_ADDRESS PORT`` starts the head where SLURM_NODEID is 0 and a worker
+elsewhere, with this node's share of cores and GPUs and files of its own, and takes them down when it is told to end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
+
+from sharmill.executors.signals import Terminated, ended_by_sigterm
+
+# A Python file that starts a worker in the place of ``ray``; for trials on one host, see jobs/sbatch/ray.sbatch.
+WORKER_VARIABLE = "SHARMILL_RAY_WORKER"
+_RAY = ("-c", "from ray.scripts.scripts import main; main()")
+_SECONDS_TO_END = 10
+
+
+def node_command(head: str, port: int, folder: Path, environment: Mapping[str, str]) -> list[str]:
+    """Return the command that starts this node and stays until it is ended."""
+    is_head = environment.get("SLURM_NODEID", "0") == "0"
+    worker = environment.get(WORKER_VARIABLE)
+    cores = environment.get("SLURM_CPUS_PER_TASK") or environment.get("SLURM_CPUS_ON_NODE", "1")
+    gpus = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    command = [
+        sys.executable,
+        "-P",
+        *([worker] if worker and not is_head else _RAY),
+        "start",
+        "--block",
+        "--disable-usage-stats",
+        f"--num-cpus={cores}",
+        f"--num-gpus={len(gpus)}",
+        # Units and commit records are small, and all else goes through files.
+        "--object-store-memory=200000000",
+        # Other jobs may have a node on the same host: every port is one that is free, as are those of the workers.
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        f"--dashboard-agent-listen-port={free_port()}",
+        # A worker started as usual takes the head's folder, which would be shared by nodes on one host.
+        f"--temp-dir={folder}",
+    ]
+    if is_head:
+        command += ["--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+        return [*command, f"--node-ip-address={head}"]
+    address = head if ip_address(head).is_loopback else address_towards(head, port)
+    return [*command, f"--address={head}:{port}", f"--node-ip-address={address}"]
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address that this host has on the network on which it reaches ``host``; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+def run_node(head: str, port: int) -> int:
+    """Keep a node running until SIGTERM, and return Ray's exit status.
+
+    A node that does not come up, which takes a busy host longer than Ray waits, or that fails later, is started again.
+    """
+    status = 128 + signal.SIGTERM
+    with suppress(Terminated), ended_by_sigterm():
+        for _ in range(3):
+            # Short, for the names of Ray's sockets have to be.
+            with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+                # The driver has ended when a node is told to, so there is nothing that it should wait for.
+                environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+                process = subprocess.Popen(node_command(head, port, Path(folder), os.environ), env=environment)
+                try:
+                    status = process.wait()
+                finally:
+                    _end(process)
+            if status == 0:
+                break
+            time.sleep(2)
+    return status
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        # A worker whose head is gone may not listen. What it leaves behind, SLURM ends with the step.
+        process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(run_node(sys.argv[1], int(sys.argv[2])))

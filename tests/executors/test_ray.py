@@ -1,0 +1,109 @@
+"""Clusters and nodes of Ray that do not answer or come up at once, or are not this user's; Ray is a stand-in here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from unittest.mock import Mock
+
+import pytest
+from support.errors import raises
+
+from sharmill.errors import ConfigError
+from sharmill.executors import ray_node
+from sharmill.executors.ray import connect
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("script", "status", "starts"),
+    [
+        pytest.param("[ $starts = 2 ]", 0, 2, id="it does not come up in time"),
+        pytest.param("exit 7", 7, 3, id="it never comes up", marks=pytest.mark.slow),
+        pytest.param("kill -TERM $PPID; sleep 60", 143, 1, id="it is told to end"),
+        pytest.param(
+            "trap '' TERM; kill -TERM $PPID; while :; do sleep 0.1; done",
+            143,
+            1,
+            id="it does not listen",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_node_is_started_again_until_it_is_told_to_end(tmp_path, monkeypatch, script, status, starts):
+    log, handler = tmp_path / "starts", signal.getsignal(signal.SIGTERM)
+    script = f"echo start >> {log}; starts=$(wc -l < {log}); {script}"
+    monkeypatch.setattr(ray_node, "node_command", lambda *arguments: ["bash", "-c", script])
+    assert ray_node.run_node("127.0.0.1", 1) == status
+    assert len(log.read_text().splitlines()) == starts
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+@pytest.fixture
+def join(monkeypatch):
+    """Returns a function: what Ray answers to each try, an address -> Ray, which was asked."""
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
+
+    def join(answers: list[Exception | None], address: str = "") -> Mock:
+        ray = Mock(**{"is_initialized.return_value": False, "init.side_effect": answers})
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        connect(address or listener)
+        return ray
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listener = f"127.0.0.1:{server.getsockname()[1]}"
+        yield join
+
+
+def test_a_cluster_that_does_not_answer_at_once_is_asked_again(join):
+    ray = join([RuntimeError("failed to get node info"), RuntimeError("failed to get node info"), None])
+    assert (ray.init.call_count, ray.shutdown.call_count) == (3, 2)
+
+
+@pytest.mark.parametrize("errors", [[RuntimeError("no node info")] * 3, [ConnectionError("nobody is there")]])
+def test_a_cluster_that_never_answers_is_named(join, errors):
+    with raises(ConfigError, "no_cluster", "no Ray cluster at 127.0.0.1:", str(errors[0])):
+        join(errors)
+
+
+class TestAuto:
+    @pytest.fixture
+    def named(self, tmp_path, monkeypatch):
+        """The file in which Ray notes its address, in a folder that is this test's."""
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+        (tmp_path / "ray").mkdir()
+        file = tmp_path / "ray/ray_current_cluster"
+        file.write_text("here\n")
+        return file
+
+    @pytest.mark.parametrize("variable", ["", "127.0.0.1:x"])
+    def test_a_cluster_of_this_user_is_found_and_the_environment_comes_first(self, named, join, monkeypatch, variable):
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+        assert join([None], "auto").init.call_args.kwargs["address"] == (variable or "here")
+
+    def test_that_of_another_user_is_not_joined(self, named, join, monkeypatch):
+        if os.getuid() == 0:
+            os.chown(named, 4242, -1)
+        else:
+            monkeypatch.setattr("os.getuid", lambda: 4242)
+        with raises(ConfigError, "no_cluster", str(named), "executor.address='here'"):
+            join([None], "auto")
+
+    @pytest.mark.timeout(20)
+    @pytest.mark.parametrize("kind", ["missing", "link", "fifo", "no text"])
+    def test_what_is_no_note_of_an_address_ends_in_one_line(self, named, join, kind):
+        """Ray itself would ask for processes that are called like its own."""
+        named.unlink()
+        if kind == "link":
+            named.with_name("elsewhere").write_text("here\n")
+            named.symlink_to(named.with_name("elsewhere"))
+        elif kind == "fifo":
+            os.mkfifo(named)
+        elif kind == "no text":
+            named.write_bytes(b"\xff\xfe\x1b[2J")
+        with raises(ConfigError, "no_cluster", "no Ray cluster is running here", "executor.address") as error:
+            join([None], "auto")
+        assert str(error.value).isprintable()

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from support.full_scratch import WatchedStage
 from support.toy_cluster import ToyDataset, ToyRun, cancel_all, make_profile, why_no_cluster
 from support.toy_stage import RecordingListener, SleepyStage, ToyStage, is_running, output_bytes, wait_until
 from support.toy_stage import run as run_locally
 
+from sharmill.engine.attempts import Attempts
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.outcomes import FailedAttempt, StageResult, Submitted
 from sharmill.engine.plan import load_plan
@@ -25,11 +27,12 @@ from sharmill.engine.run import Executor, locked, run_stage
 from sharmill.engine.run_notes import End as RunEnd
 from sharmill.engine.run_notes import Given, begin_run, note_end
 from sharmill.engine.stage import Advance
-from sharmill.engine.state import find_live
+from sharmill.engine.state import find_live, find_workers
 from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.engine.unit import Output, Unit
 from sharmill.errors import SharmillError
 from sharmill.executors.local import LocalExecutor
+from sharmill.executors.signals import ended_by_sigterm
 from sharmill.executors.slurm.queue import wait_for_end
 from sharmill.staging import Staging
 
@@ -106,6 +109,35 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
 
     yield run
     wait_until(lambda: not any(is_running(pid) for stage in stages for pid in stage.pids() - {os.getpid()}))
+
+
+@pytest.fixture
+def interrupted(request: pytest.FixtureRequest) -> Callable[[ToyStage, signal.Signals], None]:
+    """Returns a function: begins a stage, and sends a signal to a supervisor when ``stage`` is marked as ``waits``."""
+    if "local" not in request.node.name:
+        pytest.skip("n/a: supervisors of this executor are not reached by a signal from here")
+
+    def interrupt(stage: ToyStage, number: signal.Signals) -> None:
+        process = _start_locally(stage)
+        wait_until(lambda: stage.marked("once-unit-3"))
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        process.join()
+        wait_until(lambda: not any(map(is_running, stage.pids())))
+
+    return interrupt
+
+
+def _start_locally(stage: ToyStage) -> multiprocessing.process.BaseProcess:
+    """Run a stage in a process of its own; its status tells how it ended."""
+    process = multiprocessing.get_context("spawn").Process(target=_run_locally, args=(stage,))
+    process.start()
+    return process
+
+
+def _run_locally(stage: ToyStage) -> None:
+    with ended_by_sigterm():
+        sys.exit(0 if _run_stage(stage, LocalExecutor(2)).ok else 1)
 
 
 @pytest.fixture
@@ -264,21 +296,15 @@ def test_a_second_run_adds_ranks_and_both_see_the_end(run, tmp_path, whole):
     """Another executor may join as well: here it is the local one, in a process of its own."""
     stage = SleepyStage(tmp_path, units=16, seconds=0.4, setup_does="meet:2")
     joining = SleepyStage(tmp_path, units=16, seconds=0.4, setup_does="meet:2")
-    joining.unit_time_limit = 300.0
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(run, stage, 1)
         wait_until(lambda: stage.pids())
-        second = multiprocessing.get_context("spawn").Process(target=_join, args=(joining,))
-        second.start()
+        second = _start_locally(joining)
         second.join()
     assert (first.result().ok, second.exitcode) == (True, 0), first.result()
     assert set(stage.attempts().values()) == {1}
     assert len({record.rank for record in read_progress(stage.dir.progress) if record.units_done}) > 1
     assert output_bytes(stage) == whole(16)
-
-
-def _join(stage: ToyStage) -> None:
-    sys.exit(0 if _run_stage(stage, LocalExecutor(1)).ok else 1)
 
 
 def test_a_cancelled_run_ends_and_the_same_command_goes_on(run, tmp_path, whole):
@@ -295,3 +321,58 @@ def test_a_cancelled_run_ends_and_the_same_command_goes_on(run, tmp_path, whole)
     begin_run(stage.run_dir, Given(stages=["toy"]))
     assert run(SleepyStage(tmp_path, units=12), 2).ok
     assert output_bytes(stage) == whole(12)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_supervisor_that_is_ended_leaves_no_rank_and_the_same_command_goes_on(run, interrupted, tmp_path, whole, how):
+    stage = ToyStage(tmp_path, units=12, behaviour={3: "wait_once:never"})
+    interrupted(stage, how)
+    if how == signal.SIGTERM:
+        # As preemption: the unit is given back.
+        attempts = Attempts(stage.dir.of_present_plan().attempts)
+        attempts.look()
+        assert (attempts.failed, attempts.open()) == (set(), [])
+    assert run(stage, 2).ok
+    assert output_bytes(stage) == whole(12)
+
+
+def test_live_ranks_are_named_as_long_as_they_are_at_work(run, tmp_path):
+    """Which is why ``--restart`` beside them is refused."""
+    stage = ToyStage(tmp_path, behaviour={2: "wait:go"})
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(run, stage, 2)
+        wait_until(lambda: stage.attempts()[2])
+        named = find_workers(stage.run_dir)
+        stage.mark("go")
+        assert end.result().ok
+    assert any("rank " in words for words in named), named
+    assert find_workers(stage.run_dir) == []
+
+
+def test_a_run_directory_that_was_moved_goes_on(run, tmp_path, whole):
+    assert list(run(ToyStage(tmp_path / "first", behaviour={2: "raise"}), 2).failures) == [2]
+    (tmp_path / "first").rename(tmp_path / "second")
+    stage = ToyStage(tmp_path / "second")
+    before = stage.attempts()
+    assert run(stage, 2).ok
+    assert stage.attempts() - before == {2: 1}
+    assert output_bytes(stage) == whole(6)
+
+
+def test_two_datasets_at_once_do_not_meet(run, tmp_path, whole):
+    """The other one is run by the local executor, in a process of its own."""
+    stages = [SleepyStage(tmp_path / name, units=8, seconds=0.2) for name in ("one", "other")]
+    other = _start_locally(stages[1])
+    assert run(stages[0], 2).ok
+    other.join()
+    assert other.exitcode == 0
+    assert [output_bytes(stage) for stage in stages] == [whole(8)] * 2
+
+
+def test_a_full_disk_ends_the_stage_and_the_same_command_goes_on_when_there_is_room(run, tmp_path, whole):
+    stage = WatchedStage(tmp_path)
+    stage.full = 2
+    assert "No space left on device" in run(stage, 2).message
+    stage.full = -1
+    assert run(stage, 2).ok
+    assert output_bytes(stage) == whole(6)

@@ -118,9 +118,7 @@ def test_many_interrupts_leave_no_orphans_either(start):
     assert driver.end("SIGCONT")[0] != 0
 
 
-@pytest.mark.parametrize(
-    ("how", "does"), [("ctrl-c", "wait:never"), ("SIGKILL", "wait:never"), ("SIGKILL", "hold_gil")]
-)
+@pytest.mark.parametrize(("how", "does"), [("ctrl-c", "wait:never"), ("SIGKILL", "hold_gil")])
 def test_a_relaunch_does_only_what_is_missing(start, tmp_path, how, does):
     driver = start(2, units=12, behaviour={3: "wait:never", 8: does})
     wait_until(lambda: {3, 8} <= set(driver.stage.attempts()))

@@ -308,7 +308,7 @@ def test_a_second_run_adds_ranks_and_both_see_the_end(run, tmp_path, whole):
 
 
 def test_a_cancelled_run_ends_and_the_same_command_goes_on(run, tmp_path, whole):
-    stage = SleepyStage(tmp_path, units=12, seconds=0.4)
+    stage = SleepyStage(tmp_path, units=60, seconds=0.6)
     with ThreadPoolExecutor(1) as pool:
         cancelled = pool.submit(run, stage, 2)
         wait_until(lambda: len(stage.attempts()) > 3)
@@ -317,10 +317,10 @@ def test_a_cancelled_run_ends_and_the_same_command_goes_on(run, tmp_path, whole)
         assert "cancelled by ada" in cancelled.result().message
     assert time.monotonic() - began < 60
     assert find_live(stage.dir) == []
-    assert len(read_ledger(stage.dir, load_plan(stage))) < 12
+    assert len(read_ledger(stage.dir, load_plan(stage))) < 60
     begin_run(stage.run_dir, Given(stages=["toy"]))
-    assert run(SleepyStage(tmp_path, units=12), 2).ok
-    assert output_bytes(stage) == whole(12)
+    assert run(SleepyStage(tmp_path, units=60), 2).ok
+    assert output_bytes(stage) == whole(60)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

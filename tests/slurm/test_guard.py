@@ -45,13 +45,10 @@ def test_jobs_of_another_user_are_found(run_dir, monkeypatch):
 
 
 def test_jobs_are_found_through_a_link_and_with_a_comment_of_the_site(run_dir, tmp_path):
-    link = tmp_path / "link"
-    link.symlink_to(run_dir.path)
-    number = slurm(
-        "sbatch", "--parsable", f"--comment=project x|y {job_comment(run_dir, 'rank')} z", "--output=/dev/null",
-        "--array=0-1", "--wrap=sleep 60",
-    ).strip()  # fmt: skip
-    assert sorted(job.id for job in queued_jobs(RunDir(link))) == [f"{number}_0", f"{number}_1"]
+    (tmp_path / "link").symlink_to(run_dir.path)
+    comment = f"--comment=project x|y {job_comment(run_dir, 'rank')} z"
+    number = slurm("sbatch", "--parsable", comment, "--output=/dev/null", "--array=0-1", "--wrap=sleep 60").strip()
+    assert sorted(job.id for job in queued_jobs(RunDir(tmp_path / "link"))) == [f"{number}_0", f"{number}_1"]
 
 
 def test_a_run_and_a_submission_are_refused_while_jobs_are_in_the_queue(tmp_path, make_config, run_dir):

@@ -146,6 +146,24 @@ def test_what_slurm_refuses_leaves_no_job_behind(make_run):
     wait_until(lambda: queued_jobs(run.run_dir) == [])
 
 
+def test_an_answer_of_sbatch_that_is_lost_costs_no_unit(make_run, tmp_path, record_property, monkeypatch):
+    """The ranks are submitted twice then."""
+    run = make_run(units=8, seconds=0.3, profile=make_profile(max_ranks=2))
+    lose = f"[ -e {tmp_path}/lost ] || {{ touch {tmp_path}/lost; $real $1; echo Socket timed out >&2; exit 1; }}"
+    monkeypatch.setenv("PATH", put_before_sbatch(tmp_path, lose))
+    run.start()
+    finish(run, tmp_path, record_property, 0)
+
+
+def put_before_sbatch(folder, line) -> str:
+    """Return a search path on which sbatch is a script with a line before what it does; ``$real`` is the command."""
+    sbatch = folder / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/bash\nreal={shutil.which('sbatch')}\n{line}\nexec $real $1\n")
+    sbatch.chmod(0o755)
+    return f"{sbatch.parent}:{os.environ['PATH']}"
+
+
 def test_a_submission_killed_between_ranks_and_advance_job_goes_on_when_started_again(
     make_run, tmp_path, record_property
 ):
@@ -153,15 +171,9 @@ def test_a_submission_killed_between_ranks_and_advance_job_goes_on_when_started_
 
     run = make_run(units=8, seconds=0.3, profile=make_profile(max_ranks=2))
     (tmp_path / "run.pkl").write_bytes(cloudpickle.dumps(run))
-    sbatch = tmp_path / "bin/sbatch"
-    sbatch.parent.mkdir()
-    sbatch.write_text(
-        f"#!/bin/bash\ngrep -q array= $1 || {{ kill -9 $PPID; exit 1; }}\nexec {shutil.which('sbatch')} $1\n"
-    )
-    sbatch.chmod(0o755)
     code = "import cloudpickle, sys; cloudpickle.load(open(sys.argv[1], 'rb')).start()"
     environment = dict(line.removeprefix("export ").split("=", 1) for line in SETUP)
-    environment["PATH"] = f"{sbatch.parent}:{os.environ['PATH']}"
+    environment["PATH"] = put_before_sbatch(tmp_path, "grep -q array= $1 || { kill -9 $PPID; exit 1; }")
     command = [sys.executable, "-c", code, tmp_path / "run.pkl"]
     assert subprocess.run(command, env=os.environ | environment, check=False).returncode == -9
     assert "still in the queue, then advance job" in run.start().message

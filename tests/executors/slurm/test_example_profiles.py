@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 from support.paths import REPOSITORY
@@ -90,36 +88,26 @@ def unpack(tmp_path):
     return run
 
 
-def count_unpacked(folder: Path) -> int:
-    calls = folder / "calls"
-    return len(calls.read_text().splitlines()) if calls.exists() else 0
-
-
 def test_the_environment_of_conda_is_unpacked_once_on_each_node(tmp_path, unpack):
     """The second job finds it there, one that is not whole is made again, and another archive is unpacked anew."""
+    calls = tmp_path / "calls"
     assert [unpack("3")[0], unpack()[0], unpack()[0]] == [3, 0, 0]
-    assert count_unpacked(tmp_path) == 2
+    assert calls.read_text().split() == ["unpacked"] * 2
     (tmp_path / "archive").write_bytes(b"packed anew")
     assert [unpack()[0], unpack()[0]] == [0, 0]
-    assert count_unpacked(tmp_path) == 3
+    assert calls.read_text().split() == ["unpacked"] * 3
     (tmp_path / "archive").unlink()
     assert unpack()[0] == 1
 
 
-@pytest.mark.parametrize("kind", ["a stranger's", "open to others", "a link", "a file"])
+@pytest.mark.parametrize("kind", ["open to others", "a link"])
 def test_the_environment_of_conda_is_not_taken_from_a_folder_in_which_others_can_write(tmp_path, unpack, kind):
-    foreign = tmp_path / "here-sharmill"
     (tmp_path / "private").mkdir(mode=0o700)
+    foreign = tmp_path / "here-sharmill"
     if kind == "a link":
         foreign.symlink_to("private")
-    elif kind == "a file":
-        foreign.write_text("")
     else:
-        foreign.mkdir(mode=0o777 if kind == "open to others" else 0o700)
-        foreign.chmod(0o777 if kind == "open to others" else 0o700)
-    if kind == "a stranger's":
-        if os.geteuid() != 0:
-            pytest.skip("only root can give a folder away")
-        os.chown(foreign, 65534, -1)
+        foreign.mkdir()
+        foreign.chmod(0o777)
     assert unpack() == (1, "here-sharmill is no private folder of bob\n")
-    assert count_unpacked(tmp_path) == 0
+    assert not (tmp_path / "calls").exists()

@@ -474,7 +474,8 @@ class SlurmExecutor:
         waited = self.patience * (1 + int(os.environ.get("SLURM_RESTART_COUNT", "0")))
         if waited < _MOST_PATIENCE_SECONDS:
             with suppress(queue.SlurmSilent):
-                queue.ask(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], queue.PATIENCE_SECONDS)
+                patience = max(self.patience, queue.PATIENCE_SECONDS)
+                queue.ask(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], patience)
                 return True
         return False
 

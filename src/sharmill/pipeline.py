@@ -452,9 +452,8 @@ def _reject_files(stage: Stage) -> list[Path]:
         return [stage.dir.rejects] if stage.dir.rejects.exists() else []
     if not stage.dir.units.exists():
         return []
-    folder = stage.dir.of_present_plan()
-    commits = read_ledger(folder, load_plan(stage))
-    paths = (folder.unit_rejects(index) for index in sorted(commits) if commits[index].num_rejected)
+    commits = read_ledger(stage.dir, load_plan(stage))
+    paths = (stage.dir.unit_rejects(index) for index in sorted(commits) if commits[index].num_rejected)
     return [path for path in paths if path.exists()]
 
 

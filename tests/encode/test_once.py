@@ -282,7 +282,7 @@ def test_codes_of_other_audio_are_encoded_again_by_redo(speech, encoded, tmp_pat
 
 def test_interrupted_between_new_codes_and_their_assembly_it_goes_on(speech, encoded):
     _, encode, assemble = codec_stages(encoded)
-    aside = encode.dir.of_present_plan().ledger / f".a.jsonl.{'0' * 32}.tmp"  # of a process that was killed
+    aside = encode.dir.ledger / f".a.jsonl.{'0' * 32}.tmp"  # of a process that was killed
     aside.touch()
     revoke(encode, {0})
     assert not aside.exists()

@@ -45,7 +45,7 @@ def test_the_kind_is_never_seen_half_written(tmp_path, gpus, monkeypatch):
     aside.touch()
     assert run(stage)[0].ok
     assert not aside.exists()
-    created.assert_called_once_with(stage.dir.of_present_plan().device_kind, b"cpu")
+    created.assert_called_once_with(stage.dir.device_kind, b"cpu")
 
 
 def test_what_was_begun_on_the_cpu_does_not_go_on_on_a_gpu(tmp_path, gpus):

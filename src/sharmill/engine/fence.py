@@ -79,8 +79,7 @@ def make_fence(stage: Stage) -> None:
     for token in tokens_of(paths) - {stage.token}:
         remove_at_once(paths.ranks_of(token))
     remove_asides(paths.path / "ranks")
-    rejects = paths.unit_rejects(0).parent
-    for folder in (paths.ledger, paths.attempts, paths.claims, paths.progress, paths.metrics, rejects, paths.logs):
+    for folder in (*paths.folders_of_ranks, paths.logs):
         make_folder(folder)
     for folder in (token_staging(stage.root, stage.token), *(stage.root / name for name in stage.folders)):
         make_folder(folder)

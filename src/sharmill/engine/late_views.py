@@ -18,10 +18,8 @@ from sharmill.staging import token_staging
 def wait_for_plan(stage: Stage, patience: Patience) -> None:
     """Wait until this node sees the stage's plan and the folders that ranks write to; the caller looks at them."""
     paths = stage.dir
-    folders = (
-        *(paths.ledger, paths.attempts, paths.claims, paths.progress, paths.metrics, paths.unit_rejects(0).parent),
-        *(token_staging(stage.root, stage.token), *(stage.root / name for name in stage.folders)),
-    )
+    published = (stage.root / name for name in stage.folders)
+    folders = [*paths.folders_of_ranks, token_staging(stage.root, stage.token), *published]
     patience.wait_until(
         lambda: paths.read_token() == stage.token and all(folder.is_dir() for folder in folders),
         f"{stage.name}: the plan {stage.token}, or a folder of it,",

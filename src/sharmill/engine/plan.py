@@ -211,8 +211,7 @@ def _refuse_linked_folders(stage: Stage) -> None:
     What lies behind a link is not this run's to change.
     """
     for paths in (stage.dir, *stage.later()):
-        own = (paths.ledger, paths.attempts, paths.claims, paths.progress, paths.metrics, paths.unit_rejects(0))
-        refuse_strangers(stage.run_dir.path, own)
+        refuse_strangers(stage.run_dir.path, paths.folders_of_ranks)
         refuse_strangers(stage.run_dir.path, (paths.logs, paths.merged))
         refuse_strangers(stage.run_dir.path, (paths.identity, paths.units, paths.token_file))
         refuse_strangers(stage.run_dir.path, paths.logs.glob("*"))

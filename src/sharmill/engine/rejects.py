@@ -40,7 +40,7 @@ def check_rejects(stage: Stage, expected_in: int, reasons: Mapping[str, int], nu
         return
     # Where nothing is left, a higher limit would only move the error to the next stage.
     remedy = "mend the input" if rejected >= num_in else "mend the input, or raise max_reject_fraction"
-    folder = stage.dir.unit_rejects(0).parent
+    folder = stage.dir.rejects_of_units
     summary = (
         f"{stage.name} stopped: {rejected} of {expected_in} records are rejected, more than "
         f"max_reject_fraction={stage.max_reject_fraction:g} allows; {remedy}. The commonest reasons (all: {folder}):"

@@ -239,7 +239,7 @@ def _refuse_vanished(stage: Stage, done: Collection[Commit]) -> None:
 def _finalize(stage: Stage, units: list[Unit], commits: dict[int, Commit]) -> Totals:
     # All is there: a rank that still does a unit once more changes nothing from here on.
     remove_at_once(token_staging(stage.root, stage.token))
-    for folder in (stage.dir.ranks, stage.dir.unit_rejects(0).parent, stage.dir.progress):
+    for folder in (stage.dir.ranks, stage.dir.rejects_of_units, stage.dir.progress):
         remove_asides(folder)
     in_order = [commits[unit.index] for unit in units]
     _check_redone(stage, commits)

@@ -15,7 +15,7 @@ import msgspec
 from sharmill.engine.attempts import AttemptLog, Attempts, NoteKind
 from sharmill.engine.balance import pack
 from sharmill.engine.host import is_gone, state_and_start, this_kernel
-from sharmill.engine.ledger import decode_commit, read_ledger
+from sharmill.engine.ledger import iterate_ledger, read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import RankProgress, read_progress
 from sharmill.engine.rejects import check_rejects
@@ -122,7 +122,6 @@ def find_live(paths: StageDir, lease_seconds: float = Stage.lease_seconds, *, ra
     """
     if paths.done.exists():
         return []
-    paths = paths.of_present_plan()
     if not paths.ranks.is_dir():
         return []
     # By the clock of the file system, as what is written there; what others have just made is seen from here on.
@@ -237,10 +236,7 @@ class StageState:
 
     def _read_commits(self) -> list[Commit]:
         new = []
-        for path, line in self._ledger.lines():
-            commit = decode_commit(path, line)
-            if commit is None or commit.token != self.stage.token or self._ids.get(commit.index) != commit.id:
-                continue
+        for commit in iterate_ledger(self.stage.dir, self._ids, self._ledger):
             if commit.index in self.missing:
                 self.missing.remove(commit.index)
                 self._count(commit)

@@ -368,7 +368,7 @@ def devices_of_match(config: Config) -> list[str]:
     stage = MatchStage(config)
     if not stage.dir.units.exists():
         return []
-    commits = read_ledger(stage.dir.of_present_plan(), load_plan(stage)).values()
+    commits = read_ledger(stage.dir, load_plan(stage)).values()
     return name_devices(commit.device_kind for commit in commits)
 
 

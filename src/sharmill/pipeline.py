@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,8 +24,8 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.plan import load_plan, mark_to_begin_anew
-from sharmill.engine.run import Executor, Unlocked, claimed, describe_end, locked, run_stage
-from sharmill.engine.run_notes import End, Given, begin_run, end_of_error, note_end, read_end, read_given
+from sharmill.engine.run import Executor, Unlocked, claimed, describe_end, locked, merge_files, run_stage
+from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end, read_given
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import describe_workers, find_workers
@@ -47,8 +46,6 @@ from sharmill.prepare.stage import PrepareStage
 from sharmill.report.last_step import report_on_run
 from sharmill.storage import (
     disk_errors,
-    open_atomic,
-    open_stored,
     require_writable,
     write_atomic,
 )
@@ -326,7 +323,7 @@ def run_dataset(
                 # What ends the ranks that are added here, as the device of this machine, need not end those of others.
                 is_own = executor.waits and not joins and error.code != "superseded_plan"
                 if is_own and not find_workers(run_dir):
-                    note_end(run_dir, end_of_error(error))
+                    note_end(run_dir, End.of(error))
             raise
         result = DatasetResult(config, results)
         # Others may go on to stages that were not named here.
@@ -439,11 +436,7 @@ def _restart_command(config: Config, stages: Sequence[str], changed: Stage) -> s
 def _merge_rejects(config: Config) -> None:
     """Write all rejects of the dataset so far, in the order of the stages."""
     run_dir = RunDir(Path(config.run_dir))
-    with open_atomic(run_dir.rejects) as merged:
-        for stage in make_stages(config):
-            for path in _reject_files(stage):
-                with open_stored(path) as rejects:
-                    shutil.copyfileobj(rejects, merged)
+    merge_files((path for stage in make_stages(config) for path in _reject_files(stage)), run_dir.rejects)
 
 
 def _reject_files(stage: Stage) -> list[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ import click
 
 from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import OK
-from sharmill.engine.host import is_gone, tell_to_end, user_name
+from sharmill.engine.host import is_gone, user_name
 from sharmill.errors import ConfigError, FatalError
 
 if TYPE_CHECKING:
@@ -120,7 +122,7 @@ def _end_owner(run_dir: RunDir, ray_address: str | None, ended_jobs: Sequence[st
         message = f"{owner} is at work in {run_dir.path}, which cannot be ended from here; {how}"
         raise ConfigError(message, code="locked")
     try:
-        tell_to_end(owner.pid)
+        os.kill(owner.pid, signal.SIGTERM)
     except PermissionError as error:
         raise ConfigError(f"{owner} is another user's; ask them to run this", code="locked") from error
     deadline = time.monotonic() + _SECONDS_TO_END

@@ -95,12 +95,3 @@ def interrupt() -> None:
     """Interrupt this process as Ctrl-C does; in the background of a shell, where that is ignored, as SIGTERM does."""
     is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGINT)
-
-
-def tell_to_end(pid: int) -> None:
-    """Send SIGTERM to a process of this kernel.
-
-    Raises:
-        OSError: it has ended, or is another user's.
-    """
-    os.kill(pid, signal.SIGTERM)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 import msgspec
@@ -17,7 +18,7 @@ from sharmill.engine.fence import claim_for_run, claim_output, make_fence, relea
 from sharmill.engine.late_views import wait_for_units
 from sharmill.engine.ledger import find_outstanding, read_ledger, read_revoked, revoke
 from sharmill.engine.listener import Listener
-from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
+from sharmill.engine.locks import FolderLock
 from sharmill.engine.outcomes import FailedAttempt, Finished, StageResult, Submitted
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import check_rejects
@@ -72,16 +73,15 @@ class Executor(Protocol):
         """
 
 
-@contextmanager
-def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> Iterator[FolderLock]:
-    """Hold the run directory for this process: two that direct the run of one dataset would undo each other's work.
+def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> FolderLock:
+    """Return the lock on a run directory: two processes that direct one run would undo each other's work.
 
     Raises:
-        ConfigError: another process still holds it after ``wait_seconds``.
+        ConfigError: the directory cannot be written, or, when the lock is entered, another process still holds it
+            after ``wait_seconds``.
     """
     require_writable(run_dir.path)
-    with FolderLock(run_dir.path, wait_seconds=wait_seconds) as lock:
-        yield lock
+    return FolderLock(run_dir.path, wait_seconds=wait_seconds)
 
 
 @contextmanager
@@ -137,35 +137,46 @@ def run_stage(
     commits = read_ledger(stage.dir, units)
     missing = [unit for unit in units if unit.index not in commits]
     if not joins:
-        commits, missing = _find_missing(stage, units, commits)
+        commits, missing = _take_back_lost(stage, units, commits)
     expected_in = sum(unit.size for unit in units)
     listener.stage_started(stage, units, list(commits.values()))
     before = add_up(commits.values())
     check_rejects(stage, expected_in, before.rejects, before.num_in)
-    given_up: list[str] = []
+    outcome: Finished | Submitted = Finished()
     if missing:
         if not joins:
-            _make_ready(stage, commits)
+            require_writable(stage.root)
+            make_fence(stage)
+            settle_device_kind(stage, commits.values())
         outcome = executor.run(stage, missing, listener, unlocked)
-        if isinstance(outcome, Submitted):
-            return _end(stage, StageResult(submitted=outcome), listener)
-        if joins or read_round(stage.dir).num_joined:
-            outcome = replace(outcome, on_other_nodes=True)
-        commits, missing = wait_for_units(stage, units, missing, outcome)
+    if isinstance(outcome, Submitted):
+        result = StageResult(submitted=outcome)
+    else:
         if missing:
-            return _end(stage, _note_failures(stage, missing, outcome), listener)
-        given_up = outcome.given_up
-    totals = read_totals(stage) or _finalize(stage, units, commits)
-    remove_tree(stage.dir.failures)
-    return _end(stage, StageResult(totals, given_up=given_up), listener)
+            if joins or read_round(stage.dir).num_joined:
+                outcome = replace(outcome, on_other_nodes=True)
+            commits, missing = wait_for_units(stage, units, missing, outcome)
+        result = _finish(stage, units, commits, outcome)
+    listener.stage_ended(stage, result)
+    return result
 
 
-def _find_missing(stage: Stage, units: list[Unit], done: dict[int, Commit]) -> tuple[dict[int, Commit], list[Unit]]:
-    """Return the commits whose output is there, and the units that are to be done, for which the output is claimed."""
+def _take_back_lost(stage: Stage, units: list[Unit], done: dict[int, Commit]) -> tuple[dict[int, Commit], list[Unit]]:
+    """Return the commits whose output is there, and the units that are to be done, for which the output is claimed.
+
+    Raises:
+        ConfigError: nothing is left of all that was done: it was moved rather than lost.
+    """
     commits, missing = find_outstanding(stage, units, done, check=units)
-    if not commits:
-        _refuse_vanished(stage, done.values())
-    if lost := done.keys() - commits.keys():
+    lost = done.keys() - commits.keys()
+    files = [stage.root / file.name for index in lost for file in done[index].files]
+    if not commits and stage.shares_root and files and not any(path.exists() for path in files):
+        raise ConfigError(
+            f"{stage.name}: the output of the {len(done)} units that are done is not in {stage.root} any more: move it "
+            "back, name its new place in the configuration, or have it done anew with --restart",
+            code="no_dataset",
+        )
+    if lost:
         # A second commit that may differ, as on another GPU, must not stand beside the first.
         revoke(stage, lost)
     if missing or not stage.is_finalized():
@@ -175,84 +186,34 @@ def _find_missing(stage: Stage, units: list[Unit], done: dict[int, Commit]) -> t
     return commits, missing
 
 
-def _make_ready(stage: Stage, commits: dict[int, Commit]) -> None:
-    """Make all that ranks need before they begin."""
-    require_writable(stage.root)
-    # The index can be written under a lock only, which must not turn out when all units are done.
-    with FolderLock(stage.root, wait_seconds=SECONDS_TO_WAIT_FOR_INDEX):
-        pass
-    make_fence(stage)
-    settle_device_kind(stage, commits.values())
-
-
-def describe_end(stages: Sequence[tuple[Stage, StageResult]], *, findings: int = 0, appended: str = "") -> End:
-    """Return the end of a run as it is noted: of its stages the last is done, or has units that failed.
-
-    Args:
-        findings: errors that the checker found.
-        appended: a sentence about the append to another dataset.
-    """
-    stage, result = stages[-1] if stages else (None, StageResult())
-    if stage is not None and not result.ok:
-        named = "; ".join(f"unit {error.index}: {error.message}" for error in list(result.failures.values())[:3])
-        message = f"{stage.name}: {len(result.failures)} units failed ({named}); tracebacks: {stage.dir.failures}"
-        return End(state="failed", message=message, code="units_failed")
-    out = [sentence for stage, _ in stages for sentence in describe_slots_out(stage.dir)]
-    done = "; on the way: ".join(["all stages are done" if stages else "there is no stage to run", *out])
-    return End(state="done", message="; ".join(filter(None, [done, appended])), findings=findings)
-
-
-def _end(stage: Stage, result: StageResult, listener: Listener) -> StageResult:
-    listener.stage_ended(stage, result)
-    return result
-
-
-def read_totals(stage: Stage) -> Totals | None:
-    """Return the totals of a finished stage, or None."""
-    if not stage.dir.done.exists():
-        return None
-    return decode_stored(stage.dir.done, read_stored(stage.dir.done), Totals)
-
-
-def _remove_leftovers(stage: Stage) -> None:
-    """Remove what killed processes left aside, but nothing of ranks, which may be at work for the same plan."""
-    remove_dead_attempts(stage.root, stage.token)
-    remove_asides(stage.root, {PROBE})
-    paths = stage.run_dir
-    own = (paths.id, paths.claim, paths.config, paths.given, paths.end, paths.rejects, paths.stats)
-    remove_asides(paths.path, {path.name for path in own} | {PROBE})
-    for folder in (paths.manifests, stage.dir.path, stage.dir.merged):
-        remove_asides(folder)
-
-
-def _refuse_vanished(stage: Stage, done: Collection[Commit]) -> None:
-    """Raise ConfigError where nothing is left of all that was done: it was moved rather than lost."""
-    files = [stage.root / file.name for commit in done for file in commit.files]
-    if stage.shares_root and files and not any(path.exists() for path in files):
-        raise ConfigError(
-            f"{stage.name}: the output of the {len(done)} units that are done is not in {stage.root} any more: move it "
-            "back, name its new place in the configuration, or have it done anew with --restart",
-            code="no_dataset",
-        )
-
-
-def _finalize(stage: Stage, units: list[Unit], commits: dict[int, Commit]) -> Totals:
-    # All is there: a rank that still does a unit once more changes nothing from here on.
-    remove_at_once(token_staging(stage.root, stage.token))
-    for folder in (stage.dir.ranks, stage.dir.rejects_of_units, stage.dir.progress):
-        remove_asides(folder)
-    in_order = [commits[unit.index] for unit in units]
-    _check_redone(stage, commits)
-    _merge_rejects(stage, in_order)
-    totals = stage.finalize(units, in_order)
-    expected_in = sum(unit.size for unit in units)
-    totals.check(stage.name, expected_in)
-    check_rejects(stage, expected_in, totals.rejects, totals.num_in)
-    for root in (stage.root, stage.claims[0]):
-        release_output(root, [stage.token])
-    write_atomic(stage.dir.done, msgspec.json.encode(totals))
-    remove_tree(stage.dir.revoked)
-    return totals
+def _finish(stage: Stage, units: list[Unit], commits: dict[int, Commit], outcome: Finished) -> StageResult:
+    """Finalize a stage of which all units are done, or note the errors of the others."""
+    paths = stage.dir
+    missing = [unit.index for unit in units if unit.index not in commits]
+    if missing:
+        gone = "its output has vanished since it was committed"
+        errors = {index: outcome.failures.get(index) or FailedAttempt(index, gone, gone) for index in missing}
+        write_atomic(paths.failures, b"".join(msgspec.json.encode(error) + b"\n" for error in errors.values()))
+        return StageResult(failures=errors, given_up=outcome.given_up)
+    totals = read_totals(stage)
+    if totals is None:
+        # All is there: a rank that still does a unit once more changes nothing from here on.
+        remove_at_once(token_staging(stage.root, stage.token))
+        for folder in (paths.ranks, paths.rejects_of_units, paths.progress):
+            remove_asides(folder)
+        _check_redone(stage, commits)
+        in_order = [commits[unit.index] for unit in units]
+        merge_files((paths.unit_rejects(commit.index) for commit in in_order if commit.num_rejected), paths.rejects)
+        totals = stage.finalize(units, in_order)
+        expected_in = sum(unit.size for unit in units)
+        totals.check(stage.name, expected_in)
+        check_rejects(stage, expected_in, totals.rejects, totals.num_in)
+        for root in (stage.root, stage.claims[0]):
+            release_output(root, [stage.token])
+        write_atomic(paths.done, msgspec.json.encode(totals))
+        remove_tree(paths.revoked)
+    remove_tree(paths.failures)
+    return StageResult(totals, given_up=outcome.given_up)
 
 
 def _check_redone(stage: Stage, commits: dict[int, Commit]) -> None:
@@ -275,16 +236,44 @@ def _check_redone(stage: Stage, commits: dict[int, Commit]) -> None:
         )
 
 
-def _merge_rejects(stage: Stage, commits: Sequence[Commit]) -> None:
-    with open_atomic(stage.dir.rejects) as merged:
-        for commit in commits:
-            if commit.num_rejected:
-                with open_stored(stage.dir.unit_rejects(commit.index)) as rejects:
-                    shutil.copyfileobj(rejects, merged)
+def merge_files(paths: Iterable[Path], goal: Path) -> None:
+    """Publish the contents of files of a run directory, one after the other, as one."""
+    with open_atomic(goal) as merged:
+        for path in paths:
+            with open_stored(path) as part:
+                shutil.copyfileobj(part, merged)
 
 
-def _note_failures(stage: Stage, missing: Sequence[Unit], outcome: Finished) -> StageResult:
-    gone = "its output has vanished since it was committed"
-    errors = {unit.index: outcome.failures.get(unit.index) or FailedAttempt(unit.index, gone, gone) for unit in missing}
-    write_atomic(stage.dir.failures, b"".join(msgspec.json.encode(error) + b"\n" for error in errors.values()))
-    return StageResult(failures=errors, given_up=outcome.given_up)
+def describe_end(stages: Sequence[tuple[Stage, StageResult]], *, findings: int = 0, appended: str = "") -> End:
+    """Return the end of a run as it is noted: of its stages the last is done, or has units that failed.
+
+    Args:
+        findings: errors that the checker found.
+        appended: a sentence about the append to another dataset.
+    """
+    stage, result = stages[-1] if stages else (None, StageResult())
+    if stage is not None and not result.ok:
+        named = "; ".join(f"unit {error.index}: {error.message}" for error in list(result.failures.values())[:3])
+        message = f"{stage.name}: {len(result.failures)} units failed ({named}); tracebacks: {stage.dir.failures}"
+        return End(state="failed", message=message, code="units_failed")
+    out = [sentence for stage, _ in stages for sentence in describe_slots_out(stage.dir)]
+    done = "; on the way: ".join(["all stages are done" if stages else "there is no stage to run", *out])
+    return End(state="done", message="; ".join(filter(None, [done, appended])), findings=findings)
+
+
+def read_totals(stage: Stage) -> Totals | None:
+    """Return the totals of a finished stage, or None."""
+    if not stage.dir.done.exists():
+        return None
+    return decode_stored(stage.dir.done, read_stored(stage.dir.done), Totals)
+
+
+def _remove_leftovers(stage: Stage) -> None:
+    """Remove what killed processes left aside, but nothing of ranks, which may be at work for the same plan."""
+    remove_dead_attempts(stage.root, stage.token)
+    remove_asides(stage.root, {PROBE})
+    paths = stage.run_dir
+    own = (paths.id, paths.claim, paths.config, paths.given, paths.end, paths.rejects, paths.stats)
+    remove_asides(paths.path, {path.name for path in own} | {PROBE})
+    for folder in (paths.manifests, stage.dir.path, stage.dir.merged):
+        remove_asides(folder)

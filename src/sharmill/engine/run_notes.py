@@ -5,7 +5,8 @@ Whatever else is known of a run follows from plans, ledgers, the ``done.json`` o
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -13,6 +14,8 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.errors import CODES, ConfigError, FatalError, SharmillError
 from sharmill.storage import write_atomic
+
+Noted = TypeVar("Noted")
 
 
 class Given(msgspec.Struct, kw_only=True):
@@ -38,6 +41,14 @@ class End(msgspec.Struct, kw_only=True):
     is_config: bool = False
     findings: int = 0
 
+    @classmethod
+    def of(cls, error: BaseException) -> End:
+        """Return the end of a run that an error has ended."""
+        if not isinstance(error, SharmillError):
+            return cls(state="failed", message=f"{type(error).__name__}: {error}")
+        is_config = isinstance(error, ConfigError)
+        return cls(state="failed", message="; ".join(error.lines), code=error.code, is_config=is_config)
+
     def as_error(self) -> SharmillError:
         """Return the error that a run which has failed, or was cancelled, has ended with, to be raised."""
         kind = ConfigError if self.is_config else FatalError
@@ -52,36 +63,26 @@ def begin_run(run_dir: RunDir, given: Given) -> None:
 
 def read_given(run_dir: RunDir) -> Given | None:
     """Return what a run was given; None where none has begun."""
-    try:
-        return decode_stored(run_dir.given, read_stored(run_dir.given), Given)
-    except FileNotFoundError:
-        return None
+    return _read(run_dir.given, Given)
 
 
 def read_end(run_dir: RunDir) -> End | None:
     """Return how a run has ended; None where it is under way, or was killed."""
+    return _read(run_dir.end, End)
+
+
+def _read(path: Path, kind: type[Noted]) -> Noted | None:
     try:
-        return decode_stored(run_dir.end, read_stored(run_dir.end), End)
+        return decode_stored(path, read_stored(path), kind)
     except FileNotFoundError:
         return None
 
 
-def note_end(run_dir: RunDir, end: End) -> bool:
-    """Note how a run has ended, and return True; that it was cancelled stays."""
+def note_end(run_dir: RunDir, end: End) -> None:
+    """Note how a run has ended; that it was cancelled stays."""
     before = read_end(run_dir)
-    if before is not None and before.state == "cancelled":
-        return False
-    write_atomic(run_dir.end, msgspec.json.encode(end) + b"\n")
-    return True
-
-
-def end_of_error(error: BaseException) -> End:
-    """Return the end of a run that an error has ended."""
-    if not isinstance(error, SharmillError):
-        return End(state="failed", message=f"{type(error).__name__}: {error}")
-    return End(
-        state="failed", message="; ".join(error.lines), code=error.code, is_config=isinstance(error, ConfigError)
-    )
+    if before is None or before.state != "cancelled":
+        write_atomic(run_dir.end, msgspec.json.encode(end) + b"\n")
 
 
 def require_not_cancelled(run_dir: RunDir) -> None:

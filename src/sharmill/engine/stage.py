@@ -7,6 +7,7 @@ stage's model, loaded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -192,13 +193,13 @@ class Stage(ABC):
 
 def add_up(commits: Iterable[Commit]) -> Totals:
     """Return the totals of the commits' counts; ``hours`` from ``stats['seconds']``, the audio that went on."""
-    num_in = num_out = 0
-    seconds = 0.0
-    rejects: dict[str, int] = {}
+    commits = list(commits)
+    rejects = Counter[str]()
     for commit in commits:
-        num_in += commit.num_in
-        num_out += commit.num_out
-        seconds += commit.stats.get("seconds", 0.0)
-        for reason, count in commit.rejects.items():
-            rejects[reason] = rejects.get(reason, 0) + count
-    return Totals(num_in=num_in, num_out=num_out, rejects=rejects, hours=seconds / 3600)
+        rejects.update(commit.rejects)
+    return Totals(
+        num_in=sum(commit.num_in for commit in commits),
+        num_out=sum(commit.num_out for commit in commits),
+        rejects=dict(rejects),
+        hours=sum(commit.stats.get("seconds", 0.0) for commit in commits) / 3600,
+    )

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from sharmill.engine.identity import ABSENT, find_differences, show
+from sharmill.engine.identity import find_differences, show
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.manifest import CONTEXT_KEYS
 from sharmill.shar.arrays import array_from_bytes, codes_dtype, num_frames
@@ -191,9 +191,5 @@ def range_problem(codes: np.ndarray, codec: CodecRecord) -> str | None:
 def _first_difference(what: str, made: dict[str, Any], stored: dict[str, Any]) -> str:
     """Return a sentence about the first place at which something stored is not as it is made."""
     for path, should, found in find_differences(made, stored):
-        if should is ABSENT:
-            return f"{what} has {path} {show(found)}, which it should not"
-        if found is ABSENT:
-            return f"{what} has no {path}, which should be {show(should)}"
         return f"{path} of {what} is {show(found)}, and should be {show(should)}"
     return f"{what} is not as it should be"

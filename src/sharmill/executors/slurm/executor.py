@@ -39,7 +39,6 @@ from sharmill.engine.run_notes import (
     End,
     Given,
     begin_run,
-    end_of_error,
     note_end,
     read_end,
     read_given,
@@ -465,7 +464,7 @@ class SlurmExecutor:
                 # The process that has taken the run directory over notes what becomes of the run.
                 if is_left_to_second or code == "locked":
                     raise
-                self._note(end_of_error(error))
+                self._note(End.of(error))
             else:
                 log.info("%s", outcome.message)
 

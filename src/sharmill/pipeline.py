@@ -168,8 +168,9 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
         "survey": [SurveyStage(config)] if config.encode.codecs else [],
         "encode": [EncodeStage(config, codec) for codec in config.encode.codecs],
         "assemble": [AssembleStage(config, codec) for codec in config.encode.codecs],
-        "validate": [_validate_stage(config)],
     }
+    rejects = [str(stage.dir.rejects) for name in config.stages for stage in stages.get(name, [])]
+    stages["validate"] = [_validate_stage(config, rejects)]
     chosen = [stage for name in config.stages if name in names for stage in stages[name]]
     for stage in chosen:
         stage.metrics = config.metrics
@@ -180,18 +181,13 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
     return chosen
 
 
-def _validate_stage(config: Config) -> ValidateStage:
-    level, run_dir = config.validate, RunDir(Path(config.run_dir))
-    against = None
-    if level.against_sources:
-        against = ExpectedRecords(
-            sources=tuple(config.sources),
-            rejects=(str(run_dir.rejects),),
-        )
+def _validate_stage(config: Config, rejects: Sequence[str]) -> ValidateStage:
+    level = config.validate
+    against = ExpectedRecords(sources=tuple(config.sources), rejects=tuple(rejects)) if level.against_sources else None
     # The checker loads no model because a dataset names it, but those that the configuration names itself.
     own = {codec.name: codec.model for codec in config.encode.codecs if codec.model != "builtin"}
     return ValidateStage(
-        Path(config.dataset_dir), run_dir, deep=level.deep, recheck_codes=level.recheck_share,
+        Path(config.dataset_dir), RunDir(Path(config.run_dir)), deep=level.deep, recheck_codes=level.recheck_share,
         codec_models=own | level.codec_models if level.recheck_share else level.codec_models, against=against,
         allow_targets={codec.name: codec.allow_targets for codec in config.encode.codecs if codec.allow_targets},
     )  # fmt: skip
@@ -308,14 +304,14 @@ def run_dataset(
             executor.require_devices(_unfinished(config, stages, restart=restart))
     with disk_errors(run_dir.path), locked(run_dir, wait_seconds) as lock:
         given = Given(stages=list(stages), folder=str(Path.cwd()), command=command)
-        if joins:
-            if (end := read_end(run_dir)) is not None and end.state != "done":
-                raise end.as_error()
-        else:
+        if not joins:
             _begin(config, given, executor, restart=restart, take_over=take_over)
+        elif (end := read_end(run_dir)) is not None and end.state != "done":
+            raise end.as_error()
         try:
             with claimed(run_dir, make_stages(config, stages), restart=restart, releases=executor.waits):
                 results = _run_stages(config, stages, executor, listener, restart=restart, unlocked=lock.released)
+            _merge_rejects(config)
             _check_accounts(config, results)
         except SharmillError as error:
             # The error that ended the run is the one to be raised.
@@ -324,6 +320,7 @@ def run_dataset(
                 is_own = executor.waits and not joins and error.code != "superseded_plan"
                 if is_own and not find_workers(run_dir):
                     note_end(run_dir, End.of(error))
+                _merge_rejects(config)
             raise
         result = DatasetResult(config, results)
         # Others may go on to stages that were not named here.
@@ -340,13 +337,13 @@ def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, t
         ConfigError: they are at work on another configuration, or it is to begin anew beside them.
         FatalError: the run of this job has ended.
     """
-    if isinstance(executor, SlurmExecutor) and executor.role is not None:
-        executor.require_current()
+    slurm = executor if isinstance(executor, SlurmExecutor) else None
+    if slurm is not None and slurm.role is not None:
+        slurm.require_current()
         return
     run_dir = RunDir(Path(config.run_dir))
-    if any(run_dir.path.glob("*/plan")) and not (
-        run_dir.given.exists() or any(run_dir.path.glob("*/ranks/*/round.json"))
-    ):
+    is_known = run_dir.given.exists() or any(run_dir.path.glob("*/ranks/*/round.json"))
+    if not is_known and any(run_dir.path.glob("*/plan")):
         raise ConfigError(
             f"{run_dir.path} was begun by an earlier version of sharmill: finish it with that, or choose another "
             "run_dir (a dataset that is finished needs none)",
@@ -359,18 +356,16 @@ def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, t
             f"{run_dir.path}; --restart --take-over begins anew all the same, and what they do comes to nothing",
             code="locked",
         )
-    others = []
-    if isinstance(executor, SlurmExecutor):
-        others = executor.find_others()
-    elif restart or not live:
-        require_no_jobs(run_dir, take_over=take_over)
+    others = [] if slurm is None else slurm.find_others()
     joins = bool(live) and not restart
+    if slurm is None and not joins:
+        require_no_jobs(run_dir, take_over=take_over)
     if joins or others:
         _require_same_configuration(config, live + ([describe_jobs(others)] if others else []))
     else:
         write_atomic(run_dir.config, to_yaml(config))
-    if isinstance(executor, SlurmExecutor):
-        executor.begin(others, joins=joins)
+    if slurm is not None:
+        slurm.begin(others, joins=joins)
     elif not joins:
         begin_run(run_dir, given)
 
@@ -398,27 +393,23 @@ def _run_stages(
 ) -> list[tuple[Stage, StageResult]]:
     """Run stages until one has units that failed or is submitted, and return how each ended."""
     results = []
-    # Ranks of a submission that was taken over would go on publishing what comes of the input that was.
-    for stage in make_stages(config, config.stages[config.stages.index(stages[0]) :]) if restart and stages else ():
-        stop_ranks(stage)
-    for stage in make_stages(config, stages):
-        if restart:
+    chosen = make_stages(config, stages)
+    if restart and stages:
+        # Ranks of a submission that was taken over would go on publishing what comes of the input that was.
+        for stage in make_stages(config, config.stages[config.stages.index(stages[0]) :]):
+            stop_ranks(stage)
+        for stage in chosen:
             mark_to_begin_anew(stage)
-    for stage in make_stages(config, stages):
+    for stage in chosen:
         try:
             result = run_stage(
                 stage, executor, listener, max_reject_fraction=config.max_reject_fraction, restart=restart,
                 unlocked=unlocked,
             )  # fmt: skip
-        except BaseException as error:
-            # The error that ended the stage is the one to be raised.
-            with suppress(FatalError, OSError):
-                _merge_rejects(config)
-            if isinstance(error, ConfigError) and error.code == "changed_plan":
-                command = _restart_command(config, stages, stage)
-                raise ConfigError(f"{error}: {command}", code=error.code) from error
-            raise
-        _merge_rejects(config)
+        except ConfigError as error:
+            if error.code != "changed_plan":
+                raise
+            raise ConfigError(f"{error}: {_restart_command(config, stages, stage)}", code=error.code) from error
         results.append((stage, result))
         if not result.ok:
             break
@@ -434,31 +425,22 @@ def _restart_command(config: Config, stages: Sequence[str], changed: Stage) -> s
 
 
 def _merge_rejects(config: Config) -> None:
-    """Write all rejects of the dataset so far, in the order of the stages."""
-    run_dir = RunDir(Path(config.run_dir))
-    merge_files((path for stage in make_stages(config) for path in _reject_files(stage)), run_dir.rejects)
-
-
-def _reject_files(stage: Stage) -> list[Path]:
-    """Return the files of a stage's rejects: one of a finished stage, else one of each unit that is done."""
-    if stage.dir.done.exists():
-        return [stage.dir.rejects] if stage.dir.rejects.exists() else []
-    if not stage.dir.units.exists():
-        return []
-    commits = read_ledger(stage.dir, load_plan(stage))
-    paths = (stage.dir.unit_rejects(index) for index in sorted(commits) if commits[index].num_rejected)
-    return [path for path in paths if path.exists()]
+    """Write all rejects of the dataset so far, in the order of the stages: of each unit where a stage is not done."""
+    files: list[Path] = []
+    for stage in make_stages(config):
+        if stage.dir.done.exists():
+            files.append(stage.dir.rejects)
+        elif stage.dir.units.exists():
+            commits = read_ledger(stage.dir, load_plan(stage))
+            files += [stage.dir.unit_rejects(index) for index in sorted(commits) if commits[index].num_rejected]
+    merge_files(filter(Path.exists, files), RunDir(Path(config.run_dir)).rejects)
 
 
 def _check_accounts(config: Config, results: Sequence[tuple[Stage, StageResult]]) -> None:
     """Raise FatalError unless the records that went on from one stage came into the next."""
-    totals = [
-        # This one counts segments.
-        (stage, result.totals)
-        for stage, result in results
-        if result.totals is not None and not isinstance(stage, EncodeStage)
-    ]
-    for (before, went_on), (after, came) in pairwise(totals):
+    # The stage encode counts segments.
+    counted = [(stage, result.totals) for stage, result in results if result.totals and stage.kind != EncodeStage.kind]
+    for (before, went_on), (after, came) in pairwise(counted):
         if came.num_in != went_on.num_out:
             raise FatalError(
                 f"accounts do not add up: {went_on.num_out} records went on from {before.name}, but {came.num_in} "

@@ -78,10 +78,8 @@ class DatasetResult:
     @property
     def report(self) -> Report | None:
         """The report of the checker, if it ran."""
-        for stage, result in self.stages:
-            if isinstance(stage, ValidateStage) and result.ok:
-                return stage.report()
-        return None
+        checks = (stage for stage, result in self.stages if isinstance(stage, ValidateStage) and result.ok)
+        return next((stage.report() for stage in checks), None)
 
     @property
     def num_errors(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from unittest import mock
 
 import msgspec
 import pytest
@@ -58,18 +59,15 @@ class TestReading:
     def test_no_ledger_is_an_empty_one(self, tmp_path):
         assert read_ledger(StageDir(tmp_path / "absent"), UNITS) == {}
 
-    def test_records_after_an_error_of_the_disk_are_whole(self, paths, monkeypatch):
-        writer, fsync = LedgerWriter(paths.ledger), os.fsync
-        writer.append(commit_of(UNITS[0]))
-
+    def test_records_after_an_error_of_the_disk_are_whole(self, paths):
         def half_a_line(descriptor):
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - 20)
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(os, "fsync", half_a_line)
-        with raises(FatalError, "disk", "No space left"):
+        writer = LedgerWriter(paths.ledger)
+        writer.append(commit_of(UNITS[0]))
+        with mock.patch("os.fsync", half_a_line), raises(FatalError, "disk", "No space left"):
             writer.append(commit_of(UNITS[1]))
-        monkeypatch.setattr(os, "fsync", fsync)
         writer.append(commit_of(UNITS[2]))
         assert sorted(read_ledger(paths, UNITS)) == [0, 2]
 

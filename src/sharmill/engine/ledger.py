@@ -38,12 +38,14 @@ _decoder = msgspec.json.Decoder(Commit)
 
 
 class LedgerWriter:
-    """Appends commit records; for one process."""
+    """Appends the commit records of one process.
+
+    Args:
+        folder: is there as long as the plan is the present one.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """``folder`` is there as long as the plan is the present one."""
-        self.folder = folder
-        self._path: Path | None = None
+        self._path = folder / f"{uuid4().hex}.jsonl"
 
     def append(self, commit: Commit) -> None:
         """Append a commit record and return when it is on disk.
@@ -51,20 +53,17 @@ class LedgerWriter:
         Raises:
             FatalError: it cannot be written; the unit does not count as done.
         """
-        path, self._path = self._path or self._new_file(), None
+        path = self._path
+        # Kept only after a success: after a failed write the file may end in half a line, and gets no more.
+        self._path = path.with_stem(uuid4().hex)
+        is_new = not path.exists()
         with stopping_errors(path), open_stored(path, append=True) as stream:
             stream.write(msgspec.json.encode(commit) + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
-        # Kept only after a success: after a failed write the file may end in half a line, and gets no more.
+            if is_new:
+                fsync_directory(path.parent)
         self._path = path
-
-    def _new_file(self) -> Path:
-        path = self.folder / f"{uuid4().hex}.jsonl"
-        with stopping_errors(path):
-            path.touch(exist_ok=False)
-            fsync_directory(self.folder)
-        return path
 
 
 def read_ledger(paths: StageDir, units: Iterable[Unit]) -> dict[int, Commit]:

@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, Generic, Literal, TypeVar
 
-from sharmill.engine.child import ChildEnded, ChildProcess
 from sharmill.errors import ConfigError, FatalError
+from sharmill.training.child_process import ChildEnded, ChildProcess
 
 T = TypeVar("T")
 R = TypeVar("R")

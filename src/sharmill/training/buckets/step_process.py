@@ -22,10 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sharmill.engine.child import ChildEnded, ChildProcess
 from sharmill.engine.host import group_limits
 from sharmill.errors import ConfigError, FatalError, SharmillError, mentions_memory
 from sharmill.models.memory import is_out_of_memory
+from sharmill.training.child_process import ChildEnded, ChildProcess
 from sharmill.training.tokenizers import load_callable
 
 # Optimizers make their state in the first step; only the second one has activations and state at once.

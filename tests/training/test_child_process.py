@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from sharmill.engine.child import ChildEnded, ChildProcess
+from sharmill.training.child_process import ChildEnded, ChildProcess
 
 PATIENCE = 60.0
 

@@ -167,8 +167,8 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
         "encode": [EncodeStage(config, codec) for codec in config.encode.codecs],
         "assemble": [AssembleStage(config, codec) for codec in config.encode.codecs],
     }
-    rejects = [str(stage.dir.rejects) for name in config.stages for stage in stages.get(name, [])]
-    stages["validate"] = [_validate_stage(config, rejects)]
+    before = [stage for name in config.stages if name in stages for stage in stages[name]]
+    stages["validate"] = [_validate_stage(config, before)]
     chosen = [stage for name in config.stages if name in names for stage in stages[name]]
     for stage in chosen:
         stage.metrics = config.metrics
@@ -179,9 +179,11 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
     return chosen
 
 
-def _validate_stage(config: Config, rejects: Sequence[str]) -> ValidateStage:
-    level = config.validate
-    against = ExpectedRecords(sources=tuple(config.sources), rejects=tuple(rejects)) if level.against_sources else None
+def _validate_stage(config: Config, before: Sequence[Stage]) -> ValidateStage:
+    level, against = config.validate, None
+    if level.against_sources:
+        rejects = tuple(str(stage.dir.rejects) for stage in before)
+        against = ExpectedRecords(sources=tuple(config.sources), rejects=rejects)
     # The checker loads no model because a dataset names it, but those that the configuration names itself.
     own = {codec.name: codec.model for codec in config.encode.codecs if codec.model != "builtin"}
     return ValidateStage(

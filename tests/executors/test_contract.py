@@ -329,7 +329,7 @@ def test_a_supervisor_that_is_ended_leaves_no_rank_and_the_same_command_goes_on(
     interrupted(stage, how)
     if how == signal.SIGTERM:
         # As preemption: the unit is given back.
-        attempts = Attempts(stage.dir.of_present_plan().attempts)
+        attempts = Attempts(stage.dir.attempts)
         attempts.look()
         assert (attempts.failed, attempts.open()) == (set(), [])
     assert run(stage, 2).ok

@@ -63,17 +63,15 @@ class DatasetResult:
 
     config: Config
     stages: list[tuple[Stage, StageResult]]
-    appended: str = ""
-    """What was appended to another dataset, if it was."""
 
     @property
     def ok(self) -> bool:
         """Return True if all stages that were to be run are done."""
         return all(result.ok for _, result in self.stages)
 
-    def end(self) -> End:
-        """Return the end of the run, as it is noted in the run directory."""
-        return describe_end(self.stages, findings=self.num_errors, appended=self.appended)
+    def end(self, appended: str = "") -> End:
+        """Return the end of the run, as it is noted; ``appended`` is a sentence about what went to another dataset."""
+        return describe_end(self.stages, findings=self.num_errors, appended=appended)
 
     @property
     def report(self) -> Report | None:
@@ -117,7 +115,7 @@ class DatasetRun:
         if config.append_to is None or not self.is_whole or result.report is None or result.num_errors:
             return result.end()
         appended = append_dataset(config.append_to, config.dataset_dir)
-        return replace(result, appended=appended.describe(config.append_to, config.dataset_dir)).end()
+        return result.end(appended.describe(config.append_to, config.dataset_dir))
 
     def ranks_of_use(self, stage: Stage, units: Sequence[Unit]) -> int:
         """Return for how many ranks the units of a stage are enough."""

@@ -93,6 +93,8 @@ def iterate_ledger(paths: StageDir, ids: Mapping[int, str] | None = None, tail: 
 
 def committed_files(stage: Stage) -> list[PublishedFile]:
     """Return the files of all units that the stage's present plan has finished, those that were revoked too."""
+    if not stage.dir.token:
+        return []
     # Without a look at the plan's units: it may be damaged, and is to be discarded then.
     commits = [*iterate_ledger(stage.dir), *read_revoked(stage).values()]
     return [file for commit in commits for file in commit.files]

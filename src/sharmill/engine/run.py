@@ -26,7 +26,7 @@ from sharmill.engine.run_notes import End
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
 from sharmill.engine.state import find_live, find_workers, read_round
-from sharmill.engine.stored import decode_stored, read_stored
+from sharmill.engine.stored import read_record
 from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.staging import remove_dead_attempts, token_staging
@@ -263,9 +263,7 @@ def describe_end(stages: Sequence[tuple[Stage, StageResult]], *, findings: int =
 
 def read_totals(stage: Stage) -> Totals | None:
     """Return the totals of a finished stage, or None."""
-    if not stage.dir.done.exists():
-        return None
-    return decode_stored(stage.dir.done, read_stored(stage.dir.done), Totals)
+    return read_record(stage.dir.done, Totals)
 
 
 def _remove_leftovers(stage: Stage) -> None:

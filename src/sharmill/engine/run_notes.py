@@ -5,17 +5,14 @@ Whatever else is known of a run follows from plans, ledgers, the ``done.json`` o
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stored import decode_stored, read_stored
+from sharmill.engine.stored import read_record
 from sharmill.errors import CODES, ConfigError, FatalError, SharmillError
 from sharmill.storage import write_atomic
-
-Noted = TypeVar("Noted")
 
 
 class Given(msgspec.Struct, kw_only=True):
@@ -63,19 +60,12 @@ def begin_run(run_dir: RunDir, given: Given) -> None:
 
 def read_given(run_dir: RunDir) -> Given | None:
     """Return what a run was given; None where none has begun."""
-    return _read(run_dir.given, Given)
+    return read_record(run_dir.given, Given)
 
 
 def read_end(run_dir: RunDir) -> End | None:
     """Return how a run has ended; None where it is under way, or was killed."""
-    return _read(run_dir.end, End)
-
-
-def _read(path: Path, kind: type[Noted]) -> Noted | None:
-    try:
-        return decode_stored(path, read_stored(path), kind)
-    except FileNotFoundError:
-        return None
+    return read_record(run_dir.end, End)
 
 
 def note_end(run_dir: RunDir, end: End) -> None:

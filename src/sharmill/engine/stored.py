@@ -83,6 +83,18 @@ def decode_stored(path: Path, data: bytes, kind: type[Decoded]) -> Decoded:
         raise damaged_file(path, str(error)) from error
 
 
+def read_record(path: Path, kind: type[Decoded]) -> Decoded | None:
+    """Return what a small file of a run directory holds as JSON, or None where it is not there.
+
+    Raises:
+        ConfigError: it is not what it should be.
+    """
+    try:
+        return decode_stored(path, read_stored(path), kind)
+    except FileNotFoundError:
+        return None
+
+
 def load_stored_array(path: Path) -> np.ndarray:
     """Return the array of a file of a run directory; one with pickled objects is refused.
 

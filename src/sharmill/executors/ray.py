@@ -170,11 +170,10 @@ class RankActor:
             )
             with logging_to(stage.dir.driver_log):
                 supervisor.run()
-            error_of_rank = supervisor.error
+            return None
         except SharmillError as error:
-            error_of_rank = error
-        if error_of_rank is None or is_current(stage):
-            return error_of_rank
+            if is_current(stage):
+                return error
         # The driver knows its plan. If that is the present one, this node does not see one of the two disks.
         folders = stage.dir.ranks, token_staging(stage.root, stage.token)
         gone = " and ".join(str(folder) for folder in folders if not folder.is_dir())

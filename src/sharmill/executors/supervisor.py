@@ -75,13 +75,6 @@ class Supervisor:
         self._idle = {*self.numbers}
         self._running: dict[BaseProcess, Rank] = {}
 
-    @property
-    def error(self) -> SharmillError | None:
-        """The reason why none of these ranks can work, None where one can."""
-        attempts = self._state.attempts
-        is_out = all(map(attempts.is_out, self._slots.values()))
-        return attempts.all_out_error(self.stage.name, self.stage.dir.logs) if is_out else None
-
     def run(self, on_look: Callable[[], object] = lambda: None) -> bool:
         """Start ranks, and return when none is left: True if the stage has ended.
 
@@ -89,7 +82,8 @@ class Supervisor:
             on_look: is called after each look at the stage.
 
         Raises:
-            FatalError: the plan has been replaced or finished by another process, or a user has cancelled the run.
+            FatalError: the plan has been replaced or finished by another process, a user has cancelled the run, or
+                the slots of all these ranks are taken out of work.
         """
         preloaded = [__name__, *self.stage.modules()], sys.path, str(self.stage.dir.driver_log)
         os.environ["SHARMILL_PRELOAD"] = json.dumps(preloaded)
@@ -104,7 +98,10 @@ class Supervisor:
             leave_by = time.monotonic() + _SECONDS_TO_LEAVE
             while self._running and time.monotonic() < leave_by:
                 self._wait_and_look(on_look)
-            return self._state.has_ended()
+            attempts, has_ended = self._state.attempts, self._state.has_ended()
+            if not has_ended and all(map(attempts.is_out, self._slots.values())):
+                raise attempts.all_out_error(self.stage.name, self.stage.dir.logs)
+            return has_ended
         except FileNotFoundError:
             # The folders have gone with the plan.
             require_current(self.stage)
@@ -152,7 +149,8 @@ class Supervisor:
             with safe_path():
                 process.start()
         except (OSError, EOFError) as error:
-            self._note_end(rank, f"could not be started: {type(error).__name__}: {error}")
+            message = f"could not be started: {type(error).__name__}: {error}"
+            self._notes.add(Note(kind="failed", slot=rank.slot, message=message))
         else:
             self._running[process] = rank
             self._idle.remove(number)
@@ -191,30 +189,30 @@ class Supervisor:
                 self._remove(process, told=True)
 
     def _remove(self, process: BaseProcess, why: str = "", *, told: bool = False) -> None:
-        """Note how a rank has ended, if it could not itself; only then may others take its unit over."""
+        """Note how a rank has ended, if it could not itself; only then may others take its unit over.
+
+        Args:
+            why: the reason for which it was killed.
+            told: that it was told to leave, which excuses it.
+        """
         process.join()
         rank = self._running.pop(process)
+        why = why or f"the rank process {describe_exit(process.exitcode)}"
         if process.exitcode != _LEFT:
+            log.warning("rank %d: %s", rank.number, why)
             self._idle.add(rank.number)
-            why = why or f"the rank process {describe_exit(process.exitcode)}"
-            self._note_end(rank, why, told=told, is_noted=process.exitcode == _NOTED)
-        mark_ended(self.stage.dir.progress, {rank.owner})
-        remove_dead_attempts(self.stage.root, self.stage.token)
-
-    def _note_end(self, rank: Rank, why: str, *, told: bool = False, is_noted: bool = False) -> None:
-        log.warning("rank %d: %s", rank.number, why)
         self._state.look()
-        attempts = self._state.attempts
-        open_attempts = [begun for begun in attempts.open() if begun.owner == rank.owner]
+        open_attempts = [begun for begun in self._state.attempts.open() if begun.owner == rank.owner]
         for begun in open_attempts:
             is_done = begun.unit not in self._state.missing
             excused = told and not was_most_of_job(time.time() - begun.time, self.job_seconds)
             kind: NoteKind = "done" if is_done else "released" if excused else "failed"
             message = f"{why}; its log is {self.stage.dir.rank_log(rank.number)}"
-            end_attempt(self._notes, attempts, begun, kind, message, message)
-        if not (open_attempts or told or is_noted):
+            end_attempt(self._notes, self._state.attempts, begun, kind, message, message)
+        if not (open_attempts or told or process.exitcode in (_LEFT, _NOTED)):
             self._notes.add(Note(kind="failed", slot=rank.slot, message=why))
-            self._state.look()
+        mark_ended(self.stage.dir.progress, {rank.owner})
+        remove_dead_attempts(self.stage.root, self.stage.token)
 
 
 def _end_server() -> None:

@@ -132,8 +132,6 @@ class RankTask:
         if has_ended and (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
             # The advance job behind the array would wait until each had its turn, to find nothing left.
             queue.scancel([array], "--state=PENDING")
-        elif not has_ended and supervisor.error is not None:
-            raise supervisor.error
 
     def checkpoint(self) -> DelayedSubmission:
         """Return what is run after the requeue; submitit calls this when the task has to leave, and ends it then."""

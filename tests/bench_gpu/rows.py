@@ -23,14 +23,14 @@ from bench.speech import in_batches, write_corpus
 from support.shar import Project, codec_stages, voice
 
 from bench_gpu.models import CODEC, ENCODER
+from sharmill.engine.claims import Rank
 from sharmill.engine.host import usable_cores
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import Finished
-from sharmill.engine.progress import ProgressWriter
 from sharmill.engine.run import Unlocked, run_stage
-from sharmill.engine.stage import Stage
+from sharmill.engine.stage import Processor, Stage
 from sharmill.engine.state import begin_round
-from sharmill.engine.worker import Worker
+from sharmill.engine.work import work
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
 from sharmill.match.select import select_context
@@ -138,17 +138,17 @@ class _InThisProcess(LocalExecutor):
 
     def run(self, stage: Stage, units: Any, listener: Listener, unlocked: Unlocked = nullcontext) -> Finished:
         begin_round(stage, units, 1, waits=False)
-        path = stage.dir.rank_progress("bench")
-        with (
-            ProgressWriter(path, 0, "here/rank 0", "bench") as progress,
-            Worker(stage, 0, self.device, progress, lambda *unit: None, lambda unit: True) as worker,
-        ):
+        load, started = stage.open, 0.0
+
+        def load_first(device: str) -> Processor:
+            nonlocal started
+            processor = load(device)
             started = time.perf_counter()
-            for unit, following in zip(units, [*units[1:], None], strict=True):
-                outcome: Any = worker.run(unit, following)
-                if hasattr(outcome, "message"):
-                    raise RuntimeError(outcome.message)
-            object.__setattr__(self, "seconds", time.perf_counter() - started)
+            return processor
+
+        with mock.patch.object(stage, "open", load_first):
+            work(stage, Rank(0, "here/rank 0", self.device, is_replaced=False))
+        object.__setattr__(self, "seconds", time.perf_counter() - started)
         return Finished()
 
 

@@ -25,6 +25,7 @@ from sharmill.cli import status
 from sharmill.cli.stage_status import read_stage
 from sharmill.cli.status import QueueView, print_status
 from sharmill.config import to_yaml
+from sharmill.engine.claims import Rank
 from sharmill.engine.fence import make_fence
 from sharmill.engine.host import state_and_start, this_kernel
 from sharmill.engine.outcomes import FailedAttempt
@@ -33,7 +34,7 @@ from sharmill.engine.progress import RankProgress
 from sharmill.engine.run import locked
 from sharmill.engine.run_notes import End, Given, begin_run, note_end
 from sharmill.engine.state import begin_round
-from sharmill.engine.work import Rank, work
+from sharmill.engine.work import work
 from sharmill.executors.slurm.queue import QueuedJob, make_run_id
 from sharmill.prepare.stage import PrepareStage
 from sharmill.storage import write_atomic

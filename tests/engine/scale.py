@@ -19,12 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.toy_stage import ToyStage
 
+from sharmill.engine.claims import Rank
 from sharmill.engine.fence import make_fence
 from sharmill.engine.ledger import iterate_ledger
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.state import begin_round
 from sharmill.engine.unit import Output
-from sharmill.engine.work import Rank, work
+from sharmill.engine.work import work
 
 CHANGES = {"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "create"}
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 from support.errors import raises
 from support.gpu_faults import KindStage
 from support.toy_stage import run
 
-from sharmill.engine import device_kind
 from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load_plan, read_or_make_plan
+from sharmill.engine.plan import load_plan
 from sharmill.errors import DeviceError
 
 # A rank on the CPU sees no GPU.
@@ -33,19 +30,6 @@ def test_commits_have_the_kind(tmp_path, gpus):
     stage = KindStage(tmp_path, kinds=KINDS)
     assert run(stage)[0].ok
     assert kinds_of(stage) == {"cpu"}
-
-
-def test_the_kind_is_never_seen_half_written(tmp_path, gpus, monkeypatch):
-    gpus()
-    created = mock.Mock(wraps=device_kind.create_atomic)
-    monkeypatch.setattr(device_kind, "create_atomic", created)
-    stage = KindStage(tmp_path, kinds=KINDS)
-    read_or_make_plan(stage, restart=False)
-    aside = stage.dir.ranks / f".device_kind.{'0' * 32}.tmp"  # of a rank that was killed
-    aside.touch()
-    assert run(stage)[0].ok
-    assert not aside.exists()
-    created.assert_called_once_with(stage.dir.device_kind, b"cpu")
 
 
 def test_what_was_begun_on_the_cpu_does_not_go_on_on_a_gpu(tmp_path, gpus):

@@ -18,13 +18,14 @@ from support.paths import REPOSITORY
 from support.toy_stage import ToyStage, output_bytes, run, wait_until
 
 from sharmill.engine.attempts import Attempts
+from sharmill.engine.claims import Rank
 from sharmill.engine.fence import claim_output, release_output
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.engine.progress import mark_ended, read_progress
 from sharmill.engine.run import make_fence
 from sharmill.engine.state import begin_round
-from sharmill.engine.work import Rank, work
+from sharmill.engine.work import work
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.executor import RankTask
 from sharmill.executors.slurm.profile import RankProfile

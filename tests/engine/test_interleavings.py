@@ -30,7 +30,7 @@ MOST_LATE = 55.0
 FOLDERS = ("claims", "attempts", "progress", "ledger", "first", "last")
 # A rank that stands still for longer may be taken for dead: a lease, less the time between its heartbeats.
 MOST_UNNOTICED = SimulatedStage.lease_seconds - 20.0
-MOST_EXAMPLES = 150
+MOST_EXAMPLES = 200
 
 DURATIONS = [(20.0, False), (200.0, False), (200.0, True), (400.0, True), (math.inf, True), (math.inf, True)]
 FAULTS = [

@@ -10,6 +10,7 @@ import pytest
 from support.toy_stage import ToyStage, run
 
 from sharmill.engine import late_views
+from sharmill.engine.claims import Rank
 from sharmill.engine.fence import make_fence
 from sharmill.engine.late_views import wait_for_plan, wait_for_stage, wait_for_units
 from sharmill.engine.ledger import read_ledger
@@ -17,7 +18,7 @@ from sharmill.engine.outcomes import FailedAttempt, Finished
 from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.engine.state import begin_round
-from sharmill.engine.work import Rank, work
+from sharmill.engine.work import work
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ class TestFailures:
     @pytest.mark.parametrize("does", ["raise:no such device", "memory", "sysexit:0"])
     def test_any_error_in_setup_is_one_clear_line(self, tmp_path, workers, does):
         stage = ToyStage(tmp_path, setup_does=does)
-        with raises(FatalError, "setup_failed", "toy", "cpu", "rank-00"):
+        with raises(FatalError, "setup_failed", "toy", "the CPU", "rank-00"):
             run(stage, workers)
         assert "in _misbehave" in "".join(path.read_text() for path in stage.dir.logs.glob("rank-*.log"))
 

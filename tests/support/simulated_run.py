@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from sharmill.engine.attempts import Attempts, Note
+from sharmill.engine.claims import Rank
 from sharmill.engine.follow import Follower
 from sharmill.engine.ledger import iterate_ledger
 from sharmill.engine.listener import Listener
@@ -24,7 +25,7 @@ from sharmill.engine.run import Unlocked, locked, run_stage
 from sharmill.engine.stage import Advance
 from sharmill.engine.state import begin_round, end_round
 from sharmill.engine.unit import Commit, Output, Unit
-from sharmill.engine.work import Rank, Replace, work
+from sharmill.engine.work import Replace, work
 from sharmill.errors import SharmillError
 from sharmill.staging import Staging, token_staging
 from sharmill.storage import checksum

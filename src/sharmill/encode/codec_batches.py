@@ -14,7 +14,6 @@ import numpy as np
 
 from sharmill.audio.files import decode_bytes
 from sharmill.audio.resample import resample
-from sharmill.engine.ahead import BeginningItems
 from sharmill.engine.delays import spent_on
 from sharmill.errors import RejectRecord, UnitFailed
 from sharmill.models.arithmetic import fit_batch_seconds
@@ -29,6 +28,7 @@ from sharmill.shar.arrays import codes_dtype, num_frames
 from sharmill.shar.items import Item
 
 _MOST_NAMED: Final = 3
+_BATCHES_AHEAD: Final = 2
 # What a user can do with segments that no batch size helps.
 TOO_LONG_ADVICE: Final = f"all other units go on, and {ELSEWHERE}"
 
@@ -39,7 +39,6 @@ class BegunItems:
 
     items: Sequence[Item]
     batches: list[Batch]
-    beginning: BeginningItems[Item]
     loaded: Iterator[np.ndarray]
 
 
@@ -75,7 +74,7 @@ class CodecBatches:
         self._batch_seconds = batch_seconds
         self._max_frames = fit_batch_seconds(batch_seconds, device) * codec.sampling_rate / codec.samples_per_frame
         self._plan = partial(plan_batches, batch_seconds=batch_seconds, codec=codec, device=device, canonical=canonical)
-        self._ahead = 2 * batch_seconds * codec.sampling_rate / codec.samples_per_frame
+        self._ahead = _BATCHES_AHEAD * batch_seconds * codec.sampling_rate / codec.samples_per_frame
         self._threads = threads
         self._guard = MemoryGuard("the codec", "encode.batch_seconds")
 
@@ -86,15 +85,14 @@ class CodecBatches:
             UnitFailed: the first item cannot be decoded, or is not what its metadata say.
         """
         batches = self._plan_batches([self.num_frames(item) for item in items])
-        beginning = BeginningItems(items[index] for batch in batches for index in batch.items)
         loaded = prefetch(
             lambda item: _load(item, self.codec.sampling_rate),
-            beginning,
+            [items[index] for batch in batches for index in batch.items],
             threads=self._threads,
             ahead=self._ahead,
             weigh=self.num_frames,
         )
-        return BegunItems(items, batches, beginning, chain(list(islice(loaded, 1)), loaded))
+        return BegunItems(items, batches, chain(list(islice(loaded, 1)), loaded))
 
     def finish(
         self,
@@ -106,7 +104,7 @@ class CodecBatches:
         """Return the codes (codebooks, frames) of each item, in the order of the items.
 
         ``advance`` is called with the number of frames of each batch, what was padded is added to ``padding``, and
-        ``when_all_begun`` is called once, when no item is left whose decoding has not begun.
+        ``when_all_begun`` is called at each of the last batches, which are being decoded by then.
 
         Raises:
             UnitFailed: an item cannot be decoded, is not what its metadata say, or does not fit in memory.
@@ -114,10 +112,11 @@ class CodecBatches:
         """
         codec, items = self.codec, begun.items
         frames = [self.num_frames(item) for item in items]
-        begun.beginning.call_when_all_begun(when_all_begun)
         dtype = codes_dtype(codec.codebook_size)
         results: list[np.ndarray] = [np.empty(0)] * len(items)
-        for batch in begun.batches:
+        for number, batch in enumerate(begun.batches, start=1):
+            if number + _BATCHES_AHEAD > len(begun.batches):
+                when_all_begun()
             with spent_on("decoding"):
                 samples = [next(begun.loaded) for _ in batch.items]
             try:

@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from sharmill.engine.unit import Unit
 
-Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
-
-
-class BeginningItems(Generic[Item]):
-    """Items that are taken one by one to be loaded; a function is called as soon as all of them have been taken."""
-
-    def __init__(self, items: Iterable[Item]) -> None:
-        self._items = items
-        self._all_begun = False
-        self._call: Callable[[], None] | None = None
-
-    def __iter__(self) -> Iterator[Item]:
-        yield from self._items
-        self._all_begun = True
-        if self._call is not None:
-            self._call()
-
-    def call_when_all_begun(self, call: Callable[[], None]) -> None:
-        """Have a function called, now or later."""
-        self._call = call
-        if self._all_begun:
-            call()
 
 
 class UnitsAhead(Generic[Loaded]):

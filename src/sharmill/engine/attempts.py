@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -297,6 +298,16 @@ class Attempts:
             return FatalError(last.message, code=last.code)
         named = _name_units(note.unit for note in out)
         return FatalError(f"{stage}: no rank can work{named}: the last one {last.message}; see {logs}", code="no_ranks")
+
+
+def end_attempt(
+    notes: AttemptLog, attempts: Attempts, begun: Note, kind: NoteKind, message: str = "", traceback: str = ""
+) -> None:
+    """Note how an attempt has ended, where all ranks see it."""
+    note = msgspec.structs.replace(begun, kind=kind, message=message, traceback=traceback)
+    with suppress(FileNotFoundError):  # the folder may have gone with the plan
+        notes.add(note)
+    attempts.add(note)
 
 
 def describe_slots_out(paths: StageDir) -> list[str]:

@@ -13,7 +13,6 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from sharmill.engine.attempts import describe_slots_out
-from sharmill.engine.device_kind import settle_device_kind
 from sharmill.engine.fence import claim_for_run, claim_output, make_fence, release_output, release_run
 from sharmill.engine.late_views import wait_for_units
 from sharmill.engine.ledger import find_outstanding, read_ledger, read_revoked, revoke
@@ -147,7 +146,9 @@ def run_stage(
         if not joins:
             require_writable(stage.root)
             make_fence(stage)
-            settle_device_kind(stage, commits.values())
+            if not any(commit.device_kind for commit in commits.values()):
+                # Nothing is done, so it may begin on any kind of device.
+                remove_tree(stage.dir.device_kind)
         outcome = executor.run(stage, missing, listener, unlocked)
     if isinstance(outcome, Submitted):
         result = StageResult(submitted=outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +95,12 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_rejected(self) -> int:
         return sum(self.rejects.values())
+
+
+def name_devices(kinds: Iterable[str]) -> list[str]:
+    """Return the kinds of device that are named beside an output: none for CPUs alone, of which one is as another."""
+    found = sorted(set(kinds) - {""})
+    return [] if found == ["cpu"] else found
 
 
 @dataclass(frozen=True, kw_only=True)

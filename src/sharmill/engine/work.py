@@ -1,73 +1,48 @@
 """The loop of a rank, the same for every executor: claim a unit, attempt it, commit it, until none is left.
 
-A rank does the units of its own bin first, then those of the bin with most cost left (work stealing, Blumofe and
-Leiserson 1999, doi:10.1145/324133.324234), then those that other ranks have given back, failed with, or left behind
-when they died. It ends when the stage has ended: each unit is committed or given up, or an error ends it for all.
+It ends when the stage has ended: each unit is committed or given up, or an error ends it for all.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
-from collections import deque
+import traceback
+from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import NamedTuple
-from uuid import uuid4
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
 
-import msgspec
-
-from sharmill.engine.attempts import FINAL_CODES, AttemptLog, Attempts, Note, NoteKind
-from sharmill.engine.claims import Claims
+from sharmill.engine.attempts import FINAL_CODES, AttemptLog, Note, NoteKind, end_attempt
+from sharmill.engine.claims import Claims, Rank
+from sharmill.engine.delays import spent_on, take_delays
 from sharmill.engine.fence import require_current
 from sharmill.engine.late_views import wait_for_plan
-from sharmill.engine.outcomes import BrokenDevice, Overtaken
+from sharmill.engine.ledger import LedgerWriter
+from sharmill.engine.metrics import MetricsLog
 from sharmill.engine.patience import Patience
-from sharmill.engine.progress import ProgressWriter, read_progress
-from sharmill.engine.stage import Stage
+from sharmill.engine.progress import ProgressWriter, peak_memory_mb
+from sharmill.engine.stage import Processor, Stage
 from sharmill.engine.state import StageState
+from sharmill.engine.stored import read_stored
 from sharmill.engine.unit import Commit, Unit
-from sharmill.engine.worker import Worker
-from sharmill.errors import DeviceError, SharmillError
+from sharmill.errors import REASONS_OF_NODES, ConfigError, DeviceError, FatalError, SharmillError, is_device_error
+from sharmill.staging import Staging
+from sharmill.storage import WRITE_ERRNOS, create_atomic, write_atomic
 
 log = logging.getLogger(__name__)
 
 _BEATS_PER_LEASE = 8
-_FIRST_PAUSE_SECONDS = 0.05
+_SECONDS_BETWEEN_REPORTS = 1.0
 # A rank whose units fail one after the other may itself be what is broken, as after an error on its GPU.
 _FAILURES_IN_A_ROW = 2
 # Codes of errors that may be those of one slot alone; a full disk is one only if it is that of the node.
-_OF_SLOT = FINAL_CODES - {"disk"} | {"setup_failed"}
-_TRIES_BETWEEN_LISTINGS = 16
+_OF_SLOT = FINAL_CODES - {"disk"}
 # A unit that a rank was told to leave counts as failed if it had more than this of the time that any unit can have.
 _MOST_OF_THE_TIME = 0.5
-
-
-@dataclass(frozen=True)
-class Rank:
-    """A rank as it is started.
-
-    Attributes:
-        number: that of its bin and of its log; one beyond the bins has none of its own.
-        slot: the host with the GPU or core, as ``host/gpu 0``.
-        device: ``cpu`` or ``cuda``.
-        owner: the random id of the process.
-        job_seconds: the time limit of the job that it is in, None where there is none.
-        join_seconds: as that of ``StageState``.
-        is_replaced: a supervisor starts a fresh process where this one ends.
-        beat_seconds: the time between two heartbeats at most; they are also what people see of its progress. A rank
-            that waits for others looks three times as often.
-    """
-
-    number: int
-    slot: str
-    device: str
-    owner: str = ""
-    job_seconds: float | None = None
-    join_seconds: float = 0.0
-    is_replaced: bool = True
-    beat_seconds: float = 15.0
 
 
 class Replace(Exception):
@@ -84,90 +59,240 @@ def work(stage: Stage, rank: Rank, on_change: Callable[[], object] = lambda: Non
         Replace: a fresh process is to go on.
         SharmillError: this rank can do nothing; others are told where that holds for them too.
     """
-    patience = Patience(stage.seconds_until_seen)
-    wait_for_plan(stage, patience)
-    require_current(stage)
-    owner = rank.owner or uuid4().hex
-    notes = AttemptLog(stage.dir.attempts)
-    interval = min(rank.beat_seconds, stage.lease_seconds / _BEATS_PER_LEASE)
-    with ProgressWriter(stage.dir.rank_progress(owner), rank.number, rank.slot, owner, interval) as progress:
-        # The files in a folder may be seen later than the folder.
-        state = patience.once_seen(
-            lambda: StageState(stage, lambda: progress.last_beat, join_seconds=rank.join_seconds)
-        )
-        units = Units(state, rank, owner, notes)
-        if not units.has_work():
+    _Worker(stage, rank, on_change).run()
+
+
+class _Worker:
+    """One rank at work: it loads the stage once, and attempts the units that it claims one after the other."""
+
+    def __init__(self, stage: Stage, rank: Rank, on_change: Callable[[], object]) -> None:
+        self._stage = stage
+        self._rank = rank
+        self._on_change = on_change
+        self._patience = Patience(stage.seconds_until_seen)
+        self._notes = AttemptLog(stage.dir.attempts)
+        self._ledger = LedgerWriter(stage.dir.ledger)
+        self._failures_in_a_row = 0
+        self._reported = 0.0
+
+    def run(self) -> None:
+        stage, rank = self._stage, self._rank
+        wait_for_plan(stage, self._patience)
+        require_current(stage)
+        interval = min(rank.beat_seconds, stage.lease_seconds / _BEATS_PER_LEASE)
+        path = stage.dir.rank_progress(rank.owner)
+        with ProgressWriter(path, rank.number, rank.slot, rank.owner, interval) as self._progress:
+            # The files in a folder may be seen later than the folder.
+            self._state = self._patience.once_seen(
+                lambda: StageState(stage, lambda: self._progress.last_beat, join_seconds=rank.join_seconds)
+            )
+            try:
+                self._do_units(Claims(self._state, rank, self._notes))
+            except FileNotFoundError:
+                # The folders have gone with the plan.
+                require_current(stage)
+                raise
+            except ImportError as error:
+                message = f"{stage.name}: what every unit needs is not installed on {socket.gethostname()}"
+                missing = FatalError(f"{message}: {_one_line(error)}", code="missing_package")
+                self._note_error(missing)
+                raise missing from error
+            except SharmillError as error:
+                self._note_error(error)
+                raise
+
+    def _do_units(self, claims: Claims) -> None:
+        # Nothing is loaded where there is nothing to do.
+        if claims.are_over():
             return
-        try:
-            with Worker(
-                stage, rank.number, rank.device, progress, lambda unit, done: on_change(), state.is_missing
-            ) as worker:
-                progress.be_ready()
-                attempter = _Attempter(rank, owner, worker, state, notes)
-                while (taken := units.next()) is not None:
-                    attempter.attempt(*taken)
-                    on_change()
-                    if attempter.needs_replacing and rank.is_replaced:
-                        log.warning("rank %d makes way for a fresh process", rank.number)
-                        raise Replace
-        except FileNotFoundError:
-            # The folders have gone with the plan.
-            require_current(stage)
-            raise
-        except SharmillError as error:
-            require_current(stage)
-            if error.code != "superseded_plan":
-                _note_error(rank, notes, error)
-            raise
+        stage, began = self._stage, time.monotonic()
+        with (
+            Staging(stage.root, stage.token, scratch_folder(stage.scratch)) as self._staging,
+            closing(self._open()) as self._processor,
+            closing(MetricsLog(stage.metrics, stage.name, stage.dir.metrics, self._rank.number)) as self._metrics,
+        ):
+            self._keep_to_one_kind()
+            seconds = time.monotonic() - began
+            log.info("rank %d is ready for %s on %s after %.1f s", self._rank.number, stage.name, self._rank.device,
+                     seconds)  # fmt: skip
+            self._progress.be_ready()
+            while (claim := claims.next()) is not None:
+                self._attempt(*claim, claims.expected)
+                self._on_change()
 
-
-@dataclass
-class _Attempter:
-    """Attempts of one rank at units, with the notes of their begin and their end."""
-
-    rank: Rank
-    owner: str
-    worker: Worker
-    state: StageState
-    notes: AttemptLog
-    needs_replacing: bool = False
-    failures_in_a_row: int = 0
-
-    def attempt(self, unit: Unit, generation: int, following: Unit | None) -> None:
-        """Try a unit once.
+    def _open(self) -> Processor:
+        """Load the model.
 
         Raises:
+            DeviceError: it cannot be loaded on this device; others may do.
+            ConfigError, FatalError: it cannot be loaded; other ranks would fare no better.
+        """
+        stage = self._stage
+        try:
+            stage.check_node()
+            self._patience.wait_until(stage.sees_input, f"{stage.name}: its input, as it was planned,")
+            return self._patience.once_seen(lambda: stage.open(self._rank.device))
+        except DeviceError as error:
+            raise self._setup_error(str(error), error.code, error.place) from error
+        except (ConfigError, FatalError, ImportError):
+            raise
+        except (Exception, SystemExit) as error:
+            log.warning("rank %d cannot be set up", self._rank.number, exc_info=True)
+            # What torch says of a device is a RuntimeError; whether the device or the model is to blame, the other
+            # ranks find out.
+            is_of_device = self._rank.device != "cpu" and isinstance(error, RuntimeError)
+            raise self._setup_error(_one_line(error), "device_failed" if is_of_device else "setup_failed") from error
+
+    def _keep_to_one_kind(self) -> None:
+        """Refuse a device of another kind than that of the first rank: its output would have other bits."""
+        kind, path = self._processor.device_kind, self._stage.dir.device_kind
+        if not kind:
+            return
+        try:
+            create_atomic(path, kind.encode())
+        except FileExistsError:
+            if (first := read_stored(path).decode(errors="replace")) != kind:
+                reason = (
+                    f"the stage keeps to the kind of device of its beginning, {first}, and this is {kind}, whose "
+                    "output has other bits: run it there, or begin it anew with --restart"
+                )
+                raise self._setup_error(reason, "other_device") from None
+
+    def _setup_error(self, reason: str, code: str, place: str = "") -> DeviceError:
+        device = "the CPU" if self._rank.device == "cpu" else f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
+        place = place or f"{device} of {socket.gethostname()}"
+        log = self._stage.dir.rank_log(self._rank.number)
+        message = f"{self._stage.name}: a rank cannot be set up on {place}: {reason}; see {log}"
+        return DeviceError(message, place=place, code=code)
+
+    def _attempt(self, unit: Unit, generation: int, following: Unit | None) -> None:
+        """Try a unit once; the begin and the end are noted where all ranks see them.
+
+        Args:
+            following: the unit that will probably be next.
+
+        Raises:
+            Replace: this process may be unable to do any unit.
             SharmillError: the rank cannot go on.
         """
-        note = Note(kind="begun", slot=self.rank.slot, owner=self.owner, unit=unit.index, generation=generation)
-        self.notes.add(note)
-        self.state.attempts.add(note)
+        log.info("unit %d begins: %d records, %.1f s of audio", unit.index, unit.size, unit.cost)
+        slot, owner = self._rank.slot, self._rank.owner
+        begun = Note(kind="begun", slot=slot, owner=owner, unit=unit.index, generation=generation)
+        self._notes.add(begun)
+        self._state.attempts.add(begun)
+        end = partial(end_attempt, self._notes, self._state.attempts, begun)
+        self._progress.begin(unit.index, self._stage.time_limit(unit))
+        self._processor.expect(following)
         began = time.monotonic()
         try:
-            outcome = self.worker.run(unit, following)
+            commit = self._patience.once_seen(lambda: self._commit(unit))
         except KeyboardInterrupt:
             spent = time.monotonic() - began
-            kind: NoteKind = "failed" if was_most_of_job(spent, self.rank.job_seconds) else "released"
-            self._end(note, kind, f"its rank had to leave after {spent:.0f} s")
+            kind: NoteKind = "failed" if was_most_of_job(spent, self._rank.job_seconds) else "released"
+            end(kind, f"its rank had to leave after {spent:.0f} s")
             raise
-        except SharmillError as error:
+        except (ConfigError, FatalError, ImportError) as error:
             # The unit is not to blame. On a disk that takes no note, the error of the work is to be told.
             with suppress(SharmillError):
-                self._end(note, "released", str(error))
+                end("released", str(error))
             raise
-        if isinstance(outcome, Commit):
-            self.failures_in_a_row = 0
-            self._end(note, "done")
-        elif isinstance(outcome, Overtaken):
-            self._end(note, "released", outcome.message)
-        else:
-            self.failures_in_a_row += 1
-            self._end(note, "failed", outcome.message, outcome.traceback)
-        is_broken = isinstance(outcome, BrokenDevice)
-        self.needs_replacing = is_broken or self.failures_in_a_row >= _FAILURES_IN_A_ROW
+        except (Exception, SystemExit) as error:
+            log.warning("unit %d failed", unit.index, exc_info=True)
+            # What was removed with the plan fails in as many ways as there are files.
+            require_current(self._stage)
+            self._progress.give_up()
+            end("failed", _one_line(error), "".join(traceback.format_exception(error)))
+            self._make_way_if_broken(error)
+            return
+        if commit is None:
+            self._progress.give_up()
+            end("released", "another rank has published it")
+            log.info("unit %d was published by another rank", unit.index)
+            return
+        self._failures_in_a_row = 0
+        self._progress.end(unit.cost)
+        end("done")
+        self._metrics.commit(unit, commit)
+        log.info("unit %d is done in %.1f s: %d out, rejects %s", unit.index, commit.seconds, commit.num_out,
+                 commit.rejects)  # fmt: skip
 
-    def _end(self, begun: Note, kind: NoteKind, message: str = "", traceback: str = "") -> None:
-        end_attempt(self.notes, self.state.attempts, begun, kind, message, traceback)
+    def _make_way_if_broken(self, error: BaseException) -> None:
+        """Raise Replace if it may be this process that is broken, after an attempt that has failed."""
+        self._failures_in_a_row += 1
+        is_broken = is_device_error(error) or self._failures_in_a_row >= _FAILURES_IN_A_ROW
+        if is_broken and self._rank.is_replaced:
+            log.warning("rank %d makes way for a fresh process", self._rank.number)
+            raise Replace from error
+
+    def _commit(self, unit: Unit) -> Commit | None:
+        """Process, publish and commit a unit, and return the commit, or None if another rank has published the unit."""
+        require_current(self._stage)
+        started = time.monotonic()
+        take_delays()  # those of an attempt that failed
+        try:
+            with self._staging.write_errors(WRITE_ERRNOS):
+                output = self._processor.process(unit, self._staging, partial(self._advance, unit))
+            output.check_accounts(unit)
+            if REASONS_OF_NODES & {reject.reason for reject in output.rejects}:
+                self._stage.check_node()
+            if not self._state.is_missing(unit):
+                return None
+            with spent_on("disk"):
+                files = self._staging.publish(output.files)
+        finally:
+            self._staging.clear()
+        if output.rejects:
+            lines = b"".join(reject.to_json() + b"\n" for reject in output.rejects)
+            write_atomic(self._stage.dir.unit_rejects(unit.index), lines, parents=False)
+        asked = os.environ.get("SLURM_MEM_PER_NODE", "")
+        commit = Commit(
+            token=self._stage.token,
+            index=unit.index,
+            id=unit.id,
+            files=files,
+            num_in=unit.size,
+            num_out=output.num_out,
+            rejects=dict(sorted(Counter(reject.reason for reject in output.rejects).items())),
+            stats=output.stats,
+            seconds=round(time.monotonic() - started, 3),
+            rank=self._rank.number,
+            device_kind=self._processor.device_kind,
+            delays=take_delays(),
+            host=socket.gethostname(),
+            memory_mb=round(peak_memory_mb()),
+            memory_asked_mb=float(asked) if asked.isdecimal() else 0.0,
+        )
+        self._ledger.append(commit)
+        return commit
+
+    def _advance(self, unit: Unit, cost: float) -> None:
+        """Note that more of a unit is done; once a second, tell those who watch."""
+        self._progress.advance(min(self._progress.record.unit_cost_done + cost, unit.cost))
+        if time.monotonic() - self._reported >= _SECONDS_BETWEEN_REPORTS:
+            self._reported = time.monotonic()
+            self._on_change()
+
+    def _note_error(self, error: SharmillError) -> None:
+        """Note why this rank ends: what ends the stage for all, or what is wrong with its slot alone.
+
+        Raises:
+            FatalError: the plan is not the present one any more.
+        """
+        require_current(self._stage)
+        if error.code == "superseded_plan":
+            return
+        try:
+            if isinstance(error, DeviceError) or error.code in _OF_SLOT:
+                place = error.place if isinstance(error, DeviceError) else ""
+                note = Note(kind="failed", slot=self._rank.slot, message=str(error), code=error.code, place=place)
+                self._notes.add(note)
+            else:
+                self._notes.stop(error)
+        except SharmillError as failed:
+            if self._rank.is_replaced:
+                # For the supervisor this is not the end of a rank that has noted why.
+                raise OSError(f"the end of the rank cannot be noted: {failed}") from failed
+            log.warning("%s", failed)
 
 
 def was_most_of_job(seconds: float, job_seconds: float | None) -> bool:
@@ -175,181 +300,21 @@ def was_most_of_job(seconds: float, job_seconds: float | None) -> bool:
     return job_seconds is not None and seconds > _MOST_OF_THE_TIME * job_seconds
 
 
-def end_attempt(
-    notes: AttemptLog, attempts: Attempts, begun: Note, kind: NoteKind, message: str = "", traceback: str = ""
-) -> None:
-    """Note how an attempt has ended, where all ranks see it."""
-    note = msgspec.structs.replace(begun, kind=kind, message=message, traceback=traceback)
-    with suppress(FileNotFoundError):  # the folder may have gone with the plan
-        notes.add(note)
-    attempts.add(note)
+def scratch_folder(scratch: str | None) -> Path | None:
+    """Return the folder that ``executor.scratch`` names on this machine.
 
-
-def _note_error(rank: Rank, notes: AttemptLog, error: SharmillError) -> None:
-    """Note why a rank ends: what ends the stage for all, or what is wrong with its slot alone."""
-    of_slot = isinstance(error, DeviceError) or error.code in _OF_SLOT
-    try:
-        if of_slot:
-            place = error.place if isinstance(error, DeviceError) else ""
-            notes.add(Note(kind="failed", slot=rank.slot, message=str(error), code=error.code, place=place))
-        else:
-            notes.stop(error)
-    except SharmillError as failed:
-        if rank.is_replaced:
-            # For the supervisor this is not the end of a rank that has noted why.
-            raise OSError(f"the end of the rank cannot be noted: {failed}") from failed
-        log.warning("%s", failed)
-
-
-class Taken(NamedTuple):
-    """A unit that a rank has claimed, the generation of the claim, and the unit that follows if that is known."""
-
-    unit: Unit
-    generation: int
-    following: Unit | None
-
-
-class Units:
-    """The units of a stage as one rank takes them: which is the next, and the claims on it.
-
-    Args:
-        state: what is known of the stage.
-        rank: the rank that takes them.
-        owner: the random id of its process.
-        notes: those of its process.
+    Raises:
+        DeviceError: there is none; other machines may have one.
     """
-
-    def __init__(self, state: StageState, rank: Rank, owner: str, notes: AttemptLog) -> None:
-        self._state = state
-        self._rank = rank
-        self._owner = owner
-        self._notes = notes
-        self._claims = Claims(state.stage.dir.claims, owner)
-        # Those of which no claim is known, by bin.
-        self._fresh = [deque(part) for part in state.round.bins]
-        self._cost_left = [0.0] * len(self._fresh)
-        self._tries_in_vain = _TRIES_BETWEEN_LISTINGS
-        self._ahead: tuple[Unit, int] | None = None
-
-    def has_work(self) -> bool:
-        """Return True if a rank could find something to do, so that its model is worth loading."""
-        self._state.look()
-        return not self._state.has_ended() and not self._state.attempts.is_out(self._rank.slot)
-
-    def next(self) -> Taken | None:
-        """Return the next unit as soon as there is one, or None when nothing is left for this rank."""
-        pause = _FIRST_PAUSE_SECONDS
-        while not self.are_over():
-            if (taken := self.take()) is not None:
-                return taken
-            require_current(self._state.stage)
-            time.sleep(pause)
-            pause = min(2 * pause, self._rank.beat_seconds / 3)
+    if scratch is None:
         return None
+    path = Path(os.path.expandvars(scratch))
+    if not path.is_absolute() or not path.is_dir():
+        host = socket.gethostname()
+        message = f"executor.scratch {scratch} is no folder on {host}: it is {path}; name one that every node has"
+        raise DeviceError(message, place=host, code="disk")
+    return path
 
-    def are_over(self) -> bool:
-        """Return True if nothing is left for this rank: the stage has ended, or its slot is taken out of work.
 
-        Raises:
-            FatalError: more is rejected than the configuration allows.
-        """
-        self._state.look()
-        self._state.check_rejects()
-        if self._state.attempts.is_out(self._rank.slot):
-            log.error("rank %d: %s is taken out of work", self._rank.number, self._rank.slot)
-            return True
-        return self._state.has_ended()
-
-    def take(self) -> Taken | None:
-        """Claim a unit; None if no unit can be claimed now."""
-        while True:
-            claimed, self._ahead = self._ahead or self._claim(), None
-            if claimed is None:
-                return None
-            if claimed[0].index in self._state.missing:
-                # While there are enough units for all ranks, each may hold its next one already.
-                enough = len(self._fresh) if len(self._fresh) > 1 else 0
-                if self._state.stage.looks_ahead and sum(map(len, self._fresh)) > enough:
-                    self._ahead = self._claim_fresh()
-                return Taken(*claimed, self._ahead[0] if self._ahead else None)
-
-    def _claim(self) -> tuple[Unit, int] | None:
-        return self._claim_fresh() or self._claim_returned() or self._take_over()
-
-    def _claim_fresh(self) -> tuple[Unit, int] | None:
-        """Claim a unit that nobody has claimed: the next of this rank's bin, else the last of the fullest one."""
-        number = self._rank.number
-        while number < len(self._fresh) and self._fresh[number]:
-            if (claim := self._try_fresh(number, self._fresh[number].popleft())) is not None:
-                return claim
-        while any(self._fresh):
-            if self._tries_in_vain >= _TRIES_BETWEEN_LISTINGS:
-                self._forget_claimed()
-                self._tries_in_vain = 0
-            number = max(range(len(self._fresh)), key=lambda bin: (bool(self._fresh[bin]), self._cost_left[bin]))
-            if self._fresh[number] and (claim := self._try_fresh(number, self._fresh[number].pop())) is not None:
-                return claim
-            self._tries_in_vain += 1
-        return None
-
-    def _try_fresh(self, bin: int, index: int) -> tuple[Unit, int] | None:
-        unit = self._state.units[index]
-        self._cost_left[bin] -= unit.cost
-        if index in self._state.missing and self._state.attempts.generation(index) == 0 and self._claims.make(index, 0):
-            return unit, 0
-        return None
-
-    def _forget_claimed(self) -> None:
-        """Leave out the units that others have claimed: to try one after the other is work for the file system."""
-        latest = self._claims.latest()
-        self._fresh = [deque(index for index in part if index not in latest) for part in self._fresh]
-        self._cost_left = [sum(self._state.units[index].cost for index in part) for part in self._fresh]
-
-    def _claim_returned(self) -> tuple[Unit, int] | None:
-        """Claim a unit whose last attempt has failed or was given back, those that failed least often first."""
-        attempts = self._state.attempts
-        returned = attempts.returned & self._state.missing
-        live = self._state.live_slots() if returned else set[str]()
-        for index in sorted(returned, key=lambda index: (attempts.num_failures(index), index)):
-            generation = attempts.generation(index)
-            if self._may_try(index, live) and self._claims.make(index, generation):
-                return self._state.units[index], generation
-        return None
-
-    def _may_try(self, index: int, live: set[str]) -> bool:
-        """Return True if an attempt in this slot tells more than those so far: others that have not tried come first.
-
-        Args:
-            live: the slots of all ranks that are alive.
-        """
-        attempts, slot = self._state.attempts, self._rank.slot
-        if attempts.is_given_up(index, live):
-            return False
-        others = {other for other in live if not attempts.is_out(other)} - {slot}
-        return not attempts.has_failed_in(index, slot) or all(attempts.has_failed_in(index, one) for one in others)
-
-    def _take_over(self) -> tuple[Unit, int] | None:
-        """Claim a unit whose owner has ended, or whose heartbeat was not seen for a lease."""
-        state, attempts = self._state, self._state.attempts
-        latest = self._claims.latest()
-        records = {record.owner: record for record in read_progress(state.stage.dir.progress)}
-        # A rank that has ended by now may have committed since the last look.
-        state.look()
-        for index in sorted(state.missing & latest.keys()):
-            generation = latest[index]
-            if generation < attempts.generation(index):
-                continue  # it waits for whoever may try it
-            owner = self._claims.owner(index, generation)
-            if owner is None or owner == self._owner or not state.is_dead(owner, records.get(owner)):
-                continue
-            if not self._claims.make(index, generation + 1):
-                continue
-            log.warning("unit %d is taken over from rank %s, which has ended", index, owner)
-            if (begun := attempts.begun(index, generation)) is not None:
-                message = f"its rank on {begun.slot} ended in the middle of it, or gave no heartbeat any more"
-                end_attempt(self._notes, attempts, begun, "failed", message, message)
-            if self._may_try(index, state.live_slots()):
-                return state.units[index], generation + 1
-            claim = Note(kind="begun", slot=self._rank.slot, unit=index, generation=generation + 1)
-            end_attempt(self._notes, attempts, claim, "released", "it is left to another slot")
-        return None
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

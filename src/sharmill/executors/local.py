@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sharmill.engine.child import variable
+from sharmill.engine.claims import Rank
 from sharmill.engine.fence import is_current
 from sharmill.engine.follow import Follower
 from sharmill.engine.host import usable_cores
@@ -17,7 +18,7 @@ from sharmill.engine.run import Unlocked
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import begin_round, end_round
 from sharmill.engine.unit import Unit
-from sharmill.engine.work import Rank, work
+from sharmill.engine.work import work
 from sharmill.errors import FatalError
 from sharmill.executors.devices import VISIBLE, plan_devices, usable_gpus
 from sharmill.executors.logs import logging_to

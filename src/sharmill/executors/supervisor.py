@@ -22,17 +22,17 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
-from uuid import uuid4
 
-from sharmill.engine.attempts import AttemptLog, Note, NoteKind
+from sharmill.engine.attempts import AttemptLog, Note, NoteKind, end_attempt
 from sharmill.engine.child import describe_exit, end_with_parent, safe_path
+from sharmill.engine.claims import Rank
 from sharmill.engine.fence import require_current
 from sharmill.engine.host import limit_cores, usable_cores
 from sharmill.engine.progress import mark_ended, read_progress
 from sharmill.engine.run_notes import require_not_cancelled
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import StageState
-from sharmill.engine.work import Rank, Replace, end_attempt, was_most_of_job, work
+from sharmill.engine.work import Replace, was_most_of_job, work
 from sharmill.errors import SharmillError
 from sharmill.executors.devices import VISIBLE, Device
 from sharmill.executors.logs import logging_to, redirect_output
@@ -136,9 +136,13 @@ class Supervisor:
     def _start(self, number: int) -> None:
         device = self._devices[number]
         rank = Rank(
-            number, self._slots[number], device.kind, uuid4().hex, self.job_seconds, self.join_seconds,
+            number,
+            self._slots[number],
+            device.kind,
+            job_seconds=self.job_seconds,
+            join_seconds=self.join_seconds,
             beat_seconds=self.beat_seconds,
-        )  # fmt: skip
+        )
         cores = max(1, usable_cores() // len(self.devices))
         process = multiprocessing.get_context("forkserver").Process(
             target=run_rank,

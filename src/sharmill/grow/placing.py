@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from sharmill.engine.device_kind import name_devices
+from sharmill.engine.unit import name_devices
 from sharmill.errors import DamagedShard
 from sharmill.grow.parts import SourceDataset
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord

@@ -12,7 +12,6 @@ import numpy as np
 from sharmill.audio.resample import Resampling, resample_for_encoder
 from sharmill.audio.segments import SegmentAudio, SegmentReader
 from sharmill.audio.spool import Kept, Spool
-from sharmill.engine.ahead import BeginningItems
 from sharmill.engine.delays import spent_on
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Segment
@@ -22,6 +21,7 @@ from sharmill.models.protocols import SpeakerEncoder, pad, padded_batches
 from sharmill.prefetch import prefetch
 
 _SPOOLED_BYTES: Final = 64 << 20
+_BATCHES_AHEAD: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,6 @@ class BegunSegments:
 
     segments: Sequence[Segment]
     batches: list[list[int]]
-    beginning: BeginningItems[int]
     loaded: Iterator[_Loaded | RejectRecord]
 
 
@@ -81,15 +80,14 @@ class Embedder:
         """
         decoded = _Decoded(self, segments)
         batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
-        beginning = BeginningItems(index for batch in batches for index in batch)
         loaded = prefetch(
             decoded.load,
-            beginning,
+            [index for batch in batches for index in batch],
             threads=self.threads,
-            ahead=2 * self.batch_seconds,
+            ahead=_BATCHES_AHEAD * self.batch_seconds,
             weigh=lambda index: segments[index].duration,
         )
-        return BegunSegments(segments, batches, beginning, chain(list(islice(loaded, 1)), loaded))
+        return BegunSegments(segments, batches, chain(list(islice(loaded, 1)), loaded))
 
     def finish(
         self,
@@ -101,12 +99,13 @@ class Embedder:
         """Return the embedding of every segment, or why it has none.
 
         ``advance`` is called with the seconds of every batch that is done, what was padded is added to ``padding``, and
-        ``when_all_begun`` is called once, when no segment is left whose decoding has not begun.
+        ``when_all_begun`` is called at each of the last batches, which are being decoded by then.
         """
         segments, loaded = begun.segments, begun.loaded
-        begun.beginning.call_when_all_begun(when_all_begun)
         outcomes: dict[int, EmbeddedSegment | RejectRecord] = {}
-        for batch in begun.batches:
+        for number, batch in enumerate(begun.batches, start=1):
+            if number + _BATCHES_AHEAD > len(begun.batches):
+                when_all_begun()
             usable: dict[int, _Loaded] = {}
             for index in batch:
                 with spent_on("decoding"):

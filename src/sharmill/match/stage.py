@@ -19,14 +19,13 @@ from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config, MatchConfig
 from sharmill.engine.ahead import UnitsAhead
 from sharmill.engine.delays import spent_on
-from sharmill.engine.device_kind import name_devices
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import decode_stored, map_stored_array, read_stored, save_array
-from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit, name_devices
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Reject, Segment, Utterance, read_lines_at, records_checksum, write_lines
 from sharmill.match.candidates import (

@@ -124,9 +124,9 @@ class ProgressWriter:
         self._write()
 
     def be_ready(self) -> None:
-        """Note that the rank has loaded what it needs."""
+        """Note at once that the rank has loaded what it needs: its supervisor ends ranks that still load."""
         self.record.ready = True
-        self._changed.set()
+        self._write()
 
     def begin(self, unit: int, limit: float | None) -> None:
         """Note that an attempt at a unit begins, which may take ``limit`` seconds."""

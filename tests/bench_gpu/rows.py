@@ -26,7 +26,7 @@ from bench_gpu.models import CODEC, ENCODER
 from sharmill.engine.claims import Rank
 from sharmill.engine.host import usable_cores
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import Finished
+from sharmill.engine.outcomes import StageResult
 from sharmill.engine.run import Unlocked, run_stage
 from sharmill.engine.stage import Processor, Stage
 from sharmill.engine.state import begin_round
@@ -136,7 +136,7 @@ class _InThisProcess(LocalExecutor):
 
     seconds = 0.0
 
-    def run(self, stage: Stage, units: Any, listener: Listener, unlocked: Unlocked = nullcontext) -> Finished:
+    def run(self, stage: Stage, units: Any, listener: Listener, unlocked: Unlocked = nullcontext) -> StageResult:
         begin_round(stage, units, 1, waits=False)
         load, started = stage.open, 0.0
 
@@ -149,7 +149,7 @@ class _InThisProcess(LocalExecutor):
         with mock.patch.object(stage, "open", load_first):
             work(stage, Rank(0, "here/rank 0", self.device, is_replaced=False))
         object.__setattr__(self, "seconds", time.perf_counter() - started)
-        return Finished()
+        return StageResult()
 
 
 def shares(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line]:

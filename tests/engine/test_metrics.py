@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -28,11 +29,6 @@ def tell(config, folder, **options):
         unit = make_unit(index, cost=1800.0, size=2, params={})
         curves.commit(unit, commit_of(unit, rejects))
     curves.close()
-
-
-def test_off_by_default_and_then_nothing_is_written(tmp_path):
-    tell(MetricsConfig(), tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_run_has_project_entity_name_and_values(tmp_path, monkeypatch):
@@ -66,53 +62,28 @@ print("went on")
 """
 
 
-@pytest.fixture
-def tell_elsewhere(tmp_path):
-    """Returns a function that does it in a process of its own, in a terminal at which nobody sits: what is printed."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("key", "error"), [("0" * 40, "CommError"), ("", "UsageError")])
+def test_wandb_without_a_server_or_a_key_costs_the_curve_only_and_asks_nobody(tmp_path, key, error):
+    """In a process of its own, in a terminal at which nobody sits; the server never answers."""
     pytest.importorskip("wandb")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    clean |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "TERM": "xterm"}
-
-    def start(**environment: str) -> str:
-        command = [sys.executable, "-c", ELSEWHERE, str(Path(__file__).parent), str(tmp_path)]
-        end, terminal = pty.openpty()
-        try:
-            options = {"stdin": terminal, "env": clean | environment, "timeout": 120, "check": False}
-            done = subprocess.run(command, capture_output=True, text=True, **options)
-        finally:
-            os.close(end)
-            os.close(terminal)
-        return done.stdout + done.stderr
-
-    return start
+    end, terminal = pty.openpty()
+    with socket.create_server(("127.0.0.1", 0)) as deaf, os.fdopen(end), os.fdopen(terminal) as stdin:
+        wandb = {"WANDB_BASE_URL": f"http://127.0.0.1:{deaf.getsockname()[1]}", "WANDB_API_KEY": key}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+        home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "TERM": "xterm"}
+        done = subprocess.run(
+            [sys.executable, "-c", ELSEWHERE, str(Path(__file__).parent), str(tmp_path)],
+            stdin=stdin, env=clean | home | {name: value for name, value in wandb.items() if value},
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert f"wandb is off for this rank: {error}" in done.stdout + done.stderr
+    assert "went on" in done.stdout
 
 
-@pytest.mark.slow
-def test_wandb_with_a_server_that_does_not_answer_costs_the_curve_only(tell_elsewhere):
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        said = tell_elsewhere(WANDB_API_KEY="0" * 40, WANDB_BASE_URL=f"http://127.0.0.1:{deaf.getsockname()[1]}")
-    assert "wandb is off for this rank: CommError" in said
-    assert "went on" in said
-
-
-@pytest.mark.slow
-def test_wandb_without_a_key_asks_nobody(tell_elsewhere):
-    said = tell_elsewhere()
-    assert "wandb is off for this rank: UsageError" in said
-    assert "went on" in said
-
-
-def test_a_missing_package_costs_the_curve_only(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_an_error_costs_the_curve_only_and_is_told_once(tmp_path, monkeypatch, caplog, is_installed):
+    broken = mock.Mock(**{"init.return_value.log.side_effect": OSError("no space")})
+    monkeypatch.setitem(sys.modules, "wandb", broken if is_installed else None)
     tell(MetricsConfig(wandb_project="speech"), tmp_path)
-    assert "is off for this rank" in caplog.text
-
-
-def test_a_curve_that_fails_is_dropped_after_one_warning(tmp_path, monkeypatch, caplog):
-    def broken(values, step):
-        raise OSError("no space")
-
-    run = SimpleNamespace(log=broken, finish=lambda: None)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=dict, init=lambda **options: run))
-    tell(MetricsConfig(wandb_project="speech"), tmp_path)
-    assert caplog.text.count("no space") == 1
+    assert caplog.text.count("is off for this rank") == 1

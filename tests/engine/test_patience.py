@@ -14,7 +14,6 @@ from sharmill.engine.claims import Rank
 from sharmill.engine.fence import make_fence
 from sharmill.engine.late_views import wait_for_plan, wait_for_stage, wait_for_units
 from sharmill.engine.ledger import read_ledger
-from sharmill.engine.outcomes import FailedAttempt, Finished
 from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.engine.state import begin_round
@@ -91,24 +90,15 @@ def test_a_plan_and_units_that_never_show_are_given_up(waited, tmp_path):
     units = read_or_make_plan(stage, restart=False)
     wait_for_plan(stage, Patience(30.0))
     assert sum(waited) == pytest.approx(30.0)
-    assert wait_for_units(stage, units, units, Finished(on_other_nodes=True)) == ({}, units)
+    assert wait_for_units(stage, units, units, ()) == ({}, units)
     assert sum(waited) == pytest.approx(60.0)
-
-
-def test_units_of_this_machine_are_not_waited_for(waited, tmp_path):
-    stage = ToyStage(tmp_path, units=2)
-    stage.seconds_until_seen = 30.0
-    units = read_or_make_plan(stage, restart=False)
-    assert wait_for_units(stage, units, units, Finished()) == ({}, units)
-    assert waited == []
 
 
 def test_units_that_failed_are_not_waited_for(waited, tmp_path):
     stage = ToyStage(tmp_path, units=2)
     stage.seconds_until_seen = 30.0
     units = read_or_make_plan(stage, restart=False)
-    failures = {unit.index: FailedAttempt(unit.index, "", "") for unit in units}
-    assert wait_for_units(stage, units, units, Finished(failures, on_other_nodes=True)) == ({}, units)
+    assert wait_for_units(stage, units, units, [unit.index for unit in units]) == ({}, units)
     assert waited == []
 
 
@@ -126,7 +116,7 @@ def test_units_that_show_late_are_taken_from_the_look_that_saw_them(waited, tmp_
         return read_ledger(paths, units)
 
     monkeypatch.setattr(late_views, "read_ledger", read_late)
-    commits, missing = wait_for_units(stage, units, units, Finished(on_other_nodes=True))
+    commits, missing = wait_for_units(stage, units, units, ())
     assert (sorted(commits), missing) == ([0, 1], [])
     assert 5.0 <= looks[-1] < 10.0
     assert [look for look in looks if look >= 5.0] == looks[-1:]
@@ -142,7 +132,7 @@ def test_an_error_that_does_not_pass_ends_the_stage(waited, tmp_path, monkeypatc
 
     monkeypatch.setattr(late_views, "read_ledger", refuse)
     with pytest.raises(OSError, match="stale"):
-        wait_for_units(stage, units, units, Finished(on_other_nodes=True))
+        wait_for_units(stage, units, units, ())
     assert sum(waited) == pytest.approx(30.0)
 
 

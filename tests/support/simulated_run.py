@@ -8,7 +8,7 @@ import pickle
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from sharmill.engine.claims import Rank
 from sharmill.engine.follow import Follower
 from sharmill.engine.ledger import iterate_ledger
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import Finished, StageResult
+from sharmill.engine.outcomes import StageResult
 from sharmill.engine.run import Unlocked, locked, run_stage
 from sharmill.engine.stage import Advance
 from sharmill.engine.state import begin_round, end_round
@@ -88,7 +88,7 @@ class Run:
             result = run_stage(stage, self, Listener(), max_reject_fraction=1.0, unlocked=lock.released)
             self.results.append(result)
 
-    def run(self, stage: Any, units: Sequence[Unit], listener: Listener, unlocked: Unlocked) -> Finished:
+    def run(self, stage: Any, units: Sequence[Unit], listener: Listener, unlocked: Unlocked) -> StageResult:
         """Do the units, as an executor. Who joins another driver brings no ranks, and follows those of the other."""
         self.stage.token = stage.token
         numbers = begin_round(stage, units, len(self.ranks))
@@ -105,7 +105,7 @@ class Run:
                 if all(rank.is_done for rank in self.started):
                     left = min(left, stage.seconds_until_seen) - 5.0
         end_round(stage)
-        return replace(follower.outcome(), on_other_nodes=True)
+        return follower.outcome()
 
     def _work(self, stage: bytes, number: int, host: Host) -> None:
         """Run a rank, as its supervisor."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sharmill.engine.fence import require_current
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import Finished
+from sharmill.engine.outcomes import StageResult
 from sharmill.engine.progress import read_progress
 from sharmill.engine.run_notes import require_not_cancelled
 from sharmill.engine.stage import Stage
@@ -101,7 +101,7 @@ class Follower:
             self._shows_progress = False
             log.warning("progress within units is no longer shown", exc_info=True)
 
-    def outcome(self) -> Finished:
+    def outcome(self) -> StageResult:
         """Return how the work has ended, once no rank is left.
 
         Raises:
@@ -114,7 +114,7 @@ class Follower:
         self.look()
         if is_finished:
             # Another process that is at work on it was faster.
-            return Finished()
+            return StageResult()
         state, attempts = self._state, self._state.attempts
         if (stopped := attempts.stopped()) is not None:
             raise stopped
@@ -125,4 +125,4 @@ class Follower:
         failures = {index: attempts.require_error(index) for index in state.missing}
         for index in sorted(failures.keys() - self._given_up):
             self._listener.unit_failed(state.units[index], failures[index], attempts.num_failures(index))
-        return Finished(failures, attempts.describe_out())
+        return StageResult(failures=failures, given_up=attempts.describe_out())

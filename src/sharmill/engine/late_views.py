@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.ledger import find_outstanding, read_ledger
-from sharmill.engine.outcomes import Finished
 from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan
 from sharmill.engine.stage import Stage
@@ -47,14 +46,14 @@ def wait_for_stage(stages: Sequence[Stage], name: str, token: str, *, had_ranks:
 
 
 def wait_for_units(
-    stage: Stage, units: Sequence[Unit], given: Sequence[Unit], outcome: Finished
+    stage: Stage, units: Sequence[Unit], given: Sequence[Unit], failures: Container[int]
 ) -> tuple[dict[int, Commit], list[Unit]]:
     """Wait until this node sees that units are done which ranks have reported as such.
 
     Args:
         units: all those of the stage.
         given: those that the executor was given.
-        outcome: the executor's.
+        failures: the indices of units that failed for good.
 
     Returns: the commits whose files are in place, and the units without one.
     """
@@ -63,10 +62,10 @@ def wait_for_units(
     def look() -> bool:
         nonlocal found
         found = find_outstanding(stage, units, read_ledger(stage.dir, units), check=given)
-        return all(unit.index in outcome.failures for unit in found[1])
+        return all(unit.index in failures for unit in found[1])
 
     patience = Patience(stage.seconds_until_seen)
-    if not outcome.on_other_nodes or not patience.wait_until(look, f"{stage.name}: the output of all units"):
+    if not patience.wait_until(look, f"{stage.name}: the output of all units"):
         # Here an error that has not passed ends the stage.
         look()
     return found

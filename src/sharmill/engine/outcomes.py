@@ -1,4 +1,4 @@
-"""Outcomes of attempts at units, of the work of an executor, and of stages."""
+"""Outcomes of attempts at units and of stages."""
 
 from __future__ import annotations
 
@@ -16,27 +16,6 @@ class FailedAttempt:
     traceback: str
 
 
-class BrokenDevice(FailedAttempt):
-    """A failed attempt after which nothing works on the rank's device in its process: the rank has to be replaced."""
-
-
-class Overtaken(FailedAttempt):
-    """An attempt that publishes nothing, since another rank does: that began the unit once more."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """An executor has done what it was given; ``failures`` are the units that failed for good, by index.
-
-    ``given_up`` names ranks and devices that could not be used, a sentence each. ``on_other_nodes``: ranks may
-    have been on others than the driver, which then sees late what they have done.
-    """
-
-    failures: dict[int, FailedAttempt] = field(default_factory=dict)
-    given_up: list[str] = field(default_factory=list)
-    on_other_nodes: bool = False
-
-
 @dataclass(frozen=True)
 class Submitted:
     """An executor has submitted ranks and, behind them, a job that goes on when they have ended.
@@ -52,9 +31,13 @@ class Submitted:
 
 @dataclass(frozen=True)
 class StageResult:
-    """Outcome of a stage: its totals, or the units that failed, or what was submitted and is not done yet.
+    """Outcome of a stage, or of the work of an executor on it.
 
-    ``given_up`` names ranks and devices that could not be used on the way, a sentence each.
+    Attributes:
+        totals: the accounts of a stage that is done.
+        failures: the units that failed for good, by index.
+        submitted: what was submitted and is not done yet.
+        given_up: names ranks and devices that could not be used on the way, a sentence each.
     """
 
     totals: Totals | None = None

@@ -6,7 +6,6 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -18,13 +17,13 @@ from sharmill.engine.late_views import wait_for_units
 from sharmill.engine.ledger import find_outstanding, read_ledger, read_revoked, revoke
 from sharmill.engine.listener import Listener
 from sharmill.engine.locks import FolderLock
-from sharmill.engine.outcomes import FailedAttempt, Finished, StageResult, Submitted
+from sharmill.engine.outcomes import FailedAttempt, StageResult, Submitted
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import check_rejects
 from sharmill.engine.run_notes import End
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
-from sharmill.engine.state import find_live, find_workers, read_round
+from sharmill.engine.state import find_live, find_workers
 from sharmill.engine.stored import read_record
 from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.errors import ConfigError, FatalError
@@ -60,7 +59,7 @@ class Executor(Protocol):
         units: Sequence[Unit],
         listener: Listener,
         unlocked: Unlocked = nullcontext,
-    ) -> Finished | Submitted:
+    ) -> StageResult | Submitted:
         """Do the units, and return those that failed for good; or submit ranks that will do them.
 
         The listener follows what the executor sees: where ranks are submitted, nothing. An executor that waits for
@@ -141,7 +140,7 @@ def run_stage(
     listener.stage_started(stage, units, list(commits.values()))
     before = add_up(commits.values())
     check_rejects(stage, expected_in, before.rejects, before.num_in)
-    outcome: Finished | Submitted = Finished()
+    outcome: StageResult | Submitted = StageResult()
     if missing:
         if not joins:
             require_writable(stage.root)
@@ -154,9 +153,7 @@ def run_stage(
         result = StageResult(submitted=outcome)
     else:
         if missing:
-            if joins or read_round(stage.dir).num_joined:
-                outcome = replace(outcome, on_other_nodes=True)
-            commits, missing = wait_for_units(stage, units, missing, outcome)
+            commits, missing = wait_for_units(stage, units, missing, outcome.failures)
         result = _finish(stage, units, commits, outcome)
     listener.stage_ended(stage, result)
     return result
@@ -187,7 +184,7 @@ def _take_back_lost(stage: Stage, units: list[Unit], done: dict[int, Commit]) ->
     return commits, missing
 
 
-def _finish(stage: Stage, units: list[Unit], commits: dict[int, Commit], outcome: Finished) -> StageResult:
+def _finish(stage: Stage, units: list[Unit], commits: dict[int, Commit], outcome: StageResult) -> StageResult:
     """Finalize a stage of which all units are done, or note the errors of the others."""
     paths = stage.dir
     missing = [unit.index for unit in units if unit.index not in commits]

@@ -13,7 +13,7 @@ from sharmill.engine.fence import is_current
 from sharmill.engine.follow import Follower
 from sharmill.engine.host import usable_cores
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import Finished
+from sharmill.engine.outcomes import StageResult
 from sharmill.engine.run import Unlocked
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import begin_round, end_round
@@ -45,7 +45,7 @@ class LocalExecutor:
     def run(
         self, stage: Stage, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
-    ) -> Finished:  # fmt: skip
+    ) -> StageResult:  # fmt: skip
         """Do the units; see ``engine.run.Executor``."""
         gpus = usable_gpus(self.device) if stage.uses_gpu else ()
         cores = usable_cores()

@@ -40,7 +40,7 @@ from sharmill.engine.follow import Follower
 from sharmill.engine.host import limit_cores
 from sharmill.engine.late_views import wait_for_plan
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import Finished
+from sharmill.engine.outcomes import StageResult
 from sharmill.engine.patience import Patience
 from sharmill.engine.progress import mark_ended, read_progress
 from sharmill.engine.run import Unlocked
@@ -106,7 +106,7 @@ class RayExecutor:
     def run(
         self, stage: Stage, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
-    ) -> Finished:  # fmt: skip
+    ) -> StageResult:  # fmt: skip
         """Do the units; see ``engine.run.Executor``."""
         connect(self.address)
         may_use_gpus = stage.uses_gpu and self.device != "cpu"
@@ -128,7 +128,7 @@ class RayExecutor:
             remove_dead_attempts(stage.root, stage.token)
         outcome = follower.outcome()
         given_up = list(actors.given_up)
-        return replace(outcome, given_up=given_up or outcome.given_up, on_other_nodes=True)
+        return replace(outcome, given_up=given_up or outcome.given_up)
 
 
 def _count_places(cores: int, gpus: int) -> int:

@@ -32,7 +32,7 @@ from sharmill.engine.host import limit_cores
 from sharmill.engine.late_views import wait_for_plan, wait_for_stage
 from sharmill.engine.listener import Listener
 from sharmill.engine.locks import lock_owner
-from sharmill.engine.outcomes import Finished, Submitted
+from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.patience import Patience
 from sharmill.engine.run import Unlocked
 from sharmill.engine.run_notes import (
@@ -211,7 +211,7 @@ class SlurmExecutor:
     def run(
         self, stage: Stage, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
-    ) -> Finished | Submitted:  # fmt: skip
+    ) -> StageResult | Submitted:  # fmt: skip
         """Submit the units, or return those that failed for good once no other is left; see ``engine.run.Executor``.
 
         Beside advance jobs that are in the queue already only ranks are added, and none by an advance job. Few units
@@ -241,7 +241,7 @@ class SlurmExecutor:
                 raise stopped
             left = [unit for unit in units if not attempts.is_given_up(unit.index, ())]
             if not left:
-                return Finished({unit.index: attempts.require_error(unit.index) for unit in units})
+                return StageResult(failures={unit.index: attempts.require_error(unit.index) for unit in units})
             if goes_on:
                 self._require_progress(stage, attempts)
         workers = 0 if goes_on else self.workers_in_job(stage, left)
